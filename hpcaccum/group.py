@@ -1,0 +1,218 @@
+"""Ranks that work together: a private communicator, and meetings that cannot hang.
+
+`Group.of` gives one `Group` for each communicator of the user; everything built on
+that communicator shares it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.errors import DisagreementError, InvalidArgumentError
+from hpcaccum.mpi import MPI
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from mpi4py import MPI as mpi4py_MPI
+
+logger = logging.getLogger("hpcaccum")
+
+T = TypeVar("T")
+
+_MEETING_TAG = 1
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Name ranks as people do: ``rank 3``, ``ranks 0, 2``, ``ranks 0-7, 9``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    names = ", ".join("-".join(map(str, run)) for run in runs)
+    single = len(runs) == 1 and len(runs[0]) == 1
+    return f"rank{'' if single else 's'} {names or 'none'}"
+
+
+@functools.cache
+def _keyval() -> int:
+    # The private duplicate lives as long as the user's communicator does.
+    return int(
+        MPI.Comm.Create_keyval(delete_fn=lambda _comm, _key, group: group.free())
+    )
+
+
+class Group:
+    """A private duplicate of a communicator, and what belongs to its ranks.
+
+    Attributes:
+        comm: The private communicator: no message of the user's can be mistaken for
+            one of ours.
+        rank, size: This process in it, and how many there are.
+        node: Communicator of the ranks that share memory with this one.
+        shared: Objects that several users of the group hold together, by name.
+    """
+
+    def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
+        self.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self.node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        self.shared: dict[str, Any] = {}
+        self._meetings = 0
+
+    @classmethod
+    def of(cls, comm: mpi4py_MPI.Comm | Group | None = None) -> Group:
+        """Return the group of a communicator, made at the first call. Collective.
+
+        Args:
+            comm: An intracommunicator, or None for COMM_WORLD; a `Group` is returned
+                as it is.
+
+        Raises:
+            TypeError: If ``comm`` is something else.
+        """
+        if isinstance(comm, Group):
+            return comm
+        comm = MPI.COMM_WORLD if comm is None else comm
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise TypeError(f"comm must be an MPI intracommunicator, got {comm!r}")
+        group: Any = comm.Get_attr(_keyval())
+        if group is None:
+            group = cls(_duplicate(comm))
+            comm.Set_attr(_keyval(), group)
+        return cast(Group, group)
+
+    def __repr__(self) -> str:
+        """Show the numbers."""
+        return f"Group(rank {self.rank} of {self.size}, {self.node.size} on its node)"
+
+    @functools.cached_property
+    def single_node(self) -> bool:
+        """Whether all ranks share memory. Collective at first use."""
+        return bool(self.comm.allreduce(self.node.size == self.size, MPI.LAND))
+
+    def meet(self, value: T, what: str) -> list[T]:
+        """Return the values of all ranks, in rank order. Collective.
+
+        Like MPI's allgather of small objects, but a rank that does not come is named.
+
+        Raises:
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; the group is then of no
+                further use.
+        """
+        self._meetings += 1
+        deadline = Deadline(None, what)
+        if self.rank != 0:
+            self.comm.send((self._meetings, value), 0, _MEETING_TAG)
+            return self._receive(0, deadline, lambda: "rank 0 to answer")[1]  # type: ignore[no-any-return]
+        values: dict[int, T] = {0: value}
+        while len(values) < self.size:
+            source, (_, theirs) = self._receive(
+                MPI.ANY_SOURCE, deadline, lambda: self._absent(values)
+            )
+            values[source] = theirs
+        everybody = [values[rank] for rank in range(self.size)]
+        for rank in range(1, self.size):
+            self.comm.send(everybody, rank, _MEETING_TAG)
+        return everybody
+
+    def _receive(
+        self, source: int, deadline: Deadline, missing: Callable[[], str]
+    ) -> tuple[int, Any]:
+        status = MPI.Status()
+        probe = functools.partial(self.comm.improbe, source, _MEETING_TAG, status)
+        message = deadline.wait(probe, missing)
+        return status.Get_source(), message.recv()
+
+    def _absent(self, present: Iterable[int]) -> str:
+        missing = set(range(self.size)) - set(present)
+        return f"{ranks_text(missing)} of {self.size} to make the same call"
+
+    def agree(self, what: str, facts: Callable[[], Mapping[str, object]]) -> None:
+        """Check that all ranks pass the same arguments. Collective.
+
+        Args:
+            what: What is being made; begins the messages.
+            facts: Checks this rank's arguments and returns those that must be the same
+                everywhere; what it raises is raised on every rank.
+
+        Raises:
+            DisagreementError: On every rank, if a fact differs.
+            Exception: On every rank, what ``facts`` raised on one; other ranks see the
+                same type (if it is one of ours or a TypeError) and which rank it was.
+        """
+        mine: Mapping[str, object] = {}
+        failure: Exception | None = None
+        try:
+            mine = facts()
+        except Exception as error:
+            failure = error
+        report = {name: repr(fact) for name, fact in mine.items()}
+        reports = self.raise_together(what, failure, report)
+        self._compare(what, reports)
+
+    def raise_together(
+        self, what: str, failure: Exception | None, value: Any = None
+    ) -> list[Any]:
+        """Raise on every rank what failed on one; else return all values. Collective.
+
+        A rank that did not fail itself raises an error of the same type, if it is one
+        of ours or a TypeError, that says which rank failed.
+        """
+        reports = self.meet((_portable(failure), value), what)
+        if failure is not None:
+            raise failure
+        for rank, (error, _) in enumerate(reports):
+            if error is not None:
+                raise error[0](f"{what}: rank {rank}: {error[1]}")
+        return [each for _, each in reports]
+
+    def _compare(self, what: str, reports: Sequence[Mapping[str, str]]) -> None:
+        for name, first in reports[0].items():
+            others = [r for r, each in enumerate(reports) if each.get(name) != first]
+            if others:
+                theirs = reports[others[0]].get(name, "nothing")
+                raise DisagreementError(
+                    f"{what}: {name} must be the same on all {self.size} ranks: rank 0 "
+                    f"has {first}, rank {others[0]} has {theirs} "
+                    f"({ranks_text(others)} differ from rank 0)"
+                )
+
+    def split(self, shards: Sequence[Sequence[int]]) -> Group:
+        """Return the group of those ranks that are in one list with this. Collective.
+
+        Args:
+            shards: Lists of ranks; together they name each rank once. The order inside
+                a list is the order of the ranks in the new group.
+        """
+        color = next(c for c, ranks in enumerate(shards) if self.rank in ranks)
+        key = list(shards[color]).index(self.rank)
+        return Group(cast("mpi4py_MPI.Intracomm", self.comm.Split(color, key)))
+
+    def free(self) -> None:
+        """Free the private communicators. Collective."""
+        self.node.Free()
+        self.comm.Free()
+
+
+def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
+    """Return a type that every rank has, and the message."""
+    if error is None:
+        return None
+    known = isinstance(error, (InvalidArgumentError, TypeError))
+    return (type(error) if known else RuntimeError, str(error))
+
+
+def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:
+    """Duplicate, but do not wait in silence for a rank that never comes."""
+    duplicate, request = comm.Idup()
+    Deadline(None, "first use of a communicator").wait(
+        lambda: request.Test() or None,
+        lambda: f"all {comm.size} ranks to use it with hpcaccum",
+    )
+    return duplicate

