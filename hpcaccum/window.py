@@ -1,0 +1,338 @@
+"""Every one-sided MPI call of the project.
+
+`Cells` are 64-bit words on one rank that all ranks read and change atomically.
+`Region` is memory of each rank, or of one rank for all, that others reach: by plain
+loads and stores where the ranks share a node, by Put and Get where they do not.
+
+All windows come from MPI_Win_allocate and are locked once, with Lock_all, when they
+are made: windows over memory of our own, and a lock around each operation, both make
+MPICH wait for a target that computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum import mpi
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import MPI
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpcaccum.group import Group
+
+logger = logging.getLogger("hpcaccum")
+
+Array = np.ndarray[Any, Any]
+
+_SHM = "/dev/shm"
+# One MPI call moves at most this much: counts are 32-bit in MPI-3 libraries.
+_CHUNK_BYTES = 1 << 30
+# How often a host that computes lets MPI serve the other nodes. At 1 ms the host's own
+# work loses nothing that can be measured; at 0.1 ms up to a tenth.
+_PROGRESS_NAP = 1e-3
+
+
+class Cells:
+    """Atomic 64-bit integers in the memory of the rank ``host``. Collective.
+
+    All start at 0. Calls may come from several threads at once.
+    """
+
+    def __init__(self, group: Group, host: int, count: int) -> None:
+        self.host = host
+        self._local = threading.local()
+        here = count * 8 if group.rank == host else 0
+        check_shared_memory(group, here)
+        self._window = MPI.Win.Allocate(here, 8, comm=group.comm)
+        if here:
+            _array(self._window.tomemory(), np.int64)[:] = 0
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+        # No rank may reach the memory before it is zero.
+        group.comm.Barrier()
+
+    def _scratch(self) -> tuple[Array, Array, Array]:
+        # One set a thread: a server thread and the user's own use the same cells.
+        try:
+            return self._local.scratch  # type: ignore[no-any-return]
+        except AttributeError:
+            self._local.scratch = tuple(np.zeros(1, np.int64) for _ in range(3))
+            return self._local.scratch  # type: ignore[no-any-return]
+
+    def read(self, index: int) -> int:
+        """Return one word."""
+        return self.add(index, 0)
+
+    def add(self, index: int, value: int) -> int:
+        """Add to one word; return what it was before."""
+        operand, result, _ = self._scratch()
+        operand[0] = value
+        self._window.Fetch_and_op(
+            operand, result, self.host, index, MPI.SUM if value else MPI.NO_OP
+        )
+        self._window.Flush(self.host)
+        return int(result[0])
+
+    def swap(self, index: int, expected: int, new: int) -> int:
+        """Set a word to ``new`` if it is ``expected``; return what it was before."""
+        origin, result, compare = self._scratch()
+        origin[0], compare[0] = new, expected
+        self._window.Compare_and_swap(origin, compare, result, self.host, index)
+        self._window.Flush(self.host)
+        return int(result[0])
+
+    def read_range(self, index: int, count: int) -> list[int]:
+        """Return several words, each read atomically (not all at one moment)."""
+        result = np.empty(count, np.int64)
+        self._window.Get_accumulate(
+            [None, 0, MPI.LONG], result, self.host, (index, count, MPI.LONG), MPI.NO_OP
+        )
+        self._window.Flush(self.host)
+        return result.tolist()  # type: ignore[no-any-return]
+
+    def write_range(self, index: int, values: list[int]) -> None:
+        """Set several words, each atomically; they are there on return."""
+        origin = np.array(values, np.int64)
+        target = (index, len(values), MPI.LONG)
+        self._window.Accumulate(origin, self.host, target, MPI.REPLACE)
+        self._window.Flush(self.host)
+
+    def write(self, index: int, value: int) -> None:
+        """Set one word; it is there on return."""
+        self.write_range(index, [value])
+
+    def flush(self) -> None:
+        """Wait until what was posted is there."""
+        self._window.Flush(self.host)
+
+    def post(self, index: int, values: Array) -> None:
+        """Set several words, some time before the next call that waits returns.
+
+        Args:
+            index: The first word.
+            values: An int64 vector, not to be changed before that.
+        """
+        target = (index, values.size, MPI.LONG)
+        self._window.Accumulate(values, self.host, target, MPI.REPLACE)
+
+    def free(self) -> None:
+        """Free the window. Collective."""
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+class Region:
+    """Memory that ranks write and others read. Collective.
+
+    With ``spread`` each rank owns ``nbytes``, in its own memory where all ranks share
+    a node, else in the host's (and then reached by Put and Get). Without, there is one
+    part only, the host's.
+
+    Attributes:
+        direct: Whether this rank reaches all parts by plain loads and stores.
+    """
+
+    def __init__(self, group: Group, host: int, nbytes: int, *, spread: bool) -> None:
+        self._group, self._host = group, host
+        self._nbytes = nbytes = max(1, -(-nbytes // 64)) * 64
+        self._parts = group.size if spread else 1
+        self._local_parts = group.single_node and spread
+        hosted = nbytes * self._parts if group.rank == host else 0
+        here = nbytes if self._local_parts else hosted
+        check_shared_memory(group, here)
+        allocate = MPI.Win.Allocate_shared if group.single_node else MPI.Win.Allocate
+        info = MPI.Info.Create()
+        # Each part may lie near the rank that owns it.
+        info.Set("alloc_shared_noncontig", "true")
+        self._window = allocate(here, 1, info=info, comm=group.comm)
+        info.Free()
+        self.direct = group.single_node or group.rank == host
+        self._memory = self._map() if self.direct else []
+        if here:
+            _array(self._window.tomemory(), np.uint8)[:] = 0
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+        self.sync()
+        group.comm.Barrier()
+
+    def _map(self) -> list[Array]:
+        """Return each part as bytes of this rank's address space."""
+        if self._local_parts:
+            return [
+                _array(self._window.Shared_query(rank)[0], np.uint8)
+                for rank in range(self._parts)
+            ]
+        if self._group.single_node:
+            memory = self._window.Shared_query(self._host)[0]
+        else:
+            memory = self._window.tomemory()
+        whole = _array(memory, np.uint8)
+        return [
+            whole[part * self._nbytes : (part + 1) * self._nbytes]
+            for part in range(self._parts)
+        ]
+
+    @property
+    def nbytes_here(self) -> int:
+        """Bytes that this rank's memory holds."""
+        if self._local_parts:
+            return self._nbytes
+        return self._nbytes * self._parts if self._group.rank == self._host else 0
+
+    def view(self, part: int, offset: int, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return elements of a part where they lie. Only if `direct`."""
+        memory = self._memory[part][offset : offset + count * dtype.itemsize]
+        return memory.view(dtype)
+
+    def sync(self) -> None:
+        """Order this rank's plain loads and stores with those of others."""
+        self._window.Sync()
+
+    def put(self, part: int, offset: int, data: Array) -> None:
+        """Write a contiguous vector into a part; it is there on return."""
+        for start, piece in _pieces(data):
+            target = self._target(part, offset + start, piece)
+            self._window.Put([piece, MPI.BYTE], self._host, target)
+        self._window.Flush(self._host)
+
+    def accumulate(self, part: int, offset: int, data: Array) -> None:
+        """Add a contiguous float32 or float64 vector, element by element atomic."""
+        kind = MPI.FLOAT if data.dtype.itemsize == 4 else MPI.DOUBLE
+        for start, piece in _pieces(data):
+            target = self._target(part, offset + start, piece, kind)
+            self._window.Accumulate([piece, kind], self._host, target, MPI.SUM)
+        self._window.Flush(self._host)
+
+    def get(self, part: int, offset: int, out: Array) -> None:
+        """Read a part into a contiguous vector."""
+        for start, piece in _pieces(out):
+            target = self._target(part, offset + start, piece)
+            self._window.Get([piece, MPI.BYTE], self._host, target)
+        self._window.Flush(self._host)
+
+    def _target(
+        self, part: int, offset: int, piece: Array, kind: Any = None
+    ) -> tuple[int, int, Any]:
+        where = part * self._nbytes + offset
+        if kind is None:
+            return (where, piece.nbytes, MPI.BYTE)
+        return (where, piece.size, kind)
+
+    def free(self) -> None:
+        """Free the window; views of it are invalid from then on. Collective."""
+        self._memory = []
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+def _array(memory: Any, dtype: Any) -> Array:
+    """Return MPI's memory as a vector, which does not keep it alive."""
+    return np.frombuffer(memory, dtype)
+
+
+def _pieces(data: Array) -> Iterator[tuple[int, Array]]:
+    """Cut a vector into pieces that one MPI call can move, with their byte offsets."""
+    step = _CHUNK_BYTES // data.dtype.itemsize
+    for start in range(0, data.size, step):
+        yield start * data.dtype.itemsize, data[start : start + step]
+
+
+def check_shared_memory(group: Group, nbytes: int) -> None:
+    """Refuse a window for which the node has no room. Collective.
+
+    MPICH allocates without a word and the first touch kills the rank with SIGBUS.
+
+    Raises:
+        InvalidArgumentError: On every rank.
+    """
+    wanted = group.node.allreduce(nbytes)
+
+    def enough() -> dict[str, object]:
+        with contextlib.suppress(FileNotFoundError):
+            state = os.statvfs(_SHM)
+            free = state.f_bavail * state.f_frsize
+            if wanted > free:
+                raise InvalidArgumentError(
+                    f"the window needs {wanted / 2**20:.1f} MiB of {_SHM} on this "
+                    f"node, {free / 2**20:.1f} MiB are free (containers: --shm-size)"
+                )
+        return {}
+
+    group.agree("allocating a window", enough)
+
+
+class Progress:
+    """Lets MPI serve other nodes, if there are any, while this rank computes.
+
+    Between nodes a one-sided call may wait until the target enters MPI. A thread that
+    probes for a message that nobody sends is enough; there is one a group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._comm, self._needed = group.comm, not group.single_node
+        self._users = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, group: Group) -> Progress:
+        """Return the group's own."""
+        if "progress" not in group.shared:
+            group.shared["progress"] = cls(group)
+        return group.shared["progress"]  # type: ignore[no-any-return]
+
+    def start(self) -> None:
+        """Count a user; the first one starts the thread."""
+        self._users += 1
+        if self._users > 1 or not self._needed:
+            return
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            logger.warning(
+                "MPI gives no MPI_THREAD_MULTIPLE: ranks on other nodes wait while "
+                "the host computes"
+            )
+            return
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PROGRESS_NAP):
+            self._comm.Iprobe(MPI.ANY_SOURCE, _NO_TAG)
+
+    def stop(self) -> None:
+        """Count a user less; the last one ends the thread."""
+        self._users -= 1
+        if self._users == 0 and self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+
+# A tag that no message of ours carries.
+_NO_TAG = 2
+
+
+class Opened:
+    """Frees something collective once: when asked to, or before MPI_Finalize."""
+
+    def __init__(self, free: Any) -> None:
+        self._free = free
+        mpi.at_exit(self._close)
+        self.closed = False
+
+    def _close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._free()
+
+    def close(self) -> None:
+        """Run it, if it did not run yet."""
+        mpi.forget(self._close)
+        self._close()

@@ -1,0 +1,114 @@
+"""One rank's side of an accumulator: its two buffers, and gradients on their way."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.rounds import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.ledger import Receipt
+    from hpcaccum.rounds import Rounds
+    from hpcaccum.storage import Slots, Sums
+
+Array = np.ndarray[Any, Any]
+
+
+class Writer:
+    """Brings gradients of this rank to the round they are admitted to.
+
+    A buffer is not tied to a parity: while one is held by a round that is being
+    reduced, the other serves the open round, and a gradient computed in place is
+    admitted to whichever round is open by then.
+
+    Args:
+        rounds: The protocol.
+        storage: Where the gradients go.
+        rank: This rank.
+    """
+
+    def __init__(self, rounds: Rounds, storage: Slots | Sums, rank: int) -> None:
+        self._rounds, self._storage, self._rank = rounds, storage, rank
+        self._lock = threading.Lock()
+        self._left = False
+        # What this rank has in the round of each parity; None if surely nothing.
+        self._mine: list[Record | None] = [None, None]
+        self._last_parity = 0
+        self._lent: int | None = None
+
+    def submit(
+        self, array: Array, local_step: int, fit: Callable[[int], int]
+    ) -> Receipt:
+        """Add a gradient to the open round unless it is stale."""
+        with self._lock:
+            if self._left:
+                raise InvalidArgumentError(
+                    f"rank {self._rank} has left and can apply no more gradients"
+                )
+            receipt, parity, shape = self._rounds.admit(local_step, fit)
+            self._rounds.ledger.post(receipt)
+            if receipt:
+                self._write(array, parity, shape, local_step)
+            else:
+                self._rounds.cells.flush()
+        return receipt
+
+    def _write(self, array: Array, parity: int, shape: int, local_step: int) -> None:
+        before = self._before(parity)
+        if before:
+            buffer, count = before.buffer, before.number
+        else:
+            buffer, count = self._choose(array, parity), 0
+        self._rounds.writing(parity, Record(buffer, count, 1, shape, local_step))
+        self._storage.write(parity, buffer, array, first=not count)
+        done = Record(buffer, count + 1, 0, shape, local_step)
+        self._mine[parity], self._lent = done, None
+        self._rounds.written(parity, done)
+
+    def _before(self, parity: int) -> Record | None:
+        """Return what this rank has in the round that is open now, of this parity."""
+        if parity != self._last_parity:
+            # The other parity was open in between, so this one was cleared.
+            self._mine[parity], self._last_parity = None, parity
+        elif self._mine[parity] and not self._rounds.holds(parity, self._rank):
+            # Both parities may have changed places twice without this rank looking.
+            self._mine[parity] = None
+        return self._mine[parity]
+
+    def _choose(self, array: Array, parity: int) -> int:
+        """Return a buffer that no round holds; that of the gradient if possible."""
+        other = self._mine[1 - parity]
+        free = (1 - other.buffer,) if other else (0, 1)
+        lies = self._storage.lies_in(array)
+        if lies in free:
+            return lies  # type: ignore[return-value]
+        return next((buffer for buffer in free if buffer != self._lent), free[0])
+
+    def slot(self, deadline: Deadline) -> Array:
+        """Return a buffer that no round holds, flat; wait until there is one."""
+        self._lent = deadline.wait(
+            self._free, lambda: "the take that is reducing both buffers of this rank"
+        )
+        return self._storage.buffer(self._lent)
+
+    def _free(self) -> int | None:
+        with self._lock:
+            for parity, mine in enumerate(self._mine):
+                if mine and not self._rounds.holds(parity, self._rank):
+                    self._mine[parity] = None
+            held = {mine.buffer for mine in self._mine if mine}
+        return min({0, 1} - held, default=None)
+
+    def leave(self) -> None:
+        """Promise that this rank brings no more gradients."""
+        with self._lock:
+            if not self._left:
+                self._left = True
+                self._rounds.leave()
