@@ -1,0 +1,105 @@
+"""Parameters that one rank publishes and all read, never half an update.
+
+There are two copies and two words. The publisher says which version it begins, writes
+the older copy, then says that it is done. A reader copies the newest complete version
+and looks whether the publisher has begun the next but one meanwhile, which would have
+overwritten what it read; if so, it reads again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.window import Cells, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.group import Group
+
+Array = np.ndarray[Any, Any]
+
+_VERSION, _BEGUN = 0, 1
+
+
+class Parameters:
+    """A flat vector on the host, with a version that counts up from 0. Collective.
+
+    Args:
+        group: The ranks.
+        host: The rank that publishes.
+        size, dtype: Of the vector.
+    """
+
+    def __init__(self, group: Group, host: int, size: int, dtype: Any) -> None:
+        self._size, self._dtype = size, np.dtype(dtype)
+        self._stride = -(-size * self._dtype.itemsize // 64) * 64
+        self._cells = Cells(group, host, 2)
+        self._region = Region(group, host, 2 * self._stride, spread=False)
+        self._scratch: Array | None = None
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of this rank that holds copies."""
+        return self._region.nbytes_here
+
+    def version(self) -> int:
+        """Return the newest complete version."""
+        return self._cells.read(_VERSION)
+
+    def start(self, fill: Callable[[Array], None]) -> None:
+        """Write version 0; the host only, before anybody reads."""
+        fill(self._copy(0))
+        self._region.sync()
+
+    def publish(self, fill: Callable[[Array], None]) -> int:
+        """Make a new version; the host only.
+
+        Args:
+            fill: Writes all of the vector that it gets.
+
+        Returns:
+            The new version.
+        """
+        version = self._cells.add(_BEGUN, 1) + 1
+        fill(self._copy(version))
+        self._region.sync()
+        self._cells.write(_VERSION, version)
+        return version
+
+    def _copy(self, version: int) -> Array:
+        offset = version % 2 * self._stride
+        return self._region.view(0, offset, self._size, self._dtype)
+
+    def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
+        """Let ``use`` copy from the newest version; return which one that was.
+
+        Args:
+            use: Gets the vector, whose contents are only good if this was the last
+                call; so it must do nothing else than copy.
+            deadline: Passes if updates are published faster than they can be copied.
+        """
+        return deadline.wait(lambda: self._try(use), lambda: "two updates far apart")
+
+    def _try(self, use: Callable[[Array], None]) -> int | None:
+        version = self.version()
+        use(self._fetch(version))
+        self._region.sync()
+        return version if self._cells.read(_BEGUN) <= version + 1 else None
+
+    def _fetch(self, version: int) -> Array:
+        self._region.sync()
+        if self._region.direct:
+            return self._copy(version)
+        if self._scratch is None:
+            self._scratch = np.empty(self._size, self._dtype)
+        self._region.get(0, version % 2 * self._stride, self._scratch)
+        return self._scratch
+
+    def free(self) -> None:
+        """Free the windows. Collective."""
+        self._region.free()
+        self._cells.free()

@@ -1,0 +1,276 @@
+"""ParameterServer: the loop take -> optimizer -> publish, and its clients.
+
+One object on every rank. The host runs the loop, in a thread beside its own training
+or alone; the others, and the host's own training, push gradients and pull parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError
+from hpcaccum.group import ranks_text
+from hpcaccum.layout import Layout
+from hpcaccum.mpi import MPI, report_and_abort
+from hpcaccum.parameters import Parameters
+from hpcaccum.window import Opened, Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hpcaccum.group import Group
+    from hpcaccum.inbox import Inbox
+    from hpcaccum.ledger import Receipt, Tally
+
+Array = np.ndarray[Any, Any]
+
+# Which variables have a gradient travels with the gradients, as one number each.
+_PRESENT = "?present"
+
+
+class ParameterServer:
+    """The centre's parameters on one rank, updated by gradients of all. Collective.
+
+    Step k is the parameters after k updates.
+
+    Args:
+        group: The ranks.
+        host: The rank that holds the centre, and runs the updates.
+        initial: Name to array, the same names and shapes on all ranks; the centre
+            begins with the host's.
+        inbox: Makes the inbox; gets the size and the dtype of a flat gradient.
+        dedicated: Whether the host only serves; it must then call `serve`.
+        what: Name for messages.
+
+    Raises:
+        InvalidArgumentError: On every rank, if MPI gives no THREAD_MULTIPLE and the
+            host is not dedicated.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        host: int,
+        initial: Mapping[str, Array],
+        inbox: Callable[[int, np.dtype[Any]], Inbox],
+        *,
+        dedicated: bool,
+        what: str,
+    ) -> None:
+        self._group, self._host, self._what = group, host, what
+        self._dedicated, self.waited = dedicated, 0.0
+        group.agree(what, self._check_threads)
+        self._layout = Layout.of(initial)
+        shapes = {**self._layout.shapes, _PRESENT: (len(initial),)}
+        self._pushed = Layout(shapes, self._layout.dtype)
+        self._inbox = inbox(self._pushed.size, self._pushed.dtype)
+        size, dtype = self._layout.size, self._layout.dtype
+        self._parameters = Parameters(group, host, size, dtype)
+        self.centre: dict[str, Array] = {}
+        if self.is_host:
+            self.centre = {name: array.copy() for name, array in initial.items()}
+            self._parameters.start(self._fill)
+            Progress.of(group).start()
+        self._update: Callable[[dict[str, Array]], None] | None = None
+        self._thread: threading.Thread | None = None
+        self._opened = Opened(self._free)
+        # Nobody pulls before the centre is there.
+        group.meet(None, what)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this rank holds the centre."""
+        return self._group.rank == self._host
+
+    @property
+    def only_serves(self) -> bool:
+        """Whether this rank does nothing but serve."""
+        return self._dedicated and self.is_host
+
+    @property
+    def freed(self) -> bool:
+        """Whether `free` was called."""
+        return self._opened.closed
+
+    def _check_threads(self) -> dict[str, object]:
+        if not self._dedicated and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise InvalidArgumentError(
+                "MPI gives no MPI_THREAD_MULTIPLE, which a server beside the host's "
+                "own training needs; give it a rank of its own: dedicated=True"
+            )
+        return {}
+
+    # The host
+
+    def start(self, update: Callable[[dict[str, Array]], None]) -> None:
+        """Begin to serve, in a thread unless this host is dedicated; the host only.
+
+        Args:
+            update: Gets the gradients by name, without those that nobody brought;
+                changes the arrays in `centre`.
+        """
+        self._update = update
+        if not self._dedicated:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def serve(self) -> None:
+        """Serve until all other ranks have left; a dedicated host only."""
+        if not self.only_serves:
+            raise InvalidArgumentError(
+                f"{self._what}: serve() is for the host of dedicated=True"
+            )
+        self._loop()
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException:
+            # Nobody would ever be answered again.
+            report_and_abort(*sys.exc_info())
+
+    def _loop(self) -> None:
+        assert self._update is not None
+        try:
+            for step in itertools.count(self.step):
+                deadline = Deadline(None, f"{self._what}: update {step + 1}")
+                with self._inbox.next(step, deadline) as flat:
+                    self._update(self._received(flat))
+                    self._parameters.publish(self._fill)
+        except EverybodyLeftError:
+            return
+
+    def _received(self, flat: Array) -> dict[str, Array]:
+        """Return the gradients that somebody brought.
+
+        The mean was formed over all gradients; a variable that some ranks had no
+        gradient for gets the mean of the others.
+        """
+        views = self._pushed.views(flat)
+        present = views.pop(_PRESENT)
+        for name, share in zip(list(views), present, strict=True):
+            if share == 0:
+                del views[name]
+            elif share != 1:
+                views[name] /= share
+        return views
+
+    def _fill(self, flat: Array) -> None:
+        for name, view in self._layout.views(flat).items():
+            view[...] = self.centre[name]
+
+    # Every rank
+
+    @property
+    def step(self) -> int:
+        """How many updates are published."""
+        return self._parameters.version()
+
+    def pull(
+        self, into: Mapping[str, Array], *, at_least: int = 0, known: int = -1
+    ) -> int:
+        """Copy the newest parameters; return their step.
+
+        Args:
+            into: Name to array; only these are copied.
+            at_least: Wait for this step.
+            known: The step that ``into`` is at; nothing is copied if it is the newest.
+        """
+        deadline = Deadline(None, f"{self._what}: pull")
+        if self._wait_for(at_least, deadline) == known:
+            return known
+
+        def copy(flat: Array) -> None:
+            views = self._layout.views(flat)
+            for name, array in into.items():
+                np.copyto(array, views[name], casting="same_kind")
+
+        return self._parameters.read(copy, deadline)
+
+    def _wait_for(self, step: int, deadline: Deadline) -> int:
+        newest = self.step
+        if newest >= step:
+            return newest
+        begun = time.monotonic()
+
+        def published() -> int | None:
+            version = self.step
+            return version if version >= step else None
+
+        try:
+            return deadline.wait(published, lambda: self._missing(step))
+        finally:
+            self.waited += time.monotonic() - begun
+
+    def _missing(self, step: int) -> str:
+        left = self._inbox.left()
+        present = set(range(self._group.size)) - set(left)
+        return (
+            f"update {step} by rank {self._host}, is at {self.step} "
+            f"({ranks_text(left)} left, present {ranks_text(present)})"
+        )
+
+    def push(self, grads: Mapping[str, Array], local_step: int) -> Receipt:
+        """Send gradients by name; those that are missing count as not there."""
+        begun = time.monotonic()
+        views = self._pushed.views(self._inbox.slot())
+        self.waited += time.monotonic() - begun
+        present = views.pop(_PRESENT)
+        for number, (name, view) in enumerate(views.items()):
+            present[number] = name in grads
+            np.copyto(view, grads.get(name, 0), casting="same_kind")
+        return self._inbox.submit(local_step)
+
+    def missed(self, receipt: Receipt) -> int:
+        """Return the least step at which a dropped gradient would have been in time."""
+        return self._inbox.missed(receipt)
+
+    def read(self, name: str) -> Array:
+        """Return a copy of one of the centre's newest arrays."""
+        out = np.empty(self._layout.shapes[name], self._layout.dtype)
+        self.pull({name: out})
+        return out
+
+    def tally(self) -> Tally:
+        """Return what was accepted and dropped so far, of all ranks."""
+        return self._inbox.tally()
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of this rank that holds gradients and parameters for others."""
+        return self._inbox.window_bytes + self._parameters.window_bytes
+
+    def leave(self) -> None:
+        """Promise that this rank pushes no more. A host that only serves need not."""
+        if not self.only_serves:
+            self._inbox.leave()
+
+    def free(self) -> None:
+        """Leave, wait for all others to leave, stop the loop, free. Collective."""
+        self._opened.close()
+
+    def _free(self) -> None:
+        self.leave()
+        self._group.meet(None, f"{self._what}: free")
+        if self._thread is not None:
+            self._thread.join()
+        # The host's last update is published before the windows go.
+        self._group.meet(None, f"{self._what}: free")
+        if self.is_host:
+            Progress.of(self._group).stop()
+        self._inbox.free()
+        self._parameters.free()
+
+
+def gradients_by_name(
+    pairs: Sequence[tuple[Any, Any]],
+) -> dict[str, Array]:
+    """Return the gradients that are not None, by the name of their variable."""
+    return {var.name: grad for grad, var in pairs if grad is not None}

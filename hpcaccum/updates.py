@@ -1,0 +1,172 @@
+"""Gradients that are updates by themselves, applied in the order of admission.
+
+Where each gradient is an update (DropStale, AGN), admission itself advances the step:
+the order of admission is the order of application, and the lag of a second worker's
+gradient already counts the first one's, admitted but not yet applied. So the check and
+the update are one unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError
+from hpcaccum.group import ranks_text
+from hpcaccum.ledger import Ledger, Receipt
+from hpcaccum.window import Cells, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.group import Group
+    from hpcaccum.ledger import Tally
+
+Array = np.ndarray[Any, Any]
+
+_STEP, _LEFT, _HEAD = 0, 8, 9
+
+
+class UpdateQueue:
+    """A queue of gradients on the host, one place a rank. Collective.
+
+    A rank submits, then waits until its gradient was applied; only then may it write
+    into its slot again. The host takes the gradients one after the other.
+
+    Args:
+        group: The ranks.
+        host: The rank that applies.
+        size, dtype: Of a gradient, a flat vector.
+        max_lag: A gradient is admitted if it is at most this many steps late; infinity
+            admits all.
+        workers: Ranks that submit, and may leave.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        host: int,
+        size: int,
+        dtype: Any,
+        *,
+        max_lag: float = math.inf,
+        workers: int | None = None,
+    ) -> None:
+        self._group, self._size, self._dtype = group, size, np.dtype(dtype)
+        self._max_lag, n = max_lag, group.size
+        self._workers = n if workers is None else workers
+        self._gone = _HEAD + n
+        ledger = self._gone + n
+        self.cells = Cells(group, host, ledger + Ledger.words(n))
+        self.ledger = Ledger(self.cells, ledger, group.rank, n)
+        nbytes = size * self._dtype.itemsize
+        self._region = Region(group, host, nbytes, spread=True)
+        direct = self._region.direct
+        self._slot = self._place(group.rank) if direct else np.zeros(size, self._dtype)
+        self._left = False
+
+    def _place(self, rank: int) -> Array:
+        return self._region.view(rank, 0, self._size, self._dtype)
+
+    @property
+    def step(self) -> int:
+        """Gradients admitted so far."""
+        return self.cells.read(_STEP)
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of this rank that holds gradients."""
+        return self._region.nbytes_here
+
+    def slot(self) -> Array:
+        """Return where this rank's next gradient is to be written."""
+        return self._slot
+
+    def submit(self, local_step: int) -> Receipt:
+        """Submit the gradient that lies in `slot`, unless it is too late.
+
+        If it is accepted, its update makes step ``receipt.global_step + 1``.
+        """
+        if self._left:
+            raise InvalidArgumentError(
+                f"rank {self._group.rank} has left and can submit no more gradients"
+            )
+        receipt = self._admit(local_step)
+        self.ledger.post(receipt)
+        if not receipt:
+            self.cells.flush()
+            return receipt
+        if self._region.direct:
+            self._region.sync()
+        else:
+            self._region.put(self._group.rank, 0, self._slot)
+        # Update k makes step k + 1; 0 is the place of a rank that submitted nothing.
+        self.cells.write(_HEAD + self._group.rank, receipt.global_step + 1)
+        return receipt
+
+    def _admit(self, local_step: int) -> Receipt:
+        step = self.cells.read(_STEP)
+        while step - local_step <= self._max_lag:
+            found = self.cells.swap(_STEP, step, step + 1)
+            if found == step:
+                return Receipt(True, local_step, step)
+            step = found
+        return Receipt(False, local_step, step)
+
+    def missed(self, receipt: Receipt) -> int:
+        """Return the least step whose gradient would have been admitted instead."""
+        return receipt.global_step - int(self._max_lag)
+
+    @contextlib.contextmanager
+    def next(self, step: int, deadline: Deadline) -> Iterator[Array]:
+        """Give the body the gradient admitted at ``step``; the host only.
+
+        Raises:
+            WaitTimeoutError: If it does not come in time.
+            EverybodyLeftError: If all ranks have left and none is there.
+        """
+        rank = deadline.wait(
+            lambda: self._find(step), lambda: f"update {step + 1}, {self._whose(step)}"
+        )
+        self._region.sync()
+        # The number of the update stays in its place: it is never looked for again.
+        yield self._place(rank)
+
+    def _find(self, step: int) -> int | None:
+        words = self.cells.read_range(0, _HEAD + self._group.size)
+        if step + 1 in words[_HEAD:]:
+            return words.index(step + 1, _HEAD) - _HEAD
+        if words[_LEFT] == self._workers and self.step == step:
+            raise EverybodyLeftError(f"all {self._workers} ranks have left")
+        return None
+
+    def _whose(self, step: int) -> str:
+        if self.step > step:
+            return "admitted, to be written"
+        present = set(range(self._group.size)) - set(self.left())
+        return f"which may come from {ranks_text(present)}"
+
+    def tally(self) -> Tally:
+        """Return what was accepted and dropped so far, of all ranks."""
+        return self.ledger.tally()
+
+    def leave(self) -> None:
+        """Promise that this rank submits no more; once is enough."""
+        if not self._left:
+            self._left = True
+            self.cells.write(self._gone + self._group.rank, 1)
+            self.cells.add(_LEFT, 1)
+
+    def left(self) -> list[int]:
+        """Return the ranks that have left."""
+        words = self.cells.read_range(self._gone, self._group.size)
+        return [rank for rank, gone in enumerate(words) if gone]
+
+    def free(self) -> None:
+        """Free the windows. Collective."""
+        self._region.free()
+        self.cells.free()
