@@ -1,0 +1,66 @@
+"""Gradient exchange for clusters that speak MPI."""
+
+from __future__ import annotations
+
+from hpcaccum.accumulator import ConditionalAccumulator, Statistics
+from hpcaccum.errors import (
+    DisagreementError,
+    EverybodyLeftError,
+    FreedError,
+    InvalidArgumentError,
+    MPIUnavailableError,
+    WaitTimeoutError,
+)
+from hpcaccum.group import Group
+from hpcaccum.layout import Layout
+from hpcaccum.ledger import Receipt, Tally
+from hpcaccum.mpi import install_excepthook
+from hpcaccum.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    AGNCustomGetter,
+    AGNOptimizer,
+    CrossShardOptimizer,
+    DropStaleGradientOptimizer,
+    Momentum,
+    Optimizer,
+    Reduction,
+    SyncReplicasOptimizer,
+    Variable,
+    get_variable,
+)
+from hpcaccum.reducer import Reducer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "AGNCustomGetter",
+    "AGNOptimizer",
+    "Adagrad",
+    "Adam",
+    "ConditionalAccumulator",
+    "CrossShardOptimizer",
+    "DisagreementError",
+    "DropStaleGradientOptimizer",
+    "EverybodyLeftError",
+    "FreedError",
+    "Group",
+    "InvalidArgumentError",
+    "Layout",
+    "MPIUnavailableError",
+    "Momentum",
+    "Optimizer",
+    "Receipt",
+    "Reducer",
+    "Reduction",
+    "Statistics",
+    "SyncReplicasOptimizer",
+    "Tally",
+    "Variable",
+    "WaitTimeoutError",
+    "get_variable",
+]
+
+install_excepthook()

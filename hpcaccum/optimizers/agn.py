@@ -1,0 +1,270 @@
+"""AGNOptimizer: local steps, one normalized push every communication period."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.arguments import positive_count
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.layout import wide_dtype
+from hpcaccum.optimizers.base import (
+    Optimizer,
+    Variable,
+    check_global_step,
+    check_pairs,
+    set_global_step,
+)
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.updates import UpdateQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.group import Group
+    from hpcaccum.inbox import Inbox
+    from hpcaccum.ledger import Receipt
+    from hpcaccum.optimizers.base import Loss
+
+Array = np.ndarray[Any, Any]
+
+
+class UnknownVariableError(InvalidArgumentError, KeyError):
+    """Raised for a variable that was not made with the optimizer's getter."""
+
+    __str__ = ValueError.__str__
+
+
+class AGNCustomGetter:
+    """Collects the trainable variables that `get_variable` makes with it.
+
+    Args:
+        comm: Communicator of the ranks; COMM_WORLD by default.
+        host: The rank that holds the centre.
+    """
+
+    def __init__(
+        self, *, comm: mpi4py_MPI.Comm | Group | None = None, host: int = 0
+    ) -> None:
+        self.comm, self.host = comm, host
+        self.variables: dict[str, Variable] = {}
+
+    def register(self, var: Variable) -> None:
+        """Remember a variable if it is trainable.
+
+        Raises:
+            InvalidArgumentError: If there is one of this name.
+        """
+        if var.name in self.variables:
+            raise InvalidArgumentError(f"variable {var.name!r} exists already")
+        if var.trainable:
+            self.variables[var.name] = var
+
+
+def get_variable(
+    name: str,
+    initial_value: Any,
+    *,
+    trainable: bool = True,
+    custom_getter: AGNCustomGetter,
+) -> Variable:
+    """Return a new variable that the getter, and so its `AGNOptimizer`, knows."""
+    var = Variable(initial_value, name, trainable)
+    custom_getter.register(var)
+    return var
+
+
+class AGNOptimizer(OneSidedOptimizer):
+    """Accumulated gradient normalization: T local steps, then one push of their mean.
+
+    One call with gradient g, local variable x, centre c, sum a, period T::
+
+        x := inner(x, g);  a := a + g
+        every T-th call:   c := inner(c, a / T), on the host;  x := c;  a := 0
+
+    Pushes of several workers are applied one after the other; none is dropped. The
+    step counts pushes of all workers. Slots are apart for x and c, and those of x are
+    kept at a push.
+
+    Args:
+        optimizer: Makes the local updates and, on the host, those of the centre.
+        num_worker: Number of workers; the original ignores it, and so do we.
+        custom_getter: Knows the variables, the communicator and the host.
+        communication_period: T, at least 1.
+        use_locking: Ignored.
+        name: For messages.
+        dedicated: See `OneSidedOptimizer`.
+
+    Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
+        behaviour of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
+        parameter differences. Unlike there, Adam's bias correction of the centre counts
+        the centre's updates.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        num_worker: int,
+        custom_getter: AGNCustomGetter,
+        communication_period: int = 10,
+        use_locking: bool = True,
+        name: str = "AGNOptimizer",
+        *,
+        dedicated: bool = False,
+    ) -> None:
+        if not isinstance(custom_getter, AGNCustomGetter):
+            raise TypeError(
+                f"custom_getter must be an AGNCustomGetter, got {custom_getter!r}"
+            )
+        options = {
+            "communication_period": lambda: positive_count(
+                communication_period, "communication_period"
+            ),
+            "num_worker": lambda: positive_count(num_worker, "num_worker"),
+        }
+        super().__init__(
+            optimizer,
+            name,
+            options,
+            comm=custom_getter.comm,
+            host=custom_getter.host,
+            dedicated=dedicated,
+        )
+        self._getter = custom_getter
+        self._period = operator.index(communication_period)
+        self._calls = 0
+        self._sums: dict[str, Array] = {}
+
+    def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
+        return UpdateQueue(self._group, self._host, size, dtype, workers=self._workers)
+
+    def initialize(self, var_list: Any = None) -> None:
+        """Set the centre to the host's variables, and all ranks' to it. Collective.
+
+        Args:
+            var_list: Variables of the getter; all of them by default.
+        """
+        if var_list is None:
+            var_list = list(self._getter.variables.values())
+        super().initialize(var_list)
+
+    def _check_usable(self, variables: list[Variable]) -> None:
+        for var in variables:
+            if self._getter.variables.get(var.name) is not var:
+                raise UnknownVariableError(
+                    f"variable {var.name!r} was not made with the custom getter of "
+                    f"{self.get_name()}, which knows {sorted(self._getter.variables)}"
+                )
+
+    def compute_gradients(
+        self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
+    ) -> list[tuple[Array | None, Variable]]:
+        """Compute the gradients at this rank's own variables; nothing is pulled."""
+        if self._server is None or var_list is not None:
+            self.initialize(var_list)
+        self._training()
+        return Optimizer.compute_gradients(self, loss, var_list, *args, **kwargs)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Any,
+        global_step: Variable | None = None,
+        name: str | None = None,
+    ) -> Receipt | None:
+        """Make a local step; at every T-th call, push and take the new centre.
+
+        A variable with a gradient of None is left out: not updated, pushed or pulled.
+
+        Returns:
+            What became of the push; None if this call made none.
+        """
+        pairs = check_pairs(grads_and_vars)
+        check_global_step(global_step)
+        self._check_usable([var for _, var in pairs])
+        if self._server is None:
+            self.initialize()
+        self._training()
+        self.inner.apply_gradients(pairs)
+        for grad, var in pairs:
+            if grad is not None:
+                total = self._sum(var)
+                np.add(total, grad, out=total, casting="same_kind")
+        self._calls += 1
+        if self._calls % self._period:
+            return None
+        receipt = self._communicate([var for grad, var in pairs if grad is not None])
+        set_global_step(global_step, self._step)
+        return receipt
+
+    def _sum(self, var: Variable) -> Array:
+        if var.name not in self._sums:
+            self._sums[var.name] = np.zeros(var.shape, wide_dtype(var.dtype))
+        return self._sums[var.name]
+
+    def _communicate(self, variables: list[Variable]) -> Receipt:
+        sums = {var.name: self._sum(var) for var in variables}
+        for total in sums.values():
+            np.divide(total, total.dtype.type(self._period), out=total)
+        receipt = self._opened().push(sums, self._step)
+        self._useful = receipt.global_step + 1
+        self._pull({var.name: var.value for var in variables})
+        for total in sums.values():
+            total[...] = 0
+        return receipt
+
+    def get_init_op(self, task_index: int) -> Callable[[], None]:
+        """Return a callable that sets this rank's variables to the centre's.
+
+        The sums begin at zero again. Collective if nothing was initialized yet.
+
+        Args:
+            task_index: Ignored.
+
+        Raises:
+            InvalidArgumentError: If the getter knows no variable.
+        """
+        if not self._getter.variables:
+            raise InvalidArgumentError("the custom getter knows no trainable variable")
+
+        def init() -> None:
+            self.initialize()
+            self._pull(self._local)
+            for total in self._sums.values():
+                total[...] = 0
+
+        return init
+
+    def make_session_run_hook(self, is_chief: bool, task_index: int) -> AGNHook:
+        """Return a hook whose ``after_create_session`` runs `get_init_op`."""
+        return AGNHook(self, task_index)
+
+
+class AGNHook:
+    """Runs an optimizer's init op after ``begin``, as TensorFlow's session hooks do."""
+
+    def __init__(self, optimizer: AGNOptimizer, task_index: int) -> None:
+        self._optimizer, self._task_index = optimizer, task_index
+        self._init: Callable[[], None] | None = None
+
+    def begin(self) -> None:
+        """Make the init op."""
+        self._init = self._optimizer.get_init_op(self._task_index)
+
+    def after_create_session(self, session: Any = None, coord: Any = None) -> None:
+        """Run the init op."""
+        if self._init is None:
+            raise InvalidArgumentError("call begin() first")
+        self._init()
+
+    def before_run(self, run_context: Any = None) -> None:
+        """Do nothing."""
+
+    def after_run(self, run_context: Any = None, run_values: Any = None) -> None:
+        """Do nothing."""
+
+    def end(self, session: Any = None) -> None:
+        """Do nothing."""

@@ -1,0 +1,209 @@
+"""CrossShardOptimizer: gradients summed or averaged over the ranks of a shard group."""
+
+from __future__ import annotations
+
+import numbers
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.group import Group
+from hpcaccum.layout import Layout
+from hpcaccum.optimizers.base import (
+    Exchange,
+    Optimizer,
+    Variable,
+    check_global_step,
+    check_pairs,
+    check_variables,
+)
+from hpcaccum.optimizers.wrapper import Wrapper
+from hpcaccum.reducer import Reducer
+
+if TYPE_CHECKING:
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.optimizers.base import Loss
+
+Array = np.ndarray[Any, Any]
+
+
+class Reduction:
+    """How gradients of the ranks become one; the values are TensorFlow's."""
+
+    MEAN = "weighted_mean"
+    SUM = "weighted_sum"
+
+
+class CrossShardOptimizer(Wrapper):
+    """Sums gradients over the ranks of a shard group before the update. Collective.
+
+    With `Reduction.MEAN`, `compute_gradients` scales by one over the size of the group,
+    so that what lies between it and `apply_gradients` (clipping, say) sees gradients
+    that are divided already; `apply_gradients` only sums. Every rank calls both, the
+    same number of times.
+
+    Variables are not synchronised: start them alike on the ranks of a group.
+
+    Args:
+        opt: Makes the updates, the same on every rank of a group.
+        reduction: ``Reduction.MEAN`` or ``Reduction.SUM``.
+        name: For messages.
+        group_assignment: Lists of ranks, each a group of its own; together they name
+            each rank once, and all are of one size. None: one group of all.
+        comm: Communicator of the ranks; COMM_WORLD by default.
+
+    Raises:
+        TypeError, InvalidArgumentError, DisagreementError: On every rank.
+
+    Source: the behaviour of ``tf.compat.v1.tpu.CrossShardOptimizer``.
+    """
+
+    exchange = Exchange.COLLECTIVE
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        reduction: str = Reduction.MEAN,
+        name: str = "CrossShardOptimizer",
+        group_assignment: list[list[int]] | None = None,
+        *,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+    ) -> None:
+        group = Group.of(comm)
+
+        def facts() -> dict[str, object]:
+            Wrapper.__init__(self, opt, name)
+            if reduction not in (Reduction.MEAN, Reduction.SUM):
+                raise InvalidArgumentError(
+                    f"reduction must be Reduction.MEAN or Reduction.SUM, got "
+                    f"{reduction!r}"
+                )
+            return {
+                "optimizer": type(opt),
+                "reduction": reduction,
+                "group_assignment": check_groups(group_assignment, group.size),
+            }
+
+        group.agree(type(self).__name__, facts)
+        self._group = group.split(group_assignment) if group_assignment else group
+        mean = reduction == Reduction.MEAN and self._group.size > 1
+        self._scale = 1 / self._group.size if mean else 1.0
+        self._reducer: Reducer | None = None
+
+    def initialize(self, var_list: Any) -> None:
+        """Prepare the exchange of these variables' gradients. Collective.
+
+        Done by the first `compute_gradients` or `apply_gradients` otherwise.
+        """
+        if self._reducer is not None:
+            return
+        checked: list[Variable] = []
+
+        def facts() -> dict[str, object]:
+            checked.extend(check_variables(var_list))
+            names = [(var.name, var.shape, str(var.dtype)) for var in checked]
+            return {"optimizer": self.inner, "variables": names}
+
+        self._group.agree(f"{self.get_name()}: initialize", facts)
+        super().initialize(checked)
+        self.inner.initialize(checked)
+        layout = Layout.of({var.name: var.value for var in checked})
+        self._reducer = Reducer(layout, self._group, self.get_name())
+
+    def compute_gradients(
+        self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
+    ) -> list[tuple[Array | None, Variable]]:
+        """Compute the gradients of this rank's share of the loss."""
+        variables = self._variables if var_list is None else var_list
+        self.initialize(variables)
+        pairs = self.inner.compute_gradients(loss, variables, *args, **kwargs)
+        if self._scale == 1.0:
+            return pairs
+        return [
+            (None if g is None else g * g.dtype.type(self._scale), var)
+            for g, var in pairs
+        ]
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Any,
+        global_step: Variable | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """Sum the gradients over the group, then let the inner optimizer update.
+
+        Args:
+            grads_and_vars: Pairs; a gradient of None must be None on all ranks.
+            global_step: For the inner optimizer.
+            name: Ignored.
+
+        Raises:
+            InvalidArgumentError, TypeError: On every rank of the group, if the pairs of
+                one are wrong; no variable is changed.
+            DisagreementError: On every rank of the group, before any update, if a
+                gradient is None on some ranks only or ranks are at different calls.
+        """
+        if self._reducer is None:
+            self.initialize([var for _, var in check_pairs(grads_and_vars)])
+        assert self._reducer is not None
+        arrays = self._reducer.arrays()
+        try:
+            pairs = check_pairs(grads_and_vars)
+            check_global_step(global_step)
+            self._check_known(pairs, arrays)
+        except (TypeError, InvalidArgumentError) as error:
+            self._reducer.fail(error)
+        for grad, var in pairs:
+            if grad is not None:
+                np.copyto(arrays[var.name], grad, casting="same_kind")
+        self._reducer.reduce({var.name for grad, var in pairs if grad is not None})
+        summed = [(None if g is None else arrays[v.name], v) for g, v in pairs]
+        return self.inner.apply_gradients(summed, global_step, name)
+
+    def _check_known(self, pairs: list[Any], arrays: dict[str, Array]) -> None:
+        for _, var in pairs:
+            if var.name not in arrays:
+                raise InvalidArgumentError(
+                    f"{self.get_name()} was initialized without variable {var.name!r}"
+                )
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank has spent in the exchange."""
+        return 0.0 if self._reducer is None else self._reducer.waited
+
+    def free(self) -> None:
+        """Free what the exchange needs. Collective."""
+        if self._reducer is not None:
+            self._reducer.free()
+
+
+def check_groups(groups: Any, size: int) -> list[list[int]]:
+    """Return a group assignment, [] for none.
+
+    Raises:
+        InvalidArgumentError: If it is no list of lists of ranks, or the groups overlap,
+            miss a rank, or differ in size.
+    """
+    if groups is None or (isinstance(groups, list) and not groups):
+        return []
+    if not isinstance(groups, list) or not all(isinstance(g, list) for g in groups):
+        raise InvalidArgumentError(
+            f"group_assignment must be a list of lists of ranks, got {groups!r}"
+        )
+    ranks = [rank for group in groups for rank in group]
+    if not all(isinstance(rank, numbers.Integral) for rank in ranks):
+        raise InvalidArgumentError(f"group_assignment must name ranks, got {groups!r}")
+    if sorted(ranks) != list(range(size)):
+        raise InvalidArgumentError(
+            f"group_assignment must name each rank of 0 to {size - 1} once, "
+            f"got {groups}"
+        )
+    if len({len(group) for group in groups}) != 1:
+        raise InvalidArgumentError(
+            f"groups of group_assignment must be of one size, got sizes "
+            f"{[len(group) for group in groups]}"
+        )
+    return groups

@@ -1,0 +1,268 @@
+"""What the optimizers have in common whose updates run on a parameter server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.arguments import rank_number
+from hpcaccum.errors import FreedError, InvalidArgumentError
+from hpcaccum.group import Group
+from hpcaccum.optimizers.base import (
+    Exchange,
+    Optimizer,
+    Variable,
+    check_global_step,
+    check_pairs,
+    check_variables,
+    set_global_step,
+)
+from hpcaccum.optimizers.wrapper import Wrapper
+from hpcaccum.server import ParameterServer, gradients_by_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.inbox import Inbox
+    from hpcaccum.ledger import Receipt, Tally
+    from hpcaccum.optimizers.base import Loss
+
+Array = np.ndarray[Any, Any]
+
+
+class OneSidedOptimizer(Wrapper):
+    """An optimizer whose inner one runs on the host's parameters. Collective.
+
+    The host's copy of the variables, the centre, is updated there; every rank pulls it
+    into its own variables. Ranks call `compute_gradients` and `apply_gradients` when
+    they want to.
+
+    Args:
+        opt: The optimizer that makes the updates; a local one.
+        name: Of this optimizer.
+        options: Name to check of what must be the same on all ranks.
+        comm, host: The ranks, and which of them holds the centre.
+        dedicated: Whether the host only serves; it then calls `serve` after
+            `initialize`. Otherwise it serves in a thread beside its own training.
+
+    Raises:
+        TypeError, InvalidArgumentError, DisagreementError: On every rank.
+    """
+
+    exchange = Exchange.ONE_SIDED
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        name: str,
+        options: Mapping[str, Callable[[], object]],
+        *,
+        comm: mpi4py_MPI.Comm | Group | None,
+        host: int,
+        dedicated: bool,
+    ) -> None:
+        group = Group.of(comm)
+
+        def facts() -> dict[str, object]:
+            Wrapper.__init__(self, opt, name)
+            if dedicated and group.size == 1:
+                raise InvalidArgumentError(
+                    "dedicated=True needs 2 ranks, one serves and others train; got 1"
+                )
+            return {
+                "optimizer": opt,
+                "host": rank_number(host, group.size, "host"),
+                "dedicated": bool(dedicated),
+                **{option: check() for option, check in options.items()},
+            }
+
+        group.agree(type(self).__name__, facts)
+        self._group, self._host, self._dedicated = group, host, dedicated
+        self._server: ParameterServer | None = None
+        self._local: dict[str, Array] = {}
+        # The step of this rank's variables, and the least one that is of use next.
+        self._step, self._useful = -1, 0
+
+    @property
+    def _workers(self) -> int:
+        return self._group.size - bool(self._dedicated)
+
+    def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
+        """Return the inbox that makes the difference between the optimizers."""
+        raise NotImplementedError
+
+    def initialize(self, var_list: Any) -> None:
+        """Set the centre to the host's variables, and all ranks' to it. Collective.
+
+        Done by the first `compute_gradients` otherwise. Again, it must be given the
+        same variables and does nothing.
+
+        Raises:
+            TypeError, InvalidArgumentError, DisagreementError: On every rank, for
+                something else than variables, or different ones on different ranks.
+        """
+        if self._server is not None:
+            self._check_known(var_list)
+            return
+        checked: list[Variable] = []
+
+        def facts() -> dict[str, object]:
+            checked.extend(check_variables(var_list))
+            self._check_usable(checked)
+            return {"variables": [(v.name, v.shape, str(v.dtype)) for v in checked]}
+
+        self._group.agree(f"{self.get_name()}: initialize", facts)
+        super().initialize(checked)
+        self._local = {var.name: var.value for var in checked}
+        self._server = ParameterServer(
+            self._group,
+            self._host,
+            self._local,
+            self._make_inbox,
+            dedicated=self._dedicated,
+            what=self.get_name(),
+        )
+        if self._server.is_host:
+            self._serve_with(self._server)
+        self._pull()
+        # Nobody trains before all have the same variables.
+        self._group.meet(None, f"{self.get_name()}: initialize")
+
+    def _check_usable(self, variables: list[Variable]) -> None:
+        """Refuse variables that this optimizer cannot have."""
+
+    def _check_known(self, var_list: Any) -> None:
+        for var in [] if var_list is None else check_variables(var_list):
+            if self._local.get(var.name) is not var.value:
+                raise InvalidArgumentError(
+                    f"{self.get_name()} was initialized without this variable "
+                    f"{var.name!r}, with {sorted(self._local)}"
+                )
+
+    def _serve_with(self, server: ParameterServer) -> None:
+        centre = {name: Variable(array, name) for name, array in server.centre.items()}
+        self.inner.initialize(list(centre.values()))
+
+        def update(grads: dict[str, Array]) -> None:
+            self.inner.apply_gradients([(g, centre[name]) for name, g in grads.items()])
+
+        server.start(update)
+
+    def _opened(self) -> ParameterServer:
+        if self._server is None:
+            raise InvalidArgumentError(
+                f"{self.get_name()} has no variables yet: call initialize(var_list) on "
+                f"all ranks"
+            )
+        if self._server.freed:
+            raise FreedError(f"optimizer {self.get_name()!r} was freed")
+        return self._server
+
+    def _training(self) -> ParameterServer:
+        server = self._opened()
+        if server.only_serves:
+            raise InvalidArgumentError(
+                f"rank {self._host} is the dedicated host of {self.get_name()} and "
+                f"does not train: call serve()"
+            )
+        return server
+
+    def serve(self) -> None:
+        """Serve until all other ranks have left; on the host of ``dedicated=True``."""
+        self._opened().serve()
+
+    def _pull(self, into: Mapping[str, Array] | None = None) -> None:
+        """Bring the newest centre into this rank's variables."""
+        self._step = self._opened().pull(
+            self._local if into is None else into,
+            at_least=self._useful,
+            known=self._step if into is None else -1,
+        )
+
+    def compute_gradients(
+        self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
+    ) -> list[tuple[Array | None, Variable]]:
+        """Pull the newest parameters, then compute the gradients with them.
+
+        Waits only if every gradient computed now were certain to be dropped.
+        """
+        if self._server is None or var_list is not None:
+            self.initialize(var_list)
+        self._training()
+        self._pull()
+        variables = self._variables if var_list is None else var_list
+        return self.inner.compute_gradients(loss, variables, *args, **kwargs)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Any,
+        global_step: Variable | None = None,
+        name: str | None = None,
+    ) -> Receipt | None:
+        """Send the gradients to the host; wait for what the optimizer promises.
+
+        Args:
+            grads_and_vars: Pairs as `compute_gradients` gives them. A gradient of None
+                leaves its variable alone.
+            global_step: An integer Variable, set to the number of updates that this
+                rank's variables have.
+            name: Ignored.
+
+        Returns:
+            What became of the gradients.
+
+        Raises:
+            InvalidArgumentError, TypeError: On this rank; nothing is sent.
+        """
+        pairs = check_pairs(grads_and_vars)
+        check_global_step(global_step)
+        self.initialize([var for _, var in pairs])
+        server = self._training()
+        receipt = server.push(gradients_by_name(pairs), self._step)
+        self._after(server, receipt)
+        set_global_step(global_step, self._step)
+        return receipt
+
+    def _after(self, server: ParameterServer, receipt: Receipt) -> None:
+        """Get new parameters after a push: with its update, or at once if dropped."""
+        if receipt:
+            self._useful = receipt.global_step + 1
+            self._pull()
+        else:
+            self._pull()
+            self._useful = server.missed(receipt)
+
+    @property
+    def global_step(self) -> int:
+        """The number of updates that the centre has now."""
+        return self._opened().step
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank has waited for others."""
+        return 0.0 if self._server is None else self._server.waited
+
+    def center(self, var: Variable) -> Array:
+        """Return a copy of the host's current value of a variable."""
+        server = self._opened()
+        self._check_known([var])
+        return server.read(var.name).astype(var.dtype, copy=False)
+
+    def statistics(self) -> Tally:
+        """Return what happened to the gradients of all ranks so far."""
+        return self._opened().tally()
+
+    def leave(self) -> None:
+        """Say that this rank brings no more gradients. Not collective.
+
+        Nobody waits for it any more; quorums shrink.
+        """
+        self._opened().leave()
+
+    def free(self) -> None:
+        """Leave, wait until all ranks have, stop the server. Collective."""
+        if self._server is not None:
+            self._server.free()

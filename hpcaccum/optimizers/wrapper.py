@@ -1,0 +1,60 @@
+"""What all optimizers that hold another one have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpcaccum.optimizers.base import Optimizer, Variable, check_inner
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+
+class Wrapper(Optimizer):
+    """Exchanges gradients and leaves the updates to another optimizer.
+
+    Args:
+        inner: What makes the updates; its state is shown as this one's.
+        name: Of this one.
+
+    Raises:
+        TypeError: If ``inner`` is no optimizer.
+        InvalidArgumentError: If ``inner`` exchanges gradients in a way that cannot
+            happen inside of this one.
+    """
+
+    def __init__(self, inner: Optimizer, name: str) -> None:
+        super().__init__(name)
+        check_inner(inner, self)
+        self.inner = inner
+
+    def get_slot(self, var: Variable, name: str) -> Variable | None:
+        """Return a slot of the inner optimizer."""
+        return self.inner.get_slot(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """Return the slot names of the inner optimizer."""
+        return self.inner.get_slot_names()
+
+    def variables(self) -> list[Variable]:
+        """Return the state variables of the inner optimizer."""
+        return self.inner.variables()
+
+    def free(self) -> None:
+        """Free what the exchange needs. Collective."""
+
+    def __enter__(self) -> Self:
+        """Return the optimizer itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Free it; after an exception the others may not come, so leave it open."""
+        if kind is None:
+            self.free()

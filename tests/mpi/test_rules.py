@@ -1,0 +1,804 @@
+"""Variables, the interface of optimizers, and the update rules; no MPI in it."""
+
+from __future__ import annotations
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.optimizers import rules
+from hpcaccum.optimizers.base import (
+    Exchange,
+    Optimizer,
+    Variable,
+    check_inner,
+    check_pairs,
+    check_variables,
+    scaled,
+    set_global_step,
+)
+from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
+TOLERANCE = {DTYPES[0]: 2e-3, BFLOAT16: 2e-2, DTYPES[2]: 1e-5, DTYPES[3]: 1e-12}
+
+MAKERS = {
+    "SGD": lambda: SGD(0.5),
+    "Momentum": lambda: Momentum(0.5, 0.75),
+    "Nesterov": lambda: Momentum(0.5, 0.75, use_nesterov=True),
+    "Adagrad": lambda: Adagrad(0.5),
+    "Adam": lambda: Adam(0.25),
+    "AdamW": lambda: Adam(0.25, weight_decay=0.5),
+}
+
+
+def plain(rule, value, grads):
+    """Apply the formulas in float64, one line each."""
+    x = np.array(value, np.float64)
+    m, v, accum = np.zeros_like(x), np.zeros_like(x), np.full_like(x, 0.1)
+    for t, grad in enumerate(grads, 1):
+        g = np.asarray(grad, np.float64)
+        if rule == "SGD":
+            x = x - 0.5 * g
+        elif rule in ("Momentum", "Nesterov"):
+            m = 0.75 * m + g
+            x = x - 0.5 * (m if rule == "Momentum" else g + 0.75 * m)
+        elif rule == "Adagrad":
+            accum = accum + g**2
+            x = x - 0.5 * g / np.sqrt(accum)
+        else:
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            rate = 0.25 * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+            x = x - 0.25 * (0.5 if rule == "AdamW" else 0) * x
+            x = x - rate * m / (np.sqrt(v) + 1e-8)
+    return x
+
+
+def one(value=0.0, dtype=np.float64, name="w"):
+    return Variable(np.array(value, dtype), name)
+
+
+def steps(opt, variable, grads):
+    """Return the variable's value after each gradient."""
+    seen = []
+    for grad in grads:
+        opt.apply_gradients([(np.asarray(grad, variable.dtype), variable)])
+        seen.append(variable.value.tolist())
+    return seen
+
+
+# What the rules compute
+
+
+def test_sgd_by_hand():
+    assert steps(SGD(0.5), one(10.0), [2, 4, -6]) == [9.0, 7.0, 10.0]
+
+
+def test_momentum_by_hand():
+    opt, w = Momentum(1, 0.5), one()
+
+    assert steps(opt, w, [1, 2, 3]) == [-1.0, -3.5, -7.75]
+    assert opt.get_slot(w, "momentum").value == 4.25
+
+
+def test_nesterov_by_hand():
+    opt = Momentum(1, 0.5, use_nesterov=True)
+
+    assert steps(opt, one(), [1, 2]) == [-1.5, -4.75]
+
+
+def test_adagrad_by_hand():
+    opt, w = Adagrad(1, initial_accumulator_value=16), one()
+
+    assert steps(opt, w, [3, 0]) == [-0.6, -0.6]
+    assert opt.get_slot(w, "accumulator").value == 25
+
+
+def test_first_step_of_adam_is_the_learning_rate():
+    w = one([0.0, 0.0])
+
+    steps(Adam(0.125, epsilon=0), w, [[1e-6, -1e6]])
+
+    np.testing.assert_allclose(w.value, [-0.125, 0.125], rtol=1e-12)
+
+
+def test_adam_without_memory_by_hand():
+    opt, w = Adam(1, beta1=0, beta2=0, epsilon=1), one()
+
+    assert steps(opt, w, [1, -3]) == [-0.5, 0.25]
+    assert opt.get_slot(w, "m").value == -3
+    assert opt.get_slot(w, "v").value == 9
+
+
+def test_weight_decay_comes_before_the_step_and_outside_of_the_moments():
+    opt, w = Adam(0.5, beta1=0, beta2=0, epsilon=0, weight_decay=0.5), one(8.0)
+
+    assert steps(opt, w, [1]) == [8 - 2 - 0.5]
+    assert opt.get_slot(w, "m").value == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", MAKERS)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (5, 3), (2, 3, 4)])
+def test_rules_equal_the_plain_line(rule, dtype, shape):
+    random = np.random.default_rng(len(shape))
+    start = random.normal(size=shape).astype(dtype)
+    grads = [np.asarray(random.normal(size=shape)).astype(dtype) for _ in range(4)]
+    w = Variable(start.copy(), "w")
+    opt = MAKERS[rule]()
+
+    for grad in grads:
+        opt.apply_gradients([(grad, w)])
+
+    error = TOLERANCE[dtype]
+    expected = plain(rule, start, grads)
+    assert w.dtype == dtype
+    np.testing.assert_allclose(w.value.astype(float), expected, error, 4 * error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", MAKERS)
+def test_rules_equal_the_plain_line_over_several_pieces(rule, dtype):
+    random = np.random.default_rng(5)
+    size = 2 * rules.PIECE + 17
+    start = random.normal(size=size).astype(dtype)
+    grads = [random.normal(size=size).astype(dtype) for _ in range(2)]
+    w = Variable(start.copy(), "w")
+    opt = MAKERS[rule]()
+
+    for grad in grads:
+        opt.apply_gradients([(grad, w)])
+
+    error = TOLERANCE[dtype]
+    expected = plain(rule, start, grads)
+    np.testing.assert_allclose(w.value.astype(float), expected, error, 4 * error)
+
+
+def strided(kind, dtype):
+    """Return an array of shape (300, 500), more than a piece, that is not plain."""
+    if kind == "transposed":
+        return np.zeros((500, 300), dtype).T
+    if kind == "reversed":
+        return np.zeros((300, 500), dtype)[::-1, ::-1]
+    if kind == "every other":
+        return np.zeros((600, 1000), dtype)[1::2, ::2]
+    return np.zeros((300, 500), dtype)
+
+
+STRIDED = ["plain", "transposed", "reversed", "every other"]
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+@pytest.mark.parametrize("of_grad", STRIDED)
+@pytest.mark.parametrize("of_value", STRIDED)
+def test_any_strides_give_the_same_bits(of_value, of_grad, dtype):
+    random = np.random.default_rng(3)
+    start, grad = random.normal(size=(2, 300, 500)).astype(dtype)
+    expected = Variable(start.copy(), "w")
+    w = Variable(strided(of_value, dtype), "w")
+    w.value[...] = start
+    given = strided(of_grad, dtype)
+    given[...] = grad
+    opt, other = Momentum(0.5, 0.5), Momentum(0.5, 0.5)
+
+    for _ in range(2):
+        opt.apply_gradients([(given, w)])
+        other.apply_gradients([(grad, expected)])
+
+    np.testing.assert_array_equal(w.value, expected.value)
+    assert w.value.strides == strided(of_value, dtype).strides
+
+
+def test_what_lies_between_the_elements_is_left_alone():
+    memory = np.zeros(6, np.float32)
+
+    SGD(1).apply_gradients([(np.ones(3), Variable(memory[::2], "w"))])
+
+    assert memory.tolist() == [-1, 0, -1, 0, -1, 0]
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [[1, 2], [1.0, 2.0], np.array([1, 2], np.int8), np.array([1, 2], np.float64)],
+    ids=["ints", "floats", "int8", "float64"],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_other_dtypes_are_converted(grad, dtype):
+    w = one([0, 0], dtype)
+
+    SGD(1).apply_gradients([(grad, w)])
+
+    assert w.value.tolist() == [-1, -2]
+
+
+def test_half_precision_keeps_its_state_in_float32():
+    w = one([0.0], np.float16)
+    opt = Adam(0.25, epsilon=0)
+
+    steps(opt, w, [[1e-4]])
+
+    # 1e-4 squared is less than the smallest float16.
+    assert opt.get_slot(w, "v").dtype == np.float32
+    np.testing.assert_allclose(w.value, [-0.25], rtol=2e-3)
+
+
+# In place
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 2)])
+@pytest.mark.parametrize("rule", MAKERS)
+def test_the_array_stays_and_the_gradient_is_not_modified(rule, shape):
+    array, grad = np.zeros(shape), np.full(shape, 3.0)
+    before = array.ctypes.data
+    grad.flags.writeable = False
+    w = Variable(array, "w")
+
+    MAKERS[rule]().apply_gradients([(grad, w)])
+
+    assert w.value is array
+    assert array.ctypes.data == before
+    assert (array < 0).all()
+    assert (grad == 3).all()
+
+
+@pytest.mark.parametrize("rule", MAKERS)
+def test_a_gradient_may_be_the_variable_itself(rule):
+    array = np.arange(1.0, 2.0 + rules.PIECE)
+    expected = plain(rule, array, [array])
+
+    MAKERS[rule]().apply_gradients([(array, Variable(array, "w"))])
+
+    np.testing.assert_allclose(array, expected, 1e-12, 1e-12)
+
+
+def test_a_gradient_may_lie_across_its_variable():
+    array = np.arange(3.0 * rules.PIECE)
+    expected = array - array[::-1]
+
+    SGD(1).apply_gradients([(array[::-1], Variable(array, "w"))])
+
+    np.testing.assert_array_equal(array, expected)
+
+
+def test_a_gradient_may_be_a_variable_that_changes_earlier():
+    x, y = one(3.0, name="x"), one(5.0, name="y")
+
+    SGD(1).minimize(lambda: (0, [y.value, x.value]), var_list=[x, y])
+
+    assert (x.value, y.value) == (-2, 2)
+
+
+# Slots
+
+
+def test_slot_names():
+    found = {name: make().get_slot_names() for name, make in MAKERS.items()}
+
+    assert found["SGD"] == []
+    assert found["Momentum"] == found["Nesterov"] == ["momentum"]
+    assert found["Adagrad"] == ["accumulator"]
+    assert found["Adam"] == found["AdamW"] == ["m", "v"]
+
+
+def test_a_slot_is_none_before_the_first_update_and_for_other_names():
+    opt, w = Adam(), one()
+    assert opt.get_slot(w, "m") is None
+    assert opt.variables() == []
+
+    steps(opt, w, [1])
+
+    assert opt.get_slot(w, "m").name == "w/Adam/m"
+    assert not opt.get_slot(w, "m").trainable
+    assert opt.get_slot(w, "momentum") is None
+    assert opt.get_slot(one(), "m") is None
+
+
+def test_variables_are_all_state():
+    opt, a, b = Adam(), one(name="a"), one(name="b")
+
+    opt.apply_gradients([(1.0, a), (None, b)])
+    opt.apply_gradients([(1.0, a), (1.0, b)])
+
+    state = {variable.name: variable.value.tolist() for variable in opt.variables()}
+    assert list(state) == [f"{v}/Adam/{s}" for v in "ab" for s in ("m", "v", "step")]
+    assert (state["a/Adam/step"], state["b/Adam/step"]) == (2, 1)
+    assert SGD(1).variables() == []
+
+
+def test_variables_of_one_name_have_slots_of_their_own():
+    opt, local, center = Momentum(1, 0.5), one(), one()
+
+    steps(opt, local, [1, 2])
+    steps(opt, center, [8])
+
+    assert opt.get_slot(local, "momentum").value == 2.5
+    assert opt.get_slot(center, "momentum").value == 8
+
+
+def test_each_variable_counts_its_own_steps():
+    opt, a, b, c = Adam(0.5), one(), one(), one()
+
+    steps(opt, a, [1, 2, 3])
+    for grad in (1, 2, 3):
+        steps(opt, b, [grad])
+        steps(opt, c, [1])
+
+    assert a.value == b.value
+
+
+def test_two_threads_use_one_optimizer():
+    opt = Adam(0.5)
+    size = 3 * rules.PIECE
+    pairs = [(np.full(size, i + 1.0), Variable(np.zeros(size), "w")) for i in range(4)]
+    failed = []
+
+    def work(pair):
+        try:
+            for _ in range(5):
+                opt.apply_gradients([pair])
+        except Exception as error:  # shown by the assertion
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(pair,)) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert failed == []
+    for grad, w in pairs:
+        alone = Variable(np.zeros(size), "w")
+        steps(Adam(0.5), alone, [grad] * 5)
+        np.testing.assert_array_equal(w.value, alone.value)
+
+
+# The interface
+
+
+def test_minimize_by_hand():
+    w, step = one([4.0]), Variable(0, "step", trainable=False)
+    opt = SGD(0.25)
+
+    for _ in range(3):
+        result = opt.minimize(lambda: (0, [2 * w.value]), step, [w])
+
+    assert w.value == [0.5]
+    assert step.value == 3
+    assert result is None
+
+
+def test_gates_names_and_exchange():
+    opt = SGD(1, name="mine")
+
+    assert (opt.GATE_NONE, opt.GATE_OP, opt.GATE_GRAPH) == (0, 1, 2)
+    assert opt.get_name() == "mine"
+    assert opt.exchange is Exchange.LOCAL
+    assert repr(opt) == "SGD(learning_rate=1.0, name='mine')"
+    assert repr(SGD(lambda: 1)) == "SGD(learning_rate='callable', name='SGD')"
+
+
+def test_gradients_come_by_order_or_by_name():
+    a, b = one(name="a"), one(name="b")
+    opt = SGD(1)
+    for grads in ([1.0, None], (1.0, None), {"a": 1.0}, {"b": None, "a": 1.0}):
+        loss = lambda grads=grads: (0, grads)  # noqa: E731
+        assert opt.compute_gradients(loss, [a, b]) == [(1.0, a), (None, b)]
+
+
+def test_a_gradient_is_the_array_that_loss_returned():
+    w, grad = one([1.0]), np.ones(1)
+
+    [(found, _)] = SGD(1).compute_gradients(lambda: (0, [grad]), [w])
+
+    assert found is grad
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype(np.int64)], ids=str)
+def test_grad_loss_multiplies_the_gradients(dtype):
+    w, grad = one([0.0, 0.0]), np.array([1, 3], dtype)
+
+    [(found, _)] = SGD(1).compute_gradients(lambda: (0, [grad]), [w], grad_loss=2.5)
+
+    assert found.tolist() == [2.5, 7.5]
+    assert grad.tolist() == [1, 3]
+    assert found.dtype == (np.float64 if dtype.kind == "i" else dtype)
+
+
+def test_scaled_keeps_arrays_of_no_dimension():
+    assert scaled(np.array(3, np.float32), 1 / 2).shape == ()
+    assert isinstance(scaled(np.array(3, np.float32), 1 / 2), np.ndarray)
+    assert scaled(np.array(8, np.float32), 1 / 3) == np.float32(8) * np.float32(1 / 3)
+
+
+def test_no_var_list_means_that_of_initialize():
+    w, v = one(name="w"), one(name="v")
+    opt = SGD(1)
+    opt.initialize([w, v])
+
+    assert opt.compute_gradients(lambda: (0, [1.0, None])) == [(1.0, w), (None, v)]
+
+
+def test_the_first_var_list_is_remembered():
+    w = one()
+    opt = SGD(1)
+    opt.minimize(lambda: (0, [1.0]), var_list=[w])
+
+    opt.minimize(lambda: (0, [1.0]))
+
+    assert w.value == -2
+
+
+def test_ignored_arguments_are_accepted():
+    w = one()
+    SGD(1).minimize(lambda: (0, [1.0]), None, [w], 2, "any", True, "name", 3)
+
+    assert w.value == -3
+
+
+def test_an_iterator_of_pairs_is_accepted():
+    w = one()
+
+    SGD(1).apply_gradients(zip([1.0], [w], strict=True))
+
+    assert w.value == -1
+
+
+def test_a_variable_without_gradient_is_left_alone():
+    a, b = one(name="a"), one(name="b")
+    opt = Momentum(1, 0.5)
+
+    opt.apply_gradients([(None, a), (1.0, b)])
+
+    assert (a.value, b.value) == (0, -1)
+    assert opt.get_slot(a, "momentum") is None
+
+
+def test_a_callable_learning_rate_is_asked_at_each_update():
+    rates = iter([1, 0.5, 0])
+    opt = SGD(lambda: next(rates))
+
+    assert steps(opt, one(), [4, 4, 4]) == [-4, -6, -6]
+
+
+def test_set_global_step():
+    step = Variable(np.array(3, np.int32), "step")
+
+    set_global_step(step, 7)
+    set_global_step(None, 7)
+
+    assert step.value == 7
+    assert step.dtype == np.int32
+
+
+# Variables
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, np.int64, np.uint8], ids=str)
+def test_a_variable_is_the_array_itself(dtype):
+    array = np.zeros((2, 3), dtype)
+    w = Variable(array, "w", trainable=False)
+
+    assert w.value is array
+    assert (w.name, w.shape, w.dtype, w.trainable) == ("w", (2, 3), array.dtype, False)
+
+
+def test_numbers_and_lists_become_new_arrays():
+    assert Variable(3).dtype == np.int64
+    assert Variable(3.5).shape == ()
+    assert Variable([1.0, 2.0]).value.tolist() == [1, 2]
+    assert Variable(np.float32(2)).dtype == np.float32
+    assert Variable(BFLOAT16.type(2)).dtype == BFLOAT16
+
+
+def test_assigning_to_the_value_copies():
+    array = np.zeros(2, np.float32)
+    w = Variable(array, "w")
+
+    w.value = [1, 2]
+    w.value += 1
+
+    assert w.value is array
+    assert array.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("new", [1.0, [1.0], [[1.0, 2.0]], ["a", "b"], [1j, 1], None])
+def test_assigning_something_else_changes_nothing(new):
+    w = one([7.0, 8.0])
+
+    with pytest.raises(InvalidArgumentError):
+        w.value = new
+
+    assert w.value.tolist() == [7, 8]
+
+
+def test_an_integer_variable_takes_no_fractions():
+    step = Variable(1, "step")
+
+    with pytest.raises(InvalidArgumentError, match="'step' must be int64"):
+        step.value = 2.5
+
+    assert step.value == 1
+
+
+def test_repr_shows_numbers():
+    w = Variable(np.array([0.5, 2], np.float32), "w", trainable=False)
+
+    assert repr(w) == "Variable('w', float32 (2,), trainable=False, [0.5 2. ])"
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros(2, bool),
+        np.zeros(2, complex),
+        np.zeros(2, ">f4"),
+        np.array(["a"]),
+        np.array([None]),
+        True,
+        1j,
+        [1.0, [2.0]],
+        np.broadcast_to(1.0, 3),
+    ],
+    ids=repr,
+)
+def test_values_that_no_variable_can_have(array):
+    with pytest.raises(InvalidArgumentError, match="value of 'w'"):
+        Variable(array, "w")
+
+
+def test_what_is_no_array_or_name():
+    for array in (None, "text", {}, object()):
+        with pytest.raises(TypeError, match="must be a NumPy array, got"):
+            Variable(array)
+    for name in (None, "", 3):
+        with pytest.raises(TypeError, match="name must be a text"):
+            Variable(0.0, name)
+        with pytest.raises(TypeError, match="name must be a text"):
+            SGD(1, name=name)
+
+
+# Errors change nothing
+
+
+@pytest.fixture
+def model():
+    """Two variables and a step, and an optimizer that has state already."""
+    a, b = one([1.0, 2.0], np.float32, "a"), one(3.0, np.float32, "b")
+    step = Variable(5, "step", trainable=False)
+    opt = Adam(0.5)
+    opt.apply_gradients([([1.0, 1.0], a), (1.0, b)])
+    return opt, a, b, step
+
+
+def state_of(model):
+    opt, *variables = model
+    return [v.value.tolist() for v in [*variables, *opt.variables()]]
+
+
+GOOD = np.ones(2, np.float32)
+
+BAD_PAIRS = {
+    "empty": ((), InvalidArgumentError, "no variables provided"),
+    "all None": (
+        lambda a, b: [(None, a), (None, b)],
+        InvalidArgumentError,
+        r"no gradients provided for any variable: \['a', 'b'\]",
+    ),
+    "shape": (
+        lambda a, b: [(GOOD, a), (GOOD, b)],
+        InvalidArgumentError,
+        r"gradient of 'b' must have shape \(\), got \(2,\)",
+    ),
+    "no broadcast": (
+        lambda a, b: [(1.0, b), (1.0, a)],
+        InvalidArgumentError,
+        r"'a' must have shape \(2,\), got \(\)",
+    ),
+    "complex": (
+        lambda a, b: [(GOOD, a), (1j, b)],
+        InvalidArgumentError,
+        "'b'.*complex128 cannot be cast safely to float32",
+    ),
+    "text": (
+        lambda a, b: [(GOOD, a), ("x", b)],
+        InvalidArgumentError,
+        "'b'.*cannot be cast safely",
+    ),
+    "ragged": (lambda a, b: [([1, [2]], a)], InvalidArgumentError, "'a'.*not an array"),
+    "twice": (
+        lambda a, b: [(GOOD, a), (GOOD, a)],
+        InvalidArgumentError,
+        "given twice",
+    ),
+    "not iterable": (3, TypeError, "list of pairs.*got int"),
+    "no pair": (lambda a, b: [(GOOD, a), b], TypeError, "got Variable at index 1"),
+    "triple": (lambda a, b: [(GOOD, a, b)], TypeError, "got tuple at index 0"),
+    "text pair": (["ab"], TypeError, "got str at index 0"),
+    "no variable": (
+        lambda a, b: [(GOOD, a), (1.0, "b")],
+        TypeError,
+        "got str as the variable at index 1",
+    ),
+    "swapped": (
+        lambda a, b: [(a, GOOD)],
+        TypeError,
+        "got ndarray as the variable at index 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PAIRS)
+def test_bad_pairs(model, case):
+    pairs, error, message = BAD_PAIRS[case]
+    opt, a, b, step = model
+    before = state_of(model)
+
+    with pytest.raises(error, match=message):
+        opt.apply_gradients(pairs(a, b) if callable(pairs) else pairs, step)
+
+    assert state_of(model) == before
+
+
+def test_a_used_up_iterator_is_empty():
+    pairs = zip([1.0], [one()], strict=True)
+    list(pairs)
+
+    with pytest.raises(InvalidArgumentError, match="no variables provided"):
+        check_pairs(pairs)
+
+
+def test_complex_gradients_of_bfloat16_are_refused():
+    with pytest.raises(InvalidArgumentError, match="complex64 cannot be cast safely"):
+        check_pairs([(np.zeros(1, np.complex64), one([0], BFLOAT16))])
+
+
+def test_integer_variables_are_not_trained():
+    with pytest.raises(InvalidArgumentError, match="'n' is of int64"):
+        SGD(1).apply_gradients([(1, Variable(0, "n"))])
+
+
+@pytest.mark.parametrize(
+    "global_step",
+    [1, np.zeros((), int), Variable(1.0), Variable([1]), "step"],
+    ids=["int", "array", "float", "vector", "text"],
+)
+def test_a_global_step_that_is_none(model, global_step):
+    opt, a, b, _ = model
+    before = state_of(model)
+
+    with pytest.raises(TypeError, match="global_step must be an integer Variable"):
+        opt.apply_gradients([(GOOD, a)], global_step)
+    with pytest.raises(TypeError, match="global_step must be an integer Variable"):
+        opt.minimize(lambda: pytest.fail("was called"), global_step, [a, b])
+
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("rate", [-1, float("nan"), None, "fast"])
+def test_a_learning_rate_that_becomes_bad(rate):
+    w = one()
+    opt = Adam(lambda: rate)
+
+    with pytest.raises(InvalidArgumentError, match="learning_rate must be a number"):
+        steps(opt, w, [1])
+
+    assert w.value == 0
+    assert opt.variables() == []
+
+
+@pytest.mark.parametrize(
+    ("var_list", "error", "message"),
+    [
+        (None, InvalidArgumentError, r"initialize\(var_list\) first"),
+        ([], InvalidArgumentError, "var_list is empty"),
+        ([one(), np.zeros(2)], TypeError, "got ndarray at index 1"),
+        (["w"], TypeError, "got str at index 0"),
+        (one(), TypeError, "must be a list of Variables"),
+        ("w", TypeError, "must be a list of Variables"),
+        (3, TypeError, "must be a list of Variables"),
+        ([one(), one()], InvalidArgumentError, "2 variables are named 'w'"),
+    ],
+)
+def test_bad_var_list(var_list, error, message):
+    called = []
+    for call in (
+        SGD(1).initialize,
+        check_variables,
+        lambda given: SGD(1).minimize(called.append, var_list=given),
+    ):
+        with pytest.raises(error, match=message):
+            call(var_list)
+    assert called == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (3.0, TypeError, "callable without arguments.*got float"),
+        (lambda: 3.0, TypeError, "must return .value, gradients., got float"),
+        (lambda: (1, 2, 3), TypeError, "must return .value, gradients., got tuple"),
+        (lambda: (0, np.ones(1)), TypeError, "a list or a mapping.*got ndarray"),
+        (lambda: (0, [1.0, 1.0]), InvalidArgumentError, "2 gradients for 1 variables"),
+        (lambda: (0, []), InvalidArgumentError, "0 gradients for 1 variables"),
+        (lambda: (0, {"v": 1.0}), InvalidArgumentError, r"gradients for \['v'\]"),
+        (lambda: (0, [GOOD]), InvalidArgumentError, r"shape \(\), got \(2,\)"),
+    ],
+)
+def test_bad_loss(loss, error, message):
+    w = one(7.0)
+
+    with pytest.raises(error, match=message):
+        SGD(1).minimize(loss, var_list=[w])
+
+    assert w.value == 7
+
+
+@pytest.mark.parametrize("gate", [-1, 3, None, "GATE_OP", True, [1]])
+def test_bad_gate(gate):
+    with pytest.raises(InvalidArgumentError, match="gate_gradients must be"):
+        SGD(1).compute_gradients(lambda: (0, [1.0]), [one()], gate_gradients=gate)
+
+
+@pytest.mark.parametrize("factor", ["x", [1, 2], 1j])
+def test_bad_grad_loss(factor):
+    with pytest.raises(InvalidArgumentError, match="grad_loss must be one number"):
+        SGD(1).compute_gradients(lambda: (0, [1.0]), [one()], grad_loss=factor)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SGD(-0.1),
+        lambda: SGD(float("inf")),
+        lambda: SGD("0.1"),
+        lambda: SGD(True),
+        lambda: SGD(np.ones(1)),
+        lambda: Momentum(0.1, None),
+        lambda: Momentum(0.1, float("nan")),
+        lambda: Momentum(0.1, -float("inf")),
+        lambda: Momentum(0.1, [0.9]),
+        lambda: Adagrad(0.1, 0),
+        lambda: Adagrad(0.1, -1),
+        lambda: Adam(beta1=1),
+        lambda: Adam(beta2=1.0),
+        lambda: Adam(beta1=-0.1),
+        lambda: Adam(epsilon=-1),
+        lambda: Adam(weight_decay=-1),
+        lambda: Adam(weight_decay="none"),
+    ],
+)
+def test_bad_options(make):
+    with pytest.raises(InvalidArgumentError, match=r"must be .*, got "):
+        make()
+
+
+class Collective(Optimizer):
+    exchange = Exchange.COLLECTIVE
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        raise NotImplementedError
+
+
+class OneSided(Collective):
+    exchange = Exchange.ONE_SIDED
+
+
+def test_which_optimizer_can_hold_which():
+    local, collective, one_sided = SGD(1), Collective("c"), OneSided("o")
+    for inner, outer in ((local, collective), (local, one_sided)):
+        check_inner(inner, outer)
+    check_inner(collective, collective)
+
+    for inner, outer in (
+        (collective, one_sided),
+        (one_sided, collective),
+        (one_sided, one_sided),
+    ):
+        with pytest.raises(InvalidArgumentError, match="cannot hold"):
+            check_inner(inner, outer)
+    with pytest.raises(TypeError, match="Collective needs an optimizer, got str"):
+        check_inner("SGD", collective)
