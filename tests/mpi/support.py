@@ -1,0 +1,42 @@
+"""What the tests of this directory use: how long to wait, how to fail together."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.errors
+import pytest
+
+from .exchange import world
+
+# Seconds a test waits for something that takes milliseconds.  Long enough for slow
+# machines, well below the time limit of a test: the message should be the timeout's.
+WAIT = 20.0
+
+
+def together(test: Callable[..., None]) -> Callable[..., None]:
+    """Make one call of ``test`` fail on all ranks if it fails on one. Collective.
+
+    Needed under `hypothesis.given`, which calls a test many times: a rank that alone
+    fails an example would look for a smaller one while the others go on.
+    """
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        failure = None
+        try:
+            test(*args, **kwargs)
+        except hypothesis.errors.HypothesisException:
+            raise  # an assumption: it does not hold on any rank
+        except (Exception, pytest.fail.Exception):
+            failure = traceback.format_exc()
+        # Raised outside of the except clause: hypothesis tells failures apart by their
+        # context too, and they must be one failure on all ranks.
+        for rank, told in enumerate(world("tests").gather(failure)):
+            if told:
+                raise AssertionError(f"[rank {rank}] {told}")
+
+    return run

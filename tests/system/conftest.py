@@ -1,0 +1,108 @@
+"""Tests of whole programs: they run once, without mpiexec, and start what they need."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "mpirun" in getattr(item, "fixturenames", ()):
+            item.add_marker("mpi")
+
+
+@pytest.fixture(scope="session")
+def mpi_environment() -> dict[str, str]:
+    """The environment of a job: Open MPI's settings, unless set, and few threads."""
+    text = (REPOSITORY / ".ci" / "env.openmpi").read_text()
+    settings = dict(re.findall(r"^export (\w+)=(.*)$", text, re.MULTILINE))
+    return settings | {"OMP_NUM_THREADS": "1"} | os.environ
+
+
+@pytest.fixture(scope="session")
+def mpiexec() -> str:
+    """The launcher that belongs to the MPI of this environment."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    found = shutil.which("mpiexec", path=path)
+    assert found, f"no mpiexec in {path}"
+    return found
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def mpirun(mpiexec: str, mpi_environment: dict[str, str]) -> Run:
+    """Run ``mpirun(3, "script.py", ...)`` on 3 ranks with this Python.
+
+    stdout of the result has the errors too, in the order they came.  A job that takes
+    longer than ``timeout`` seconds is ended and fails the test, with what it wrote.
+    """
+
+    def run(
+        ranks: int,
+        *args: str | Path,
+        timeout: float = 60,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        program: str | Path = sys.executable,
+    ) -> subprocess.CompletedProcess[str]:
+        return run_program(
+            [mpiexec, "-n", str(ranks), str(program), *map(str, args)],
+            timeout=timeout,
+            cwd=cwd,
+            env=mpi_environment | (env or {}),
+        )
+
+    return run
+
+
+def run_program(
+    command: list[str],
+    *,
+    timeout: float,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that may start others; none of them outlives it."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=cwd,
+        env=env,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        output = _end(process)
+        pytest.fail(
+            f"{' '.join(command)}\nwas still running after {timeout} s:\n{output}"
+        )
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    # A launcher that is asked ends its ranks; one that is killed may leave them.
+    process.terminate()
+    try:
+        return process.communicate(timeout=5)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate(timeout=5)[0]

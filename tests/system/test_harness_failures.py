@@ -1,0 +1,195 @@
+"""The harness of tests/mpi where a test fails, hangs, or differs between the ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+import time
+
+import pytest
+
+from .conftest import REPOSITORY
+
+
+@pytest.fixture
+def run_tests(mpirun, tmp_path):
+    """Run the text of a test file on 3 ranks under the harness."""
+
+    def run(text, *options):
+        (tmp_path / "pytest.ini").write_text(
+            "[pytest]\nmarkers =\n  ranks\n  time_limit"
+        )
+        (tmp_path / "test_it.py").write_text(
+            "import sys, time, pytest\nfrom mpi4py import MPI\n"
+            "rank = MPI.COMM_WORLD.rank\n" + textwrap.dedent(text)
+        )
+        plugins = ["-p", "tests.conftest", "-p", "tests.mpi.conftest"]
+        args = ["-m", "pytest", *plugins, "--color=no", *options, "test_it.py"]
+        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        return mpirun(3, *args, cwd=tmp_path, env={"PYTHONPATH": path})
+
+    return run
+
+
+def test_all_good_is_zero(run_tests):
+    result = run_tests("def test_good(comm): comm.Barrier()")
+
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("1 passed") == 1
+
+
+def test_failure_on_one_rank_fails_and_names_the_rank(run_tests):
+    result = run_tests("""
+        def test_bad(comm):
+            print("printed by", rank)
+            assert rank != 1, "no luck"
+        def test_next(comm):
+            comm.Barrier()
+    """)
+
+    assert result.returncode != 0
+    assert "[rank 1]" in result.stdout
+    assert "no luck" in result.stdout
+    assert "printed by 1" in result.stdout
+    assert "[rank 2]" not in result.stdout
+    assert "1 failed, 1 passed" in result.stdout
+
+
+def test_failure_of_a_fixture_on_one_rank_is_an_error_of_all(run_tests):
+    result = run_tests("""
+        @pytest.fixture
+        def half(comm):
+            assert rank != 2, "no luck"
+            yield
+            assert rank != 0, "no end"
+        def test_bad(half):
+            comm.Barrier()  # not reached
+    """)
+
+    assert result.returncode != 0
+    assert re.search(r"\[rank 2\].*no luck", result.stdout, re.DOTALL)
+    assert re.search(r"\[rank 0\].*no end", result.stdout, re.DOTALL)
+    assert "not reached" not in result.stdout
+    assert "2 errors" in result.stdout
+
+
+def test_skip_on_one_rank_skips_on_all(run_tests):
+    result = run_tests("""
+        @pytest.fixture
+        def half():
+            if rank == 1:
+                pytest.skip("no disk")
+        def test_skipped(half, comm):
+            comm.Barrier()
+    """)
+
+    assert result.returncode == 0, result.stdout
+    assert "1 skipped" in result.stdout
+
+
+def test_a_rank_that_sleeps_ends_the_job_with_all_stacks(run_tests):
+    begin = time.monotonic()
+    result = run_tests(
+        """
+        def test_first(comm):
+            assert rank != 0, "failed before"
+        def test_sleeper(comm):
+            if rank == 2:
+                time.sleep(1000)
+            assert rank != 1, "failed beside"
+            comm.Barrier()
+        """,
+        "-o",
+        "mpi_time_limit=2",
+    )
+
+    assert time.monotonic() - begin < 30
+    assert result.returncode != 0
+    for rank in range(3):
+        assert f"[rank {rank}] no progress in 2 s: test_it.py::test_sleeper" in (
+            result.stdout
+        )
+    assert re.search(r"\[rank 2\] +time.sleep\(1000\)", result.stdout)
+    assert re.search(r"\[rank 0\] +comm.Barrier\(\)", result.stdout)
+    assert re.search(r"\[rank 1\] .*failed beside", result.stdout)
+    assert re.search(r"\[rank 0\] .*failed before", result.stdout)
+
+
+def test_a_time_limit_of_its_own(run_tests):
+    result = run_tests("""
+        @pytest.mark.time_limit(1)
+        def test_sleeper():
+            time.sleep(1000)
+    """)
+
+    assert result.returncode != 0
+    assert "[rank 2] no progress in 1 s" in result.stdout
+
+
+def test_a_rank_stuck_in_finalize_ends_the_job(run_tests):
+    result = run_tests(
+        """
+        def stuck(*args):
+            time.sleep(1000)
+        def test_good():
+            if rank == 1:
+                MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=stuck), None)
+        """,
+        "-o",
+        "mpi_time_limit=2",
+    )
+
+    assert result.returncode != 0
+    assert re.search(r"\[rank 1\] +time.sleep\(1000\)", result.stdout)
+
+
+def test_a_rank_that_leaves_ends_the_job(run_tests):
+    begin = time.monotonic()
+    result = run_tests("""
+        def test_leaver(comm):
+            if rank == 1:
+                pytest.exit("enough")
+            comm.Barrier()
+    """)
+
+    assert time.monotonic() - begin < 30
+    assert result.returncode != 0
+    assert "[rank 1] left in the middle of test_it.py::test_leaver" in result.stdout
+
+
+def test_ranks_that_collect_different_tests_are_told(run_tests):
+    result = run_tests("""
+        @pytest.mark.parametrize("n", range(1 + (rank == 1)))
+        def test_some(n): pass
+    """)
+
+    assert result.returncode != 0
+    assert "the ranks did not collect the same tests" in result.stdout
+    assert "unlike rank 0: test_it.py::test_some[1]" in result.stdout
+
+
+def test_a_file_that_one_rank_cannot_import_is_told(run_tests):
+    result = run_tests("""
+        if rank == 2:
+            import no_such_module
+        def test_good(): pass
+    """)
+
+    assert result.returncode != 0
+    assert "No module named 'no_such_module'" in result.stdout
+
+
+def test_an_example_that_fails_on_one_rank_is_found_by_all(run_tests):
+    result = run_tests("""
+        from hypothesis import given, strategies as st
+        from tests.mpi.support import together
+        @given(st.integers(0, 1000))
+        @together
+        def test_small(number):
+            assert number < 10 or rank != 1
+    """)
+
+    assert result.returncode != 0
+    assert "[rank 1]" in result.stdout
+    assert "number=10," in result.stdout.replace(" ", "")

@@ -1,0 +1,126 @@
+"""Imports between the modules of the package run strictly downward."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+
+import pytest
+
+from .conftest import REPOSITORY
+
+# From the bottom up.  A row may import from the rows before it; a package is one entry,
+# and its modules may import each other.  "hpcaccum" is the public list of names.
+LAYERS = [
+    ["errors"],
+    ["mpi", "deadline", "layout", "device"],
+    ["group", "arguments"],
+    ["window"],
+    ["ledger", "line", "shapes", "storage", "parameters"],
+    ["rounds"],
+    ["writer", "updates", "settings"],
+    ["accumulator", "sparse", "reducer"],
+    ["inbox"],
+    ["server"],
+    ["optimizers"],
+    ["adapters", "checkpoint"],
+    ["hpcaccum"],
+    ["train", "bench", "launch"],
+    ["cli"],
+    ["__main__"],
+]
+HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
+
+PACKAGE = REPOSITORY / "hpcaccum"
+
+
+def dotted(path):
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {dotted(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+class Imports(ast.NodeVisitor):
+    """The modules that a file imports when it runs, at its top or inside functions."""
+
+    def __init__(self, name):
+        self.name = name
+        self.found = set()
+        self.visit(ast.parse(FILES[name].read_text()))
+
+    def visit_If(self, node):
+        if ast.unparse(node.test) != "TYPE_CHECKING":
+            self.generic_visit(node)
+
+    def visit_Import(self, node):
+        self.found.update(alias.name for alias in node.names)
+
+    def visit_ImportFrom(self, node):
+        origin = node.module or ""
+        if node.level:
+            is_package = FILES[self.name].name == "__init__.py"
+            above = self.name.split(".")[: None if is_package else -1]
+            above = above[: len(above) + 1 - node.level]
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+        for alias in node.names:
+            module = f"{origin}.{alias.name}"
+            self.found.add(module if module in FILES else origin)
+
+
+GRAPH = {
+    name: {module for module in Imports(name).found if module in FILES} - {name}
+    for name in FILES
+}
+
+
+def entry(name):
+    """Return the module's place in the table."""
+    return name.split(".")[1] if "." in name else name
+
+
+def test_every_module_has_its_place():
+    without = {entry(name) for name in FILES} - set(HEIGHT)
+
+    assert not without, f"not in LAYERS of {__name__}: {sorted(without)}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_run_downward(name):
+    upward = [
+        module
+        for module in GRAPH[name]
+        if entry(module) != entry(name)
+        and HEIGHT.get(entry(module), 0) >= HEIGHT.get(entry(name), 0)
+    ]
+
+    assert not upward, f"{name} may not import {upward}"
+
+
+def test_no_module_imports_itself_by_a_detour():
+    list(graphlib.TopologicalSorter(GRAPH).static_order())
+
+
+def test_only_device_imports_cupy():
+    users = {
+        name
+        for name in FILES
+        if any(m.split(".")[0] in ("cupy", "cupyx") for m in Imports(name).found)
+    }
+
+    assert users <= {"hpcaccum.device"}
+
+
+def test_only_window_makes_windows():
+    users = {
+        name
+        for name, path in FILES.items()
+        if any(
+            ast.unparse(node) == "MPI.Win"
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+        )
+    }
+
+    assert users == {"hpcaccum.window"}

@@ -1,0 +1,30 @@
+"""House rules that a machine can check."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .conftest import REPOSITORY
+
+# Code people read; the words are in pieces so that this file keeps its own rules.
+FILES = [
+    path
+    for folder in ("hpcaccum", "tests", "slurm", "kernels", ".ci")
+    for path in sorted((REPOSITORY / folder).rglob("*"))
+    if path.is_file() and "__pycache__" not in path.parts
+]
+UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b")
+SOMEBODYS_MACHINE = re.compile(r"(?<![\w.}])/(ho" r"me|Us" r"ers|ro" r"ot|wo" r"rk)/\w")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(REPOSITORY)))
+def test_house_rules(path):
+    text = path.read_text()
+
+    assert not UNFINISHED.search(text)
+    assert not SOMEBODYS_MACHINE.search(text)
+    if path.is_relative_to(REPOSITORY / "hpcaccum"):
+        assert text.count("\n") <= 450, "look for a natural cut"
+    assert text.endswith("\n") or not text
