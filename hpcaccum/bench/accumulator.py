@@ -1,0 +1,188 @@
+"""What an apply and a round of the ConditionalAccumulator cost: a small benchmark.
+
+    mpiexec -n 2 python -m hpcaccum.bench.accumulator [--kib 4 1024 65536] [--json FILE]
+
+For each size: a plain copy of the same bytes, `apply_grad` of a gradient from anywhere,
+`apply_grad` of one that lies in its slot, and a round, in which every rank applies one
+gradient, rank 0 takes the mean, and the others see the next step. The copies and the
+applies of all ranks run at the same time, in turns, so the ratio holds whatever else
+the machine does. The mean is verified before the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.accumulator import ConditionalAccumulator
+from hpcaccum.group import Group
+from hpcaccum.mpi import MPI
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Array = np.ndarray[Any, Any]
+
+_WAIT = 60.0
+_ROUNDS = 20, 2000
+
+
+class Bench:
+    """One size: an accumulator, a gradient, and somewhere to copy it to."""
+
+    def __init__(self, group: Group, nbytes: int) -> None:
+        self._group, self._step = group, 0
+        self._accumulator = ConditionalAccumulator(
+            "float32", (nbytes // 4,), comm=group
+        )
+        self._grad = np.full(nbytes // 4, group.rank + 1, np.float32)
+        self._elsewhere = np.zeros_like(self._grad)
+
+    def close(self) -> int:
+        """Return the bytes of gradients in this rank's window; free it. Collective."""
+        nbytes = self._accumulator.statistics().window_bytes
+        self._accumulator.free()
+        return nbytes
+
+    def verify(self) -> None:
+        """Check one round in which all gradients differ. Collective."""
+        expected = (self._group.size + 1) / 2
+        for grad in (self._grad, self._filled_slot()):
+            self._apply(grad)
+            mean = self._turn()
+            if mean is not None:
+                np.testing.assert_array_equal(mean, np.float32(expected))
+
+    def _filled_slot(self) -> Array:
+        slot = self._accumulator.slot(timeout=_WAIT)
+        np.copyto(slot, self._grad)
+        return slot
+
+    def _apply(self, grad: Array) -> None:
+        if not self._accumulator.apply_grad(grad, self._step):
+            raise RuntimeError("a gradient of the current step was dropped")
+
+    def _turn(self) -> Array | None:
+        """End a round: rank 0 takes the mean, others wait for the next step."""
+        self._step += 1
+        if self._group.rank == 0:
+            return self._accumulator.take_grad(self._group.size, timeout=_WAIT)
+        while self._accumulator.global_step < self._step:
+            time.sleep(0)
+        return None
+
+    def copy(self) -> float:
+        """Return the seconds of a plain copy."""
+        begun = time.perf_counter()
+        np.copyto(self._elsewhere, self._grad)
+        return time.perf_counter() - begun
+
+    def apply(self) -> float:
+        """Return the seconds of an apply that copies."""
+        begun = time.perf_counter()
+        self._apply(self._grad)
+        seconds = time.perf_counter() - begun
+        self._turn()
+        return seconds
+
+    def apply_slot(self) -> float:
+        """Return the seconds of an apply of a gradient that lies in its slot."""
+        slot = self._accumulator.slot(timeout=_WAIT)
+        begun = time.perf_counter()
+        self._apply(slot)
+        seconds = time.perf_counter() - begun
+        self._turn()
+        return seconds
+
+    def round(self) -> float:
+        """Return the seconds of a round with gradients that lie in their slots."""
+        begun = time.perf_counter()
+        self._apply(self._accumulator.slot(timeout=_WAIT))
+        self._turn()
+        return time.perf_counter() - begun
+
+
+def measure(group: Group, nbytes: int, seconds: float) -> dict[str, float]:
+    """Return medians over all ranks, in microseconds, and the memory. Collective.
+
+    Args:
+        group: The ranks.
+        nbytes: Of a gradient.
+        seconds: How long to measure, about.
+    """
+    bench = Bench(group, nbytes)
+    bench.verify()
+    kinds = {
+        "copy": bench.copy,
+        "apply": bench.apply,
+        "slot": bench.apply_slot,
+        "round": bench.round,
+    }
+    samples = _samples(group, kinds, seconds)
+    row = {
+        kind: 1e6 * float(np.median(np.concatenate(group.meet(times, "bench"))))
+        for kind, times in samples.items()
+    }
+    window = max(group.meet(bench.close(), "bench"))
+    return {"bytes": nbytes, **row, "window_gradients": window / nbytes}
+
+
+def _samples(
+    group: Group, kinds: dict[str, Callable[[], float]], seconds: float
+) -> dict[str, list[float]]:
+    """Run all kinds in turns, as often as fits into the time, at all ranks alike."""
+    once = [_run(group, kind) for _ in range(3) for kind in kinds.values()]
+    fits = int(seconds / max(sum(once[-len(kinds) :]), 1e-6))
+    rounds = min(group.meet(min(max(fits, _ROUNDS[0]), _ROUNDS[1]), "bench"))
+    samples: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name, kind in kinds.items():
+            samples[name].append(_run(group, kind))
+    return samples
+
+
+def _run(group: Group, kind: Callable[[], float]) -> float:
+    group.comm.Barrier()
+    return kind()
+
+
+def _table(rows: Sequence[dict[str, float]], group: Group) -> str:
+    head = (
+        f"{group.size} ranks, {MPI.get_vendor()[0]}; medians over all ranks, us\n"
+        f"{'bytes':>10} {'copy':>9} {'apply':>9} {'apply/copy':>10} "
+        f"{'in slot':>9} {'round':>9} {'window':>12}\n"
+    )
+    return head + "\n".join(
+        f"{row['bytes']:>10} {row['copy']:>9.1f} {row['apply']:>9.1f} "
+        f"{row['apply'] / row['copy']:>10.2f} {row['slot']:>9.1f} {row['round']:>9.1f} "
+        f"{row['window_gradients']:>6.1f} grads"
+        for row in rows
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure all sizes; print a table on rank 0."""
+    parser = argparse.ArgumentParser(prog="python -m hpcaccum.bench.accumulator")
+    sizes = [4, 64, 1024, 16384, 65536]
+    parser.add_argument("--kib", type=int, nargs="+", default=sizes, metavar="KIB")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each size")
+    parser.add_argument("--json", type=Path, help="append one JSON line a size")
+    options = parser.parse_args(arguments)
+    group = Group.of()
+    rows = [measure(group, 1024 * kib, options.seconds) for kib in options.kib]
+    if group.rank == 0:
+        print(_table(rows, group))
+        if options.json:
+            facts = {"ranks": group.size, "mpi": MPI.Get_library_version().strip()}
+            lines = (json.dumps({**facts, **row}) + "\n" for row in rows)
+            with options.json.open("a") as file:
+                file.writelines(lines)
+
+
+if __name__ == "__main__":
+    main()
