@@ -13,6 +13,7 @@ window that was not freed, so whatever is still open is closed before it
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
@@ -72,10 +73,23 @@ def _load() -> ModuleType:
     )
     if problem:
         raise RuntimeError(problem)
-    # Attributes of COMM_SELF are deleted first thing in MPI_Finalize (MPI-4.1, 11.2.4).
-    keyval = module.Comm.Create_keyval(delete_fn=lambda *_: _close_all())
-    module.COMM_SELF.Set_attr(keyval, None)
+    _close_before_finalize(module)
     return module
+
+
+def _close_before_finalize(module: Any) -> None:
+    """Close what is open also when a program calls MPI.Finalize() itself.
+
+    An attribute of COMM_SELF, whose deletion MPI_Finalize begins with, is too late:
+    a thread of ours that still calls MPI then makes MPICH fail.
+    """
+    finalize = module.Finalize
+
+    def close_and_finalize() -> None:
+        _close_all()
+        finalize()
+
+    module.Finalize = close_and_finalize
 
 
 def launcher_problem(env: Mapping[str, str], size: int, vendor: str) -> str | None:
@@ -86,12 +100,17 @@ def launcher_problem(env: Mapping[str, str], size: int, vendor: str) -> str | No
     """
     if size > 1 or env.get("HPCACCUM_ALLOW_SINGLETONS") == "1":
         return None
-    told = {name: int(env[name]) for name in _TASKS if env.get(name, "").isdigit()}
+    told = _told(env)
     if not told or 1 in told.values():
         return None
     name, tasks = next(iter(told.items()))
     plugin = "pmix" if vendor == "Open MPI" else "pmi2"
     return _WRONG_LAUNCHER.format(name=name, tasks=tasks, vendor=vendor, plugin=plugin)
+
+
+def _told(env: Mapping[str, str]) -> dict[str, int]:
+    """Return how many ranks the launchers say that they started."""
+    return {name: int(env[name]) for name in _TASKS if env.get(name, "").isdigit()}
 
 
 _open: list[Callable[[], None]] = []
@@ -119,13 +138,32 @@ def abort_job(status: int = 1) -> None:
     """End all ranks now if there are others; return if this rank is alone."""
     sys.stdout.flush()
     sys.stderr.flush()
-    module = sys.modules.get("mpi4py.MPI")
-    if module is None or not module.Is_initialized() or module.Is_finalized():
-        return
-    if module.COMM_WORLD.size > 1:
+    module = _running() or _started_to_abort()
+    if module is not None and module.COMM_WORLD.size > 1:
         module.COMM_WORLD.Abort(status)
     # Alone: this process ends by itself, but nobody is left to free windows with.
     _open.clear()
+
+
+def _running() -> Any:
+    """Return mpi4py's module if MPI is initialized and not finalized."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return None
+    return module
+
+
+def _started_to_abort() -> Any:
+    """Return MPI, initialized only to abort the job.
+
+    MPICH's mpiexec leaves ranks waiting in MPI_Init for one that exited before it.
+    """
+    told = _told(os.environ).values()
+    if "mpi4py.MPI" in sys.modules or max(told, default=1) == 1:
+        return None
+    with contextlib.suppress(ImportError, RuntimeError):
+        return _load()
+    return None
 
 
 def report_and_abort(
@@ -134,12 +172,14 @@ def report_and_abort(
     trace: TracebackType | None,
 ) -> None:
     """Show an exception with the number of the rank, then end the job."""
-    module = sys.modules.get("mpi4py.MPI")
-    if module is not None and module.Is_initialized() and not module.Is_finalized():
+    text = "".join(traceback.format_exception(kind, error, trace))
+    module = _running()
+    if module is not None:
         rank, size = module.COMM_WORLD.rank, module.COMM_WORLD.size
         if size > 1:
-            print(f"rank {rank} of {size} failed, ending the job:", file=sys.stderr)
-    traceback.print_exception(kind, error, trace)
+            text = f"rank {rank} of {size} failed, ending the job:\n{text}"
+    # At once: other ranks may write their own.
+    sys.stderr.write(text)
     abort_job()
 
 

@@ -1,0 +1,139 @@
+"""One rank that fails ends the job; windows that are left open end it properly."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+# Seconds in which a job that has gone wrong must be over, start included.
+SOON = 15
+
+RAISES = """
+import hpcaccum as hpc
+from mpi4py import MPI
+
+rank = MPI.COMM_WORLD.rank
+acc = hpc.ConditionalAccumulator("float32", (2,))
+if rank == 1:
+    raise ValueError("rank one has had enough")
+acc.take_grad(MPI.COMM_WORLD.size)
+"""
+
+RAISES_BEFORE_MPI = """
+import os
+import hpcaccum as hpc
+
+rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+if rank == "1":
+    raise ValueError("rank one has had enough")
+hpc.ConditionalAccumulator("float32", (2,))
+"""
+
+RAISES_IN_THE_SERVER = """
+import numpy as np
+import hpcaccum as hpc
+from mpi4py import MPI
+
+class Broken(hpc.SGD):
+    def apply_gradients(self, *args, **kwargs):
+        raise ValueError("the update has had enough")
+
+w = hpc.Variable(np.zeros(2), "w")
+opt = hpc.DropStaleGradientOptimizer(Broken(1.0), staleness=9)
+opt.initialize([w])
+opt.minimize(lambda: (0.0, [np.ones(2)]))
+"""
+
+LEAVES_WINDOWS_OPEN = """
+import numpy as np
+import hpcaccum as hpc
+
+acc = hpc.ConditionalAccumulator("float32", (2,))
+acc.apply_grad([1, 2])
+w = hpc.Variable(np.zeros(2), "w")
+opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1)
+opt.minimize(lambda: (0.0, [np.ones(2)]), var_list=[w])
+other = hpc.CrossShardOptimizer(hpc.SGD(1.0))
+other.minimize(lambda: (0.0, [np.ones(2)]), var_list=[w])
+{end}
+print("the end")
+"""
+
+LEAVES_AN_ERROR_TO_WITH = """
+import hpcaccum as hpc
+from mpi4py import MPI
+
+with hpc.ConditionalAccumulator("float32", (2,)) as acc:
+    if MPI.COMM_WORLD.rank == 1:
+        raise ValueError("rank one has had enough")
+    acc.take_grad(MPI.COMM_WORLD.size)
+"""
+
+WAITS_TOO_LONG = """
+import hpcaccum as hpc
+from mpi4py import MPI
+
+acc = hpc.ConditionalAccumulator("float32", (2,), name="w")
+if MPI.COMM_WORLD.rank == 0:
+    acc.apply_grad([1, 2])
+    acc.take_grad(MPI.COMM_WORLD.size)
+else:
+    MPI.COMM_WORLD.recv(source=0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (RAISES, "ValueError: rank one has had enough"),
+        (RAISES_BEFORE_MPI, "ValueError: rank one has had enough"),
+        (RAISES_IN_THE_SERVER, "ValueError: the update has had enough"),
+        (LEAVES_AN_ERROR_TO_WITH, "ValueError: rank one has had enough"),
+    ],
+    ids=["waiting", "before MPI", "server", "with"],
+)
+def test_exception_on_one_rank_ends_the_job(mpirun, script, program, message):
+    begun = time.monotonic()
+    result = mpirun(3, script(program), timeout=SOON)
+
+    assert result.returncode != 0
+    assert message in result.stdout
+    assert time.monotonic() - begun < SOON
+
+
+def test_message_says_which_rank(mpirun, script):
+    result = mpirun(3, script(RAISES), timeout=SOON)
+
+    assert "rank 1 of 3 failed, ending the job:\nTraceback" in result.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("end", ["", "from mpi4py import MPI; MPI.Finalize()"])
+def test_windows_left_open_do_not_hang_the_end(mpirun, script, ranks, end):
+    program = LEAVES_WINDOWS_OPEN.format(end=end)
+    result = mpirun(ranks, script(program), timeout=SOON)
+
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("the end") == ranks
+
+
+def test_limit_of_the_environment_ends_a_wait_and_says_for_whom(mpirun, script):
+    env = {"HPCACCUM_TIMEOUT": "1"}
+    result = mpirun(3, script(WAITS_TOO_LONG), timeout=SOON, env=env)
+
+    assert result.returncode != 0
+    assert "w: take_grad(3): waited 1 s for 3 gradients at step 0, had 1" in (
+        result.stdout
+    )
+    assert "nothing from ranks 1-2" in result.stdout
