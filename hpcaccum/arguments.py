@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from typing import Any
@@ -20,15 +21,17 @@ def step_number(value: Any, name: str) -> int:
     Raises:
         InvalidArgumentError: If it is not exactly one real, finite number.
     """
-    if type(value) is int:
-        return value
     try:
-        array = np.asarray(value)
-        if array.shape == () and array.dtype.kind in "biuf":
-            return int(array[()])
-    except (ValueError, OverflowError):
+        if type(value) is not int:
+            array = np.asarray(value)
+            if array.shape != () or array.dtype.kind not in "biufO":
+                raise TypeError
+            value = math.trunc(array[()])
+        if -(2**63) <= value < 2**63:
+            return int(value)
+    except (TypeError, ValueError, OverflowError):
         pass
-    raise InvalidArgumentError(f"{name} must be one number, got {value!r}")
+    raise InvalidArgumentError(f"{name} must be one number of 64 bits, got {value!r}")
 
 
 def positive_count(value: Any, name: str) -> int:

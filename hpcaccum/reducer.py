@@ -11,7 +11,7 @@ from hpcaccum.errors import DisagreementError, FreedError
 from hpcaccum.group import ranks_text
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI
-from hpcaccum.window import Cells, Opened
+from hpcaccum.window import Cells, Opened, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -58,7 +58,10 @@ class Reducer:
         # The number of the call that each rank came to, for messages.
         self._arrived = Cells(group, 0, group.size)
         self._mark = np.zeros(1, np.int64)
-        self._opened = Opened(self._arrived.free)
+        if group.rank == 0:
+            # Ranks of other nodes ask here who is late, also when that is this one.
+            Progress.of(group).start()
+        self._opened = Opened(self._free)
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays that are summed: write, `reduce`, read the sums."""
@@ -131,6 +134,12 @@ class Reducer:
     def free(self) -> None:
         """Free what messages need. Collective."""
         self._opened.close()
+
+    def _free(self) -> None:
+        self._group.meet(None, f"{self._what}: free")
+        if self._group.rank == 0:
+            Progress.of(self._group).stop()
+        self._arrived.free()
 
 
 def _told(value: float, number: int) -> str:

@@ -174,7 +174,7 @@ class Rounds:
         self.cells = Cells(group, host, self.first_extra + extra)
         self._line = Line(self.cells, _HEAD, group.rank, n)
         self.ledger = Ledger(self.cells, ledger, group.rank, n)
-        # The last word seen: a first guess that saves reading it.
+        # The last word seen: a first guess, where reading it would cost a round trip.
         self._seen = 0
         self._mark = np.zeros(2, np.int64)
 
@@ -198,6 +198,8 @@ class Rounds:
             The receipt; the parity of the round; the number of its shape.
         """
         word, fresh = self._seen, False
+        if self.cells.direct:
+            word, fresh = self.cells.read(_STATE), True
         while True:
             state = self.packing.unpack(word)
             try:

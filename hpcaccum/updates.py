@@ -118,8 +118,11 @@ class UpdateQueue:
         return Receipt(False, local_step, step)
 
     def missed(self, receipt: Receipt) -> int:
-        """Return the least step whose gradient would have been admitted instead."""
-        return receipt.global_step - int(self._max_lag)
+        """Return the least step whose gradient would have been admitted instead.
+
+        If none would (negative ``max_lag``), there is nothing to wait for.
+        """
+        return receipt.global_step - int(max(self._max_lag, 0))
 
     @contextlib.contextmanager
     def next(self, step: int, deadline: Deadline) -> Iterator[Array]:

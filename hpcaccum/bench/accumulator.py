@@ -2,11 +2,17 @@
 
     mpiexec -n 2 python -m hpcaccum.bench.accumulator [--kib 4 1024 65536] [--json FILE]
 
-For each size: a plain copy of the same bytes, `apply_grad` of a gradient from anywhere,
-`apply_grad` of one that lies in its slot, and a round, in which every rank applies one
-gradient, rank 0 takes the mean, and the others see the next step. The copies and the
-applies of all ranks run at the same time, in turns, so the ratio holds whatever else
-the machine does. The mean is verified before the clock starts.
+For each size:
+
+- a plain copy of the same bytes to memory of this process;
+- the same to memory that another process reads between two copies: a store to a cache
+  line that another core has read must first take it back, whoever does it;
+- `apply_grad` of a gradient from anywhere, and of one that lies in its slot;
+- a round: every rank applies a gradient that lies in its slot, rank 0 takes the mean,
+  the others see the next step.
+
+All ranks do the same thing at the same time, in turns, so ratios hold whatever else the
+machine does. The mean is verified before the clock starts.
 """
 
 from __future__ import annotations
@@ -22,6 +28,8 @@ import numpy as np
 from hpcaccum.accumulator import ConditionalAccumulator
 from hpcaccum.group import Group
 from hpcaccum.mpi import MPI
+from hpcaccum.storage import add_in_order
+from hpcaccum.window import Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,13 +49,21 @@ class Bench:
             "float32", (nbytes // 4,), comm=group
         )
         self._grad = np.full(nbytes // 4, group.rank + 1, np.float32)
-        self._elsewhere = np.zeros_like(self._grad)
+        self._private = [np.zeros_like(self._grad) for _ in range(2)]
+        self._total = np.zeros_like(self._grad)
+        self._region = Region(group, 0, 2 * nbytes, spread=True)
+        self._copies = 0
 
     def close(self) -> int:
         """Return the bytes of gradients in this rank's window; free it. Collective."""
         nbytes = self._accumulator.statistics().window_bytes
         self._accumulator.free()
+        self._region.free()
         return nbytes
+
+    def _part(self, rank: int, which: int) -> Array:
+        offset = which * self._grad.nbytes
+        return self._region.view(rank, offset, self._grad.size, self._grad.dtype)
 
     def verify(self) -> None:
         """Check one round in which all gradients differ. Collective."""
@@ -77,10 +93,25 @@ class Bench:
         return None
 
     def copy(self) -> float:
-        """Return the seconds of a plain copy."""
+        """Return the seconds of a plain copy, to two places in turns as slots are."""
+        self._copies += 1
         begun = time.perf_counter()
-        np.copyto(self._elsewhere, self._grad)
+        np.copyto(self._private[self._copies % 2], self._grad)
         return time.perf_counter() - begun
+
+    def shared(self) -> float:
+        """Return the seconds of a copy to where rank 0 then reads it."""
+        self._copies += 1
+        which = self._copies % 2
+        place = self._part(self._group.rank, which)
+        begun = time.perf_counter()
+        np.copyto(place, self._grad)
+        seconds = time.perf_counter() - begun
+        self._group.comm.Barrier()
+        if self._group.rank == 0:
+            parts = [self._part(rank, which) for rank in range(self._group.size)]
+            add_in_order(parts, self._total)
+        return seconds
 
     def apply(self) -> float:
         """Return the seconds of an apply that copies."""
@@ -119,6 +150,7 @@ def measure(group: Group, nbytes: int, seconds: float) -> dict[str, float]:
     bench.verify()
     kinds = {
         "copy": bench.copy,
+        "shared": bench.shared,
         "apply": bench.apply,
         "slot": bench.apply_slot,
         "round": bench.round,
@@ -154,13 +186,14 @@ def _run(group: Group, kind: Callable[[], float]) -> float:
 def _table(rows: Sequence[dict[str, float]], group: Group) -> str:
     head = (
         f"{group.size} ranks, {MPI.get_vendor()[0]}; medians over all ranks, us\n"
-        f"{'bytes':>10} {'copy':>9} {'apply':>9} {'apply/copy':>10} "
-        f"{'in slot':>9} {'round':>9} {'window':>12}\n"
+        f"{'bytes':>9} {'copy':>8} {'shared':>8} {'apply':>8} {'/copy':>6} "
+        f"{'/shared':>7} {'in slot':>8} {'round':>8} {'window':>9}\n"
     )
     return head + "\n".join(
-        f"{row['bytes']:>10} {row['copy']:>9.1f} {row['apply']:>9.1f} "
-        f"{row['apply'] / row['copy']:>10.2f} {row['slot']:>9.1f} {row['round']:>9.1f} "
-        f"{row['window_gradients']:>6.1f} grads"
+        f"{row['bytes']:>9} {row['copy']:>8.1f} {row['shared']:>8.1f} "
+        f"{row['apply']:>8.1f} {row['apply'] / row['copy']:>6.2f} "
+        f"{row['apply'] / row['shared']:>7.2f} {row['slot']:>8.1f} "
+        f"{row['round']:>8.1f} {row['window_gradients']:>3.1f} grads"
         for row in rows
     )
 
@@ -174,6 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="append one JSON line a size")
     options = parser.parse_args(arguments)
     group = Group.of()
+    if not group.single_node:
+        parser.error("all ranks must be on one node, where slots are shared memory")
     rows = [measure(group, 1024 * kib, options.seconds) for kib in options.kib]
     if group.rank == 0:
         print(_table(rows, group))

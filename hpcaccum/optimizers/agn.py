@@ -15,6 +15,7 @@ from hpcaccum.optimizers.base import (
     Variable,
     check_global_step,
     check_pairs,
+    listed,
     set_global_step,
 )
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
@@ -164,6 +165,7 @@ class AGNOptimizer(OneSidedOptimizer):
         self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
     ) -> list[tuple[Array | None, Variable]]:
         """Compute the gradients at this rank's own variables; nothing is pulled."""
+        var_list = listed(var_list)
         if self._server is None or var_list is not None:
             self.initialize(var_list)
         self._training()
@@ -188,6 +190,7 @@ class AGNOptimizer(OneSidedOptimizer):
         if self._server is None:
             self.initialize()
         self._training()
+        self._check_known([var for _, var in pairs])
         self.inner.apply_gradients(pairs)
         for grad, var in pairs:
             if grad is not None:

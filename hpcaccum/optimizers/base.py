@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import enum
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -146,6 +146,11 @@ def check_variables(var_list: Any) -> list[Variable]:
                 "of its own"
             )
     return variables
+
+
+def listed(var_list: Any) -> Any:
+    """Return an iterator as a list, so that it can be gone through twice."""
+    return list(var_list) if isinstance(var_list, Iterator) else var_list
 
 
 def check_gradient(grad: Any, variable: Variable) -> Array:
@@ -290,6 +295,10 @@ class Optimizer(abc.ABC):
             raise TypeError(f"name must be a text, got {name!r}")
         self._name = name
         self._variables: list[Variable] | None = None
+
+    def __repr__(self) -> str:
+        """Show the name; the same on all ranks, which compare their optimizers."""
+        return f"{type(self).__name__}(name={self._name!r})"
 
     def initialize(self, var_list: Any) -> None:
         """Say which variables are meant where no list is given.

@@ -17,6 +17,8 @@ from hpcaccum.optimizers.base import (
     check_global_step,
     check_pairs,
     check_variables,
+    listed,
+    scaled,
 )
 from hpcaccum.optimizers.wrapper import Wrapper
 from hpcaccum.reducer import Reducer
@@ -81,33 +83,45 @@ class CrossShardOptimizer(Wrapper):
                     f"{reduction!r}"
                 )
             return {
-                "optimizer": type(opt),
+                "optimizer": type(opt).__name__,
                 "reduction": reduction,
                 "group_assignment": check_groups(group_assignment, group.size),
             }
 
         group.agree(type(self).__name__, facts)
-        self._group = group.split(group_assignment) if group_assignment else group
+        self._shard = group.split(group_assignment) if group_assignment else None
+        self._group = self._shard or group
         mean = reduction == Reduction.MEAN and self._group.size > 1
         self._scale = 1 / self._group.size if mean else 1.0
         self._reducer: Reducer | None = None
+        self._values: dict[str, Array] = {}
 
     def initialize(self, var_list: Any) -> None:
         """Prepare the exchange of these variables' gradients. Collective.
 
         Done by the first `compute_gradients` or `apply_gradients` otherwise.
         """
+        self._prepare(var_list, None)
+
+    def _prepare(self, var_list: Any, error: Exception | None) -> None:
+        """Initialize, or raise on every rank what is wrong on this one. Collective."""
+        self._check_open()
         if self._reducer is not None:
+            if error is not None:
+                self._reducer.fail(error)
             return
         checked: list[Variable] = []
 
         def facts() -> dict[str, object]:
+            if error is not None:
+                raise error
             checked.extend(check_variables(var_list))
             names = [(var.name, var.shape, str(var.dtype)) for var in checked]
             return {"optimizer": self.inner, "variables": names}
 
         self._group.agree(f"{self.get_name()}: initialize", facts)
         super().initialize(checked)
+        self._values = {var.name: var.value for var in checked}
         self.inner.initialize(checked)
         layout = Layout.of({var.name: var.value for var in checked})
         self._reducer = Reducer(layout, self._group, self.get_name())
@@ -116,14 +130,14 @@ class CrossShardOptimizer(Wrapper):
         self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
     ) -> list[tuple[Array | None, Variable]]:
         """Compute the gradients of this rank's share of the loss."""
-        variables = self._variables if var_list is None else var_list
+        variables = self._variables if var_list is None else listed(var_list)
         self.initialize(variables)
         pairs = self.inner.compute_gradients(loss, variables, *args, **kwargs)
         if self._scale == 1.0:
             return pairs
         return [
-            (None if g is None else g * g.dtype.type(self._scale), var)
-            for g, var in pairs
+            (None if grad is None else scaled(grad, self._scale), var)
+            for grad, var in pairs
         ]
 
     def apply_gradients(
@@ -145,16 +159,17 @@ class CrossShardOptimizer(Wrapper):
             DisagreementError: On every rank of the group, before any update, if a
                 gradient is None on some ranks only or ranks are at different calls.
         """
-        if self._reducer is None:
-            self.initialize([var for _, var in check_pairs(grads_and_vars)])
-        assert self._reducer is not None
-        arrays = self._reducer.arrays()
+        pairs: list[tuple[Array | None, Variable]] = []
+        problem: Exception | None = None
         try:
             pairs = check_pairs(grads_and_vars)
             check_global_step(global_step)
-            self._check_known(pairs, arrays)
+            self._check_known(pairs)
         except (TypeError, InvalidArgumentError) as error:
-            self._reducer.fail(error)
+            problem = error
+        self._prepare([var for _, var in pairs], problem)
+        assert self._reducer is not None
+        arrays = self._reducer.arrays()
         for grad, var in pairs:
             if grad is not None:
                 np.copyto(arrays[var.name], grad, casting="same_kind")
@@ -162,11 +177,12 @@ class CrossShardOptimizer(Wrapper):
         summed = [(None if g is None else arrays[v.name], v) for g, v in pairs]
         return self.inner.apply_gradients(summed, global_step, name)
 
-    def _check_known(self, pairs: list[Any], arrays: dict[str, Array]) -> None:
-        for _, var in pairs:
-            if var.name not in arrays:
+    def _check_known(self, pairs: list[Any]) -> None:
+        for _, var in pairs if self._reducer is not None else []:
+            if self._values.get(var.name) is not var.value:
                 raise InvalidArgumentError(
-                    f"{self.get_name()} was initialized without variable {var.name!r}"
+                    f"{self.get_name()} was initialized without this variable "
+                    f"{var.name!r}, with {sorted(self._values)}"
                 )
 
     @property
@@ -176,8 +192,13 @@ class CrossShardOptimizer(Wrapper):
 
     def free(self) -> None:
         """Free what the exchange needs. Collective."""
+        if self._freed:
+            return
+        super().free()
         if self._reducer is not None:
             self._reducer.free()
+        if self._shard is not None:
+            self._shard.free()
 
 
 def check_groups(groups: Any, size: int) -> list[list[int]]:

@@ -5,26 +5,30 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.updates import UpdateQueue
 
 if TYPE_CHECKING:
-    import numpy as np
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.group import Group
     from hpcaccum.inbox import Inbox
-    from hpcaccum.optimizers.base import Optimizer
+    from hpcaccum.optimizers.base import Loss, Optimizer, Variable
+
+Array = np.ndarray[Any, Any]
 
 
 class DropStaleGradientOptimizer(OneSidedOptimizer):
     """Applies each gradient by itself if it is at most ``staleness`` updates late.
 
     A worker's lag is the number of updates admitted since it pulled the parameters
-    that its gradient was computed with. The check and the update are one unit, for all
-    variables together: accepted, every variable is updated and the step rises by one;
-    dropped, nothing changes but `stale_counter`.
+    that its gradient was computed with: in its last `compute_gradients` or, if it never
+    calls that, when its variables were refreshed last. The check and the update are one
+    unit, for all variables together: accepted, every variable is updated and the step
+    rises by one; dropped, nothing changes but `stale_counter`.
 
     Args:
         opt: The optimizer that makes the updates, on the host.
@@ -51,6 +55,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         options = {"staleness": lambda: _bound(staleness)}
         super().__init__(opt, name, options, comm=comm, host=host, dedicated=dedicated)
         self._staleness = _bound(staleness)
+        self._computed_at: int | None = None
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
         return UpdateQueue(
@@ -61,6 +66,22 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             max_lag=self._staleness,
             workers=self._workers,
         )
+
+    def compute_gradients(
+        self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
+    ) -> list[tuple[Array | None, Variable]]:
+        """Pull the newest parameters, then compute the gradients with them.
+
+        The step of these parameters is that of all gradients applied until the next
+        call: applied a second time, a gradient is late by its own first update.
+        """
+        pairs = super().compute_gradients(loss, var_list, *args, **kwargs)
+        self._computed_at = self._step
+        return pairs
+
+    @property
+    def _local_step(self) -> int:
+        return self._step if self._computed_at is None else self._computed_at
 
     @property
     def stale_counter(self) -> int:

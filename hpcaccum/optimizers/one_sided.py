@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import rank_number
-from hpcaccum.errors import FreedError, InvalidArgumentError
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.group import Group
 from hpcaccum.optimizers.base import (
     Exchange,
@@ -16,6 +16,7 @@ from hpcaccum.optimizers.base import (
     check_global_step,
     check_pairs,
     check_variables,
+    listed,
     set_global_step,
 )
 from hpcaccum.optimizers.wrapper import Wrapper
@@ -83,6 +84,7 @@ class OneSidedOptimizer(Wrapper):
         self._group, self._host, self._dedicated = group, host, dedicated
         self._server: ParameterServer | None = None
         self._local: dict[str, Array] = {}
+        self._centre: dict[str, Variable] = {}
         # The step of this rank's variables, and the least one that is of use next.
         self._step, self._useful = -1, 0
 
@@ -104,6 +106,7 @@ class OneSidedOptimizer(Wrapper):
             TypeError, InvalidArgumentError, DisagreementError: On every rank, for
                 something else than variables, or different ones on different ranks.
         """
+        self._check_open()
         if self._server is not None:
             self._check_known(var_list)
             return
@@ -143,7 +146,9 @@ class OneSidedOptimizer(Wrapper):
                 )
 
     def _serve_with(self, server: ParameterServer) -> None:
-        centre = {name: Variable(array, name) for name, array in server.centre.items()}
+        centre = self._centre = {
+            name: Variable(array, name) for name, array in server.centre.items()
+        }
         self.inner.initialize(list(centre.values()))
 
         def update(grads: dict[str, Array]) -> None:
@@ -151,14 +156,20 @@ class OneSidedOptimizer(Wrapper):
 
         server.start(update)
 
+    def get_slot(self, var: Variable, name: str) -> Variable | None:
+        """Return a slot of this rank's variable, else on the host of the centre's."""
+        own = self.inner.get_slot(var, name)
+        if own is None and var.name in self._centre:
+            return self.inner.get_slot(self._centre[var.name], name)
+        return own
+
     def _opened(self) -> ParameterServer:
+        self._check_open()
         if self._server is None:
             raise InvalidArgumentError(
                 f"{self.get_name()} has no variables yet: call initialize(var_list) on "
                 f"all ranks"
             )
-        if self._server.freed:
-            raise FreedError(f"optimizer {self.get_name()!r} was freed")
         return self._server
 
     def _training(self) -> ParameterServer:
@@ -173,6 +184,11 @@ class OneSidedOptimizer(Wrapper):
     def serve(self) -> None:
         """Serve until all other ranks have left; on the host of ``dedicated=True``."""
         self._opened().serve()
+
+    @property
+    def _local_step(self) -> int:
+        """The step that this rank's gradients are said to be computed at."""
+        return self._step
 
     def _pull(self, into: Mapping[str, Array] | None = None) -> None:
         """Bring the newest centre into this rank's variables."""
@@ -189,6 +205,7 @@ class OneSidedOptimizer(Wrapper):
 
         Waits only if every gradient computed now were certain to be dropped.
         """
+        var_list = listed(var_list)
         if self._server is None or var_list is not None:
             self.initialize(var_list)
         self._training()
@@ -221,7 +238,7 @@ class OneSidedOptimizer(Wrapper):
         check_global_step(global_step)
         self.initialize([var for _, var in pairs])
         server = self._training()
-        receipt = server.push(gradients_by_name(pairs), self._step)
+        receipt = server.push(gradients_by_name(pairs), self._local_step)
         self._after(server, receipt)
         set_global_step(global_step, self._step)
         return receipt
@@ -264,5 +281,6 @@ class OneSidedOptimizer(Wrapper):
 
     def free(self) -> None:
         """Leave, wait until all ranks have, stop the server. Collective."""
+        super().free()
         if self._server is not None:
             self._server.free()

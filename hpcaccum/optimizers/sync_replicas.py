@@ -69,7 +69,8 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         self._quorum = int(replicas_to_aggregate)
         # How many gradients of one step each worker may bring.
         self._share = -(-self._quorum // self._workers)
-        self._brought = 0
+        # The step of the last one accepted, and how many were of that step.
+        self._round, self._brought = -1, 0
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
         return MeanInbox(
@@ -77,8 +78,9 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         )
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:
+        if receipt.global_step != self._round:
+            self._round, self._brought = receipt.global_step, 0
         self._brought += bool(receipt)
         if receipt and self._brought < self._share and server.step == self._step:
             return
-        self._brought = 0
         super()._after(server, receipt)

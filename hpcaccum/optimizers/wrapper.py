@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpcaccum.errors import FreedError
 from hpcaccum.optimizers.base import Optimizer, Variable, check_inner
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class Wrapper(Optimizer):
         super().__init__(name)
         check_inner(inner, self)
         self.inner = inner
+        self._freed = False
+
+    def __repr__(self) -> str:
+        """Show the inner optimizer; the same on ranks that were given the same one."""
+        return f"{type(self).__name__}({self.inner!r}, name={self.get_name()!r})"
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return a slot of the inner optimizer."""
@@ -44,6 +50,11 @@ class Wrapper(Optimizer):
 
     def free(self) -> None:
         """Free what the exchange needs. Collective."""
+        self._freed = True
+
+    def _check_open(self) -> None:
+        if self._freed:
+            raise FreedError(f"optimizer {self.get_name()!r} was freed")
 
     def __enter__(self) -> Self:
         """Return the optimizer itself."""
