@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from typing import Any
@@ -26,7 +25,7 @@ def step_number(value: Any, name: str) -> int:
             array = np.asarray(value)
             if array.shape != () or array.dtype.kind not in "biufO":
                 raise TypeError
-            value = math.trunc(array[()])
+            value = int(array[()])
         if -(2**63) <= value < 2**63:
             return int(value)
     except (TypeError, ValueError, OverflowError):
