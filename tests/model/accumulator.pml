@@ -1,0 +1,786 @@
+/*
+ * The protocol of hpcaccum.ConditionalAccumulator: hpcaccum/rounds.py, line.py,
+ * writer.py.
+ *
+ * tests/system/test_model.py runs it through Spin. A configuration is a set of macros:
+ *
+ *   WRITERS, GRADS     ranks that apply gradients, and how many each applies
+ *   TAKERS, TAKES      ranks that take, and how often; a take wants 1 to NEED gradients
+ *   FINE               each access to a shared word is a step of its own: see 5
+ *   STALE              a gradient carries the step read before it was computed;
+ *                      without, none is ever stale (more rounds from as many gradients)
+ *   TIMEOUTS           a take may fail: in line, for want of gradients, because
+ *                      admitted writers do not finish, because its caller cannot use
+ *                      the result
+ *   KNOWN              a writer reads its own header only if it was last admitted to
+ *                      the same parity, as writer.py does; without, always
+ *   SETTER             somebody sets the step: to 0, then to 2
+ *   OBSERVER           somebody asks for the number of accumulated gradients
+ *   LEAVE              writers leave when they are done, and quorums shrink
+ *   BUG_...            one planted bug each: search for the name
+ *
+ * Proven: what the assertions say. Those of Monitor hold in every final state; it also
+ * checks that nothing waits there but a take that really has too few gradients, and
+ * takes in line behind it. So there is no deadlock.
+ *
+ * Not modelled: storage="sum", the number of the round's shape in STATE, quorums of
+ * more gradients than writers, overflow of a field, a rank that dies.
+ *
+ * Abstractions, and why they hide no error:
+ *
+ * 1. A gradient is one bit; a buffer is two words that hold sets of bits, written in
+ *    separate steps. A gradient too many, too few or half there is a wrong set, or two
+ *    sets that differ. The protocol never looks at payloads. A buffer that no header
+ *    names holds all bits: who takes it for a sum has a wrong set.
+ * 2. A rank that applies and takes at the same time is two processes. Takes of one rank
+ *    queue inside it, and so do its applies.
+ * 3. Memory is sequentially consistent: the code waits for each operation on a word, or
+ *    loads and stores it between two MPI_Win_sync, which are taken to be full fences.
+ *    (The mark `writing` may arrive later than here, but never after the header that
+ *    follows it: MPI keeps the order of accumulates to one place. Only messages depend
+ *    on it.)
+ * 4. Local variables commute with all steps of others, and ghosts decide nothing: a
+ *    step (a statement or d_step) may work on them besides its access to shared memory.
+ * 5. Without FINE, accesses that nobody can tell apart are one step:
+ *    - Reading STATE and swapping it. A swap that succeeds proves that STATE is what
+ *      was read, whenever that was; one that fails changes nothing.
+ *    - What only the head touches (CLOSED; WANT, if nobody asks). That there is only
+ *      one head is asserted.
+ *    - A writer's own header of the round it was admitted to: nobody else touches it
+ *      until DONE counts the gradient. Asserted through `read_now`.
+ *    - The taker's reads of a complete round. Nobody writes what it reads, from the
+ *      moment it has seen DONE until it clears: asserted through `read_now`.
+ *    - Clearing. A writer that finds its header of the other parity cleared early may
+ *      do what it may do if it finds it late, and more. DONE of a round that is
+ *      complete is not touched until its parity is open again.
+ *    - Choosing a buffer and beginning to write. If the other one becomes free between,
+ *      the two are alike.
+ *    The FINE configurations, which are smaller, do not rely on this.
+ * 6. Buffers that no header names are alike: a writer takes the first one. Takers are
+ *    alike: they draw their first tickets in rank order.
+ * 7. Timeouts may strike whenever a take could wait: time is not modelled. How many
+ *    gradients a take wants is decided when it needs to know.
+ * 8. After a failed compare-and-swap STATE is read anew; the code uses the word that
+ *    the swap returned, which is the case that nothing happens in between. The word
+ *    that a writer remembers as a first guess is not modelled: see 5; and the code
+ *    drops a gradient only on a new word.
+ * 9. A place in the line is passed as soon as it is seen to be no obstacle, in any
+ *    order. The code wants to see all of them at once, which allows less.
+ */
+
+#ifndef WRITERS
+#define WRITERS 3
+#endif
+#ifndef GRADS
+#define GRADS 1
+#endif
+#ifndef TAKERS
+#define TAKERS 2
+#endif
+#ifndef TAKES
+#define TAKES 1
+#endif
+#ifndef NEED
+#define NEED 2
+#endif
+#if defined(KNOWN) || defined(BUG_OLD_KNOWLEDGE)
+#define REMEMBERS
+#endif
+
+/* Says, once, that the search came here: a proof about what never happens is none. */
+#define HAPPENS(what) \
+    c_code { static int before; if (!before++) printf("happens: %s\n", #what); }
+
+/* STATE = step | parity | waiting | count */
+#define WORD(step, parity, waiting, count) \
+    ((step) << 6 | (parity) << 5 | (waiting) << 4 | (count))
+#define STEP(word)    ((word) >> 6)
+#define PARITY(word)  ((word) >> 5 & 1)
+#define WAITING(word) ((word) >> 4 & 1)
+#define COUNT(word)   ((word) & 15)
+short STATE;
+
+byte DONE[2];
+byte CLOSED;                    /* number << 1 | parity, or 0 */
+byte TICKET;
+byte LINE[TAKERS];              /* ticket + 1, or: */
+#define ABSENT  0
+#define DRAWING 255
+byte WANT;                      /* tag << 2 | wanted */
+byte LEFT;
+
+/* Of each rank, per parity: number << 3 | writing << 2 | buffer (1 or 2), or 0. */
+byte header[WRITERS * 2];
+#define HEADER(rank, parity) header[(rank) * 2 + (parity)]
+#define BUFFER(word)  ((word) & 3)
+#define WRITING(word) ((word) >> 2 & 1)
+#define NUMBER(word)  ((word) >> 3)
+
+/* Of each rank, per buffer: two words. */
+#define NOTHING 255
+byte payload[WRITERS * 4] = NOTHING;
+#define PAYLOAD(rank, buffer, i) payload[(rank) * 4 + (buffer) * 2 - 2 + (i)]
+
+/* Ghosts: the truth, for assertions only. */
+byte step_now;
+bit open_now;                   /* parity of the open round */
+byte admitted[2];               /* gradients of the round of each parity: the set, */
+byte tally[2];                  /* and how many */
+byte accepted;                  /* all gradients ever admitted */
+byte taken;                     /* all gradients ever handed out */
+byte wanted_now;                /* by the take that stands at the head */
+byte head;                      /* 1 + the taker whose turn it is */
+byte next_ticket;               /* lower ones must not have their turn any more */
+bit read_now[2];                /* whether a taker reads the round of this parity */
+byte first_draws;
+
+inline check_state() {
+    assert(STEP(STATE) == step_now && PARITY(STATE) == open_now);
+    assert(tally[open_now] ==
+        (WAITING(STATE) -> wanted_now - COUNT(STATE) : COUNT(STATE)))
+}
+
+/* STATE was just replaced by one of the next round. */
+inline check_closed() {
+    step_now++;
+    open_now = 1 - open_now;
+    wanted_now = 0;
+    assert(tally[open_now] == 0);
+    check_state()
+}
+
+inline admit() {
+    check_state();
+    p = open_now;
+#ifdef STALE
+    assert(local_step >= step_now);
+#endif
+    assert(!(accepted & gradient));
+    accepted = accepted | gradient;
+    admitted[p] = admitted[p] | gradient;
+    tally[p]++;
+    if
+    :: WAITING(s) && COUNT(s) == 1 ->
+        HAPPENS(a writer closes the round);
+        STATE = WORD(STEP(s) + 1, 1 - p, 0, 0);
+        check_closed()
+    :: WAITING(s) && COUNT(s) > 1 -> STATE = s - 1; check_state()
+    :: !WAITING(s) -> STATE = s + 1; check_state()
+    fi;
+#ifdef REMEMBERS
+    known = (p != last_parity || !mine[p]);
+    last_parity = p;
+#endif
+    s = 0
+}
+
+/* Another gradient for the buffer that this round has already. */
+inline join(word) {
+    buffer = BUFFER(word);
+    number = NUMBER(word);
+    HAPPENS(a gradient joins another)
+}
+
+/* A buffer that the other round has not. */
+inline choose() {
+#ifdef BUG_ANY_BUFFER
+    buffer = 1
+#elif defined(REMEMBERS)
+    mine[p] = 0;
+    buffer = (BUFFER(mine[1 - p]) == 1 -> 2 : 1)
+#else
+    buffer = (BUFFER(HEADER(me, 1 - p)) == 1 -> 2 : 1)
+#endif
+}
+
+inline store(i) {
+    assert(!(read_now[0] && BUFFER(HEADER(me, 0)) == buffer));
+    assert(!(read_now[1] && BUFFER(HEADER(me, 1)) == buffer));
+    PAYLOAD(me, buffer, i) = (number -> PAYLOAD(me, buffer, i) | gradient : gradient)
+}
+
+inline name(writing) {
+    assert(!read_now[p]);
+    HEADER(me, p) = number + 1 << 3 | writing << 2 | buffer
+}
+
+inline done() {
+#ifndef BUG_DONE_EARLY
+    DONE[p]++;
+#endif
+#ifdef REMEMBERS
+    mine[p] = HEADER(me, p);
+#endif
+    next()
+}
+
+inline next() {
+    p = 0; buffer = 0; number = 0;
+    i++;
+    gradient = (i < GRADS -> gradient << 1 : 0)
+}
+
+proctype Writer(byte me) {
+    short s;
+    byte i, local_step, buffer, number;
+    byte gradient = 1 << (me * GRADS);
+    bit p;
+#ifdef REMEMBERS
+    bit known, last_parity;
+    byte mine[2];               /* the last header written; 0: surely none */
+#endif
+
+begin:
+    if
+#ifdef LEAVE
+    :: d_step { i == GRADS -> LEFT++ } goto end
+#else
+    :: i == GRADS -> goto end
+#endif
+    :: i == 0
+#ifdef STALE
+    :: d_step { i > 0 && i < GRADS -> s = STATE; local_step = STEP(s); s = 0 }
+#else
+    :: i > 0 && i < GRADS
+#endif
+    fi;
+
+apply:
+    if
+#ifdef STALE
+    :: d_step {
+           local_step < STEP(STATE) ->
+           s = STATE;
+           s = 0;
+           next();
+           HAPPENS(a gradient is dropped)
+       }
+       goto begin
+#else
+#define local_step 100
+#endif
+#ifdef FINE
+    :: d_step { local_step >= STEP(STATE) -> s = STATE }
+    fi;
+#ifdef BUG_STALE_ADMITTED
+swap:
+    if
+    :: d_step { STATE != s -> s = STATE } goto swap
+#else
+    if
+    :: d_step { STATE != s -> s = 0 } goto apply
+#endif
+    :: d_step { STATE == s -> admit() }
+#else
+    :: d_step { local_step >= STEP(STATE) -> s = STATE; admit() }
+#endif
+    fi;
+
+    if
+#ifdef BUG_OLD_KNOWLEDGE
+    :: d_step { !known -> join(mine[p]); store(0) }
+    :: d_step { known -> known = 0; choose(); store(0) }
+#elif defined(KNOWN)
+    :: d_step { !known && HEADER(me, p) -> join(mine[p]); store(0) }
+    :: d_step { !known && !HEADER(me, p) -> HAPPENS(a writer does not know) };
+       d_step { choose(); store(0) }
+    :: d_step { known && mine[p] && !HEADER(me, p) -> HAPPENS(a writer knows) };
+       d_step { known = 0; choose(); store(0) }
+    :: d_step { known && !mine[p] && !HEADER(me, p) -> known = 0; choose(); store(0) }
+#elif defined(FINE)
+#if GRADS > 1
+    :: d_step { HEADER(me, p) -> join(HEADER(me, p)) };
+       d_step { name(1) };
+       d_step { store(0) }
+#endif
+    :: !HEADER(me, p) ->
+       d_step { choose() };
+       d_step { name(1) };
+       d_step { store(0) }
+#else
+    :: d_step { HEADER(me, p) -> join(HEADER(me, p)); store(0) }
+    :: d_step { !HEADER(me, p) -> choose(); store(0) }
+#endif
+    fi;
+#ifdef BUG_DONE_EARLY
+    if
+    :: d_step { true -> DONE[p]++ }
+    fi;
+#endif
+    if
+    :: d_step { true -> store(1) }
+    fi;
+#ifdef FINE
+    d_step { name(0) };
+    d_step { done() };
+#else
+    d_step { name(0); done() };
+#endif
+    goto begin;
+end:
+    skip
+}
+
+#define ALL ((1 << TAKERS) - 1)
+
+/* The place of `other` is no obstacle; with the last one found so, the turn comes. */
+#ifdef BUG_NO_DRAWING_WAIT
+#define FREE(place) (place == ABSENT || place == DRAWING || place > ticket + 1)
+#else
+#define FREE(place) (place != DRAWING && (place == ABSENT || place > ticket + 1))
+#endif
+#define PASS(other) \
+    d_step { \
+        !(passed >> other & 1) && FREE(LINE[other]) -> \
+        passed = passed | 1 << other; \
+        if \
+        :: passed == ALL -> arrive() \
+        :: else \
+        fi \
+    }
+
+inline arrive() {
+    assert(head == 0);
+    assert(ticket >= next_ticket);
+    head = me + 1;
+    next_ticket = ticket + 1;
+    ticket = 0;
+#ifndef FINE
+    recall()
+#endif
+}
+
+/* What an earlier take closed and could not finish. */
+inline recall() {
+    p = CLOSED & 1;
+    number = CLOSED >> 1;
+    resumed = number > 0
+}
+
+inline want() {
+#ifdef LEAVE
+    left = LEFT;
+    wanted = (WRITERS - left < required -> WRITERS - left : required);
+    wanted = (wanted -> wanted : 1)
+#else
+    wanted = required
+#endif
+}
+
+/* Ask for gradients: WANT, of which only the head makes a new one. */
+inline announce() {
+    assert(!WAITING(s));
+#ifdef OBSERVER
+    WANT = (WANT >> 2) + 1 << 2 | wanted
+#endif
+}
+
+/* The round that this taker has seen is closed: by it, or by the last writer wanted. */
+inline closed(count) {
+    p = PARITY(s);
+    number = count;
+    s = 0
+}
+
+inline close() {
+    check_state();
+    STATE = WORD(STEP(s) + 1, 1 - PARITY(s), 0, 0);
+    check_closed();
+    if
+    :: COUNT(s) > wanted -> HAPPENS(a take gets more than it wants)
+    :: else
+    fi;
+    closed(COUNT(s))
+}
+
+inline stand() {
+    assert(!WAITING(s));
+    check_state();
+    wanted_now = wanted;
+    STATE = WORD(STEP(s), PARITY(s), 1, wanted - COUNT(s));
+    check_state()
+}
+
+inline stand_down() {
+    STATE = WORD(STEP(s), PARITY(s), 0, wanted - COUNT(s));
+    check_state();
+    wanted_now = 0;
+#ifdef LEAVE
+    assert(!nobody || tally[open_now] == 0);
+    failed = failed || nobody;
+    nobody = 0;
+#endif
+    s = 0
+}
+
+inline collect(i) {
+    sum[i] = sum[i] | PAYLOAD(rank, BUFFER(HEADER(rank, p)), i)
+}
+
+inline collect_all() {
+    do
+    :: rank < WRITERS && HEADER(rank, p) ->
+        collect(0); collect(1);
+        total = total + NUMBER(HEADER(rank, p));
+        rank++
+    :: rank < WRITERS && !HEADER(rank, p) -> rank++
+    :: rank == WRITERS -> break
+    od
+}
+
+/* Everything that was admitted to the round is there, and nothing else. */
+inline check_sum() {
+    assert(sum[0] == admitted[p] && sum[1] == admitted[p]);
+    assert(total == number && number == tally[p]);
+    assert(resumed || number >= wanted);
+    assert(!(taken & admitted[p]));
+    sum[0] = 0; sum[1] = 0; total = 0; rank = 0;
+    read_now[p] = 0
+}
+
+inline hand_out() {
+    taken = taken | admitted[p];
+    admitted[p] = 0;
+    tally[p] = 0;
+    if
+    :: resumed -> HAPPENS(a closed round is resumed)
+    :: else
+    fi
+}
+
+inline clear() {
+    if
+    :: HEADER(rank, p) ->
+        PAYLOAD(rank, BUFFER(HEADER(rank, p)), 0) = NOTHING;
+        PAYLOAD(rank, BUFFER(HEADER(rank, p)), 1) = NOTHING;
+        HEADER(rank, p) = 0
+    :: else
+    fi;
+    rank++
+}
+
+inline clear_all() {
+    do
+    :: rank < WRITERS -> clear()
+    :: rank == WRITERS -> break
+    od;
+    rank = 0;
+    DONE[p] = 0;
+    CLOSED = 0
+}
+
+/* The round stays for the next take. */
+inline record() {
+#ifdef BUG_NOT_ON_RECORD
+    skip
+#else
+    CLOSED = number << 1 | p
+#endif
+}
+
+inline go() {
+    LINE[me] = ABSENT;
+    head = 0;
+    required = 0; wanted = 0; number = 0; p = 0; resumed = 0; failed = 0; left = 0
+}
+
+proctype Taker(byte me) {
+    short s;
+    byte takes, required, wanted, ticket, passed, number, rank, total, left;
+    byte sum[2];
+    bit p, resumed, failed, nobody;
+
+begin:
+    if
+    :: takes == TAKES -> goto end
+    :: d_step { takes > 0 && takes < TAKES -> takes++; LINE[me] = DRAWING }
+    :: d_step { takes == 0 && first_draws == me ->
+                first_draws++; takes++; LINE[me] = DRAWING }
+    fi;
+    d_step { ticket = TICKET; TICKET++ };
+    d_step { LINE[me] = ticket + 1; passed = 1 << me };
+end_line:
+    do
+    :: PASS(0)
+#if TAKERS > 1
+    :: PASS(1)
+#endif
+#if TAKERS > 2
+    :: PASS(2)
+#endif
+    :: passed == ALL -> break
+#ifdef TIMEOUTS
+    :: d_step {
+           passed != ALL ->
+           LINE[me] = ABSENT;
+           passed = 0; ticket = 0;
+           HAPPENS(a take gives up in line)
+       }
+       goto begin
+#endif
+    od;
+
+#ifdef FINE
+    if
+    :: d_step { true -> recall() }
+    fi;
+#endif
+    if
+    :: resumed -> passed = 0; goto await
+    :: !resumed -> passed = 0; required = 1
+#if NEED > 1
+    :: !resumed -> passed = 0; required = 2
+#endif
+#if NEED > 2
+    :: !resumed -> passed = 0; required = 3
+#endif
+    fi;
+
+look:
+    if
+    :: d_step { true -> want() }
+    fi;
+#if defined(FINE) || defined(OBSERVER)
+    s = STATE;
+    if
+    :: d_step { COUNT(s) >= wanted && STATE == s -> close() } goto await
+    :: d_step { COUNT(s) >= wanted && STATE != s -> s = 0 } goto look
+    :: d_step { COUNT(s) < wanted -> announce() }
+    fi;
+    if
+    :: d_step { STATE == s -> stand() }
+    :: d_step { STATE != s -> s = 0 } goto look
+    fi;
+#else
+    if
+    :: d_step { COUNT(STATE) >= wanted -> s = STATE; close() } goto await
+    :: d_step { COUNT(STATE) < wanted -> s = STATE; stand() }
+    fi;
+#endif
+
+end_quorum:
+    if
+    :: d_step { PARITY(STATE) != PARITY(s) -> closed(wanted) } goto await
+#ifdef TIMEOUTS
+    :: failed = 1
+#endif
+#ifdef LEAVE
+#ifdef BUG_LEFT_LATE
+    :: PARITY(STATE) == PARITY(s) && COUNT(STATE) == wanted ->
+       if
+       :: d_step { LEFT == WRITERS -> nobody = 1 }
+       :: LEFT != WRITERS -> goto end_quorum
+       fi
+    :: LEFT != left
+#else
+    :: d_step { LEFT != left || LEFT == WRITERS -> left = LEFT };
+       if
+       :: d_step { PARITY(STATE) != PARITY(s) -> closed(wanted) } goto await
+       :: d_step {
+              PARITY(STATE) == PARITY(s) ->
+              nobody = (left == WRITERS && COUNT(STATE) == wanted)
+          }
+       fi
+#endif
+#endif
+    fi;
+
+#if defined(TIMEOUTS) || defined(LEAVE)
+back:
+    if
+    :: d_step {
+           PARITY(STATE) != PARITY(s) ->
+           closed(wanted);
+           failed = 0; nobody = 0;
+           HAPPENS(a round is closed while its take gives up)
+       }
+       goto await
+#ifdef FINE
+    :: d_step { PARITY(STATE) == PARITY(s) -> s = STATE }
+    fi;
+    if
+#ifdef BUG_BLIND_GIVE_UP
+    :: d_step { true -> stand_down() }
+#else
+    :: d_step { STATE == s -> stand_down() }
+    :: STATE != s -> goto back
+#endif
+#else
+    :: d_step { PARITY(STATE) == PARITY(s) -> s = STATE; stand_down() }
+#endif
+    fi;
+    if
+    :: d_step { failed -> HAPPENS(a take gives up for want of gradients) } goto leave
+#ifdef LEAVE
+    :: d_step { !failed -> HAPPENS(a quorum shrinks) } goto look
+#endif
+    fi;
+#endif
+
+await:
+    if
+    :: d_step { DONE[p] == number -> read_now[p] = 1 }
+#ifdef TIMEOUTS
+    :: d_step { true -> record(); HAPPENS(a take gives up after closing) } goto leave
+#endif
+    fi;
+#ifdef FINE
+    do
+    :: d_step { rank < WRITERS && !HEADER(rank, p) -> rank++ }
+    :: d_step {
+           rank < WRITERS && HEADER(rank, p) ->
+           assert(!WRITING(HEADER(rank, p)));
+           total = total + NUMBER(HEADER(rank, p))
+       };
+       d_step { collect(0) };
+       d_step { collect(1); rank++ }
+    :: d_step { rank == WRITERS -> check_sum(); hand_out() } break
+#ifdef TIMEOUTS
+    :: d_step { rank == WRITERS -> check_sum(); record(); HAPPENS(the caller fails) }
+       goto leave
+#endif
+    od;
+#ifdef BUG_LEAVE_EARLY
+    if
+    :: d_step { true -> LINE[me] = ABSENT; head = 0 }
+    fi;
+#endif
+    do
+    :: d_step { rank < WRITERS -> clear() }
+    :: d_step { rank == WRITERS -> rank = 0; DONE[p] = 0 } break
+    od;
+    CLOSED = 0;
+#else
+    if
+    :: d_step { true -> collect_all(); check_sum(); hand_out(); clear_all() }
+#ifdef TIMEOUTS
+    :: d_step {
+           true ->
+           collect_all();
+           check_sum();
+           record();
+           HAPPENS(the caller fails)
+       }
+#endif
+    fi;
+#endif
+leave:
+    if
+    :: d_step { true -> go() } goto begin
+    fi;
+end:
+    skip
+}
+
+#ifdef SETTER
+inline set() {
+    check_state();
+    step_now = step;
+    STATE = WORD(step, PARITY(s), WAITING(s), COUNT(s));
+    check_state();
+    step = step + 2;
+    s = 0
+}
+
+proctype Setter() {
+    short s;
+    byte step;
+
+    do
+#ifndef FINE
+    :: d_step { step <= 2 -> s = STATE; set() }
+#else
+    :: d_step { step <= 2 -> s = STATE };
+       if
+       :: d_step { STATE == s -> set() }
+       :: d_step { STATE != s -> s = 0 }
+       fi
+#endif
+    :: step > 2 -> break
+    od
+}
+#endif
+
+#ifdef OBSERVER
+proctype Observer() {
+    short s;
+    byte seen, truth;
+
+    do
+    :: seen = WANT;
+       d_step { s = STATE; truth = tally[open_now] };
+       if
+       :: d_step { !WAITING(s) -> assert(COUNT(s) == truth) } break
+#ifndef BUG_WANT_ONCE
+       :: d_step { WAITING(s) && WANT != seen -> s = 0; truth = 0 }
+       :: d_step { WAITING(s) && WANT == seen ->
+#else
+       :: d_step { WAITING(s) ->
+#endif
+                   assert((seen & 3) - COUNT(s) == truth) }
+          break
+       fi
+    od
+}
+#endif
+
+/* The round of this parity has what was admitted to it, and nothing else. */
+inline check_round(parity) {
+    found = 0; number = 0; rank = 0;
+    do
+    :: rank < WRITERS && HEADER(rank, parity) ->
+        assert(!(found & PAYLOAD(rank, BUFFER(HEADER(rank, parity)), 0)));
+        found = found | PAYLOAD(rank, BUFFER(HEADER(rank, parity)), 0);
+        number = number + NUMBER(HEADER(rank, parity));
+        rank++
+    :: rank < WRITERS && !HEADER(rank, parity) -> rank++
+    :: rank == WRITERS -> break
+    od;
+    assert(found == admitted[parity]);
+    assert(number == tally[parity] && DONE[parity] == tally[parity])
+}
+
+/* Nobody is in line. */
+inline check_line() {
+    rank = 0;
+    do
+    :: rank < TAKERS -> assert(LINE[rank] == ABSENT); rank++
+    :: rank == TAKERS -> break
+    od
+}
+
+proctype Monitor() {
+    byte rank, found, number;
+
+    timeout;
+    d_step {
+        check_state();
+        if
+        :: head ->
+            assert(WAITING(STATE) && COUNT(STATE) > 0);
+            assert(LEFT < WRITERS)
+        :: !head -> assert(!WAITING(STATE)); check_line()
+        fi;
+        assert(!(taken & (admitted[0] | admitted[1])) && !(admitted[0] & admitted[1]));
+        assert(accepted == (taken | admitted[0] | admitted[1]));
+        check_round(open_now);
+        check_round(1 - open_now);
+        number = tally[1 - open_now];
+        assert(CLOSED == (number -> number << 1 | 1 - open_now : 0))
+    }
+}
+
+init {
+    byte i;
+    atomic {
+        for (i : 0 .. WRITERS - 1) { run Writer(i) }
+        for (i : 0 .. TAKERS - 1) { run Taker(i) }
+#ifdef SETTER
+        run Setter();
+#endif
+#ifdef OBSERVER
+        run Observer();
+#endif
+        run Monitor()
+    }
+}
