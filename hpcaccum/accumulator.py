@@ -354,10 +354,12 @@ class ConditionalAccumulator:
             shape = self._shared.shapes.shape(closed.shape)
         size = size_of(shape)
         total = self._storage.total(closed, size)
-        self._storage.clear(closed.parity, size)
         if settings.reduction == "MEAN":
             divide(total, closed.count)
-        return total.astype(settings.dtype, copy=False).reshape(shape)
+        result = total.astype(settings.dtype, copy=False).reshape(shape)
+        # Last: if anything above failed, the next take finds all of it.
+        self._storage.clear(closed.parity, size)
+        return result
 
     def num_accumulated(self, name: str | None = None) -> int:
         """Return how many gradients the open round has; never waits."""

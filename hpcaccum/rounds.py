@@ -262,14 +262,16 @@ class Rounds:
             EverybodyLeftError: If all ranks have left and no gradient is there.
         """
         with self._line.turn(deadline):
-            parity, count = self._close(required, deadline)
+            closed: tuple[int, int] | None = None
             try:
+                parity, count = closed = self._close(required, deadline)
                 self._await_writers(parity, count, deadline)
                 records = self._read_records(parity)
                 shape = max(record.shape for record in records.values())
                 yield Closed(parity, count, shape, records)
             except BaseException:
-                self.cells.write(_CLOSED, count << 1 | parity)
+                if closed:
+                    self.cells.write(_CLOSED, closed[1] << 1 | closed[0])
                 raise
             self._clear(parity)
 
@@ -315,7 +317,8 @@ class Rounds:
             now = self.packing.unpack(words[_STATE])
             if now.parity != state.parity:
                 return True
-            self._check_anybody(words[_LEFT], now, wanted)
+            if words[_LEFT] == self.workers:
+                self._check_anything(state.parity, wanted)
             return False if words[_LEFT] != left else None
 
         try:
@@ -326,10 +329,13 @@ class Rounds:
             raise
         return closed or self._stand_down(state.parity, wanted)
 
-    def _check_anybody(self, left: int, now: State, wanted: int) -> None:
-        if left == self.workers and now.number == wanted:
+    def _check_anything(self, parity: int, wanted: int) -> None:
+        # Only a STATE that is read after all have left has all of their gradients.
+        now = self.state()
+        if now.parity == parity and now.number == wanted:
             raise EverybodyLeftError(
-                f"{self._what}: all {left} ranks have left and no gradient is there"
+                f"{self._what}: all {self.workers} ranks have left and no gradient is "
+                f"there"
             )
 
     def _announce(self, wanted: int) -> None:

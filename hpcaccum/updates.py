@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.deadline import Deadline
 from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError
 from hpcaccum.group import ranks_text
 from hpcaccum.ledger import Ledger, Receipt
@@ -22,13 +23,12 @@ from hpcaccum.window import Cells, Region
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpcaccum.deadline import Deadline
     from hpcaccum.group import Group
     from hpcaccum.ledger import Tally
 
 Array = np.ndarray[Any, Any]
 
-_STEP, _LEFT, _HEAD = 0, 8, 9
+_STEP, _LEFT, _APPLIED, _HEAD = 0, 8, 9, 10
 
 
 class UpdateQueue:
@@ -68,6 +68,8 @@ class UpdateQueue:
         direct = self._region.direct
         self._slot = self._place(group.rank) if direct else np.zeros(size, self._dtype)
         self._left = False
+        # The step that this rank's last update makes.
+        self._submitted = 0
 
     def _place(self, rank: int) -> Array:
         return self._region.view(rank, 0, self._size, self._dtype)
@@ -83,7 +85,14 @@ class UpdateQueue:
         return self._region.nbytes_here
 
     def slot(self) -> Array:
-        """Return where this rank's next gradient is to be written."""
+        """Return where this rank's next gradient is to be written.
+
+        Waits until the last one was applied, for a rank that gave up waiting for it.
+        """
+        Deadline(None, "slot").wait(
+            lambda: self.cells.read(_APPLIED) >= self._submitted or None,
+            lambda: f"update {self._submitted}, this rank's last, by the host",
+        )
         return self._slot
 
     def submit(self, local_step: int) -> Receipt:
@@ -105,7 +114,8 @@ class UpdateQueue:
         else:
             self._region.put(self._group.rank, 0, self._slot)
         # Update k makes step k + 1; 0 is the place of a rank that submitted nothing.
-        self.cells.write(_HEAD + self._group.rank, receipt.global_step + 1)
+        self._submitted = receipt.global_step + 1
+        self.cells.write(_HEAD + self._group.rank, self._submitted)
         return receipt
 
     def _admit(self, local_step: int) -> Receipt:
@@ -138,6 +148,7 @@ class UpdateQueue:
         self._region.sync()
         # The number of the update stays in its place: it is never looked for again.
         yield self._place(rank)
+        self.cells.write(_APPLIED, step + 1)
 
     def _find(self, step: int) -> int | None:
         words = self.cells.read_range(0, _HEAD + self._group.size)
