@@ -290,7 +290,7 @@ class ConditionalAccumulator:
         self._check_open()
         wanted = self._slot_shape(shape)
         deadline = Deadline(timeout, f"{self._name}: slot")
-        return self._shared.writer.slot(deadline)[: size_of(wanted)].reshape(wanted)
+        return self._shared.writer.slot(wanted, deadline)
 
     def _slot_shape(self, shape: Any) -> Shape:
         if shape is None and self._only_shape is not None:

@@ -60,10 +60,11 @@ class State(NamedTuple):
 
     def admitted(self, shape: int) -> State:
         """Return the state after one more gradient; the last missing one closes."""
-        if not self.waiting:
-            return self._replace(number=self.number + 1, shape=shape)
-        if self.number > 1:
-            return self._replace(number=self.number - 1, shape=shape)
+        step, _, parity, waiting, number = self
+        if not waiting:
+            return State(step, shape, parity, 0, number + 1)
+        if number > 1:
+            return State(step, shape, parity, 1, number - 1)
         return self.closed()
 
     def closed(self) -> State:
@@ -176,7 +177,8 @@ class Rounds:
         self.ledger = Ledger(self.cells, ledger, group.rank, n)
         # The last word seen: a first guess, where reading it would cost a round trip.
         self._seen = 0
-        self._mark = np.zeros(2, np.int64)
+        # Words on their way, of a gradient that begins or ends to be written.
+        self._begun, self._ended = np.zeros(2, np.int64), np.zeros(2, np.int64)
 
     def state(self) -> State:
         """Return the state now."""
@@ -236,13 +238,14 @@ class Rounds:
 
     def writing(self, parity: int, record: Record) -> None:
         """Say that this rank was admitted and begins to write."""
-        self._mark[:] = record.words()
-        self.cells.post(self._record(parity, self._group.rank), self._mark)
+        self._begun[:] = record.words()
+        self.cells.post(self._record(parity, self._group.rank), self._begun)
 
     def written(self, parity: int, record: Record) -> None:
         """Say that the payload is in place."""
-        index = self._record(parity, self._group.rank)
-        self.cells.write_range(index, list(record.words()))
+        self._ended[:] = record.words()
+        self.cells.post(self._record(parity, self._group.rank), self._ended)
+        self.cells.flush()
         self.cells.add(_DONE + parity, 1)
 
     def _record(self, parity: int, rank: int) -> int:

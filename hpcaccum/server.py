@@ -94,11 +94,6 @@ class ParameterServer:
         """Whether this rank does nothing but serve."""
         return self._dedicated and self.is_host
 
-    @property
-    def freed(self) -> bool:
-        """Whether `free` was called."""
-        return self._opened.closed
-
     def _check_threads(self) -> dict[str, object]:
         if not self._dedicated and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise InvalidArgumentError(

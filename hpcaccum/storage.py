@@ -48,8 +48,6 @@ class Slots:
         self._stride = -(-capacity * dtype.itemsize // 64) * 64
         self.region = Region(group, host, 2 * self._stride, spread=True)
         self._staging: dict[int, Array] = {}
-        # Where this rank's buffers begin in memory.
-        self._addresses: dict[int, int] = {}
 
     def buffer(self, index: int) -> Array:
         """Return this rank's buffer, flat, where a gradient may be computed.
@@ -57,29 +55,30 @@ class Slots:
         Across nodes it is memory of this rank that `write` will send from.
         """
         if self.region.direct:
-            found = self._view(self._rank, index, self._capacity)
-        else:
-            found = _staged(self._staging, index, self._capacity, self._dtype)
-        self._addresses[_address(found)] = index
-        return found
+            return self._view(self._rank, index, self._capacity)
+        return _staged(self._staging, index, self._capacity, self._dtype)
 
     def _view(self, rank: int, index: int, count: int) -> Array:
         return self.region.view(rank, index * self._stride, count, self._dtype)
 
-    def lies_in(self, grad: Array) -> int | None:
-        """Return the buffer that a gradient was computed in, if it was."""
-        if grad.dtype != self._dtype or not grad.flags.c_contiguous:
-            return None
-        return self._addresses.get(_address(grad))
+    def write(
+        self, parity: int, index: int, grad: Array, *, first: bool, there: bool
+    ) -> None:
+        """Put a gradient into this rank's buffer, or add it to what is there.
 
-    def write(self, parity: int, index: int, grad: Array, *, first: bool) -> None:
-        """Put a gradient into this rank's buffer, or add it to what is there."""
+        Args:
+            parity: Of the round; slots do not care.
+            index: The buffer.
+            grad: Of any real dtype and any strides.
+            first: Whether the buffer has nothing of this round yet.
+            there: Whether ``grad`` is that very `buffer`.
+        """
         if self.region.direct:
             if not first:
                 # Converted first, then added, as a lone gradient is.
                 place = self._view(self._rank, index, grad.size).reshape(grad.shape)
                 np.add(place, grad, place, dtype=self._dtype, casting="same_kind")
-            elif self.lies_in(grad) != index:
+            elif not there:
                 place = self._view(self._rank, index, grad.size).reshape(grad.shape)
                 np.copyto(place, grad, casting="same_kind")
             self.region.sync()
@@ -135,11 +134,9 @@ class Sums:
         """Return memory of this rank in which a gradient may be computed."""
         return _staged(self._staging, index, self._capacity, self._dtype)
 
-    def lies_in(self, grad: Array) -> int | None:
-        """Return None: every gradient is sent."""
-        return None
-
-    def write(self, parity: int, index: int, grad: Array, *, first: bool) -> None:
+    def write(
+        self, parity: int, index: int, grad: Array, *, first: bool, there: bool
+    ) -> None:
         """Add a gradient to the sum of a parity; complete on return."""
         flat = np.ascontiguousarray(grad, self._dtype).reshape(-1)
         self.region.accumulate(0, parity * self._stride, flat)
@@ -201,7 +198,3 @@ def _staged(
     if index not in staging:
         staging[index] = np.zeros(capacity, dtype)
     return staging[index]
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,8 @@ class Writer:
         # What this rank has in the round of each parity; None if surely nothing.
         self._mine: list[Record | None] = [None, None]
         self._last_parity = 0
-        self._lent: int | None = None
+        # The buffer that `slot` handed out last, and the array that it is.
+        self._lent: tuple[int, Array] | None = None
 
     def submit(
         self, array: Array, local_step: int, fit: Callable[[int], int]
@@ -63,11 +65,12 @@ class Writer:
     def _write(self, array: Array, parity: int, shape: int, local_step: int) -> None:
         before = self._before(parity)
         if before:
-            buffer, count = before.buffer, before.number
+            buffer, count, there = before.buffer, before.number, False
         else:
-            buffer, count = self._choose(array, parity), 0
+            buffer, there = self._choose(array, parity)
+            count = 0
         self._rounds.writing(parity, Record(buffer, count, 1, shape, local_step))
-        self._storage.write(parity, buffer, array, first=not count)
+        self._storage.write(parity, buffer, array, first=not count, there=there)
         done = Record(buffer, count + 1, 0, shape, local_step)
         self._mine[parity], self._lent = done, None
         self._rounds.written(parity, done)
@@ -82,21 +85,26 @@ class Writer:
             self._mine[parity] = None
         return self._mine[parity]
 
-    def _choose(self, array: Array, parity: int) -> int:
-        """Return a buffer that no round holds; that of the gradient if possible."""
+    def _choose(self, array: Array, parity: int) -> tuple[int, bool]:
+        """Return a buffer that no round holds; whether the gradient lies in it."""
+        if self._lent is not None:
+            index, slot = self._lent
+            if array is slot or _same_memory(array, slot):
+                return index, True
         other = self._mine[1 - parity]
-        free = (1 - other.buffer,) if other else (0, 1)
-        lies = self._storage.lies_in(array)
-        if lies in free:
-            return lies  # type: ignore[return-value]
-        return next((buffer for buffer in free if buffer != self._lent), free[0])
+        free = [1 - other.buffer] if other else [0, 1]
+        # The one that was handed out may be lost: it is the caller's until now.
+        kept = [b for b in free if self._lent is None or b != self._lent[0]]
+        return (kept or free)[0], False
 
-    def slot(self, deadline: Deadline) -> Array:
-        """Return a buffer that no round holds, flat; wait until there is one."""
-        self._lent = deadline.wait(
+    def slot(self, shape: tuple[int, ...], deadline: Deadline) -> Array:
+        """Return a buffer that no round holds; wait until there is one."""
+        index = deadline.wait(
             self._free, lambda: "the take that is reducing both buffers of this rank"
         )
-        return self._storage.buffer(self._lent)
+        flat = self._storage.buffer(index)[: math.prod(shape)]
+        self._lent = index, flat.reshape(shape)
+        return self._lent[1]
 
     def _free(self) -> int | None:
         with self._lock:
@@ -112,3 +120,14 @@ class Writer:
             if not self._left:
                 self._left = True
                 self._rounds.leave()
+
+
+def _same_memory(one: Array, other: Array) -> bool:
+    """Whether two arrays are the same elements, be it in another shape."""
+    return (
+        one.base is other.base
+        and one.dtype == other.dtype
+        and one.size == other.size
+        and one.flags.c_contiguous
+        and one.__array_interface__["data"] == other.__array_interface__["data"]
+    )

@@ -95,6 +95,7 @@ class CrossShardOptimizer(Wrapper):
         self._scale = 1 / self._group.size if mean else 1.0
         self._reducer: Reducer | None = None
         self._values: dict[str, Array] = {}
+        self._computed = 0
 
     def initialize(self, var_list: Any) -> None:
         """Prepare the exchange of these variables' gradients. Collective.
@@ -133,6 +134,7 @@ class CrossShardOptimizer(Wrapper):
         variables = self._variables if var_list is None else listed(var_list)
         self.initialize(variables)
         pairs = self.inner.compute_gradients(loss, variables, *args, **kwargs)
+        self._computed += 1
         if self._scale == 1.0:
             return pairs
         return [
@@ -157,7 +159,8 @@ class CrossShardOptimizer(Wrapper):
             InvalidArgumentError, TypeError: On every rank of the group, if the pairs of
                 one are wrong; no variable is changed.
             DisagreementError: On every rank of the group, before any update, if a
-                gradient is None on some ranks only or ranks are at different calls.
+                gradient is None on some ranks only, or if ranks have called
+                `compute_gradients` a different number of times.
         """
         pairs: list[tuple[Array | None, Variable]] = []
         problem: Exception | None = None
@@ -173,7 +176,9 @@ class CrossShardOptimizer(Wrapper):
         for grad, var in pairs:
             if grad is not None:
                 np.copyto(arrays[var.name], grad, casting="same_kind")
-        self._reducer.reduce({var.name for grad, var in pairs if grad is not None})
+        present = {var.name for grad, var in pairs if grad is not None}
+        # A rank that threw away what it computed would be one step ahead.
+        self._reducer.reduce(present, step=self._computed)
         summed = [(None if g is None else arrays[v.name], v) for g, v in pairs]
         return self.inner.apply_gradients(summed, global_step, name)
 
