@@ -1,0 +1,3 @@
+"""The command ``hpcaccum train``: data-parallel training of a small network."""
+
+from __future__ import annotations

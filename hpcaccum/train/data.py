@@ -1,0 +1,218 @@
+"""The data: scikit-learn's digits or the user's file, and each rank's share of it."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from hpcaccum import Group
+
+Array = np.ndarray[Any, Any]
+
+# One of so many samples of each class is for testing.
+_TEST_SHARE = 5
+
+MISSING = "{} is missing: pip install 'hpcaccum[demo]'"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Samples to train with and to test with.
+
+    Attributes:
+        name: For people.
+        classes: Number of classes.
+        x, x_test: float32 (n, features); in ``x`` each has mean 0 and variance 1.
+        y, y_test: int64 (n,), class numbers from 0.
+    """
+
+    name: str
+    classes: int
+    x: Array
+    y: Array
+    x_test: Array
+    y_test: Array
+
+
+def load(path: Path | None, group: Group) -> Dataset:
+    """Return the data on every rank. Collective.
+
+    Rank 0 reads and sends: the file need not be visible on every node, and importing
+    scikit-learn takes longer than the training, so one rank does it.
+
+    Raises:
+        InvalidArgumentError: On every rank, if the file or scikit-learn is missing or
+            the data cannot be used.
+    """
+    loaded: list[Dataset] = []
+
+    def read() -> dict[str, object]:
+        if group.rank == 0:
+            loaded.append(_digits() if path is None else _read(path))
+            _check_shares(loaded[0], group.size)
+        return {}
+
+    group.agree("data", read)
+    return _share(loaded[0] if loaded else None, group)
+
+
+def _check_shares(data: Dataset, ranks: int) -> None:
+    if len(data.y) < ranks:
+        raise InvalidArgumentError(
+            f"{data.name}: {len(data.y)} samples are too few for {ranks} ranks"
+        )
+
+
+def _share(data: Dataset | None, group: Group) -> Dataset:
+    facts: dict[str, Any] = {}
+    if data is not None:
+        facts = {field.name: getattr(data, field.name) for field in fields(data)}
+    kinds = {
+        name: (fact.shape, fact.dtype.str) if isinstance(fact, np.ndarray) else fact
+        for name, fact in facts.items()
+    }
+    for name, kind in group.comm.bcast(kinds, 0).items():
+        if isinstance(kind, tuple):
+            facts.setdefault(name, np.empty(*kind))
+            group.comm.Bcast(facts[name], 0)
+        else:
+            facts[name] = kind
+    return Dataset(**facts)
+
+
+def _digits() -> Dataset:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        message = MISSING.format("scikit-learn, which brings the digits,")
+        raise InvalidArgumentError(message) from None
+    x, y = load_digits(return_X_y=True)
+    return prepare("digits", x, y)
+
+
+def _read(path: Path) -> Dataset:
+    try:
+        if path.is_file() and not zipfile.is_zipfile(path):
+            raise InvalidArgumentError("is no .npz file")
+        with np.load(path, allow_pickle=False) as file:
+            return _from_arrays(path.name, file)
+    except OSError as error:
+        message = error.strerror or str(error)
+        raise InvalidArgumentError(f"--data {path}: {message}") from None
+    except ValueError as error:
+        raise InvalidArgumentError(f"--data {path}: {error}") from None
+
+
+def _from_arrays(name: str, file: Any) -> Dataset:
+    names = set(file.files)
+    if not {"x", "y"} <= names:
+        raise InvalidArgumentError(
+            f"must have arrays x and y, has {sorted(names) or 'none'}"
+        )
+    if ("x_test" in names) != ("y_test" in names):
+        raise InvalidArgumentError("has only one of x_test and y_test")
+    test = (file["x_test"], file["y_test"]) if "x_test" in names else None
+    return prepare(name, file["x"], file["y"], test)
+
+
+def prepare(
+    name: str, x: Array, y: Array, test: tuple[Array, Array] | None = None
+) -> Dataset:
+    """Check the arrays, split off test samples if there are none, scale the features.
+
+    Args:
+        name: For people.
+        x: (n, features) of numbers.
+        y: (n,) of integers, any labels.
+        test: The same, for testing; by default every fifth sample of each class, so
+            that the split is fixed and no class is left out.
+
+    Raises:
+        InvalidArgumentError: If they cannot be used.
+    """
+    _check(x, y, "")
+    if test is None:
+        chosen = _every_fifth(y)
+        test, x, y = (x[chosen], y[chosen]), x[~chosen], y[~chosen]
+    x_test, y_test = test
+    _check(x_test, y_test, "_test")
+    if x_test.shape[1] != x.shape[1]:
+        raise InvalidArgumentError(
+            f"x has {x.shape[1]} features, x_test has {x_test.shape[1]}"
+        )
+    labels = np.unique(np.concatenate([y, y_test]))
+    if len(labels) < 2:
+        raise InvalidArgumentError(f"y must have 2 classes or more, has {len(labels)}")
+    y, y_test = np.searchsorted(labels, y), np.searchsorted(labels, y_test)
+    return _scaled(Dataset(name, len(labels), x, y, x_test, y_test))
+
+
+def _check(x: Array, y: Array, suffix: str) -> None:
+    if x.ndim != 2 or x.dtype.kind not in "fiub" or x.size == 0:
+        raise InvalidArgumentError(
+            f"x{suffix} must be numbers (n, features), got {x.dtype} {x.shape}"
+        )
+    if y.shape != x.shape[:1] or y.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            f"y{suffix} must be integers ({len(x)},), got {y.dtype} {y.shape}"
+        )
+    if not np.isfinite(x).all():
+        number = np.count_nonzero(~np.isfinite(x))
+        raise InvalidArgumentError(f"x{suffix} has {number} values that are not finite")
+
+
+def _every_fifth(y: Array) -> Array:
+    """Return which samples are for testing: the last of every five of a class."""
+    chosen = np.zeros(len(y), bool)
+    for label in np.unique(y):
+        chosen[np.flatnonzero(y == label)[_TEST_SHARE - 1 :: _TEST_SHARE]] = True
+    if not chosen.any():
+        raise InvalidArgumentError(
+            f"has less than {_TEST_SHARE} samples of each class, none to test with; "
+            "add x_test and y_test"
+        )
+    return chosen
+
+
+def _scaled(data: Dataset) -> Dataset:
+    mean = data.x.mean(axis=0, dtype=np.float64)
+    deviation = data.x.std(axis=0, dtype=np.float64)
+    deviation[deviation == 0] = 1
+
+    def scale(x: Array) -> Array:
+        return np.ascontiguousarray((x - mean) / deviation, dtype=np.float32)
+
+    return replace(
+        data,
+        x=scale(data.x),
+        x_test=scale(data.x_test),
+        y=data.y.astype(np.int64),
+        y_test=data.y_test.astype(np.int64),
+    )
+
+
+def batches(
+    data: Dataset, batch: int, rank: int, ranks: int, seed: int
+) -> Iterator[tuple[Array, Array]]:
+    """Yield a rank's batches for ever: ``batch`` rows and labels each.
+
+    Every epoch, all ranks shuffle the training set alike and each takes every
+    ``ranks``-th sample: an epoch of all ranks holds each sample once, and in the long
+    run each rank sees all of them. A rank goes through its epochs at its own pace.
+    """
+    epoch, rest = 0, np.empty(0, np.int64)
+    while True:
+        while len(rest) < batch:
+            order = np.random.default_rng([seed, epoch]).permutation(len(data.y))
+            rest, epoch = np.concatenate([rest, order[rank::ranks]]), epoch + 1
+        now, rest = rest[:batch], rest[batch:]
+        yield data.x[now], data.y[now]

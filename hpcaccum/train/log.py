@@ -1,0 +1,99 @@
+"""The log: one JSON object a line, written at once, so that it outlives the job."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import hpcaccum
+from hpcaccum.mpi import MPI
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpcaccum import Group
+    from hpcaccum.train.data import Dataset
+    from hpcaccum.train.options import Options
+    from hpcaccum.train.records import Record, Result
+
+
+class Log:
+    """A JSON-lines file.
+
+    Args:
+        path: Overwritten; None writes nothing.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("w") if path else None
+
+    def write(self, event: str, facts: Any) -> None:
+        """Write one line."""
+        if self._file:
+            line = json.dumps({"event": event, **facts}, default=str)
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def record(self, record: Record) -> None:
+        """Write what a look at the model found."""
+        self.write("look", _rounded(asdict(record)))
+
+    def result(self, result: Result) -> None:
+        """Write how a run went."""
+        facts = asdict(result)
+        del facts["records"]
+        facts["updates_per_second"] = result.updates_per_second
+        facts["samples_per_second"] = result.samples_per_second
+        self.write("result", _rounded(facts))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file:
+            self._file.close()
+
+
+def _rounded(fact: Any) -> Any:
+    if isinstance(fact, dict):
+        return {name: _rounded(value) for name, value in fact.items()}
+    if isinstance(fact, (tuple, list)):
+        return [_rounded(value) for value in fact]
+    if isinstance(fact, float):
+        # JSON has no NaN, which is the loss of a training that diverged.
+        return round(fact, 6) if math.isfinite(fact) else None
+    return fact
+
+
+def circumstances(options: Options, data: Dataset, group: Group) -> dict[str, Any]:
+    """Return what one must know to judge the numbers of a run. Collective."""
+    hosts = Counter(group.meet(MPI.Get_processor_name(), "names of the hosts"))
+    name, version = MPI.get_vendor()
+    return {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
+        "ranks": group.size,
+        "hosts": dict(hosts),
+        "cores": os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "mpi": f"{name} {'.'.join(map(str, version))}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "hpcaccum": hpcaccum.__version__,
+        "data": {
+            "name": data.name,
+            "train": len(data.y),
+            "test": len(data.y_test),
+            "features": data.x.shape[1],
+            "classes": data.classes,
+        },
+        "options": asdict(options),
+    }

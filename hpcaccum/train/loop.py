@@ -1,0 +1,168 @@
+"""One training run: every rank trains, one of them looks at the model."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum import CrossShardOptimizer, Tally, Variable
+from hpcaccum.train.data import batches
+from hpcaccum.train.model import MLP
+from hpcaccum.train.records import Observer, Record, Result
+from hpcaccum.train.strategies import MAKERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum import Group
+    from hpcaccum.train.data import Dataset
+    from hpcaccum.train.options import Options
+
+Array = np.ndarray[Any, Any]
+
+# Seconds between two questions of one rank whether the work is done.
+_ASK_PAUSE = 0.05
+
+
+class Run:
+    """Training with one strategy, as this rank sees it. Collective.
+
+    The work is a number of updates: those that use the training set ``epochs`` times,
+    counting what an update needs. That is one gradient; one of each rank with
+    cross-shard; the quorum with sync-replicas, which takes what else comes in time as a
+    gift. What is dropped costs time, but does not count.
+
+    With cross-shard all ranks take every step together. With the others each rank goes
+    on until the common step says that the work is done, so faster ranks do more of it.
+
+    Args:
+        strategy: One of `strategies.MAKERS`.
+        options, data, group: The same on all ranks.
+        show: Gets the records that this rank makes.
+    """
+
+    def __init__(
+        self,
+        strategy: str,
+        options: Options,
+        data: Dataset,
+        group: Group,
+        show: Callable[[Record], None],
+    ) -> None:
+        self._strategy, self._group = strategy, group
+        self._exchange = MAKERS[strategy](options, group)
+        self._optimizer = self._exchange.optimizer
+        self._collective = isinstance(self._optimizer, CrossShardOptimizer)
+        sizes = (data.x.shape[1], *options.hidden, data.classes)
+        self._model = MLP(sizes, options.seed, self._exchange.variable)
+        self._target = self._exchange.updates(options.epochs * len(data.y))
+        self._delay = options.straggler.get(group.rank, 0) / 1000
+        self._serves = options.dedicated and group.rank == 0 and not self._collective
+        self._batches = batches(
+            data, options.batch, group.rank, group.size, options.seed
+        )
+        self._ask_at = 0.0
+        self._observer: Observer | None = None
+        number, first = self._shard_group(options)
+        if group.rank == first:
+            self._observer = Observer(
+                strategy,
+                number,
+                lambda: self._model.evaluate(data.x_test, data.y_test),
+                self._target,
+                options.epochs,
+                show,
+            )
+
+    def _shard_group(self, options: Options) -> tuple[int, int]:
+        """Return the number of this rank's group, and which rank looks at its model."""
+        if not self._collective or not options.groups:
+            return 0, options.speaker
+        groups, rank = options.groups, self._group.rank
+        number = next(n for n, ranks in enumerate(groups) if rank in ranks)
+        mine = groups[number]
+        return number, options.speaker if options.speaker in mine else min(mine)
+
+    def __call__(self) -> Result:
+        """Train. Collective."""
+        self._optimizer.initialize(self._model.variables)
+        if self._observer:
+            self._observer.look(0, 0.0)
+        self._group.meet(None, "start of training")
+        self._begun = time.monotonic()
+        if self._serves:
+            self._optimizer.serve()
+        else:
+            self._work()
+        return self._finish(time.monotonic() - self._begun)
+
+    def _work(self) -> None:
+        global_step, step = Variable(np.zeros((), np.int64), "global_step"), 0
+        while step < self._target and not self._others_did_it():
+            self._optimizer.minimize(self._loss, global_step)
+            # Between two pushes of AGN the variables are this rank's own, not those of
+            # a step; the step changes when they are the centre's.
+            if step != global_step.value:
+                step = int(global_step.value)
+                if self._observer and step < self._target:
+                    self._observer.passed(step, time.monotonic() - self._begun)
+
+    def _others_did_it(self) -> bool:
+        # A rank hears of the step when it communicates, which for a slow one with AGN
+        # may be many seconds from now. To ask each time would slow down fast ones.
+        now = time.monotonic()
+        if self._collective or now < self._ask_at:
+            return False
+        self._ask_at = now + _ASK_PAUSE
+        return bool(self._optimizer.global_step >= self._target)
+
+    def _loss(self) -> tuple[float, list[Array]]:
+        loss, gradients = self._model.loss_and_gradients(*next(self._batches))
+        if self._delay:
+            time.sleep(self._delay)
+        if self._observer:
+            self._observer.add(loss)
+        return loss, gradients
+
+    def _finish(self, seconds: float) -> Result:
+        if not self._collective:
+            self._optimizer.leave()
+        told = self._group.meet((seconds, self._optimizer.waited), "end of training")
+        # All gradients are applied by now: a rank leaves when its last one is.
+        seconds = max(theirs for theirs, _ in told)
+        updates = self._target if self._collective else self._optimizer.global_step
+        tally = self._tally(updates)
+        self._look_at_last(updates, seconds)
+        looks = self._observer.records if self._observer else []
+        records = [r for each in self._group.meet(looks, "records") for r in each]
+        self._optimizer.free()
+        records.sort(key=lambda record: record.group)
+        finals = {record.group: record.accuracy for record in records}
+        return Result(
+            strategy=self._strategy,
+            seconds=seconds,
+            updates=updates,
+            gradient_samples=self._exchange.gradient_samples,
+            accepted=tally.accepted,
+            dropped=tally.dropped,
+            lags=tally.lags,
+            waited=tuple(waited for _, waited in told),
+            accuracy=tuple(finals.values()),
+            records=tuple(records),
+        )
+
+    def _tally(self, updates: int) -> Tally:
+        if not self._collective:
+            return self._optimizer.statistics()  # type: ignore[no-any-return]
+        ranks = self._group.size
+        return Tally((updates,) * ranks, (0,) * ranks, {0: updates * ranks})
+
+    def _look_at_last(self, updates: int, seconds: float) -> None:
+        if self._observer is None:
+            return
+        if not self._collective:
+            for variable in self._model.variables:
+                variable.value[...] = self._optimizer.center(variable)
+        self._observer.look(updates, seconds)

@@ -1,0 +1,97 @@
+"""A multilayer perceptron in plain NumPy."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hpcaccum import Variable
+
+Array = np.ndarray[Any, Any]
+
+# Rows evaluated at a time, to bound the memory.
+_CHUNK = 4096
+
+
+class MLP:
+    """Fully connected layers, ReLU between them, softmax cross-entropy at the end.
+
+    Args:
+        sizes: Widths of all layers: features, hidden ones, classes.
+        seed: Of the initial weights; the same seed, the same weights.
+        variable: Makes a variable of an array and a name.
+        dtype: Of the variables and all arithmetic.
+
+    Attributes:
+        variables: Weights (inputs, outputs) and biases (outputs,), layer by layer.
+
+    Source: He et al., Delving Deep into Rectifiers, 2015, for the initial weights.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        seed: int,
+        variable: Callable[[Array, str], Variable],
+        dtype: Any = np.float32,
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.variables: list[Variable] = []
+        for number, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+            weights = rng.standard_normal((inputs, outputs)) * np.sqrt(2 / inputs)
+            self.variables += [
+                variable(weights.astype(dtype), f"weights{number}"),
+                variable(np.zeros(outputs, dtype), f"biases{number}"),
+            ]
+
+    def _layers(self) -> list[tuple[Array, Array]]:
+        values = [variable.value for variable in self.variables]
+        return list(zip(values[::2], values[1::2], strict=True))
+
+    def _forward(self, x: Array) -> list[Array]:
+        """Return the inputs of all layers, then the class scores."""
+        layers, out = self._layers(), [x]
+        for number, (weights, biases) in enumerate(layers):
+            z = out[-1] @ weights + biases
+            out.append(z if number + 1 == len(layers) else np.maximum(z, 0))
+        return out
+
+    def loss_and_gradients(self, x: Array, y: Array) -> tuple[float, list[Array]]:
+        """Return the mean loss of a batch and its gradients, as `variables` lie.
+
+        Args:
+            x: (n, features).
+            y: (n,) class numbers.
+        """
+        *inputs, scores = self._forward(x)
+        losses = _log_softmax(scores)
+        value = -float(losses[np.arange(len(y)), y].mean())
+        error = np.exp(losses)
+        error[np.arange(len(y)), y] -= 1
+        error /= len(y)
+        gradients: list[Array] = []
+        for number in reversed(range(len(inputs))):
+            gradients += [error.sum(axis=0), inputs[number].T @ error]
+            if number:
+                error = (error @ self._layers()[number][0].T) * (inputs[number] > 0)
+        return value, gradients[::-1]
+
+    def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
+        """Return the mean loss, and the share of rows whose class is found."""
+        loss = right = 0.0
+        for begin in range(0, len(y), _CHUNK):
+            rows = slice(begin, begin + _CHUNK)
+            losses, labels = _log_softmax(self._forward(x[rows])[-1]), y[rows]
+            loss -= float(losses[np.arange(len(labels)), labels].sum())
+            right += int((losses.argmax(axis=1) == labels).sum())
+        return loss / len(y), right / len(y)
+
+
+def _log_softmax(scores: Array) -> Array:
+    shifted = scores - scores.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))  # type: ignore[no-any-return]

@@ -1,0 +1,271 @@
+"""The options of ``hpcaccum train``: what they are called, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcaccum import InvalidArgumentError
+from hpcaccum.optimizers.cross_shard import check_groups
+
+STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn")
+
+# Each reaches 97 % on the digits with every strategy, on 1 to 8 ranks.
+DEFAULT_RATES = {"sgd": 0.2, "momentum": 0.02, "adagrad": 0.1, "adam": 0.003}
+
+PICTURES = (".png", ".pdf", ".svg")
+DEFAULT_PICTURE = "hpcaccum-compare.png"
+
+# Options that need no more than the parser's check.
+_AS_GIVEN = (
+    "data",
+    "hidden",
+    "optimizer",
+    "batch",
+    "epochs",
+    "seed",
+    "period",
+    "dedicated",
+    "log",
+)
+
+Groups = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one call of ``hpcaccum train`` does, the same on all ranks.
+
+    Attributes:
+        strategies: Those to train with, one after the other.
+        batch: Samples of one gradient.
+        epochs: The work, see `loop.Run`.
+        straggler: Rank to milliseconds that it is late with each gradient.
+        groups: Shard groups; none means one group of all.
+    """
+
+    strategies: tuple[str, ...]
+    data: Path | None
+    hidden: tuple[int, ...]
+    optimizer: str
+    rate: float
+    batch: int
+    epochs: int
+    seed: int
+    staleness: int
+    quorum: int
+    period: int
+    groups: Groups
+    dedicated: bool
+    straggler: dict[int, float]
+    log: Path | None
+    plot: Path | None
+
+    @property
+    def speaker(self) -> int:
+        """The first rank that trains: it evaluates, and writes what people read."""
+        return int(self.dedicated)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell the parser all options."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--strategy", choices=STRATEGIES, help="how gradients are exchanged"
+    )
+    what.add_argument(
+        "--compare", action="store_true", help="train with all four, one after another"
+    )
+    _add_task(parser.add_argument_group("what is trained"))
+    _add_exchange(parser.add_argument_group("how gradients are exchanged"))
+    output = parser.add_argument_group("output, beside the table")
+    output.add_argument(
+        "--log", type=Path, metavar="FILE.jsonl", help="write a log, JSON lines"
+    )
+    output.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="picture of accuracy, loss, staleness and ranks (with --compare: "
+        f"{DEFAULT_PICTURE})",
+    )
+    output.add_argument("--no-plot", action="store_true", help="no picture")
+
+
+def _add_task(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE.npz",
+        help="arrays x (n, features) and y (n,) of integers; x_test and y_test, or a "
+        "fifth of each class is for testing (default: scikit-learn's digits)",
+    )
+    group.add_argument(
+        "--hidden",
+        type=_widths,
+        default=(64,),
+        metavar="64,32",
+        help="widths of the hidden layers (64)",
+    )
+    group.add_argument(
+        "--optimizer", choices=DEFAULT_RATES, default="sgd", help="update rule (sgd)"
+    )
+    rates = ", ".join(f"{name} {rate}" for name, rate in DEFAULT_RATES.items())
+    group.add_argument("--rate", type=_positive, help=f"learning rate ({rates})")
+    group.add_argument(
+        "--batch",
+        "--batch-size",
+        type=_count,
+        default=16,
+        help="samples of one gradient (16)",
+    )
+    group.add_argument(
+        "--epochs",
+        type=_count,
+        default=30,
+        help="times the training set is used, by all ranks together; what is dropped "
+        "does not count (30)",
+    )
+    group.add_argument(
+        "--seed", type=_whole, default=0, help="of weights and batches (0)"
+    )
+
+
+def _add_exchange(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--quorum",
+        type=_count,
+        help="sync-replicas: gradients of one update (all ranks but one)",
+    )
+    group.add_argument(
+        "--staleness",
+        type=_whole,
+        help="drop-stale: updates that a gradient may be late (twice the ranks)",
+    )
+    group.add_argument(
+        "--period", type=_count, default=10, help="agn: batches between pushes (10)"
+    )
+    group.add_argument(
+        "--groups",
+        type=_groups,
+        default=[],
+        metavar="0,1/2,3",
+        help="cross-shard: ranks that average together, each group a model of its own",
+    )
+    group.add_argument(
+        "--dedicated",
+        action="store_true",
+        help="rank 0 only applies updates and does not train (not for cross-shard)",
+    )
+    group.add_argument(
+        "--straggler",
+        type=_straggler,
+        action="append",
+        default=[],
+        metavar="RANK:MILLISECONDS",
+        help="make a rank so much late with each gradient; may be repeated",
+    )
+
+
+def resolve(args: argparse.Namespace, ranks: int) -> Options:
+    """Return the options for a number of ranks, which some defaults depend on.
+
+    Raises:
+        InvalidArgumentError: If one does not fit the number of ranks or another one.
+    """
+    workers = ranks - args.dedicated
+    strategies = STRATEGIES if args.compare else (args.strategy,)
+    if args.dedicated and (workers == 0 or strategies == ("cross-shard",)):
+        cause = "needs 2 ranks, got 1" if workers == 0 else "is not for cross-shard"
+        raise InvalidArgumentError(f"--dedicated {cause}")
+    rate, quorum, staleness = args.rate, args.quorum, args.staleness
+    return Options(
+        strategies=strategies,
+        rate=DEFAULT_RATES[args.optimizer] if rate is None else rate,
+        quorum=max(workers - 1, 1) if quorum is None else _quorum(quorum, workers),
+        staleness=2 * ranks if staleness is None else staleness,
+        groups=_checked_groups(args.groups, ranks),
+        straggler=_stragglers(args, ranks),
+        plot=_picture(args),
+        **{name: getattr(args, name) for name in _AS_GIVEN},
+    )
+
+
+def _quorum(quorum: int, workers: int) -> int:
+    if quorum > workers:
+        raise InvalidArgumentError(
+            f"--quorum must be at most {workers}, the ranks that train, got {quorum}"
+        )
+    return quorum
+
+
+def _checked_groups(groups: Groups, ranks: int) -> Groups:
+    try:
+        return check_groups(groups, ranks)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--groups: {error}") from None
+
+
+def _stragglers(args: argparse.Namespace, ranks: int) -> dict[int, float]:
+    for rank, _ in args.straggler:
+        if rank >= ranks:
+            raise InvalidArgumentError(
+                f"--straggler {rank}:...: there are {ranks} ranks, 0 to {ranks - 1}"
+            )
+    return dict(args.straggler)
+
+
+def _picture(args: argparse.Namespace) -> Path | None:
+    path: Path | None = args.plot or (Path(DEFAULT_PICTURE) if args.compare else None)
+    if path is None or args.no_plot:
+        return None
+    if path.suffix not in PICTURES:
+        raise InvalidArgumentError(
+            f"--plot must end in one of {' '.join(PICTURES)}, got {path}"
+        )
+    return path
+
+
+def _count(text: str) -> int:
+    return int(_number(text, int, 1))
+
+
+def _whole(text: str) -> int:
+    return int(_number(text, int, 0))
+
+
+def _positive(text: str) -> float:
+    number = _number(text, float, 0)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text!r}")
+    return number
+
+
+def _number(text: str, kind: type[int | float], least: int) -> float:
+    """Return a number of at least ``least``, or raise ArgumentTypeError."""
+    try:
+        number: float = kind(text)
+    except ValueError:
+        number = math.nan
+    if not number >= least:
+        name = "an integer" if kind is int else "a number"
+        message = f"must be {name} of at least {least}, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
+
+
+def _groups(text: str) -> Groups:
+    return [[_whole(rank) for rank in group.split(",")] for group in text.split("/")]
+
+
+def _straggler(text: str) -> tuple[int, float]:
+    rank, colon, delay = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"must be RANK:MILLISECONDS, got {text!r}")
+    return _whole(rank), _number(delay, float, 0)

@@ -1,0 +1,155 @@
+"""The picture: accuracy and loss over time, staleness, and what each rank did."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.train.options import STRATEGIES
+from hpcaccum.train.records import LAG_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from hpcaccum.train.records import Record, Result
+
+# Okabe and Ito's, told apart by most people.
+_COLORS = dict(
+    zip(STRATEGIES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=True)
+)
+# Runs whose times differ more are drawn on a logarithmic axis.
+_FAR_APART = 5
+
+
+def draw(results: Sequence[Result], title: str, path: Path) -> None:
+    """Draw one or several results together.
+
+    Args:
+        results: Of different strategies.
+        title: One line.
+        path: Where to; the ending says which format.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+        OSError: If the file cannot be written.
+    """
+    # Not pyplot, which looks for a display and keeps figures.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(2, 2)
+    _accuracy(axes[0, 0], results)
+    _loss(axes[0, 1], results)
+    _lags(axes[1, 0], results)
+    _ranks(axes[1, 1], results)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def _lines(result: Result) -> list[list[Record]]:
+    """Return the records of each shard group."""
+    groups = sorted({record.group for record in result.records})
+    return [[r for r in result.records if r.group == group] for group in groups]
+
+
+def _over_time(axis: Any, results: Sequence[Result]) -> None:
+    ends = [result.seconds for result in results]
+    if max(ends) > _FAR_APART * min(ends):
+        axis.set_xscale("log")
+        axis.set_xlabel("seconds, logarithmic")
+    else:
+        axis.set_xlim(left=0)
+        axis.set_xlabel("seconds")
+    axis.grid(alpha=0.25)
+
+
+def _accuracy(axis: Any, results: Sequence[Result]) -> None:
+    for result in results:
+        for number, records in enumerate(_lines(result)):
+            axis.plot(
+                [r.seconds for r in records[1:]],
+                [100 * r.accuracy for r in records[1:]],
+                color=_COLORS[result.strategy],
+                label=None if number else result.strategy,
+                marker="o",
+                markevery=[-1],
+            )
+    axis.set_ylim(top=100)
+    axis.set_title("test accuracy, %")
+    _over_time(axis, results)
+    axis.legend(frameon=False, loc="lower right")
+
+
+def _loss(axis: Any, results: Sequence[Result]) -> None:
+    for result in results:
+        for number, records in enumerate(_lines(result)):
+            color = _COLORS[result.strategy]
+            trained = [(r.seconds, r.loss) for r in records if r.loss is not None]
+            tested = [(r.seconds, r.test_loss) for r in records[1:]]
+            first = number == 0 and result is results[0]
+            axis.plot(
+                *np.transpose(tested), color=color, label="test" if first else None
+            )
+            axis.plot(
+                *np.transpose(trained),
+                color=color,
+                alpha=0.6,
+                linestyle="--",
+                label="training" if first else None,
+            )
+    axis.set_yscale("log")
+    axis.set_title("loss, logarithmic")
+    _over_time(axis, results)
+    axis.legend(frameon=False, loc="lower left")
+
+
+def _bars(results: Sequence[Result]) -> Iterator[tuple[Result, float, float]]:
+    """Yield each result with the offset and the width of its bars."""
+    width = 0.8 / len(results)
+    for number, result in enumerate(results):
+        yield result, (number - (len(results) - 1) / 2) * width, width
+
+
+def _lags(axis: Any, results: Sequence[Result]) -> None:
+    places = np.arange(len(LAG_NAMES))
+    for result, offset, width in _bars(results):
+        shares = [100 * share for share in result.lag_shares()]
+        color = _COLORS[result.strategy]
+        axis.bar(places + offset, shares, width, color=color, label=result.strategy)
+    axis.set_xticks(places, LAG_NAMES)
+    axis.set_ylim(0, 100)
+    axis.set_title("staleness: gradients by lag, %")
+    axis.set_xlabel("lag: updates since the gradient's parameters")
+    axis.legend(frameon=False)
+
+
+def _ranks(axis: Any, results: Sequence[Result]) -> None:
+    ranks = np.arange(len(results[0].accepted))
+    for result, offset, width in _bars(results):
+        color = _COLORS[result.strategy]
+        accepted = np.multiply(result.accepted, result.gradient_samples)
+        dropped = np.multiply(result.dropped, result.gradient_samples)
+        axis.bar(ranks + offset, accepted, width, color=color)
+        axis.bar(
+            ranks + offset,
+            dropped,
+            width,
+            bottom=accepted,
+            color="white",
+            edgecolor=color,
+            hatch="//////",
+            linewidth=0.5,
+        )
+    # For the legend only.
+    axis.bar(0, 0, color="0.5", label="accepted")
+    axis.bar(0, 0, color="white", edgecolor="0.5", hatch="//////", label="dropped")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_title("samples in the gradients of each rank")
+    axis.set_xlabel("rank")
+    # Above the bars.
+    axis.set_ylim(top=1.15 * axis.get_ylim()[1])
+    axis.legend(frameon=False, loc="upper right", ncols=2)

@@ -1,0 +1,99 @@
+"""The four ways of exchanging gradients: how each optimizer is made from options."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import hpcaccum as hpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+    from hpcaccum.train.options import Options
+
+    Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An optimizer of one strategy, and what it needs of the training loop.
+
+    Attributes:
+        optimizer: Not yet initialized.
+        variable: Makes a variable of an array and a name.
+        samples: Number of samples in one update of the parameters.
+        gradient_samples: Number of samples in one gradient that is exchanged.
+    """
+
+    optimizer: Any
+    variable: Callable[[Array, str], hpc.Variable]
+    samples: int
+    gradient_samples: int
+
+    def updates(self, total: int) -> int:
+        """Return the number of updates that use ``total`` samples or just more."""
+        return math.ceil(total / self.samples)
+
+
+def _rule(options: Options) -> hpc.Optimizer:
+    return _RULES[options.optimizer](options.rate)
+
+
+_RULES: dict[str, Callable[[float], hpc.Optimizer]] = {
+    "sgd": hpc.SGD,
+    "momentum": lambda rate: hpc.Momentum(rate, 0.9),
+    "adagrad": hpc.Adagrad,
+    "adam": hpc.Adam,
+}
+
+
+def _cross_shard(options: Options, group: hpc.Group) -> Exchange:
+    optimizer = hpc.CrossShardOptimizer(
+        _rule(options), group_assignment=options.groups or None, comm=group
+    )
+    # All groups together: each has a model of its own, and a part of the samples.
+    return Exchange(optimizer, hpc.Variable, options.batch * group.size, options.batch)
+
+
+def _sync_replicas(options: Options, group: hpc.Group) -> Exchange:
+    optimizer = hpc.SyncReplicasOptimizer(
+        _rule(options), options.quorum, comm=group, dedicated=options.dedicated
+    )
+    samples = options.batch * options.quorum
+    return Exchange(optimizer, hpc.Variable, samples, options.batch)
+
+
+def _drop_stale(options: Options, group: hpc.Group) -> Exchange:
+    optimizer = hpc.DropStaleGradientOptimizer(
+        _rule(options), options.staleness, comm=group, dedicated=options.dedicated
+    )
+    return Exchange(optimizer, hpc.Variable, options.batch, options.batch)
+
+
+def _agn(options: Options, group: hpc.Group) -> Exchange:
+    getter = hpc.AGNCustomGetter(comm=group)
+    optimizer = hpc.AGNOptimizer(
+        _rule(options),
+        group.size - options.dedicated,
+        getter,
+        communication_period=options.period,
+        dedicated=options.dedicated,
+    )
+
+    def variable(array: Array, name: str) -> hpc.Variable:
+        return hpc.get_variable(name, array, custom_getter=getter)
+
+    samples = options.batch * options.period
+    return Exchange(optimizer, variable, samples, samples)
+
+
+MAKERS: dict[str, Callable[[Options, hpc.Group], Exchange]] = {
+    "cross-shard": _cross_shard,
+    "sync-replicas": _sync_replicas,
+    "drop-stale": _drop_stale,
+    "agn": _agn,
+}

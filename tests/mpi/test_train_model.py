@@ -1,0 +1,187 @@
+"""The parts of ``hpcaccum train``: model, data and loop, without the command line."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum.train.data import batches, load, prepare
+from hpcaccum.train.loop import Run
+from hpcaccum.train.model import MLP
+from hpcaccum.train.options import STRATEGIES, add_arguments, resolve
+
+
+def options(ranks, *words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return resolve(parser.parse_args(words), ranks)
+
+
+@pytest.fixture(scope="session")
+def blobs():
+    """Three classes that are easily told apart."""
+    rng = np.random.default_rng(0)
+    y = np.arange(300) % 3
+    centres = np.array([[0, 0, 3], [0, 3, 0], [3, 0, 0]])
+    return prepare("blobs", centres[y] + rng.standard_normal((300, 3)), y)
+
+
+@pytest.fixture
+def mlp():
+    return MLP((4, 6, 5, 3), 0, hpc.Variable, np.float64)
+
+
+def test_gradients_are_those_of_finite_differences(mlp):
+    rng = np.random.default_rng(1)
+    x, y = rng.standard_normal((7, 4)), np.array([0, 1, 2, 0, 1, 2, 2])
+    for variable in mlp.variables:  # biases of 0 put dead units on ReLU's kink
+        variable.value[...] = rng.standard_normal(variable.shape)
+    _, gradients = mlp.loss_and_gradients(x, y)
+
+    assert len(gradients) == len(mlp.variables)
+    for variable, gradient in zip(mlp.variables, gradients, strict=True):
+        assert gradient.shape == variable.shape
+        for index in np.ndindex(variable.shape):
+            before = variable.value[index]
+            variable.value[index] = before + 1e-6
+            above, _ = mlp.loss_and_gradients(x, y)
+            variable.value[index] = before - 1e-6
+            below, _ = mlp.loss_and_gradients(x, y)
+            variable.value[index] = before
+            assert gradient[index] == pytest.approx((above - below) / 2e-6, abs=1e-7)
+
+
+def test_a_model_that_knows_nothing_has_the_loss_of_guessing(mlp):
+    for variable in mlp.variables:
+        variable.value[...] = 0
+    x, y = np.ones((10, 4)), np.zeros(10, int)
+
+    assert mlp.loss_and_gradients(x, y)[0] == pytest.approx(np.log(3))
+    assert mlp.evaluate(x, y) == pytest.approx((np.log(3), 1))
+
+
+def test_large_scores_do_not_overflow(mlp):
+    for variable in mlp.variables:
+        variable.value[...] *= 1e4
+    x, y = np.ones((10, 4)), np.zeros(10, int)
+
+    assert np.isfinite(mlp.loss_and_gradients(x, y)[0])
+
+
+def test_evaluation_in_pieces_is_the_same(mlp):
+    rng = np.random.default_rng(2)
+    x, y = rng.standard_normal((10_000, 4)), rng.integers(0, 3, 10_000)
+    loss, accuracy = mlp.evaluate(x, y)
+
+    assert loss == pytest.approx(mlp.loss_and_gradients(x, y)[0])
+    assert 0 < accuracy < 1
+
+
+def test_the_same_seed_gives_the_same_weights():
+    one, two, other = (MLP((4, 3), seed, hpc.Variable) for seed in (5, 5, 6))
+
+    assert np.array_equal(one.variables[0].value, two.variables[0].value)
+    assert not np.array_equal(one.variables[0].value, other.variables[0].value)
+
+
+def test_the_digits_are_the_same_on_all_ranks(comm):
+    data = load(None, hpc.Group.of(comm))
+    arrays = data.x, data.y, data.x_test, data.y_test
+
+    assert comm.allgather([a.tobytes() for a in arrays]) == comm.size * [
+        [a.tobytes() for a in arrays]
+    ]
+    assert len(data.y) + len(data.y_test) == 1797
+    assert np.bincount(data.y_test).min() >= 34
+    np.testing.assert_allclose(data.x.mean(axis=0), 0, atol=1e-5)
+
+
+def test_bad_data_is_told_to_all_ranks(comm, tmp_path):
+    path = tmp_path / "data.npz"
+    np.savez(path, x=np.ones((10, 2)), y=np.ones(9, int))
+
+    with pytest.raises(hpc.InvalidArgumentError, match="y must be integers"):
+        load(path, hpc.Group.of(comm))
+
+
+def test_labels_may_be_any_integers():
+    data = prepare("", np.arange(20.0).reshape(-1, 1), np.repeat([-7, 900], 10))
+
+    assert data.classes == 2
+    assert data.y.tolist() == [0] * 8 + [1] * 8
+    assert data.y_test.tolist() == [0, 0, 1, 1]
+
+
+def test_ranks_share_an_epoch_without_gap_or_overlap(blobs):
+    seen = []
+    for rank in range(4):
+        own = batches(blobs, 10, rank, 4, seed=3)
+        seen += [x for x, _ in itertools.islice(own, 6)]  # 60 of 240 samples
+
+    assert {len(x) for x in seen} == {10}
+    assert len(np.unique(np.concatenate(seen), axis=0)) == 240
+
+
+def test_a_batch_may_be_larger_than_a_ranks_share(blobs):
+    x, y = next(batches(blobs, 500, 1, 4, seed=0))
+
+    assert x.shape == (500, 3)
+    assert y.shape == (500,)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_learns_and_adds_up(strategy, blobs, comm, size):
+    chosen = options(size, "--strategy", strategy, "--epochs", "8", "--period", "3")
+    shown = []
+    result = Run(strategy, chosen, blobs, hpc.Group.of(comm), shown.append)()
+
+    assert comm.allgather(result) == [result] * size
+    assert result.accuracy[0] >= 0.9
+    assert len(result.accepted) == len(result.dropped) == len(result.waited) == size
+    gradients = sum(result.accepted) + sum(result.dropped)
+    assert sum(result.lags.values()) == gradients
+    assert sum(result.accepted) * result.gradient_samples >= 8 * 240
+    assert sum(result.lag_shares()) == pytest.approx(1)
+    seconds = [record.seconds for record in result.records]
+    assert seconds == sorted(seconds)
+    assert result.records[-1].step == result.updates
+    assert shown == (list(result.records) if comm.rank == 0 else [])
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_a_dedicated_host_does_not_train(strategy, blobs, comm, size):
+    chosen = options(size, "--strategy", strategy, "--epochs", "4", "--dedicated")
+    shown = []
+    result = Run(strategy, chosen, blobs, hpc.Group.of(comm), shown.append)()
+
+    assert result.accepted[0] == result.dropped[0] == 0
+    assert sum(result.accepted) > 0
+    assert bool(shown) == (comm.rank == 1)
+
+
+@pytest.mark.ranks(exactly=4)
+def test_shard_groups_train_models_of_their_own(blobs, comm):
+    words = "--strategy", "cross-shard", "--groups", "0,2/3,1", "--epochs", "4"
+    chosen = options(4, *words)
+    result = Run("cross-shard", chosen, blobs, hpc.Group.of(comm), lambda _: None)()
+
+    assert len(result.accuracy) == 2
+    losses = [r.test_loss for r in result.records if r.step == result.updates]
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.ranks(min=2)
+def test_a_slow_rank_does_not_hold_up_the_end(blobs, comm, size):
+    # Ten batches make a push of AGN: 4 s, more than all others need together.
+    words = "--strategy", "agn", "--epochs", "4", "--straggler", f"{size - 1}:400"
+    result = Run(
+        "agn", options(size, *words), blobs, hpc.Group.of(comm), lambda _: None
+    )()
+
+    assert result.accepted[-1] == 0
+    assert result.seconds < 3

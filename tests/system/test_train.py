@@ -1,0 +1,271 @@
+"""``hpcaccum train`` as people start it: what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from .conftest import REPOSITORY, run_program
+
+pytestmark = pytest.mark.mpi
+
+STRATEGIES = ["cross-shard", "sync-replicas", "drop-stale", "agn"]
+
+
+@pytest.fixture
+def train(mpirun, tmp_path):
+    """Run ``hpcaccum train`` on some ranks, in an empty directory."""
+
+    def run(ranks, *options, status=0):
+        result = mpirun(
+            ranks,
+            "-m",
+            "hpcaccum",
+            "train",
+            *options,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(REPOSITORY)},
+        )
+        assert result.returncode == status, result.stdout
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture
+def script(mpirun, tmp_path):
+    """Run a script on some ranks that changes something, then calls the command."""
+
+    def run(ranks, text, *words):
+        path = tmp_path / "script.py"
+        path.write_text(
+            f"import sys\n{text}\n"
+            "from hpcaccum.cli import main\n"
+            "if __name__ == '__main__':\n"
+            "    sys.exit(main())\n"
+        )
+        env = {"PYTHONPATH": str(REPOSITORY)}
+        return mpirun(ranks, path, *words, cwd=tmp_path, env=env)
+
+    return run
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_table_and_log_of_a_strategy(strategy, train, tmp_path):
+    words = "--epochs", "10", "--rate", "0.5", "--seed", "3", "--log", "log.jsonl"
+    shown = train(3, "--strategy", strategy, *words)
+
+    assert "\x1b" not in shown  # no terminal, no bar
+    assert f"{strategy}: epoch 10 of 10" in shown
+    for title in "test accuracy", "updates/s", "samples/s", "accepted", "waited":
+        assert title in shown
+    start, *looks, result = read(tmp_path / "log.jsonl")
+    assert start["event"] == "start"
+    assert start["ranks"] == sum(start["hosts"].values()) == 3
+    assert start["options"]["seed"] == 3
+    assert start["data"]["train"] + start["data"]["test"] == 1797
+    assert "MPI" in start["mpi"]
+    assert {look["event"] for look in looks} == {"look"}
+    assert [look["step"] for look in looks] == sorted({look["step"] for look in looks})
+    assert looks[-1]["accuracy"] == result["accuracy"][0] >= 0.9
+    assert f"{looks[-1]['accuracy']:.1%}" in shown
+    accepted, updates = result["accepted"], result["updates"]
+    assert sum(result["lags"].values()) == sum(accepted) + sum(result["dropped"])
+    assert f"{sum(accepted)}" in shown
+    if strategy == "cross-shard":
+        assert accepted == [updates] * 3
+    elif strategy == "sync-replicas":
+        assert sum(accepted) >= updates * start["options"]["quorum"]
+    else:
+        assert sum(accepted) == updates
+
+
+def test_compare_reaches_95_percent_with_each_and_draws_them(train, tmp_path):
+    words = "--straggler", "2:8", "--log", "log.jsonl"
+    shown = train(3, "--compare", *words)
+
+    results = {r["strategy"]: r for r in read(tmp_path / "log.jsonl") if "lags" in r}
+    assert list(results) == STRATEGIES
+    for result in results.values():
+        assert result["accuracy"][0] >= 0.95, result["strategy"]
+    # The slow one is shown, has less to wait for, and holds up nobody but cross-shard.
+    assert shown.count("2 (+8 ms)") == 4
+    waited = results["cross-shard"]["waited"]
+    assert waited[2] < min(waited[:2])
+    for strategy in STRATEGIES[1:]:
+        accepted = results[strategy]["accepted"]
+        assert accepted[2] < min(accepted[:2])
+        assert results[strategy]["seconds"] < results["cross-shard"]["seconds"]
+    picture = (tmp_path / "hpcaccum-compare.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert struct.unpack(">II", picture[16:24]) == (1320, 900)
+    assert len(picture) > 30_000
+
+
+def test_own_data_and_picture(train, tmp_path):
+    rng = np.random.default_rng(0)
+    y = rng.choice([3, 10], 400)
+    np.savez(tmp_path / "own.npz", x=rng.standard_normal((400, 2)) + y[:, None], y=y)
+    words = "--data", "own.npz", "--hidden", "8,8", "--plot", "own.svg"
+    shown = train(2, "--strategy", "drop-stale", *words, "--epochs", "5")
+
+    assert "own.npz: " in shown
+    assert "network 2-8-8-2" in shown
+    assert "100.0%" in shown
+    assert (tmp_path / "own.svg").read_text().count("<path") > 20
+
+
+def test_accuracy_of_each_shard_group(train, tmp_path):
+    words = "--groups", "0/1", "--epochs", "2", "--log", "log.jsonl"
+    train(2, "--strategy", "cross-shard", *words)
+
+    *looks, result = read(tmp_path / "log.jsonl")[1:]
+    assert len(result["accuracy"]) == 2
+    assert {look["group"] for look in looks} == {0, 1}
+
+
+def test_without_a_launcher(tmp_path, mpi_environment):
+    command = [sys.executable, "-m", "hpcaccum", "train", "--strategy", "agn"]
+    env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
+    result = run_program([*command, "--epochs", "2"], timeout=60, cwd=tmp_path, env=env)
+
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.startswith("1 rank on ")
+
+
+def test_a_terminal_gets_a_bar(mpiexec, mpi_environment, tmp_path):
+    # The launcher's terminal: the ranks' own output says little about it.
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "hpcaccum", "train", "--strategy", "agn"]
+    with subprocess.Popen(
+        ["timeout", "60", mpiexec, "-n", "2", *words, "--epochs", "2"],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=tmp_path,
+        env=mpi_environment | {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm"},
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux's way to say that it is closed
+            while piece := os.read(ours, 4096):
+                shown += piece
+    os.close(ours)
+
+    assert process.returncode == 0, shown
+    assert b"\x1b[" in shown
+    assert b"epoch 2 of 2" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "one of the arguments --strategy --compare is required"),
+        (["--strategy", "x"], "invalid choice: 'x'"),
+        (["--strategy", "agn", "--straggler", "2:5"], "there are 2 ranks, 0 to 1"),
+        (["--strategy", "agn", "--straggler", "5"], "RANK:MILLISECONDS, got '5'"),
+        (["--strategy", "cross-shard", "--groups", "0"], "each rank of 0 to 1 once"),
+        (["--strategy", "sync-replicas", "--quorum", "3"], "must be at most 2"),
+        (["--strategy", "agn", "--data", "no.npz"], "no.npz: No such file"),
+        (["--strategy", "agn", "--log", "no/log"], "no/log: No such file"),
+        (["--strategy", "agn", "--plot", "no/p.png"], "cannot write in"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_are_told_once(options, message, train):
+    shown = train(2, *options, status=2)
+
+    assert message in shown
+    assert shown.count("hpcaccum train: error:") == 1
+    assert "Traceback" not in shown
+
+
+def test_ranks_with_different_options_are_told(mpi_environment, mpiexec, tmp_path):
+    one = ["-n", "1", sys.executable, "-m", "hpcaccum", "train", "--strategy"]
+    result = run_program(
+        [mpiexec, *one, "agn", ":", *one, "drop-stale"],
+        timeout=60,
+        cwd=tmp_path,
+        env=mpi_environment | {"PYTHONPATH": str(REPOSITORY)},
+    )
+
+    assert result.returncode == 2, result.stdout
+    assert "strategies must be the same on all 2 ranks" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("sklearn", ["--strategy", "agn"]),
+        ("matplotlib", ["--strategy", "agn", "--plot", "x.png"]),
+    ],
+)
+def test_missing_packages_are_named_with_the_cure(module, options, script):
+    hide = f"sys.modules[{module!r}] = sys.modules['{module}.datasets'] = None"
+    result = script(2, hide, "train", *options)
+
+    assert result.returncode == 2, result.stdout
+    assert result.stdout.count("pip install 'hpcaccum[demo]'") == 1
+    assert "Traceback" not in result.stdout
+
+
+def test_help_needs_no_mpi(tmp_path):
+    program = "import sys; sys.modules['mpi4py'] = None; import hpcaccum.cli as c; "
+    for words in ["--help"], ["train", "--help"], ["--version"]:
+        command = [sys.executable, "-c", f"{program}c.main({words})"]
+        env = {"PYTHONPATH": str(REPOSITORY)}
+        result = run_program(command, timeout=60, cwd=tmp_path, env=env)
+        assert result.returncode == 0, result.stdout
+
+
+def test_help_is_given_once(mpirun, tmp_path):
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    result = mpirun(3, "-m", "hpcaccum", "--help", cwd=tmp_path, env=env)
+
+    assert result.stdout.count("usage: hpcaccum") == 1
+
+
+BREAK = """
+from hpcaccum.mpi import MPI
+from hpcaccum.train.model import MLP
+def broken(*args):
+    {0}
+if MPI.COMM_WORLD.rank == 1:
+    MLP.loss_and_gradients = broken
+"""
+FOREVER = ["--epochs", "100000"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_exception_on_one_rank_ends_the_job(strategy, script):
+    begun = time.monotonic()
+    text = BREAK.format("raise ArithmeticError('planted')")
+    result = script(3, text, "train", "--strategy", strategy, *FOREVER)
+
+    assert time.monotonic() - begun < 15
+    assert result.returncode != 0
+    assert "rank 1 of 3 failed" in result.stdout
+    assert "ArithmeticError: planted" in result.stdout
+
+
+def test_an_exit_on_one_rank_ends_the_job(script):
+    begun = time.monotonic()
+    text = BREAK.format("sys.exit(7)")
+    result = script(2, text, "train", "--strategy", "agn", *FOREVER)
+
+    assert time.monotonic() - begun < 20
+    assert result.returncode != 0
+    assert "rank 1: hpcaccum train: ended with 7" in result.stdout
