@@ -180,7 +180,7 @@ class Group:
                 raise DisagreementError(
                     f"{what}: {name} must be the same on all {self.size} ranks: rank 0 "
                     f"has {first}, rank {others[0]} has {theirs} "
-                    f"({ranks_text(others)} differ from rank 0)"
+                    f"({ranks_text(others)} unlike rank 0)"
                 )
 
     def split(self, shards: Sequence[Sequence[int]]) -> Group:

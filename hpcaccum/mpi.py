@@ -18,6 +18,7 @@ import functools
 import logging
 import os
 import sys
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ MPI_COMM_WORLD: the launcher and the MPI library ({vendor}) do not know each oth
   under SLURM:  srun --mpi={plugin} ...
   elsewhere:    the mpiexec that belongs to {vendor}
   for independent runs on purpose: HPCACCUM_ALLOW_SINGLETONS=1"""
+
+# Seconds that a launcher needs to forward a traceback, with a margin.
+_FORWARDING = 0.2
 
 # What launchers tell the processes they start; the number of ranks.
 _TASKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -140,6 +144,8 @@ def abort_job(status: int = 1) -> None:
     sys.stderr.flush()
     module = _running() or _started_to_abort()
     if module is not None and module.COMM_WORLD.size > 1:
+        # Launchers drop what they have not forwarded yet when a rank aborts.
+        time.sleep(_FORWARDING)
         module.COMM_WORLD.Abort(status)
     # Alone: this process ends by itself, but nobody is left to free windows with.
     _open.clear()

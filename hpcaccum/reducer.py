@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.errors import DisagreementError, FreedError
+from hpcaccum.errors import DisagreementError, FreedError, WaitTimeoutError
 from hpcaccum.group import ranks_text
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI
@@ -55,7 +55,7 @@ class Reducer:
         self._buffer = np.zeros(wide.size, wide.dtype)
         self._arrays = wide.views(self._buffer)
         self._check = self._arrays.pop(_CHECK)
-        self._calls, self.waited = 0, 0.0
+        self._calls, self.waited, self._given_up = 0, 0.0, False
         # The number of the call that each rank came to, for messages.
         self._arrived = Cells(group, 0, group.size)
         self._mark = np.zeros(1, np.int64)
@@ -82,6 +82,7 @@ class Reducer:
                 different steps; the sums are then without meaning.
             Exception: On every rank, if one came with `fail`.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names who did not come.
+                The reducer is then of no further use: MPI still works in its memory.
         """
         flags = [present is None or name in present for name in self._names]
         self._exchange(flags, step, None)
@@ -98,6 +99,11 @@ class Reducer:
     def _exchange(self, flags: list[bool], step: int, error: Exception | None) -> None:
         if self._opened.closed:
             raise FreedError(f"{self._what} was freed")
+        if self._given_up:
+            raise WaitTimeoutError(
+                f"{self._what}: allreduce {self._calls} was given up, and ranks cannot "
+                f"be in step again; start anew"
+            )
         self._calls += 1
         low = step % _STEPS
         self._check[:_PRESENT] = error is not None, low, low * low
@@ -107,7 +113,9 @@ class Reducer:
         self._arrived.post(self._group.rank, self._mark)
         deadline = Deadline(None, f"{self._what}: allreduce {self._calls}")
         request = self._comm.Iallreduce(MPI.IN_PLACE, self._buffer)
+        self._given_up = True
         deadline.wait(lambda: request.Test() or None, self._missing)
+        self._given_up = False
         self.waited += deadline.elapsed
         if self._check[_FAILED]:
             self._group.raise_together(self._what, error)

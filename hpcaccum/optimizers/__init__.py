@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from hpcaccum.optimizers.agn import AGNCustomGetter, AGNOptimizer, get_variable
-from hpcaccum.optimizers.base import Optimizer, Variable
+from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.cross_shard import CrossShardOptimizer, Reduction
 from hpcaccum.optimizers.drop_stale import DropStaleGradientOptimizer
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
 from hpcaccum.optimizers.sync_replicas import SyncReplicasOptimizer
+from hpcaccum.optimizers.variable import Variable
 
 __all__ = [
     "SGD",

@@ -12,13 +12,13 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import wide_dtype
 from hpcaccum.optimizers.base import (
     Optimizer,
-    Variable,
     check_global_step,
     check_pairs,
     listed,
     set_global_step,
 )
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.variable import Variable
 from hpcaccum.updates import UpdateQueue
 
 if TYPE_CHECKING:

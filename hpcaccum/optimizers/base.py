@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import enum
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -12,7 +11,8 @@ import numpy as np
 
 from hpcaccum.arguments import gradient_array
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.layout import FLOATS, wide_dtype
+from hpcaccum.layout import wide_dtype
+from hpcaccum.optimizers.variable import Variable, is_float, is_integer
 
 Array = np.ndarray[Any, Any]
 Loss = Callable[[], tuple[Any, Any]]
@@ -24,94 +24,6 @@ class Exchange(enum.Enum):
     LOCAL = "local"
     COLLECTIVE = "collective"
     ONE_SIDED = "one-sided"
-
-
-class Variable:
-    """An array that optimizers change in place, with a name.
-
-    Args:
-        array: A writable array of float16, float32, float64, bfloat16 or integers,
-            which is used as it is. A number or a list becomes a new array.
-        name: Tells it from other variables; the same on all ranks.
-        trainable: Whether `get_variable` tells its getter, and so AGN, of it.
-
-    Raises:
-        TypeError: If ``array`` is something else, or ``name`` is no text.
-        InvalidArgumentError: If the array is read-only or of another dtype.
-    """
-
-    def __init__(self, array: Any, name: str = "Variable", trainable: bool = True):
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"name must be a text, got {name!r}")
-        self.name = name
-        self.trainable = bool(trainable)
-        self._value = _usable(array, name)
-
-    @property
-    def value(self) -> Array:
-        """The array itself. Assigning to it copies into it, in place."""
-        return self._value
-
-    @value.setter
-    def value(self, new: Any) -> None:
-        # `w.value -= x` has changed the array already and assigns it to itself.
-        if new is self._value:
-            return
-        array = gradient_array(new, self.dtype)
-        safe = np.can_cast(array.dtype, self.dtype, "same_kind")
-        if array.shape != self.shape or not safe:
-            raise InvalidArgumentError(
-                f"value of {self.name!r} must be {self.dtype} {self.shape}, "
-                f"got {array.dtype} {array.shape}"
-            )
-        np.copyto(self._value, array, casting="same_kind")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        shape: tuple[int, ...] = self._value.shape
-        return shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Its dtype."""
-        dtype: np.dtype[Any] = self._value.dtype
-        return dtype
-
-    def __repr__(self) -> str:
-        kind = "" if self.trainable else ", trainable=False"
-        text = np.array2string(self._value, precision=4, threshold=8, edgeitems=2)
-        return f"Variable({self.name!r}, {self.dtype} {self.shape}{kind}, {text})"
-
-
-def _usable(array: Any, name: str) -> Array:
-    if isinstance(array, (numbers.Number, np.generic, list, tuple)):
-        try:
-            array = np.array(array)
-        except ValueError as error:
-            raise InvalidArgumentError(f"value of {name!r}: {error}") from None
-    if not isinstance(array, np.ndarray):
-        raise TypeError(
-            f"value of {name!r} must be a NumPy array, got {type(array).__name__}"
-        )
-    if not is_float(array.dtype) and not is_integer(array.dtype):
-        raise InvalidArgumentError(
-            f"value of {name!r} must be of {', '.join(map(str, FLOATS))} or integers, "
-            f"got {array.dtype}"
-        )
-    if not array.flags.writeable:
-        raise InvalidArgumentError(f"value of {name!r} is read-only; pass a copy")
-    return array
-
-
-def is_float(dtype: np.dtype[Any]) -> bool:
-    """Whether variables of ``dtype`` can be trained."""
-    return dtype in FLOATS
-
-
-def is_integer(dtype: np.dtype[Any]) -> bool:
-    """Whether variables of ``dtype`` can count steps."""
-    return dtype.kind in "iu" and dtype.isnative
 
 
 def check_variables(var_list: Any) -> list[Variable]:

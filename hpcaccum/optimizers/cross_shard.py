@@ -13,13 +13,13 @@ from hpcaccum.layout import Layout
 from hpcaccum.optimizers.base import (
     Exchange,
     Optimizer,
-    Variable,
     check_global_step,
     check_pairs,
     check_variables,
     listed,
     scaled,
 )
+from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper
 from hpcaccum.reducer import Reducer
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from hpcaccum.group import Group
     from hpcaccum.inbox import Inbox
-    from hpcaccum.optimizers.base import Loss, Optimizer, Variable
+    from hpcaccum.optimizers.base import Loss, Optimizer
+    from hpcaccum.optimizers.variable import Variable
 
 Array = np.ndarray[Any, Any]
 

@@ -12,13 +12,13 @@ from hpcaccum.group import Group
 from hpcaccum.optimizers.base import (
     Exchange,
     Optimizer,
-    Variable,
     check_global_step,
     check_pairs,
     check_variables,
     listed,
     set_global_step,
 )
+from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper
 from hpcaccum.server import ParameterServer, gradients_by_name
 

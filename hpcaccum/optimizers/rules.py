@@ -19,11 +19,11 @@ from hpcaccum.layout import wide_dtype
 from hpcaccum.optimizers.base import (
     Array,
     Optimizer,
-    Variable,
     check_global_step,
     check_pairs,
     count_step,
 )
+from hpcaccum.optimizers.variable import Variable
 
 # Elements: small enough for the cache, large enough that calling NumPy costs little.
 # Measured with 1 MiB of L2: best of 2**13 to 2**16, all rules, 1 to 64 MiB.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcaccum.errors import FreedError
-from hpcaccum.optimizers.base import Optimizer, Variable, check_inner
+from hpcaccum.optimizers.base import Optimizer, check_inner
+from hpcaccum.optimizers.variable import Variable
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -13,7 +13,6 @@ from hpcaccum.optimizers import rules
 from hpcaccum.optimizers.base import (
     Exchange,
     Optimizer,
-    Variable,
     check_inner,
     check_pairs,
     check_variables,
@@ -21,6 +20,7 @@ from hpcaccum.optimizers.base import (
     set_global_step,
 )
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
+from hpcaccum.optimizers.variable import Variable
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
