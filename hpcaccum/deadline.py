@@ -25,7 +25,8 @@ FIRST_WARNING = 60.0
 # Polls without a nap: another rank's atomic takes about a microsecond, but with more
 # ranks than cores each must let the others run.
 _EAGER_POLLS = 50
-_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3
+# Naps are short: a collective of several rounds waits for one after the other.
+_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 200e-6
 
 
 class Deadline:
