@@ -96,6 +96,15 @@ class Group:
         """Whether all ranks share memory. Collective at first use."""
         return bool(self.comm.allreduce(self.node.size == self.size, MPI.LAND))
 
+    @functools.cached_property
+    def leaders(self) -> mpi4py_MPI.Intracomm | None:
+        """The first rank of each node, None on the others. Collective at first use."""
+        color = 0 if self.node.rank == 0 else MPI.UNDEFINED
+        leaders = self.comm.Split(color, self.rank)
+        if leaders == MPI.COMM_NULL:
+            return None
+        return cast("mpi4py_MPI.Intracomm", leaders)
+
     def meet(self, value: T, what: str) -> list[T]:
         """Return the values of all ranks, in rank order. Collective.
 
@@ -196,6 +205,8 @@ class Group:
 
     def free(self) -> None:
         """Free the private communicators. Collective."""
+        if self.__dict__.get("leaders") is not None:
+            self.__dict__["leaders"].Free()
         self.node.Free()
         self.comm.Free()
 

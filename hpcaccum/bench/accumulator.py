@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.accumulator import ConditionalAccumulator
+from hpcaccum.deadline import Deadline
 from hpcaccum.group import Group
 from hpcaccum.mpi import MPI
 from hpcaccum.storage import add_in_order
@@ -88,8 +89,10 @@ class Bench:
         self._step += 1
         if self._group.rank == 0:
             return self._accumulator.take_grad(self._group.size, timeout=_WAIT)
-        while self._accumulator.global_step < self._step:
-            time.sleep(0)
+        Deadline(_WAIT, "round").wait(
+            lambda: self._accumulator.global_step == self._step or None,
+            lambda: f"step {self._step}",
+        )
         return None
 
     def copy(self) -> float:
