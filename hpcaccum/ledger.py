@@ -67,7 +67,6 @@ class Ledger:
     def __init__(self, cells: Cells, base: int, rank: int, size: int) -> None:
         self._cells, self._base, self._size = cells, base, size
         self._index = base + rank * self._WIDTH
-        self._row = np.zeros(self._WIDTH, np.int64)
 
     @classmethod
     def words(cls, size: int) -> int:
@@ -77,9 +76,8 @@ class Ledger:
     def post(self, receipt: Receipt) -> None:
         """Count one gradient; the next call on the cells that waits publishes it."""
         lag = min(max(receipt.global_step - receipt.local_step, 0), MAX_LAG)
-        self._row[0 if receipt.accepted else 1] += 1
-        self._row[2 + lag] += 1
-        self._cells.post(self._index, self._row)
+        self._cells.count(self._index + (0 if receipt.accepted else 1))
+        self._cells.count(self._index + 2 + lag)
 
     def tally(self) -> Tally:
         """Return the counts of all ranks."""

@@ -58,7 +58,6 @@ class Reducer:
         self._calls, self.waited, self._given_up = 0, 0.0, False
         # The number of the call that each rank came to, for messages.
         self._arrived = Cells(group, 0, group.size)
-        self._mark = np.zeros(1, np.int64)
         if group.rank == 0:
             # Ranks of other nodes ask here who is late, also when that is this one.
             Progress.of(group).start()
@@ -109,8 +108,7 @@ class Reducer:
         self._check[:_PRESENT] = error is not None, low, low * low
         self._check[_PRESENT:] = flags
         mine = self._check.copy()
-        self._mark[0] = self._calls
-        self._arrived.post(self._group.rank, self._mark)
+        self._arrived.post(self._group.rank, [self._calls])
         deadline = Deadline(None, f"{self._what}: allreduce {self._calls}")
         request = self._comm.Iallreduce(MPI.IN_PLACE, self._buffer)
         self._given_up = True

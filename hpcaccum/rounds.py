@@ -21,8 +21,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError
 from hpcaccum.group import ranks_text
 from hpcaccum.ledger import Ledger, Receipt
@@ -177,8 +175,6 @@ class Rounds:
         self.ledger = Ledger(self.cells, ledger, group.rank, n)
         # The last word seen: a first guess, where reading it would cost a round trip.
         self._seen = 0
-        # Words on their way, of a gradient that begins or ends to be written.
-        self._begun, self._ended = np.zeros(2, np.int64), np.zeros(2, np.int64)
 
     def state(self) -> State:
         """Return the state now."""
@@ -238,14 +234,12 @@ class Rounds:
 
     def writing(self, parity: int, record: Record) -> None:
         """Say that this rank was admitted and begins to write."""
-        self._begun[:] = record.words()
-        self.cells.post(self._record(parity, self._group.rank), self._begun)
+        self.cells.post(self._record(parity, self._group.rank), record.words())
 
     def written(self, parity: int, record: Record) -> None:
         """Say that the payload is in place."""
-        self._ended[:] = record.words()
-        self.cells.post(self._record(parity, self._group.rank), self._ended)
-        self.cells.flush()
+        index = self._record(parity, self._group.rank)
+        self.cells.write_range(index, record.words())
         self.cells.add(_DONE + parity, 1)
 
     def _record(self, parity: int, rank: int) -> int:

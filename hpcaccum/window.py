@@ -43,9 +43,9 @@ _PROGRESS_NAP = 1e-3
 class Cells:
     """64-bit integers in the memory of the rank ``host``. Collective.
 
-    All start at 0. `add` and `swap` are atomic among all ranks. `write`, `write_range`
-    and `post` are for words that only one rank writes at a time. Calls may come from
-    several threads at once.
+    All start at 0. `add` and `swap` are atomic among all ranks; the other writes are
+    for words that only one rank writes at a time. Calls may come from several threads
+    at once.
 
     Where the ranks share a node, reads and writes are plain loads and stores between
     two Win_sync, which costs a tenth of an RMA call, and a rank that polls does not
@@ -60,9 +60,10 @@ class Cells:
         allocate = MPI.Win.Allocate_shared if group.single_node else MPI.Win.Allocate
         self._window = allocate(here, 8, comm=group.comm)
         # The words themselves, where this rank may load and store them.
-        self._words: Array | None = None
+        self._words: memoryview | None = None
         if group.single_node:
-            self._words = _array(self._window.Shared_query(host)[0], np.int64)
+            memory: Any = self._window.Shared_query(host)[0]
+            self._words = memoryview(memory).cast("B").cast("q")
         if here:
             _array(self._window.tomemory(), np.int64)[:] = 0
         self._window.Lock_all(MPI.MODE_NOCHECK)
@@ -81,13 +82,14 @@ class Cells:
             return self._local.scratch  # type: ignore[no-any-return]
         except AttributeError:
             self._local.scratch = tuple(np.zeros(1, np.int64) for _ in range(3))
+            self._local.posted = []
             return self._local.scratch  # type: ignore[no-any-return]
 
     def read(self, index: int) -> int:
         """Return one word."""
         if self._words is not None:
             self._window.Sync()
-            return int(self._words[index])
+            return self._words[index]
         return self._fetch(index, 0, MPI.NO_OP)
 
     def add(self, index: int, value: int) -> int:
@@ -98,7 +100,7 @@ class Cells:
         operand, result, _ = self._scratch()
         operand[0] = value
         self._window.Fetch_and_op(operand, result, self.host, index, operation)
-        self._window.Flush(self.host)
+        self._complete()
         return int(result[0])
 
     def swap(self, index: int, expected: int, new: int) -> int:
@@ -106,14 +108,14 @@ class Cells:
         origin, result, compare = self._scratch()
         origin[0], compare[0] = new, expected
         self._window.Compare_and_swap(origin, compare, result, self.host, index)
-        self._window.Flush(self.host)
+        self._complete()
         return int(result[0])
 
     def read_range(self, index: int, count: int) -> list[int]:
         """Return several words, each read atomically (not all at one moment)."""
         if self._words is not None:
             self._window.Sync()
-            return self._words[index : index + count].tolist()  # type: ignore[no-any-return]
+            return self._words[index : index + count].tolist()
         result = np.empty(count, np.int64)
         self._window.Get_accumulate(
             [None, 0, MPI.LONG], result, self.host, (index, count, MPI.LONG), MPI.NO_OP
@@ -127,28 +129,43 @@ class Cells:
 
     def write_range(self, index: int, values: Sequence[int]) -> None:
         """Set several words, each atomically; they are there on return."""
-        self.post(index, np.array(values, np.int64))
+        self.post(index, values)
         self.flush()
 
-    def post(self, index: int, values: Array) -> None:
-        """Set several words, some time before the next call that waits returns.
-
-        Args:
-            index: The first word.
-            values: An int64 vector, not to be changed before that.
-        """
-        if self._words is not None:
-            self._window.Sync()
-            self._words[index : index + values.size] = values
-            self._window.Sync()
+    def post(self, index: int, values: Sequence[int]) -> None:
+        """Set several words, some time before the next call that waits returns."""
+        if self._words is None:
+            self._send(index, values, MPI.REPLACE)
             return
-        target = (index, values.size, MPI.LONG)
-        self._window.Accumulate(values, self.host, target, MPI.REPLACE)
+        self._window.Sync()
+        for place, value in enumerate(values, index):
+            self._words[place] = value
+        self._window.Sync()
+
+    def count(self, index: int) -> None:
+        """Add 1 to a word of this rank's own, as `post` sets one."""
+        if self._words is None:
+            self._send(index, [1], MPI.SUM)
+        else:
+            self._words[index] += 1
+
+    def _send(self, index: int, values: Sequence[int], operation: Any) -> None:
+        origin = np.array(values, np.int64)
+        self._scratch()
+        # MPI reads it until the next flush.
+        self._local.posted.append(origin)
+        target = (index, origin.size, MPI.LONG)
+        self._window.Accumulate(origin, self.host, target, operation)
 
     def flush(self) -> None:
         """Wait until what was posted is there."""
         if self._words is None:
-            self._window.Flush(self.host)
+            self._scratch()
+            self._complete()
+
+    def _complete(self) -> None:
+        self._window.Flush(self.host)
+        self._local.posted.clear()
 
     def free(self) -> None:
         """Free the window. Collective."""
