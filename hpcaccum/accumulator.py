@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from dataclasses import dataclass
@@ -70,16 +71,21 @@ class _Shared:
         self.group, self.settings, self.users = group, settings, 0
         shaped = not is_fixed(settings.shape)
         limit = Packing(shaped=shaped).max_shapes
-        self.rounds = Rounds(
-            group, settings.host, what, shaped=shaped, extra=ShapeTable.words(limit)
-        )
-        self.rounds.workers = settings.workers
-        self.shapes = ShapeTable(self.rounds.cells, self.rounds.first_extra, limit)
         wide = wide_dtype(settings.dtype)
         nbytes = settings.capacity * wide.itemsize
         kind = choose(settings.storage, group, settings.host, nbytes)
         make = Slots if kind == Slots.name else Sums
-        self.storage: Slots | Sums = make(group, settings.host, settings.capacity, wide)
+        with contextlib.ExitStack() as undo:
+            self.rounds = Rounds(
+                group, settings.host, what, shaped=shaped, extra=ShapeTable.words(limit)
+            )
+            undo.callback(self.rounds.free)
+            self.storage: Slots | Sums = make(
+                group, settings.host, settings.capacity, wide
+            )
+            undo.pop_all()
+        self.rounds.workers = settings.workers
+        self.shapes = ShapeTable(self.rounds.cells, self.rounds.first_extra, limit)
         self.writer = Writer(self.rounds, self.storage, group.rank)
         self.progress = Progress.of(group) if group.rank == settings.host else None
         if self.progress:
@@ -353,10 +359,12 @@ class ConditionalAccumulator:
         if shape is None:
             shape = self._shared.shapes.shape(closed.shape)
         size = size_of(shape)
-        total = self._storage.total(closed, size)
-        if settings.reduction == "MEAN":
-            divide(total, closed.count)
-        result = total.astype(settings.dtype, copy=False).reshape(shape)
+        # Infinity is for the user to see, as the value that it is.
+        with np.errstate(all="ignore"):
+            total = self._storage.total(closed, size)
+            if settings.reduction == "MEAN":
+                divide(total, closed.count)
+            result = total.astype(settings.dtype, copy=False).reshape(shape)
         # Last: if anything above failed, the next take finds all of it.
         self._storage.clear(closed.parity, size)
         return result
@@ -370,7 +378,7 @@ class ConditionalAccumulator:
         """Set the step, also to a lower one; gradients accumulated stay.
 
         Raises:
-            InvalidArgumentError: If it is not one number, or beyond +-2**41 (2**33 if
+            InvalidArgumentError: If it is not one number, or beyond +-2**40 (2**32 if
                 the shape is not fixed).
         """
         self._check_open()

@@ -182,13 +182,13 @@ class Group:
         return [each for _, each in reports]
 
     def _compare(self, what: str, reports: Sequence[Mapping[str, str]]) -> None:
-        for name, first in reports[0].items():
-            others = [r for r, each in enumerate(reports) if each.get(name) != first]
+        for name in {name: None for report in reports for name in report}:
+            values = [report.get(name, "nothing") for report in reports]
+            others = [r for r, value in enumerate(values) if value != values[0]]
             if others:
-                theirs = reports[others[0]].get(name, "nothing")
                 raise DisagreementError(
                     f"{what}: {name} must be the same on all {self.size} ranks: rank 0 "
-                    f"has {first}, rank {others[0]} has {theirs} "
+                    f"has {values[0]}, rank {others[0]} has {values[others[0]]} "
                     f"({ranks_text(others)} unlike rank 0)"
                 )
 

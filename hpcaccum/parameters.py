@@ -8,6 +8,7 @@ overwritten what it read; if so, it reads again.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,8 +38,11 @@ class Parameters:
     def __init__(self, group: Group, host: int, size: int, dtype: Any) -> None:
         self._size, self._dtype = size, np.dtype(dtype)
         self._stride = -(-size * self._dtype.itemsize // 64) * 64
-        self._cells = Cells(group, host, 2)
-        self._region = Region(group, host, 2 * self._stride, spread=False)
+        with contextlib.ExitStack() as undo:
+            self._cells = Cells(group, host, 2)
+            undo.callback(self._cells.free)
+            self._region = Region(group, host, 2 * self._stride, spread=False)
+            undo.pop_all()
         self._scratch: Array | None = None
 
     @property

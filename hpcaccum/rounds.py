@@ -221,7 +221,7 @@ class Rounds:
             word, fresh = found, True
 
     def _next(self, state: State, shape: int) -> int:
-        if state.number >= self.packing.max_count:
+        if not state.waiting and state.number >= self.packing.max_count:
             raise InvalidArgumentError(
                 f"{self._what}: a round holds at most {self.packing.max_count} "
                 f"gradients; take them first"
@@ -407,7 +407,8 @@ class Rounds:
 
     def set_step(self, step: int) -> int:
         """Set the step, whatever it was; return what it was."""
-        limit = self.packing.max_step
+        # Half of what there is room for: takes go on from here.
+        limit = self.packing.max_step >> 1
         if not -limit - 1 <= step <= limit:
             raise InvalidArgumentError(
                 f"{self._what}: step must be within +-{limit}, got {step}"

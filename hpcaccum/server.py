@@ -6,6 +6,7 @@ or alone; the others, and the host's own training, push gradients and pull param
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -70,9 +71,12 @@ class ParameterServer:
         self._layout = Layout.of(initial)
         shapes = {**self._layout.shapes, _PRESENT: (len(initial),)}
         self._pushed = Layout(shapes, self._layout.dtype)
-        self._inbox = inbox(self._pushed.size, self._pushed.dtype)
-        size, dtype = self._layout.size, self._layout.dtype
-        self._parameters = Parameters(group, host, size, dtype)
+        with contextlib.ExitStack() as undo:
+            self._inbox = inbox(self._pushed.size, self._pushed.dtype)
+            undo.callback(self._inbox.free)
+            size, dtype = self._layout.size, self._layout.dtype
+            self._parameters = Parameters(group, host, size, dtype)
+            undo.pop_all()
         self.centre: dict[str, Array] = {}
         if self.is_host:
             self.centre = {name: array.copy() for name, array in initial.items()}

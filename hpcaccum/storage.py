@@ -73,19 +73,24 @@ class Slots:
             first: Whether the buffer has nothing of this round yet.
             there: Whether ``grad`` is that very `buffer`.
         """
+        if self.region.direct and not there:
+            self._store(index, grad, first=first)
         if self.region.direct:
-            if not first:
-                # Converted first, then added, as a lone gradient is.
-                place = self._view(self._rank, index, grad.size).reshape(grad.shape)
-                np.add(place, grad, place, dtype=self._dtype, casting="same_kind")
-            elif not there:
-                place = self._view(self._rank, index, grad.size).reshape(grad.shape)
-                np.copyto(place, grad, casting="same_kind")
             self.region.sync()
             return
-        flat = np.ascontiguousarray(grad, self._dtype).reshape(-1)
+        flat = _flat(grad, self._dtype)
         send = self.region.put if first else self.region.accumulate
         send(self._rank, index * self._stride, flat)
+
+    def _store(self, index: int, grad: Array, *, first: bool) -> None:
+        place = self._view(self._rank, index, grad.size).reshape(grad.shape)
+        # Infinity is for the user to see, as the value that it is.
+        with np.errstate(all="ignore"):
+            if first:
+                np.copyto(place, grad, casting="same_kind")
+            else:
+                # Converted first, then added, as a lone gradient is.
+                np.add(place, grad, place, dtype=self._dtype, casting="same_kind")
 
     def total(self, closed: Closed, size: int) -> Array:
         """Return the sum of a round's gradients, a new vector of ``size`` elements."""
@@ -138,7 +143,7 @@ class Sums:
         self, parity: int, index: int, grad: Array, *, first: bool, there: bool
     ) -> None:
         """Add a gradient to the sum of a parity; complete on return."""
-        flat = np.ascontiguousarray(grad, self._dtype).reshape(-1)
+        flat = _flat(grad, self._dtype)
         self.region.accumulate(0, parity * self._stride, flat)
 
     def total(self, closed: Closed, size: int) -> Array:
@@ -170,6 +175,12 @@ def choose(storage: str, group: Group, host: int, nbytes: int) -> str:
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     fits = 2 * nbytes * group.size <= pages // 2
     return Slots.name if group.comm.bcast(fits, host) else Sums.name
+
+
+def _flat(grad: Array, dtype: np.dtype[Any]) -> Array:
+    """Return a gradient as a contiguous vector of ``dtype``."""
+    with np.errstate(all="ignore"):
+        return np.ascontiguousarray(grad, dtype).reshape(-1)
 
 
 def add_in_order(parts: Sequence[Array], out: Array) -> None:

@@ -61,10 +61,13 @@ class UpdateQueue:
         self._workers = n if workers is None else workers
         self._gone = _HEAD + n
         ledger = self._gone + n
-        self.cells = Cells(group, host, ledger + Ledger.words(n))
+        with contextlib.ExitStack() as undo:
+            self.cells = Cells(group, host, ledger + Ledger.words(n))
+            undo.callback(self.cells.free)
+            nbytes = size * self._dtype.itemsize
+            self._region = Region(group, host, nbytes, spread=True)
+            undo.pop_all()
         self.ledger = Ledger(self.cells, ledger, group.rank, n)
-        nbytes = size * self._dtype.itemsize
-        self._region = Region(group, host, nbytes, spread=True)
         direct = self._region.direct
         self._slot = self._place(group.rank) if direct else np.zeros(size, self._dtype)
         self._left = False

@@ -99,20 +99,23 @@ class Writer:
 
     def slot(self, shape: tuple[int, ...], deadline: Deadline) -> Array:
         """Return a buffer that no round holds; wait until there is one."""
-        index = deadline.wait(
-            self._free, lambda: "the take that is reducing both buffers of this rank"
+        return deadline.wait(
+            lambda: self._lend(shape),
+            lambda: "the take that is reducing both buffers of this rank",
         )
-        flat = self._storage.buffer(index)[: math.prod(shape)]
-        self._lent = index, flat.reshape(shape)
-        return self._lent[1]
 
-    def _free(self) -> int | None:
+    def _lend(self, shape: tuple[int, ...]) -> Array | None:
         with self._lock:
             for parity, mine in enumerate(self._mine):
                 if mine and not self._rounds.holds(parity, self._rank):
                     self._mine[parity] = None
-            held = {mine.buffer for mine in self._mine if mine}
-        return min({0, 1} - held, default=None)
+            free = {0, 1} - {mine.buffer for mine in self._mine if mine}
+            if not free:
+                return None
+            index = min(free)
+            flat = self._storage.buffer(index)[: math.prod(shape)]
+            self._lent = index, flat.reshape(shape)
+            return self._lent[1]
 
     def leave(self) -> None:
         """Promise that this rank brings no more gradients."""

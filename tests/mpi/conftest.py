@@ -14,6 +14,8 @@ import importlib
 import io
 import os
 import pkgutil
+import shutil
+import tempfile
 from collections.abc import Generator
 from typing import Any
 
@@ -74,6 +76,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "mpi_time_limit", "seconds after which a test counts as hung", default="60"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    # Ranks that share pytest's directory remove each other's files.
+    directory = tempfile.mkdtemp(prefix=f"hpcaccum-{MPI.COMM_WORLD.rank}-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    config.option.basetemp = directory
 
 
 @pytest.hookimpl(trylast=True)  # the reporter exists by then

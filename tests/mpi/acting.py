@@ -1,0 +1,191 @@
+"""Scripts that all ranks follow, in which one rank acts, or all do.
+
+`at` makes one rank act while the others wait for it, so that a test reads like a
+program of one process although its lines run on different ranks. What the rank returned
+or raised is returned or raised on all: all ranks check the same, and fail together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcaccum as hpc
+from hpcaccum.rounds import _CLOSED, _HEAD
+
+from .exchange import world
+from .support import WAIT
+
+# Seconds of a wait that is meant to end in vain.
+VAIN = 0.05
+
+
+def meet(told: Any = None) -> list[Any]:
+    """Wait for all ranks; return what each told. Collective."""
+    return world("tests").gather(told)
+
+
+def at(rank: int, do: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Have one rank (modulo their number) do something. Collective."""
+    rank %= MPI.COMM_WORLD.size
+    told = attempt(do, *args, **kwargs) if MPI.COMM_WORLD.rank == rank else None
+    result, error = meet(told)[rank]
+    if error is not None:
+        raise error
+    return result
+
+
+def everywhere(do: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Have all ranks do something at the same time; return the results. Collective."""
+    meet()
+    told = meet(attempt(do, *args, **kwargs))
+    for _, error in told:
+        if error is not None:
+            raise error
+    return [result for result, _ in told]
+
+
+def attempt(do: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Return a result and None, or None and what was raised."""
+    try:
+        return do(*args, **kwargs), None
+    except Exception as error:
+        return None, error
+
+
+def until(fact: Callable[[], Any]) -> Any:
+    """Wait until something is true; return it."""
+    limit = time.monotonic() + WAIT
+    while not (result := fact()):
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.0005)
+    return result
+
+
+class Background:
+    """Something that a thread of one rank does while the ranks go on. Collective."""
+
+    def __init__(self, rank: int, do: Callable[[], Any]) -> None:
+        self.rank = rank % MPI.COMM_WORLD.size
+        self.told: tuple[Any, Any] | None = None
+        self.thread = threading.Thread(target=self._run, args=(do,), daemon=True)
+        if MPI.COMM_WORLD.rank == self.rank:
+            self.thread.start()
+
+    def _run(self, do: Callable[[], Any]) -> None:
+        self.told = attempt(do)
+
+    def over(self) -> bool:
+        """Whether it has ended. Collective."""
+        return meet(self.told is not None)[self.rank]
+
+    def result(self) -> Any:
+        """Wait for its end; return or raise what came of it. Collective."""
+        if MPI.COMM_WORLD.rank == self.rank:
+            self.thread.join(2 * WAIT)
+        told = meet(self.told)[self.rank]
+        assert told is not None, f"a thread of rank {self.rank} does not end"
+        result, error = told
+        if error is not None:
+            raise error
+        return result
+
+
+class Take(Background):
+    """A take that waits on one rank; in line, and served if it can be, on return."""
+
+    def __init__(
+        self,
+        acc: hpc.ConditionalAccumulator,
+        rank: int,
+        required: int,
+        timeout: float = WAIT,
+    ) -> None:
+        super().__init__(rank, lambda: acc.take_grad(required, timeout=timeout))
+        if MPI.COMM_WORLD.rank == self.rank:
+            until(lambda: self.told or in_line(acc, self.rank))
+        meet()
+        settle(acc)
+
+
+def in_line(acc: hpc.ConditionalAccumulator, rank: int) -> bool:
+    """Whether a rank has its place before the accumulator."""
+    return acc._rounds.cells.read(_HEAD + 1 + rank) > 0
+
+
+def settle(acc: hpc.ConditionalAccumulator) -> None:
+    """Wait until every take that can be served has been. Collective."""
+    ranks = range(acc._rounds._group.size)
+
+    def settled() -> bool:
+        return acc._rounds.state().waiting or not any(in_line(acc, r) for r in ranks)
+
+    at(0, until, lambda: bool(settled()))
+
+
+class Makers:
+    """Makes accumulators, and uses each again: to make one takes some 100 ms."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, hpc.ConditionalAccumulator] = {}
+        self._used: dict[str, hpc.ConditionalAccumulator] = {}
+
+    def __call__(
+        self, dtype: Any = "float64", shape: Any = (2,), **options: Any
+    ) -> hpc.ConditionalAccumulator:
+        """Return one with step 0 and nothing accumulated, on all ranks. Collective."""
+        key = repr((dtype, shape, sorted(options.items())))
+        assert key not in self._used, "two alike in one test: give one a name"
+        acc = self._made.pop(key, None)
+        if acc is None:
+            acc = hpc.ConditionalAccumulator(dtype, shape, **options)
+        self._used[key] = acc
+        return acc
+
+    def take_back(self) -> None:
+        """Make those that were used like new, if they are well. Collective."""
+        for key, acc in self._used.items():
+            told = attempt(renew, acc) if MPI.COMM_WORLD.rank == 0 else None
+            _, error = meet(told)[0]
+            if error is None:
+                self._made[key] = acc
+        self._used.clear()
+
+
+def renew(acc: hpc.ConditionalAccumulator) -> None:
+    """Empty an accumulator and set its step to 0; a closed round may be left over."""
+    while acc.num_accumulated() or acc._rounds.cells.read(_CLOSED):
+        acc.take_grad(1, timeout=1.0)
+    acc._rounds.set_step(0)
+
+
+MAKERS = Makers()
+
+
+@pytest.fixture(name="make")
+def make_fixture() -> Any:
+    """Accumulators that earlier tests may have used; not to be freed, nor left."""
+    yield MAKERS
+    MAKERS.take_back()
+
+
+@pytest.fixture(name="acc", params=["slots", "sum"])
+def acc_fixture(
+    request: pytest.FixtureRequest, make: Makers
+) -> hpc.ConditionalAccumulator:
+    """An accumulator of float64 vectors of 2, with either storage."""
+    return make(storage=request.param)
+
+
+def same_bits(found: Any, expected: Any) -> None:
+    """Compare values, shape and dtype."""
+    expected = np.asarray(expected)
+    assert isinstance(found, np.ndarray)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert found.tobytes() == expected.tobytes(), f"{found} is not {expected}"

@@ -1,0 +1,341 @@
+"""ConditionalAccumulator, one operation at a time, each by another rank."""
+
+from __future__ import annotations
+
+import logging
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+
+from .acting import acc_fixture, at, everywhere, make_fixture, meet, same_bits  # noqa: F401
+from .support import WAIT
+
+INVALID = hpc.InvalidArgumentError
+BOTH = pytest.mark.parametrize("storage", ["slots", "sum"])
+
+
+def test_new_one_has_step_0_and_nothing_accumulated(acc):
+    assert (at(1, acc.num_accumulated), at(2, lambda: acc.global_step)) == (0, 0)
+    with pytest.raises(hpc.WaitTimeoutError):
+        at(3, acc.take_grad, 1, timeout=0)
+
+
+def test_gradient_is_accepted_unless_its_step_is_lower(acc):
+    at(0, acc.set_global_step, 3)
+
+    receipts = [at(s, acc.apply_grad, [1, 1], local_step=s) for s in (2, 3, 4, -1)]
+    assert [bool(r) for r in receipts] == [False, True, True, False]
+    assert [r.accepted for r in receipts] == [False, True, True, False]
+    assert [r.lag for r in receipts] == [1, 0, -1, 4]
+    assert [(r.local_step, r.global_step) for r in receipts[:2]] == [(2, 3), (3, 3)]
+    assert at(0, acc.num_accumulated) == 2
+
+
+def test_local_step_is_0_by_default_and_goes_second(make):
+    acc = make()
+    assert at(0, acc.apply_grad, [1, 1]).local_step == 0
+    assert at(1, acc.apply_grad, [1, 1], 5).local_step == 5
+
+
+def test_steps_of_gradients_do_not_move_the_step(acc):
+    at(0, acc.apply_grad, [1, 1], local_step=7)
+    at(1, acc.take_grad, 1, timeout=WAIT)
+
+    assert at(2, lambda: acc.global_step) == 1
+    assert not at(0, acc.apply_grad, [1, 1], local_step=0)
+    assert at(1, acc.apply_grad, [1, 1], local_step=1)
+
+
+def test_stale_gradient_is_not_looked_at(make):
+    acc = make(shape=None, capacity=4)
+    at(0, acc.set_global_step, 1)
+
+    assert not at(1, acc.apply_grad, np.ones((9, 9)), local_step=0)
+    # Nor does it fix the shape of the round.
+    assert at(2, acc.apply_grad, np.ones(3), local_step=1)
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.ones(3))
+
+
+def test_all_gradients_are_taken_and_counted(acc):
+    at(0, acc.apply_grad, [10, 1])
+    at(1, acc.apply_grad, [20, 2])
+
+    same_bits(at(2, acc.take_grad, 1, timeout=WAIT), [15.0, 1.5])
+    assert at(3, acc.num_accumulated) == 0
+    assert at(0, lambda: acc.global_step) == 1
+
+
+@BOTH
+def test_sum_is_not_divided(make, storage):
+    acc = make(reduction_type="SUM", storage=storage)
+    for rank in range(3):
+        at(rank, acc.apply_grad, [2, -1])
+
+    same_bits(at(3, acc.take_grad, 2, timeout=WAIT), [6.0, -3.0])
+
+
+def test_rounds_follow_each_other(acc):
+    for step in range(5):
+        for rank in range(step + 1):
+            assert at(rank, acc.apply_grad, [step, rank], local_step=step)
+        mean = at(step, acc.take_grad, step + 1, timeout=WAIT)
+        same_bits(mean, [float(step), step / 2])
+
+
+def test_ranks_that_skip_rounds_are_not_confused(acc):
+    # Rank 1 comes in every second round only: always to the same parity.
+    for step in range(6):
+        at(0, acc.apply_grad, [1, 0], local_step=step)
+        if step % 2:
+            at(1, acc.apply_grad, [3, 0], local_step=step)
+        mean = at(0, acc.take_grad, 1, timeout=WAIT)
+        same_bits(mean, [2.0 if step % 2 else 1.0, 0.0])
+
+
+def test_mean_is_one_true_division_of_the_sum_in_rank_order(make, size):
+    acc = make(shape=(500,), storage="slots")
+    parts = [np.random.default_rng(r).normal(size=500) for r in range(3)]
+    for rank in (2, 0, 1):
+        at(rank, acc.apply_grad, parts[rank])
+
+    # Of fewer ranks, rank 0 brought the first two; those of one rank are summed first.
+    first, second, third = (parts[i] for i in ((0, 1, 2) if size > 2 else (2, 0, 1)))
+    total = first + second + third
+    assert (total / 3 != total * (1 / 3)).any()
+    same_bits(at(0, acc.take_grad, 3, timeout=WAIT), total / 3)
+
+
+def test_callers_array_may_be_changed_afterwards(acc):
+    def apply_and_spoil(array):
+        acc.apply_grad(array)
+        array[:] = 99
+        acc.apply_grad(array[::-1])
+        array[:] = -7
+
+    at(1, apply_and_spoil, np.array([1.0, 3.0]))
+
+    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [50.0, 51.0])
+
+
+def test_result_is_the_callers(acc):
+    at(0, acc.apply_grad, [1, 2])
+
+    def take_and_go_on():
+        mean = acc.take_grad(1, timeout=WAIT)
+        for _ in range(3):
+            acc.apply_grad([8, 8], 1)
+        acc.take_grad(3, timeout=WAIT)
+        acc.apply_grad([9, 9], 2)
+        return mean
+
+    same_bits(at(1, take_and_go_on), [1.0, 2.0])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 2) * 4])
+@BOTH
+def test_scalars_empty_ones_and_many_dimensions(shape, storage):
+    with hpc.ConditionalAccumulator("float32", shape, storage=storage) as acc:
+        gradient = np.arange(np.prod(shape)).reshape(shape)
+        for rank in range(2):
+            at(rank, acc.apply_grad, gradient + 2 * rank)
+
+        same_bits(at(1, acc.take_grad, 2, timeout=WAIT), np.float32(gradient + 1))
+        with pytest.raises(INVALID, match="gradient must be float32"):
+            at(0, acc.apply_grad, np.ones((2, *shape)), local_step=1)
+
+
+@BOTH
+def test_first_gradient_fixes_the_shape_of_its_round_only(make, storage):
+    acc = make(shape=None, capacity=6, storage=storage)
+    at(0, acc.apply_grad, np.ones((2, 3)))
+    for wrong in (np.ones((3, 2)), np.ones(6), np.ones((2, 3, 1)), 1.0):
+        with pytest.raises(INVALID, match=r"\(2, 3\), as the others of this round"):
+            at(1, acc.apply_grad, wrong)
+    assert at(2, acc.num_accumulated) == 1
+    at(1, acc.apply_grad, np.full((2, 3), 3))
+
+    same_bits(at(2, acc.take_grad, 2, timeout=WAIT), np.full((2, 3), 2.0))
+    at(1, acc.apply_grad, 5, local_step=1)
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), 5.0)
+    at(1, acc.apply_grad, np.zeros((0, 4)), local_step=2)
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.zeros((0, 4)))
+
+
+def test_dimensions_that_are_known_must_be_right(make):
+    acc = make(shape=(2, None), capacity=8)
+    for wrong in (np.ones(2), np.ones((3, 2)), np.ones((2, 2, 1)), 1.0):
+        with pytest.raises(INVALID, match=r"must be float64 \(2, None\)"):
+            at(1, acc.apply_grad, wrong)
+    at(0, acc.apply_grad, np.ones((2, 4)))
+    # The shape of the round speaks before the declared one.
+    with pytest.raises(INVALID, match=r"\(2, 4\), as the others"):
+        at(1, acc.apply_grad, np.ones(7))
+
+    same_bits(at(1, acc.take_grad, 1, timeout=WAIT), np.ones((2, 4)))
+    with pytest.raises(INVALID, match="at most 8 elements"):
+        at(0, acc.apply_grad, np.ones((2, 5)), local_step=1)
+    assert at(0, acc.apply_grad, np.ones((2, 0)), local_step=1)
+
+
+def test_take_in_vain_does_not_change_the_shape_of_the_round(make):
+    acc = make(shape=None, capacity=4)
+    with pytest.raises(hpc.WaitTimeoutError):
+        at(0, acc.take_grad, 2, timeout=0)
+    at(1, acc.apply_grad, np.ones(3))
+    with pytest.raises(hpc.WaitTimeoutError):
+        at(2, acc.take_grad, 2, timeout=0)
+
+    with pytest.raises(INVALID, match="as the others"):
+        at(0, acc.apply_grad, np.ones(2))
+
+
+REAL_ARRAYS = [
+    [3, 4],
+    (3.0, 4.0),
+    np.array([3, 4], np.int64),
+    np.array([3, 4], np.uint8),
+    np.array([3, 4], np.float16),
+    np.array([3, 4], ml_dtypes.bfloat16),
+    np.array([3, 4], ">f8"),
+    np.array([3, 4], np.longdouble),
+    np.array([[4, 9], [3, 9]], "f")[::-1, 0],
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@BOTH
+def test_gradients_are_converted(make, dtype, storage):
+    acc = make(dtype, storage=storage)
+    for step, gradient in enumerate(REAL_ARRAYS):
+        for _ in range(2):
+            at(0, acc.apply_grad, gradient, step)
+            at(1, acc.apply_grad, gradient, step)
+
+        same_bits(at(1, acc.take_grad, 2, timeout=WAIT), np.array([3, 4], dtype))
+
+
+def test_local_step_is_cut_to_an_integer(make):
+    acc = make()
+    for step, number in [
+        (1.9, 1),
+        (-0.5, 0),
+        (True, 1),
+        (np.int8(-3), -3),
+        (np.array(4), 4),
+        (2**63 - 1, 2**63 - 1),
+        (-(2**63), -(2**63)),
+        (np.uint64(7), 7),
+    ]:
+        receipt = at(1, acc.apply_grad, [1, 1], local_step=step)
+
+        assert receipt == hpc.Receipt(number >= 0, number, 0)
+        assert type(receipt.local_step) is int
+
+
+@BOTH
+def test_nan_and_infinity_stay_in_their_round(make, storage):
+    acc = make("float32", (4,), storage=storage)
+
+    def strictly(do, *args):
+        # As somebody does who looks for errors of their own.
+        with np.errstate(all="raise"):
+            return do(*args)
+
+    for rank, other in enumerate([1, np.inf, -np.inf]):
+        at(rank, strictly, acc.apply_grad, [np.nan, np.inf, other, 1e300])
+    mean = at(0, strictly, acc.take_grad, 3, None)
+    np.testing.assert_array_equal(mean, [np.nan, np.inf, np.nan, np.inf])
+
+    at(1, acc.apply_grad, [1, 2, 3, 4], 1)
+    same_bits(at(2, acc.take_grad, 1, timeout=WAIT), np.float32([1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize(("dtype", "large"), [("float16", 2048), ("bfloat16", 256)])
+@BOTH
+def test_halves_are_summed_in_float32(make, dtype, large, storage):
+    acc = make(dtype, (), storage=storage)
+    half = np.array(large, dtype)
+    assert half + half.dtype.type(1) == half
+    for rank, value in enumerate([large, 1, 1]):
+        at(rank, acc.apply_grad, value)
+
+    same_bits(at(1, acc.take_grad, 3, timeout=WAIT), np.array((large + 2) / 3, dtype))
+    for rank in range(3):
+        at(rank, acc.apply_grad, 40000, 1)
+    same_bits(at(0, acc.take_grad, 3, timeout=WAIT), np.array(40000, dtype))
+
+
+def test_2100_halves_of_1_have_mean_1(make):
+    acc = make("float16", ())
+    at(0, lambda: [acc.apply_grad(1) for _ in range(2100)] and None)
+
+    same_bits(at(1, acc.take_grad, 2100, timeout=WAIT), np.float16(1).reshape(()))
+
+
+@BOTH
+def test_sum_beyond_the_dtype_is_infinite(make, storage):
+    acc = make("float16", (), reduction_type="SUM", storage=storage)
+    for rank in range(3):
+        at(rank, acc.apply_grad, 40000)
+
+    same_bits(at(1, acc.take_grad, 3, timeout=WAIT), np.array(np.inf, np.float16))
+
+
+def test_set_global_step_sets_whatever_was(make, caplog):
+    acc = make()
+
+    def steps(*values):
+        for value in values:
+            acc.set_global_step(value)
+        return acc.global_step
+
+    with caplog.at_level(logging.WARNING, "hpcaccum"):
+        assert at(1, steps, 5, 5, 8) == 8
+        assert not caplog.messages
+        assert at(1, steps, 2.7) == 2
+        assert at(2, steps, -3) == -3
+    lowered = "conditional_accumulator: step lowered from 8 to 2"
+    assert sum(meet(lowered in caplog.messages)) == 1
+    assert at(0, acc.apply_grad, [1, 1], local_step=-3)
+    assert not at(0, acc.apply_grad, [1, 1], local_step=-4)
+
+
+def test_set_global_step_keeps_what_is_accumulated(acc):
+    at(0, acc.apply_grad, [1, 1], 0)
+    at(1, acc.set_global_step, 10)
+
+    assert at(0, acc.num_accumulated) == 1
+    assert not at(1, acc.apply_grad, [9, 9], 9)
+    at(1, acc.apply_grad, [3, 5], 10)
+    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [2.0, 3.0])
+    assert at(2, lambda: acc.global_step) == 11
+
+
+def test_lowered_step_lets_old_gradients_in(acc):
+    at(0, acc.set_global_step, 10)
+    assert not at(1, acc.apply_grad, [1, 1], 4)
+    at(2, acc.set_global_step, 4)
+
+    assert at(1, acc.apply_grad, [1, 1], 4)
+
+
+def test_every_rank_may_be_the_host(rank, size):
+    for host in range(size):
+        storage = ("slots", "sum")[host % 2]
+        with hpc.ConditionalAccumulator("f8", (2,), host=host, storage=storage) as acc:
+            everywhere(acc.apply_grad, [rank, 2 * rank])
+            mean = at(host + 1, acc.take_grad, size, timeout=WAIT)
+
+        same_bits(mean, [(size - 1) / 2, size - 1.0])
+
+
+@BOTH
+def test_large_gradients_arrive_whole(make, storage, size):
+    acc = make("float32", (300, 1000), storage=storage)
+    everywhere(lambda: acc.apply_grad(np.full((300, 1000), 0.5)))
+
+    mean = at(1, acc.take_grad, size, timeout=WAIT)
+    same_bits(mean, np.full((300, 1000), 0.5, "f"))

@@ -1,0 +1,287 @@
+"""Many ranks and threads at once: nothing is lost, counted twice, or torn.
+
+Gradients are small integers in float64, so sums are exact. The first element of each is
+1: in a sum it says how many there were.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+
+from .acting import (
+    at,
+    attempt,
+    everywhere,
+    make_fixture,  # noqa: F401
+    same_bits,
+    until,
+)
+from .support import WAIT
+
+ANY_STEP = 2**40
+WIDTH = 200
+BOTH = pytest.mark.parametrize("storage", ["slots", "sum"])
+
+
+def gradient(rank, value):
+    """Return 1, then the value in the columns of the rank, in all of them."""
+    made = np.zeros((5, WIDTH))
+    made[0], made[1 + rank] = 1, value
+    return made
+
+
+def drain(acc):
+    """Take what is left; return the sum of it."""
+    total = np.zeros((5, WIDTH))
+    while acc.num_accumulated():
+        total += acc.take_grad(1, timeout=WAIT)
+    return total
+
+
+def take_while(acc, going_on, required=1, timeout=0.01):
+    """Take again and again; return the sum of all and the number of takes."""
+    total, takes = np.zeros((5, WIDTH)), 0
+    while going_on():
+        try:
+            found = acc.take_grad(required, timeout=timeout)
+        except hpc.WaitTimeoutError:
+            continue
+        assert (found == found[:, :1]).all(), "torn"
+        total, takes = total + found, takes + 1
+    return total, takes
+
+
+def in_threads(*jobs):
+    """Run jobs at once; return their results."""
+    told = {}
+
+    def run(index, job):
+        told[index] = attempt(job)
+
+    threads = [threading.Thread(target=run, args=job) for job in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WAIT)
+    assert len(told) == len(jobs), "a thread does not end"
+    for _, error in told.values():
+        if error is not None:
+            raise error
+    return [told[index][0] for index in range(len(jobs))]
+
+
+@BOTH
+@pytest.mark.parametrize("takers", ["one", "all"])
+def test_every_gradient_is_taken_exactly_once(make, storage, takers, rank, size):
+    acc = make(shape=(5, WIDTH), reduction_type="SUM", storage=storage)
+    number, done = 60, threading.Event()
+
+    def write():
+        try:
+            for k in range(number):
+                assert acc.apply_grad(gradient(rank, k), ANY_STEP)
+        finally:
+            done.set()
+
+    def take():
+        if takers == "one" and rank != size - 1:
+            return np.zeros((5, WIDTH)), 0
+        return take_while(acc, lambda: not done.is_set(), 1 + rank)
+
+    results = everywhere(lambda: in_threads(write, take)[1])
+    rest = at(0, drain, acc)
+    total = sum(found for found, _ in results) + rest
+    expected = np.zeros((5, WIDTH))
+    expected[0], expected[1 : 1 + size] = size * number, number * (number - 1) / 2
+    np.testing.assert_array_equal(total, expected)
+    takes = sum(takes for _, takes in results)
+    assert takes <= at(0, lambda: acc.global_step) <= takes + number * size
+
+
+@BOTH
+def test_accepted_is_what_is_taken(make, storage, rank, size):
+    # As in real use: the step is read, a gradient computed, and then it may be stale.
+    acc = make(shape=(5, WIDTH), reduction_type="SUM", storage=storage, name="real")
+    done = threading.Event()
+
+    def write():
+        accepted = 0
+        try:
+            for k in range(60):
+                step = acc.global_step
+                if k % 3 == rank % 3:
+                    time.sleep(0)
+                accepted += bool(acc.apply_grad(gradient(rank, 1), step))
+        finally:
+            done.set()
+        return accepted
+
+    def take():
+        return take_while(acc, lambda: not done.is_set(), size)
+
+    results = everywhere(in_threads, write, take)
+    total = sum(found for _, (found, _) in results) + at(0, drain, acc)
+    accepted = [count for count, _ in results]
+    np.testing.assert_array_equal(total[1 : 1 + size, 0], accepted)
+    assert total[0, 0] == sum(accepted)
+    takes = sum(takes for _, (_, takes) in results)
+    assert takes <= at(0, lambda: acc.global_step) <= takes + size
+
+
+@BOTH
+def test_lockstep_rounds_have_one_gradient_of_each_rank(make, storage, rank, size):
+    acc = make(shape=(5, WIDTH), storage=storage, host=size - 1)
+
+    def train():
+        for step in range(25):
+            slot = acc.slot(timeout=WAIT) if step % 2 else np.empty((5, WIDTH))
+            slot[:] = rank + step
+            assert acc.apply_grad(slot, step)
+            if rank == step % size:
+                mean = acc.take_grad(size, timeout=WAIT)
+                assert (mean == (size - 1) / 2 + step).all()
+            until(lambda step=step: acc.global_step > step)
+
+    everywhere(train)
+    assert at(0, acc.num_accumulated) == 0
+
+
+def test_threads_of_a_rank_write_at_once(make, rank, size):
+    acc = make(shape=(5, WIDTH), reduction_type="SUM")
+
+    def write():
+        for k in range(15):
+            assert acc.apply_grad(gradient(rank, k), ANY_STEP)
+
+    everywhere(in_threads, *[write] * 3)
+    total = at(1, drain, acc)
+    assert (total[0] == 45 * size).all()
+    assert (total[1 : 1 + size] == 3 * 105).all()
+
+
+def test_setting_the_step_meanwhile_loses_nothing(make, rank, size):
+    acc = make(shape=(5, WIDTH), reduction_type="SUM")
+    done = threading.Event()
+
+    def write():
+        try:
+            return sum(
+                bool(acc.apply_grad(gradient(rank, 1), k % 4)) for k in range(60)
+            )
+        finally:
+            done.set()
+
+    def meddle():
+        if rank:
+            return take_while(acc, lambda: not done.is_set())[0]
+        chance = random.Random(1)
+        while not done.is_set():
+            acc.set_global_step(chance.randrange(4))
+            assert acc.num_accumulated() <= 60 * size
+            time.sleep(0.001)
+        return np.zeros((5, WIDTH))
+
+    results = everywhere(in_threads, write, meddle)
+    total = sum(found for _, found in results) + at(0, drain, acc)
+    np.testing.assert_array_equal(total[1 : 1 + size, 0], [n for n, _ in results])
+
+
+def test_ranks_leave_one_after_the_other(rank, size):
+    number = 5 * (rank + 1)
+
+    def work(acc):
+        for k in range(number):
+            acc.apply_grad(gradient(rank, k), ANY_STEP)
+        acc.leave()
+
+    def take(acc):
+        total = np.zeros((5, WIDTH))
+        while rank == 0:
+            try:
+                total += acc.take_grad(size, timeout=WAIT)
+            except hpc.EverybodyLeftError:
+                break
+        return total
+
+    options = {"reduction_type": "SUM", "storage": "slots"}
+    with hpc.ConditionalAccumulator("float64", (5, WIDTH), **options) as acc:
+        results = everywhere(in_threads, lambda: work(acc), lambda: take(acc))
+        assert at(0, acc.num_accumulated) == 0
+    total = results[0][1]
+    assert total[0, 0] == sum(5 * (r + 1) for r in range(size))
+
+
+def test_shape_of_a_round_is_that_of_who_came_first(make, rank, size):
+    acc = make(shape=None, capacity=10, reduction_type="SUM")
+
+    def race():
+        accepted = 0
+        for _ in range(10):
+            try:
+                accepted += bool(acc.apply_grad(np.ones(1 + rank), ANY_STEP))
+            except hpc.InvalidArgumentError:
+                continue
+        return accepted
+
+    for _ in range(3):
+        accepted = everywhere(race)
+        total = at(0, acc.take_grad, 1, timeout=WAIT)
+        winner = total.size - 1
+        assert accepted == [10 if r == winner else 0 for r in range(size)]
+        assert (total == 10).all()
+
+
+def test_same_gradients_give_the_same_bits_in_any_order_of_arrival(make, rank, size):
+    acc = make("float32", (3000,), storage="slots")
+    mine = np.random.default_rng(rank).normal(size=3000).astype("f") * 10.0**rank
+    chance = random.Random(rank)
+    expected = None
+    for step in range(12):
+
+        def apply_late(step=step):
+            time.sleep(chance.random() * 0.003)
+            return acc.apply_grad(mine, step)
+
+        assert all(everywhere(apply_late))
+        mean = at(step, acc.take_grad, size, timeout=WAIT)
+        expected = mean if expected is None else expected
+        same_bits(mean, expected)
+
+
+@pytest.mark.ranks(min=3)
+def test_order_of_arrival_would_change_the_bits_otherwise(make):
+    # The values of this test differ by the order of summing, those of slots do not.
+    values = [np.float32(1e8), np.float32(1), np.float32(-1e8)]
+    assert (values[0] + values[1]) + values[2] != (values[0] + values[2]) + values[1]
+    for storage, same in [("slots", True), ("sum", False)]:
+        acc = make("float32", (), reduction_type="SUM", storage=storage)
+        found = set()
+        for step, order in enumerate([(0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0)]):
+            for rank in order:
+                at(rank, acc.apply_grad, values[rank], step)
+            found.add(float(at(0, acc.take_grad, 3, timeout=WAIT)))
+        assert (found == {0.0}) == same
+
+
+def test_different_accumulators_are_used_at_once(make, rank, size):
+    accs = [
+        make(shape=(5, WIDTH), reduction_type="SUM", name=str(k), host=k % size)
+        for k in range(3)
+    ]
+
+    def work(k):
+        for value in range(15):
+            accs[k].apply_grad(gradient(rank, value + k), ANY_STEP)
+
+    everywhere(in_threads, *[lambda k=k: work(k) for k in range(3)])
+    for k, acc in enumerate(accs):
+        total = at(k, drain, acc)
+        assert (total[0] == 15 * size).all()
+        assert (total[1 : 1 + size] == 105 + 15 * k).all()

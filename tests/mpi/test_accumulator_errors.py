@@ -1,0 +1,276 @@
+"""What is refused: on every rank, with nothing changed, and nobody left waiting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcaccum as hpc
+from hpcaccum.window import Cells
+
+from .acting import (
+    at,
+    make_fixture,  # noqa: F401
+    meet,
+    same_bits,
+)
+from .support import WAIT
+
+INVALID = hpc.InvalidArgumentError
+
+BAD = [
+    ({"dtype": "int32"}, INVALID, "dtype must be one of float16, bfloat16, .* int32"),
+    ({"dtype": complex}, INVALID, "got complex128"),
+    ({"dtype": np.longdouble}, INVALID, "dtype must be one of"),
+    ({"dtype": bool}, TypeError, "dtype must name a float type"),
+    ({"dtype": "S4"}, TypeError, "dtype must name a float type"),
+    ({"dtype": "float33"}, TypeError, "'float33'"),
+    ({"dtype": None}, TypeError, "got None"),
+    ({"shape": (2, -1)}, INVALID, "no negative dimension"),
+    ({"shape": "23"}, TypeError, "shape must be a list, a tuple or None"),
+    ({"shape": 2.0}, TypeError, "shape must be"),
+    ({"shape": (2.5,)}, TypeError, "float"),
+    ({"shape": (1,) * 17}, INVALID, "17 dimensions"),
+    ({"shape": None}, INVALID, "capacity=.* is needed"),
+    ({"shape": (None, 2)}, INVALID, "capacity=.* is needed"),
+    ({"shape": None, "capacity": 0}, INVALID, "capacity must be at least 1"),
+    ({"shape": None, "capacity": 2.5}, TypeError, "capacity must be an integer"),
+    ({"reduction_type": "mean"}, INVALID, r"\('MEAN', 'SUM'\), got 'mean'"),
+    ({"reduction_type": ""}, INVALID, "reduction_type"),
+    ({"reduction_type": 1}, TypeError, "reduction_type"),
+    ({"host": -1}, INVALID, "host must be a rank of the communicator"),
+    ({"host": 4}, INVALID, r"host .*\(0 to \d\), got 4"),
+    ({"host": 0.0}, TypeError, "host must be a rank"),
+    ({"host": True}, TypeError, "host must be a rank"),
+    ({"storage": "ram"}, INVALID, "storage must be one of"),
+    ({"shared_name": 5}, TypeError, "shared_name must be text"),
+    ({"workers": 0}, INVALID, "workers must be at least 1"),
+    ({"shape": (2**45,)}, INVALID, r"needs \d+\.\d MiB of /dev/shm"),
+]
+
+
+def construct(options):
+    options = {"dtype": "float32", "shape": (2,), **options}
+    return hpc.ConditionalAccumulator(**options)
+
+
+@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=lambda o: str(o)[:40])
+def test_bad_argument_of_every_rank(options, error, text):
+    with pytest.raises(error, match=text):
+        construct(options)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [case for case in BAD if case[0] != {"shape": (2**45,)}],
+    ids=lambda o: str(o)[:40],
+)
+def test_bad_argument_of_one_rank(options, error, text, rank, size):
+    wrong = size - 1
+    with pytest.raises(error, match=text) as caught:
+        construct(options if rank == wrong else {})
+    if rank != wrong:
+        assert f"rank {wrong}: " in str(caught.value)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("name", "other", "name must be .* rank 0 has '.*', rank {} has 'other'"),
+        ("dtype", "float64", "dtype .* has dtype..float32.., rank {} has .*float64"),
+        ("shape", (3,), r"shape .* rank 0 has \(2,\), rank {} has \(3,\)"),
+        ("reduction_type", "SUM", "reduction .* rank 0 has 'MEAN', rank {} has 'SUM'"),
+        ("host", 1, "host .* rank 0 has 0, rank {} has 1"),
+        ("storage", "sum", "storage .* rank 0 has 'auto', rank {} has 'sum'"),
+        ("shared_name", "s", "shared_name .* rank 0 has '', rank {} has 's'"),
+        ("workers", 1, r"workers .* rank 0 has \d, rank {} has 1"),
+    ],
+)
+def test_ranks_that_disagree_all_hear_of_both_sides(field, value, told, rank, size):
+    odd = size - 1
+    with pytest.raises(hpc.DisagreementError, match=told.format(odd)) as caught:
+        construct({field: value} if rank == odd else {})
+    assert str(caught.value).endswith(f"(rank {odd} unlike rank 0)")
+
+
+@pytest.mark.ranks(min=3)
+def test_capacities_must_agree(rank, size):
+    with pytest.raises(
+        hpc.DisagreementError, match=r"capacity .* rank 0 has 8, rank 1"
+    ):
+        construct({"shape": None, "capacity": 8 if rank == 0 else 9})
+
+
+def test_ways_to_say_the_same_do_agree(rank):
+    dtypes = ["float32", np.float32, np.dtype("f4"), "<f4"]
+    shapes = [(2,), [2], 2, (np.int64(2),)]
+    host = [0, np.int64(0)][rank % 2]
+    options = {"dtype": dtypes[rank], "shape": shapes[rank], "host": host}
+    reduction = [None, "MEAN"][rank % 2]
+    with construct({**options, "reduction_type": reduction}) as acc:
+        assert acc.dtype == np.float32
+        assert acc.slot().shape == (2,)
+
+
+def test_comm_must_be_a_communicator():
+    for comm in (0, "world", MPI.COMM_NULL, MPI.GROUP_EMPTY):
+        with pytest.raises(TypeError, match="comm must be an MPI intracommunicator"):
+            construct({"comm": comm})
+
+
+def test_window_without_room_leaves_no_other_window_behind(monkeypatch):
+    # MPI_Finalize may wait for it.
+    made, freed = [], []
+    make, free = Cells.__init__, Cells.free
+    monkeypatch.setattr(Cells, "__init__", lambda *a: made.append(a[0]) or make(*a))
+    monkeypatch.setattr(Cells, "free", lambda cells: freed.append(cells) or free(cells))
+    with pytest.raises(INVALID, match="/dev/shm"):
+        construct({"shape": (2**45,)})
+
+    assert freed == made
+
+
+def test_refusals_leave_nothing_behind():
+    # After all of the above the ranks still understand each other.
+    with construct({"shared_name": "after refusals"}) as acc:
+        at(1, acc.apply_grad, [1, 2])
+        same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.float32([1, 2]))
+
+
+def test_there_is_no_broadcasting(make):
+    acc = make()
+    for wrong in (1.0, [1.0], [[1.0, 2.0]], [1.0, 2.0, 3.0], []):
+        with pytest.raises(INVALID, match=r"must be float64 \(2,\), got float64"):
+            at(1, acc.apply_grad, wrong)
+    assert at(0, acc.num_accumulated) == 0
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [None, [1j, 0], ["1", "2"], [None, None], [[1], [1, 2]], {1: 2}, b"12", 2**70],
+    ids=repr,
+)
+def test_gradient_must_be_an_array_of_real_numbers(make, gradient):
+    acc = make()
+    with pytest.raises(INVALID, match="gradient"):
+        at(1, acc.apply_grad, gradient)
+    assert at(0, acc.num_accumulated) == 0
+
+
+NO_STEPS = [
+    None,
+    "1",
+    [1],
+    np.array([1]),
+    np.nan,
+    np.inf,
+    1j,
+    [],
+    2**63,
+    1e30,
+    -(2**70),
+]
+
+
+@pytest.mark.parametrize("step", NO_STEPS, ids=repr)
+def test_step_that_is_not_one_number_adds_nothing(make, step):
+    acc = make()
+    with pytest.raises(INVALID, match="local_step"):
+        at(1, acc.apply_grad, [1, 1], local_step=step)
+    with pytest.raises(INVALID, match="new_global_step"):
+        at(1, acc.set_global_step, step)
+
+    at(0, acc.apply_grad, [3, 1])
+    same_bits(at(1, acc.take_grad, 1, timeout=WAIT), [3.0, 1.0])
+
+
+@pytest.mark.parametrize(("shape", "bits"), [((2,), 41), (None, 33)])
+def test_step_beyond_the_word_is_refused(make, shape, bits):
+    acc = make(shape=shape, **({} if shape else {"capacity": 2}))
+    for beyond in (2**bits, -(2**bits) - 1, 2**62):
+        with pytest.raises(INVALID, match="step must be within"):
+            at(1, acc.set_global_step, beyond)
+    assert at(0, lambda: acc.global_step) == 0
+
+
+@pytest.mark.parametrize(("shape", "bits"), [((2,), 41), (None, 33)])
+def test_step_that_can_be_set_can_be_left(make, shape, bits):
+    acc = make(shape=shape, **({} if shape else {"capacity": 2}))
+    steps = [2 ** (bits - 1) - 1, -(2 ** (bits - 1)), 2**bits - 1]
+    for step in steps:
+        try:
+            at(1, acc.set_global_step, step)
+        except INVALID:
+            assert step == steps[-1]
+            continue
+        assert at(2, acc.apply_grad, [1, 1], step)
+        assert not at(2, acc.apply_grad, [1, 1], step - 1)
+        at(2, acc.take_grad, 1, timeout=WAIT)
+        assert at(0, lambda: acc.global_step) == step + 1
+
+
+@pytest.mark.parametrize(
+    ("required", "error"),
+    [
+        (0, INVALID),
+        (-1, INVALID),
+        (2**31, INVALID),
+        (None, INVALID),
+        ([1], INVALID),
+        (np.array([1, 1]), INVALID),
+        (1.0, TypeError),
+        ("1", TypeError),
+        (np.float32(1), TypeError),
+        (np.array(1.0), TypeError),
+    ],
+    ids=repr,
+)
+def test_number_required_is_an_integer_of_at_least_1(make, required, error):
+    acc = make()
+    at(0, acc.apply_grad, [1, 1])
+
+    with pytest.raises(error, match="num_required"):
+        at(1, acc.take_grad, required, timeout=WAIT)
+    assert at(0, acc.num_accumulated) == 1
+    assert at(0, lambda: acc.global_step) == 0
+
+
+def test_number_required_may_be_any_kind_of_integer(make):
+    acc = make()
+    for step, required in enumerate([np.int64(1), True, np.array(1), np.uint8(1)]):
+        at(0, acc.apply_grad, [1, 2], step)
+
+        same_bits(at(1, acc.take_grad, required, timeout=WAIT), [1.0, 2.0])
+
+
+def test_after_free_every_use_is_an_error():
+    acc = construct({})
+    acc.free()
+    acc.free()
+    uses = [
+        lambda: acc.apply_grad([1, 2]),
+        lambda: acc.take_grad(1),
+        acc.num_accumulated,
+        lambda: acc.set_global_step(1),
+        lambda: acc.global_step,
+        acc.slot,
+        acc.leave,
+        acc.statistics,
+    ]
+    for use in uses:
+        with pytest.raises(hpc.FreedError, match="'conditional_accumulator' was freed"):
+            use()
+    assert repr(acc) == "<ConditionalAccumulator 'conditional_accumulator', freed>"
+    assert (acc.name, acc.dtype) == ("conditional_accumulator", np.float32)
+    assert all(told == acc.name for told in meet(acc.name))
+
+
+def test_errors_are_what_a_caller_would_guess():
+    assert issubclass(INVALID, ValueError)
+    assert issubclass(hpc.DisagreementError, ValueError)
+    assert issubclass(hpc.WaitTimeoutError, TimeoutError)
+    assert issubclass(hpc.FreedError, RuntimeError)
+    assert issubclass(hpc.MPIUnavailableError, ImportError)

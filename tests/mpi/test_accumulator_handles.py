@@ -1,0 +1,214 @@
+"""Accumulators as objects: names, sharing, communicators, statistics, the end."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcaccum as hpc
+from hpcaccum.storage import choose
+
+from .acting import (
+    at,
+    everywhere,
+    make_fixture,  # noqa: F401
+    meet,
+    same_bits,
+)
+from .support import WAIT
+
+
+def test_arguments_have_the_order_and_names_of_tensorflow():
+    with hpc.ConditionalAccumulator(np.float64, (2,), "shared", "named", "SUM") as acc:
+        assert (acc.dtype, acc.name) == (np.float64, "named")
+        assert acc.dtype == "float64"
+        assert acc.accumulator_ref == "shared:shared"
+        everywhere(acc.apply_grad, [1, 2], local_step=0, name="apply")
+
+        assert at(1, acc.num_accumulated, name="count") == MPI.COMM_WORLD.size
+        at(1, acc.set_global_step, new_global_step=0, name="set")
+        found = at(0, acc.take_grad, num_required=1, name="take", timeout=WAIT)
+        same_bits(found, np.array([1.0, 2.0]) * MPI.COMM_WORLD.size)
+
+
+def test_repr_shows_the_numbers(make):
+    acc = make("float32", (2, 3), storage="sum", name="g")
+    at(1, acc.set_global_step, 4)
+    at(1, acc.apply_grad, np.ones((2, 3)), 4)
+
+    assert repr(acc) == (
+        "<ConditionalAccumulator 'g' float32 (2, 3): step 4, 1 accumulated, sum>"
+    )
+
+
+def test_statistics_count_what_became_of_gradients(rank, size):
+    with hpc.ConditionalAccumulator("float64", (5,), storage="slots") as acc:
+        new = at(1, acc.statistics)
+        assert (new.tally.accepted, new.tally.dropped) == ((0,) * size, (0,) * size)
+        assert (new.tally.lags, new.storage) == ({}, "slots")
+        acc.apply_grad(np.ones(5), 0)
+        meet()
+        at(0, acc.set_global_step, 50)
+        for step in (0, 48, 50, 60):
+            acc.apply_grad(np.ones(5), step)
+        acc.apply_grad(np.ones(5), 48) if rank == size - 1 else None
+        meet()
+
+        found = at(1, acc.statistics)
+        assert found.tally.accepted == (3,) * size
+        assert found.tally.dropped == (2,) * (size - 1) + (3,)
+        # More than 31 steps late counts as 31, early as 0.
+        assert found.tally.lags == {0: 3 * size, 2: size + 1, 31: size}
+        assert (found.global_step, found.num_accumulated) == (50, 3 * size)
+        assert found.left == ()
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float16", 4), ("float64", 8)])
+def test_memory_is_2_gradients_a_rank_or_2_on_the_host(comm, dtype, itemsize):
+    n, host = 1000, comm.size - 1
+    gradient = -(-n * itemsize // 64) * 64
+    make_one = hpc.ConditionalAccumulator
+    with make_one(dtype, (n,), comm=comm, host=host, storage="slots") as acc:
+        held = meet(acc.statistics().window_bytes)
+        assert sum(held) == 2 * gradient * comm.size
+        if hpc.Group.of(comm).single_node:
+            assert set(held) == {2 * gradient}
+    with make_one(dtype, (n,), comm=comm, host=host, storage="sum") as acc:
+        held = meet(acc.statistics().window_bytes)
+        assert held == [0] * host + [2 * gradient]
+
+
+def test_auto_is_slots_where_memory_is_shared_or_enough(comm):
+    group = hpc.Group.of(comm)
+
+    assert choose("auto", group, 0, 1000) == "slots"
+    assert choose("auto", group, 0, 2**50) == ("slots" if group.single_node else "sum")
+    assert choose("sum", group, 0, 1000) == "sum"
+
+
+def test_shared_name_is_one_object(make):
+    first = hpc.ConditionalAccumulator("float64", (2,), "the one")
+    second = hpc.ConditionalAccumulator("float64", [2], "the one", name="second")
+    other = hpc.ConditionalAccumulator("float64", (2,), "the other")
+
+    at(1, first.apply_grad, [1, 2])
+    assert (second.num_accumulated(), other.num_accumulated()) == (1, 0)
+    assert first.accumulator_ref == second.accumulator_ref != other.accumulator_ref
+    assert (first.name, second.name) == ("conditional_accumulator", "second")
+    meet()
+    first.free()
+    with pytest.raises(hpc.FreedError):
+        first.num_accumulated()
+    same_bits(at(0, second.take_grad, 1, timeout=WAIT), [1.0, 2.0])
+    second.free()
+    other.free()
+    # After the last of them the name is free for something else.
+    with hpc.ConditionalAccumulator("float32", (3,), "the one") as third:
+        assert third.num_accumulated() == 0
+        meet()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "float32"),
+        ("shape", (3,)),
+        ("reduction_type", "SUM"),
+        ("storage", "sum"),
+    ],
+)
+def test_shared_name_with_other_arguments_is_an_error_everywhere(field, value):
+    options = {"dtype": "float64", "shape": (2,), "shared_name": "strict"}
+    with hpc.ConditionalAccumulator(**options) as acc:
+        with pytest.raises(hpc.InvalidArgumentError, match="'strict' exists with"):
+            hpc.ConditionalAccumulator(**{**options, field: value})
+
+        assert everywhere(acc.apply_grad, [1, 2])
+
+
+def test_without_a_shared_name_each_is_its_own():
+    with (
+        hpc.ConditionalAccumulator("float64", ()) as first,
+        hpc.ConditionalAccumulator("float64", (), "") as second,
+    ):
+        at(1, first.apply_grad, 1)
+
+        assert at(0, second.num_accumulated) == 0
+        assert first.accumulator_ref != second.accumulator_ref
+
+
+def test_shared_names_belong_to_a_communicator(comm):
+    with (
+        hpc.ConditionalAccumulator("float64", (), "common") as first,
+        hpc.ConditionalAccumulator("float64", (), "common", comm=comm) as second,
+    ):
+        at(1, first.apply_grad, 1)
+
+        assert at(0, second.num_accumulated) == 0
+
+
+def test_accumulators_of_parts_of_the_ranks(comm, rank, size):
+    part = comm.Split(rank % 2, -rank)  # the ranks in reverse order
+    with hpc.ConditionalAccumulator(
+        "float64", (), comm=part, host=part.size - 1
+    ) as acc:
+        assert acc.apply_grad(rank)
+        part.Barrier()
+        assert acc.num_accumulated() == part.size
+        part.Barrier()
+        if part.rank == 0:
+            mean = acc.take_grad(part.size, timeout=WAIT)
+            same_bits(mean, np.mean(range(rank % 2, size, 2)))
+        assert acc.statistics().tally.dropped == (0,) * part.size
+    part.Free()
+
+
+def test_accumulator_of_one_rank_alone(rank):
+    if rank == 0:
+        with hpc.ConditionalAccumulator("float64", (), comm=MPI.COMM_SELF) as acc:
+            acc.apply_grad(3)
+            same_bits(acc.take_grad(1, timeout=WAIT), np.array(3.0))
+
+
+def test_several_at_once_do_not_mix(rank, size):
+    accs = [
+        hpc.ConditionalAccumulator("float64", (k + 1,), host=k % size, storage=storage)
+        for k, storage in enumerate(["slots", "sum", "slots"])
+    ]
+    for k, acc in enumerate(accs):
+        everywhere(lambda acc=acc, k=k: acc.apply_grad(np.full(k + 1, k + rank)))
+    for k, acc in reversed(list(enumerate(accs))):
+        mean = at(k + 1, acc.take_grad, size, timeout=WAIT)
+
+        same_bits(mean, np.full(k + 1, k + (size - 1) / 2))
+    for acc in accs:
+        acc.free()
+
+
+def test_group_serves_as_communicator(comm):
+    group = hpc.Group.of(comm)
+    with hpc.ConditionalAccumulator("float64", (), comm=group) as acc:
+        assert everywhere(acc.apply_grad, 1)
+
+
+def test_exception_in_a_with_block_does_not_wait_for_others(rank):
+    # Freeing is collective, and the others may not come.
+    acc = hpc.ConditionalAccumulator("float64", ())
+    if rank == 0:
+        with pytest.raises(KeyError), acc:
+            raise KeyError
+        assert acc.num_accumulated() == 0
+    acc.free()
+
+
+def test_accumulator_that_nobody_holds_does_no_harm():
+    acc = hpc.ConditionalAccumulator("float64", ())
+    at(1, acc.apply_grad, 1)
+    del acc
+    gc.collect()
+
+    with hpc.ConditionalAccumulator("float64", ()) as other:
+        assert at(0, other.num_accumulated) == 0

@@ -1,0 +1,219 @@
+"""Slots: gradients that are computed where they are read."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum.deadline import Deadline
+
+from .acting import (  # noqa: F401
+    VAIN,
+    Background,
+    acc_fixture,
+    at,
+    everywhere,
+    make_fixture,
+    same_bits,
+)
+from .support import WAIT
+
+
+def apply_in_slot(acc, value, step=0):
+    slot = acc.slot(timeout=WAIT)
+    slot[:] = value
+    return acc.apply_grad(slot, step)
+
+
+def test_slot_is_memory_of_the_declared_shape(acc):
+    slot = acc.slot(timeout=0)
+
+    assert (slot.shape, slot.dtype) == ((2,), np.float64)
+    assert slot.flags.writeable
+    assert slot.flags.c_contiguous
+    slot[:] = 7
+    assert acc.slot().ctypes.data == slot.ctypes.data
+
+
+def test_gradient_in_its_slot_is_not_copied(make, monkeypatch):
+    acc = make(storage="slots")
+    for step in range(5):
+        with monkeypatch.context() as patch:
+            if acc._storage.region.direct:
+                patch.setattr("hpcaccum.storage.np.copyto", None)
+            everywhere(apply_in_slot, acc, [step, 1], step)
+
+        same_bits(at(step, acc.take_grad, 1, timeout=WAIT), [float(step), 1.0])
+
+
+def test_slot_serves_every_round(acc, rank, size):
+    for step in range(6):
+        for _ in range(1 + step % 2):
+            everywhere(lambda step=step: apply_in_slot(acc, [rank, step], step))
+
+        mean = at(step, acc.take_grad, size, timeout=WAIT)
+        same_bits(mean, [(size - 1) / 2, float(step)])
+
+
+def test_slot_outlives_the_round_it_was_made_in(acc):
+    def fill():
+        acc.apply_grad([1, 1], 0)
+        slot = acc.slot(timeout=0)
+        slot[:] = [5, 6]
+        return slot
+
+    slots = {}
+
+    def keep():
+        slots[0] = fill()
+
+    at(1, keep)
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 1.0])
+    at(1, lambda: acc.apply_grad(slots[0], 1))
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [5.0, 6.0])
+
+
+def test_slot_of_a_dropped_gradient_can_be_applied_again(acc):
+    at(0, acc.set_global_step, 2)
+
+    def twice():
+        slot = acc.slot(timeout=0)
+        slot[:] = [3, 4]
+        return [bool(acc.apply_grad(slot, step)) for step in (1, 2)]
+
+    assert at(1, twice) == [False, True]
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [3.0, 4.0])
+
+
+def test_several_gradients_of_a_rank_from_slots_are_added(acc):
+    def several():
+        for value in (1, 2, 6):
+            assert apply_in_slot(acc, [value, -value])
+        acc.apply_grad([7, 1])
+
+    at(1, several)
+    same_bits(at(0, acc.take_grad, 4, timeout=WAIT), [4.0, -2.0])
+
+
+def test_slot_may_be_applied_reversed_or_converted(acc):
+    def odd(change, step):
+        # With a gradient of the former round not yet reduced only one buffer is free.
+        slot = acc.slot(timeout=WAIT)
+        slot[:] = [step, 2]
+        return acc.apply_grad(change(slot), step)
+
+    changes = [lambda s: s[::-1], lambda s: s.astype("f"), lambda s: s.tolist()]
+    for step, change in enumerate(changes):
+        at(1, odd, change, step)
+        expected = [2.0, step] if step == 0 else [step, 2.0]
+        same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.array(expected, float))
+
+
+def test_slot_that_was_lent_is_not_taken_by_another_thread(acc, monkeypatch):
+    # The other thread applies while the slot is on its way to this one.
+    buffer, other = acc._storage.buffer, []
+
+    def interrupted(index):
+        if not other:
+            other.append(threading.Thread(target=acc.apply_grad, args=([1, 1],)))
+            other[0].start()
+            other[0].join(0.1)
+        return buffer(index)
+
+    monkeypatch.setattr(acc._storage, "buffer", interrupted)
+
+    def apply_both():
+        slot = acc.slot(timeout=WAIT)
+        other[0].join(WAIT)
+        slot[:] = [10, 20]
+        return acc.apply_grad(slot)
+
+    assert at(1, apply_both)
+    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [5.5, 10.5])
+
+
+class Given(Exception):
+    """Given up in the midst of a take."""
+
+
+def close_unreduced(acc):
+    """Leave a closed round on record."""
+    with pytest.raises(Given), acc._rounds.take(1, Deadline(WAIT, "closing")):
+        raise Given
+
+
+def test_slot_is_awaited_while_both_buffers_are_held(acc):
+    at(1, apply_in_slot, acc, [1, 2], 0)
+    at(0, close_unreduced, acc)
+    at(1, apply_in_slot, acc, [3, 4], 1)
+
+    with pytest.raises(hpc.WaitTimeoutError, match=r"slot: waited .* both buffers"):
+        at(1, acc.slot, timeout=VAIN)
+    # A gradient that lies elsewhere needs none.
+    assert at(1, acc.apply_grad, [5, 6], 1)
+    waiting = Background(1, lambda: acc.slot(timeout=WAIT))
+    assert not waiting.over()
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])
+    assert waiting.result().shape == (2,)
+    at(1, apply_in_slot, acc, [10, 11], 1)
+    same_bits(at(0, acc.take_grad, 3, timeout=WAIT), [6.0, 7.0])
+
+
+def test_only_free_buffer_takes_a_gradient_that_overlaps_it(acc):
+    at(1, apply_in_slot, acc, [1, 2], 0)
+    at(0, close_unreduced, acc)
+
+    def overlapping():
+        slot = acc.slot(timeout=0)
+        slot[:] = [3, 4]
+        acc.apply_grad(slot[::-1], 1)
+
+    at(1, overlapping)
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [4.0, 3.0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("storage", ["slots", "sum"])
+def test_slot_of_a_half_is_float32(make, dtype, storage):
+    acc = make(dtype, storage=storage)
+    assert acc.slot().dtype == np.float32
+    at(1, apply_in_slot, acc, [1, 2])
+    at(1, apply_in_slot, acc, [3, 4])
+
+    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), np.array([2, 3], dtype))
+
+
+def test_slot_needs_a_shape_where_it_is_not_fixed(make):
+    acc = make(shape=(2, None), capacity=6)
+    for shape in [None, (2, None), (3, 2), (2, 4), (2,), 6]:
+        with pytest.raises(hpc.InvalidArgumentError, match="slot"):
+            acc.slot(shape)
+    slot = acc.slot((2, 3))
+
+    assert slot.shape == (2, 3)
+    slot[:] = 2
+    assert everywhere(acc.apply_grad, slot)
+    same_bits(at(1, acc.take_grad, 1, timeout=WAIT), np.full((2, 3), 2.0))
+
+
+def test_slot_of_the_fixed_shape_only(make):
+    acc = make()
+    assert acc.slot((2,)).shape == acc.slot([2]).shape == acc.slot(2).shape == (2,)
+    for shape in [(1,), (2, 1), ()]:
+        with pytest.raises(hpc.InvalidArgumentError, match="slot must have shape"):
+            acc.slot(shape)
+
+
+@pytest.mark.parametrize("shape", [(), (0,)])
+def test_slot_of_a_scalar_and_of_nothing(shape):
+    with hpc.ConditionalAccumulator("float32", shape) as acc:
+        slot = acc.slot()
+        assert slot.shape == shape
+        slot[...] = 3
+        everywhere(acc.apply_grad, slot)
+
+        same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.full(shape, 3, "f"))

@@ -1,0 +1,311 @@
+"""Takes that wait: their order, their timeouts, and ranks that have left."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+
+from .acting import (  # noqa: F401
+    VAIN,
+    Background,
+    Take,
+    acc_fixture,
+    at,
+    everywhere,
+    make_fixture,
+    same_bits,
+    settle,
+    until,
+)
+from .support import WAIT
+
+
+def test_take_waits_until_enough_are_there(acc):
+    take = Take(acc, 1, 3)
+    assert at(0, acc.num_accumulated) == 0
+    at(0, acc.apply_grad, [1, 1])
+    at(1, acc.apply_grad, [2, 2])  # while a thread of this rank waits
+    assert at(2, acc.num_accumulated) == 2
+    assert not take.over()
+    at(2, acc.apply_grad, [9, 6])
+
+    same_bits(take.result(), [4.0, 3.0])
+    assert (at(0, acc.num_accumulated), at(0, lambda: acc.global_step)) == (0, 1)
+
+
+def test_last_gradient_wanted_closes_the_round(acc):
+    # Not the take when it looks next: the gradient after that is of the next round.
+    take = Take(acc, 0, 2)
+
+    def burst():
+        return [bool(acc.apply_grad([k, 0], 0)) for k in (1, 3, 9, 9)]
+
+    assert at(1, burst) == [True, True, False, False]
+    same_bits(take.result(), [2.0, 0.0])
+
+
+@pytest.mark.ranks(min=2)
+def test_second_in_line_waits_for_the_first(acc):
+    first, second = Take(acc, 0, 3), Take(acc, 1, 1)
+    for value in (1, 2):
+        at(2, acc.apply_grad, [value, 0])
+        settle(acc)
+        assert (first.over(), second.over()) == (False, False)
+    at(2, acc.apply_grad, [6, 0])
+
+    same_bits(first.result(), [3.0, 0.0])
+    settle(acc)
+    assert not second.over()
+    assert not at(2, acc.apply_grad, [7, 0], 0)
+    at(2, acc.apply_grad, [8, 0], 1)
+    same_bits(second.result(), [8.0, 0.0])
+
+
+@pytest.mark.ranks(min=2)
+def test_two_takes_of_two_share_four_gradients(acc):
+    takes = Take(acc, 1, 2), Take(acc, 0, 2)
+    for value in (1, 3, 10, 30):
+        at(2, acc.apply_grad, [value, 0], 9)
+
+    same_bits(takes[0].result(), [2.0, 0.0])
+    same_bits(takes[1].result(), [20.0, 0.0])
+    assert at(0, lambda: acc.global_step) == 2
+
+
+@pytest.mark.ranks(min=2)
+def test_gradient_is_stale_once_the_first_of_two_takes_is_served(acc):
+    first, second = Take(acc, 0, 1), Take(acc, 1, 1)
+
+    assert [bool(at(2, acc.apply_grad, [k, k], 0)) for k in (4, 5)] == [True, False]
+    same_bits(first.result(), [4.0, 4.0])
+    settle(acc)
+    assert not second.over()
+    assert at(0, acc.num_accumulated) == 0
+    assert at(2, acc.apply_grad, [6, 6], 1)
+    same_bits(second.result(), [6.0, 6.0])
+
+
+def test_takes_are_served_in_order_of_arrival(acc, size):
+    order = [(3 * k + 1) % size if size == 4 else size - 1 - k for k in range(size)]
+    takes = [Take(acc, rank, 1) for rank in order]
+    for step, rank in enumerate(order):
+        at(rank + 1, acc.apply_grad, [step, 0], step)
+        settle(acc)
+
+    means = [take.result()[0] for take in takes]
+    assert means == list(range(size))
+
+
+@pytest.mark.ranks(min=2)
+def test_take_that_gives_up_lets_the_next_one_through(acc):
+    first = Take(acc, 0, 5, timeout=0.3)
+    at(1, acc.apply_grad, [1, 2])
+    second = Take(acc, 1, 1)
+    with pytest.raises(hpc.WaitTimeoutError):
+        first.result()
+
+    same_bits(second.result(), [1.0, 2.0])
+
+
+def test_take_that_gave_up_takes_nothing(acc):
+    at(0, acc.apply_grad, [1, 0])
+    with pytest.raises(hpc.WaitTimeoutError):
+        at(1, acc.take_grad, 3, timeout=VAIN)
+    assert (at(0, acc.num_accumulated), at(0, lambda: acc.global_step)) == (1, 0)
+    for value in (2, 6, 7):
+        at(2, acc.apply_grad, [value, 0])
+    assert at(0, acc.num_accumulated) == 4
+
+    same_bits(at(2, acc.take_grad, 3, timeout=WAIT), [4.0, 0.0])
+
+
+def test_timeout_0_looks_once(acc):
+    with pytest.raises(hpc.WaitTimeoutError):
+        at(0, acc.take_grad, 1, timeout=0)
+    at(1, acc.apply_grad, [1, 2])
+
+    same_bits(at(0, acc.take_grad, 1, timeout=0), [1.0, 2.0])
+
+
+@pytest.mark.ranks(min=2)
+def test_taking_in_vain_says_who_is_missing(make, size):
+    acc = make(name="gradients")
+    at(1, acc.apply_grad, [1, 0], 4)
+    at(0, acc.set_global_step, 4)
+
+    told = (
+        r"gradients: take_grad\(3\): waited 0\.\d+ s for 3 gradients at step 4, had 1"
+    )
+    with pytest.raises(hpc.WaitTimeoutError, match=told) as caught:
+        at(0, acc.take_grad, 3, timeout=VAIN)
+    missing = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2-3"}[size]
+    assert str(caught.value).endswith(f"(nothing from {missing})")
+
+
+@pytest.mark.ranks(min=2)
+def test_waiting_in_line_in_vain_says_who_is_before(acc):
+    first = Take(acc, 1, 2)
+    with pytest.raises(hpc.WaitTimeoutError, match="for rank 1, before this rank in"):
+        at(0, acc.take_grad, 1, timeout=VAIN)
+    with pytest.raises(hpc.WaitTimeoutError, match="another thread of this rank"):
+        at(1, acc.take_grad, 1, timeout=VAIN)
+
+    at(0, acc.apply_grad, [1, 0])
+    at(0, acc.apply_grad, [2, 0])
+    same_bits(first.result(), [1.5, 0.0])
+
+
+def test_bad_number_is_refused_though_others_wait(make):
+    acc = make()
+    take = Take(acc, 0, 1)
+    for number, error in [(0, hpc.InvalidArgumentError), (1.0, TypeError)]:
+        with pytest.raises(error):
+            at(1, acc.take_grad, number)
+
+    at(0, acc.apply_grad, [1, 2])
+    same_bits(take.result(), [1.0, 2.0])
+
+
+def test_setting_the_step_wakes_nobody(acc):
+    take = Take(acc, 0, 2)
+    at(1, acc.apply_grad, [1, 0])
+    at(1, acc.set_global_step, 7)
+    settle(acc)
+
+    assert not take.over()
+    assert at(1, acc.num_accumulated) == 1
+    assert not at(1, acc.apply_grad, [9, 0], 6)
+    at(1, acc.apply_grad, [2, 0], 7)
+    same_bits(take.result(), [1.5, 0.0])
+    assert at(0, lambda: acc.global_step) == 8
+
+
+def test_shape_is_fixed_while_a_take_waits(make):
+    acc = make(shape=None, capacity=4)
+    take = Take(acc, 0, 2)
+    at(1, acc.apply_grad, np.ones(3))
+    with pytest.raises(hpc.InvalidArgumentError, match="as the others"):
+        at(2, acc.apply_grad, np.ones(2))
+    at(2, acc.apply_grad, np.ones(3))
+
+    same_bits(take.result(), np.ones(3))
+
+
+def test_threads_of_a_rank_take_one_after_the_other(acc):
+    threads = [
+        Background(1, lambda: float(acc.take_grad(1, timeout=WAIT)[0]))
+        for _ in range(3)
+    ]
+    for step in range(3):
+        at(0, acc.apply_grad, [step, 0], step)
+        at(0, until, lambda step=step: acc.global_step == step + 1)
+
+    assert sorted(thread.result() for thread in threads) == [0, 1, 2]
+
+
+def test_environment_limits_waits_without_a_timeout(make, monkeypatch):
+    acc = make()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+    with pytest.raises(hpc.WaitTimeoutError, match=r"take_grad\(1\): waited 0.0"):
+        at(1, acc.take_grad, 1)
+    at(1, acc.apply_grad, [1, 2])
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "soon")
+    with pytest.raises(hpc.InvalidArgumentError, match=r"HPCACCUM_TIMEOUT .* 'soon'"):
+        at(1, acc.take_grad, 1)
+
+    same_bits(at(0, acc.take_grad, 1, timeout=1), [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"), [(-1, ValueError), (np.nan, ValueError), ("1", TypeError)]
+)
+def test_timeout_is_seconds(make, timeout, error):
+    acc = make()
+    with pytest.raises(error, match="timeout must be"):
+        at(1, acc.take_grad, 1, timeout=timeout)
+
+
+# Accumulators of their own: a rank that has left does not come back.
+
+
+@pytest.mark.ranks(min=2)
+def test_take_wants_no_more_than_ranks_are_left(rank, size):
+    with hpc.ConditionalAccumulator("float64", ()) as acc:
+        assert everywhere(lambda: acc.statistics().left) == [()] * size
+        take = Take(acc, 0, size)
+        everywhere(lambda: acc.apply_grad(rank) if rank < size - 1 else None)
+        settle(acc)
+        assert not take.over()
+        at(size - 1, acc.leave)
+
+        same_bits(take.result(), np.array((size - 2) / 2))
+        assert at(0, acc.statistics).left == (size - 1,)
+        with pytest.raises(hpc.InvalidArgumentError, match=f"rank {size - 1} has left"):
+            at(size - 1, acc.apply_grad, 1, 1)
+        at(size - 1, acc.leave)
+        assert (
+            at(0, lambda: acc._rounds.quorum(size, len(acc._rounds.left()))) == size - 1
+        )
+        # It may take all the same.
+        everywhere(lambda: acc.apply_grad(rank, 1) if rank < size - 1 else None)
+        same_bits(at(-1, acc.take_grad, size, timeout=WAIT), np.array((size - 2) / 2))
+
+
+def test_when_all_have_left_takes_end_at_once(rank, size):
+    with hpc.ConditionalAccumulator("float64", ()) as acc:
+        at(-1, acc.apply_grad, 5)
+        take = Take(acc, 0, size + 1)
+        everywhere(acc.leave)
+
+        same_bits(take.result(), np.array(5.0))
+        with pytest.raises(hpc.EverybodyLeftError, match=f"all {size} ranks have left"):
+            at(-1, acc.take_grad, 1)
+
+
+def test_take_that_waits_hears_that_all_have_left():
+    with hpc.ConditionalAccumulator("float64", ()) as acc:
+        take = Take(acc, 0, 1)
+        everywhere(acc.leave)
+
+        with pytest.raises(hpc.EverybodyLeftError):
+            take.result()
+        assert issubclass(hpc.EverybodyLeftError, hpc.WaitTimeoutError)
+
+
+@pytest.mark.ranks(min=2)
+def test_who_has_left_is_not_missing(size):
+    with hpc.ConditionalAccumulator("float64", ()) as acc:
+        at(1, acc.leave)
+        with pytest.raises(hpc.WaitTimeoutError) as caught:
+            at(0, acc.take_grad, size, timeout=VAIN)
+
+    missing = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2-3"}[size]
+    assert str(caught.value).endswith(
+        f"{size - 1} gradients at step 0, had 0 (nothing from {missing})"
+    )
+
+
+def test_quorums_shrink_with_the_workers(make, monkeypatch):
+    rounds = make()._rounds
+    monkeypatch.setattr(rounds, "workers", 4)
+
+    def quorums(required):
+        return [rounds.quorum(required, left) for left in range(5)]
+
+    assert quorums(1) == [1, 1, 1, 1, 1]
+    assert quorums(3) == [3, 3, 2, 1, 1]
+    assert quorums(4) == [4, 3, 2, 1, 1]
+    # More than one a worker: in proportion.
+    assert quorums(10) == [10, 8, 5, 3, 1]
+
+
+@pytest.mark.ranks(min=2)
+def test_dedicated_host_is_no_worker(size):
+    with hpc.ConditionalAccumulator("float64", (), workers=size - 1) as acc:
+        for rank in range(1, size):
+            at(rank, acc.leave)
+
+        with pytest.raises(hpc.EverybodyLeftError, match=f"all {size - 1} ranks"):
+            at(0, acc.take_grad, 1)

@@ -1,0 +1,170 @@
+"""Groups: private communicators, meetings, agreements."""
+
+from __future__ import annotations
+
+import pytest
+from mpi4py import MPI
+
+import hpcaccum as hpc
+from hpcaccum.group import Group, ranks_text
+
+from .acting import VAIN, meet
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], "ranks none"),
+        ([3], "rank 3"),
+        ([2, 0], "ranks 0, 2"),
+        ([1, 2], "ranks 1-2"),
+        ([9, 0, 1, 2, 3], "ranks 0-3, 9"),
+        (range(64), "ranks 0-63"),
+    ],
+)
+def test_ranks_are_named_as_people_do(ranks, text):
+    assert ranks_text(ranks) == text
+
+
+def test_communicator_has_one_group(comm, rank, size):
+    group = Group.of(comm)
+
+    assert Group.of(comm) is group
+    assert Group.of(group) is group
+    assert (group.rank, group.size) == (rank, size)
+    assert group is not Group.of(None)
+    assert Group.of(None) is Group.of(MPI.COMM_WORLD)
+    assert repr(group) == f"Group(rank {rank} of {size}, {group.node.size} on its node)"
+
+
+def test_group_has_a_communicator_of_its_own(comm):
+    group = Group.of(comm)
+
+    assert MPI.Comm.Compare(group.comm, comm) == MPI.CONGRUENT
+    comm.Set_attr(key := MPI.Comm.Create_keyval(), "user's")
+    assert group.comm.Get_attr(key) is None
+
+
+def test_group_goes_with_its_communicator(comm):
+    part = comm.Dup()
+    group = Group.of(part)
+    part.Free()
+
+    assert group.comm == MPI.COMM_NULL
+    again = comm.Dup()
+    assert Group.of(again) is not group
+    again.Free()
+
+
+def test_single_node_is_what_mpi_says(comm, size):
+    group = Group.of(comm)
+    nodes = meet(group.node.size)
+
+    assert group.single_node == (nodes == [size] * size)
+
+
+def test_meeting_brings_all_values_to_all(comm, rank, size):
+    group = Group.of(comm)
+    for turn in range(10):
+        values = group.meet((rank, turn, "x" * 2000 * rank), "turn")
+
+        assert values == [(r, turn, "x" * 2000 * r) for r in range(size)]
+
+
+@pytest.mark.ranks(min=2)
+def test_who_does_not_come_to_a_meeting_is_named(comm, rank, size, monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+    group = Group.of(comm)
+    if rank < size - 1:
+        told = (
+            f"dinner: waited .* for rank {size - 1} of {size} to make the same call"
+            if rank == 0
+            else "dinner: waited .* for rank 0 to answer"
+        )
+        with pytest.raises(hpc.WaitTimeoutError, match=told):
+            group.meet(rank, "dinner")
+    meet()
+
+
+def test_agreement_is_silent(comm):
+    group = Group.of(comm)
+
+    assert group.agree("all", lambda: {"a": 1, "b": "x", "c": (2, None)}) is None
+    assert group.agree("nothing", dict) is None
+
+
+@pytest.mark.ranks(min=2)
+def test_disagreement_names_both_sides_on_every_rank(comm, rank, size):
+    with pytest.raises(hpc.DisagreementError) as caught:
+        Group.of(comm).agree("opening", lambda: {"same": 1, "mine": int(rank > 0)})
+
+    others = "rank 1" if size == 2 else f"ranks 1-{size - 1}"
+    assert str(caught.value) == (
+        f"opening: mine must be the same on all {size} ranks: rank 0 has 0, "
+        f"rank 1 has 1 ({others} unlike rank 0)"
+    )
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(("odd", "told"), [(0, "extra"), (1, "extra")])
+def test_fact_that_one_rank_lacks_is_a_disagreement(comm, rank, odd, told):
+    facts = {"common": 1} if rank == odd else {"common": 1, "extra": 2}
+    with pytest.raises(hpc.DisagreementError, match=told):
+        Group.of(comm).agree("opening", lambda: facts)
+
+
+@pytest.mark.parametrize(
+    ("raised", "heard"),
+    [
+        (hpc.InvalidArgumentError, hpc.InvalidArgumentError),
+        (TypeError, TypeError),
+        (KeyError, RuntimeError),
+    ],
+)
+def test_error_of_one_rank_is_raised_on_all(comm, rank, size, raised, heard):
+    wrong = size - 1
+
+    def facts():
+        if rank == wrong:
+            raise raised("too bad")
+        return {"a": 1}
+
+    with pytest.raises(raised if rank == wrong else heard, match="too bad") as caught:
+        Group.of(comm).agree("opening", facts)
+    if rank != wrong:
+        assert str(caught.value).startswith(f"opening: rank {wrong}: ")
+
+
+def test_split_follows_the_lists(comm, rank, size):
+    shards = [list(range(size))[::2][::-1], list(range(size))[1::2]]
+    shards = [shard for shard in shards if shard]
+    part = Group.of(comm).split(shards)
+
+    mine = next(shard for shard in shards if rank in shard)
+    assert (part.size, part.rank) == (len(mine), mine.index(rank))
+    assert part.meet(rank, "names") == mine
+    part.free()
+
+
+def test_groups_of_parts_meet_apart(comm, rank, size):
+    part = comm.Split(rank % 2, rank)
+    group = Group.of(part)
+    for _ in range(1 + rank % 2):
+        assert group.meet(rank, "apart") == list(range(rank % 2, size, 2))
+    assert Group.of(comm).meet(rank, "together") == list(range(size))
+    part.Free()
+
+
+def test_messages_of_the_user_are_not_taken(comm, rank, size):
+    # The same tag that the group uses, on the user's communicator.
+    request = comm.irecv(source=(rank - 1) % size, tag=1)
+    comm.send("mine", (rank + 1) % size, tag=1)
+    assert Group.of(comm).meet(rank, "meeting") == list(range(size))
+
+    assert request.wait() == "mine"
+
+
+def test_group_of_something_else_is_refused():
+    for other in (0, "world", MPI.COMM_NULL, MPI.GROUP_EMPTY):
+        with pytest.raises(TypeError, match="must be an MPI intracommunicator"):
+            Group.of(other)

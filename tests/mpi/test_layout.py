@@ -1,0 +1,117 @@
+"""Layouts: where named arrays lie in one buffer."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hpcaccum as hpc
+from hpcaccum.layout import ALIGNMENT, float_dtype, wide_dtype
+
+from .acting import meet
+
+SHAPES = {"w": (3, 4), "b": (5,), "none": (0, 7), "scalar": ()}
+
+
+def test_arrays_follow_each_other_on_cache_lines():
+    layout = hpc.Layout(SHAPES, "float64")
+
+    assert layout.offsets == {"w": 0, "b": 16, "none": 24, "scalar": 24}
+    assert (layout.size, layout.nbytes) == (32, 256)
+    assert (list(layout), len(layout)) == (list(SHAPES), 4)
+    assert repr(layout) == "Layout(4 arrays, 32 x float64)"
+
+
+def test_views_are_parts_of_the_buffer():
+    layout = hpc.Layout(SHAPES, "float32")
+    buffer = np.zeros(layout.size, "float32")
+    views = layout.views(buffer)
+    for number, view in enumerate(views.values(), 1):
+        view[...] = number
+
+    assert {name: view.shape for name, view in views.items()} == SHAPES
+    assert all(np.shares_memory(v, buffer) for v in views.values() if v.size)
+    # 12 of w, 5 of b, 1 scalar; what lies between stays untouched.
+    assert np.bincount(buffer.astype(int)).tolist() == [layout.size - 18, 12, 5, 0, 1]
+
+
+def test_empty_layout_is_fine():
+    layout = hpc.Layout({}, "float64")
+
+    assert (layout.size, len(layout), layout.views(np.empty(0))) == (0, 0, {})
+    assert hpc.Layout.of({}).dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "common"),
+    [
+        (["float32"], "float32"),
+        (["float16", ml_dtypes.bfloat16], "float32"),
+        (["float32", "float64"], "float64"),
+        (["float16", "float64"], "float64"),
+    ],
+)
+def test_layout_of_arrays_has_the_dtype_that_holds_all(dtypes, common):
+    arrays = {str(k): np.ones(2, dtype) for k, dtype in enumerate(dtypes)}
+
+    assert hpc.Layout.of(arrays).dtype == np.dtype(common)
+
+
+def test_fingerprint_tells_layouts_apart():
+    layout = hpc.Layout(SHAPES, "float64")
+    others = [
+        hpc.Layout(SHAPES, "float32"),
+        hpc.Layout({**SHAPES, "w": (4, 3)}, "float64"),
+        hpc.Layout(dict(reversed(SHAPES.items())), "float64"),
+        hpc.Layout({name.upper(): shape for name, shape in SHAPES.items()}, "float64"),
+        hpc.Layout({**SHAPES, "more": ()}, "float64"),
+    ]
+
+    assert layout.fingerprint == hpc.Layout(dict(SHAPES), np.float64).fingerprint
+    fingerprints = {layout.fingerprint, *(other.fingerprint for other in others)}
+    assert len(fingerprints) == 6
+    assert len(set(meet(layout.fingerprint))) == 1  # no hash seed of one process
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"),
+    [
+        ("int32", hpc.InvalidArgumentError),
+        ("complex64", hpc.InvalidArgumentError),
+        (np.longdouble, hpc.InvalidArgumentError),
+        (bool, TypeError),
+        (object, TypeError),
+        ("U3", TypeError),
+        (None, TypeError),
+        ("nonsense", TypeError),
+    ],
+    ids=str,
+)
+def test_dtype_must_be_a_float_that_can_be_summed(dtype, error):
+    with pytest.raises(error, match="dtype must"):
+        float_dtype(dtype)
+
+
+def test_halves_are_widened():
+    names = ["float16", "bfloat16", "float32", "float64"]
+    wide = [wide_dtype(float_dtype(name)).name for name in names]
+
+    assert wide == ["float32", "float32", "float32", "float64"]
+
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@given(st.dictionaries(st.text(max_size=3), shapes, max_size=6), st.booleans())
+def test_arrays_never_overlap_and_begin_aligned(shapes, double):
+    layout = hpc.Layout(shapes, "float64" if double else "float32")
+    ends = 0
+    for name, shape in shapes.items():
+        start = layout.offsets[name]
+        assert start >= ends
+        assert start * layout.dtype.itemsize % ALIGNMENT == 0
+        ends = start + int(np.prod(shape))
+    assert ends <= layout.size

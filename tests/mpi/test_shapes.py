@@ -1,0 +1,133 @@
+"""Shapes of gradients, the numbers that ranks give them, and the ledger of receipts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum.group import Group
+from hpcaccum.ledger import MAX_LAG, Ledger, Receipt
+from hpcaccum.shapes import (
+    ShapeTable,
+    compatible,
+    declared_shape,
+    is_fixed,
+    size_of,
+)
+from hpcaccum.window import Cells
+
+from .acting import at, everywhere, meet
+
+
+@pytest.fixture
+def cells(comm):
+    made = Cells(Group.of(comm), 0, 2 + ShapeTable.words(4) + Ledger.words(comm.size))
+    yield made
+    meet()
+    made.free()
+
+
+@pytest.mark.parametrize(
+    ("shape", "declared"),
+    [
+        (None, None),
+        (3, (3,)),
+        (np.int64(3), (3,)),
+        ((), ()),
+        ([2, None], (2, None)),
+        ((np.int8(2), 0), (2, 0)),
+    ],
+)
+def test_shapes_that_can_be_declared(shape, declared):
+    assert declared_shape(shape) == declared
+
+
+@pytest.mark.parametrize("shape", ["3", 2.0, {3}, True, (1.5,), ("2",), np.ones(2)])
+def test_shapes_of_another_type(shape):
+    with pytest.raises(TypeError):
+        declared_shape(shape)
+
+
+@pytest.mark.parametrize("shape", [-1, (2, -3), (1,) * 17])
+def test_shapes_that_cannot_be(shape):
+    with pytest.raises(hpc.InvalidArgumentError, match="shape"):
+        declared_shape(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "declared", "fits"),
+    [
+        ((2, 3), None, True),
+        ((2, 3), (2, 3), True),
+        ((2, 3), (2, None), True),
+        ((2, 3), (None, None), True),
+        ((2, 3), (3, None), False),
+        ((2, 3), (None,), False),
+        ((2,), (2, None), False),
+        ((), (), True),
+        ((), (1,), False),
+        ((1,), (), False),
+        ((0,), (None,), True),
+    ],
+)
+def test_shape_fits_what_was_declared(shape, declared, fits):
+    assert compatible(shape, declared) == fits
+    assert is_fixed(declared) == (declared is not None and None not in declared)
+
+
+def test_size_is_the_product():
+    assert [size_of(s) for s in [(), (3,), (2, 3), (4, 0)]] == [1, 3, 6, 0]
+
+
+def test_number_of_a_shape_is_understood_by_all(cells, rank):
+    table = ShapeTable(cells, 1, 4)
+    shapes = [(), (2, 3), (1,) * 16, (0, 2**40)]
+    numbers = [at(k, table.number, shape) for k, shape in enumerate(shapes)]
+
+    assert numbers == [1, 2, 3, 4]
+    assert [table.shape(number) for number in numbers] == shapes
+    # Known by now, from having read it.
+    assert all(told == 2 for told in everywhere(table.number, (2, 3)))
+    with pytest.raises(hpc.InvalidArgumentError, match="more than 4 different shapes"):
+        table.number((5,))
+    assert cells.read(0) == cells.read(1 + ShapeTable.words(4)) == 0
+    meet()
+
+
+@pytest.mark.ranks(min=2)
+def test_two_numbers_of_one_shape_are_one_shape(cells):
+    tables = ShapeTable(cells, 1, 4)
+    numbers = [at(rank, tables.number, (2, 3)) for rank in (0, 1)]
+
+    assert numbers == [1, 2]
+    assert [tables.shape(number) for number in numbers] == [(2, 3), (2, 3)]
+
+
+def test_receipt_is_true_if_accepted():
+    accepted, dropped = Receipt(True, 7, 5), Receipt(False, 2, 5)
+
+    assert accepted
+    assert not dropped
+    assert (accepted.lag, dropped.lag) == (-2, 3)
+    assert hpc.Receipt is Receipt
+    with pytest.raises(AttributeError):
+        accepted.accepted = False
+    assert repr(dropped) == "Receipt(accepted=False, local_step=2, global_step=5)"
+
+
+def test_ledger_counts_receipts_of_all_ranks(cells, rank, size):
+    ledger = Ledger(cells, 1, rank, size)
+    lags = [-4, 0, 1, MAX_LAG, MAX_LAG + 1, 10**12][: 4 + rank]
+    for lag in lags:
+        ledger.post(Receipt(lag <= 0, 100 - lag, 100))
+        cells.flush()
+    meet()
+
+    tally = ledger.tally()
+    dropped = (2, 3, 4, 4)[:size]
+    assert tally.accepted == (2,) * size
+    assert tally.dropped == dropped
+    assert tally.lags == {0: 2 * size, 1: size, MAX_LAG: sum(dropped) - size}
+    assert cells.read(0) == 0
+    meet()

@@ -1,0 +1,344 @@
+"""Windows: words that all ranks change, and memory that they reach."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import window as module
+from hpcaccum.group import Group
+from hpcaccum.rounds import Closed, Record
+from hpcaccum.storage import Slots
+from hpcaccum.window import Cells, Opened, Progress, Region, check_shared_memory
+
+from .acting import at, everywhere, meet, until
+from .support import WAIT
+
+
+@pytest.fixture(params=["first", "last"])
+def cells(request, comm):
+    host = 0 if request.param == "first" else comm.size - 1
+    made = Cells(Group.of(comm), host, 20)
+    yield made
+    meet()
+    made.free()
+
+
+def test_words_begin_at_0(cells):
+    assert cells.read_range(0, 20) == [0] * 20
+
+
+def test_word_that_is_written_is_there_for_all(cells):
+    large, low = 2**63 - 1, -(2**63)
+    at(1, cells.write, 3, large)
+    at(2, cells.write_range, 4, [low, 7])
+
+    assert all(
+        found == [0, large, low, 7, 0] for found in everywhere(cells.read_range, 2, 5)
+    )
+    assert everywhere(cells.read, 4) == [low] * len(meet())
+
+
+def test_add_returns_what_was(cells):
+    assert [at(1, cells.add, 2, n) for n in (5, -7, 0)] == [0, 5, -2]
+    assert at(0, cells.read, 2) == -2
+
+
+def test_swap_sets_only_what_is_expected(cells):
+    assert at(1, cells.swap, 2, 0, 9) == 0
+    assert at(2, cells.swap, 2, 0, 5) == 9
+    assert at(0, cells.swap, 2, 9, -1) == 9
+    assert at(1, cells.read, 2) == -1
+
+
+def test_posted_words_are_there_after_a_flush(cells):
+    def post():
+        cells.post(5, np.array([1, 2], np.int64))
+        cells.flush()
+
+    at(1, post)
+    assert at(2, cells.read_range, 5, 2) == [1, 2]
+
+
+class Spy:
+    """A window that remembers what was called."""
+
+    MOVES = ("Put", "Get", "Accumulate", "Get_accumulate")
+    ATOMICS = ("Fetch_and_op", "Compare_and_swap")
+
+    def __init__(self, window):
+        self.window, self.calls = window, []
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            self.calls.append(name)
+            return method(*args, **kwargs)
+
+        method = getattr(self.window, name)
+        return call
+
+    def during(self, call, *args):
+        self.calls.clear()
+        call(*args)
+        return list(self.calls)
+
+
+# Shared memory, and a network that is never busy, forgive what is missing.
+
+
+def test_words_have_moved_when_a_call_returns(cells, monkeypatch):
+    spy = Spy(cells._window)
+    monkeypatch.setattr(cells, "_window", spy)
+    reads = [(cells.read, 1), (cells.read_range, 1, 3)]
+    writes = [(cells.write, 1, 2), (cells.write_range, 1, [2, 3])]
+    for call in [*reads, *writes, (cells.add, 1, 1), (cells.swap, 1, 0, 0)]:
+        calls = spy.during(*call)
+        if any(name in (*Spy.MOVES, *Spy.ATOMICS) for name in calls):
+            assert calls[-1] == "Flush"
+        else:
+            # A load sees what is new, a store is seen before what follows.
+            assert calls[0] == "Sync"
+            assert call not in writes or calls[-1] == "Sync"
+    cells.post(1, [4, 5])
+    assert spy.during(cells.flush) == ([] if cells.direct else ["Flush"])
+    meet()
+
+
+def test_vectors_have_moved_when_a_call_returns(comm, monkeypatch):
+    region = Region(Group.of(comm), 0, 80, spread=False)
+    spy = Spy(region._window)
+    monkeypatch.setattr(region, "_window", spy)
+    for move in (region.put, region.accumulate, region.get):
+        calls = spy.during(move, 0, 0, np.zeros(10))
+        assert calls[0] in Spy.MOVES
+        assert calls[-1] == "Flush"
+    assert spy.during(region.sync) == ["Sync"]
+    meet()
+    region.free()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_stores_and_loads_of_slots_are_ordered_with_those_of_others(
+    comm, rank, monkeypatch, first
+):
+    slots = Slots(Group.of(comm), 0, 10, np.dtype("f8"))
+    spy = Spy(slots.region._window)
+    monkeypatch.setattr(slots.region, "_window", spy)
+    calls = spy.during(lambda: slots.write(0, 0, np.ones(10), first=first, there=False))
+    assert calls[-1] == ("Sync" if slots.region.direct else "Flush")
+    records = {r: Record(0, 1, 0, 0, 0) for r in range(comm.size)}
+    calls = spy.during(slots.total, Closed(0, comm.size, 0, records), 10)
+    assert calls[0] == "Sync"
+    meet()
+    slots.free()
+
+
+def test_additions_of_all_ranks_and_threads_count(cells, size):
+    def add():
+        for _ in range(40):
+            cells.add(1, 1)
+
+    def add_in_threads():
+        threads = [threading.Thread(target=add) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        add()
+        for thread in threads:
+            thread.join(WAIT)
+
+    everywhere(add_in_threads)
+    assert at(0, cells.read, 1) == 120 * size
+
+
+def test_swaps_of_all_ranks_are_atomic(cells, size):
+    def increment():
+        for _ in range(25):
+            word = cells.read(1)
+            while (found := cells.swap(1, word, word + 1)) != word:
+                word = found
+                time.sleep(0)
+
+    everywhere(increment)
+    assert at(0, cells.read, 1) == 25 * size
+
+
+@pytest.mark.ranks(min=2)
+def test_words_are_reached_while_the_host_computes(comm, rank):
+    cells = Cells(Group.of(comm), 0, 2)
+    progress = Progress.of(Group.of(comm)) if rank == 0 else None
+    if progress:
+        progress.start()
+    meet()
+    if rank == 0:
+        block = np.ones((300, 300))
+        end = time.monotonic() + WAIT
+        # Plain memory of this process: no MPI call helps the others.
+        while not (told := meet_quickly(comm)) and time.monotonic() < end:
+            for _ in range(20):
+                block = block @ block / 300
+        assert told
+    else:
+        for _ in range(20):
+            cells.add(0, 1)
+        meet_quickly(comm, done=True)
+    assert at(0, cells.read, 0) == 20 * (comm.size - 1)
+    if progress:
+        progress.stop()
+    meet()
+    cells.free()
+
+
+def meet_quickly(comm, done=False):
+    """Tell rank 0 that this rank is done; on rank 0, whether all are."""
+    if comm.rank:
+        comm.send(done, 0, 77)
+        return True
+    return all(comm.iprobe(rank, 77) for rank in range(1, comm.size)) and [
+        comm.recv(source=rank, tag=77) for rank in range(1, comm.size)
+    ]
+
+
+def spread_regions(comm):
+    """Yield regions of every kind."""
+    for spread in (True, False):
+        region = Region(Group.of(comm), comm.size - 1, 100, spread=spread)
+        yield region, comm.size if spread else 1
+        meet()
+        region.free()
+
+
+def test_region_begins_with_zeros(comm):
+    for region, parts in spread_regions(comm):
+        if region.direct:
+            for part in range(parts):
+                view = region.view(part, 0, 16, np.dtype("f8"))
+                np.testing.assert_array_equal(view, np.zeros(16))
+        meet()
+
+
+def test_memory_is_where_it_should_be(comm, size):
+    for region, parts in spread_regions(comm):
+        held = meet(region.nbytes_here)
+        assert sum(held) == parts * 128  # whole cache lines
+        if not Group.of(comm).single_node or parts == 1:
+            assert held[:-1] == [0] * (size - 1)
+
+
+def test_views_show_what_the_owner_stored(comm, rank):
+    region = Region(Group.of(comm), 0, 64, spread=True)
+    if region.direct:
+        region.view(rank, 8, 2, np.dtype("f4"))[:] = [rank, 0.5]
+        region.sync()
+    meet()
+    for part, direct in enumerate(meet(region.direct)):
+        if region.direct and direct:
+            region.sync()
+            found = region.view(part, 8, 2, np.dtype("f4"))
+            assert found.tolist() == [part, 0.5]
+    meet()
+    region.free()
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch):
+    # As those are that are larger than one MPI call moves.
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 40)
+    region = Region(Group.of(comm), comm.size - 1, 400, spread=False)
+    data = np.arange(37, dtype=dtype)
+    offset = 16
+
+    at(1, region.put, 0, offset, data)
+    everywhere(region.accumulate, 0, offset, data)
+    found = np.full(39, -1, dtype)
+    region.get(0, offset - data.itemsize, found)
+
+    expected = np.concatenate([[0], data * (1 + comm.size), [0]])
+    np.testing.assert_array_equal(found, expected.astype(dtype))
+    meet()
+    region.free()
+
+
+def test_empty_vectors_are_no_trouble(comm):
+    region = Region(Group.of(comm), 0, 0, spread=False)
+    nothing = np.empty(0)
+    for move in (region.put, region.accumulate, region.get):
+        everywhere(move, 0, 0, nothing)
+    meet()
+    region.free()
+
+
+def test_additions_at_once_are_all_counted(comm, rank, size):
+    region = Region(Group.of(comm), 0, 8 * 500, spread=False)
+    data = np.arange(500, dtype="f8")
+
+    def add():
+        for _ in range(10):
+            region.accumulate(0, 0, data)
+
+    everywhere(add)
+    found = np.empty(500)
+    region.get(0, 0, found)
+    np.testing.assert_array_equal(found, data * 10 * size)
+    meet()
+    region.free()
+
+
+def test_window_without_room_is_refused_on_every_rank(comm):
+    with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm .* --shm-size"):
+        check_shared_memory(Group.of(comm), 2**50)
+
+
+@pytest.mark.ranks(min=2)
+def test_window_without_room_on_one_rank_is_refused_on_every_rank(comm, rank):
+    nbytes = 2**50 if rank == 1 else 8
+    with pytest.raises(hpc.InvalidArgumentError, match="/dev/shm"):
+        check_shared_memory(Group.of(comm), nbytes)
+
+
+def test_window_with_room_is_not(comm):
+    check_shared_memory(Group.of(comm), 4096)
+
+
+def test_where_there_is_no_shared_memory_none_is_missed(comm, monkeypatch):
+    monkeypatch.setattr(module, "_SHM", "/nonexistent")
+    check_shared_memory(Group.of(comm), 2**50)
+
+
+def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm):
+    group = Group.of(comm)
+    progress = Progress.of(group)
+    assert Progress.of(group) is progress
+    before = threading.active_count()
+    for _ in range(2):
+        progress.start()
+    started = threading.active_count() - before
+    assert started == (0 if group.single_node else 1)
+    progress.stop()
+    assert threading.active_count() == before + started
+    progress.stop()
+    until(lambda: threading.active_count() == before)
+    progress.start()
+    progress.stop()
+
+
+def test_what_is_open_is_freed_once(monkeypatch):
+    freed = []
+    monkeypatch.setattr("hpcaccum.mpi._open", [])
+    from hpcaccum import mpi
+
+    first, second = Opened(lambda: freed.append(1)), Opened(lambda: freed.append(2))
+    assert not first.closed
+    second.close()
+    second.close()
+    assert (freed, second.closed) == ([2], True)
+    third = Opened(lambda: freed.append(3))
+    mpi._close_all()
+
+    assert freed == [2, 3, 1]
+    assert first.closed
+    third.close()
+    assert freed == [2, 3, 1]
