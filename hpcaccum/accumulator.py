@@ -49,7 +49,7 @@ class Statistics:
 
     Attributes:
         global_step: The step now.
-        num_accumulated: Gradients in the open round.
+        num_accumulated: Gradients that no take has handed out yet.
         tally: Gradients accepted and dropped so far, by rank, and their lags.
         left: Ranks that have left.
         storage: ``"slots"`` or ``"sum"``.
@@ -370,7 +370,7 @@ class ConditionalAccumulator:
         return result
 
     def num_accumulated(self, name: str | None = None) -> int:
-        """Return how many gradients the open round has; never waits."""
+        """Return how many gradients no take has handed out yet; never waits."""
         self._check_open()
         return self._rounds.count()
 

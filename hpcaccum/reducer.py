@@ -135,7 +135,7 @@ class Reducer:
                 raise DisagreementError(
                     f"{self._what}: {fact} must be the same on all {len(values)} "
                     f"ranks: rank 0 has {values[0]}, rank {others[0]} has "
-                    f"{values[others[0]]} ({ranks_text(others)} differ from rank 0)"
+                    f"{values[others[0]]} ({ranks_text(others)} unlike rank 0)"
                 )
 
     def free(self) -> None:

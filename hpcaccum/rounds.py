@@ -201,7 +201,9 @@ class Rounds:
         while True:
             state = self.packing.unpack(word)
             try:
-                shape = -1 if local_step < state.step else fit(state.shape)
+                stale = local_step < state.step
+                shape = -1 if stale else fit(state.shape)
+                new = 0 if stale else self._next(state, shape)
             except InvalidArgumentError:
                 if fresh:
                     raise
@@ -213,7 +215,6 @@ class Rounds:
             if shape < 0:
                 self._seen = word
                 return Receipt(False, local_step, state.step), state.parity, 0
-            new = self._next(state, shape)
             found = self.cells.swap(_STATE, word, new)
             if found == word:
                 self._seen = new
@@ -395,15 +396,19 @@ class Rounds:
     # Everybody
 
     def count(self) -> int:
-        """Return how many gradients the open round has."""
+        """Return how many gradients no take has handed out.
+
+        Those of the open round, and of one that a take closed and could not finish.
+        """
         bits = self.packing.max_count.bit_length()
         while True:
             want = self.cells.read(_WANT)
+            on_record = self.cells.read(_CLOSED) >> 1
             state = self.state()
             if not state.waiting:
-                return state.number
+                return on_record + state.number
             if self.cells.read(_WANT) == want:
-                return (want & (1 << bits) - 1) - state.number
+                return on_record + (want & (1 << bits) - 1) - state.number
 
     def set_step(self, step: int) -> int:
         """Set the step, whatever it was; return what it was."""

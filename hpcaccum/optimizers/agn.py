@@ -14,6 +14,7 @@ from hpcaccum.optimizers.base import (
     Optimizer,
     check_global_step,
     check_pairs,
+    check_variables,
     listed,
     set_global_step,
 )
@@ -160,6 +161,10 @@ class AGNOptimizer(OneSidedOptimizer):
                     f"variable {var.name!r} was not made with the custom getter of "
                     f"{self.get_name()}, which knows {sorted(self._getter.variables)}"
                 )
+
+    def _check_known(self, var_list: Any) -> None:
+        self._check_usable([] if var_list is None else check_variables(var_list))
+        super()._check_known(var_list)
 
     def compute_gradients(
         self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any

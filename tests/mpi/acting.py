@@ -158,9 +158,14 @@ class Makers:
         self._used.clear()
 
 
+def is_left(acc: hpc.ConditionalAccumulator) -> bool:
+    """Whether a take would get something, be it what one that gave up had closed."""
+    return bool(acc.num_accumulated() or acc._rounds.cells.read(_CLOSED))
+
+
 def renew(acc: hpc.ConditionalAccumulator) -> None:
     """Empty an accumulator and set its step to 0; a closed round may be left over."""
-    while acc.num_accumulated() or acc._rounds.cells.read(_CLOSED):
+    while is_left(acc):
         acc.take_grad(1, timeout=1.0)
     acc._rounds.set_step(0)
 

@@ -53,7 +53,7 @@ def test_round_that_was_closed_is_finished_by_a_later_take(acc):
     # Others go on meanwhile, in the next round.
     assert not at(0, acc.apply_grad, [8, 8], 0)
     at(0, acc.apply_grad, [5, 6], 1)
-    assert at(1, acc.num_accumulated) == 1
+    assert at(1, acc.num_accumulated) == 3
 
     at(1, finish, acc, parity, [3, 0])
     same_bits(at(1, acc.take_grad, 9, timeout=WAIT), [2.0, 0.0])

@@ -1,0 +1,351 @@
+"""AGNOptimizer: the figures of SEMANTICS section 4."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import InvalidArgumentError
+
+from .support import WAIT
+from .training import gives, meet, raised, turns
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+@pytest.fixture
+def make(comm):
+    """Return a function that makes an optimizer; all are freed in the end."""
+    made = []
+
+    def make(period, values=(0.0,), inner=None, dtype=np.float64, host=0, workers=1):
+        getter = hpc.AGNCustomGetter(comm=comm, host=host)
+        variables = [
+            hpc.get_variable(f"v{i}", np.array(value, dtype), custom_getter=getter)
+            for i, value in enumerate(values)
+        ]
+        inner = hpc.SGD(1) if inner is None else inner
+        optimizer = hpc.AGNOptimizer(inner, workers, getter, period)
+        optimizer.initialize()
+        made.append(optimizer)
+        return optimizer, *variables
+
+    yield make
+    for optimizer in made:
+        optimizer.free()
+
+
+def figures(opt, x, worker, grads):
+    """Return x, centre and step after each call of one worker."""
+
+    def act(turn):
+        opt.minimize(gives(grads[turn]))
+        return float(x.value), float(opt.center(x)), opt.global_step
+
+    found = turns([worker] * len(grads), act)
+    return [list(column) for column in zip(*found, strict=True)]
+
+
+# Figures
+
+
+@pytest.mark.parametrize("num_worker", [1, 5])
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_sgd_by_hand(make, size, which, num_worker):
+    opt, x = make(3, workers=num_worker)
+    worker = 0 if which == "first" else size - 1
+
+    assert figures(opt, x, worker, [1, 2, 3, 4, 5, 6, 7]) == [
+        [-1, -3, -2, -6, -11, -7, -14],
+        [0, 0, -2, -2, -2, -7, -7],
+        [0, 0, 1, 1, 1, 2, 2],
+    ]
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("host", [0, 1])
+def test_two_workers_by_hand(make, rank, host):
+    opt, x = make(2, host=host)
+
+    def act(_):
+        opt.minimize(gives([1.0, 10.0][rank]))
+        return float(x.value), float(opt.center(x)), opt.global_step
+
+    found = turns([0, 1, 1, 0, 0, 1, 0, 1], act)
+
+    assert [center for _, center, _ in found] == [0, 0, -10, -11, -11, -11, -12, -22]
+    assert [step for _, _, step in found] == [0, 0, 1, 2, 2, 2, 3, 4]
+    assert [x for x, _, _ in found] == [-1, -10, -10, -11, -12, -20, -12, -22]
+
+
+def test_momentum_by_hand(make, rank, size):
+    opt, x = make(2, inner=hpc.Momentum(1, 0.5))
+    worker = size - 1
+
+    def act(turn):
+        opt.minimize(gives(turn + 1.0))
+        local = opt.get_slot(x, "momentum").value
+        return float(x.value), float(opt.center(x)), float(local)
+
+    columns = list(zip(*turns([worker] * 5, act), strict=True))
+
+    assert columns == [
+        (-1, -1.5, -5.75, -5.75, -13.8125),
+        (0, -1.5, -1.5, -5.75, -5.75),
+        (1, 2.5, 4.25, 6.125, 8.0625),
+    ]
+
+
+def test_momentum_of_the_centre_by_hand(make, rank):
+    opt, _ = make(2, inner=hpc.Momentum(1, 0.5))
+
+    def act(turn):
+        opt.minimize(gives(turn + 1.0))
+        slots = [variable.value for variable in opt.variables()]
+        return [float(slot) for slot in slots]
+
+    found = turns([0] * 5, act)
+
+    # Of x, then of c.
+    assert found == [[1], [2.5, 1.5], [4.25, 1.5], [6.125, 4.25], [8.0625, 4.25]]
+
+
+def test_steps_of_the_centre_are_its_own(make, size):
+    # A deviation: Adam's correction does not depend on which worker pushes.
+    opt, x = make(2, inner=hpc.Adam(0.5, 0.5, 0.5))
+    found = figures(opt, x, size - 1, [1.0, 3.0, 2.0, 6.0])
+    center, local = hpc.Variable(np.zeros(())), hpc.Variable(np.zeros(()))
+    plain, expected = hpc.Adam(0.5, 0.5, 0.5), []
+    for grads in ([1.0, 3.0], [2.0, 6.0]):
+        for grad in grads:
+            plain.apply_gradients([(grad, local)])
+            expected.append(float(local.value))
+        plain.apply_gradients([(sum(grads) / 2, center)])
+        local.value = center.value
+        expected[-1] = float(center.value)
+
+    np.testing.assert_allclose(found[0], expected, rtol=1e-12)
+
+
+def test_with_a_period_of_one_x_is_always_the_centre(make, rank, size):
+    opt, x = make(1)
+    found = turns(
+        [*range(size), *range(size)],
+        lambda _: (bool(opt.minimize(gives(1.0))), float(x.value)),
+    )
+
+    assert found == [(True, -k) for k in range(1, 2 * size + 1)]
+
+
+def test_all_push_and_nothing_is_lost(make, rank, size):
+    opt, x = make(2)
+    for call in range(20):
+        receipt = opt.minimize(gives(1.0))
+        assert bool(receipt) == (call % 2 == 1)
+        if receipt:
+            # My own update is in what I have, and perhaps those of others.
+            assert x.value <= -(receipt.global_step + 1)
+    meet()
+
+    assert opt.center(x) == -10 * size
+    assert opt.global_step == 10 * size
+    assert opt.statistics().accepted == (10,) * size
+    assert opt.statistics().dropped == (0,) * size
+
+
+def test_a_step_counts_pushes_and_changes_only_with_one(make, rank, size):
+    opt, _ = make(2)
+    step = hpc.Variable(np.int64(-7), "step")
+
+    def act(_):
+        receipt = opt.minimize(gives(1.0), step)
+        return receipt, int(step.value)
+
+    found = turns([*range(size), *range(size)], act)
+
+    assert found[:size] == [(None, -7)] * size
+    assert found[size:] == [(hpc.Receipt(True, 0, k), k + 1) for k in range(size)]
+
+
+def test_half_precision_is_summed_in_single(make, size):
+    opt, x = make(3, dtype=np.float16)
+    found = figures(opt, x, 0, [2048, 1, 1])
+
+    assert x.dtype == np.float16
+    assert found[1][-1] == -np.float16(2050 / 3) != -np.float16(2048 / 3)
+
+
+# Gradients of None
+
+
+def test_none_leaves_a_variable_out_everywhere(make, rank, size):
+    opt, a, b = make(2, [0.0, 0.0])
+    turns([0, 0], lambda _: opt.minimize(gives(2.0, 4.0)))
+
+    def act(_):
+        opt.minimize(gives(2.0, None))
+        return float(a.value), float(b.value), float(opt.center(b))
+
+    found = turns([size - 1] * 2, act)
+
+    # The last rank's b is neither updated nor pushed nor pulled.
+    b_there = -4 if size == 1 else 0
+    assert found == [(-2 - 2 * (size == 1), b_there, -4), (-4, b_there, -4)]
+
+
+def test_all_none_is_an_error_and_counts_for_nothing(make, size):
+    opt, x = make(2)
+
+    def act(_):
+        opt.minimize(gives(2.0))
+        error = raised(opt.minimize, gives(None))
+        return type(error), float(x.value), bool(opt.minimize(gives(4.0)))
+
+    [found] = turns([size - 1], act)
+
+    assert found == (InvalidArgumentError, -2, True)
+    assert opt.center(x) == -3
+
+
+# Initialisation
+
+
+def test_init_op_takes_the_centre_and_forgets_the_sums(make, rank, size):
+    opt, x = make(2, [5.0])
+    init = opt.get_init_op(task_index=rank)
+
+    def act(_):
+        opt.minimize(gives(4.0))
+        before = float(x.value)
+        init()
+        after = float(x.value)
+        # The count of calls goes on, so this one pushes.
+        return before, after, bool(opt.minimize(gives(2.0))), float(opt.center(x))
+
+    [found] = turns([size - 1], act)
+
+    assert found == (1, 5, True, 4)
+
+
+def test_init_op_initializes_on_all_ranks(comm, rank, size):
+    getter = hpc.AGNCustomGetter(comm=comm, host=size - 1)
+    x = hpc.get_variable("x", np.full(3, float(rank)), custom_getter=getter)
+    with hpc.AGNOptimizer(hpc.SGD(1), size, getter) as opt:
+        opt.get_init_op(rank)()
+        center = opt.center(x)
+
+    assert (x.value == size - 1).all()
+    assert (center == size - 1).all()
+
+
+def test_the_hook_runs_the_init_op_once_begun(comm, rank, size):
+    getter = hpc.AGNCustomGetter(comm=comm)
+    x = hpc.get_variable("x", np.full(3, float(rank)), custom_getter=getter)
+    with hpc.AGNOptimizer(hpc.SGD(1), size, getter) as opt:
+        hook = opt.make_session_run_hook(rank == 0, rank)
+        early = raised(hook.after_create_session)
+        before = x.value.copy()
+        hook.begin()
+        hook.after_create_session(None, None)
+        hook.before_run(None)
+        hook.after_run(None, None)
+        hook.end(None)
+
+    assert type(early) is InvalidArgumentError
+    assert (before == rank).all()
+    assert (x.value == 0).all()
+
+
+def test_without_variables_there_is_no_init_op(comm):
+    getter = hpc.AGNCustomGetter(comm=comm)
+    hpc.get_variable("fixed", 1.0, trainable=False, custom_getter=getter)
+    with hpc.AGNOptimizer(hpc.SGD(1), 1, getter) as opt:
+        for call in (opt.get_init_op, lambda _: opt.initialize()):
+            assert type(raised(call, 0)) is InvalidArgumentError
+
+
+# Variables
+
+
+def test_variables_of_others_are_unknown(make, comm):
+    opt, x = make(1)
+    getter = hpc.AGNCustomGetter(comm=comm)
+    others = [
+        hpc.Variable(0.0, "w"),
+        hpc.Variable(0.0, x.name),
+        hpc.get_variable("fixed", 0.0, trainable=False, custom_getter=getter),
+    ]
+    for other in others:
+        errors = [
+            raised(opt.apply_gradients, [(1.0, x), (1.0, other)]),
+            raised(opt.compute_gradients, gives(1.0), [other]),
+            raised(opt.initialize, [other]),
+            raised(opt.center, other),
+        ]
+        for error in errors:
+            assert isinstance(error, KeyError)
+            assert isinstance(error, InvalidArgumentError)
+            assert f"'{other.name}' was not made with" in str(error)
+        assert x.value == other.value == 0
+
+
+def test_unknown_variables_are_refused_before_the_start(comm, rank, size):
+    getter = hpc.AGNCustomGetter(comm=comm)
+    x = hpc.get_variable("x", 0.0, custom_getter=getter)
+    other = hpc.Variable(0.0, "w")
+    with hpc.AGNOptimizer(hpc.SGD(1), 1, getter) as opt:
+        error = raised(opt.initialize, [other if rank == size - 1 else x])
+        opt.initialize([x])
+
+    assert isinstance(error, KeyError)
+
+
+def test_a_variable_made_after_the_start_is_refused(comm):
+    getter = hpc.AGNCustomGetter(comm=comm)
+    x = hpc.get_variable("x", 0.0, custom_getter=getter)
+    with hpc.AGNOptimizer(hpc.SGD(1), 1, getter, 2) as opt:
+        opt.initialize()
+        late = hpc.get_variable("late", 0.0, custom_getter=getter)
+        errors = [raised(opt.apply_gradients, [(1.0, x), (1.0, late)]) for _ in "12"]
+
+    assert {type(error) for error in errors} == {InvalidArgumentError}
+    assert x.value == late.value == 0
+
+
+def test_names_are_given_once(comm):
+    getter = hpc.AGNCustomGetter(comm=comm)
+    hpc.get_variable("x", 0.0, custom_getter=getter)
+
+    with pytest.raises(InvalidArgumentError, match="'x' exists already"):
+        hpc.get_variable("x", 0.0, custom_getter=getter)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("period", "kind"),
+    [
+        (0, InvalidArgumentError),
+        (-3, InvalidArgumentError),
+        (None, InvalidArgumentError),
+        (2.0, TypeError),
+        ("2", TypeError),
+    ],
+)
+def test_a_period_is_at_least_one_on_all_ranks(comm, rank, size, period, kind):
+    getter = hpc.AGNCustomGetter(comm=comm)
+    mine = period if rank == size - 1 else 2
+    error = raised(hpc.AGNOptimizer, hpc.SGD(1), 1, getter, mine)
+
+    assert type(error) is kind
+    assert "communication_period" in str(error)
+
+
+def test_the_getter_must_be_one(comm):
+    with pytest.raises(TypeError, match="AGNCustomGetter"):
+        hpc.AGNOptimizer(hpc.SGD(1), 1, None)

@@ -1,0 +1,194 @@
+"""CrossShardOptimizer: what goes wrong on one rank is seen by all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import (
+    DisagreementError,
+    InvalidArgumentError,
+    Reduction,
+    WaitTimeoutError,
+)
+
+from .support import WAIT
+from .training import gives, meet, raised, variable
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+@pytest.fixture
+def make(comm):
+    """Return a function that makes an optimizer; all are freed in the end."""
+    made = []
+
+    def make(reduction=Reduction.MEAN, groups=None, inner=None):
+        inner = hpc.SGD(1) if inner is None else inner
+        made.append(
+            hpc.CrossShardOptimizer(
+                inner, reduction, group_assignment=groups, comm=comm
+            )
+        )
+        return made[-1]
+
+    yield make
+    for optimizer in made:
+        optimizer.free()
+
+
+# What goes wrong on one rank
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [
+        (lambda w: [(np.ones(2), w)], InvalidArgumentError),
+        (lambda w: [(np.ones(3, complex), w)], InvalidArgumentError),
+        (lambda w: [(None, w)], InvalidArgumentError),
+        (lambda w: [], InvalidArgumentError),
+        (lambda w: [(np.ones(3), w), (np.ones(3), w)], InvalidArgumentError),
+        (lambda w: [(np.ones(3), w.value)], TypeError),
+        (lambda w: [np.ones(3)], TypeError),
+        (lambda w: None, TypeError),
+    ],
+    ids=["shape", "complex", "all None", "empty", "twice", "array", "no pair", "None"],
+)
+def test_bad_pairs_on_one_rank_are_an_error_on_all(
+    make, rank, size, bad, kind, which, initialized
+):
+    w, opt = variable(np.zeros(3)), make()
+    if initialized:
+        opt.initialize([w])
+    pairs = [(np.ones(3), w)]
+    failing = 0 if which == "first" else size - 1
+    error = raised(opt.apply_gradients, bad(w) if rank == failing else pairs)
+    before = w.value.copy()
+    opt.apply_gradients(pairs)
+
+    assert type(error) is kind
+    assert rank == failing or f"rank {failing}: " in str(error)
+    assert (before == 0).all()
+    assert (w.value == -size).all()
+
+
+@pytest.mark.parametrize("same_name", [True, False])
+def test_a_variable_that_is_not_known_is_an_error_on_all(make, rank, size, same_name):
+    w, opt = variable(np.zeros(3)), make()
+    opt.initialize([w])
+    other = variable(0.0, name="w" if same_name else "other")
+    pairs = [(1.0, other)] if rank == size - 1 else [(np.ones(3), w)]
+    error = raised(opt.apply_gradients, pairs)
+
+    assert type(error) is InvalidArgumentError
+    assert "was initialized without this variable" in str(error)
+    assert (w.value == 0).all()
+
+
+def test_a_bad_global_step_on_one_rank_is_an_error_on_all(make, rank, size):
+    w, opt = variable(), make()
+    step = hpc.Variable(0.5 if rank == size - 1 else 0, "step")
+    error = raised(opt.apply_gradients, [(1.0, w)], step)
+
+    assert type(error) is TypeError
+    assert w.value == 0
+
+
+def test_pairs_may_come_from_an_iterator(make, size):
+    w, opt = variable(), make()
+    for _ in range(2):
+        opt.apply_gradients(zip([1.0], [w], strict=True))
+
+    assert w.value == -2 * size
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_throws_a_gradient_away_is_found(make, rank, size):
+    w, opt = variable(), make()
+    opt.minimize(gives(1.0), var_list=[w])
+    opt.compute_gradients(gives(1.0))
+    if rank == size - 1:
+        opt.compute_gradients(gives(9.0))
+    error = raised(opt.apply_gradients, [(9.0 if rank == size - 1 else 1.0, w)])
+
+    assert type(error) is DisagreementError
+    assert f"rank 0 has 2, rank {size - 1} has 3" in str(error)
+    np.testing.assert_allclose(w.value, -1, rtol=1e-15)
+
+
+@pytest.mark.ranks(min=2)
+def test_two_optimizers_in_different_order_are_never_mixed(make, rank, monkeypatch):
+    w, v = variable(), variable()
+    calls = [(make(), w, 1.0), (make(), v, 10.0)]
+    for opt, var, _ in calls:
+        opt.initialize([var])
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.2")
+    opt, var, grad = calls[rank != 0]
+    error = raised(opt.apply_gradients, [(grad, var)])
+    meet()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    # Ends what the others wait for, in MPI.
+    opt, var, grad = calls[rank == 0]
+    opt.apply_gradients([(grad, var)])
+
+    assert type(error) is WaitTimeoutError
+    assert var.value == -grad * len(meet())
+
+
+# Arguments
+
+
+def test_bad_groups_are_refused_by_all(comm, rank, size):
+    everybody = list(range(size))
+    bad = [
+        [[]],
+        [everybody, [0]],
+        [[0, *everybody]],
+        [everybody[1:], []],
+        [[size, *everybody[1:]]],
+        [[-1, *everybody[1:]]],
+        [[0.5, *everybody[1:]]],
+        [tuple(everybody)],
+        (everybody,),
+        np.array([everybody]),
+        "01",
+        7,
+    ]
+    if size > 2:
+        bad += [[everybody[:1], everybody[1:]], [everybody[:-1]]]
+    for groups in bad:
+        mine = groups if rank == size - 1 else [everybody]
+        error = raised(
+            hpc.CrossShardOptimizer, hpc.SGD(1), group_assignment=mine, comm=comm
+        )
+        assert type(error) is InvalidArgumentError, groups
+        assert "group" in str(error)
+
+
+@pytest.mark.parametrize(
+    "reduction", ["mean", "MEAN", "SUM", None, 1, "weighted_sum_over_batch_size"]
+)
+def test_other_reductions_are_refused(comm, reduction):
+    with pytest.raises(InvalidArgumentError, match="reduction"):
+        hpc.CrossShardOptimizer(hpc.SGD(1), reduction, comm=comm)
+
+
+def test_no_groups_is_one_group_of_all(make, size):
+    for groups in (None, []):
+        w, opt = variable(), make(groups=groups)
+        opt.apply_gradients([(1.0, w)])
+        assert w.value == -size
+
+
+def test_groups_may_be_made_and_freed_many_times(comm, size):
+    # MPICH has 2048 communicators.
+    for _ in range(1100):
+        hpc.CrossShardOptimizer(
+            hpc.SGD(1), group_assignment=[[r] for r in range(size)], comm=comm
+        ).free()

@@ -1,0 +1,246 @@
+"""DropStaleGradientOptimizer: SEMANTICS section 3, on schedules of the tests' own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import InvalidArgumentError
+
+from .support import WAIT
+from .training import gives, meet, raised, turns, variable
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+@pytest.fixture
+def make(comm):
+    """Return a function that makes an optimizer; all are freed in the end."""
+    made = []
+
+    def make(staleness, variables, inner=None, **options):
+        inner = hpc.SGD(1) if inner is None else inner
+        optimizer = hpc.DropStaleGradientOptimizer(
+            inner, staleness, comm=comm, **options
+        )
+        optimizer.initialize(variables)
+        made.append(optimizer)
+        return optimizer
+
+    yield make
+    for optimizer in made:
+        optimizer.free()
+
+
+# Admission
+
+
+@pytest.mark.parametrize("staleness", [-2, -1, 0, 1, 2])
+def test_accepted_if_and_only_if_lag_is_at_most_staleness(make, staleness):
+    w = variable()
+    opt = make(staleness, [w])
+
+    def act(_):
+        # The step of all is that of the one time they were computed.
+        pairs = opt.compute_gradients(gives(1.0))
+        return [opt.apply_gradients(pairs) for _ in range(5)]
+
+    [receipts] = turns([0], act)
+
+    accepted = max(0, staleness + 1)
+    assert [bool(r) for r in receipts] == [True] * accepted + [False] * (5 - accepted)
+    assert [r.lag for r in receipts] == [min(lag, accepted) for lag in range(5)]
+    assert {r.local_step for r in receipts} == {0}
+    assert opt.center(w) == -accepted
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 3])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.ranks(min=2)
+def test_lag_is_what_others_did_since_the_compute(make, rank, size, staleness, lag):
+    w, v = variable([0.0, 0.0], name="w"), variable(name="v")
+    opt, late = make(staleness, [w, v], hpc.Momentum(1, 0.5)), size - 1
+    pairs = opt.compute_gradients(gives(np.array([8.0, 8.0]), 8.0))
+    meet()  # nobody updates before all have computed
+    turns([0] * lag, lambda _: opt.minimize(gives(np.zeros(2), 0.0)))
+    [receipt] = turns([late], lambda _: opt.apply_gradients(pairs))
+    state = [slot.value.tolist() for slot in opt.variables()] if rank == 0 else None
+
+    accepted = lag <= staleness
+    assert receipt == hpc.Receipt(accepted, 0, lag)
+    assert (opt.center(w) == (-8 if accepted else 0)).all()
+    assert opt.center(v) == opt.center(w)[0]
+    assert opt.global_step == lag + accepted
+    assert opt.stale_counter == (not accepted)
+    if rank == 0 and lag:
+        assert state == [[8.0, 8.0], 8.0] if accepted else [[0.0, 0.0], 0.0]
+
+
+def test_of_gradients_of_one_step_one_is_accepted(make, rank, size):
+    w = variable()
+    opt = make(0, [w])
+    receipts = []
+    for _ in range(6):
+        pairs = opt.compute_gradients(gives(1.0))
+        meet()
+        receipts.append(opt.apply_gradients(pairs))
+        meet()
+    rounds = list(zip(*meet(receipts), strict=True))
+
+    for number, told in enumerate(rounds):
+        assert sum(map(bool, told)) == 1
+        assert {r.local_step for r in told} == {number}
+        assert sorted(r.lag for r in told) == [0] + [1] * (size - 1)
+    assert opt.stale_counter == 6 * (size - 1)
+    assert opt.center(w) == -6
+
+
+def test_updates_are_in_the_order_of_admission(make, rank, size):
+    w, alone = variable(), variable()
+    opt, plain = make(9, [w], hpc.Momentum(1, 0.5)), hpc.Momentum(1, 0.5)
+    pairs = opt.compute_gradients(gives(float(rank + 1)))
+    order = [*range(size)[::-2], *range(size)[-2::-2]]
+    receipts = turns(order, lambda _: opt.apply_gradients(pairs))
+    for r in order:
+        plain.apply_gradients([(float(r + 1), alone)])
+
+    assert [receipt.global_step for receipt in receipts] == list(range(size))
+    assert opt.center(w) == alone.value
+
+
+def test_only_applied_updates_count_as_lag(make, rank, size):
+    w = variable()
+    opt = make(0, [w])
+
+    def act(_):
+        pairs = opt.compute_gradients(gives(1.0))
+        return [opt.apply_gradients(pairs) for _ in range(3)]
+
+    [(first, second, third)] = turns([size - 1], act)
+
+    assert (first.lag, second.lag, third.lag) == (0, 1, 1)
+    assert second.global_step == third.global_step == 1
+
+
+# What a worker has afterwards
+
+
+@pytest.mark.ranks(min=2)
+def test_a_dropped_gradient_brings_the_newest_parameters_at_once(make, rank, size):
+    w, step = variable(), hpc.Variable(0, "step")
+    opt = make(0, [w])
+    pairs = opt.compute_gradients(gives(8.0))
+    meet()  # nobody updates before all have computed
+    turns([0, 0], lambda _: opt.minimize(gives(1.0)))
+
+    def late(_):
+        receipt = opt.apply_gradients(pairs, step)
+        return receipt, float(w.value), int(step.value)
+
+    [found] = turns([size - 1], late)
+    [again] = turns([size - 1], lambda _: opt.minimize(gives(1.0)))
+
+    assert found == (hpc.Receipt(False, 0, 2), -2, 2)
+    assert again == hpc.Receipt(True, 2, 2)
+
+
+def test_an_accepted_gradient_is_in_the_variables_on_return(make, rank, size):
+    w, step = variable(), hpc.Variable(0, "step")
+    opt = make(0, [w])
+
+    def act(turn):
+        opt.minimize(gives(1.0), step)
+        return float(w.value), int(step.value)
+
+    found = turns([*range(size), *range(size)], act)
+
+    assert found == [(-k, k) for k in range(1, 2 * size + 1)]
+
+
+def test_all_dropped_and_nobody_waits(make):
+    w = variable()
+    opt = make(-1, [w])
+    receipts = [opt.minimize(gives(1.0)) for _ in range(5)]
+    tallies = meet(receipts)
+
+    assert not any(map(any, tallies))
+    assert opt.global_step == 0
+    assert opt.center(w) == 0
+    assert opt.stale_counter == 5 * len(tallies)
+
+
+def test_training_goes_on_whatever_is_dropped(make, rank, size):
+    w = variable()
+    opt, calls = make(0, [w]), 30
+    accepted = sum(bool(opt.minimize(gives(1.0))) for _ in range(calls))
+    everybody = meet(accepted)
+    tally = opt.statistics()
+
+    assert opt.global_step == sum(everybody) == -opt.center(w)
+    assert tally.accepted == tuple(everybody)
+    assert tally.dropped == tuple(calls - number for number in everybody)
+    assert opt.stale_counter == sum(tally.dropped)
+    assert sum(tally.lags.values()) == calls * size
+
+
+@pytest.mark.ranks(min=2)
+def test_statistics_count_every_lag(make, rank, size):
+    w = variable()
+    opt = make(1, [w])
+    pairs = opt.compute_gradients(gives(1.0))
+    meet()  # nobody updates before all have computed
+    turns([0, 0, size - 1, 0], lambda _: opt.apply_gradients(pairs))
+    tally = opt.statistics()
+
+    # Rank 0: lags 0, 1, then 2; the last rank: 2.
+    assert tally.accepted == (2, *[0] * (size - 1))
+    assert tally.dropped == (1, *[0] * (size - 2), 1)
+    assert tally.lags == {0: 1, 1: 1, 2: 2}
+
+
+def test_a_gradient_of_none_leaves_its_variable_alone(make, rank, size):
+    w, v = variable(name="w"), variable(5.0, name="v")
+    opt = make(9, [w, v])
+    turns(range(size), lambda r: opt.minimize(gives(1.0, 1.0 if r == 0 else None)))
+
+    assert opt.center(w) == -size
+    assert opt.center(v) == 4
+
+
+def test_without_compute_the_step_is_that_of_the_variables(make):
+    w = variable()
+    opt = make(0, [w])
+    receipts = turns([0] * 3, lambda _: opt.apply_gradients([(1.0, w)]))
+
+    assert receipts == [hpc.Receipt(True, step, step) for step in range(3)]
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("staleness", "kind"),
+    [
+        (None, InvalidArgumentError),
+        (1.0, TypeError),
+        ("1", TypeError),
+        ([1], TypeError),
+    ],
+)
+def test_staleness_must_be_an_integer_on_all_ranks(comm, rank, size, staleness, kind):
+    mine = staleness if rank == size - 1 else 1
+    error = raised(hpc.DropStaleGradientOptimizer, hpc.SGD(1), mine, comm=comm)
+
+    assert type(error) is kind
+    assert "staleness must be an integer" in str(error)
+
+
+def test_staleness_may_be_a_numpy_integer(make):
+    w = variable()
+    opt = make(np.int64(0), [w])
+
+    assert opt.minimize(gives(1.0)) is not None

@@ -1,0 +1,327 @@
+"""What the optimizers have in common whose updates run on a host's parameters."""
+
+from __future__ import annotations
+
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import DisagreementError, InvalidArgumentError
+
+from .support import WAIT
+from .training import ONE_SIDED, gives, meet, raised, turns, variable
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+@pytest.fixture(params=ONE_SIDED)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def make(comm, kind):
+    """Return a function that makes an optimizer; all are freed in the end."""
+    made = []
+
+    def make(variables, inner=None, **options):
+        inner = hpc.SGD(1) if inner is None else inner
+        made.append(ONE_SIDED[kind](inner, variables, comm, **options))
+        made[-1].initialize(variables)
+        return made[-1]
+
+    yield make
+    for optimizer in made:
+        optimizer.free()
+
+
+def updates(kind, workers, calls):
+    """Return how many updates so many calls of each worker make."""
+    return {"SyncReplicas": 1, "DropStale": workers, "AGN": workers / 2}[kind] * calls
+
+
+# Where the centre is
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("dedicated", [False, True], ids=["beside", "dedicated"])
+def test_any_host_beside_its_training_or_alone(
+    make, kind, rank, size, where, dedicated
+):
+    if dedicated and size == 1:
+        pytest.skip("a dedicated host needs 2 ranks")
+    host, workers = 0 if where == "first" else size - 1, size - dedicated
+    w = variable(np.full((2, 3), float(rank)))
+    opt = make([w], host=host, dedicated=dedicated)
+    start = w.value.copy()
+    if dedicated and rank == host:
+        opt.serve()
+    else:
+        for _ in range(10):
+            opt.minimize(gives(np.ones((2, 3))))
+        opt.leave()
+    meet()
+    center, step, tally = opt.center(w), opt.global_step, opt.statistics()
+
+    expected = updates(kind, workers, 10)
+    pushes = 5 if kind == "AGN" else 10
+    mine = [pushes] * size
+    mine[host] *= not dedicated
+    assert (start == host).all()
+    assert step == expected
+    assert (center == host - expected).all()
+    assert tally.accepted == tuple(mine)
+    assert tally.dropped == (0,) * size
+    assert sum(tally.lags.values()) == pushes * workers
+    assert opt.waited >= 0
+
+
+@pytest.mark.ranks(min=2)
+def test_a_dedicated_host_only_serves(make, rank):
+    w = variable()
+    opt = make([w], dedicated=True)
+    if rank == 0:
+        errors = [
+            raised(opt.minimize, gives(1.0)),
+            raised(opt.apply_gradients, [(1.0, w)]),
+            raised(opt.compute_gradients, gives(1.0)),
+        ]
+        opt.leave()
+        opt.serve()
+        assert {type(error) for error in errors} == {InvalidArgumentError}
+        assert {"serve()" in str(error) for error in errors} == {True}
+    else:
+        error = raised(opt.serve)
+        opt.leave()
+        assert type(error) is InvalidArgumentError
+    assert w.value == 0
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_cannot_be_dedicated(make):
+    with pytest.raises(InvalidArgumentError, match="needs 2 ranks"):
+        make([variable()], dedicated=True)
+
+
+def test_parts_of_the_ranks_train_apart(kind, comm, rank, size):
+    part = comm.Split(rank % 2, -rank)
+    w = variable(float(rank))
+    with ONE_SIDED[kind](hpc.SGD(1), [w], part) as opt:
+        opt.initialize([w])
+        start = float(w.value)
+        for _ in range(4):
+            opt.minimize(gives(2.0))
+        opt.leave()
+        while not all(opt.statistics().accepted) or opt.global_step < updates(
+            kind, part.size, 4
+        ):
+            time.sleep(0.001)
+        center = opt.center(w)
+
+    # Rank 0 of a part is the last of the ranks in it.
+    assert start == max(range(rank % 2, size, 2))
+    assert center == start - 2 * updates(kind, part.size, 4)
+    part.Free()
+
+
+def test_several_at_once_do_not_disturb_each_other(comm, size):
+    trained = []
+    for number, (kind, build) in enumerate([*ONE_SIDED.items()] * 2):
+        w = variable(name=f"w{number}")
+        opt = build(hpc.SGD(1), [w], comm, host=number % size)
+        opt.initialize([w])
+        trained.append((kind, opt, w, number + 1.0))
+    for _ in range(6):
+        for _, opt, _, grad in trained:
+            opt.minimize(gives(grad))
+    meet()
+    for kind, opt, w, grad in trained:
+        assert opt.center(w) == -grad * updates(kind, size, 6)
+    for _, opt, *_ in reversed(trained):
+        opt.free()
+
+
+# Variables
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_every_dtype_is_kept_and_changed_in_place(make, kind, rank, size, dtype):
+    array = np.full(3, float(rank), dtype)
+    w = hpc.Variable(array, "w")
+    opt = make([w])
+    for _ in range(4):
+        opt.minimize(gives(np.full(3, 0.5, dtype)))
+    meet()
+    center = opt.center(w)
+    center[0] += 1
+
+    assert w.value is array
+    assert array.dtype == center.dtype == dtype
+    assert (opt.center(w) == -updates(kind, size, 2)).all()
+    if kind == "SyncReplicas":
+        assert (array == opt.center(w)).all()
+
+
+def test_dtypes_and_shapes_may_be_mixed(make, kind, size):
+    shapes = [(), (0,), (5,), (2, 3)]
+    variables = [
+        variable(np.zeros(shape), dtype, f"v{i}")
+        for i, (shape, dtype) in enumerate(zip(shapes, DTYPES, strict=True))
+    ]
+    opt = make(variables)
+    grads = [np.ones(var.shape, var.dtype) for var in variables]
+    for _ in range(2):
+        opt.minimize(gives(*grads))
+    meet()
+
+    for var in variables:
+        assert opt.center(var).shape == var.shape
+        assert (opt.center(var) == -updates(kind, size, 2)).all()
+
+
+def test_slots_are_those_of_the_host(make, kind, rank, size):
+    w = variable(np.zeros(2))
+    opt = make([w], hpc.Momentum(1, 0.5), host=size - 1)
+    for _ in range(2):
+        opt.minimize(gives(np.ones(2)))
+    meet()
+    slot, count = opt.get_slot(w, "momentum"), len(opt.variables())
+
+    assert opt.get_slot_names() == ["momentum"]
+    if rank == size - 1 or kind == "AGN":
+        assert slot.shape == (2,)
+        assert (slot.value > 0).all()
+        assert count == 1 + (kind == "AGN" and rank == size - 1)
+    else:
+        assert slot is None
+        assert count == 0
+
+
+# Ranks that do not agree
+
+
+@pytest.mark.ranks(min=2)
+def test_different_variables_are_refused_by_all(kind, comm, rank, size):
+    odd = rank == size - 1
+    for mine in (
+        variable(np.zeros(3 if odd else 2)),
+        variable(np.zeros(2), name="v" if odd else "w"),
+        variable(np.zeros(2), np.float32 if odd else np.float64),
+    ):
+        with ONE_SIDED[kind](hpc.SGD(1), [mine], comm) as opt:
+            error = raised(opt.initialize, [mine])
+        assert type(error) is DisagreementError
+        assert f"rank {size - 1}" in str(error)
+
+
+def test_a_bad_list_on_one_rank_is_refused_by_all(kind, comm, rank, size):
+    w = variable()
+    for bad, error in (([w.value], TypeError), ([w, w], InvalidArgumentError)):
+        with ONE_SIDED[kind](hpc.SGD(1), [w], comm) as opt:
+            found = raised(opt.initialize, bad if rank == size - 1 else [w])
+            opt.initialize([w])
+        assert type(found) is error
+
+
+def test_bad_pairs_send_nothing_and_disturb_nobody(make, kind, rank, size):
+    w = variable(np.zeros(2))
+    opt = make([w])
+    bad = [[(np.ones(3), w)], [(np.ones(2), variable(np.zeros(2), name="v"))], []]
+    found = [raised(opt.apply_gradients, pairs) for pairs in bad] if rank == 0 else []
+    meet()
+    before = meet(opt.statistics().accepted)
+    for _ in range(2):
+        opt.minimize(gives(np.ones(2)))
+    meet()
+
+    assert all(isinstance(error, InvalidArgumentError) for error in found)
+    assert before == [(0,) * size] * size
+    assert (opt.center(w) == -updates(kind, size, 2)).all()
+
+
+# Ranks that come and go
+
+
+@pytest.mark.parametrize("leaver", ["first", "last"])
+@pytest.mark.ranks(min=2)
+def test_a_rank_leaves_and_the_others_go_on(make, kind, rank, size, leaver):
+    w, leaver = variable(), 0 if leaver == "first" else size - 1
+    opt = make([w])
+    for _ in range(2):
+        opt.minimize(gives(1.0))
+    if rank == leaver:
+        opt.leave()
+        errors = [raised(opt.minimize, gives(1.0)) for _ in range(2)][-1:]
+        assert [type(error) for error in errors] == [InvalidArgumentError]
+        assert "has left" in str(errors[0])
+    else:
+        for _ in range(8):
+            opt.minimize(gives(1.0))
+    meet()
+
+    expected = updates(kind, size, 2) + updates(kind, size - 1, 8)
+    assert opt.global_step == expected
+    assert opt.center(w) == -expected
+
+
+def test_a_rank_that_comes_late_is_waited_for(make, kind, rank, size):
+    w = variable()
+    opt = make([w])
+    if rank == size - 1:
+        time.sleep(0.1)
+    for _ in range(2):
+        opt.minimize(gives(1.0))
+    opt.free()
+
+    assert w.value <= -1
+
+
+def test_nobody_needs_to_train(make):
+    w = variable(3.0)
+    opt = make([w])
+
+    assert opt.center(w) == 3
+    assert opt.global_step == 0
+    assert opt.statistics().lags == {}
+
+
+def test_what_was_never_initialized_says_so(kind, comm):
+    w = variable()
+    opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)
+    calls = [opt.statistics, opt.leave, opt.serve, lambda: opt.global_step]
+    errors = [raised(call) for call in [*calls, lambda: opt.center(w)]]
+    waited = opt.waited
+    opt.free()
+
+    assert {type(error) for error in errors} == {InvalidArgumentError}
+    assert waited == 0
+    assert type(raised(opt.initialize, [w])) is hpc.FreedError
+
+
+def test_initializing_again_changes_nothing(make, kind, size):
+    w = variable()
+    opt = make([w])
+    turns([0, 0], lambda _: bool(opt.minimize(gives(1.0))) if size == 1 else None)
+    before = float(w.value)
+    opt.initialize([w])
+    error = raised(opt.initialize, [variable()])
+
+    assert w.value == before
+    assert isinstance(error, InvalidArgumentError)
+
+
+def test_variables_may_come_from_an_iterator(make):
+    w = variable()
+    opt = make([w])
+    for _ in range(2):
+        opt.minimize(gives(1.0), var_list=iter([w]))
+
+    assert w.value <= -1

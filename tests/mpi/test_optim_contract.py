@@ -1,0 +1,219 @@
+"""What every optimizer does: one row each, one set of checks for all."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import InvalidArgumentError
+
+from .support import WAIT
+from .training import WRAPPERS, gives, meet, raised, variable
+
+INNER = {
+    "SGD": lambda: hpc.SGD(0.1),
+    "Momentum": lambda: hpc.Momentum(0.05, 0.5),
+    "Nesterov": lambda: hpc.Momentum(0.05, 0.5, use_nesterov=True),
+    "Adagrad": lambda: hpc.Adagrad(2),
+    "Adam": lambda: hpc.Adam(0.25),
+    "AdamW": lambda: hpc.Adam(0.25, weight_decay=1e-4),
+}
+KINDS = [*INNER, *WRAPPERS]
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def make(comm, kind):
+    """Return a function that makes an optimizer; all are freed in the end."""
+    made = []
+
+    def make(variables, inner=None):
+        if kind in INNER:
+            opt = INNER[kind]()
+        else:
+            opt = WRAPPERS[kind](inner or hpc.SGD(0.2), variables, comm)
+            made.append(opt)
+        opt.initialize(variables)
+        return opt
+
+    yield make
+    meet()
+    for opt in made:
+        opt.free()
+
+
+# Training
+
+
+def test_finds_the_bottom_of_a_parabola(make):
+    w, v = variable([5.0, -3.0], name="w"), variable(np.full((2, 2), 9.0), name="v")
+    opt = make([w, v])
+    for _ in range(150):
+        opt.minimize(lambda: (0.0, {"w": w.value - 1, "v": 0.5 * (v.value - 2)}))
+
+    np.testing.assert_allclose(w.value, 1, atol=0.1)
+    np.testing.assert_allclose(v.value, 2, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_the_array_and_its_dtype_stay(make, dtype):
+    array, grad = np.ones((2, 3), dtype), np.ones((2, 3), dtype)
+    grad.flags.writeable = False
+    w = hpc.Variable(array, "w")
+    opt = make([w])
+    for _ in range(2):
+        opt.minimize(gives(grad))
+
+    assert w.value is array
+    assert (w.dtype, w.shape) == (dtype, (2, 3))
+    assert (array.astype(float) < 1).all()
+    assert (grad == 1).all()
+
+
+def test_a_variable_without_a_gradient_is_left_alone(make):
+    w, v = variable(1.0, name="w"), variable(1.0, name="v")
+    opt = make([w, v])
+    for grads in ((1.0, None), (1.0, None)):
+        opt.minimize(gives(*grads))
+
+    assert w.value < 1
+    assert v.value == 1
+
+
+def test_a_global_step_counts(make, kind):
+    w, step = variable(), hpc.Variable(np.int64(0), "step", trainable=False)
+    opt = make([w])
+    before = meet()
+    for _ in range(2):
+        opt.minimize(gives(1.0), global_step=step)
+
+    # Of pushes or updates of all ranks, where each is an update by itself.
+    count = {"AGN": 1}.get(kind, 2)
+    assert count <= step.value <= count * len(before)
+    if kind not in ("AGN", "DropStale"):
+        assert step.value == 2
+
+
+def test_gradients_may_be_changed_between_compute_and_apply(make, size):
+    w = variable([0.0])
+    opt = make([w])
+    pairs = opt.compute_gradients(gives(np.array([100.0])))
+    [(grad, var)] = pairs
+    opt.apply_gradients([(np.minimum(grad, 0), var)])
+
+    assert var is w
+    # Momentum-free rules stay where they are.
+    assert np.abs(w.value) < 1e-6
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (lambda w: [(np.ones(3), w)], InvalidArgumentError),
+        (lambda w: [(1.0, w)], InvalidArgumentError),
+        (lambda w: [(np.ones(2, complex), w)], InvalidArgumentError),
+        (lambda w: [([[1], [2, 3]], w)], InvalidArgumentError),
+        (lambda w: [(None, w)], InvalidArgumentError),
+        (lambda w: [], InvalidArgumentError),
+        (lambda w: zip([], [], strict=True), InvalidArgumentError),
+        (lambda w: [(np.ones(2), w)] * 2, InvalidArgumentError),
+        (lambda w: [(np.ones(2), w.value)], TypeError),
+        (lambda w: [(np.ones(2), w, 1)], TypeError),
+        (lambda w: [np.ones(2)], TypeError),
+        (lambda w: [(w, np.ones(2))], TypeError),
+        (lambda w: w, TypeError),
+        (lambda w: None, TypeError),
+    ],
+)
+def test_bad_pairs_are_refused_and_change_nothing(make, bad, error):
+    w, step = variable([1.0, 2.0]), hpc.Variable(0, "step")
+    opt = make([w])
+    found = raised(opt.apply_gradients, bad(w), step)
+    meet()
+
+    assert type(found) is error
+    assert w.value.tolist() == [1, 2]
+    assert step.value == 0
+    assert opt.variables() == []
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+@pytest.mark.parametrize(
+    "bad", [lambda w: [w.value], lambda w: "w", lambda w: w, lambda w: [w, None]]
+)
+def test_a_list_of_something_else_is_a_type_error(kind, comm, bad, initialized):
+    w = variable([1.0, 2.0])
+    opt = INNER[kind]() if kind in INNER else WRAPPERS[kind](hpc.SGD(1), [w], comm)
+    if initialized:
+        opt.initialize([w])
+    for call in (
+        lambda: opt.compute_gradients(gives(np.ones(2)), bad(w)),
+        lambda: opt.minimize(gives(np.ones(2)), var_list=bad(w)),
+    ):
+        assert type(raised(call)) is TypeError
+    meet()
+    if kind in WRAPPERS:
+        opt.free()
+
+    assert w.value.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("step", [0, 0.5, "0", np.array(0), variable(0.5)])
+def test_a_global_step_is_an_integer_variable(make, step):
+    w = variable()
+    opt = make([w])
+    errors = [
+        raised(opt.minimize, gives(1.0), step),
+        raised(opt.apply_gradients, [(1.0, w)], step),
+    ]
+    meet()
+
+    assert [type(error) for error in errors] == [TypeError, TypeError]
+    assert w.value == 0
+
+
+def test_what_loss_returns_must_fit(make):
+    w = variable([0.0, 0.0])
+    opt = make([w])
+    for loss, error in [
+        (1.0, TypeError),
+        (lambda: [1.0, 2.0], TypeError),
+        (lambda: (0.0, 1.0), TypeError),
+        (gives(1.0, 2.0), InvalidArgumentError),
+        (gives(np.ones(3)), InvalidArgumentError),
+        (lambda: (0.0, {"v": 1.0}), InvalidArgumentError),
+    ]:
+        assert type(raised(opt.compute_gradients, loss)) is error
+    gate = raised(opt.compute_gradients, gives(np.ones(2)), gate_gradients=3)
+
+    assert type(gate) is InvalidArgumentError
+
+
+# The interface
+
+
+def test_names_and_gates(make, kind):
+    opt = make([variable()])
+    names = {"CrossShard": "CrossShardOptimizer", "SyncReplicas": "sync_replicas"}
+    names |= {"DropStale": "DropStaleGradient", "AGN": "AGNOptimizer"}
+    names |= {"Nesterov": "Momentum", "AdamW": "Adam"}
+
+    assert opt.get_name() == names.get(kind, kind)
+    assert (opt.GATE_NONE, opt.GATE_OP, opt.GATE_GRAPH) == (0, 1, 2)
+    assert repr(opt) == repr(opt)
+    assert " at 0x" not in repr(opt)

@@ -1,0 +1,211 @@
+"""What every optimizer does that holds another one; their constructors."""
+
+from __future__ import annotations
+
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import DisagreementError, FreedError, InvalidArgumentError
+
+from .support import WAIT
+from .training import ONE_SIDED, WRAPPERS, gives, raised, variable
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_slots_are_those_of_the_inner_optimizer(comm, rank, wrapper):
+    w, inner = variable(), hpc.Adam(0.1)
+    opt = WRAPPERS[wrapper](inner, [w], comm)
+    opt.initialize([w])
+    for _ in range(2):
+        opt.minimize(gives(1.0))
+    opt.free()
+
+    assert opt.get_slot_names() == inner.get_slot_names() == ["m", "v"]
+    assert [v.name for v in opt.variables()] == [v.name for v in inner.variables()]
+    assert opt.get_slot(w, "nothing") is None
+    if rank == 0 or wrapper not in ("SyncReplicas", "DropStale"):
+        assert opt.get_slot(w, "m").value > 0
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_after_free_it_is_of_no_use(comm, wrapper):
+    w = variable()
+    opt = WRAPPERS[wrapper](hpc.SGD(1), [w], comm)
+    opt.initialize([w])
+    opt.free()
+    opt.free()
+    calls = [
+        lambda: opt.initialize([w]),
+        lambda: opt.compute_gradients(gives(1.0)),
+        lambda: opt.apply_gradients([(1.0, w)]),
+        lambda: opt.minimize(gives(1.0)),
+    ]
+    if wrapper in ONE_SIDED:
+        calls += [lambda: opt.global_step, lambda: opt.center(w)]
+        calls += [opt.statistics, opt.leave, opt.serve]
+    if wrapper == "DropStale":
+        calls += [lambda: opt.stale_counter]
+
+    assert {type(raised(call)) for call in calls} == {FreedError}
+    assert w.value == 0
+    assert opt.waited >= 0
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_with_frees_it_unless_something_went_wrong(comm, wrapper):
+    w = variable()
+    opt = WRAPPERS[wrapper](hpc.SGD(1), [w], comm)
+    with pytest.raises(KeyError), opt:
+        raise KeyError
+    with opt as same:
+        assert same is opt
+        opt.initialize([w])
+
+    assert type(raised(opt.minimize, gives(1.0))) is FreedError
+
+
+# Constructors
+
+
+class Own(hpc.Optimizer):
+    """An optimizer of the user's."""
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        for grad, var in grads_and_vars:
+            var.value[...] -= grad
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_inner_optimizer_may_be_of_the_user(comm, wrapper):
+    w = variable()
+    with WRAPPERS[wrapper](Own("own"), [w], comm) as opt:
+        for _ in range(2):
+            opt.minimize(gives(1.0), var_list=[w])
+
+    assert w.value <= -1
+
+
+@pytest.mark.parametrize("inner", [None, "SGD", hpc.SGD, 0.1])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_inner_one_must_be_an_optimizer_on_all_ranks(
+    comm, rank, size, wrapper, inner
+):
+    mine = inner if rank == size - 1 else hpc.SGD(1)
+    error = raised(WRAPPERS[wrapper], mine, [variable()], comm)
+
+    assert type(error) is TypeError
+    assert "needs an optimizer" in str(error)
+
+
+@pytest.mark.parametrize("outer", WRAPPERS)
+@pytest.mark.parametrize("inner", WRAPPERS)
+def test_nestings_that_corrupt_are_refused(comm, inner, outer):
+    w = variable()
+    with WRAPPERS[inner](hpc.SGD(1), [w], comm) as held:
+        found = raised(WRAPPERS[outer], held, [w], comm)
+
+    if inner == outer == "CrossShard":
+        assert found.inner is held
+        found.free()
+    else:
+        names = type(held).__name__, outer, "cannot hold"
+        assert type(found) is InvalidArgumentError
+        assert all(name in str(found) for name in names)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_different_inner_optimizers_are_refused_by_all(comm, rank, size, wrapper):
+    mine = hpc.SGD(0.1) if rank < size - 1 else hpc.Momentum(0.1, 0.5)
+    error = raised(WRAPPERS[wrapper], mine, [variable()], comm)
+
+    assert type(error) is DisagreementError
+    assert f"rank {size - 1} has" in str(error)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_different_rates_are_refused_by_all(comm, rank, size, wrapper):
+    w, rate = variable(), 0.1 if rank < size - 1 else 0.2
+
+    def start():
+        opt = WRAPPERS[wrapper](hpc.SGD(rate), [w], comm)
+        try:
+            opt.initialize([w])
+        finally:
+            opt.free()
+
+    error = raised(start)
+
+    assert type(error) is DisagreementError
+    assert "learning_rate=0.2" in str(error)
+
+
+def odd(rank, size, usual, other):
+    return other if rank == size - 1 else usual
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("option", "usual", "other"),
+    [("host", 0, 1), ("dedicated", False, True)],
+)
+@pytest.mark.parametrize("wrapper", ONE_SIDED)
+def test_different_options_are_refused_by_all(
+    comm, rank, size, wrapper, option, usual, other
+):
+    options = {option: odd(rank, size, usual, other)}
+    error = raised(ONE_SIDED[wrapper], hpc.SGD(1), [variable()], comm, **options)
+
+    assert type(error) is DisagreementError
+
+
+@pytest.mark.ranks(min=2)
+def test_different_numbers_are_refused_by_all(comm, rank, size):
+    number, inner = odd(rank, size, 2, 3), hpc.SGD(1)
+    reduction = odd(rank, size, hpc.Reduction.MEAN, hpc.Reduction.SUM)
+    groups = odd(rank, size, [list(range(size))], [[r] for r in range(size)])
+    getter = hpc.AGNCustomGetter(comm=comm)
+    calls = {
+        "staleness": lambda: hpc.DropStaleGradientOptimizer(inner, number, comm=comm),
+        "replicas_to_aggregate": lambda: hpc.SyncReplicasOptimizer(
+            inner, number, comm=comm
+        ),
+        "total_num_replicas": lambda: hpc.SyncReplicasOptimizer(
+            inner, 1, number, comm=comm
+        ),
+        "communication_period": lambda: hpc.AGNOptimizer(inner, 1, getter, number),
+        "num_worker": lambda: hpc.AGNOptimizer(inner, number, getter),
+        "reduction": lambda: hpc.CrossShardOptimizer(inner, reduction, comm=comm),
+        "group_assignment": lambda: hpc.CrossShardOptimizer(
+            inner, group_assignment=groups, comm=comm
+        ),
+    }
+    for name, call in calls.items():
+        error = raised(call)
+        assert type(error) is DisagreementError
+        assert f"{name} must be the same" in str(error)
+
+
+@pytest.mark.parametrize("wrapper", ONE_SIDED)
+def test_a_host_is_a_rank_of_the_communicator(comm, size, wrapper):
+    for host, error in ((size, ValueError), (-1, ValueError), (0.0, TypeError)):
+        found = raised(ONE_SIDED[wrapper], hpc.SGD(1), [variable()], comm, host=host)
+        assert isinstance(found, error)
+        assert "host must be a rank" in str(found)
+
+
+@pytest.mark.parametrize("bad", [0, "world"])
+def test_comm_is_a_communicator(bad):
+    for make in (
+        lambda: hpc.CrossShardOptimizer(hpc.SGD(1), comm=bad),
+        lambda: hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, comm=bad),
+        lambda: hpc.DropStaleGradientOptimizer(hpc.SGD(1), 1, comm=bad),
+        lambda: hpc.AGNOptimizer(hpc.SGD(1), 1, hpc.AGNCustomGetter(comm=bad)),
+    ):
+        assert type(raised(make)) is TypeError

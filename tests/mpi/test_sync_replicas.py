@@ -1,0 +1,320 @@
+"""SyncReplicasOptimizer: SEMANTICS section 6, with the deviations of the design."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import Group, InvalidArgumentError
+from hpcaccum.deadline import Deadline
+from hpcaccum.inbox import MeanInbox
+
+from .support import WAIT
+from .training import Gate, gives, meet, raised, turns, variable
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+@pytest.fixture
+def make(comm):
+    """Return a function that makes an optimizer; all are freed in the end."""
+    made = []
+
+    def make(quorum, variables, inner=None, **options):
+        inner = hpc.SGD(1) if inner is None else inner
+        optimizer = hpc.SyncReplicasOptimizer(inner, quorum, comm=comm, **options)
+        optimizer.initialize(variables)
+        made.append(optimizer)
+        return optimizer
+
+    yield make
+    for optimizer in made:
+        optimizer.free()
+
+
+# All replicas
+
+
+@pytest.mark.parametrize("inner", [hpc.SGD, hpc.Adam], ids=lambda kind: kind.__name__)
+def test_all_replicas_equal_one_rank_with_the_mean(make, rank, size, inner):
+    shapes = [(), (4,), (0,), (2, 3)]
+    mine = [variable(np.ones(s), name=f"v{i}") for i, s in enumerate(shapes)]
+    alone = [variable(np.ones(s), name=f"v{i}") for i, s in enumerate(shapes)]
+    opt, plain, step = make(size, mine, inner(0.25)), inner(0.25), hpc.Variable(0, "s")
+
+    def grads(r, call):
+        random = np.random.default_rng([r, call])
+        return [np.asarray(random.normal(size=shape)) for shape in shapes]
+
+    for call in range(5):
+        receipt = opt.minimize(gives(*grads(rank, call)), step)
+        sums = [
+            sum(p) for p in zip(*(grads(r, call) for r in range(size)), strict=True)
+        ]
+        plain.minimize(gives(*(total / size for total in sums)), var_list=alone)
+
+        assert receipt == hpc.Receipt(True, call, call)
+        assert step.value == call + 1
+        for found, expected in zip(mine, alone, strict=True):
+            np.testing.assert_allclose(found.value, expected.value, 1e-11, 1e-12)
+
+
+def test_no_round_is_wasted_after_the_start(make, size):
+    w = variable()
+    opt = make(size, [w])
+    found = []
+    for _ in range(3):
+        opt.minimize(gives(1.0))
+        found.append(float(w.value))
+
+    assert found == [-1, -2, -3]
+
+
+def test_all_start_with_the_values_of_the_host(make, rank, size):
+    w = variable([rank, 7.0])
+    make(size, [w], host=size - 1)
+
+    assert w.value.tolist() == [size - 1, 7]
+
+
+def test_the_order_of_arrival_does_not_change_a_bit(make, rank, size):
+    results = set()
+    for shift in range(3):
+        w = variable(np.zeros(50, np.float32), np.float32)
+        opt = make(size, [w])
+        grad = np.random.default_rng(rank).normal(size=50).astype(np.float32)
+        pairs = opt.compute_gradients(gives(grad))
+        # Later ranks of this order arrive when the others have been admitted.
+        turn = (rank + shift) % size
+        while sum(opt.statistics().accepted) < turn:
+            time.sleep(0)
+        opt.apply_gradients(pairs)
+        results |= set(meet(w.value.tobytes()))
+
+    assert len(results) == 1
+
+
+def test_half_precision_is_averaged_in_single(make, rank, size):
+    w = variable([0.0], np.float16)
+    opt = make(size, [w])
+    opt.minimize(gives(np.array([60000.0], np.float16)))
+
+    assert w.dtype == np.float16
+    assert w.value == np.float16(-60000.0)
+
+
+# Backups
+
+
+@pytest.mark.ranks(min=2)
+def test_backups_are_dropped_and_do_not_wait(make, rank, size):
+    quorum, w, step = size - 1, variable(), hpc.Variable(0, "step")
+    opt = make(quorum, [w])
+    pairs = opt.compute_gradients(gives(float(rank + 1)))
+    receipt = opt.apply_gradients(pairs, step) if rank < quorum else None
+    meet()
+    if rank == quorum:
+        # Nobody else brings anything now: a rank that waited would wait for ever.
+        receipt = opt.apply_gradients(pairs, step)
+    receipts = meet(receipt)
+
+    assert receipts == [hpc.Receipt(True, 0, 0)] * quorum + [hpc.Receipt(False, 0, 1)]
+    assert step.value == opt.global_step == 1
+    np.testing.assert_allclose(w.value, -(quorum + 1) / 2, rtol=1e-15)
+    assert opt.statistics().dropped == (*[0] * quorum, 1)
+    assert opt.statistics().lags == {0: quorum, 1: 1}
+
+
+@pytest.mark.ranks(min=2)
+def test_after_a_drop_gradients_are_fresh_again(make, rank, size):
+    w = variable()
+    opt = make(1, [w])
+    pairs = opt.compute_gradients(gives(8.0))
+    meet()  # nobody updates before all have computed
+    turns([0] * 3, lambda _: opt.minimize(gives(1.0)))
+    [dropped] = turns([size - 1], lambda _: opt.apply_gradients(pairs))
+    [fresh] = turns([size - 1], lambda _: opt.minimize(gives(1.0)))
+
+    assert dropped == hpc.Receipt(False, 0, 3)
+    assert fresh == hpc.Receipt(True, 3, 3)
+    assert opt.center(w) == -4
+
+
+def test_a_quorum_of_one_takes_every_gradient(make, rank, size):
+    w = variable()
+    opt, calls = make(1, [w]), 20
+    accepted = sum(bool(opt.minimize(gives(1.0))) for _ in range(calls))
+    total = sum(meet(accepted))
+
+    # Two that arrive together are one update.
+    assert 1 <= opt.global_step <= total
+    assert -opt.center(w) == opt.global_step
+
+
+@pytest.mark.ranks(min=2)
+def test_a_fast_worker_may_bring_more_than_its_part(make, size):
+    w = variable()
+    opt = make(1, [w])
+    turns([size - 1] * 4, lambda _: opt.minimize(gives(1.0)))
+
+    assert opt.global_step == 4
+    assert opt.statistics().accepted == (*[0] * (size - 1), 4)
+
+
+def test_all_that_are_there_are_in_the_mean(comm, rank, size):
+    inbox = MeanInbox(Group.of(comm), 0, 3, np.float64, 1, size)
+    inbox.slot()[:] = [1, 2, 6, 3][rank]
+    receipt = inbox.submit(0)
+    meet()
+    if rank == 0:
+        with inbox.next(0, Deadline(WAIT, "test")) as mean:
+            assert (mean == [1, 1.5, 3, 3][size - 1]).all()
+    meet()
+    inbox.free()
+
+    assert receipt == hpc.Receipt(True, 0, 0)
+
+
+# A quorum of more than there are workers
+
+
+def test_a_quorum_of_two_each(make, rank, size):
+    w = variable()
+    opt, steps = make(2 * size, [w]), []
+    for call in range(6):
+        meet()
+        receipt = opt.minimize(gives(float(call)))
+        steps.append((receipt.accepted, receipt.global_step, float(w.value)))
+
+    # The first of two comes back at once.
+    means = [-0.5, -3, -7.5]
+    assert steps[1::2] == [(True, k, mean) for k, mean in enumerate(means)]
+    assert steps[0::2] == [(True, k, m) for k, m in enumerate([0, *means[:2]])]
+
+
+def test_a_share_is_of_one_step(make, rank, size):
+    # A rank that brought less than its share when the step passed, and did not wait,
+    # owes its whole share again: or all the others would wait for ever.
+    def slowly():
+        time.sleep(0.05)
+        return 1.0
+
+    quorum, w = 3 * size - 1, variable()
+    opt, last = make(quorum, [w], hpc.SGD(slowly)), rank == size - 1
+    for call in range(3):
+        if last:
+            while sum(opt.statistics().accepted) < quorum * call + 3 * (size - 1):
+                time.sleep(0)
+        for _ in range(3 if not last else 2):
+            assert opt.minimize(gives(1.0))
+        while opt.global_step <= call:
+            time.sleep(0.001)
+        meet()
+
+    assert opt.statistics().dropped == (0,) * size
+    assert opt.center(w) == -3
+
+
+# Ranks that leave, and that wait
+
+
+@pytest.mark.ranks(min=2)
+def test_quorums_shrink_when_a_rank_leaves(make, rank, size):
+    w = variable()
+    opt = make(size, [w])
+    opt.minimize(gives(1.0))
+    if rank == size - 1:
+        opt.leave()
+    else:
+        for _ in range(3):
+            opt.minimize(gives(1.0))
+    meet()
+
+    assert opt.global_step == 4
+    assert opt.center(w) == -4
+
+
+@pytest.mark.ranks(min=2)
+def test_waiting_is_counted_on_those_who_wait(make, rank, size):
+    w = variable()
+    opt = make(size, [w])
+    opt.minimize(gives(1.0))
+    meet()
+    before = opt.waited
+    if rank == 0:
+        time.sleep(0.2)
+    opt.minimize(gives(1.0))
+    waited = opt.waited - before
+
+    assert waited > 0.1 if rank else waited < 0.15
+
+
+def test_readers_see_no_update_before_it_is_complete(make, rank, size):
+    gate = threading.Event()
+    w = variable()
+    opt = make(1, [w], Gate(lambda: gate.wait(WAIT)))
+    seen = []
+    thread = None
+    if rank == 0:
+        pairs = opt.compute_gradients(gives(1.0))
+        thread = threading.Thread(target=opt.apply_gradients, args=(pairs,))
+        thread.start()
+        while not sum(opt.statistics().accepted):
+            time.sleep(0.001)
+    meet()
+    seen.append((opt.global_step, float(opt.center(w))))
+    meet()
+    gate.set()
+    if thread:
+        thread.join(WAIT)
+    meet()
+    seen.append((opt.global_step, float(opt.center(w))))
+
+    assert seen == [(0, 0), (1, -1)]
+
+
+def test_a_gradient_of_none_is_left_out_of_the_mean(make, rank, size):
+    w, v, u = variable(name="w"), variable(name="v"), variable(5.0, name="u")
+    opt = make(size, [w, v, u])
+    opt.minimize(gives(3.0, 3.0 if rank == 0 else None, None))
+
+    np.testing.assert_allclose([w.value, v.value, u.value], [-3, -3, 5], rtol=1e-14)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("quorum", "kind"),
+    [
+        (0, InvalidArgumentError),
+        (-1, InvalidArgumentError),
+        (None, InvalidArgumentError),
+        ([1], InvalidArgumentError),
+        (1.0, TypeError),
+        ("1", TypeError),
+    ],
+)
+def test_a_quorum_is_at_least_one_on_all_ranks(comm, rank, size, quorum, kind):
+    mine = quorum if rank == size - 1 else 1
+    error = raised(hpc.SyncReplicasOptimizer, hpc.SGD(1), mine, comm=comm)
+
+    assert type(error) is kind
+    assert "replicas_to_aggregate" in str(error)
+
+
+def test_the_number_of_replicas_is_only_checked(make, comm, size):
+    w = variable()
+    make(size, [w], total_num_replicas=17).minimize(gives(1.0))
+    error = raised(hpc.SyncReplicasOptimizer, hpc.SGD(1), 1, 0, comm=comm)
+
+    assert w.value == -1
+    assert type(error) is InvalidArgumentError
+    assert "total_num_replicas" in str(error)

@@ -1,0 +1,84 @@
+"""What the tests of optimizers share: variables, losses, and ranks that take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import hpcaccum as hpc
+
+from .exchange import world
+
+
+def variable(value: Any = 0.0, dtype: Any = np.float64, name: str = "w"):
+    return hpc.Variable(np.array(value, dtype), name)
+
+
+def gives(*grads: Any) -> Callable[[], tuple[float, list[Any]]]:
+    """Return a loss with these gradients, whatever the variables are."""
+    return lambda: (0.0, list(grads))
+
+
+def meet(told: Any = None) -> list[Any]:
+    """Wait for all ranks; return what each of them told."""
+    return world("tests").gather(told)
+
+
+def turns(order: Sequence[int], act: Callable[[int], Any]) -> list[Any]:
+    """Call ``act(turn)`` on one rank after the other; return all results on all."""
+    return [
+        meet(act(turn) if MPI.COMM_WORLD.rank == rank else None)[rank]
+        for turn, rank in enumerate(order)
+    ]
+
+
+def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the exception, or what was returned without one."""
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        return error
+
+
+class Gate(hpc.Optimizer):
+    """SGD(1) that makes an update only when the test lets it."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        super().__init__("gate")
+        self._wait = wait
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        self._wait()
+        for grad, var in grads_and_vars:
+            var.value[...] -= grad
+
+
+def _agn(inner, variables, comm, host=0, **options):
+    getter = hpc.AGNCustomGetter(comm=comm, host=host)
+    for var in variables:
+        getter.register(var)
+    return hpc.AGNOptimizer(inner, 1, getter, 2, **options)
+
+
+def _sync(inner, variables, comm, dedicated=False, **options):
+    options |= {"comm": comm, "dedicated": dedicated}
+    return hpc.SyncReplicasOptimizer(inner, comm.size - bool(dedicated), **options)
+
+
+# Kind to what makes one: of an inner optimizer, its variables, a communicator, options.
+ONE_SIDED: dict[str, Callable[..., Any]] = {
+    "SyncReplicas": _sync,
+    "DropStale": lambda inner, variables, comm, **options: (
+        hpc.DropStaleGradientOptimizer(inner, 10**6, comm=comm, **options)
+    ),
+    "AGN": _agn,
+}
+WRAPPERS = {
+    "CrossShard": lambda inner, variables, comm, **options: hpc.CrossShardOptimizer(
+        inner, comm=comm, **options
+    ),
+    **ONE_SIDED,
+}
