@@ -9,7 +9,7 @@ import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError
 
 from .support import WAIT
-from .training import gives, meet, raised, turns, variable
+from .training import computed, gives, meet, raised, turns, variable
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_accepted_if_and_only_if_lag_is_at_most_staleness(make, staleness):
 def test_lag_is_what_others_did_since_the_compute(make, rank, size, staleness, lag):
     w, v = variable([0.0, 0.0], name="w"), variable(name="v")
     opt, late = make(staleness, [w, v], hpc.Momentum(1, 0.5)), size - 1
-    pairs = opt.compute_gradients(gives(np.array([8.0, 8.0]), 8.0))
+    pairs = computed(opt, np.array([8.0, 8.0]), 8.0)
     meet()  # nobody updates before all have computed
     turns([0] * lag, lambda _: opt.minimize(gives(np.zeros(2), 0.0)))
     [receipt] = turns([late], lambda _: opt.apply_gradients(pairs))
@@ -85,8 +85,7 @@ def test_of_gradients_of_one_step_one_is_accepted(make, rank, size):
     opt = make(0, [w])
     receipts = []
     for _ in range(6):
-        pairs = opt.compute_gradients(gives(1.0))
-        meet()
+        pairs = computed(opt, 1.0)
         receipts.append(opt.apply_gradients(pairs))
         meet()
     rounds = list(zip(*meet(receipts), strict=True))
@@ -102,7 +101,7 @@ def test_of_gradients_of_one_step_one_is_accepted(make, rank, size):
 def test_updates_are_in_the_order_of_admission(make, rank, size):
     w, alone = variable(), variable()
     opt, plain = make(9, [w], hpc.Momentum(1, 0.5)), hpc.Momentum(1, 0.5)
-    pairs = opt.compute_gradients(gives(float(rank + 1)))
+    pairs = computed(opt, float(rank + 1))
     order = [*range(size)[::-2], *range(size)[-2::-2]]
     receipts = turns(order, lambda _: opt.apply_gradients(pairs))
     for r in order:
@@ -133,7 +132,7 @@ def test_only_applied_updates_count_as_lag(make, rank, size):
 def test_a_dropped_gradient_brings_the_newest_parameters_at_once(make, rank, size):
     w, step = variable(), hpc.Variable(0, "step")
     opt = make(0, [w])
-    pairs = opt.compute_gradients(gives(8.0))
+    pairs = computed(opt, 8.0)
     meet()  # nobody updates before all have computed
     turns([0, 0], lambda _: opt.minimize(gives(1.0)))
 
@@ -191,7 +190,7 @@ def test_training_goes_on_whatever_is_dropped(make, rank, size):
 def test_statistics_count_every_lag(make, rank, size):
     w = variable()
     opt = make(1, [w])
-    pairs = opt.compute_gradients(gives(1.0))
+    pairs = computed(opt, 1.0)
     meet()  # nobody updates before all have computed
     turns([0, 0, size - 1, 0], lambda _: opt.apply_gradients(pairs))
     tally = opt.statistics()

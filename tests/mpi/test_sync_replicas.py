@@ -14,7 +14,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.inbox import MeanInbox
 
 from .support import WAIT
-from .training import Gate, gives, meet, raised, turns, variable
+from .training import Gate, computed, gives, meet, raised, turns, variable
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_half_precision_is_averaged_in_single(make, rank, size):
 def test_backups_are_dropped_and_do_not_wait(make, rank, size):
     quorum, w, step = size - 1, variable(), hpc.Variable(0, "step")
     opt = make(quorum, [w])
-    pairs = opt.compute_gradients(gives(float(rank + 1)))
+    pairs = computed(opt, float(rank + 1))
     receipt = opt.apply_gradients(pairs, step) if rank < quorum else None
     meet()
     if rank == quorum:
@@ -136,7 +136,7 @@ def test_backups_are_dropped_and_do_not_wait(make, rank, size):
 def test_after_a_drop_gradients_are_fresh_again(make, rank, size):
     w = variable()
     opt = make(1, [w])
-    pairs = opt.compute_gradients(gives(8.0))
+    pairs = computed(opt, 8.0)
     meet()  # nobody updates before all have computed
     turns([0] * 3, lambda _: opt.minimize(gives(1.0)))
     [dropped] = turns([size - 1], lambda _: opt.apply_gradients(pairs))

@@ -27,6 +27,13 @@ def meet(told: Any = None) -> list[Any]:
     return world("tests").gather(told)
 
 
+def computed(optimizer, *grads: Any) -> list[Any]:
+    """Compute gradients on all ranks before anybody applies one."""
+    pairs = optimizer.compute_gradients(gives(*grads))
+    meet()
+    return pairs
+
+
 def turns(order: Sequence[int], act: Callable[[int], Any]) -> list[Any]:
     """Call ``act(turn)`` on one rank after the other; return all results on all."""
     return [
