@@ -90,7 +90,7 @@ class _Shared:
         self.progress = Progress.of(group) if group.rank == settings.host else None
         if self.progress:
             self.progress.start()
-        self.opened = Opened(self._free)
+        self.opened = Opened(group, self._free)
 
     def _free(self) -> None:
         self.group.meet(None, "freeing an accumulator")
@@ -221,7 +221,7 @@ class ConditionalAccumulator:
 
     @property
     def accumulator_ref(self) -> str:
-        """Text that is equal for two handles if and only if they are one object."""
+        """Text that tells the objects of one communicator apart, on one rank."""
         shared = self._settings.shared_name
         return f"shared:{shared}" if shared else f"{self._name}:{self._number}"
 

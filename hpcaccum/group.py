@@ -43,7 +43,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def _keyval() -> int:
     # The private duplicate lives as long as the user's communicator does.
     return int(
-        MPI.Comm.Create_keyval(delete_fn=lambda _comm, _key, group: group.free())
+        MPI.Comm.Create_keyval(delete_fn=lambda _comm, _key, group: group.abandon())
     )
 
 
@@ -64,6 +64,7 @@ class Group:
         self.node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         self.shared: dict[str, Any] = {}
         self._meetings = 0
+        self._users, self._abandoned = 0, False
 
     @classmethod
     def of(cls, comm: mpi4py_MPI.Comm | Group | None = None) -> Group:
@@ -202,6 +203,24 @@ class Group:
         color = next(c for c, ranks in enumerate(shards) if self.rank in ranks)
         key = list(shards[color]).index(self.rank)
         return Group(cast("mpi4py_MPI.Intracomm", self.comm.Split(color, key)))
+
+    def use(self) -> None:
+        """Keep the private communicators, whatever becomes of the user's."""
+        self._users += 1
+
+    def leave(self) -> None:
+        """End one `use`."""
+        self._users -= 1
+        self._free_if_unused()
+
+    def abandon(self) -> None:
+        """The user's communicator goes: free the private ones after the last use."""
+        self._abandoned = True
+        self._free_if_unused()
+
+    def _free_if_unused(self) -> None:
+        if self._abandoned and self._users == 0:
+            self.free()
 
     def free(self) -> None:
         """Free the private communicators. Collective."""

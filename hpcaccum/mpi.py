@@ -135,7 +135,12 @@ def forget(close: Callable[[], None]) -> None:
 def _close_all() -> None:
     """Close what is open; ranks closed alike, so this is collective."""
     while _open and not sys.modules["mpi4py.MPI"].Is_finalized():
-        _open.pop()()
+        close = _open.pop()
+        try:
+            close()
+        except Exception:
+            # The other windows must go all the same, or MPI_Finalize hangs on them.
+            logger.exception("could not close %s at exit", close)
 
 
 def abort_job(status: int = 1) -> None:

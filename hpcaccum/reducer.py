@@ -61,7 +61,7 @@ class Reducer:
         if group.rank == 0:
             # Ranks of other nodes ask here who is late, also when that is this one.
             Progress.of(group).start()
-        self._opened = Opened(self._free)
+        self._opened = Opened(group, self._free)
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays that are summed: write, `reduce`, read the sums."""

@@ -391,6 +391,8 @@ class Rounds:
     def _unfinished(self, parity: int) -> str:
         records = self._read_records(parity)
         slow = [rank for rank, record in records.items() if record.writing]
+        if not slow:
+            return "a rank that was admitted to the round, to begin to write"
         return f"{ranks_text(slow)}, admitted to the round, to finish writing"
 
     # Everybody

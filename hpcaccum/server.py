@@ -84,7 +84,7 @@ class ParameterServer:
             Progress.of(group).start()
         self._update: Callable[[dict[str, Array]], None] | None = None
         self._thread: threading.Thread | None = None
-        self._opened = Opened(self._free)
+        self._opened = Opened(group, self._free)
         # Nobody pulls before the centre is there.
         group.meet(None, what)
 

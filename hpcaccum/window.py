@@ -368,8 +368,9 @@ _NO_TAG = 2
 class Opened:
     """Frees something collective once: when asked to, or before MPI_Finalize."""
 
-    def __init__(self, free: Any) -> None:
-        self._free = free
+    def __init__(self, group: Group, free: Any) -> None:
+        self._group, self._free = group, free
+        group.use()
         mpi.at_exit(self._close)
         self.closed = False
 
@@ -377,6 +378,7 @@ class Opened:
         if not self.closed:
             self.closed = True
             self._free()
+            self._group.leave()
 
     def close(self) -> None:
         """Run it, if it did not run yet."""

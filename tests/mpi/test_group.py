@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
 from hpcaccum.group import Group, ranks_text
 
-from .acting import VAIN, meet
+from .acting import VAIN, at, everywhere, meet, same_bits
+from .support import WAIT
 
 
 @pytest.mark.parametrize(
@@ -168,3 +170,15 @@ def test_group_of_something_else_is_refused():
     for other in (0, "world", MPI.COMM_NULL, MPI.GROUP_EMPTY):
         with pytest.raises(TypeError, match="must be an MPI intracommunicator"):
             Group.of(other)
+
+
+def test_accumulator_outlives_the_communicator_it_was_made_on(comm, size):
+    part = comm.Dup()
+    acc = hpc.ConditionalAccumulator("float64", (), comm=part)
+    part.Free()
+
+    everywhere(acc.apply_grad, 2)
+    same_bits(at(1, acc.take_grad, size, timeout=WAIT), np.array(2.0))
+    group = acc._shared.group
+    acc.free()
+    assert group.comm == MPI.COMM_NULL

@@ -127,12 +127,11 @@ def test_a_copy_that_one_update_overtook_is_good(make, host, rank, size):
         assert (out == 0).all()
 
 
-def test_a_copy_is_made_again_as_soon_as_its_memory_may_change(make, host, rank):
+def test_an_update_that_is_being_written_is_not_read(make, host, rank):
     parameters = make()
     seen = []
 
     def unfinished(flat):
-        # A reader that ends now has read from memory that is being written.
         flat[:4] = 2
         seen.append(parameters.version())
         seen.append(read(parameters)[0])
@@ -144,6 +143,32 @@ def test_a_copy_is_made_again_as_soon_as_its_memory_may_change(make, host, rank)
         assert seen == [1, 1]
     meet()
     assert read(parameters)[0] == 2
+
+
+@pytest.mark.ranks(min=2)
+def test_a_copy_that_is_being_written_over_is_made_again(make, host, rank, size):
+    parameters = make()
+
+    def publish():
+        def unfinished(flat):
+            flat.fill(2)
+            meet()
+            meet()
+
+        parameters.publish(fill(1))
+        parameters.publish(unfinished)
+
+    found = overtaken(parameters, host, rank, size, publish)
+    # The reader comes here while the host is still writing; the others help to meet.
+    if rank != host:
+        meet()
+        if rank != (host + 1) % size:
+            meet()
+
+    if found:
+        version, out, calls = found
+        assert (version, calls) == (1, 2)
+        assert (out == 1).all()
 
 
 def test_readers_under_fire_never_see_half_an_update(make, host, rank, size):

@@ -325,17 +325,19 @@ def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm):
     progress.stop()
 
 
-def test_what_is_open_is_freed_once(monkeypatch):
+def test_what_is_open_is_freed_once(comm, monkeypatch):
     freed = []
     monkeypatch.setattr("hpcaccum.mpi._open", [])
     from hpcaccum import mpi
 
-    first, second = Opened(lambda: freed.append(1)), Opened(lambda: freed.append(2))
+    group = Group.of(comm)
+    first = Opened(group, lambda: freed.append(1))
+    second = Opened(group, lambda: freed.append(2))
     assert not first.closed
     second.close()
     second.close()
     assert (freed, second.closed) == ([2], True)
-    third = Opened(lambda: freed.append(3))
+    third = Opened(group, lambda: freed.append(3))
     mpi._close_all()
 
     assert freed == [2, 3, 1]
