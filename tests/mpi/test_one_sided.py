@@ -12,7 +12,7 @@ import hpcaccum as hpc
 from hpcaccum import DisagreementError, InvalidArgumentError
 
 from .support import WAIT
-from .training import ONE_SIDED, gives, meet, raised, turns, variable
+from .training import ONE_SIDED, computed, gives, meet, raised, turns, variable
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
@@ -147,6 +147,36 @@ def test_several_at_once_do_not_disturb_each_other(comm, size):
         assert opt.center(w) == -grad * updates(kind, size, 6)
     for _, opt, *_ in reversed(trained):
         opt.free()
+
+
+@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
+@pytest.mark.ranks(min=2)
+def test_after_a_drop_nobody_computes_what_must_be_dropped(comm, kind, rank, size):
+    def slowly():
+        time.sleep(0.1)
+        return 1.0
+
+    w = variable()
+    if kind == "SyncReplicas":
+        opt = hpc.SyncReplicasOptimizer(hpc.SGD(slowly), 1, comm=comm)
+    else:
+        opt = hpc.DropStaleGradientOptimizer(hpc.SGD(slowly), 0, comm=comm)
+    opt.initialize([w])
+    pairs = computed(opt, 1.0)
+    seen = []
+    if rank == 0:
+        opt.apply_gradients(pairs)
+    elif rank == size - 1:
+        while not sum(opt.statistics().accepted):
+            time.sleep(0)
+        # Admitted, and being applied: what this rank has is old, and nothing is newer.
+        seen = [bool(opt.apply_gradients(pairs)), opt.global_step]
+        opt.compute_gradients(gives(1.0))
+        seen += [float(w.value), opt.global_step]
+    opt.free()
+
+    if rank == size - 1:
+        assert seen == [False, 0, -1, 1]
 
 
 # Variables

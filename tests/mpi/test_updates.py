@@ -161,6 +161,49 @@ def test_of_all_at_once_only_one_is_fresh(make, host, rank, size):
     assert sum(queue.tally().dropped) == 8 * (size - 1)
 
 
+def test_no_two_are_admitted_at_one_step(make, rank, size):
+    queue, calls = make(), 1000
+    meet()
+    steps = [queue.submit(0).global_step for _ in range(calls)]
+    everybody = np.sort(np.concatenate(meet(np.array(steps))))
+
+    assert steps == sorted(steps)
+    assert (everybody == np.arange(calls * size)).all()
+    assert queue.step == calls * size
+
+
+def test_a_slot_is_free_again_when_it_was_applied(make, host, rank, size, monkeypatch):
+    queue = make()
+    worker = size - 1
+    turns([worker], lambda _: submit(queue, 3))
+    if rank == worker:
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.05")
+        error = raised(queue.slot)
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+        assert type(error) is WaitTimeoutError
+        assert "update 1, this rank's last" in str(error)
+    meet()
+    if rank == host:
+        assert applied(queue, 0) == 3
+    turns([worker], lambda _: submit(queue, 4))
+    if rank == host:
+        assert applied(queue, 1) == 4
+    meet()
+
+
+def test_what_is_admitted_and_not_written_is_waited_for(make, host, rank, size):
+    queue = make()
+    if rank == size - 1:
+        queue._admit(0)
+    queue.leave()
+    meet()
+    if rank == host:
+        error = raised(applied, queue, 0, timeout=0)
+        assert type(error) is WaitTimeoutError
+        assert "update 1, admitted, to be written" in str(error)
+    meet()
+
+
 def test_nothing_is_lost_when_nobody_waits_for_turns(make, comm, host, rank, size):
     queue, calls = make(), 30
     done = Parameters(Group.of(comm), host, 1, np.float64)
