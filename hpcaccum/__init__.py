@@ -30,7 +30,7 @@ from hpcaccum.optimizers import (
     Variable,
     get_variable,
 )
-from hpcaccum.reducer import Reducer
+from hpcaccum.reducer import Reducer, ReducerStatistics
 
 __version__ = "0.1.0"
 
@@ -54,6 +54,7 @@ __all__ = [
     "Optimizer",
     "Receipt",
     "Reducer",
+    "ReducerStatistics",
     "Reduction",
     "Statistics",
     "SyncReplicasOptimizer",

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.arguments import gradient_array, positive_count, step_number
+from hpcaccum.arguments import (
+    gradient_array,
+    positive_count,
+    result_array,
+    step_number,
+)
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import FreedError, InvalidArgumentError
-from hpcaccum.group import Group
+from hpcaccum.group import Group, Opened
 from hpcaccum.layout import wide_dtype
+from hpcaccum.progress import Progress
 from hpcaccum.rounds import Packing, Rounds
 from hpcaccum.settings import Settings, check_settings
 from hpcaccum.shapes import (
@@ -26,8 +32,7 @@ from hpcaccum.shapes import (
     known,
     size_of,
 )
-from hpcaccum.storage import Slots, Sums, choose, divide
-from hpcaccum.window import Opened, Progress
+from hpcaccum.storage import Slots, Sums, choose
 from hpcaccum.writer import Writer
 
 if TYPE_CHECKING:
@@ -125,8 +130,8 @@ class ConditionalAccumulator:
         storage: ``"slots"``: two buffers for each rank, sums in rank order, the same
             bits in any order of arrival. ``"sum"``: two sums on the host, less memory.
             ``"auto"``: slots on one node, else what memory allows.
-        workers: How many ranks bring gradients, all by default; quorums shrink from
-            there when ranks leave.
+        workers: How many ranks bring gradients, all by default, else all but the host
+            or fewer; quorums shrink from there when ranks leave.
 
     Raises:
         InvalidArgumentError, TypeError: On every rank, for an unusable argument.
@@ -321,6 +326,7 @@ class ConditionalAccumulator:
         name: str | None = None,
         *,
         timeout: float | None = None,
+        out: Array | None = None,
     ) -> Array:
         """Wait for ``num_required`` gradients; return their reduction and reset.
 
@@ -332,13 +338,15 @@ class ConditionalAccumulator:
             num_required: At least 1. Ranks that have left are not waited for.
             name: Ignored.
             timeout: Seconds; 0 looks once; None waits, with warnings.
+            out: Contiguous array for the result, of the accumulator's dtype and the
+                round's shape. A new one costs as much as the sum, if it is long.
 
         Returns:
-            A new array of the accumulator's dtype and the round's shape.
+            ``out``, else a new array.
 
         Raises:
-            InvalidArgumentError, TypeError: At once, if ``num_required`` is no integer
-                of at least 1.
+            InvalidArgumentError, TypeError: For a ``num_required`` that is no integer
+                of at least 1, or an ``out`` that does not fit; nothing is lost.
             WaitTimeoutError: Says what was missing. Nothing is lost: gradients stay,
                 and a round that was closed already is what the next take returns.
             EverybodyLeftError: At once, if all ranks have left and none is there.
@@ -350,23 +358,23 @@ class ConditionalAccumulator:
             raise InvalidArgumentError(
                 f"num_required is at most {limit}, got {required}"
             )
+        if out is not None and self._only_shape is not None:
+            result_array(out, self.dtype, self._only_shape)
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
         with self._rounds.take(required, deadline) as closed:
-            return self._reduce(closed)
+            return self._reduce(closed, out)
 
-    def _reduce(self, closed: Closed) -> Array:
-        settings, shape = self._settings, self._only_shape
+    def _reduce(self, closed: Closed, out: Array | None) -> Array:
+        shape = self._only_shape
         if shape is None:
             shape = self._shared.shapes.shape(closed.shape)
-        size = size_of(shape)
+        result = result_array(out, self.dtype, shape)
+        divisor = closed.count if self._settings.reduction == "MEAN" else 1
         # Infinity is for the user to see, as the value that it is.
         with np.errstate(all="ignore"):
-            total = self._storage.total(closed, size)
-            if settings.reduction == "MEAN":
-                divide(total, closed.count)
-            result = total.astype(settings.dtype, copy=False).reshape(shape)
+            self._storage.total(closed, divisor, result.reshape(-1))
         # Last: if anything above failed, the next take finds all of it.
-        self._storage.clear(closed.parity, size)
+        self._storage.clear(closed.parity, result.size)
         return result
 
     def num_accumulated(self, name: str | None = None) -> int:

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.layout import FLOATS
+from hpcaccum.layout import FLOATS, float_dtype, wide_dtype
+
+# Bytes that one MPI call moves at most: it counts them in 32 bits.
+_MAX_BUCKET = 1 << 30
 
 Array = np.ndarray[Any, Any]
 
@@ -68,6 +71,25 @@ def rank_number(value: Any, size: int, name: str) -> int:
     return rank
 
 
+def result_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Return the array for a result: ``out``, or a new one if it is None.
+
+    Raises:
+        InvalidArgumentError: If a result of this dtype and shape cannot lie there.
+    """
+    if out is None:
+        return np.empty(shape, dtype)
+    if not isinstance(out, np.ndarray):
+        raise InvalidArgumentError(f"out must be an array, got {type(out).__name__}")
+    if (out.dtype, out.shape) != (dtype, shape):
+        raise InvalidArgumentError(
+            f"out must be {dtype} {shape}, got {out.dtype} {out.shape}"
+        )
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        raise InvalidArgumentError("out must be contiguous and writable")
+    return out
+
+
 def gradient_array(grad: Any, dtype: np.dtype[Any]) -> Array:
     """Return a gradient as an array, which is not yet converted to ``dtype``.
 
@@ -87,3 +109,51 @@ def gradient_array(grad: Any, dtype: np.dtype[Any]) -> Array:
             f"gradient of dtype {array.dtype} cannot be cast safely to {dtype}"
         )
     return array
+
+
+def fitting(what: str, given: Any, own: Array) -> Array:
+    """Return what can be copied to ``own`` or from it: its shape, any real dtype."""
+    try:
+        array = gradient_array(given, own.dtype)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{what}: {error}") from None
+    if array.shape != own.shape:
+        raise InvalidArgumentError(
+            f"{what} must have shape {own.shape}, got {array.shape}"
+        )
+    return array
+
+
+def one_of(what: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise InvalidArgumentError unless a value is one of those allowed."""
+    if value not in allowed:
+        raise InvalidArgumentError(f"{what} must be one of {allowed}, got {value!r}")
+
+
+def bucket_size(nbytes: Any) -> int | None:
+    """Return the bytes of a bucket, None for what suits."""
+    if nbytes is None:
+        return None
+    if not isinstance(nbytes, int) or not 1 << 10 <= nbytes <= _MAX_BUCKET:
+        raise InvalidArgumentError(
+            f"bucket_bytes must be 1024 to {_MAX_BUCKET}, got {nbytes!r}"
+        )
+    return nbytes
+
+
+def wire_format(wire_dtype: Any, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """Return the dtype in which sums of ``dtype`` travel, None for their own."""
+    if wire_dtype is None:
+        return None
+    wire, wide = float_dtype(wire_dtype), wide_dtype(dtype)
+    if wire.itemsize >= wide.itemsize:
+        raise InvalidArgumentError(
+            f"wire_dtype must be narrower than {wide}, got {wire}"
+        )
+    return wire
+
+
+def converted(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array of ``dtype``; what is too large for it becomes infinity."""
+    with np.errstate(all="ignore"):
+        return array.astype(dtype, copy=False)

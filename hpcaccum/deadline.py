@@ -22,9 +22,10 @@ T = TypeVar("T")
 # seconds, then after twice as many, and so on.
 FIRST_WARNING = 60.0
 
-# Polls without a nap: another rank's atomic takes about a microsecond, but with more
-# ranks than cores each must let the others run.
-_EAGER_POLLS = 50
+# How long to look again at once. Another rank's answer takes microseconds, a nap, be it
+# of 0 s, some 70 us; so no wait takes much more than three times as long as it must. In
+# between the core goes to whoever needs it: ranks may be more than cores.
+_EAGER = 200e-6
 # Naps are short: a collective of several rounds waits for one after the other.
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 200e-6
 
@@ -69,21 +70,27 @@ class Deadline:
         Raises:
             WaitTimeoutError: If the limit passes first.
         """
-        polls = 0
-        while (result := ready()) is None:
+        result = ready()
+        begun, naps = time.monotonic(), 0
+        while result is None:
             if self.expired:
                 raise WaitTimeoutError(self._message(missing()))
-            if self.elapsed > self._next_warning:
-                logger.warning("%s", self._message(missing()))
-                self._next_warning *= 2
-            time.sleep(self._nap(polls))
-            polls += 1
+            if time.monotonic() - begun < _EAGER:
+                os.sched_yield()
+            else:
+                self._warn(missing)
+                time.sleep(self._nap(naps))
+                naps += 1
+            result = ready()
         return result
 
-    def _nap(self, polls: int) -> float:
-        if polls < _EAGER_POLLS:
-            return 0.0
-        doubled = _SHORTEST_NAP * 2 ** min((polls - _EAGER_POLLS) // 8, 16)
+    def _warn(self, missing: Callable[[], str]) -> None:
+        if self.elapsed > self._next_warning:
+            logger.warning("%s", self._message(missing()))
+            self._next_warning *= 2
+
+    def _nap(self, before: int) -> float:
+        doubled = _SHORTEST_NAP * 2 ** min(before // 8, 16)
         return min(float(doubled), _LONGEST_NAP, self.remaining)
 
     def _message(self, missing: str) -> str:

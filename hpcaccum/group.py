@@ -10,6 +10,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from hpcaccum import mpi
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import DisagreementError, InvalidArgumentError
 from hpcaccum.mpi import MPI
@@ -164,7 +165,7 @@ class Group:
             failure = error
         report = {name: repr(fact) for name, fact in mine.items()}
         reports = self.raise_together(what, failure, report)
-        self._compare(what, reports)
+        self.compare(what, reports)
 
     def raise_together(
         self, what: str, failure: Exception | None, value: Any = None
@@ -182,7 +183,8 @@ class Group:
                 raise error[0](f"{what}: rank {rank}: {error[1]}")
         return [each for _, each in reports]
 
-    def _compare(self, what: str, reports: Sequence[Mapping[str, str]]) -> None:
+    def compare(self, what: str, reports: Sequence[Mapping[str, str]]) -> None:
+        """Raise DisagreementError unless what the ranks report is the same."""
         for name in {name: None for report in reports for name in report}:
             values = [report.get(name, "nothing") for report in reports]
             others = [r for r, value in enumerate(values) if value != values[0]]
@@ -228,6 +230,27 @@ class Group:
             self.__dict__["leaders"].Free()
         self.node.Free()
         self.comm.Free()
+
+
+class Opened:
+    """Frees something collective once: when asked to, or before MPI_Finalize."""
+
+    def __init__(self, group: Group, free: Any) -> None:
+        self._group, self._free = group, free
+        group.use()
+        mpi.at_exit(self._close)
+        self.closed = False
+
+    def _close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._free()
+            self._group.leave()
+
+    def close(self) -> None:
+        """Run it, if it did not run yet."""
+        mpi.forget(self._close)
+        self._close()
 
 
 def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:

@@ -24,7 +24,13 @@ Array = np.ndarray[Any, Any]
 
 
 class Inbox(Protocol):
-    """Gradients, flat vectors, on their way from the ranks to the server."""
+    """Gradients, flat vectors, on their way from the ranks to the server.
+
+    Attributes:
+        adds: Whether those of several ranks are added to one.
+    """
+
+    adds: bool
 
     @property
     def window_bytes(self) -> int:
@@ -71,6 +77,8 @@ class MeanInbox:
         workers: Ranks that submit, and may leave.
     """
 
+    adds = True
+
     def __init__(
         self, group: Group, host: int, size: int, dtype: Any, quorum: int, workers: int
     ) -> None:
@@ -79,6 +87,8 @@ class MeanInbox:
             dtype, (size,), name="gradients", comm=group, host=host, workers=workers
         )
         self._slot: Array | None = None
+        # Memory for the mean: the host's, the same for all updates.
+        self._mean: Array | None = None
 
     @property
     def window_bytes(self) -> int:
@@ -101,7 +111,10 @@ class MeanInbox:
     @contextlib.contextmanager
     def next(self, step: int, deadline: Deadline) -> Iterator[Array]:
         """Wait for the mean that makes step ``step + 1``; the host only."""
-        yield self._accumulator.take_grad(self._quorum)
+        self._mean = self._accumulator.take_grad(
+            self._quorum, timeout=deadline.remaining, out=self._mean
+        )
+        yield self._mean
 
     def tally(self) -> Tally:
         """Return what was accepted and dropped so far, of all ranks."""

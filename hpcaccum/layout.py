@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,7 @@ class Layout:
             self.offsets[name] = self.size
             self.size += -(-math.prod(shape) // step) * step
         self.nbytes = self.size * self.dtype.itemsize
+        self._starts = list(self.offsets.values())
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Layout:
@@ -106,3 +108,23 @@ class Layout:
                 self.shapes.items(), self.offsets.values(), strict=True
             )
         }
+
+    def overlaps(self, piece: slice) -> list[tuple[str, slice, slice]]:
+        """Return what lies in a piece of the buffer.
+
+        Returns:
+            Names, the elements of each array (as a vector) that lie in the piece, and
+            where in the piece they lie.
+        """
+        found = []
+        names = list(self.shapes)
+        first = max(0, bisect.bisect_right(self._starts, piece.start) - 1)
+        for name in names[first : bisect.bisect_left(self._starts, piece.stop)]:
+            offset = self.offsets[name]
+            begin = max(offset, piece.start)
+            end = min(offset + math.prod(self.shapes[name]), piece.stop)
+            if begin < end:
+                elements = slice(begin - offset, end - offset)
+                place = slice(begin - piece.start, end - piece.start)
+                found.append((name, elements, place))
+        return found

@@ -1,90 +1,313 @@
-"""Reducer: the sum of named arrays over a group, by the MPI library's allreduce."""
+"""Reducer: the mean or sum of named arrays over a group of ranks."""
 
 from __future__ import annotations
 
+import time
+import types
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from hpcaccum.arguments import (
+    bucket_size,
+    converted,
+    one_of,
+    step_number,
+    wire_format,
+)
+from hpcaccum.call import NOTHING, SIGNATURES, Call, copy
 from hpcaccum.deadline import Deadline
-from hpcaccum.errors import DisagreementError, FreedError, WaitTimeoutError
-from hpcaccum.group import ranks_text
-from hpcaccum.layout import Layout
-from hpcaccum.mpi import MPI
-from hpcaccum.window import Cells, Opened, Progress
+from hpcaccum.eager import Eager
+from hpcaccum.errors import FreedError, InvalidArgumentError, WaitTimeoutError
+from hpcaccum.group import Group, Opened, ranks_text
+from hpcaccum.hierarchical import Hierarchical
+from hpcaccum.layout import wide_dtype
+from hpcaccum.named_arrays import NamedArrays
+from hpcaccum.roll_call import RollCall
+from hpcaccum.schedules import Flat, Plan, Readiness, Schedule, Shared, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
 
-    from hpcaccum.group import Group
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.layout import Layout
 
 Array = np.ndarray[Any, Any]
 
-# Travels with the arrays: whether a rank has failed, the step and its square, then one
-# flag an array. Numbers whose sum and sum of squares are n times mine are all mine.
-_CHECK = "?check"
-_FAILED, _STEP, _SQUARE, _PRESENT = range(4)
-# Sums of squares are exact in float32 for up to 2**12 ranks.
-_STEPS = 1 << 6
+SCHEDULES = ("auto", "shared", "hierarchical", "flat")
+REDUCTIONS = ("MEAN", "SUM")
+
+# Pieces that travel between nodes, and those that stay in the cache of one.
+_BUCKET, _SHARED_BUCKET = 8 << 20, 2 << 20
+# Bytes below which the library's allreduce over several nodes is faster, measured with
+# two nodes of two ranks.
+_FLAT = 512 << 10
+# Bytes up to which on one node each rank sums everything itself.
+_EAGER = 32 << 10
+# The signature of a rank that takes part only to raise, and a prime for the others:
+# the step and what is present, in one number. Two calls that differ have the same one
+# once in 10**9 times.
+_FAILED, _PRIME = 0, SIGNATURES - 35
+
+
+@dataclass(frozen=True)
+class ReducerStatistics:
+    """The numbers of a reducer.
+
+    Attributes:
+        schedule: What is used; never ``"auto"``.
+        ranks, nodes: Of the group.
+        buckets: Pieces in which data travel.
+        wire_dtype: In which sums travel between nodes; None if none do.
+        calls: Reductions so far.
+        waited: Seconds that this rank has spent in them.
+        window_bytes: Of this rank's gradients.
+        result_bytes: Of results, as far as they lie in this rank's memory: on a node
+            that shares them, those of its first rank.
+    """
+
+    schedule: str
+    ranks: int
+    nodes: int
+    buckets: int
+    wire_dtype: str | None
+    calls: int
+    waited: float
+    window_bytes: int
+    result_bytes: int
 
 
 class Reducer:
-    """Sums arrays of one layout over a group, again and again. Collective.
+    """Reduces arrays of one layout over a group, again and again. Collective.
 
-    What a plain allreduce leaves to luck is checked in every call, with numbers that
-    travel with the data: that all ranks are at the same step (MPI would pair a call
-    with the next one of a rank that skipped it, and sum different steps), and that all
-    ranks bring the same arrays. Calls of two reducers are never paired.
+    Gradients that are written to `arrays` are not copied, and the results are read
+    where they lie:
 
-    The order of summation is the MPI library's: the same ranks, library and settings
-    give the same bits, in practice, but MPI only recommends it (MPI-4.1, 6.9.1).
+        grads = reducer.arrays()
+        grads["w"][...] = ...
+        means = reducer.reduce()
+
+    Arrays from elsewhere are copied in, and on demand out: ``reduce(mine, out=mine)``.
+    Or one by one, while others are still computed: ``start("w")`` for each, in any
+    order, and ``wait()`` once; `start` never waits.
+
+    | schedule | the ranks | how | same ranks, same bits |
+    |---|---|---|---|
+    | ``"shared"`` | on one node | each sums a stripe of all | in order |
+    | ``"hierarchical"`` | anywhere | so in each node, then between nodes | in order |
+    | ``"flat"`` | anywhere | the MPI library's allreduce | no promise |
+
+    ``"auto"`` is shared on one node; else hierarchical where a node has several ranks
+    and the arrays 512 KiB or more, and for ``wire_dtype``; else flat. The mean is the
+    sum divided once. Half precision is summed in float32, and results are float32
+    then. MPI only recommends that its allreduce give the same bits each time (MPI-4.1,
+    6.9.1).
+
+    What a plain allreduce leaves to luck is checked in every call: that all ranks are
+    at the same step (MPI would pair a call with the next one of a rank that skipped
+    it, and sum different steps), and that they bring the same arrays.
 
     Args:
-        layout: The arrays. Half precision travels and is summed in float32.
-        group: The ranks.
-        what: Name for messages.
+        layout: The arrays.
+        group: The ranks: a `Group`, a communicator, or None for COMM_WORLD.
+        name: For messages.
+        reduction_type: ``"MEAN"`` or ``"SUM"``.
+        schedule: One of the table.
+        wire_dtype: A narrower dtype, such as ``"float16"`` or ``"bfloat16"``, in which
+            sums travel between nodes; they are formed in the wide one.
+        bucket_bytes: Of the pieces in which data travel and overlap, at most; None
+            takes what suits the schedule.
+
+    Raises:
+        TypeError, InvalidArgumentError, DisagreementError: On every rank.
     """
 
-    def __init__(self, layout: Layout, group: Group, what: str = "reducer") -> None:
-        group.agree(what, lambda: {"names, shapes and dtype": layout.fingerprint})
-        self._group, self._what, self._names = group, what, list(layout)
-        # MPI pairs collective calls on one communicator by their order alone.
-        self._comm = group.comm.Dup()
-        shapes = {**layout.shapes, _CHECK: (_PRESENT + len(layout),)}
-        wide = Layout(shapes, layout.dtype)
-        self._buffer = np.zeros(wide.size, wide.dtype)
-        self._arrays = wide.views(self._buffer)
-        self._check = self._arrays.pop(_CHECK)
-        self._calls, self.waited, self._given_up = 0, 0.0, False
-        # The number of the call that each rank came to, for messages.
-        self._arrived = Cells(group, 0, group.size)
-        if group.rank == 0:
-            # Ranks of other nodes ask here who is late, also when that is this one.
-            Progress.of(group).start()
-        self._opened = Opened(group, self._free)
+    def __init__(
+        self,
+        layout: Layout,
+        group: Group | mpi4py_MPI.Comm | None = None,
+        name: str = "reducer",
+        *,
+        reduction_type: str = "MEAN",
+        schedule: str = "auto",
+        wire_dtype: Any = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self._group, self._name = Group.of(group), name
+        self._wire: np.dtype[Any] | None = None
+
+        def facts() -> dict[str, object]:
+            one_of("reduction_type", reduction_type, REDUCTIONS)
+            one_of("schedule", schedule, SCHEDULES)
+            self._wire = wire_format(wire_dtype, layout.dtype)
+            return {
+                "names, shapes and dtype": layout.fingerprint,
+                "reduction_type": reduction_type,
+                "schedule": schedule,
+                "wire_dtype": str(self._wire),
+                "bucket_bytes": bucket_size(bucket_bytes),
+            }
+
+        self._group.agree(name, facts)
+        self._mask = self._calls = 0
+        self.waited, self._given_up = 0.0, False
+        self._kind = self._choose(schedule, layout.nbytes)
+        self._schedule, buckets = self._make(layout, bucket_bytes)
+        self._divisors = {"MEAN": self._group.size, "SUM": 1}
+        self._reduction_type = reduction_type
+        self._set_divisor(None)
+        self._arrays, self._buckets = self._schedule.arrays, len(buckets)
+        views = {name: array.view() for name, array in self._schedule.results.items()}
+        for view in views.values():
+            view.flags.writeable = False
+        self._results: Mapping[str, Array] = types.MappingProxyType(views)
+        self._named = NamedArrays(name, self._arrays, wide_dtype(layout.dtype))
+        self._readiness = Readiness(layout, buckets)
+        self._open()
+
+    def _choose(self, schedule: str, nbytes: int) -> str:
+        """Return the schedule to use. Collective."""
+        group = self._group
+        self._nodes = group.comm.allreduce(int(group.node.rank == 0))
+        if schedule == "shared" and self._nodes > 1:
+            raise InvalidArgumentError(
+                f"{self._name}: schedule 'shared' needs all ranks on one node, they "
+                f"are on {self._nodes}"
+            )
+        if schedule == "flat":
+            return schedule
+        # With one node there is nothing to do between nodes.
+        if self._nodes == 1:
+            return "shared"
+        flat = self._nodes == group.size or nbytes < _FLAT
+        return (
+            "flat" if schedule == "auto" and flat and not self._wire else "hierarchical"
+        )
+
+    def _set_divisor(self, reduction_type: str | None) -> None:
+        if reduction_type is None:
+            reduction_type = self._reduction_type
+        elif reduction_type not in self._divisors:
+            one_of("reduction_type", reduction_type, REDUCTIONS)
+        self._schedule.divisor = self._divisors[reduction_type]
+        if self._mask and reduction_type != self._reduction_type:
+            raise InvalidArgumentError(
+                f"{self._name}: what was started is reduced by {self._reduction_type}, "
+                f"not by {reduction_type}"
+            )
+
+    def _make(
+        self, layout: Layout, bucket_bytes: int | None
+    ) -> tuple[Schedule, list[slice]]:
+        """Return the schedule itself, and the buckets in which it works."""
+        shared, wide = self._kind == "shared", wide_dtype(layout.dtype)
+        nbytes = bucket_bytes or (_SHARED_BUCKET if shared else _BUCKET)
+        # Whole cache lines, also of half precision.
+        buckets = cut(layout.size, nbytes // wide.itemsize // 32 * 32)
+        plan = Plan(self._group, layout, buckets, self._wire)
+        if not shared:
+            return (Flat if self._kind == "flat" else Hierarchical)(plan), buckets
+        if layout.nbytes <= _EAGER and bucket_bytes is None:
+            return Eager(self._group, layout), buckets
+        return Shared(plan), buckets
+
+    def _open(self) -> None:
+        # Who is late, unless the schedule tells.
+        self._roll_call: RollCall | None = None
+        if self._schedule.late() is None:
+            self._roll_call = RollCall(self._group)
+        self._opened = Opened(self._group, self._free)
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays that are summed: write, `reduce`, read the sums."""
+        """Return this rank's arrays, of the layout's dtype: write gradients there.
+
+        They keep what is written to them until a call copies others in.
+        """
         return dict(self._arrays)
 
-    def reduce(self, present: Collection[str] | None = None, *, step: int = 0) -> None:
-        """Replace each array by its sum over the ranks. Collective.
+    def results(self) -> Mapping[str, Array]:
+        """Return where results lie, read-only and of the wide dtype.
+
+        Good until this rank's next `start` or `reduce`; `numpy.copy` what must last.
+        """
+        return self._results
+
+    def reduce(
+        self,
+        arrays: Mapping[str, Any] | None = None,
+        *,
+        out: Mapping[str, Array] | None = None,
+        step: int = 0,
+        reduction_type: str | None = None,
+    ) -> Mapping[str, Array]:
+        """Reduce arrays over the ranks. Collective.
 
         Args:
-            present: Names of the arrays that matter; all by default. Others are not
-                touched by the caller and have no meaning afterwards.
-            step: What this rank is at, at least 0, by a count that it also raises when
-                it skips a call. Ranks that are a multiple of 64 apart go unnoticed.
+            arrays: Copied in first, unless it is the reducer's own; names that are
+                missing are brought by nobody. None: all, as they lie in `arrays`.
+            out: Arrays to copy results to, by name; of any float dtype.
+            step: What this rank is at, by a count that it also raises when it skips a
+                call.
+            reduction_type: Of this call, if nothing was started; None is the reducer's
+                own.
+
+        Returns:
+            The results of what was brought, where they lie; see `results`.
 
         Raises:
             DisagreementError: On every rank, if ranks bring different arrays or are at
-                different steps; the sums are then without meaning.
+                different steps; results are then without meaning.
+            InvalidArgumentError: On every rank, for an array that does not fit.
             Exception: On every rank, if one came with `fail`.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names who did not come.
-                The reducer is then of no further use: MPI still works in its memory.
+                The reducer is then of no further use: others may work in its memory.
         """
-        flags = [present is None or name in present for name in self._names]
-        self._exchange(flags, step, None)
+        self._check_open()
+        try:
+            self._set_divisor(reduction_type)
+            step = step_number(step, "step")
+            brought, mask = NOTHING, self._named.all
+            if arrays is not None:
+                brought, mask = self._named.brought(arrays, self._mask)
+            targets = self._named.targets(out, mask | self._mask) if out else NOTHING
+        except InvalidArgumentError as error:
+            self.fail(error)
+        return self._finish(brought, mask, targets, step)
+
+    def start(self, name: str, array: Any = None) -> None:
+        """Say that an array is ready; never waits.
+
+        Args:
+            name: Of the array; ranks may start theirs in any order.
+            array: Copied in; None if it lies in `arrays` already.
+
+        Raises:
+            InvalidArgumentError: On this rank, if the name is unknown or started
+                already, or the array does not fit.
+        """
+        self._check_open()
+        self._set_divisor(None)
+        given = {name: self._arrays.get(name) if array is None else array}
+        brought, bit = self._named.brought(given, self._mask)
+        copy(brought, self._arrays)
+        self._mask |= bit
+        self._schedule.offer(self._readiness.add(name))
+
+    def wait(
+        self, *, out: Mapping[str, Array] | None = None, step: int = 0
+    ) -> Mapping[str, Array]:
+        """Wait for what was started; arguments, result and errors of `reduce`."""
+        self._check_open()
+        try:
+            targets = self._named.targets(out, self._mask) if out else NOTHING
+            step = step_number(step, "step")
+        except InvalidArgumentError as error:
+            self.fail(error)
+        self._set_divisor(None)
+        return self._finish({}, self._mask, targets, step)
 
     def fail(self, error: Exception) -> NoReturn:
         """Take part in a call only to raise ``error`` on every rank. Collective.
@@ -92,59 +315,123 @@ class Reducer:
         For a rank that finds out alone that it has nothing to bring, while the others
         wait for it.
         """
-        self._exchange([False] * len(self._names), 0, error)
+        self._check_open()
+        self._exchange(Call(_FAILED, self._wait, {}, False, {}))
+        self._explain(0, 0, error)
         raise error
 
-    def _exchange(self, flags: list[bool], step: int, error: Exception | None) -> None:
+    def _check_open(self) -> None:
         if self._opened.closed:
-            raise FreedError(f"{self._what} was freed")
+            raise FreedError(f"{self._name} was freed")
         if self._given_up:
             raise WaitTimeoutError(
-                f"{self._what}: allreduce {self._calls} was given up, and ranks cannot "
-                f"be in step again; start anew"
+                f"{self._name}: reduction {self._calls + 1} was given up, and ranks "
+                f"cannot be in step again; start anew"
             )
-        self._calls += 1
-        low = step % _STEPS
-        self._check[:_PRESENT] = error is not None, low, low * low
-        self._check[_PRESENT:] = flags
-        mine = self._check.copy()
-        self._arrived.post(self._group.rank, [self._calls])
-        deadline = Deadline(None, f"{self._what}: allreduce {self._calls}")
-        request = self._comm.Iallreduce(MPI.IN_PLACE, self._buffer)
+
+    def _finish(
+        self,
+        brought: Mapping[str, Array],
+        mask: int,
+        out: Mapping[str, Array],
+        step: int,
+    ) -> Mapping[str, Array]:
+        mask |= self._mask
+        facts = (step * 1_000_003 + mask) * 2_097_143 + self._schedule.divisor
+        signature = facts % _PRIME + 1
+        whole = len(brought) == len(self._arrays)
+        exact = self._named.exact(out)
+        if not self._exchange(Call(signature, self._wait, brought, whole, exact)):
+            self._explain(mask, step, None)
+        for name in out.keys() - exact.keys():
+            out[name][...] = converted(self._results[name], out[name].dtype)
+        if mask == self._named.all:
+            return self._results
+        return {name: self._results[name] for name in self._named.names(mask)}
+
+    def _exchange(self, call: Call) -> bool:
+        """Make one call; return whether all ranks made the same one."""
+        begun = time.monotonic()
+        # Until proved otherwise: others may go on working in this rank's memory.
         self._given_up = True
-        deadline.wait(lambda: request.Test() or None, self._missing)
+        agreed = self._schedule.finish(call)
         self._given_up = False
-        self.waited += deadline.elapsed
-        if self._check[_FAILED]:
-            self._group.raise_together(self._what, error)
-        self._compare(mine, step)
+        self._calls += 1
+        if self._mask:
+            self._mask = 0
+            self._readiness.reset()
+        self.waited += time.monotonic() - begun
+        return agreed
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        deadline = Deadline(None, f"{self._name}: reduction {self._calls + 1}")
+
+        def look() -> bool | None:
+            if self._roll_call is not None:
+                self._roll_call.attend(self._calls + 1, deadline)
+            return ready() or None
+
+        deadline.wait(look, self._missing)
 
     def _missing(self) -> str:
-        words = self._arrived.read_range(0, self._group.size)
-        late = [rank for rank, call in enumerate(words) if call < self._calls]
-        return f"{ranks_text(late)} of {self._group.size} to make the same call"
+        late = self._schedule.late()
+        if self._roll_call is not None:
+            late = self._roll_call.missing(self._calls + 1)
+        return f"{ranks_text(late or [])} of {self._group.size} to make the same call"
 
-    def _compare(self, mine: Array, step: int) -> None:
-        if np.array_equal(self._check, mine * self._group.size):
-            return
-        told = [str(step), *("one" if flag else "none" for flag in mine[_PRESENT:])]
-        everybody = self._group.meet(told, self._what)
-        facts = ["step", *(f"gradient of {name}" for name in self._names)]
-        for fact, values in zip(facts, zip(*everybody, strict=True), strict=True):
-            if others := [r for r, value in enumerate(values) if value != values[0]]:
-                raise DisagreementError(
-                    f"{self._what}: {fact} must be the same on all {len(values)} "
-                    f"ranks: rank 0 has {values[0]}, rank {others[0]} has "
-                    f"{values[others[0]]} ({ranks_text(others)} unlike rank 0)"
-                )
+    def _explain(self, mask: int, step: int, error: Exception | None) -> NoReturn:
+        """Raise on every rank what is wrong on one, or between them. Collective."""
+        there = self._named.names(mask)
+        facts = {"step": str(step), "divisor": str(self._schedule.divisor)}
+        for name in self._arrays:
+            facts[f"gradient of {name}"] = "one" if name in there else "none"
+        reports = self._group.raise_together(self._name, error, facts)
+        self._group.compare(self._name, reports)
+        raise RuntimeError(f"{self._name}: ranks differ, but in nothing known")
+
+    def statistics(self) -> ReducerStatistics:
+        """Return the numbers."""
+        group, across = self._group, self._kind == "hierarchical"
+        return ReducerStatistics(
+            schedule=self._kind,
+            ranks=group.size,
+            nodes=self._nodes,
+            buckets=self._buckets,
+            wire_dtype=str(self._wire) if across and self._wire else None,
+            calls=self._calls,
+            waited=self.waited,
+            window_bytes=self._schedule.window_bytes,
+            result_bytes=self._schedule.result_bytes,
+        )
+
+    def __repr__(self) -> str:
+        """Show the numbers."""
+        return f"<Reducer {self._name!r}, {self._kind}: {self._calls} calls>"
 
     def free(self) -> None:
-        """Free what messages need. Collective."""
+        """Free windows and communicators; arrays are invalid from then on. Collective.
+
+        Calling it again does nothing.
+        """
         self._opened.close()
 
     def _free(self) -> None:
-        self._group.meet(None, f"{self._what}: free")
-        if self._group.rank == 0:
-            Progress.of(self._group).stop()
-        self._arrived.free()
-        self._comm.Free()
+        self._group.meet(None, f"{self._name}: free")
+        self._arrays, self._results = {}, {}
+        if self._roll_call is not None:
+            self._roll_call.free()
+        self._schedule.free()
+
+    def __enter__(self) -> Reducer:
+        """Return the reducer itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Free it; after an exception the others may not come, so leave it open."""
+        if kind is None:
+            self.free()

@@ -164,7 +164,7 @@ class Rounds:
     ) -> None:
         self._group, self._what, n = group, what, group.size
         self.packing = Packing(shaped=shaped)
-        # Ranks that bring gradients, and may leave.
+        # How many ranks bring gradients, and may leave; if not all, not the host.
         self.workers = n
         self._records = _HEAD + 1 + n
         ledger = self._records + 4 * n
@@ -383,6 +383,8 @@ class Rounds:
         records = self._read_records(state.parity)
         had = wanted - state.number if state.waiting else state.number
         silent = set(range(self._group.size)) - set(records) - set(self.left())
+        if self.workers < self._group.size:
+            silent.discard(self.cells.host)
         return (
             f"{wanted} gradients at step {state.step}, had {had} "
             f"(nothing from {ranks_text(silent)})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 import threading
 import time
@@ -17,11 +18,11 @@ import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError
-from hpcaccum.group import ranks_text
+from hpcaccum.group import Opened, ranks_text
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, report_and_abort
 from hpcaccum.parameters import Parameters
-from hpcaccum.window import Opened, Progress
+from hpcaccum.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +78,8 @@ class ParameterServer:
             size, dtype = self._layout.size, self._layout.dtype
             self._parameters = Parameters(group, host, size, dtype)
             undo.pop_all()
+        # This rank's slot, from when it is asked for to the push.
+        self._lent: Array | None = None
         self.centre: dict[str, Array] = {}
         if self.is_host:
             self.centre = {name: array.copy() for name, array in initial.items()}
@@ -139,7 +142,8 @@ class ParameterServer:
         assert self._update is not None
         try:
             for step in itertools.count(self.step):
-                deadline = Deadline(None, f"{self._what}: update {step + 1}")
+                # Whoever waits for an update has a limit; a server that idles has none.
+                deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
                 with self._inbox.next(step, deadline) as flat:
                     self._update(self._received(flat))
                     self._parameters.publish(self._fill)
@@ -162,6 +166,7 @@ class ParameterServer:
         return views
 
     def _fill(self, flat: Array) -> None:
+        # The one copy of an update; that of a reader is the other.
         for name, view in self._layout.views(flat).items():
             view[...] = self.centre[name]
 
@@ -177,14 +182,19 @@ class ParameterServer:
     ) -> int:
         """Copy the newest parameters; return their step.
 
+        They are copied once, from where the host wrote them, if the ranks share a node.
+
         Args:
             into: Name to array; only these are copied.
             at_least: Wait for this step.
             known: The step that ``into`` is at; nothing is copied if it is the newest.
         """
-        deadline = Deadline(None, f"{self._what}: pull")
-        if self._wait_for(at_least, deadline) == known:
+        newest = self.step
+        if newest == known and newest >= at_least:
             return known
+        deadline = Deadline(None, f"{self._what}: pull")
+        if newest < at_least:
+            self._wait_for(at_least, deadline)
 
         def copy(flat: Array) -> None:
             views = self._layout.views(flat)
@@ -193,39 +203,57 @@ class ParameterServer:
 
         return self._parameters.read(copy, deadline)
 
-    def _wait_for(self, step: int, deadline: Deadline) -> int:
-        newest = self.step
-        if newest >= step:
-            return newest
+    def _wait_for(self, step: int, deadline: Deadline) -> None:
         begun = time.monotonic()
-
-        def published() -> int | None:
-            version = self.step
-            return version if version >= step else None
-
         try:
-            return deadline.wait(published, lambda: self._missing(step))
+            deadline.wait(
+                lambda: self.step >= step or None, lambda: self._missing(step)
+            )
         finally:
             self.waited += time.monotonic() - begun
 
     def _missing(self, step: int) -> str:
         left = self._inbox.left()
         present = set(range(self._group.size)) - set(left)
+        if self._dedicated:
+            present.remove(self._host)
         return (
             f"update {step} by rank {self._host}, is at {self.step} "
             f"({ranks_text(left)} left, present {ranks_text(present)})"
         )
 
+    def gradient_arrays(self) -> dict[str, Array]:
+        """Return memory for this rank's next gradients, by name, until `push`.
+
+        Waits if the last one is not applied yet.
+        """
+        arrays = self._pushed.views(self._slot())
+        del arrays[_PRESENT]
+        return arrays
+
+    def _slot(self) -> Array:
+        if self._lent is None:
+            begun = time.monotonic()
+            self._lent = self._inbox.slot()
+            self.waited += time.monotonic() - begun
+        return self._lent
+
     def push(self, grads: Mapping[str, Array], local_step: int) -> Receipt:
-        """Send gradients by name; those that are missing count as not there."""
-        begun = time.monotonic()
-        views = self._pushed.views(self._inbox.slot())
-        self.waited += time.monotonic() - begun
+        """Send gradients by name; those that are missing count as not there.
+
+        One that lies in its place of `gradient_arrays` is not copied.
+        """
+        slot = self._slot()
+        views = self._pushed.views(slot)
         present = views.pop(_PRESENT)
-        for number, (name, view) in enumerate(views.items()):
-            present[number] = name in grads
-            np.copyto(view, grads.get(name, 0), casting="same_kind")
-        return self._inbox.submit(local_step)
+        present[:] = [name in grads for name in views]
+        _bring(grads, views, slot)
+        if self._inbox.adds:
+            for name in views.keys() - grads.keys():
+                views[name][...] = 0
+        receipt = self._inbox.submit(local_step)
+        self._lent = None
+        return receipt
 
     def missed(self, receipt: Receipt) -> int:
         """Return the least step at which a dropped gradient would have been in time."""
@@ -266,6 +294,29 @@ class ParameterServer:
             Progress.of(self._group).stop()
         self._inbox.free()
         self._parameters.free()
+
+
+def _bring(
+    grads: Mapping[str, Array], places: Mapping[str, Array], slot: Array
+) -> None:
+    """Copy arrays to the places of their names in a slot, unless they lie there."""
+    away = {
+        name: array for name, array in grads.items() if not _same(array, places[name])
+    }
+    for name, array in away.items():
+        # One that lies in another's place might be written over before it is read.
+        if np.may_share_memory(array, slot):
+            away[name] = array.copy()
+    for name, array in away.items():
+        np.copyto(places[name], array, casting="same_kind")
+
+
+def _same(one: Array, other: Array) -> bool:
+    """Whether two arrays are the same elements."""
+    return one is other or (
+        (one.dtype, one.shape, one.strides) == (other.dtype, other.shape, other.strides)
+        and one.__array_interface__["data"] == other.__array_interface__["data"]
+    )
 
 
 def gradients_by_name(

@@ -6,7 +6,9 @@ may be used by several ranks at once as long as each keeps to its own buffers.
 
 from __future__ import annotations
 
+import functools
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 # Elements that are summed while they are in the cache.
-_CHUNK = 1 << 15
+_CHUNK = 1 << 16
+# Elements for which one more thread is worth the time that it takes to wake it.
+_SHARE = 1 << 20
 
 
 class Slots:
@@ -47,6 +51,7 @@ class Slots:
         # Buffers begin on a cache line.
         self._stride = -(-capacity * dtype.itemsize // 64) * 64
         self.region = Region(group, host, 2 * self._stride, spread=True)
+        self._threads = own_cores(group)
         self._staging: dict[int, Array] = {}
 
     def buffer(self, index: int) -> Array:
@@ -92,23 +97,25 @@ class Slots:
                 # Converted first, then added, as a lone gradient is.
                 np.add(place, grad, place, dtype=self._dtype, casting="same_kind")
 
-    def total(self, closed: Closed, size: int) -> Array:
-        """Return the sum of a round's gradients, a new vector of ``size`` elements."""
+    def total(self, closed: Closed, divisor: int, out: Array) -> None:
+        """Set a vector to the sum of a round's gradients, over ``divisor``.
+
+        On one node every gradient is read once, where it lies, and the result written
+        once.
+        """
         self.region.sync()
-        records = closed.records.items()
-        out = np.empty(size, self._dtype)
+        records, size = closed.records.items(), out.size
         if self.region.direct:
             parts = [self._view(rank, record.buffer, size) for rank, record in records]
-            add_in_order(parts, out)
-            return out
-        scratch = out
+            add_in_order(parts, out, divisor, self._threads)
+            return
+        total, part = np.empty(size, self._dtype), np.empty(size, self._dtype)
         for number, (rank, record) in enumerate(records):
-            self.region.get(rank, record.buffer * self._stride, scratch)
+            place = part if number else total
+            self.region.get(rank, record.buffer * self._stride, place)
             if number:
-                out += scratch
-            else:
-                scratch = np.empty_like(out)
-        return out
+                total += part
+        add_in_order([total], out, divisor, self._threads)
 
     def clear(self, parity: int, size: int) -> None:
         """Nothing to do: the first gradient of a round overwrites."""
@@ -133,6 +140,7 @@ class Sums:
         self._capacity, self._dtype = capacity, dtype
         self._stride = -(-capacity * dtype.itemsize // 64) * 64
         self.region = Region(group, host, 2 * self._stride, spread=False)
+        self._threads = own_cores(group)
         self._staging: dict[int, Array] = {}
 
     def buffer(self, index: int) -> Array:
@@ -146,15 +154,25 @@ class Sums:
         flat = _flat(grad, self._dtype)
         self.region.accumulate(0, parity * self._stride, flat)
 
-    def total(self, closed: Closed, size: int) -> Array:
-        """Return the sum of a round's gradients, a new vector of ``size`` elements."""
-        out = np.empty(size, self._dtype)
-        self.region.get(0, closed.parity * self._stride, out)
-        return out
+    def total(self, closed: Closed, divisor: int, out: Array) -> None:
+        """Set a vector to the sum of a round's gradients, over ``divisor``."""
+        offset = closed.parity * self._stride
+        if self.region.direct:
+            self.region.sync()
+            total = self.region.view(0, offset, out.size, self._dtype)
+        else:
+            total = np.empty(out.size, self._dtype)
+            self.region.get(0, offset, total)
+        add_in_order([total], out, divisor, self._threads)
 
     def clear(self, parity: int, size: int) -> None:
         """Make the sum of a parity zero."""
-        self.region.put(0, parity * self._stride, np.zeros(size, self._dtype))
+        offset = parity * self._stride
+        if self.region.direct:
+            self.region.view(0, offset, size, self._dtype)[:] = 0
+            self.region.sync()
+        else:
+            self.region.put(0, offset, np.zeros(size, self._dtype))
 
     def free(self) -> None:
         """Free the window. Collective."""
@@ -183,23 +201,84 @@ def _flat(grad: Array, dtype: np.dtype[Any]) -> Array:
         return np.ascontiguousarray(grad, dtype).reshape(-1)
 
 
-def add_in_order(parts: Sequence[Array], out: Array) -> None:
-    """Set ``out`` to the sum of vectors, from the first to the last, by chunks."""
+def own_cores(group: Group) -> int:
+    """Return how many cores this rank has for itself, at least 1. Collective.
+
+    Cores that several ranks of a node may run on are shared evenly.
+    """
+    if "cores" not in group.shared:
+        mine = os.sched_getaffinity(0)
+        sharing = [cores for cores in group.node.allgather(mine) if cores & mine]
+        group.shared["cores"] = max(1, len(mine) // len(sharing))
+    return group.shared["cores"]  # type: ignore[no-any-return]
+
+
+def add_in_order(
+    parts: Sequence[Array], out: Array, divisor: int = 1, threads: int = 1
+) -> None:
+    """Set ``out`` to the sum of vectors, from the first to the last, over ``divisor``.
+
+    By chunks that stay in the cache. Whichever is wider, the dtype of the parts or that
+    of ``out``, is the one in which they are added and divided. The bits are the same
+    with any number of threads; a short vector has one.
+    """
+    if threads == 1 or out.size <= _SHARE:
+        _add_chunks(parts, out, divisor)
+        return
+    share = max(_SHARE, -(-out.size // threads))
+
+    def add(start: int) -> None:
+        piece = slice(start, start + share)
+        # Each thread has an error state of its own.
+        with np.errstate(all="ignore"):
+            _add_chunks([part[piece] for part in parts], out[piece], divisor)
+
+    others = _pool(threads - 1).map(add, range(share, out.size, share))
+    add(0)
+    for _ in others:
+        """Wait for all of them; what one raised is raised here."""
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "hpcaccum-sum")
+
+
+def _add_chunks(parts: Sequence[Array], out: Array, divisor: int) -> None:
+    dtype, scratch = out.dtype, None
+    if dtype != parts[0].dtype:
+        dtype = np.promote_types(dtype, parts[0].dtype)
+        scratch = None if dtype == out.dtype else np.empty(_CHUNK, dtype)
+    if out.size <= _CHUNK and scratch is None:
+        _add(parts, out, divisor)
+        return
     for start in range(0, out.size, _CHUNK):
         piece = slice(start, start + _CHUNK)
-        if len(parts) == 1:
-            np.copyto(out[piece], parts[0][piece])
-            continue
-        np.add(parts[0][piece], parts[1][piece], out=out[piece])
-        for part in parts[2:]:
-            np.add(out[piece], part[piece], out=out[piece])
+        place = out[piece]
+        chunk = place if scratch is None else scratch[: place.size]
+        _add([part[piece] for part in parts], chunk, divisor)
+        if scratch is not None:
+            np.copyto(place, chunk, casting="same_kind")
 
 
-def divide(total: Array, count: int) -> Array:
+def _add(parts: Sequence[Array], out: Array, divisor: int) -> None:
+    dtype = out.dtype
+    if len(parts) == 1:
+        out[...] = parts[0]
+    else:
+        np.add(parts[0], parts[1], out, dtype=dtype)
+    for part in parts[2:]:
+        np.add(out, part, out, dtype=dtype)
+    divide(out, divisor)
+
+
+def divide(total: Array, count: int) -> None:
     """Divide a vector in place by a count, as one true division in its dtype."""
-    if count != 1:
+    if count & (count - 1):
         np.divide(total, total.dtype.type(count), out=total)
-    return total
+    elif count != 1:
+        # By a power of 2: the same bits, in less time.
+        np.multiply(total, total.dtype.type(1 / count), out=total)
 
 
 def _staged(

@@ -43,8 +43,10 @@ class UpdateQueue:
         size, dtype: Of a gradient, a flat vector.
         max_lag: A gradient is admitted if it is at most this many steps late; infinity
             admits all.
-        workers: Ranks that submit, and may leave.
+        workers: How many ranks submit, and may leave; if not all, not the host.
     """
+
+    adds = False
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class UpdateQueue:
         return self._region.nbytes_here
 
     def slot(self) -> Array:
-        """Return where this rank's next gradient is to be written.
+        """Return where this rank's next gradient is to be written; always the same.
 
         Waits until the last one was applied, for a rank that gave up waiting for it.
         """
@@ -165,6 +167,8 @@ class UpdateQueue:
         if self.step > step:
             return "admitted, to be written"
         present = set(range(self._group.size)) - set(self.left())
+        if self._workers < self._group.size:
+            present.discard(self.cells.host)
         return f"which may come from {ranks_text(present)}"
 
     def tally(self) -> Tally:

@@ -12,14 +12,12 @@ MPICH wait for a target that computes.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum import mpi
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI
 
@@ -28,16 +26,11 @@ if TYPE_CHECKING:
 
     from hpcaccum.group import Group
 
-logger = logging.getLogger("hpcaccum")
-
 Array = np.ndarray[Any, Any]
 
 _SHM = "/dev/shm"
 # One MPI call moves at most this much: counts are 32-bit in MPI-3 libraries.
 _CHUNK_BYTES = 1 << 30
-# How often a host that computes lets MPI serve the other nodes. At 1 ms the host's own
-# work loses nothing that can be measured; at 0.1 ms up to a tenth.
-_PROGRESS_NAP = 1e-3
 
 
 class Cells:
@@ -313,74 +306,44 @@ def check_shared_memory(group: Group, nbytes: int) -> None:
     group.agree("allocating a window", enough)
 
 
-class Progress:
-    """Lets MPI serve other nodes, if there are any, while this rank computes.
+class NodeMemory:
+    """One part a rank and one common part, of ranks that share a node. Collective.
 
-    Between nodes a one-sided call may wait until the target enters MPI. A thread that
-    probes for a message that nobody sends is enough; there is one a group.
+    Plain loads and stores only. The memory is zero, but nobody has touched it yet: who
+    touches a page first decides on which socket it lies.
+
+    Args:
+        group: Ranks of one node.
+        nbytes: Of each rank's part.
+        common: Bytes of the common part.
+
+    Attributes:
+        parts: The parts as bytes, in rank order.
+        common: The common part as bytes.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._comm, self._needed = group.comm, not group.single_node
-        self._users = 0
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+    def __init__(self, group: Group, nbytes: int, common: int) -> None:
+        nbytes = max(1, -(-nbytes // 64)) * 64
+        here = nbytes + (common if group.rank == 0 else 0)
+        check_shared_memory(group, here)
+        info = MPI.Info.Create()
+        info.Set("alloc_shared_noncontig", "true")
+        self._window = MPI.Win.Allocate_shared(here, 1, info=info, comm=group.comm)
+        info.Free()
+        memory = [
+            _array(self._window.Shared_query(rank)[0], np.uint8)
+            for rank in range(group.size)
+        ]
+        self.parts = [each[:nbytes] for each in memory]
+        self.common: Array = memory[0][nbytes : nbytes + common]
+        self._window.Lock_all(MPI.MODE_NOCHECK)
 
-    @classmethod
-    def of(cls, group: Group) -> Progress:
-        """Return the group's own."""
-        if "progress" not in group.shared:
-            group.shared["progress"] = cls(group)
-        return group.shared["progress"]  # type: ignore[no-any-return]
+    def sync(self) -> None:
+        """Order this rank's loads and stores with those of others."""
+        self._window.Sync()
 
-    def start(self) -> None:
-        """Count a user; the first one starts the thread."""
-        self._users += 1
-        if self._users > 1 or not self._needed:
-            return
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            logger.warning(
-                "MPI gives no MPI_THREAD_MULTIPLE: ranks on other nodes wait while "
-                "the host computes"
-            )
-            return
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(_PROGRESS_NAP):
-            self._comm.Iprobe(MPI.ANY_SOURCE, _NO_TAG)
-
-    def stop(self) -> None:
-        """Count a user less; the last one ends the thread."""
-        self._users -= 1
-        if self._users == 0 and self._thread is not None:
-            self._stop.set()
-            self._thread.join()
-            self._thread = None
-
-
-# A tag that no message of ours carries.
-_NO_TAG = 2
-
-
-class Opened:
-    """Frees something collective once: when asked to, or before MPI_Finalize."""
-
-    def __init__(self, group: Group, free: Any) -> None:
-        self._group, self._free = group, free
-        group.use()
-        mpi.at_exit(self._close)
-        self.closed = False
-
-    def _close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self._free()
-            self._group.leave()
-
-    def close(self) -> None:
-        """Run it, if it did not run yet."""
-        mpi.forget(self._close)
-        self._close()
+    def free(self) -> None:
+        """Free the window; views of it are invalid from then on. Collective."""
+        self.parts, self.common = [], np.empty(0, np.uint8)
+        self._window.Unlock_all()
+        self._window.Free()

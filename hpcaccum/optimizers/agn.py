@@ -9,7 +9,6 @@ import numpy as np
 
 from hpcaccum.arguments import positive_count
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.layout import wide_dtype
 from hpcaccum.optimizers.base import (
     Optimizer,
     check_global_step,
@@ -20,10 +19,11 @@ from hpcaccum.optimizers.base import (
 )
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.variable import Variable
+from hpcaccum.server import gradients_by_name
 from hpcaccum.updates import UpdateQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hpcaccum.inbox import Inbox
     from hpcaccum.ledger import Receipt
     from hpcaccum.optimizers.base import Loss
+    from hpcaccum.server import ParameterServer
 
 Array = np.ndarray[Any, Any]
 
@@ -139,7 +140,8 @@ class AGNOptimizer(OneSidedOptimizer):
         self._getter = custom_getter
         self._period = operator.index(communication_period)
         self._calls = 0
-        self._sums: dict[str, Array] = {}
+        # The variables whose sum, in this rank's slot, has something.
+        self._summed: set[str] = set()
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
         return UpdateQueue(self._group, self._host, size, dtype, workers=self._workers)
@@ -194,35 +196,45 @@ class AGNOptimizer(OneSidedOptimizer):
         self._check_usable([var for _, var in pairs])
         if self._server is None:
             self.initialize()
-        self._training()
+        server = self._training()
         self._check_known([var for _, var in pairs])
         self.inner.apply_gradients(pairs)
-        for grad, var in pairs:
-            if grad is not None:
-                total = self._sum(var)
-                np.add(total, grad, out=total, casting="same_kind")
+        grads = gradients_by_name(pairs)
+        self._add(server.gradient_arrays(), grads)
         self._calls += 1
         if self._calls % self._period:
             return None
-        receipt = self._communicate([var for grad, var in pairs if grad is not None])
+        receipt = self._communicate(server, grads)
         set_global_step(global_step, self._step)
         return receipt
 
-    def _sum(self, var: Variable) -> Array:
-        if var.name not in self._sums:
-            self._sums[var.name] = np.zeros(var.shape, wide_dtype(var.dtype))
-        return self._sums[var.name]
+    def _add(self, sums: Mapping[str, Array], grads: Mapping[str, Array]) -> None:
+        for name, grad in grads.items():
+            if name in self._summed:
+                np.add(sums[name], grad, out=sums[name], casting="same_kind")
+            else:
+                np.copyto(sums[name], grad, casting="same_kind")
+        self._summed.update(grads)
 
-    def _communicate(self, variables: list[Variable]) -> Receipt:
-        sums = {var.name: self._sum(var) for var in variables}
-        for total in sums.values():
+    def _communicate(self, server: ParameterServer, names: Iterable[str]) -> Receipt:
+        """Push the means of some variables, which are formed where they are sent."""
+        sums = server.gradient_arrays()
+        means = {name: sums[name] for name in names}
+        for total in means.values():
             np.divide(total, total.dtype.type(self._period), out=total)
-        receipt = self._opened().push(sums, self._step)
+        receipt = server.push(means, self._step)
+        # The others' sums stay in the slot and go on.
+        self._summed.difference_update(means)
         self._useful = receipt.global_step + 1
-        self._pull({var.name: var.value for var in variables})
-        for total in sums.values():
-            total[...] = 0
+        self._pull({name: self._local[name] for name in means})
         return receipt
+
+    def gradient_arrays(self) -> dict[str, Array]:
+        """Return memory in which a loss can compute its next gradients, by name.
+
+        The slot holds their sum.
+        """
+        return Optimizer.gradient_arrays(self)
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
         """Return a callable that sets this rank's variables to the centre's.
@@ -241,8 +253,7 @@ class AGNOptimizer(OneSidedOptimizer):
         def init() -> None:
             self.initialize()
             self._pull(self._local)
-            for total in self._sums.values():
-                total[...] = 0
+            self._summed.clear()
 
         return init
 

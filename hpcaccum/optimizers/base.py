@@ -51,12 +51,12 @@ def check_variables(var_list: Any) -> list[Variable]:
     if not variables:
         raise InvalidArgumentError("var_list is empty")
     names = [variable.name for variable in variables]
-    for name in names:
-        if names.count(name) > 1:
-            raise InvalidArgumentError(
-                f"{names.count(name)} variables are named {name!r}; give each a name "
-                "of its own"
-            )
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise InvalidArgumentError(
+            f"{names.count(name)} variables are named {name!r}; give each a name of "
+            f"its own"
+        )
     return variables
 
 
@@ -207,6 +207,7 @@ class Optimizer(abc.ABC):
             raise TypeError(f"name must be a text, got {name!r}")
         self._name = name
         self._variables: list[Variable] | None = None
+        self._gradients: dict[str, Array] = {}
 
     def __repr__(self) -> str:
         """Show the name; the same on all ranks, which compare their optimizers."""
@@ -219,6 +220,20 @@ class Optimizer(abc.ABC):
             TypeError, InvalidArgumentError: As `check_variables`.
         """
         self._variables = check_variables(var_list)
+
+    def gradient_arrays(self) -> dict[str, Array]:
+        """Return memory in which a loss can compute its next gradients, by name.
+
+        It is the loss's until `apply_gradients`. Where an optimizer exchanges
+        gradients, those that lie there travel without a copy.
+
+        Raises:
+            InvalidArgumentError: Before `initialize`.
+        """
+        for var in check_variables(self._variables):
+            if var.name not in self._gradients:
+                self._gradients[var.name] = np.zeros_like(var.value)
+        return dict(self._gradients)
 
     def compute_gradients(
         self,

@@ -95,7 +95,7 @@ class CrossShardOptimizer(Wrapper):
         self._scale = 1 / self._group.size if mean else 1.0
         self._reducer: Reducer | None = None
         self._values: dict[str, Array] = {}
-        self._computed = 0
+        self._computed, self._fused = 0, False
 
     def initialize(self, var_list: Any) -> None:
         """Prepare the exchange of these variables' gradients. Collective.
@@ -127,6 +127,31 @@ class CrossShardOptimizer(Wrapper):
         layout = Layout.of({var.name: var.value for var in checked})
         self._reducer = Reducer(layout, self._group, self.get_name())
 
+    def gradient_arrays(self) -> dict[str, Array]:
+        """Return memory in which gradients are exchanged without a copy, by name.
+
+        The same arrays each time, in the dtype in which gradients are summed.
+        """
+        if self._reducer is None:
+            return super().gradient_arrays()
+        return self._reducer.arrays()
+
+    def minimize(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute gradients and apply their mean or sum; as the two calls do.
+
+        Nobody sees the gradients in between, so the mean is formed where they are
+        summed, which saves a pass over them.
+        """
+        own = type(self)
+        self._fused = (
+            own.compute_gradients is CrossShardOptimizer.compute_gradients
+            and own.apply_gradients is CrossShardOptimizer.apply_gradients
+        )
+        try:
+            return super().minimize(*args, **kwargs)
+        finally:
+            self._fused = False
+
     def compute_gradients(
         self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
     ) -> list[tuple[Array | None, Variable]]:
@@ -135,12 +160,20 @@ class CrossShardOptimizer(Wrapper):
         self.initialize(variables)
         pairs = self.inner.compute_gradients(loss, variables, *args, **kwargs)
         self._computed += 1
-        if self._scale == 1.0:
+        if self._scale == 1.0 or self._fused:
             return pairs
         return [
-            (None if grad is None else scaled(grad, self._scale), var)
+            (None if grad is None else self._scaled(grad, var), var)
             for grad, var in pairs
         ]
+
+    def _scaled(self, grad: Array, var: Variable) -> Array:
+        assert self._reducer is not None
+        if grad is not self._reducer.arrays().get(var.name):
+            return scaled(grad, self._scale)
+        # It lies where it is exchanged, and stays there.
+        grad *= grad.dtype.type(self._scale)
+        return grad
 
     def apply_gradients(
         self,
@@ -172,14 +205,12 @@ class CrossShardOptimizer(Wrapper):
             problem = error
         self._prepare([var for _, var in pairs], problem)
         assert self._reducer is not None
-        arrays = self._reducer.arrays()
-        for grad, var in pairs:
-            if grad is not None:
-                np.copyto(arrays[var.name], grad, casting="same_kind")
-        present = {var.name for grad, var in pairs if grad is not None}
+        grads = {var.name: grad for grad, var in pairs if grad is not None}
         # A rank that threw away what it computed would be one step ahead.
-        self._reducer.reduce(present, step=self._computed)
-        summed = [(None if g is None else arrays[v.name], v) for g, v in pairs]
+        mean = self._fused and self._scale != 1.0
+        kind = "MEAN" if mean else "SUM"
+        sums = self._reducer.reduce(grads, step=self._computed, reduction_type=kind)
+        summed = [(None if g is None else sums[v.name], v) for g, v in pairs]
         return self.inner.apply_gradients(summed, global_step, name)
 
     def _check_known(self, pairs: list[Any]) -> None:

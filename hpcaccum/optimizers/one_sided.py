@@ -198,6 +198,18 @@ class OneSidedOptimizer(Wrapper):
             known=self._step if into is None else -1,
         )
 
+    def gradient_arrays(self) -> dict[str, Array]:
+        """Return memory in which a loss can compute its next gradients, by name.
+
+        It is this rank's slot on the host: gradients that lie there are sent without a
+        copy. They are of the dtype in which gradients are added, for half precision
+        float32. After `apply_gradients` it is no longer the loss's: ask again.
+
+        Raises:
+            InvalidArgumentError: Before `initialize`.
+        """
+        return self._training().gradient_arrays()
+
     def compute_gradients(
         self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
     ) -> list[tuple[Array | None, Variable]]:

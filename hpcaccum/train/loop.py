@@ -119,7 +119,9 @@ class Run:
         return bool(self._optimizer.global_step >= self._target)
 
     def _loss(self) -> tuple[float, list[Array]]:
-        loss, gradients = self._model.loss_and_gradients(*next(self._batches))
+        # Computed where they are exchanged, so that nothing is copied.
+        memory = self._optimizer.gradient_arrays()
+        loss, gradients = self._model.loss_and_gradients(*next(self._batches), memory)
         if self._delay:
             time.sleep(self._delay)
         if self._observer:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum import Variable
 
@@ -61,25 +61,31 @@ class MLP:
             out.append(z if number + 1 == len(layers) else np.maximum(z, 0))
         return out
 
-    def loss_and_gradients(self, x: Array, y: Array) -> tuple[float, list[Array]]:
+    def loss_and_gradients(
+        self, x: Array, y: Array, into: Mapping[str, Array] | None = None
+    ) -> tuple[float, list[Array]]:
         """Return the mean loss of a batch and its gradients, as `variables` lie.
 
         Args:
             x: (n, features).
             y: (n,) class numbers.
+            into: Arrays for the gradients, by the names of the variables; new ones by
+                default.
         """
+        into = into or {var.name: np.empty_like(var.value) for var in self.variables}
+        gradients = [into[var.name] for var in self.variables]
         *inputs, scores = self._forward(x)
         losses = _log_softmax(scores)
         value = -float(losses[np.arange(len(y)), y].mean())
         error = np.exp(losses)
         error[np.arange(len(y)), y] -= 1
         error /= len(y)
-        gradients: list[Array] = []
         for number in reversed(range(len(inputs))):
-            gradients += [error.sum(axis=0), inputs[number].T @ error]
+            np.matmul(inputs[number].T, error, out=gradients[2 * number])
+            np.sum(error, axis=0, out=gradients[2 * number + 1])
             if number:
                 error = (error @ self._layers()[number][0].T) * (inputs[number] > 0)
-        return value, gradients[::-1]
+        return value, gradients
 
     def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
         """Return the mean loss, and the share of rows whose class is found."""

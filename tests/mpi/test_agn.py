@@ -9,7 +9,7 @@ import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError
 
 from .support import WAIT
-from .training import gives, meet, raised, turns
+from .training import gives, meet, raised, turns, watch_copies
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +195,33 @@ def test_none_leaves_a_variable_out_everywhere(make, rank, size):
     # The last rank's b is neither updated nor pushed nor pulled.
     b_there = -4 if size == 1 else 0
     assert found == [(-2 - 2 * (size == 1), b_there, -4), (-4, b_there, -4)]
+
+
+def test_the_sum_of_one_left_out_of_a_push_goes_on(make, size):
+    opt, a, b = make(2, [0.0, 0.0])
+
+    def act(turn):
+        # Of b 4, none, 8, 16: the second push has half of their sum.
+        opt.minimize(gives(2.0, [4.0, None, 8.0, 16.0][turn]))
+        return float(a.value), float(b.value), float(opt.center(b))
+
+    found = turns([size - 1] * 4, act)
+
+    assert found == [(-2, -4, 0), (-2, -4, 0), (-4, -12, 0), (-4, -14, -14)]
+
+
+def test_the_mean_is_formed_where_it_is_sent_from(make, rank, size, monkeypatch):
+    opt, x = make(3, [np.zeros(3)])
+    copied = watch_copies(monkeypatch)
+    for call in range(6):
+        grad = opt.gradient_arrays()["v0"]
+        grad[:] = [1, call, rank]
+        opt.minimize(lambda grad=grad: (0.0, [grad]))
+    meet()
+    mean = [1 + 1, 1 + 4]
+
+    np.testing.assert_allclose(opt.center(x)[:2], [-size * m for m in mean])
+    assert copied == []
 
 
 def test_all_none_is_an_error_and_counts_for_nothing(make, size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import deadline as module
 from hpcaccum.deadline import Deadline
+
+from .support import WAIT
 
 
 def never():
@@ -140,9 +143,35 @@ def test_naps_grow_and_never_pass_the_limit():
     naps = [free._nap(polls) for polls in range(0, 5000, 10)]
 
     assert naps == sorted(naps)
-    assert naps[0] == 0.0
+    assert 0 < naps[0] < naps[-1]
     assert naps[-1] == module._LONGEST_NAP <= 1e-3
     assert bound._nap(10**9) <= 0.0005
+
+
+def watch_naps(monkeypatch):
+    """Return a list to which naps are added instead of being taken."""
+    naps = []
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=naps.append)
+    monkeypatch.setattr(module, "time", clock)
+    return naps
+
+
+def test_what_comes_at_once_is_not_slept_for(monkeypatch):
+    monkeypatch.setattr(module, "_EAGER", WAIT)
+    naps = watch_naps(monkeypatch)
+    looks = iter([None] * 100 + ["found"])
+
+    assert Deadline(WAIT, "call").wait(lambda: next(looks), str) == "found"
+    assert not naps
+
+
+def test_what_takes_long_does_not_keep_the_core(monkeypatch):
+    monkeypatch.setattr(module, "_EAGER", 0)
+    naps = watch_naps(monkeypatch)
+    looks = iter([None] * 100 + ["found"])
+
+    assert Deadline(WAIT, "call").wait(lambda: next(looks), str) == "found"
+    assert len(naps) == 100
 
 
 def test_error_of_the_look_comes_through():

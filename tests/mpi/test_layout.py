@@ -115,3 +115,45 @@ def test_arrays_never_overlap_and_begin_aligned(shapes, double):
         assert start * layout.dtype.itemsize % ALIGNMENT == 0
         ends = start + int(np.prod(shape))
     assert ends <= layout.size
+
+
+# Pieces of the buffer
+
+
+def test_overlaps_say_what_lies_in_a_piece():
+    layout = hpc.Layout(SHAPES, "float64")
+
+    assert layout.overlaps(slice(0, 32)) == [
+        ("w", slice(0, 12), slice(0, 12)),
+        ("b", slice(0, 5), slice(16, 21)),
+        ("scalar", slice(0, 1), slice(24, 25)),
+    ]
+    assert layout.overlaps(slice(5, 18)) == [
+        ("w", slice(5, 12), slice(0, 7)),
+        ("b", slice(0, 2), slice(11, 13)),
+    ]
+    assert layout.overlaps(slice(12, 16)) == layout.overlaps(slice(8, 8)) == []
+    assert hpc.Layout({}, "float64").overlaps(slice(0, 0)) == []
+
+
+@given(
+    st.lists(st.integers(0, 40), max_size=8),
+    st.integers(0, 200),
+    st.integers(0, 200),
+)
+def test_overlaps_find_every_element_once(lengths, start, length):
+    layout = hpc.Layout({str(n): (size,) for n, size in enumerate(lengths)}, "float64")
+    start = min(start, layout.size)
+    piece = slice(start, min(start + length, layout.size))
+    buffer, seen = np.arange(layout.size), np.zeros(layout.size, int)
+    views = layout.views(buffer)
+    for name, elements, where in layout.overlaps(piece):
+        assert buffer[piece][where].size > 0
+        np.testing.assert_array_equal(views[name][elements], buffer[piece][where])
+        seen[piece][where] += 1
+
+    expected = np.zeros(layout.size, int)
+    for name in layout:
+        layout.views(expected)[name][...] = 1
+    expected[: piece.start] = expected[piece.stop :] = 0
+    np.testing.assert_array_equal(seen, expected)

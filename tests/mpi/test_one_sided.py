@@ -84,6 +84,36 @@ def test_any_host_beside_its_training_or_alone(
     assert opt.waited >= 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_may_be_computed_where_they_are_sent_from(
+    make, kind, comm, rank, size, dtype
+):
+    w, v = variable(np.zeros((2, 3)), dtype), variable(np.zeros(1), dtype, "v")
+    opt = make([w, v])
+    for call in range(4):
+        arrays = opt.gradient_arrays()
+        assert {name: each.shape for name, each in arrays.items()} == {
+            "w": (2, 3),
+            "v": (1,),
+        }
+        arrays["w"][...], arrays["v"][...] = call, 2
+        opt.minimize(lambda arrays=arrays: (0.0, arrays))
+    opt.leave()
+    meet()
+    found = opt.center(w), opt.center(v)
+
+    workers = {"SyncReplicas": 1, "DropStale": size, "AGN": size}[kind]
+    sums = {"AGN": (3, 4)}.get(kind, (6, 8))
+    assert (found[0] == -workers * sums[0]).all()
+    assert found[1] == -workers * sums[1]
+
+
+def test_gradients_have_no_place_before_the_start(kind, comm):
+    w = variable()
+    with ONE_SIDED[kind](hpc.SGD(1), [w], comm) as opt:
+        assert type(raised(opt.gradient_arrays)) is InvalidArgumentError
+
+
 @pytest.mark.ranks(min=2)
 def test_a_dedicated_host_only_serves(make, rank):
     w = variable()
@@ -149,6 +179,14 @@ def test_several_at_once_do_not_disturb_each_other(comm, size):
         opt.free()
 
 
+def admission_step(opt):
+    """Return the step below which gradients are refused, by the policy itself."""
+    inbox = opt._server._inbox
+    return (
+        inbox._accumulator.global_step if "Sync" in type(opt).__name__ else inbox.step
+    )
+
+
 @pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
 @pytest.mark.ranks(min=2)
 def test_after_a_drop_nobody_computes_what_must_be_dropped(comm, kind, rank, size):
@@ -167,9 +205,9 @@ def test_after_a_drop_nobody_computes_what_must_be_dropped(comm, kind, rank, siz
     if rank == 0:
         opt.apply_gradients(pairs)
     elif rank == size - 1:
-        while not sum(opt.statistics().accepted):
+        while not admission_step(opt):
             time.sleep(0)
-        # Admitted, and being applied: what this rank has is old, and nothing is newer.
+        # Taken, and being applied: what this rank has is old, and nothing is newer.
         seen = [bool(opt.apply_gradients(pairs)), opt.global_step]
         opt.compute_gradients(gives(1.0))
         seen += [float(w.value), opt.global_step]

@@ -1,33 +1,31 @@
-"""Reducer: sums against NumPy, and every way in which ranks can fail to match."""
+"""Reducer: what it hands out, what it promises of it, and what it counts."""
 
 from __future__ import annotations
 
-import re
 import time
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from hpcaccum import (
-    DisagreementError,
-    FreedError,
-    Group,
-    InvalidArgumentError,
-    Layout,
-    Reducer,
-    WaitTimeoutError,
+from hpcaccum import FreedError, Group, Layout, Reducer
+
+from .reducing import (
+    ALL,
+    KINDS,
+    NODES,
+    SMALL,
+    drawn,
+    limit_fixture,  # noqa: F401
+    made_up,
+    maker_fixture,  # noqa: F401
 )
+from .training import meet
 
-from .support import WAIT
-from .training import meet, raised
-
-SHAPES = {"scalar": (), "empty": (0,), "vector": (33,), "matrix": (5, 7)}
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+SHAPES = {"scalar": (), "empty": (0,), "vector": (330,), "matrix": (15, 17)}
+LARGE = pytest.mark.parametrize(
+    "maker", ["shared", "staged", "hierarchical"], indirect=True
+)
 
 
 @pytest.fixture
@@ -35,230 +33,316 @@ def group(comm):
     return Group.of(comm)
 
 
-def make(group, shapes=None, dtype=np.float64):
-    return Reducer(Layout({"x": (3,)} if shapes is None else shapes, dtype), group)
+@pytest.mark.parametrize("given", ["group", "communicator", "nothing"])
+def test_it_reduces_over_whatever_group_it_is_given(comm, rank, size, given):
+    ranks = {"group": Group.of(comm), "communicator": comm, "nothing": None}[given]
+    with Reducer(Layout({"x": (3,)}, "float64"), ranks) as reducer:
+        assert reducer.reduce({"x": [rank] * 3})["x"].tolist() == [(size - 1) / 2] * 3
 
 
-def drawn(rank, call):
-    random = np.random.default_rng([rank, call])
-    return {name: random.normal(size=shape) for name, shape in SHAPES.items()}
+@ALL
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float64"], ids=str)
+def test_arrays_are_the_layouts_and_results_wide(maker, dtype):
+    reducer = maker(SHAPES, dtype)
+    arrays, results = reducer.arrays(), reducer.results()
+
+    assert [*arrays] == [*results] == [*SHAPES]
+    assert all(arrays[name].shape == SHAPES[name] for name in SHAPES)
+    assert all(results[name].shape == SHAPES[name] for name in SHAPES)
+    assert {array.dtype for array in arrays.values()} == {np.dtype(dtype)}
+    wide = np.float64 if dtype == "float64" else np.float32
+    assert {array.dtype for array in results.values()} == {np.dtype(wide)}
+    assert not any(array.any() for array in (*arrays.values(), *results.values()))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_sums_equal_numpy(group, rank, size, dtype):
-    reducer = make(group, SHAPES, dtype)
+@ALL
+def test_half_precision_is_summed_in_single(maker, rank, size):
+    reducer = maker({"x": (300,)}, "float16", reduction_type="SUM")
+    reducer.arrays()["x"][...] = 2048 if rank == 0 else 1
+
+    assert (reducer.reduce()["x"] == 2048 + size - 1).all()
+
+
+@ALL
+def test_results_are_read_only_and_always_the_same_memory(maker):
+    reducer = maker(SHAPES)
+    results = reducer.results()
+    found = reducer.reduce()
+
+    assert found is results
+    with pytest.raises(TypeError):
+        results["vector"] = np.ones(330)
+    for array in (*found.values(), *reducer.reduce({"vector": np.ones(330)}).values()):
+        assert not array.flags.writeable
+    assert (results["vector"] == 1).all()
+
+
+@ALL
+def test_the_dictionary_of_arrays_is_the_callers(maker):
+    reducer = maker(SHAPES)
+    reducer.arrays().clear()
+
+    assert [*reducer.arrays()] == [*SHAPES]
+
+
+@ALL
+def test_arrays_keep_what_is_written_to_them(maker, rank, size):
+    reducer = maker(SHAPES)
+    mine = drawn(SHAPES, rank, dtype=np.float32)
+    for name, array in reducer.arrays().items():
+        array[...] = mine[name]
+    first = {name: array.copy() for name, array in reducer.reduce().items()}
+    again = reducer.reduce()
+
+    for name, array in reducer.arrays().items():
+        np.testing.assert_array_equal(array, mine[name])
+        np.testing.assert_array_equal(again[name], first[name])
+
+
+@ALL
+def test_the_next_gradients_may_be_written_while_results_are_read(maker, rank, size):
+    reducer = maker({"x": (700,)})
     arrays = reducer.arrays()
-    for call in range(3):
-        for name, array in drawn(rank, call).items():
-            arrays[name][...] = array
-        reducer.reduce()
+    arrays["x"][...] = rank
+    found = reducer.reduce()["x"]
+    arrays["x"][...] = 100
 
-        for name in SHAPES:
-            parts = [drawn(r, call)[name].astype(dtype) for r in range(size)]
-            error = 1e-6 if dtype == np.float32 else 1e-14
-            np.testing.assert_allclose(arrays[name], sum(parts), error, error)
-            assert arrays[name].dtype == dtype
-            assert arrays[name].shape == SHAPES[name]
-    reducer.free()
+    assert (found == (size - 1) / 2).all()
 
 
-def test_all_ranks_have_the_same_bits_every_time(group, rank):
-    reducer = make(group, {"x": (1000,)}, np.float32)
-    array = reducer.arrays()["x"]
-    bits = set()
-    for _ in range(3):
-        array[:] = np.random.default_rng(rank).normal(size=1000)
-        reducer.reduce()
-        bits |= set(meet(array.tobytes()))
-    reducer.free()
+@ALL
+def test_sources_are_left_as_they_are(maker, rank):
+    reducer = maker(SHAPES)
+    mine, untouched = (drawn(SHAPES, rank, dtype=np.float32) for _ in range(2))
+    for array in mine.values():
+        array.flags.writeable = False
+    reducer.reduce(mine)
 
-    assert len(bits) == 1
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=str)
-def test_half_precision_is_summed_in_single(group, rank, size, dtype):
-    value = np.asarray(4096.0 if rank == 0 else 1.0, dtype)
-    reducer = Reducer(Layout.of({"x": value}), group)
-    reducer.arrays()["x"][...] = value
-    reducer.reduce()
-    found = reducer.arrays()["x"]
-    reducer.free()
-
-    assert found.dtype == np.float32
-    assert found == 4096 + size - 1
+    for name, array in mine.items():
+        np.testing.assert_array_equal(array, untouched[name])
 
 
-def test_more_calls_than_the_check_can_count(group, size):
-    reducer = make(group)
-    for step in range(140):
+@ALL
+@pytest.mark.parametrize("kind", [None, "SUM", "MEAN"])
+def test_a_call_may_ask_for_another_reduction(maker, size, kind):
+    reducer = maker(SHAPES)
+    ones = {name: np.ones(shape) for name, shape in SHAPES.items()}
+    found = reducer.reduce(ones, reduction_type=kind)
+
+    assert (found["vector"] == (size if kind == "SUM" else 1)).all()
+    assert (reducer.reduce(ones)["vector"] == 1).all()
+    for name in ones:
+        reducer.start(name, ones[name])
+    assert (reducer.wait()["vector"] == 1).all()
+
+
+@ALL
+def test_what_nobody_brings_is_left_out(maker, size):
+    reducer = maker({"x": (400,), "y": (400,), "z": ()}, reduction_type="SUM")
+    assert [*reducer.reduce({"y": np.ones(400)})] == ["y"]
+    reducer.start("z", 2)
+    found = reducer.wait()
+
+    assert [*found] == ["z"]
+    assert found["z"] == 2 * size
+    assert reducer.reduce({}) == reducer.wait() == {}
+    reducer.start("x", np.ones(400))
+    assert (reducer.wait()["x"] == size).all()
+
+
+@ALL
+def test_a_started_array_may_be_in_the_call_of_the_others(maker, size):
+    reducer = maker({"x": (400,), "y": (400,)}, reduction_type="SUM")
+    reducer.start("y", np.ones(400))
+    found = reducer.reduce({"x": np.full(400, 2)})
+
+    assert (found["x"] == 2 * size).all()
+    assert (found["y"] == size).all()
+
+
+@ALL
+def test_results_are_copied_to_floats_of_any_kind(maker, size):
+    reducer = maker({"x": (300,)}, "float64", reduction_type="SUM")
+    for dtype in ("float16", ml_dtypes.bfloat16, "float32", "float64"):
+        out = np.zeros((300, 2), dtype)[:, 0]
+        reducer.reduce({"x": np.ones(300)}, out={"x": out})
+        assert (out == size).all()
+
+
+@ALL
+def test_many_calls_at_many_steps(maker, size):
+    reducer = maker({"x": (3,)}, reduction_type="SUM")
+    for step in range(300):
         reducer.arrays()["x"][:] = step
-        reducer.reduce(step=step)
-        assert (reducer.arrays()["x"] == step * size).all()
-    reducer.free()
+        assert (reducer.reduce(step=step - 150)["x"] == step * size).all()
 
 
-def test_infinity_and_nan_are_sums_like_others(group, rank):
-    reducer = make(group)
-    reducer.arrays()["x"][:] = np.inf, np.nan if rank == 0 else 1, 1
-    reducer.reduce()
-    found = reducer.arrays()["x"].copy()
-    reducer.free()
+@ALL
+@pytest.mark.parametrize("step", [2**62, -(2**62), np.int64(7), np.int64(2**62)])
+def test_steps_are_numbers_of_any_size_and_kind(maker, size, step):
+    shapes = {str(n): (3,) for n in range(70)}
+    found = maker(shapes).reduce({name: np.ones(3) for name in shapes}, step=step)
 
-    assert found[0] == np.inf
-    assert np.isnan(found[1])
-
-
-def test_arrays_that_nobody_brings_are_left_out(group, size):
-    reducer = make(group, {"x": (), "y": ()})
-    reducer.arrays()["y"][...] = 2
-    reducer.reduce({"y"})
-    found = reducer.arrays()["y"].copy()
-    reducer.free()
-
-    assert found == 2 * size
+    assert (found["69"] == 1).all()
 
 
 @pytest.mark.ranks(min=2)
-def test_an_array_that_only_some_bring_is_an_error_on_all(group, rank, size):
-    reducer = make(group, {"x": (), "y": ()})
-    error = raised(reducer.reduce, {"x", "y"} if rank < size - 1 else {"x"})
-    reducer.arrays()["y"][...] = 1
-    reducer.reduce()
-    found = reducer.arrays()["y"].copy()
-    reducer.free()
-
-    assert type(error) is DisagreementError
-    assert "gradient of y must be the same" in str(error)
-    assert f"rank 0 has one, rank {size - 1} has none" in str(error)
-    assert found == size
-
-
-@pytest.mark.ranks(min=2)
-def test_a_rank_at_another_step_is_found(group, rank, size):
-    reducer = make(group)
-    reducer.reduce(step=3)
-    error = raised(reducer.reduce, step=4 if rank < size - 1 else 5)
-    reducer.free()
-
-    assert type(error) is DisagreementError
-    assert f"step must be the same on all {size} ranks" in str(error)
-    assert f"rank 0 has 4, rank {size - 1} has 5" in str(error)
-
-
-@pytest.mark.ranks(min=3)
-def test_steps_that_cancel_out_in_the_sum_are_found(group, rank):
-    reducer = make(group)
-    steps = {0: 4, 1: 6}
-    error = raised(reducer.reduce, step=steps.get(rank, 5))
-    reducer.free()
-
-    assert type(error) is DisagreementError
-
-
-@pytest.mark.ranks(min=2)
-def test_a_rank_that_does_not_come_is_named(group, rank, size, monkeypatch):
-    reducer = make(group)
-    reducer.reduce()
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.2")
-    error = raised(reducer.reduce) if rank != 0 else None
-    meet()
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
-    # What the others began and gave up. Their sums are lost, and they must know.
-    again = raised(reducer.reduce)
-    reducer.free()
-
-    if rank == 0:
-        assert again is None
-    else:
-        assert type(error) is type(again) is WaitTimeoutError
-        assert re.search(rf"allreduce 2: waited \S+ s for rank 0 of {size}", str(error))
-        assert "allreduce 2 was given up" in str(again)
-
-
-@pytest.mark.ranks(min=2)
-def test_two_reducers_of_one_group_are_never_mixed(group, rank, monkeypatch):
-    reducers = [make(group), make(group)]
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.2")
-    mine = reducers if rank == 0 else reducers[::-1]
-    mine[0].arrays()["x"][:] = 1 if rank == 0 else 10
-    error = raised(mine[0].reduce)
-    meet()
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
-    mine[1].reduce()
-    for reducer in reducers:
-        reducer.free()
-
-    assert type(error) is WaitTimeoutError
-
-
-@pytest.mark.parametrize("which", ["first", "last"])
-@pytest.mark.parametrize(
-    ("error", "known"),
-    [
-        (InvalidArgumentError("no"), True),
-        (TypeError("no"), True),
-        (KeyError("no"), False),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_failure_of_one_rank_is_raised_on_all(group, rank, size, which, error, known):
-    failing = 0 if which == "first" else size - 1
-    reducer = make(group)
-    found = raised(reducer.fail, error) if rank == failing else raised(reducer.reduce)
-    reducer.arrays()["x"][:] = 1
-    reducer.reduce()
-    sums = reducer.arrays()["x"].copy()
-    reducer.free()
-
-    if rank == failing:
-        assert found is error
-    else:
-        assert type(found) is (type(error) if known else RuntimeError)
-        assert f"rank {failing}" in str(found)
-        assert "no" in str(found)
-    assert (sums == size).all()
-
-
-@pytest.mark.ranks(min=2)
-def test_different_layouts_are_refused_on_all(group, rank):
-    shape = (3,) if rank == 0 else (4,)
-
-    with pytest.raises(DisagreementError, match="names, shapes and dtype"):
-        make(group, {"x": shape})
-
-
-@pytest.mark.ranks(min=2)
-def test_groups_sum_apart(group, rank, size):
+def test_groups_reduce_apart(group, rank, size):
     part = group.split([[size - 1], list(range(size - 1))])
-    reducer = make(part)
-    reducer.arrays()["x"][:] = rank + 1
-    reducer.reduce()
-    found = reducer.arrays()["x"].copy()
-    reducer.free()
+    with Reducer(Layout({"x": (3,)}, "float64"), part, reduction_type="SUM") as reducer:
+        found = reducer.reduce({"x": [rank + 1] * 3})["x"].copy()
+        statistics = reducer.statistics()
     part.free()
 
     assert (found == (size if rank == size - 1 else size * (size - 1) / 2)).all()
+    assert statistics.ranks == (1 if rank == size - 1 else size - 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": SMALL}, {"schedule": "flat"}])
+def test_a_group_of_one_is_its_own_mean(group, rank, options):
+    alone = group.split([[each] for each in range(group.size)])
+    with Reducer(Layout({"x": (700,)}, "float16"), alone, **options) as reducer:
+        for value in (rank, rank + 1):
+            found = reducer.reduce({"x": np.full(700, value)})["x"]
+            assert found.dtype == np.float32
+            assert (found == value).all()
+        out = {"x": np.zeros(700)}
+        reducer.start("x", np.full(700, 3))
+        reducer.wait(out=out)
+        assert (out["x"] == 3).all()
+    alone.free()
+
+
+@ALL
+def test_two_reducers_may_be_between_their_calls(maker, size):
+    one, two = (maker({"x": (700,)}, reduction_type="SUM") for _ in range(2))
+    one.start("x", np.ones(700))
+    found = two.reduce({"x": np.full(700, 2)})["x"]
+
+    assert (one.wait()["x"] == size).all()
+    assert (found == 2 * size).all()
+
+
+# Numbers
+
+
+@ALL
+def test_statistics(maker, size):
+    reducer = maker({"x": (500,), "y": (3,)}, bucket_bytes=SMALL)
+    before = reducer.statistics()
+    reducer.reduce()
+    after = reducer.statistics()
+
+    kind = KINDS[maker.kind]["schedule"]
+    if size == 1 and kind == "hierarchical":
+        kind = "shared"  # there is nothing between nodes
+    assert (before.schedule, before.ranks) == (kind, size)
+    assert (before.nodes, before.buckets) == (len(maker.nodes), 3)
+    assert (before.wire_dtype, before.calls, before.waited) == (None, 0, 0.0)
+    assert after.calls == 1
+    assert after.waited == reducer.waited > 0
+    assert kind in repr(reducer)
+    assert "1 calls" in repr(reducer)
+
+
+@LARGE
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_gradient_is_held_once_a_rank_and_its_result_once_a_node(maker, rank, dtype):
+    layout = Layout({"x": (5000,), "y": (3,)}, dtype)
+    statistics = maker(layout.shapes, dtype).statistics()
+
+    assert statistics.window_bytes == layout.nbytes
+    first = any(rank == ranks[0] for ranks in maker.nodes)
+    assert statistics.result_bytes <= (layout.size * 4 if first else 0)
+    if first and any(rank in ranks for ranks in maker.nodes if len(ranks) > 1):
+        assert statistics.result_bytes == layout.size * 4
 
 
 @pytest.mark.ranks(min=2)
-def test_waiting_for_others_is_counted(group, rank):
-    reducer = make(group)
+@pytest.mark.parametrize("maker", ["shared"], indirect=True)
+def test_all_ranks_of_a_node_read_one_result(maker, rank):
+    reducer = maker({"x": (400,)})
+    reducer.reduce({"x": np.ones(400)})
+    meet()
+    if rank == 0:
+        reducer._schedule._total[:] = 5
+    meet()
+
+    assert (reducer.results()["x"] == 5).all()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size_kib", "options", "expected"),
+    [
+        ("one", 1, {}, "shared"),
+        ("one", 1, {"wire_dtype": "float16"}, "shared"),
+        ("one", 1, {"schedule": "hierarchical"}, "shared"),
+        ("one", 1024, {"schedule": "flat"}, "flat"),
+        ("halves", 1, {}, "flat"),
+        ("halves", 1, {"schedule": "hierarchical"}, "hierarchical"),
+        ("halves", 1024, {}, "hierarchical"),
+        ("halves", 1024, {"schedule": "flat"}, "flat"),
+        ("singles", 1024, {}, "flat"),
+        ("singles", 1, {"wire_dtype": "float16"}, "hierarchical"),
+        ("singles", 1, {"schedule": "hierarchical"}, "hierarchical"),
+    ],
+    ids=str,
+)
+@pytest.mark.ranks(min=3)
+def test_the_schedule_that_suits_the_nodes(comm, nodes, size_kib, options, expected):
+    group = real = Group.of(comm)
+    if nodes != "singles" and not real.single_node:
+        pytest.skip("the ranks do not share memory")
+    if nodes != "one":
+        group = made_up(comm, NODES[nodes])
+    shapes = {"x": (size_kib << 8,)}
+    with Reducer(Layout(shapes, "float32"), group, **options) as reducer:
+        assert reducer.statistics().schedule == expected
+        assert (reducer.reduce({"x": np.ones(size_kib << 8)})["x"] == 1).all()
+    if group is not real:
+        group.free()
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+def test_waiting_for_others_is_counted(maker, rank):
+    reducer = maker({"x": (3,)})
     meet()
     if rank == 0:
         time.sleep(0.2)
     reducer.reduce()
-    waited = reducer.waited
+
+    assert rank == 0 or reducer.waited > 0.05
+
+
+# The end
+
+
+@ALL
+def test_a_freed_reducer_is_of_no_use(maker):
+    reducer = maker({"x": (3,)})
+    reducer.free()
     reducer.free()
 
-    assert rank == 0 or waited > 0.05
+    for call in (
+        reducer.reduce,
+        reducer.wait,
+        lambda: reducer.start("x"),
+        lambda: reducer.fail(TypeError()),
+    ):
+        with pytest.raises(FreedError, match="was freed"):
+            call()
+    assert reducer.arrays() == {}
+    assert dict(reducer.results()) == {}
 
 
-def test_a_freed_reducer_is_of_no_use(group):
-    reducer = make(group)
-    reducer.free()
-    reducer.free()
-
-    with pytest.raises(FreedError):
+@ALL
+def test_with_frees_it_unless_something_was_raised(maker):
+    with maker({"x": (3,)}) as reducer:
         reducer.reduce()
     with pytest.raises(FreedError):
-        reducer.fail(TypeError())
+        reducer.reduce()
+
+    with pytest.raises(KeyError), maker({"x": (3,)}) as reducer:
+        raise KeyError
+    reducer.reduce()

@@ -111,7 +111,7 @@ def test_result_that_cannot_be_made_is_not_lost(make, storage, monkeypatch):
         def fail(total, count):
             raise Broken
 
-        patch.setattr("hpcaccum.accumulator.divide", fail)
+        patch.setattr("hpcaccum.storage.divide", fail)
         with pytest.raises(Broken):
             at(1, acc.take_grad, 1, timeout=WAIT)
 

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from hpcaccum import Group, InvalidArgumentError, WaitTimeoutError
+from hpcaccum import server as module
+from hpcaccum.deadline import Deadline
 from hpcaccum.inbox import MeanInbox
 from hpcaccum.mpi import MPI
 from hpcaccum.server import ParameterServer
 from hpcaccum.updates import UpdateQueue
 
 from .support import WAIT
-from .training import meet, raised, turns
+from .training import meet, raised, turns, watch_copies
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +131,16 @@ def test_nothing_is_copied_when_there_is_nothing_new(comm, rank):
     assert (out == -1).all()
 
 
+def test_a_pull_without_news_prepares_no_wait(comm, monkeypatch):
+    server, waits = start(comm, updates=False), []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "Deadline", lambda *limit: waits.append(limit))
+        assert server.pull({}, known=0) == 0
+    server.free()
+
+    assert waits == []
+
+
 def test_only_what_is_asked_for_is_copied(comm):
     server = start(comm, shapes={"w": (3,), "v": (2, 2), "none": (0,), "one": ()})
     out = np.full((2, 2), 7.0)
@@ -156,8 +168,7 @@ def test_a_pull_waits_for_the_step_it_wants(comm, rank, size):
 
 
 def test_a_pull_that_waits_too_long_says_for_what(comm, size, monkeypatch):
-    # Not serving: the limit would end that too.
-    server = start(comm, host=size - 1, updates=False)
+    server = start(comm, host=size - 1)
     monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.1")
     error = raised(server.pull, {}, at_least=3)
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
@@ -165,6 +176,51 @@ def test_a_pull_that_waits_too_long_says_for_what(comm, size, monkeypatch):
 
     assert type(error) is WaitTimeoutError
     assert f"for update 3 by rank {size - 1}, is at 0" in str(error)
+
+
+def test_a_dedicated_host_is_not_waited_for(comm, size, monkeypatch, dedicated):
+    server = start(comm, dedicated=dedicated, quorum=size - dedicated)
+    errors = []
+    if not server.only_serves:
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.05")
+        errors.append(raised(server.pull, {}, at_least=1))
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    meet()
+    if server.only_serves:
+        # Nobody has left yet.
+        with pytest.raises(WaitTimeoutError, match="nothing from") as caught:
+            server._inbox.next(0, Deadline(0.05, "next")).__enter__()
+        errors.append(caught.value)
+    meet()
+    server.leave()
+    if server.only_serves:
+        server.serve()
+    server.free()
+
+    first = 1 if dedicated else 0
+    ranks = f"ranks {first}-{size - 1}" if size - first > 1 else f"rank {first}"
+    for error in errors:
+        assert type(error) is WaitTimeoutError
+        assert str(error).endswith(f"{ranks})")
+
+
+def test_a_server_that_idles_has_no_limit(comm, size, monkeypatch, dedicated):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.05")
+    server = start(comm, dedicated=dedicated, quorum=size - dedicated)
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    if server.only_serves:
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.05")
+        server.serve()
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    else:
+        time.sleep(0.2)
+        train(server, [1])
+        server.leave()
+    meet()
+    step = server.step
+    server.free()
+
+    assert step == 1
 
 
 def test_a_variable_without_gradients_is_left_alone(comm, rank):
@@ -196,6 +252,103 @@ def test_a_mean_is_over_the_ranks_that_have_a_gradient(comm, rank, size):
     assert receipt
     np.testing.assert_allclose(found[0], -(size - 1) / 2, rtol=1e-15)
     np.testing.assert_allclose(found[1], -8, rtol=1e-15)
+
+
+# Gradients that lie in the slot
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Names of the gradients that pushes of this rank copy."""
+    return watch_copies(monkeypatch)
+
+
+@pytest.mark.parametrize("quorum", [False, True], ids=["each", "mean"])
+def test_what_lies_in_the_slot_is_not_copied(comm, rank, size, quorum, copied):
+    server = start(comm, quorum=size if quorum else None, shapes={"w": (3,), "v": ()})
+    for step in range(5):
+        arrays = server.gradient_arrays()
+        again = server.gradient_arrays()
+        assert all(np.shares_memory(again[name], arrays[name]) for name in arrays)
+        arrays["w"][:] = [1, step, rank]
+        arrays["v"][...] = step
+        receipt = server.push(again if step % 2 else arrays, server.step)
+        server.pull({}, at_least=receipt.global_step + 1)
+        meet()
+    found, v = server.read("w"), server.read("v")
+    server.free()
+
+    many = 1 if quorum else size
+    mean = (size - 1) / 2
+    np.testing.assert_allclose(found, [-5 * many, -10 * many, -5 * mean * many])
+    np.testing.assert_allclose(v, -10 * many)
+    assert copied == []
+
+
+def test_a_slot_is_kept_until_its_push_and_no_longer(comm, rank, size, copied):
+    server = start(comm, quorum=2 * size)
+    for value in (1, 3):
+        arrays = server.gradient_arrays()
+        arrays["w"][:] = value
+        server.push(arrays, 0)
+    later = server.gradient_arrays()
+    # The round is being reduced, or was: it must not see this.
+    later["w"][:] = 100
+    server.pull({}, at_least=1)
+    meet()
+    found = server.read("w")
+    server.push(later, 1)
+    server.push({"w": np.zeros(3)}, 1)
+    server.pull({}, at_least=2)
+    meet()
+    after = server.read("w")
+    server.free()
+
+    assert (found == -2).all()
+    assert (after == -52).all()
+    assert copied == ["w"]
+
+
+@pytest.mark.parametrize("quorum", [False, True], ids=["each", "mean"])
+def test_what_lies_elsewhere_is_copied_once(comm, rank, size, quorum, copied):
+    # In the slot, but each in the other's place; or reversed in its own.
+    quorum = size if quorum else None
+    server = start(comm, quorum=quorum, shapes={"w": (3,), "v": (3,), "u": (3,)})
+    arrays = server.gradient_arrays()
+    arrays["w"][:], arrays["v"][:], arrays["u"][:] = [1, 2, 3], [4, 5, 6], [7, 8, 9]
+    crossed = {"w": arrays["v"], "v": arrays["w"], "u": arrays["u"][::-1]}
+    receipt = server.push(crossed, 0)
+    server.pull({}, at_least=receipt.global_step + 1)
+    meet()
+    found = [(-server.read(name)).tolist() for name in "wvu"]
+    server.free()
+
+    if quorum:
+        np.testing.assert_allclose(found, [[4, 5, 6], [1, 2, 3], [9, 8, 7]])
+    else:
+        np.testing.assert_allclose(found[0], np.multiply(size, [4, 5, 6]))
+        np.testing.assert_allclose(found[1], np.multiply(size, [1, 2, 3]))
+        np.testing.assert_allclose(found[2], np.multiply(size, [9, 8, 7]))
+    assert copied == ["w", "v", "u"]
+
+
+@pytest.mark.parametrize("quorum", [False, True], ids=["each", "mean"])
+def test_what_is_left_in_the_slot_of_a_missing_one_does_not_count(
+    comm, rank, size, quorum
+):
+    server = start(comm, quorum=size if quorum else None, shapes={"w": (), "v": ()})
+    for value in server.gradient_arrays().values():
+        value[...] = 7
+    grads = server.gradient_arrays()
+    if rank:
+        del grads["v"]
+    receipt = server.push(grads, 0)
+    server.pull({}, at_least=receipt.global_step + 1)
+    meet()
+    found = float(server.read("w")), float(server.read("v"))
+    server.free()
+
+    np.testing.assert_allclose(found, (-7 if quorum else -7 * size, -7), rtol=1e-14)
 
 
 @pytest.mark.parametrize("leaver", ["first", "last"])

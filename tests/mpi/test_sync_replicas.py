@@ -182,6 +182,29 @@ def test_all_that_are_there_are_in_the_mean(comm, rank, size):
     assert receipt == hpc.Receipt(True, 0, 0)
 
 
+def test_waiting_for_a_mean_ends_when_it_should(comm, rank, size):
+    inbox = MeanInbox(Group.of(comm), 0, 3, np.float64, size, size)
+    if rank == 0:
+        begun = time.monotonic()
+        with pytest.raises(hpc.WaitTimeoutError):
+            inbox.next(0, Deadline(0, "test")).__enter__()
+        assert time.monotonic() - begun < WAIT / 2, "that was another limit"
+    meet()
+    means = []
+    for step in range(3):
+        inbox.slot()[:] = step
+        assert inbox.submit(step)
+        if rank == 0:
+            with inbox.next(step, Deadline(WAIT, "test")) as mean:
+                assert (mean == step).all()
+                means.append(mean)
+        meet()
+    inbox.free()
+
+    # In the same memory all the time.
+    assert len({id(mean) for mean in means}) == (rank == 0)
+
+
 # A quorum of more than there are workers
 
 

@@ -235,6 +235,17 @@ def test_nothing_is_lost_when_nobody_waits_for_turns(make, comm, host, rank, siz
     assert queue.step == calls * size
 
 
+@pytest.mark.ranks(min=2)
+def test_a_host_that_only_serves_is_not_missing(comm, rank, size):
+    queue = UpdateQueue(Group.of(comm), 0, 3, np.float64, workers=size - 1)
+    if rank == 0:
+        error = raised(applied, queue, 0, timeout=0)
+        who = "rank 1" if size == 2 else f"ranks 1-{size - 1}"
+        assert str(error).endswith(f"which may come from {who}")
+    meet()
+    queue.free()
+
+
 def test_next_ends_when_all_have_left_and_not_before(make, host, rank, size):
     queue = make()
     turns([size - 1], lambda _: submit(queue, 3))

@@ -10,10 +10,11 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import window as module
-from hpcaccum.group import Group
+from hpcaccum.group import Group, Opened
+from hpcaccum.progress import Progress
 from hpcaccum.rounds import Closed, Record
 from hpcaccum.storage import Slots
-from hpcaccum.window import Cells, Opened, Progress, Region, check_shared_memory
+from hpcaccum.window import Cells, Region, check_shared_memory
 
 from .acting import at, everywhere, meet, until
 from .support import WAIT
@@ -131,7 +132,8 @@ def test_stores_and_loads_of_slots_are_ordered_with_those_of_others(
     calls = spy.during(lambda: slots.write(0, 0, np.ones(10), first=first, there=False))
     assert calls[-1] == ("Sync" if slots.region.direct else "Flush")
     records = {r: Record(0, 1, 0, 0, 0) for r in range(comm.size)}
-    calls = spy.during(slots.total, Closed(0, comm.size, 0, records), 10)
+    closed = Closed(0, comm.size, 0, records)
+    calls = spy.during(slots.total, closed, 1, np.empty(10))
     assert calls[0] == "Sync"
     meet()
     slots.free()

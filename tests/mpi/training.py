@@ -9,6 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 import hpcaccum as hpc
+from hpcaccum import server
 
 from .exchange import world
 
@@ -48,6 +49,38 @@ def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
     except Exception as error:
         return error
+
+
+def watch_copies(monkeypatch: Any) -> list[str]:
+    """Return a list to which each push adds the names of what it copies."""
+    copied: list[str] = []
+    bring = server._bring
+
+    def watched(grads, places, slot):
+        names = {id(view): name for name, view in places.items()}
+
+        def copyto(place, *args, **kwargs):
+            copied.append(names[id(place)])
+            np.copyto(place, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "np", Namespace(np, copyto=copyto))
+            bring(grads, places, slot)
+
+    monkeypatch.setattr(server, "_bring", watched)
+    return copied
+
+
+class Namespace:
+    """A module with some of its functions replaced."""
+
+    def __init__(self, module: Any, **functions: Any) -> None:
+        self._module = module
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what is not replaced."""
+        return getattr(self._module, name)
 
 
 class Gate(hpc.Optimizer):

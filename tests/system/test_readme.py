@@ -9,7 +9,9 @@ import pytest
 from .conftest import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text()
-PROGRAMS = re.findall(r"\*\*(\w+)\*\*[^`]*\n```python\n(.*?)```", README, re.DOTALL)
+PROGRAMS = re.findall(
+    r"\*\*(\w+)\*\*(?:(?!```).)*\n```python\n(.*?)```", README, re.DOTALL
+)
 
 
 def test_there_is_a_program_for_each_system():
@@ -19,6 +21,7 @@ def test_there_is_a_program_for_each_system():
         "DropStaleGradientOptimizer",
         "AGNOptimizer",
         "ConditionalAccumulator",
+        "Reducer",
     ]
 
 

@@ -1,0 +1,96 @@
+"""Sums of small arrays over the ranks of a node, which meet once.
+
+Every rank copies its arrays to where others see them, and then sums all of them itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.call import BITS, Quiet, agree, copy
+from hpcaccum.layout import wide_dtype
+from hpcaccum.spin import Spin
+from hpcaccum.storage import add_in_order
+from hpcaccum.window import Cells, NodeMemory
+
+if TYPE_CHECKING:
+    from hpcaccum.call import Call, Wait
+    from hpcaccum.group import Group
+    from hpcaccum.layout import Layout
+
+Array = np.ndarray[Any, Any]
+
+
+class Eager:
+    """Sums of small arrays over the ranks of a node.
+
+    There are two copies of each rank's arrays, used in turns: a rank that is one call
+    ahead does not overwrite what a slower one still sums.
+
+    Args:
+        group: The ranks.
+        layout: Of the arrays.
+
+    Attributes:
+        arrays: This rank's arrays.
+        results: Of the last call.
+        divisor: Of the sums.
+    """
+
+    def __init__(self, group: Group, layout: Layout) -> None:
+        self._group, self.divisor = group, 1
+        wide = wide_dtype(layout.dtype)
+        self._own = np.zeros(layout.size, layout.dtype)
+        self._total = np.zeros(layout.size, wide)
+        self.arrays, self.results = layout.views(self._own), layout.views(self._total)
+        self._memory = NodeMemory(group, 2 * layout.nbytes, 0)
+        both = [
+            part[: 2 * layout.nbytes].view(layout.dtype) for part in self._memory.parts
+        ]
+        self._copies = [
+            [p[: layout.size] for p in both],
+            [p[layout.size :] for p in both],
+        ]
+        self._mine = [layout.views(copies[group.rank]) for copies in self._copies]
+        self._cells = Cells(group, 0, group.size)
+        self._spin, self._quiet, self._calls = Spin(group), Quiet(), 0
+        self.window_bytes, self.result_bytes = 2 * layout.nbytes, self._total.nbytes
+
+    def offer(self, count: int) -> None:
+        """Do nothing: it is not worth while."""
+
+    def finish(self, call: Call) -> bool:
+        """Sum; return whether all ranks have the same signature."""
+        self._calls += 1
+        parity = self._calls % 2
+        if not call.whole:
+            self._copies[parity][self._group.rank][:] = self._own
+        copy(call.brought, self._mine[parity])
+        if not self._meet(self._calls << BITS | call.signature, call.wait):
+            return False
+        self._quiet(add_in_order, self._copies[parity], self._total, self.divisor)
+        copy(self.results, call.out)
+        return True
+
+    def _meet(self, mine: int, wait: Wait) -> bool:
+        """Wait for the words of all; return whether their signatures are mine."""
+        read, size = self._cells.read_range, self._group.size
+        self._cells.post(self._group.rank, [mine])
+        if read(0, size) == (expected := [mine] * size):
+            return True
+        least = self._calls << BITS
+        self._spin(lambda: min(read(0, size)) >= least, wait)
+        return (words := read(0, size)) == expected or agree(words, mine)
+
+    def late(self) -> list[int] | None:
+        """Return the ranks that this one waits for."""
+        words = self._cells.read_range(0, self._group.size)
+        return [r for r, word in enumerate(words) if word >> BITS < self._calls]
+
+    def free(self) -> None:
+        """Free the windows. Collective."""
+        self._copies, self._mine = [], []
+        self._memory.free()
+        self._cells.free()

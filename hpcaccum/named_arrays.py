@@ -1,0 +1,93 @@
+"""What a caller may bring to a reducer and take from it, by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.arguments import converted, fitting
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.layout import FLOATS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Array = np.ndarray[Any, Any]
+
+
+class NamedArrays:
+    """Checks the arrays of one call. A set of names is a number, with a bit for each.
+
+    Args:
+        what: Begins messages.
+        arrays: The reducer's own, by name.
+        wide: The dtype of results.
+
+    Attributes:
+        all: The set of all names.
+    """
+
+    def __init__(
+        self, what: str, arrays: Mapping[str, Array], wide: np.dtype[Any]
+    ) -> None:
+        self._what, self._wide = what, wide
+        self._known = {
+            name: (array, array.shape, array.dtype, 1 << number)
+            for number, (name, array) in enumerate(arrays.items())
+        }
+        self.all = (1 << len(arrays)) - 1
+
+    def _own(self, name: str) -> tuple[Array, tuple[int, ...], np.dtype[Any], int]:
+        try:
+            return self._known[name]
+        except KeyError:
+            raise InvalidArgumentError(
+                f"{self._what}: no array is named {name!r}, there are "
+                f"{', '.join(map(repr, self._known))}"
+            ) from None
+
+    def names(self, members: int) -> list[str]:
+        """Return the names of a set."""
+        known = self._known.items()
+        return [name for name, (_, _, _, bit) in known if members & bit]
+
+    def brought(
+        self, arrays: Mapping[str, Any], started: int
+    ) -> tuple[dict[str, Array], int]:
+        """Return what is to be copied in, and the set of what is there then."""
+        found, members = {}, 0
+        for name, given in arrays.items():
+            own, shape, dtype, bit = self._own(name)
+            if started & bit:
+                raise InvalidArgumentError(
+                    f"{self._what}: {name!r} was started already"
+                )
+            members |= bit
+            if given is own:
+                continue
+            # The check of the usual case; the other one takes microseconds.
+            fits = type(given) is np.ndarray and given.dtype is dtype
+            if not fits or given.shape != shape:
+                given = converted(fitting(f"{self._what}: {name!r}", given, own), dtype)
+            found[name] = given
+        return found, members
+
+    def targets(self, out: Mapping[str, Array], members: int) -> Mapping[str, Array]:
+        """Return where results are to be copied, checked."""
+        for name, array in out.items():
+            own, shape, _, bit = self._own(name)
+            what = f"{self._what}: out {name!r}"
+            if not members & bit:
+                raise InvalidArgumentError(f"{what}: this call does not reduce it")
+            if not isinstance(array, np.ndarray) or not array.flags.writeable:
+                raise InvalidArgumentError(f"{what} must be an array to write to")
+            if array.dtype not in FLOATS:
+                raise InvalidArgumentError(f"{what} must be of floats")
+            if array.shape != shape:
+                fitting(what, array, own)
+        return out
+
+    def exact(self, out: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return the targets to which results are copied without conversion."""
+        return {name: array for name, array in out.items() if array.dtype is self._wide}

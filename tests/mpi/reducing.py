@@ -1,0 +1,172 @@
+"""What the tests of reducers share: all schedules, made-up nodes, a plain model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from hpcaccum import Group, Layout, Reducer, schedules
+from hpcaccum.layout import wide_dtype
+
+from .support import WAIT
+
+Arrays = Mapping[str, Any]
+
+# The smallest buckets: 256 elements of float32, so that few elements are many buckets.
+SMALL = 1024
+
+# Which node of a made-up cluster a rank is on.
+NODES: dict[str, Callable[[int, int], int]] = {
+    "halves": lambda rank, size: 2 * rank // size,
+    "apart": lambda rank, size: rank % 2,
+    "singles": lambda rank, size: rank,
+    "uneven": lambda rank, size: int(rank == size - 1),
+}
+
+# Name to what makes a reducer use that path.
+KINDS: dict[str, dict[str, Any]] = {
+    "eager": {"schedule": "shared"},
+    "shared": {"schedule": "shared", "bucket_bytes": SMALL},
+    "staged": {"schedule": "shared", "bucket_bytes": SMALL},
+    "flat": {"schedule": "flat", "bucket_bytes": SMALL},
+    "hierarchical": {"schedule": "hierarchical", "bucket_bytes": SMALL},
+}
+ALL = pytest.mark.parametrize("maker", KINDS, indirect=True)
+
+
+# What calls that go wrong are tried with.
+SHAPES = {"x": (900,), "y": (300,)}
+ONES = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+class Maker:
+    """Makes reducers of one kind, on nodes that the test chooses.
+
+    Attributes:
+        nodes: The ranks of each node.
+        exact: Whether the order of summation is promised.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, kind: str, nodes: str = "halves") -> None:
+        real = Group.of(comm)
+        self.kind, self.exact = kind, kind != "flat"
+        self._own: Group | None = None
+        self._made: list[Reducer] = []
+        if kind == "hierarchical" and comm.size > 1 and real.single_node:
+            self._own = made_up(comm, NODES[nodes])
+        self.group = self._own or real
+        if KINDS[kind]["schedule"] == "shared" and not real.single_node:
+            pytest.skip("the ranks do not share memory")
+        first = self.group.node.bcast(comm.rank)
+        found: dict[int, list[int]] = {}
+        for rank, node in enumerate(comm.allgather(first)):
+            found.setdefault(node, []).append(rank)
+        self.nodes = list(found.values())
+
+    def __call__(self, shapes: Any, dtype: Any = np.float32, **options: Any) -> Reducer:
+        """Return a reducer. Collective."""
+        options = KINDS[self.kind] | options
+        # Arrays of which size are copied bucket by bucket.
+        coarse = 0 if self.kind == "staged" else 1 << 40
+        with mock.patch.object(schedules, "_COARSE", coarse):
+            self._made.append(Reducer(Layout(shapes, dtype), self.group, **options))
+        return self._made[-1]
+
+    def expected(self, parts: Sequence[Any], dtype: Any, **options: Any) -> Any:
+        """Return what becomes of one array that all ranks brought."""
+        return model(parts, self.nodes, dtype, **options)
+
+    def check(self, found: Any, expected: Any) -> None:
+        """Compare: bits, where the order is promised."""
+        assert found.dtype == expected.dtype, f"{found.dtype}, not {expected.dtype}"
+        assert found.shape == expected.shape
+        if self.exact:
+            assert found.tobytes() == expected.tobytes(), f"{found} is not {expected}"
+        else:
+            single = expected.dtype != np.float64
+            np.testing.assert_allclose(
+                found, expected, *([1e-5, 1e-5] if single else [])
+            )
+
+    def free(self) -> None:
+        """Free all. Collective."""
+        for reducer in self._made:
+            reducer.free()
+        if self._own is not None:
+            self._own.free()
+
+
+def made_up(comm: MPI.Intracomm, node: Callable[[int, int], int]) -> Group:
+    """Return a group of its own whose ranks are on several nodes, or so it thinks."""
+    group = Group(comm.Dup())
+    group.node.Free()
+    group.node = comm.Split(node(comm.rank, comm.size), comm.rank)
+    assert not group.single_node
+    return group
+
+
+def model(
+    parts: Sequence[Any],
+    nodes: Sequence[Sequence[int]],
+    dtype: Any,
+    *,
+    mean: bool = True,
+    wire: Any = None,
+) -> Any:
+    """Sum the ranks of each node in their order, then the nodes; with NumPy alone."""
+    wide = wide_dtype(np.dtype(dtype))
+
+    def rounded(array: Any) -> Any:
+        return array if wire is None else array.astype(wire).astype(wide)
+
+    with np.errstate(all="ignore"):
+        brought = [np.asarray(part).astype(dtype).astype(wide) for part in parts]
+        sums = [
+            rounded(functools.reduce(np.add, [brought[rank] for rank in ranks]))
+            for ranks in nodes
+        ]
+        total = np.asarray(functools.reduce(np.add, sums))
+        return rounded(np.asarray(total / wide.type(len(parts) if mean else 1)))
+
+
+def drawn(shapes: Any, *seed: int, dtype: Any = np.float64) -> dict[str, Any]:
+    """Return arrays that depend on the seed alone, the same on every rank."""
+    random = np.random.default_rng(seed)
+    return {
+        name: np.asarray(random.normal(size=shape)).astype(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def works(reducer, size):
+    """Check that a reducer is as good as new."""
+    for given in (ONES, None):
+        if given is None:
+            for name, array in reducer.arrays().items():
+                array[...] = ONES[name]
+        found = reducer.reduce(given, reduction_type="SUM", step=1)
+        assert all((array == size).all() for array in found.values())
+    for name, array in ONES.items():
+        reducer.start(name, array)
+    assert (reducer.wait()["x"] == 1).all()
+
+
+@pytest.fixture(name="maker")
+def maker_fixture(comm: MPI.Intracomm, request: pytest.FixtureRequest) -> Any:
+    """Makes reducers of the kind that the test names, and frees them."""
+    kind, *nodes = request.param.split()
+    maker = Maker(comm, kind, *nodes)
+    yield maker
+    maker.free()
+
+
+@pytest.fixture(name="limit", autouse=True)
+def limit_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait takes longer than a test may."""
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))

@@ -1,0 +1,342 @@
+"""Reducer: every way in which ranks fail to match, and what all of them are told."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcaccum import (
+    DisagreementError,
+    InvalidArgumentError,
+    Layout,
+    Reducer,
+)
+
+from .reducing import (
+    ALL,
+    ONES,
+    SHAPES,
+    Maker,
+    limit_fixture,  # noqa: F401
+    maker_fixture,  # noqa: F401
+    works,
+)
+from .training import meet, raised
+
+# Arguments of the reducer
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"schedule": "ring"}, InvalidArgumentError, "schedule must be one of"),
+        ({"schedule": None}, InvalidArgumentError, "schedule must be one of"),
+        ({"reduction_type": "mean"}, InvalidArgumentError, "reduction_type must be"),
+        ({"reduction_type": "MAX"}, InvalidArgumentError, "reduction_type must be"),
+        ({"wire_dtype": "float32"}, InvalidArgumentError, "narrower than float32"),
+        ({"wire_dtype": "float64"}, InvalidArgumentError, "narrower than float32"),
+        ({"wire_dtype": "int8"}, InvalidArgumentError, "dtype must be one of"),
+        ({"wire_dtype": "nonsense"}, TypeError, "dtype must name a float"),
+        ({"bucket_bytes": 1023}, InvalidArgumentError, "bucket_bytes must be 1024 to"),
+        ({"bucket_bytes": 2**31}, InvalidArgumentError, "bucket_bytes must be"),
+        ({"bucket_bytes": 1e6}, InvalidArgumentError, "bucket_bytes must be"),
+        ({"bucket_bytes": 0}, InvalidArgumentError, "bucket_bytes must be"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("who", ["all", "last"])
+def test_options_that_cannot_be_are_refused_on_all(
+    comm, rank, size, options, error, message, who
+):
+    wrong = options if who == "all" or rank == size - 1 else {}
+
+    with pytest.raises(error, match=message):
+        Reducer(Layout(SHAPES, "float32"), comm, **wrong)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"schedule": "flat"}, "schedule"),
+        ({"reduction_type": "SUM"}, "reduction_type"),
+        ({"wire_dtype": "float16"}, "wire_dtype"),
+        ({"bucket_bytes": 4096}, "bucket_bytes"),
+    ],
+    ids=str,
+)
+def test_options_that_differ_are_refused_on_all(comm, rank, options, fact):
+    with pytest.raises(DisagreementError, match=f"{fact} must be the same"):
+        Reducer(Layout(SHAPES, "float32"), comm, **(options if rank == 0 else {}))
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("other", [{"x": (900,)}, {"y": (300,), "x": (900,)}])
+def test_layouts_that_differ_are_refused_on_all(comm, rank, other):
+    with pytest.raises(DisagreementError, match="names, shapes and dtype"):
+        Reducer(Layout(SHAPES if rank == 0 else other, "float32"), comm)
+
+
+@pytest.mark.ranks(min=2)
+def test_memory_that_is_not_shared_is_refused_on_all(comm):
+    maker = Maker(comm, "hierarchical")
+    with pytest.raises(
+        InvalidArgumentError, match=f"'shared' needs .* are on {len(maker.nodes)}"
+    ):
+        maker(SHAPES, schedule="shared", bucket_bytes=None)
+    maker.free()
+
+
+# Arguments of a call: one rank errs, all hear of it, and go on
+
+
+WRONG = {
+    "name": ({"z": 1}, r"no array is named 'z', there are 'x', 'y'"),
+    "shape": ({"x": np.ones(899)}, r"'x' must have shape \(900,\), got \(899,\)"),
+    "rank": ({"x": np.ones((900, 1))}, r"'x' must have shape"),
+    "broadcast": ({"x": 1.0}, r"'x' must have shape"),
+    "nothing": ({"x": None}, "'x': gradient must be an array"),
+    "ragged": ({"x": [[1], [2, 3]]}, "'x': gradient"),
+    "complex": ({"x": np.ones(900, complex)}, "cannot be cast"),
+    "text": ({"x": ["a"] * 900}, "cannot be cast"),
+    "objects": ({"x": [None] * 900}, "cannot be cast"),
+}
+FROZEN = np.ones(900)
+FROZEN.flags.writeable = False
+WRONG_OUT = {
+    "name": ({"z": np.ones(900)}, "no array is named 'z'"),
+    "shape": ({"x": np.ones(899)}, "out 'x' must have shape"),
+    "list": ({"x": [0.0] * 900}, "out 'x' must be an array to write to"),
+    "nothing": ({"x": None}, "out 'x' must be an array to write to"),
+    "frozen": ({"x": FROZEN}, "out 'x' must be an array to write to"),
+    "integers": ({"x": np.ones(900, int)}, "out 'x' must be of floats"),
+    "complex": ({"x": np.ones(900, complex)}, "out 'x'"),
+}
+
+
+def told(error, message, failing, rank):
+    assert type(error) is InvalidArgumentError
+    assert re.search(message, str(error))
+    assert rank == failing or f"rank {failing}" in str(error)
+
+
+@ALL
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_an_array_that_does_not_fit_is_refused_on_all(maker, rank, size, which):
+    failing = 0 if which == "first" else size - 1
+    reducer = maker(SHAPES)
+    for given, message in WRONG.values():
+        call = {**ONES, **given} if rank == failing else ONES
+        told(raised(reducer.reduce, call), message, failing, rank)
+    works(reducer, size)
+
+
+@ALL
+@pytest.mark.parametrize("call", ["reduce", "wait"])
+def test_an_out_that_does_not_fit_is_refused_on_all(maker, rank, size, call):
+    reducer = maker(SHAPES)
+    for out, message in WRONG_OUT.values():
+        if call == "wait":
+            for name, array in ONES.items():
+                reducer.start(name, array)
+            error = raised(reducer.wait, out=out if rank == 0 else None)
+        else:
+            error = raised(reducer.reduce, ONES, out=out if rank == 0 else None)
+        told(error, message, 0, rank)
+    works(reducer, size)
+
+
+@ALL
+def test_an_unknown_reduction_is_refused_on_all(maker, rank, size):
+    reducer = maker(SHAPES)
+    kind = "mean" if rank == 0 else "MEAN"
+    error = raised(reducer.reduce, ONES, reduction_type=kind)
+
+    told(error, "reduction_type must be one of", 0, rank)
+    works(reducer, size)
+
+
+@ALL
+@pytest.mark.parametrize("call", ["reduce", "wait"])
+def test_a_step_that_is_no_number_is_refused_on_all(
+    maker, rank, size, call, monkeypatch
+):
+    reducer = maker(SHAPES)
+    meet()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "1")
+    for step in (None, "1", [1, 2]):
+        mine = step if rank == 0 else 0
+        if call == "wait":
+            reducer.start("x", ONES["x"])
+            error = raised(reducer.wait, step=mine)
+        else:
+            error = raised(reducer.reduce, ONES, step=mine)
+        told(error, "step must be one number", 0, rank)
+    works(reducer, size)
+
+
+@ALL
+def test_a_step_may_be_any_real_number(maker, size):
+    reducer = maker(SHAPES)
+    for step in (1.5, np.float64(2), np.array(3), True):
+        assert (reducer.reduce(ONES, step=step)["x"] == 1).all()
+    works(reducer, size)
+
+
+@ALL
+def test_what_cannot_be_converted_is_refused_on_all(maker, rank, size, monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "2")
+    reducer = maker(SHAPES, "float16")
+    given = {name: array.astype(ml_dtypes.bfloat16) for name, array in ONES.items()}
+    found = raised(reducer.reduce, given if rank == 0 else ONES)
+
+    # Either it is converted, or all hear of it.
+    if isinstance(found, Exception):
+        told(found, "cannot be cast", 0, rank)
+    else:
+        assert (found["x"] == 1).all()
+    works(reducer, size)
+
+
+@ALL
+def test_start_refuses_on_this_rank_and_changes_nothing(maker, rank, size):
+    reducer = maker(SHAPES)
+    reducer.start("y", ONES["y"])
+    for given, message in WRONG.values():
+        for name, array in given.items():
+            if name == "z" or array is not None:
+                with pytest.raises(InvalidArgumentError, match=message):
+                    reducer.start(name, array)
+    with pytest.raises(InvalidArgumentError, match="'y' was started already"):
+        reducer.start("y", np.zeros(300))
+    reducer.start("x", ONES["x"])
+    assert all((array == 1).all() for array in reducer.wait().values())
+    works(reducer, size)
+
+
+@ALL
+def test_an_array_that_was_started_cannot_be_brought_again(maker, rank, size):
+    reducer = maker(SHAPES)
+    reducer.start("y", ONES["y"])
+    error = raised(reducer.reduce, ONES)
+
+    assert type(error) is InvalidArgumentError
+    assert "'y' was started already" in str(error)
+    works(reducer, size)
+
+
+@ALL
+def test_what_was_started_is_not_reduced_in_another_way(maker, rank, size):
+    reducer = maker(SHAPES)
+    for name, array in ONES.items():
+        reducer.start(name, array)
+    error = raised(reducer.reduce, {}, reduction_type="SUM")
+
+    assert type(error) is InvalidArgumentError or size == 1
+    works(reducer, size)
+
+
+# Ranks that do not match
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_an_array_that_only_some_bring_is_an_error_on_all(maker, rank, size, which):
+    absent = 0 if which == "first" else size - 1
+    reducer = maker(SHAPES)
+    error = raised(reducer.reduce, {"x": ONES["x"]} if rank == absent else ONES)
+    if rank != absent:
+        reducer.start("y")
+    reducer.start("x")
+    again = raised(reducer.wait)
+
+    for each in (error, again):
+        assert type(each) is DisagreementError
+        assert "gradient of y must be the same" in str(each)
+        first, last = ("none", "one") if absent == 0 else ("one", "none")
+        assert f"rank 0 has {first}" in str(each)
+        assert f"has {last}" in str(each)
+    works(reducer, size)
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+def test_a_rank_at_another_step_is_found(maker, rank, size):
+    reducer = maker(SHAPES)
+    reducer.reduce(ONES, step=3)
+    for way in (ONES, None):
+        error = raised(reducer.reduce, way, step=4 if rank < size - 1 else 5)
+        assert type(error) is DisagreementError
+        assert f"step must be the same on all {size} ranks" in str(error)
+        assert f"rank 0 has 4, rank {size - 1} has 5" in str(error)
+    works(reducer, size)
+
+
+@ALL
+@pytest.mark.ranks(min=3)
+def test_steps_that_cancel_out_in_the_sum_are_found(maker, rank, size):
+    reducer = maker(SHAPES)
+    error = raised(reducer.reduce, step={0: 4, 1: 6}.get(rank, 5))
+
+    assert type(error) is DisagreementError
+    works(reducer, size)
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+def test_two_kinds_of_reduction_are_found(maker, rank, size):
+    reducer = maker(SHAPES)
+    error = raised(reducer.reduce, reduction_type="SUM" if rank == 0 else "MEAN")
+
+    assert type(error) is DisagreementError
+    works(reducer, size)
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+def test_disagreements_follow_each_other(maker, rank, size):
+    reducer = maker(SHAPES)
+    for step in range(12):
+        time.sleep(0.002 * ((rank + step) % 2))
+        error = raised(reducer.reduce, ONES, step=step * (rank == step % size))
+        assert (type(error) is DisagreementError) == (step > 0)
+    works(reducer, size)
+
+
+@ALL
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize("others", ["reduce", "copy", "start"])
+def test_a_failure_of_one_rank_is_raised_on_all(maker, rank, size, which, others):
+    failing = 0 if which == "first" else size - 1
+    reducer = maker(SHAPES)
+    for mine in (InvalidArgumentError("no"), TypeError("no"), KeyError("no")):
+        if rank == failing:
+            if others == "start":
+                reducer.start("y")
+            assert raised(reducer.fail, mine) is mine
+            continue
+        if others == "start":
+            for name in ONES:
+                reducer.start(name)
+            error = raised(reducer.wait)
+        else:
+            error = raised(reducer.reduce, ONES if others == "copy" else None)
+        known = type(mine) if type(mine) is not KeyError else RuntimeError
+        assert type(error) is known
+        assert f"rank {failing}" in str(error)
+        assert "no" in str(error)
+    works(reducer, size)
+
+
+@ALL
+def test_all_ranks_may_fail_at_once(maker, size):
+    reducer = maker(SHAPES)
+    mine = ValueError("mine")
+
+    assert raised(reducer.fail, mine) is mine
+    works(reducer, size)

@@ -1,0 +1,128 @@
+"""Reducer: ranks that come late, or never, and what is left of it."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from hpcaccum import WaitTimeoutError
+
+from .reducing import (
+    ALL,
+    NODES,
+    ONES,
+    SHAPES,
+    Maker,
+    limit_fixture,  # noqa: F401
+    maker_fixture,  # noqa: F401
+    works,
+)
+from .support import WAIT
+from .training import meet, raised
+
+
+def copying(reducer):
+    return reducer.reduce(ONES)
+
+
+def in_place(reducer):
+    return reducer.reduce()
+
+
+def starting(reducer):
+    for name in ONES:
+        reducer.start(name)
+    return reducer.wait()
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("call", [copying, in_place, starting])
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_a_rank_that_does_not_come_is_named(
+    maker, rank, size, which, call, monkeypatch
+):
+    late = 0 if which == "first" else size - 1
+    reducer = maker(SHAPES)
+    call(reducer)
+    # In lockstep, as a timeout of one rank must not be the news of another.
+    meet()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.25")
+    error = raised(call, reducer) if rank != late else None
+    again = raised(call, reducer) if rank != late else None
+    started = raised(reducer.start, "x") if rank != late else None
+    meet()
+
+    if rank != late:
+        assert type(error) is type(again) is type(started) is WaitTimeoutError
+        wanted = (
+            rf"reduction 2: waited \S+ s for rank {late} of {size} to make the same"
+        )
+        assert re.search(wanted, str(error))
+        assert "reduction 2 was given up" in str(again)
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+def test_two_reducers_of_one_group_are_never_mixed(maker, rank, monkeypatch):
+    reducers = [maker(SHAPES), maker(SHAPES)]
+    meet()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.25")
+    mine = reducers if rank == 0 else reducers[::-1]
+    error = raised(mine[0].reduce, ONES)
+    meet()
+
+    assert type(error) is WaitTimeoutError
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_is_only_late_is_waited_for(maker, rank, size):
+    reducer = maker(SHAPES)
+    for late in range(size):
+        meet()
+        if rank == late:
+            time.sleep(0.05)
+        works(reducer, size)
+
+
+@ALL
+@pytest.mark.ranks(min=3)
+def test_only_those_are_named_that_are_late(maker, rank, size, monkeypatch):
+    reducer = maker(SHAPES)
+    ways = [copying, in_place, starting]
+    ways[rank % 3](reducer)
+    meet()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.4")
+    error = raised(ways[rank % 3], reducer) if rank != 1 else None
+    meet()
+
+    if rank != 1:
+        assert f"for rank 1 of {size} to make" in str(error)
+
+
+@pytest.mark.ranks(min=3)
+@pytest.mark.parametrize("kind", ["hierarchical", "flat"])
+def test_what_was_given_up_does_not_turn_up_in_later_sums(
+    comm, rank, size, kind, monkeypatch
+):
+    for late in (0, size - 1):
+        given_up = Maker(comm, kind)
+        reducer = given_up(SHAPES)
+        meet()
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.25")
+        error = raised(copying, reducer) if rank != late else None
+        meet()
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+        given_up.free()
+        assert rank == late or type(error) is WaitTimeoutError
+    # MPI may give the identity of a communicator that was freed to another one.
+    for nodes in NODES:
+        maker = Maker(comm, kind, nodes)
+        reducer = maker(SHAPES)
+        for value in range(2, 6):
+            mine = {name: value * array for name, array in ONES.items()}
+            assert (reducer.reduce(mine)["x"] == value).all()
+        maker.free()

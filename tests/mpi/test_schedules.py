@@ -1,0 +1,413 @@
+"""Schedules: sums against NumPy, however gradients come in and results go out."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from hpcaccum import reducer as reducer_module
+
+from .reducing import (
+    ALL,
+    KINDS,
+    SMALL,
+    Maker,
+    drawn,
+    limit_fixture,  # noqa: F401
+    maker_fixture,  # noqa: F401
+)
+from .support import together
+from .training import meet
+
+# Some four buckets of float32; an array of several, and several arrays in one.
+SHAPES = {
+    "scalar": (),
+    "large": (23, 29),
+    "empty": (0, 3),
+    "vector": (33,),
+    "matrix": (5, 7),
+}
+
+
+def in_place(reducer, arrays):
+    own = reducer.arrays()
+    for name, array in arrays.items():
+        own[name][...] = array
+    return reducer.reduce({name: own[name] for name in arrays})
+
+
+def copied(reducer, arrays):
+    return reducer.reduce(arrays)
+
+
+def partly(reducer, arrays):
+    own = reducer.arrays()
+    given = {
+        name: own[name] if n % 2 else a for n, (name, a) in enumerate(arrays.items())
+    }
+    for name, array in arrays.items():
+        if given[name] is own[name]:
+            own[name][...] = array
+    return reducer.reduce(given)
+
+
+def strided(reducer, arrays):
+    given = {
+        name: np.stack([array, array], -1)[..., 1] for name, array in arrays.items()
+    }
+    return reducer.reduce(given)
+
+
+def by_columns(reducer, arrays):
+    return reducer.reduce({n: a.copy("F") for n, a in arrays.items()})
+
+
+def narrowed(reducer, arrays):
+    # The values are such that nothing is rounded.
+    return reducer.reduce({n: a.astype(np.float64) for n, a in arrays.items()})
+
+
+def copied_out(reducer, arrays):
+    out = {name: np.full(array.shape, 7, np.float64) for name, array in arrays.items()}
+    found = reducer.reduce(arrays, out=out)
+    return {name: array.astype(found[name].dtype) for name, array in out.items()}
+
+
+def over_itself(reducer, arrays):
+    mine = {name: array.astype(wide(reducer)) for name, array in arrays.items()}
+    reducer.reduce(mine, out=mine)
+    return mine
+
+
+def out_by_columns(reducer, arrays):
+    out = {n: np.empty(a.shape, wide(reducer), order="F") for n, a in arrays.items()}
+    reducer.reduce(arrays, out=out)
+    return {name: a.copy("C") for name, a in out.items()}
+
+
+def one_by_one(reducer, arrays):
+    names = sorted(arrays, key=lambda name: hash((name, MPI.COMM_WORLD.rank)))
+    for n, name in enumerate(names):
+        if n % 2:
+            reducer.start(name, arrays[name])
+        else:
+            reducer.arrays()[name][...] = arrays[name]
+            reducer.start(name)
+    return reducer.wait()
+
+
+def some_first(reducer, arrays):
+    first, *others = arrays
+    reducer.start(first, arrays[first])
+    return reducer.reduce({name: arrays[name] for name in others})
+
+
+def wide(reducer):
+    return next(iter(reducer.results().values())).dtype
+
+
+WAYS = [
+    in_place,
+    copied,
+    partly,
+    strided,
+    by_columns,
+    narrowed,
+    copied_out,
+    over_itself,
+    out_by_columns,
+    one_by_one,
+    some_first,
+]
+
+
+def parts_of(shapes, size, *seed, dtype):
+    return [drawn(shapes, rank, *seed, dtype=dtype) for rank in range(size)]
+
+
+def check(maker, found, parts, dtype, **options):
+    assert set(found) == set(parts[0])
+    for name, array in found.items():
+        expected = maker.expected([part[name] for part in parts], dtype, **options)
+        maker.check(array, expected)
+
+
+@ALL
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", ml_dtypes.bfloat16], ids=str
+)
+def test_means_equal_numpy_however_ranks_bring(maker, rank, size, dtype):
+    reducer = maker(SHAPES, dtype)
+    for call, way in enumerate(WAYS):
+        parts = parts_of(SHAPES, size, call, dtype=dtype)
+        check(maker, way(reducer, parts[rank]), parts, dtype)
+    # Each rank in a way of its own.
+    for call in range(6):
+        parts = parts_of(SHAPES, size, 100 + call, dtype=dtype)
+        way = WAYS[(3 * rank + 7 * call) % len(WAYS)]
+        check(maker, way(reducer, parts[rank]), parts, dtype)
+
+
+@ALL
+def test_sums_are_not_divided(maker, rank, size):
+    reducer = maker(SHAPES, reduction_type="SUM")
+    parts = parts_of(SHAPES, size, 1, dtype=np.float32)
+
+    check(maker, out_by_columns(reducer, parts[rank]), parts, np.float32, mean=False)
+    check(maker, copied(reducer, parts[rank]), parts, np.float32, mean=False)
+
+
+@ALL
+def test_integers_and_truth_values_are_brought_as_numbers(maker, rank, size):
+    reducer = maker({"i": (300,), "b": (2,)}, reduction_type="SUM")
+    found = reducer.reduce({"i": np.arange(300) + rank, "b": [True, False]})
+
+    np.testing.assert_array_equal(found["i"], np.arange(300) * size + sum(range(size)))
+    assert found["b"].tolist() == [size, 0]
+
+
+@pytest.mark.parametrize(
+    "maker", ["shared", "staged", "hierarchical", "flat"], indirect=True
+)
+# Elements: of one bucket and of several, with and without a short one, and stripes
+# that are empty or short.
+@pytest.mark.parametrize(
+    "length", [1, 16, 17, 256, 257, 512, 3 * 256, 4 * 256 - 1, 1700]
+)
+def test_any_number_of_buckets(maker, rank, size, length):
+    shapes = {"x": (length,)}
+    reducer = maker(shapes)
+    assert reducer.statistics().buckets == -(-(-(-length // 16) * 16) // 256)
+    for call, way in enumerate([copied, in_place, over_itself, copied, one_by_one]):
+        parts = parts_of(shapes, size, call, length, dtype=np.float32)
+        check(maker, way(reducer, parts[rank]), parts, np.float32)
+
+
+@pytest.mark.parametrize("maker", ["eager"], indirect=True)
+def test_small_arrays_take_the_other_path_up_to_a_limit(maker, monkeypatch):
+    monkeypatch.setattr(reducer_module, "_EAGER", 4096)
+    names = [type(maker({"x": (n,)})._schedule).__name__ for n in (1024, 1025)]
+
+    assert names == ["Eager", "Shared"]
+
+
+@ALL
+def test_many_small_arrays(maker, rank, size):
+    shapes = {f"w{n}": (n % 5,) for n in range(90)}
+    reducer = maker(shapes)
+    for call, way in enumerate([copied, in_place, one_by_one]):
+        parts = parts_of(shapes, size, call, dtype=np.float32)
+        check(maker, way(reducer, parts[rank]), parts, np.float32)
+
+
+@ALL
+def test_nothing_at_all(maker):
+    reducer = maker({})
+    empty = maker({"x": (0,)})
+
+    assert (
+        dict(reducer.reduce()) == dict(reducer.reduce({})) == dict(reducer.wait()) == {}
+    )
+    assert empty.reduce()["x"].shape == (0,)
+    empty.start("x")
+    assert empty.wait()["x"].shape == (0,)
+
+
+@ALL
+def test_the_same_bits_every_time_and_everywhere(maker, rank):
+    reducer = maker(SHAPES)
+    mine = drawn(SHAPES, rank, dtype=np.float32)
+    bits = set()
+    for way in [in_place, copied, one_by_one, copied]:
+        found = way(reducer, mine)
+        bits |= set(meet(b"".join(found[name].tobytes() for name in SHAPES)))
+
+    assert len(bits) == 1 or not maker.exact
+
+
+@pytest.mark.ranks(min=3)
+@pytest.mark.parametrize(
+    "maker",
+    ["hierarchical apart", "hierarchical singles", "hierarchical uneven"],
+    indirect=True,
+)
+def test_nodes_of_any_size_and_order(maker, rank, size):
+    reducer = maker(SHAPES)
+    statistics = reducer.statistics()
+    assert (statistics.schedule, statistics.nodes) == ("hierarchical", len(maker.nodes))
+    for call, way in enumerate(WAYS):
+        parts = parts_of(SHAPES, size, call, dtype=np.float32)
+        check(maker, way(reducer, parts[rank]), parts, np.float32)
+
+
+@pytest.mark.parametrize(
+    "maker",
+    ["hierarchical", "hierarchical apart", "hierarchical uneven"],
+    indirect=True,
+)
+@pytest.mark.parametrize("wire", ["float16", ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.ranks(min=2)
+def test_sums_travel_in_the_wire_format(maker, rank, size, wire, dtype):
+    reducer = maker(SHAPES, dtype, wire_dtype=wire)
+    assert reducer.statistics().wire_dtype == str(np.dtype(wire))
+    for call, way in enumerate([copied, in_place, over_itself, one_by_one]):
+        parts = parts_of(SHAPES, size, call, dtype=dtype)
+        found = way(reducer, parts[rank])
+        check(maker, found, parts, dtype, wire=wire)
+    assert len(set(meet(found["large"].tobytes()))) == 1
+
+
+@ALL
+def test_infinity_and_nan_are_numbers_like_others(maker, rank, size):
+    reducer = maker({"x": (400,)}, "float32")
+    mine = np.ones(400, np.float32)
+    mine[:3] = np.inf, -np.inf if rank == 0 else np.inf, np.nan
+    mine[-2:] = 3e38, 1e-45
+    parts = meet(mine)
+    for way in [in_place, copied, copied_out]:
+        found = way(reducer, {"x": mine})
+        assert found["x"][0] == np.inf
+        assert np.isnan(found["x"][2])
+        expected = maker.expected(parts, np.float32)
+        np.testing.assert_allclose(found["x"], expected, 1e-6)
+
+
+@ALL
+def test_what_is_too_large_becomes_infinity(maker, size):
+    reducer = maker({"x": (300,)}, reduction_type="SUM")
+    out = {"x": np.zeros(300, np.float16)}
+    found = reducer.reduce({"x": np.full(300, 1e300)}, out=out)
+
+    assert (found["x"] == np.inf).all()
+    reducer.reduce({"x": np.full(300, 1e30, np.float32)}, out=out)
+    assert (out["x"] == np.inf).all()
+    reducer.start("x", np.full(300, -1e300))
+    assert (reducer.wait()["x"] == -np.inf).all()
+
+
+# Ranks at different places
+
+
+STAGES = """finish offer _meet _quiet bring _sum fill drain report read end _send
+begin progress"""
+
+
+def delayed(reducer, seed):
+    """Make this rank late at random in all that others could depend on."""
+    chance = random.Random(seed)
+
+    def slow(call):
+        def run(*args, **kwargs):
+            if (number := chance.random()) < 0.25:
+                time.sleep(0.02 if number < 0.02 else 0.002 * number)
+            return call(*args, **kwargs)
+
+        return run
+
+    schedule = reducer._schedule
+    names = "finish offer _meet _quiet bring _sum fill drain report read end _send"
+    for part in (
+        schedule,
+        getattr(schedule, "_sum", None),
+        getattr(schedule, "_peers", 0),
+    ):
+        for name in [*names.split(), "begin", "progress"]:
+            if callable(call := getattr(part, name, None)):
+                setattr(part, name, slow(call))
+    for cells in [c for c in vars(schedule).values() if type(c).__name__ == "Cells"]:
+        cells.post = slow(cells.post)
+
+
+@ALL
+def test_late_ranks_do_not_change_a_sum(maker, rank, size):
+    reducer = maker({"x": (1500,), "y": (40,)})
+    delayed(reducer, rank)
+    chance = random.Random(rank + 50)
+    for call in range(25):
+        parts = parts_of({"x": (1500,), "y": (40,)}, size, call, dtype=np.float32)
+        found = chance.choice(WAYS)(reducer, parts[rank])
+        check(maker, found, parts, np.float32)
+        time.sleep(chance.choice([0, 0, 0.001, 0.01]))
+        # Others may have begun the next call long ago.
+        check(maker, found, parts, np.float32)
+
+
+@ALL
+@pytest.mark.parametrize("first", [in_place, copied, one_by_one])
+def test_results_stay_until_this_rank_begins_again(maker, rank, size, first):
+    reducer = maker(SHAPES)
+    before, after = (parts_of(SHAPES, size, n, dtype=np.float32) for n in (1, 2))
+    found = first(reducer, before[rank])
+    for late in range(size):
+        if rank != late:
+            for name, array in reversed(after[rank].items()):
+                reducer.start(name, array)
+        meet()
+        if rank == late:
+            check(maker, found, before, np.float32)
+            for name, array in after[rank].items():
+                reducer.start(name, array)
+        check(maker, reducer.wait(), after, np.float32)
+        found = first(reducer, before[rank])
+
+
+@ALL
+def test_ranks_that_compute_between_starts(maker, rank, size):
+    reducer = maker(SHAPES)
+    for call in range(4):
+        parts = parts_of(SHAPES, size, call, dtype=np.float32)
+        for n, name in enumerate(sorted(SHAPES, reverse=bool((call + rank) % 2))):
+            time.sleep(0.002 * ((n + rank + call) % 3))
+            reducer.start(name, parts[rank][name])
+        check(maker, reducer.wait(), parts, np.float32)
+
+
+# Anything
+
+
+@st.composite
+def cases(draw):
+    shape = st.lists(st.integers(0, 12), max_size=3).map(tuple)
+    names = st.sampled_from("abcdefgh")
+    shapes = draw(st.dictionaries(names, shape, min_size=1, max_size=6))
+    ways = st.lists(st.sampled_from(WAYS), min_size=4, max_size=4)
+    some = st.sets(st.sampled_from(sorted(shapes)), min_size=1)
+    return {
+        "shapes": shapes,
+        "dtype": draw(st.sampled_from(["float16", "float32", "float64"])),
+        "bucket": draw(st.sampled_from([SMALL, 1500, 4096, 1 << 20])),
+        "calls": draw(st.lists(st.tuples(ways, some), min_size=1, max_size=4)),
+        "mean": draw(st.booleans()),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_layout_brought_in_any_way(comm, rank, size, kind):
+    Maker(comm, kind).free()  # may skip
+
+    @settings(max_examples=6)
+    @given(cases())
+    @together
+    def run(case):
+        maker = Maker(comm, kind)
+        options = {} if kind == "eager" else {"bucket_bytes": case["bucket"]}
+        options["reduction_type"] = "MEAN" if case["mean"] else "SUM"
+        reducer = maker(case["shapes"], case["dtype"], **options)
+        for call, (ways, names) in enumerate(case["calls"]):
+            parts = [
+                {name: array for name, array in part.items() if name in names}
+                for part in parts_of(case["shapes"], size, call, dtype=case["dtype"])
+            ]
+            found = ways[rank % 4](reducer, parts[rank])
+            check(maker, found, parts, case["dtype"], mean=case["mean"])
+        maker.free()
+
+    run()
