@@ -14,6 +14,8 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import hpcaccum
+from hpcaccum.bench import command as bench
+from hpcaccum.bench import options as bench_options
 from hpcaccum.mpi import MPI, abort_job
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
@@ -28,13 +30,16 @@ class Command(NamedTuple):
     Attributes:
         help: One line.
         add_arguments: Tells a parser the options.
-        prepare: Collective; checks everything and returns what is then to be done. A
-            ValueError is raised on all ranks alike, and shown as one line.
+        prepare: Collective; checks everything and returns what is then to be done,
+            which may return an exit status. A ValueError is raised on all ranks alike,
+            and shown as one line.
+        needs_mpi: Whether MPI must be loaded for these arguments.
     """
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    prepare: Callable[[argparse.Namespace], Callable[[], None]]
+    prepare: Callable[[argparse.Namespace], Callable[[], int | None]]
+    needs_mpi: Callable[[argparse.Namespace], bool] = lambda _: True
 
 
 COMMANDS = {
@@ -42,6 +47,12 @@ COMMANDS = {
         "train a network on all ranks, with one way of exchanging gradients or all",
         train_options.add_arguments,
         train.prepare,
+    ),
+    "bench": Command(
+        "measure what exchanging gradients costs here, beside MPI's own calls",
+        bench_options.add_arguments,
+        bench.prepare,
+        bench.needs_mpi,
     ),
 }
 
@@ -67,13 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(arguments)
     command = COMMANDS[args.command]
-    _load_mpi()
+    if command.needs_mpi(args):
+        _load_mpi()
     try:
         job = command.prepare(args)
     except ValueError as error:
         _leave(2, f"hpcaccum {args.command}: error: {error}")
     try:
-        job()
+        return job() or 0
     except SystemExit as leaving:
         if leaving.code:
             status = leaving.code if isinstance(leaving.code, int) else 1

@@ -1,0 +1,135 @@
+"""The reducer against MPI_Allreduce."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from hpcaccum import Layout, Reducer
+from hpcaccum.bench.measure import Kind, apart, check_equal, repeated
+from hpcaccum.bench.memory import Memory
+
+if TYPE_CHECKING:
+    from hpcaccum import Group
+    from hpcaccum.bench.options import Conditions
+
+Array = np.ndarray[Any, Any]
+
+_ARRAYS = 32
+
+
+class Allreduce:
+    """Sums of one vector over all ranks, by the reducer and by others.
+
+    - ``zero-copy``: in place on the reducer's arrays. Each of n ranks reads a stripe of
+      all n vectors and writes it once: n + 1 times the bytes in all.
+    - ``copying``: from arrays of the caller and to others, ``reduce(mine, out=out)``.
+      Each rank reads its vector and writes the result, and what lies between may stay
+      in the cache: 2 n times the bytes.
+    - ``32 arrays``: the same bytes in 32 arrays, copying.
+    - ``flat``: in place, by ``schedule="flat"``: the library's Iallreduce.
+    - ``MPI``: the library's Allreduce itself.
+    - ``gloo``: all_reduce of torch.distributed, in place, where it is asked for.
+    - ``copy``: a plain copy by all ranks at once.
+
+    Args:
+        group: The ranks.
+        nbytes: Of a vector.
+        conditions: What to measure beside it.
+    """
+
+    least_ranks: ClassVar[int] = 1
+    memory: ClassVar[Memory] = Memory(shared=2, shared_first=2, private=7)
+
+    def __init__(self, group: Group, nbytes: int, conditions: Conditions) -> None:
+        count, n = nbytes // 4, group.size
+        self._comm, self._gloo = group.comm, conditions.gloo
+        pattern = np.arange(count, dtype=np.float32) % 64
+        self._mine = pattern + np.float32(group.rank)
+        self._expected = pattern * np.float32(n) + np.float32(n * (n - 1) / 2)
+        self._out = np.zeros_like(pattern)
+        self._answer: Array = self._out
+
+        def make(arrays: dict[str, Array], schedule: str) -> Reducer:
+            return Reducer(
+                Layout.of(arrays),
+                group,
+                "bench",
+                reduction_type="SUM",
+                schedule=schedule,
+            )
+
+        whole = {"all": self._mine}
+        self._one, self._flat = make(whole, "auto"), make(whole, "flat")
+        self._pieces, self._out_pieces = _cut(self._mine), _cut(self._out)
+        self._many = make(self._pieces, "auto")
+        self._in_place(self._one)
+        self._in_place(self._flat)
+        self.kinds = self._kinds(nbytes, n, group.single_node)
+
+    def _in_place(self, reducer: Reducer) -> None:
+        reducer.arrays()["all"][:] = self._mine
+
+    def _kinds(self, nbytes: int, n: int, single_node: bool) -> list[Kind]:
+        # Between nodes it is the wire that is the floor.
+        least = (n + 1) * nbytes if single_node else 0
+        copied = 2 * n * nbytes if single_node else 0
+        bus = 2 * (n - 1) / n
+        ours = {
+            "zero-copy": (lambda: self._reduce(self._one), least),
+            "copying": (self._copying, copied),
+            f"{_ARRAYS} arrays": (self._many_arrays, copied),
+            "flat": (lambda: self._reduce(self._flat), least),
+        }
+        kinds = [
+            Kind(name, repeated(run), self._check, raw="MPI", moves=moves, bus=bus)
+            for name, (run, moves) in ours.items()
+        ]
+        others = {"MPI": repeated(self._mpi)}
+        if self._gloo:
+            others["gloo"] = apart(self._refill, self._gloo_sum, lambda: None)
+        kinds += [
+            Kind(name, run, self._check, reference=True, moves=least, bus=bus)
+            for name, run in others.items()
+        ]
+        copy = repeated(self._refill)
+        return [*kinds, Kind("copy", copy, reference=True, moves=2 * n * nbytes)]
+
+    def _reduce(self, reducer: Reducer) -> None:
+        self._answer = reducer.reduce()["all"]
+
+    def _copying(self) -> None:
+        self._one.reduce({"all": self._mine}, out={"all": self._out})
+
+    def _many_arrays(self) -> None:
+        self._many.reduce(self._pieces, out=self._out_pieces)
+
+    def _mpi(self) -> None:
+        self._comm.Allreduce(self._mine, self._out)
+
+    def _refill(self) -> None:
+        np.copyto(self._out, self._mine)
+
+    def _gloo_sum(self) -> None:
+        assert self._gloo is not None
+        self._gloo.all_reduce(self._out)
+
+    def _check(self) -> None:
+        check_equal(self._answer, self._expected)
+
+    def forget(self) -> None:
+        """Spoil the answers outside of the reducers."""
+        self._out[:] = np.nan
+        self._answer = self._out
+
+    def free(self) -> None:
+        """Free the reducers. Collective."""
+        self._answer = self._out
+        for reducer in (self._one, self._flat, self._many):
+            reducer.free()
+
+
+def _cut(vector: Array) -> dict[str, Array]:
+    pieces = vector.reshape(_ARRAYS, -1)
+    return {f"array{number}": piece for number, piece in enumerate(pieces)}

@@ -1,0 +1,140 @@
+"""From the command line to tables: the steps of ``hpcaccum bench``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import IO, TYPE_CHECKING, Any
+
+from hpcaccum import Group, InvalidArgumentError
+from hpcaccum.bench import report
+from hpcaccum.bench.circumstances import circumstances, describe
+from hpcaccum.bench.compare import comparison
+from hpcaccum.bench.gloo import Gloo, check_usable
+from hpcaccum.bench.measure import Measurement, Row, rows
+from hpcaccum.bench.options import (
+    BENCHMARKS,
+    Conditions,
+    Options,
+    check_picture,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from hpcaccum.bench.measure import Case
+
+
+def needs_mpi(args: argparse.Namespace) -> bool:
+    """Whether this call measures, and not only reads what was measured."""
+    return bool(args.benchmark != "compare")
+
+
+def prepare(args: argparse.Namespace) -> Callable[[], int]:
+    """Check everything; return what is then to be done. Collective.
+
+    Raises:
+        InvalidArgumentError, DisagreementError: On every rank.
+    """
+    if not needs_mpi(args):
+        check_picture(args.plot)
+        return comparison(args.old, args.new, args.tolerance, args.plot)
+    group, options = Group.of(), resolve(args)
+    files: list[IO[str] | None] = []
+
+    def open_files() -> dict[str, object]:
+        if options.gloo:
+            check_usable()
+        if group.rank == 0:
+            check_picture(options.plot)
+            files.append(_open(options))
+        return {}
+
+    group.agree("options", lambda: asdict(options))
+    group.agree("hpcaccum bench", open_files)
+    return Bench(group, options, files[0] if files else None)
+
+
+def _open(options: Options) -> IO[str] | None:
+    try:
+        return options.json.open("w") if options.json else None
+    except OSError as error:
+        raise InvalidArgumentError(f"--json {options.json}: {error.strerror}") from None
+
+
+class Bench:
+    """All benchmarks of one call.
+
+    Args:
+        group: The ranks.
+        options: The same on all.
+        file: Where rank 0 writes JSON lines, or None.
+    """
+
+    def __init__(self, group: Group, options: Options, file: IO[str] | None) -> None:
+        self._group, self._options, self._file = group, options, file
+        self._facts: dict[str, Any] = {}
+
+    def __call__(self) -> int:
+        """Measure and write; return the exit status. Collective."""
+        options, group = self._options, self._group
+        self._facts = circumstances(group)
+        self._say(f"{describe(self._facts)}\n{report.LEGEND}")
+        gloo = Gloo(group) if options.gloo else None
+        conditions = Conditions(options.seconds, gloo)
+        measured = [
+            row for name in options.benchmarks for row in self._run(name, conditions)
+        ]
+        if gloo:
+            gloo.free()
+        if self._file:
+            self._file.close()
+        if options.plot and group.rank == 0 and measured:
+            from hpcaccum.bench.plot import draw
+
+            draw(measured, describe(self._facts), options.plot)
+            self._say(f"\npicture: {options.plot}")
+        return 0
+
+    def _say(self, text: str) -> None:
+        if self._group.rank == 0:
+            print(text, flush=True)
+
+    def _run(self, name: str, conditions: Conditions) -> list[Row]:
+        self._say(report.head(name))
+        kind, measured = BENCHMARKS[name], []
+        for nbytes in self._options.sizes_of(name):
+            what = f"{name} {report.size_text(nbytes)}"
+            reason = self._obstacle(kind, nbytes)
+            if reason:
+                self._say(f"{report.size_text(nbytes):>7} skipped: {reason}")
+                continue
+            found = self._measure(name, what, nbytes, conditions)
+            measured += found
+            self._show(found)
+        return measured
+
+    def _obstacle(self, case: type[Case], nbytes: int) -> str | None:
+        """Return why this size cannot be measured, or None. Collective."""
+        if self._group.size < case.least_ranks:
+            return f"needs {case.least_ranks} ranks"
+        return case.memory.missing(self._group, nbytes)
+
+    def _measure(
+        self, name: str, what: str, nbytes: int, conditions: Conditions
+    ) -> list[Row]:
+        case = BENCHMARKS[name](self._group, nbytes, conditions)
+        times = Measurement(self._group, what, case, conditions.seconds)()
+        found = rows(name, nbytes, self._group.size, case.kinds, times)
+        case.free()
+        return found
+
+    def _show(self, found: list[Row]) -> None:
+        for line in report.lines(found):
+            self._say(line)
+        for row in found if self._file else ():
+            assert self._file is not None
+            self._file.write(json.dumps({**self._facts, **asdict(row)}) + "\n")
+            self._file.flush()

@@ -1,0 +1,227 @@
+"""The options of ``hpcaccum bench``: what they are called, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcaccum import InvalidArgumentError
+from hpcaccum.bench.accumulate import Accumulate
+from hpcaccum.bench.allreduce import Allreduce
+from hpcaccum.bench.progress import Progress
+from hpcaccum.bench.server import Server
+from hpcaccum.bench.step import Step
+
+if TYPE_CHECKING:
+    from hpcaccum.bench.gloo import Gloo
+    from hpcaccum.bench.measure import Case
+
+BENCHMARKS: dict[str, type[Case]] = {
+    "accumulate": Accumulate,
+    "allreduce": Allreduce,
+    "server": Server,
+    "step": Step,
+    "progress": Progress,
+}
+
+_HELP = {
+    "accumulate": "the accumulator: applies, rounds, many writers, a late rank",
+    "allreduce": "the reducer beside the MPI library's Allreduce",
+    "server": "the parameter server: pulls, publishing, whole updates",
+    "step": "a training step beside the reducer that it uses",
+    "progress": "what other ranks wait for while rank 0 computes",
+    "all": "all of these",
+    "compare": "what became slower from one --json file to another",
+}
+
+# 4 KiB to 256 MiB.
+_SIZES = tuple(4096 * 4**power for power in range(9))
+_DEFAULT_SIZES = {**dict.fromkeys(BENCHMARKS, _SIZES), "progress": (4 << 20,)}
+# A vector is cut into 32 arrays of 4-byte numbers.
+_GRAIN = 128
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a benchmark must know beside the ranks and the size.
+
+    Attributes:
+        seconds: How long each size is measured, about.
+        gloo: To measure beside ours, or None.
+    """
+
+    seconds: float
+    gloo: Gloo | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one call of ``hpcaccum bench`` measures, the same on all ranks.
+
+    Attributes:
+        benchmarks: Names, in order.
+        sizes: Bytes; None are each benchmark's own.
+        seconds: How long each size is measured, about.
+        gloo: Whether to measure torch.distributed too.
+    """
+
+    benchmarks: tuple[str, ...]
+    sizes: tuple[int, ...] | None
+    seconds: float
+    gloo: bool
+    json: Path | None
+    plot: Path | None
+
+    def sizes_of(self, benchmark: str) -> tuple[int, ...]:
+        """Return the sizes at which a benchmark is to be measured."""
+        return self.sizes or _DEFAULT_SIZES[benchmark]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell the parser the benchmarks, and the options of each."""
+    benchmarks = parser.add_subparsers(
+        dest="benchmark", required=True, metavar="benchmark"
+    )
+    for name, text in _HELP.items():
+        each = benchmarks.add_parser(
+            name,
+            help=text,
+            description=_description(name, text),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name == "compare":
+            _add_compare(each)
+        else:
+            _add_measure(each, with_gloo=name in ("allreduce", "all"))
+
+
+def _description(name: str, text: str) -> str:
+    """Return what the rows of a benchmark mean, from its docstring."""
+    if name not in BENCHMARKS:
+        return text
+    told = inspect.cleandoc(BENCHMARKS[name].__doc__ or "")
+    return told.partition("\nArgs:")[0].replace("``", "").strip()
+
+
+def _add_measure(parser: argparse.ArgumentParser, *, with_gloo: bool) -> None:
+    parser.add_argument(
+        "--sizes",
+        type=_size,
+        nargs="+",
+        metavar="SIZE",
+        help="bytes of a gradient, such as 4K 1M 256M (4K to 256M, progress 4M)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=2.0,
+        help="for each size, unless times settle before; not less than three runs (2)",
+    )
+    if with_gloo:
+        parser.add_argument(
+            "--against",
+            choices=("gloo",),
+            help="measure torch.distributed beside ours",
+        )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write a JSON line for each row"
+    )
+    _add_plot(parser, "draw times over sizes")
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", type=Path, help="written by --json")
+    parser.add_argument("new", type=Path, help="written by --json")
+    parser.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default=0.1,
+        help="by which share a median may be longer; more is exit status 1 (0.1)",
+    )
+    _add_plot(parser, "draw the ratios over sizes")
+
+
+def _add_plot(parser: argparse.ArgumentParser, text: str) -> None:
+    ends = ", ".join(PICTURES)
+    parser.add_argument(
+        "--plot", type=_picture, metavar="FILE", help=f"{text} ({ends})"
+    )
+
+
+def resolve(args: argparse.Namespace) -> Options:
+    """Return what is to be measured."""
+    name = args.benchmark
+    return Options(
+        benchmarks=tuple(BENCHMARKS) if name == "all" else (name,),
+        sizes=tuple(args.sizes) if args.sizes else None,
+        seconds=args.seconds,
+        gloo=getattr(args, "against", None) == "gloo",
+        json=args.json,
+        plot=args.plot,
+    )
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise InvalidArgumentError if no picture can be drawn there."""
+    if path is None:
+        return
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise InvalidArgumentError(
+            "--plot needs matplotlib, which is not installed: "
+            "pip install 'hpcaccum[demo]'"
+        ) from None
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise InvalidArgumentError(f"--plot {path}: {error.strerror}") from None
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"must be a number with K, M, G or nothing behind it, got {text!r}"
+        )
+    size = int(found[1]) << _UNITS[found[2].upper()]
+    if size == 0 or size % _GRAIN:
+        raise argparse.ArgumentTypeError(
+            f"must be a multiple of {_GRAIN} bytes, got {text!r}"
+        )
+    return size
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 0.0, "seconds")
+
+
+def _tolerance(text: str) -> float:
+    return _number(text, -math.inf, "a share such as 0.1")
+
+
+def _number(text: str, above: float, what: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not above < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+    return number
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(
+            f"must end in one of {' '.join(PICTURES)}, got {text!r}"
+        )
+    return path

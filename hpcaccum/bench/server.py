@@ -1,0 +1,165 @@
+"""The parameter server against MPI_Put and MPI_Get."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from hpcaccum import DropStaleGradientOptimizer
+from hpcaccum.bench.measure import (
+    Kind,
+    WrongAnswerError,
+    apart,
+    check_equal,
+    repeated,
+)
+from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.step import RATE, Optimizing
+from hpcaccum.deadline import Deadline
+from hpcaccum.parameters import Parameters
+from hpcaccum.server import ParameterServer
+from hpcaccum.updates import UpdateQueue
+from hpcaccum.window import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum import Group, Optimizer
+    from hpcaccum.bench.options import Conditions
+
+Array = np.ndarray[Any, Any]
+
+# So many updates late is never too late.
+_ALWAYS = 1 << 30
+
+
+class Server:
+    """Parameters on rank 0, and updates of them.
+
+    - ``pull new``: all ranks read parameters that rank 0 has just published: 2 n times
+      the bytes.
+    - ``Get``: bytes that rank 0 has just written, by MPI_Get and a flush.
+    - ``pull old``: a pull when nothing is new.
+    - ``publish``: rank 0 writes new parameters: 2 times the bytes.
+    - ``cycle``: what a worker of the drop-stale optimizer does for an update, all ranks
+      at once: push a gradient computed in its slot, SGD on rank 0, publish, pull. For
+      each rank's update 2 are read and 1 is written, publish and pull read and write:
+      7 n times the bytes.
+    - ``Put Get``: a gradient to rank 0 by MPI_Put, parameters back by MPI_Get.
+    - ``copy``: a plain copy by all ranks at once.
+
+    Args:
+        group: The ranks.
+        nbytes: Of the parameters.
+    """
+
+    least_ranks: ClassVar[int] = 1
+    memory: ClassVar[Memory] = Memory(shared=3, shared_first=6, shared_all=1, private=6)
+
+    def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
+        self._group, self._nbytes = group, nbytes
+        self._count = count = nbytes // 4
+        self._source, self._into = np.ones(count, np.float32), np.zeros(count, "f4")
+        self._raw = Region(group, 0, nbytes * group.size, spread=False)
+        self._parameters = Parameters(group, 0, count, np.float32)
+        if group.rank == 0:
+            self._parameters.start(self._fill)
+        self._idle = ParameterServer(
+            group, 0, {"w": self._into}, self._queue, dedicated=False, what="pull old"
+        )
+        self._cycle = Optimizing(count, lambda rule: _drop_stale(rule, group))
+        self.kinds = [*self._reads(), *self._updates()]
+
+    def _queue(self, size: int, dtype: Any) -> UpdateQueue:
+        return UpdateQueue(self._group, 0, size, dtype)
+
+    def _reads(self) -> list[Kind]:
+        n, nbytes = self._group.size, self._nbytes
+        floor = nbytes if self._group.single_node else 0
+        new = apart(self._publish_first, self._pull, self._nothing)
+        get = apart(self._write_first, self._get, self._nothing)
+        old = repeated(lambda: self._idle.pull({"w": self._into}, known=0))
+        return [
+            Kind("pull new", new, self._check_pulled, raw="Get", moves=2 * n * floor),
+            Kind("Get", get, self._check_pulled, reference=True, moves=2 * n * floor),
+            Kind("pull old", old, bus=0),
+            Kind("publish", self._publish_timed, moves=2 * floor),
+        ]
+
+    def _updates(self) -> list[Kind]:
+        n = self._group.size
+        floor = 7 * n * self._nbytes if self._group.single_node else 0
+        run, raw = self._cycle.run, repeated(self._put_get)
+        copy = repeated(lambda: np.copyto(self._into, self._source))
+        return [
+            Kind("cycle", run, self._check_cycle, raw="Put Get", moves=floor),
+            Kind("Put Get", raw, reference=True),
+            Kind("copy", copy, reference=True, moves=2 * n * self._nbytes),
+        ]
+
+    def _nothing(self) -> None:
+        pass
+
+    # Parameters on rank 0.
+
+    def _fill(self, flat: Array) -> None:
+        np.copyto(flat, self._source)
+
+    def _publish_first(self) -> None:
+        self._on_host(lambda: self._parameters.publish(self._fill))
+
+    def _write_first(self) -> None:
+        self._on_host(lambda: self._raw.put(0, 0, self._source))
+
+    def _on_host(self, write: Callable[[], object]) -> None:
+        comm = self._group.comm
+        # Nobody reads any more what is now overwritten.
+        comm.Barrier()
+        if comm.rank == 0:
+            write()
+        comm.Barrier()
+
+    def _publish_timed(self, inner: int) -> list[float]:
+        if self._group.rank != 0:
+            return []
+        return repeated(lambda: self._parameters.publish(self._fill))(inner)
+
+    def _pull(self) -> None:
+        deadline = Deadline(None, "pull")
+        self._parameters.read(lambda flat: np.copyto(self._into, flat), deadline)
+
+    def _get(self) -> None:
+        self._raw.get(0, 0, self._into)
+
+    def _put_get(self) -> None:
+        self._raw.put(0, self._group.rank * self._nbytes, self._source)
+        self._raw.get(0, 0, self._into)
+
+    # What must have come out.
+
+    def _check_pulled(self) -> None:
+        check_equal(self._into, np.float32(1))
+
+    def _check_cycle(self) -> None:
+        """Compare this rank's variables with those after so many steps."""
+        optimizer, step = self._cycle.optimizer, int(self._cycle.step.value)
+        if not 0 < step <= optimizer.global_step:
+            raise WrongAnswerError(f"step {step} of {optimizer.global_step}")
+        for variable in self._cycle.variables:
+            check_equal(variable.value, np.float32(-RATE * step))
+
+    def forget(self) -> None:
+        """Spoil the answer of a pull."""
+        self._into[:] = np.nan
+
+    def free(self) -> None:
+        """Free the windows, and stop the server. Collective."""
+        self._cycle.optimizer.free()
+        self._idle.free()
+        self._parameters.free()
+        self._raw.free()
+
+
+def _drop_stale(rule: Optimizer, group: Group) -> DropStaleGradientOptimizer:
+    return DropStaleGradientOptimizer(rule, _ALWAYS, comm=group)

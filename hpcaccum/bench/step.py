@@ -1,0 +1,195 @@
+"""A training step beside the reducer that it uses."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from hpcaccum import SGD, CrossShardOptimizer, Layout, Reducer, Variable
+from hpcaccum.bench.measure import Kind, apart, check_equal, repeated
+from hpcaccum.bench.memory import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hpcaccum import Group, Optimizer
+    from hpcaccum.bench.options import Conditions
+
+Array = np.ndarray[Any, Any]
+
+# A power of two: sums of many steps stay exact.
+RATE = 2.0**-10
+
+
+class Step:
+    """Steps of the cross-shard optimizer, without what is the user's own.
+
+    - ``step``: `minimize`, less the time inside of the loss function and of the inner
+      optimizer; gradients are computed in `gradient_arrays`.
+    - ``reducer``: the reducer alone with the same arrays, freshly written too: what a
+      step should cost. For both each of n ranks reads a stripe of all n gradients and
+      writes it once: n + 1 times the bytes in all.
+    - ``MPI``: the library's Allreduce of the same bytes, freshly written too.
+    - ``copy``: a plain copy by all ranks at once.
+
+    Args:
+        group: The ranks.
+        nbytes: Of the parameters, in four arrays.
+    """
+
+    least_ranks: ClassVar[int] = 1
+    memory: ClassVar[Memory] = Memory(shared=2, shared_first=2, private=6)
+
+    def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
+        self._comm = group.comm
+        self._mine = np.zeros(nbytes // 4, np.float32)
+        self._out = np.zeros_like(self._mine)
+        self._optimizing = Optimizing(
+            self._mine.size,
+            lambda rule: CrossShardOptimizer(rule, comm=group),
+            without_rule=True,
+        )
+        variables = self._optimizing.variables
+        layout = Layout({v.name: v.shape for v in variables}, np.float32)
+        self._reducer = Reducer(layout, group, "bench")
+        self._means: Mapping[str, Array] = {}
+        self.kinds = self._kinds(nbytes, group)
+
+    def _kinds(self, nbytes: int, group: Group) -> list[Kind]:
+        n = group.size
+        # Between nodes it is the wire that is the floor.
+        moves = (n + 1) * nbytes if group.single_node else 0
+        common: Any = {"raw": "MPI", "moves": moves, "bus": 2 * (n - 1) / n}
+        reduce = apart(self._write, self._reduce, lambda: None)
+        allreduce = apart(self._write_mine, self._allreduce, lambda: None)
+        copy = repeated(lambda: np.copyto(self._out, self._mine))
+
+        def ratio(medians: Mapping[str, float]) -> dict[str, float]:
+            return {"times the reducer's time": medians["step"] / medians["reducer"]}
+
+        run, check = self._optimizing.run, self._check_step
+        return [
+            Kind("step", run, check, figures=ratio, **common),
+            Kind("reducer", reduce, self._check_reduced, **common),
+            Kind(
+                "MPI",
+                allreduce,
+                self._check_allreduce,
+                reference=True,
+                **{**common, "raw": None},
+            ),
+            Kind("copy", copy, reference=True, moves=2 * n * nbytes),
+        ]
+
+    def _write(self) -> None:
+        for array in self._reducer.arrays().values():
+            array[:] = 1
+
+    def _reduce(self) -> None:
+        self._means = self._reducer.reduce()
+
+    def _write_mine(self) -> None:
+        self._mine[:] = 1
+
+    def _allreduce(self) -> None:
+        self._comm.Allreduce(self._mine, self._out)
+
+    def _check_step(self) -> None:
+        steps = int(self._optimizing.step.value)
+        for variable in self._optimizing.variables:
+            check_equal(variable.value, np.float32(-RATE * steps))
+
+    def _check_reduced(self) -> None:
+        for mean in self._means.values():
+            check_equal(mean, np.float32(1))
+
+    def _check_allreduce(self) -> None:
+        check_equal(self._out, np.float32(self._comm.size))
+
+    def forget(self) -> None:
+        """Spoil the answers, but not those of the optimizer."""
+        self._out[:] = np.nan
+        self._means = {"": self._out}
+
+    def free(self) -> None:
+        """Free the windows. Collective."""
+        self._means = {}
+        self._optimizing.optimizer.free()
+        self._reducer.free()
+
+
+class Optimizing:
+    """Steps of an optimizer, without the user's part of the time. Collective.
+
+    The variables begin at 0, and every gradient is 1.
+
+    Args:
+        count: Elements of all variables.
+        make: Makes the optimizer of a rule.
+        without_rule: Whether the rule's updates are the user's too.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        make: Callable[[Optimizer], Any],
+        *,
+        without_rule: bool = False,
+    ) -> None:
+        self._rule, self._without_rule = _TimedSGD(RATE), without_rule
+        self.optimizer = make(self._rule)
+        self.variables = [
+            Variable(np.zeros(size, np.float32), name)
+            for name, size in _network(count).items()
+        ]
+        self.step = Variable(np.zeros((), np.int64), "global_step")
+        self.optimizer.initialize(self.variables)
+        self._loss_seconds = 0.0
+
+    def _loss(self) -> tuple[float, dict[str, Array]]:
+        begun = time.perf_counter()
+        grads = self.optimizer.gradient_arrays()
+        for grad in grads.values():
+            grad[:] = 1
+        self._loss_seconds += time.perf_counter() - begun
+        return 0.0, grads
+
+    def run(self, inner: int) -> list[float]:
+        """Return the seconds of a step outside of the loss and the update."""
+        self._loss_seconds = self._rule.seconds = 0.0
+        begun = time.perf_counter()
+        for _ in range(inner):
+            self.optimizer.minimize(self._loss, self.step)
+        seconds = time.perf_counter() - begun - self._loss_seconds
+        if self._without_rule:
+            seconds -= self._rule.seconds
+        return [seconds / inner]
+
+
+def _network(count: int) -> dict[str, int]:
+    """Return elements of the variables of two layers, ``count`` in all."""
+    biases = min(1024, count // 16)
+    first = count // 2 - biases
+    rest = count - first - 2 * biases
+    sizes = (first, biases, rest, biases)
+    return dict(zip(("weights0", "biases0", "weights1", "biases1"), sizes, strict=True))
+
+
+class _TimedSGD(SGD):
+    """Says how long its updates take."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.seconds = 0.0
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """Change the variables by their gradients."""
+        begun = time.perf_counter()
+        try:
+            return super().apply_gradients(grads_and_vars, global_step, name)
+        finally:
+            self.seconds += time.perf_counter() - begun

@@ -1,0 +1,142 @@
+"""The benchmarks compute what they should, and notice if not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpcaccum import ConditionalAccumulator, Group, Reducer
+from hpcaccum.bench.measure import Measurement, rows
+from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.options import BENCHMARKS, Conditions
+from hpcaccum.parameters import Parameters
+
+SIZE = 4096
+QUICK = Conditions(seconds=0.05)
+
+
+def make(name, comm, size, nbytes=SIZE):
+    if size < BENCHMARKS[name].least_ranks:
+        pytest.skip(f"{name} needs {BENCHMARKS[name].least_ranks} ranks")
+    return BENCHMARKS[name](Group.of(comm), nbytes, QUICK)
+
+
+@pytest.mark.parametrize("nbytes", [128, SIZE, 1 << 20])
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_kind_is_verified_and_timed(name, nbytes, comm, size):
+    case = make(name, comm, size, nbytes)
+    times = Measurement(Group.of(comm), name, case, QUICK.seconds)()
+    found = rows(name, nbytes, size, case.kinds, times)
+    case.free()
+
+    names = [row.name for row in found]
+    assert len(set(names)) == len(names)
+    for row in found:
+        assert 0 < row.min_us <= row.median_us <= row.p99_us <= row.max_us
+        assert row.samples >= 3
+        assert row.raw is None or row.raw in names
+    assert any(row.reference for row in found)
+    assert not all(row.reference for row in found)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_copies_are_the_measure_of_the_floor(name, comm, size):
+    if name == "progress":
+        pytest.skip("has no floor")
+    case = make(name, comm, size)
+    copy = next(kind for kind in case.kinds if kind.name == "copy")
+    case.free()
+
+    assert copy.moves == 2 * size * SIZE
+
+
+def off(array):
+    array = np.array(array)
+    array.flat[-1] += 1000
+    return array
+
+
+def wrong_reduce(monkeypatch):
+    reduce = Reducer.reduce
+
+    def wrong(self, *args, **kwargs):
+        result = reduce(self, *args, **kwargs)
+        for array in kwargs.get("out", {}).values():
+            array.flat[-1] += 1
+        return {name: off(array) for name, array in result.items()}
+
+    monkeypatch.setattr(Reducer, "reduce", wrong)
+
+
+def wrong_take(monkeypatch):
+    take = ConditionalAccumulator.take_grad
+
+    def wrong(self, *args, **kwargs):
+        return off(take(self, *args, **kwargs))
+
+    monkeypatch.setattr(ConditionalAccumulator, "take_grad", wrong)
+
+
+def wrong_read(monkeypatch):
+    read = Parameters.read
+
+    def wrong(self, use, deadline):
+        return read(self, lambda flat: use(off(flat)), deadline)
+
+    monkeypatch.setattr(Parameters, "read", wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "plant"),
+    [
+        ("accumulate", "round", wrong_take),
+        ("accumulate", "apply", wrong_take),
+        ("accumulate", "writers", wrong_take),
+        ("allreduce", "zero-copy", wrong_reduce),
+        ("allreduce", "copying", wrong_reduce),
+        ("allreduce", "32 arrays", wrong_reduce),
+        ("allreduce", "flat", wrong_reduce),
+        ("progress", "apply", wrong_take),
+        ("server", "pull new", wrong_read),
+        ("server", "cycle", wrong_read),
+        ("step", "step", wrong_reduce),
+        ("step", "reducer", wrong_reduce),
+    ],
+)
+def test_a_planted_fault_is_found_before_anything_is_timed(
+    name, kind, plant, comm, rank, size, monkeypatch
+):
+    case = make(name, comm, size)
+    case.kinds = [each for each in case.kinds if each.name == kind]
+    if rank in (0, size - 1):
+        plant(monkeypatch)
+    with pytest.raises(RuntimeError, match=f"bench, {kind}: .*(wrong|off by)"):
+        Measurement(Group.of(comm), "bench", case, QUICK.seconds)()
+    case.free()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_gradient_that_arrives_halved_is_found(comm, size, rank, monkeypatch):
+    case = make("accumulate", comm, size)
+    case.kinds = [kind for kind in case.kinds if kind.name == "apply"]
+    apply = ConditionalAccumulator.apply_grad
+
+    def half(self, grad, *args):
+        return apply(self, grad / 2, *args)
+
+    if rank == size - 1:
+        monkeypatch.setattr(ConditionalAccumulator, "apply_grad", half)
+    with pytest.raises(RuntimeError, match=r"apply: .*elements are wrong"):
+        Measurement(Group.of(comm), "bench", case, QUICK.seconds)()
+    case.free()
+
+
+def test_what_does_not_fit_is_told_on_every_rank(comm, size):
+    group = Group.of(comm)
+
+    assert Memory(shared=1, private=1).missing(group, SIZE) is None
+    for memory in Memory(shared=1), Memory(shared=0, shared_first=1):
+        reason = memory.missing(group, 1 << 50)
+        assert "GiB of /dev/shm on" in reason
+        assert set(comm.allgather(reason)) == {reason}
+    assert "GiB of memory on" in Memory(shared=0, private=1).missing(group, 1 << 50)

@@ -1,0 +1,316 @@
+"""``hpcaccum bench`` as people start it: what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+
+import pytest
+
+from .conftest import REPOSITORY, run_program
+
+BENCHMARKS = ["accumulate", "allreduce", "server", "step", "progress"]
+QUICK = "--sizes", "4K", "64K", "--seconds", "0.05"
+TIMES = ["min_us", "median_us", "p99_us", "max_us"]
+
+
+@pytest.fixture
+def bench(mpirun, tmp_path):
+    """Run ``hpcaccum bench`` on some ranks, in an empty directory."""
+
+    def run(ranks, *options, status=0, before=""):
+        script = tmp_path / "script.py"
+        script.write_text(
+            f"import sys\n{before}\n"
+            "from hpcaccum.cli import main\n"
+            "if __name__ == '__main__':\n"
+            "    sys.exit(main())\n"
+        )
+        env = {"PYTHONPATH": str(REPOSITORY)}
+        result = mpirun(ranks, script, "bench", *options, cwd=tmp_path, env=env)
+        assert result.returncode == status, result.stdout
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture
+def compare(tmp_path):
+    """Run ``hpcaccum bench compare`` where there is no MPI."""
+
+    def run(*options, status=0):
+        program = (
+            "import sys; sys.modules['mpi4py'] = None; from hpcaccum.cli import main; "
+            f"sys.exit(main(['bench', 'compare', *{options}]))"
+        )
+        command = [sys.executable, "-c", program]
+        env = {"PYTHONPATH": str(REPOSITORY)}
+        result = run_program(command, timeout=60, cwd=tmp_path, env=env)
+        assert result.returncode == status, result.stdout
+        return result.stdout
+
+    return run
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_table_json_and_picture(ranks, bench, tmp_path):
+    files = "--json", "rows.json", "--plot", "rows.png"
+    shown = bench(ranks, "all", *QUICK, *files)
+
+    assert shown.startswith(f"{ranks} rank{'s' * (ranks > 1)} on ")
+    assert max(map(len, shown.splitlines()[2:])) <= 80
+    rows = read(tmp_path / "rows.json")
+    measured = BENCHMARKS if ranks > 1 else BENCHMARKS[:-1]
+    assert list(dict.fromkeys(row["benchmark"] for row in rows)) == measured
+    for row in rows:
+        assert row["ranks"] == row["ranks_per_node"] == sum(row["hosts"].values())
+        assert row["ranks"] == ranks
+        assert row["bytes"] in (4096, 65536)
+        assert row["mpi"] in ("MPICH", "Open MPI")
+        assert row["command"][:3] == ["hpcaccum", "bench", "all"]
+        assert row["cores"] >= 1
+        for fact in "date", "mpi_version", "cpu", "hpcaccum":
+            assert row[fact]
+        times = [row[name] for name in TIMES]
+        assert times == sorted(times)
+        assert row["name"] in shown
+    for name in BENCHMARKS:
+        assert f"\n\n{name}\n" in shown
+    assert ("4 KiB skipped: needs 2 ranks" in shown) == (ranks == 1)
+    picture = (tmp_path / "rows.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert struct.unpack(">I", picture[16:20]) == (1728,)
+
+
+@pytest.mark.mpi
+def test_ratios_are_those_of_the_same_run(bench, tmp_path):
+    bench(2, "allreduce", *QUICK, "--json", "rows.json")
+
+    rows = {(row["name"], row["bytes"]): row for row in read(tmp_path / "rows.json")}
+    for (_, nbytes), row in rows.items():
+        mpi, copy = rows["MPI", nbytes], rows["copy", nbytes]
+        rate = 2 * 2 * nbytes / copy["median_us"]
+        assert row["algbw"] == pytest.approx(nbytes / row["median_us"] / 1e3)
+        if row["raw"]:
+            ratio = mpi["median_us"] / row["median_us"]
+            assert row["vs_mpi"] == pytest.approx(ratio)
+    zero_copy = rows["zero-copy", nbytes]
+    assert zero_copy["busbw"] == pytest.approx(zero_copy["algbw"])  # 2 (n - 1) / n
+    assert zero_copy["floor_us"] == pytest.approx(3 * nbytes / rate)
+
+
+@pytest.mark.mpi
+def test_a_size_that_does_not_fit_is_skipped(bench, tmp_path):
+    shown = bench(2, "allreduce", "--sizes", "4096G", "4K", "--seconds", "0.05")
+
+    assert "4096 GiB skipped: needs " in shown
+    assert "4 KiB zero-copy" in shown
+
+
+@pytest.mark.mpi
+def test_a_wrong_answer_ends_the_job(bench):
+    plant = """
+from hpcaccum import ConditionalAccumulator
+take = ConditionalAccumulator.take_grad
+ConditionalAccumulator.take_grad = lambda *args, **options: take(*args, **options) + 1
+"""
+    shown = bench(2, "accumulate", *QUICK, before=plant, status=1)
+
+    assert "accumulate 4 KiB, round: 1024 of 1024 elements are wrong" in shown
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "the following arguments are required: benchmark"),
+        (["x"], "invalid choice: 'x'"),
+        (["allreduce", "--sizes", "4X"], "got '4X'"),
+        (["allreduce", "--sizes", "100"], "a multiple of 128 bytes, got '100'"),
+        (["allreduce", "--sizes", "0"], "a multiple of 128 bytes, got '0'"),
+        (["allreduce", "--seconds", "0"], "must be seconds, got '0'"),
+        (["allreduce", "--json", "no/rows.json"], "no/rows.json: No such file"),
+        (["allreduce", "--plot", "no/rows.png"], "no/rows.png: No such file"),
+        (["allreduce", "--plot", "rows.txt"], "must end in one of .png"),
+        (["server", "--against", "gloo"], "unrecognized arguments: --against"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_are_told_once(options, message, bench):
+    shown = bench(2, *options, status=2)
+
+    assert message in shown
+    assert shown.count(": error: ") == 1
+    assert "Traceback" not in shown
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("module", "options", "cure"),
+    [
+        ("torch", ["--against", "gloo"], "pip install torch"),
+        ("matplotlib", ["--plot", "x.png"], "pip install 'hpcaccum[demo]'"),
+    ],
+)
+def test_missing_packages_are_named_with_the_cure(module, options, cure, bench):
+    hide = f"sys.modules[{module!r}] = None"
+    shown = bench(2, "allreduce", *options, before=hide, status=2)
+
+    assert shown.count(cure) == 1
+    assert "Traceback" not in shown
+
+
+# Stands for torch, which few environments of these tests have.
+TORCH = """
+import types
+import mpi4py.MPI as MPI
+distributed = types.ModuleType("torch.distributed")
+def init(backend, init_method, rank, world_size):
+    assert (backend, rank, world_size) == ("gloo", MPI.COMM_WORLD.rank, 2)
+    assert len(set(MPI.COMM_WORLD.allgather(init_method))) == 1
+    assert init_method.startswith("tcp://127.0.0.1:")
+distributed.init_process_group = init
+distributed.all_reduce = lambda x: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, x)
+distributed.destroy_process_group = lambda: None
+torch = types.ModuleType("torch")
+torch.distributed, torch.from_numpy = distributed, lambda array: array
+torch.set_num_threads = lambda number: None
+sys.modules.update({"torch": torch, "torch.distributed": distributed})
+"""
+
+
+@pytest.mark.mpi
+def test_against_gloo(bench, tmp_path):
+    options = "--against", "gloo", "--json", "rows.json"
+    bench(2, "allreduce", *QUICK, *options, before=TORCH)
+
+    found = [row for row in read(tmp_path / "rows.json") if row["name"] == "gloo"]
+    assert [row["bytes"] for row in found] == [4096, 65536]
+    assert all(row["reference"] for row in found)
+
+
+def rows(**changes):
+    """A file of two rows, one of them MPI's, in which some median differs."""
+    facts = {
+        "ranks": 2,
+        "mpi": "MPICH",
+        "hosts": {"a": 2},
+        "benchmark": "allreduce",
+        "bytes": 4096,
+        "samples": 9,
+        "algbw": None,
+        "busbw": None,
+        "floor_us": None,
+        "vs_floor": None,
+        "figures": {},
+    }
+    for name, raw in ("ours", "MPI"), ("MPI", None):
+        median = changes.get(name, 10.0)
+        times = dict.fromkeys(TIMES, median)
+        more = {"name": name, "raw": raw, "reference": not raw}
+        ratio = {"vs_mpi": 1.0 if raw else None}
+        yield {**facts, **times, **more, **ratio, **changes.get("facts", {})}
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("new", "tolerance", "status"),
+    [
+        ({}, "0.1", 0),
+        ({"ours": 10.9}, "0.1", 0),
+        ({"ours": 11.1}, "0.1", 1),
+        ({"ours": 11.1}, "0.2", 0),
+        ({"ours": 5.0}, "0.1", 0),
+        ({"MPI": 100.0}, "0.1", 0),  # not ours
+    ],
+    ids=str,
+)
+def test_compare_ends_with_1_if_something_is_slower(
+    new, tolerance, status, compare, tmp_path
+):
+    write(tmp_path / "a.json", rows())
+    write(tmp_path / "b.json", rows(**new))
+    files = "a.json", "b.json", "--plot", "c.svg"
+    shown = compare(*files, "--tolerance", tolerance, status=status)
+
+    title, ours, mpi, *rest = shown.splitlines()
+    ratio = new.get("ours", 10) / 10
+    assert title.split() == ["size", "old", "new", "ratio", "vs", "MPI", "old,", "new"]
+    assert ours.split()[:3] == ["allreduce", "ours", "4"]
+    assert f" {ratio:.2f} " in ours
+    assert ours.endswith("slower") == (status == 1)
+    assert ours.endswith("faster") == (ratio < 0.9)
+    assert mpi.split()[0] == "MPI"
+    assert f"2 rows compared, {status} slower by more than" in rest[0]
+    assert "<svg" in (tmp_path / "c.svg").read_text()
+
+
+def test_compare_says_what_is_not_the_same(compare, tmp_path):
+    extra = [{**row, "bytes": 8192} for row in rows()]
+    write(tmp_path / "a.json", rows(facts={"cpu": "old one"}))
+    write(tmp_path / "b.json", [*rows(facts={"cpu": "new one"}), *extra])
+    shown = compare("a.json", "b.json")
+
+    assert "other CPU: old one before, new one now\n" in shown
+    assert "only in b.json: 2 rows\n" in shown
+    assert "hosts" not in shown
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"", "empty"),
+        (b"\x89PNG", "not a text file"),
+        (b"{}\n", "line 1 is not what hpcaccum bench --json writes"),
+        (b"[1]\n", "line 1 is not what"),
+        (b"{", "line 1 is not what"),
+    ],
+)
+def test_compare_ends_with_2_for_unusable_files(content, message, compare, tmp_path):
+    write(tmp_path / "a.json", rows())
+    if content is not None:
+        (tmp_path / "b.json").write_bytes(content)
+    for files in ("a.json", "b.json"), ("b.json", "a.json"):
+        shown = compare(*files, status=2)
+
+        assert f"error: b.json: {message}" in shown
+        assert len(shown.splitlines()) == 1
+
+
+def test_compare_ends_with_2_if_nothing_is_in_common(compare, tmp_path):
+    write(tmp_path / "a.json", rows())
+    write(tmp_path / "b.json", rows(facts={"ranks": 4}))
+
+    assert "in common" in compare("a.json", "b.json", status=2)
+
+
+def test_compare_reads_what_bench_writes(bench, compare, tmp_path):
+    for name in "a.json", "b.json":
+        bench(2, "allreduce", *QUICK, "--json", name)
+    shown = compare("a.json", "b.json", "--tolerance", "1e9")
+
+    assert "12 rows compared, 0 slower" in shown
+
+
+def test_help_says_what_the_rows_are(tmp_path):
+    program = "import hpcaccum.cli as c; c.main(['bench', 'allreduce', '--help'])"
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.modules['mpi4py']=None;{program}",
+    ]
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    result = run_program(command, timeout=60, cwd=tmp_path, env=env)
+
+    assert result.returncode == 0, result.stdout
+    assert "- zero-copy: in place on the reducer's arrays." in result.stdout
+    assert "Args:" not in result.stdout
