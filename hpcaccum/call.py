@@ -16,7 +16,7 @@ Wait = Callable[[Callable[[], bool]], None]
 
 NOTHING: Mapping[str, Array] = {}
 # Bits of a signature in a word that also says how far a rank is.
-BITS = 30
+BITS = 24
 SIGNATURES = 1 << BITS
 
 

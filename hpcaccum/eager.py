@@ -89,7 +89,7 @@ class Eager:
         words = self._cells.read_range(0, self._group.size)
         return [r for r, word in enumerate(words) if word >> BITS < self._calls]
 
-    def free(self) -> None:
+    def free(self, *, abandoned: bool = False) -> None:
         """Free the windows. Collective."""
         self._copies, self._mine = [], []
         self._memory.free()

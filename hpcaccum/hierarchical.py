@@ -96,11 +96,12 @@ class Hierarchical:
         """Return None: a rank of another node may be the one."""
         return None
 
-    def free(self) -> None:
+    def free(self, *, abandoned: bool = False) -> None:
         """Free windows and communicators. Collective."""
-        self._peers.free()
         self._sum.free()
-        self._comm.Free()
+        if not abandoned:
+            self._peers.free()
+            self._comm.Free()
         self._inside.free()
 
 

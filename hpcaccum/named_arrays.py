@@ -70,7 +70,8 @@ class NamedArrays:
             fits = type(given) is np.ndarray and given.dtype is dtype
             if not fits or given.shape != shape:
                 given = converted(fitting(f"{self._what}: {name!r}", given, own), dtype)
-            found[name] = given
+            # In the place of another one it might be written over before it is read.
+            found[name] = given.copy() if given.base is own.base else given
         return found, members
 
     def targets(self, out: Mapping[str, Array], members: int) -> Mapping[str, Array]:

@@ -232,7 +232,7 @@ class NodeSum:
             return [r for r in range(size) if words[r] >> 1 <= done]
         return [r for r in range(size) if words[size + r] >> BITS <= complete]
 
-    def free(self) -> None:
+    def free(self, *, abandoned: bool = False) -> None:
         """Free the windows. Collective."""
         self._mine = self._total = np.empty(0, self._total.dtype)
         self._places, self.stripes = [], []

@@ -49,8 +49,8 @@ _FLAT = 512 << 10
 _EAGER = 32 << 10
 # The signature of a rank that takes part only to raise, and a prime for the others:
 # the step and what is present, in one number. Two calls that differ have the same one
-# once in 10**9 times.
-_FAILED, _PRIME = 0, SIGNATURES - 35
+# once in 10**7 times.
+_FAILED, _PRIME = 0, SIGNATURES - 3
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class Reducer:
 
         Raises:
             DisagreementError: On every rank, if ranks bring different arrays or are at
-                different steps; results are then without meaning.
+                different steps; results and ``out`` are then without meaning.
             InvalidArgumentError: On every rank, for an array that does not fit.
             Exception: On every rank, if one came with `fail`.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names who did not come.
@@ -416,11 +416,11 @@ class Reducer:
         self._opened.close()
 
     def _free(self) -> None:
-        self._group.meet(None, f"{self._name}: free")
+        given_up = self._group.meet(self._given_up, f"{self._name}: free")
         self._arrays, self._results = {}, {}
         if self._roll_call is not None:
             self._roll_call.free()
-        self._schedule.free()
+        self._schedule.free(abandoned=any(given_up))
 
     def __enter__(self) -> Reducer:
         """Return the reducer itself."""

@@ -27,6 +27,8 @@ class RollCall:
     def __init__(self, group: Group) -> None:
         self._comm = group.comm.Dup()
         self._heard = [0] * group.size
+        # Messages received from each rank, and those that this one sent to each.
+        self._received, self._told = [0] * group.size, 0
         self._sent: list[Any] = []
 
     def attend(self, call: int, deadline: Deadline) -> None:
@@ -38,19 +40,27 @@ class RollCall:
         self._heard[rank] = call
         word = np.array([call], np.int64)
         others = [other for other in range(self._comm.size) if other != rank]
-        self._sent = [self._comm.Isend(word, other) for other in others]
+        self._sent += [self._comm.Isend(word, other) for other in others]
+        self._told += 1
 
     def missing(self, call: int) -> list[int]:
         """Return the ranks that did not tell of this call."""
-        word, status = np.zeros(1, np.int64), MPI.Status()
+        status = MPI.Status()
         while self._comm.Iprobe(status=status):
-            source = status.Get_source()
-            self._comm.Recv(word, source)
-            self._heard[source] = max(self._heard[source], int(word[0]))
+            self._receive(status.Get_source())
         return [rank for rank, heard in enumerate(self._heard) if heard < call]
+
+    def _receive(self, source: int) -> None:
+        word = np.zeros(1, np.int64)
+        self._comm.Recv(word, source)
+        self._received[source] += 1
+        self._heard[source] = max(self._heard[source], int(word[0]))
 
     def free(self) -> None:
         """Free the communicator. Collective; all ranks have stopped waiting."""
-        self.missing(0)
+        # None may be left: MPI would give it to the next communicator of this number.
+        for source, told in enumerate(self._comm.allgather(self._told)):
+            while source != self._comm.rank and self._received[source] < told:
+                self._receive(source)
         MPI.Request.Waitall(self._sent)
         self._comm.Free()

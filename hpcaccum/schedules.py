@@ -32,6 +32,8 @@ Array = np.ndarray[Any, Any]
 
 # Bytes of an array, on the average, from which on copying it by pieces pays.
 _COARSE = 32 << 10
+# Pairs of arrays that are looked at whether they overlap.
+_PAIRS = 64
 
 
 class Plan(NamedTuple):
@@ -76,8 +78,14 @@ class Schedule(Protocol):
     def late(self) -> list[int] | None:
         """Return the ranks that this one waits for; None if it does not know."""
 
-    def free(self) -> None:
-        """Free windows and communicators. Collective."""
+    def free(self, *, abandoned: bool = False) -> None:
+        """Free windows and communicators. Collective.
+
+        Args:
+            abandoned: Whether a call was given up. Its messages may still be under
+                way; MPI would give them to the next communicator of the same number,
+                so communicators that had some are never freed then.
+        """
 
 
 def cut(size: int, most: int) -> list[slice]:
@@ -173,9 +181,21 @@ class Flat:
         """Return None: the library does not tell."""
         return None
 
-    def free(self) -> None:
+    def free(self, *, abandoned: bool = False) -> None:
         """Free the communicator. Collective."""
-        self._comm.Free()
+        if not abandoned:
+            self._comm.Free()
+
+
+def _overlap(call: Call) -> bool:
+    """Whether a result might be written over an array that is still to be copied in."""
+    others = [a for name, a in call.out.items() if a is not call.brought[name]]
+    # To compare all with all would take longer than it saves.
+    return len(others) * len(call.brought) > _PAIRS or any(
+        np.may_share_memory(one, other)
+        for one in others
+        for other in call.brought.values()
+    )
 
 
 class Shared(NodeSum):
@@ -196,6 +216,7 @@ class Shared(NodeSum):
         """Sum the other buckets, and copy in and out meanwhile."""
         sources = self._vectors(call.brought) if call.whole else {}
         staged = bool(sources) and len(sources) == len(call.brought)
+        staged = staged and not _overlap(call)
         if not staged:
             sources = {}
             copy(call.brought, self.arrays)

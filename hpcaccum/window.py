@@ -309,8 +309,8 @@ def check_shared_memory(group: Group, nbytes: int) -> None:
 class NodeMemory:
     """One part a rank and one common part, of ranks that share a node. Collective.
 
-    Plain loads and stores only. The memory is zero, but nobody has touched it yet: who
-    touches a page first decides on which socket it lies.
+    Plain loads and stores only. The contents are arbitrary, and nobody has touched them
+    yet: who touches a page first decides on which socket it lies.
 
     Args:
         group: Ranks of one node.

@@ -346,3 +346,25 @@ def test_with_frees_it_unless_something_was_raised(maker):
     with pytest.raises(KeyError), maker({"x": (3,)}) as reducer:
         raise KeyError
     reducer.reduce()
+
+
+@ALL
+def test_arrays_may_change_places(maker, rank, size):
+    reducer = maker({"a": (5000,), "b": (5000,)}, reduction_type="SUM")
+    own = reducer.arrays()
+    own["a"][...], own["b"][...] = 1, 10
+    found = reducer.reduce({"a": own["b"], "b": own["a"]})
+
+    assert (found["a"] == 10 * size).all()
+    assert (found["b"] == size).all()
+
+
+@ALL
+def test_results_may_go_where_other_arrays_come_from(maker, size):
+    reducer = maker({"a": (5000,), "b": (5000,)}, reduction_type="SUM")
+    both = np.repeat(np.float32([1, 10]), 5000)
+    a, b = both[:5000], both[5000:]
+    reducer.reduce({"a": a, "b": b}, out={"a": b, "b": a})
+
+    assert (a == 10 * size).all()
+    assert (b == size).all()
