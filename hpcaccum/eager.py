@@ -12,7 +12,7 @@ import numpy as np
 from hpcaccum.call import BITS, Quiet, agree, copy
 from hpcaccum.layout import wide_dtype
 from hpcaccum.spin import Spin
-from hpcaccum.storage import add_in_order
+from hpcaccum.storage import add_at_once
 from hpcaccum.window import Cells, NodeMemory
 
 if TYPE_CHECKING:
@@ -67,11 +67,13 @@ class Eager:
         parity = self._calls % 2
         if not call.whole:
             self._copies[parity][self._group.rank][:] = self._own
-        copy(call.brought, self._mine[parity])
+        if call.brought:
+            copy(call.brought, self._mine[parity])
         if not self._meet(self._calls << BITS | call.signature, call.wait):
             return False
-        self._quiet(add_in_order, self._copies[parity], self._total, self.divisor)
-        copy(self.results, call.out)
+        self._quiet(add_at_once, self._copies[parity], self._total, self.divisor)
+        if call.out:
+            copy(self.results, call.out)
         return True
 
     def _meet(self, mine: int, wait: Wait) -> bool:

@@ -340,11 +340,12 @@ class Reducer:
         facts = (step * 1_000_003 + mask) * 2_097_143 + self._schedule.divisor
         signature = facts % _PRIME + 1
         whole = len(brought) == len(self._arrays)
-        exact = self._named.exact(out)
+        exact = self._named.exact(out) if out else NOTHING
         if not self._exchange(Call(signature, self._wait, brought, whole, exact)):
             self._explain(mask, step, None)
-        for name in out.keys() - exact.keys():
-            out[name][...] = converted(self._results[name], out[name].dtype)
+        if len(exact) < len(out):
+            for name in out.keys() - exact.keys():
+                out[name][...] = converted(self._results[name], out[name].dtype)
         if mask == self._named.all:
             return self._results
         return {name: self._results[name] for name in self._named.names(mask)}

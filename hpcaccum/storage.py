@@ -250,18 +250,19 @@ def _add_chunks(parts: Sequence[Array], out: Array, divisor: int) -> None:
         dtype = np.promote_types(dtype, parts[0].dtype)
         scratch = None if dtype == out.dtype else np.empty(_CHUNK, dtype)
     if out.size <= _CHUNK and scratch is None:
-        _add(parts, out, divisor)
+        add_at_once(parts, out, divisor)
         return
     for start in range(0, out.size, _CHUNK):
         piece = slice(start, start + _CHUNK)
         place = out[piece]
         chunk = place if scratch is None else scratch[: place.size]
-        _add([part[piece] for part in parts], chunk, divisor)
+        add_at_once([part[piece] for part in parts], chunk, divisor)
         if scratch is not None:
             np.copyto(place, chunk, casting="same_kind")
 
 
-def _add(parts: Sequence[Array], out: Array, divisor: int) -> None:
+def add_at_once(parts: Sequence[Array], out: Array, divisor: int) -> None:
+    """Do as `add_in_order` for vectors so short that they stay in the cache."""
     dtype = out.dtype
     if len(parts) == 1:
         out[...] = parts[0]
