@@ -40,7 +40,7 @@ class Allreduce:
     """
 
     least_ranks: ClassVar[int] = 1
-    memory: ClassVar[Memory] = Memory(shared=2, shared_first=2, private=7)
+    memory: ClassVar[Memory] = Memory(shared=3, shared_first=3, private=7)
 
     def __init__(self, group: Group, nbytes: int, conditions: Conditions) -> None:
         count, n = nbytes // 4, group.size
@@ -62,6 +62,7 @@ class Allreduce:
 
         whole = {"all": self._mine}
         self._one, self._flat = make(whole, "auto"), make(whole, "flat")
+        self._copied = make(whole, "auto")
         self._pieces, self._out_pieces = _cut(self._mine), _cut(self._out)
         self._many = make(self._pieces, "auto")
         self._in_place(self._one)
@@ -100,7 +101,7 @@ class Allreduce:
         self._answer = reducer.reduce()["all"]
 
     def _copying(self) -> None:
-        self._one.reduce({"all": self._mine}, out={"all": self._out})
+        self._copied.reduce({"all": self._mine}, out={"all": self._out})
 
     def _many_arrays(self) -> None:
         self._many.reduce(self._pieces, out=self._out_pieces)
@@ -126,7 +127,7 @@ class Allreduce:
     def free(self) -> None:
         """Free the reducers. Collective."""
         self._answer = self._out
-        for reducer in (self._one, self._flat, self._many):
+        for reducer in (self._one, self._copied, self._flat, self._many):
             reducer.free()
 
 

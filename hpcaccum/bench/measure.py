@@ -244,9 +244,8 @@ class Measurement:
         return min(math.ceil(_SAMPLE / max(longest, 1e-9)), _MAX_INNER)
 
     def _sample(self, kind: Kind, inner: int) -> list[float]:
-        if inner > 1:
-            # What the kind before it left in the cache is not what is measured.
-            kind.run(1)
+        # What the kind before it left in the cache is not what is measured.
+        kind.run(1)
         self._group.comm.Barrier()
         return kind.run(inner)
 

@@ -71,18 +71,22 @@ def check_gradient(grad: Any, variable: Variable) -> Array:
     Raises:
         InvalidArgumentError: If it does not fit the variable, or that is of integers.
     """
-    what = f"gradient of {variable.name!r}"
-    if not is_float(variable.dtype):
+    dtype, shape = variable.dtype, variable.shape
+    if not is_float(dtype):
         raise InvalidArgumentError(
-            f"{variable.name!r} is of {variable.dtype} and cannot be trained"
+            f"{variable.name!r} is of {dtype} and cannot be trained"
         )
+    # The usual case: each gradient comes here several times in a step.
+    if type(grad) is np.ndarray and grad.dtype is dtype and grad.shape == shape:
+        return grad
     try:
-        array = gradient_array(grad, variable.dtype)
+        array = gradient_array(grad, dtype)
     except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{what}: {error}") from None
-    if array.shape != variable.shape:
+        text = f"gradient of {variable.name!r}: {error}"
+        raise InvalidArgumentError(text) from None
+    if array.shape != shape:
         raise InvalidArgumentError(
-            f"{what} must have shape {variable.shape}, got {array.shape}"
+            f"gradient of {variable.name!r} must have shape {shape}, got {array.shape}"
         )
     return array
 
