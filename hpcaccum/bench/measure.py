@@ -239,7 +239,8 @@ class Measurement:
             failure = WrongAnswerError(f"{self._what}, {kind.name}: {error}")
         self._group.raise_together(f"{self._what}, {kind.name}", failure)
         # The first run found nothing in its place; this one tells the time.
-        mine = max(self._sample(kind, 1), default=0.0)
+        self._group.comm.Barrier()
+        mine = max(kind.run(1), default=0.0)
         longest: float = self._group.comm.allreduce(mine, MPI.MAX)
         return min(math.ceil(_SAMPLE / max(longest, 1e-9)), _MAX_INNER)
 
