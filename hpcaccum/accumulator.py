@@ -20,6 +20,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.errors import FreedError, InvalidArgumentError
 from hpcaccum.group import Group, Opened
 from hpcaccum.layout import wide_dtype
+from hpcaccum.lifetime import Freeable
 from hpcaccum.progress import Progress
 from hpcaccum.rounds import Packing, Rounds
 from hpcaccum.settings import Settings, check_settings
@@ -36,8 +37,6 @@ from hpcaccum.storage import Slots, Sums, choose
 from hpcaccum.writer import Writer
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.ledger import Receipt, Tally
@@ -105,7 +104,7 @@ class _Shared:
         self.rounds.free()
 
 
-class ConditionalAccumulator:
+class ConditionalAccumulator(Freeable):
     """Accumulates gradients of any rank, if they are not stale. Collective.
 
     The accumulator has a step of its own, 0 at first. A gradient whose ``local_step``
@@ -434,17 +433,3 @@ class ConditionalAccumulator:
                 f"accumulator {self._settings.shared_name}", None
             )
             self._shared.opened.close()
-
-    def __enter__(self) -> ConditionalAccumulator:
-        """Return the accumulator itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Free it; after an exception the others may not come, so leave it open."""
-        if kind is None:
-            self.free()

@@ -23,13 +23,13 @@ from hpcaccum.errors import FreedError, InvalidArgumentError, WaitTimeoutError
 from hpcaccum.group import Group, Opened, ranks_text
 from hpcaccum.hierarchical import Hierarchical
 from hpcaccum.layout import wide_dtype
+from hpcaccum.lifetime import Freeable
 from hpcaccum.named_arrays import NamedArrays
 from hpcaccum.roll_call import RollCall
 from hpcaccum.schedules import Flat, Plan, Readiness, Schedule, Shared, cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -80,7 +80,7 @@ class ReducerStatistics:
     result_bytes: int
 
 
-class Reducer:
+class Reducer(Freeable):
     """Reduces arrays of one layout over a group, again and again. Collective.
 
     Gradients that are written to `arrays` are not copied, and the results are read
@@ -422,17 +422,3 @@ class Reducer:
         if self._roll_call is not None:
             self._roll_call.free()
         self._schedule.free(abandoned=any(given_up))
-
-    def __enter__(self) -> Reducer:
-        """Return the reducer itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Free it; after an exception the others may not come, so leave it open."""
-        if kind is None:
-            self.free()

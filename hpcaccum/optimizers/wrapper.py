@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hpcaccum.errors import FreedError
+from hpcaccum.lifetime import Freeable
 from hpcaccum.optimizers.base import Optimizer, check_inner
 from hpcaccum.optimizers.variable import Variable
 
-if TYPE_CHECKING:
-    from types import TracebackType
 
-    from typing_extensions import Self
-
-
-class Wrapper(Optimizer):
+class Wrapper(Freeable, Optimizer):
     """Exchanges gradients and leaves the updates to another optimizer.
 
     Args:
@@ -56,17 +50,3 @@ class Wrapper(Optimizer):
     def _check_open(self) -> None:
         if self._freed:
             raise FreedError(f"optimizer {self.get_name()!r} was freed")
-
-    def __enter__(self) -> Self:
-        """Return the optimizer itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Free it; after an exception the others may not come, so leave it open."""
-        if kind is None:
-            self.free()

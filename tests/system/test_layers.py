@@ -12,7 +12,7 @@ from .conftest import REPOSITORY
 # From the bottom up.  A row may import from the rows before it; a package is one entry,
 # and its modules may import each other.  "hpcaccum" is the public list of names.
 LAYERS = [
-    ["errors"],
+    ["errors", "lifetime"],
     ["mpi", "deadline", "layout", "device"],
     ["group", "arguments"],
     ["window", "progress"],
