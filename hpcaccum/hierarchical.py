@@ -129,7 +129,7 @@ class Peers:
     def __init__(self, comm: mpi4py_MPI.Intracomm, plan: Plan) -> None:
         self._comm, self.divisor = comm, 1
         self._threads = own_cores(plan.group)
-        self._dtype = plan.wire or wide_dtype(plan.layout.dtype)
+        self._dtype = wide_dtype(plan.layout.dtype) if plan.wire is None else plan.wire
         self.begun = 0
         # Two, as ranks may be at different vectors with one and the same step.
         self._gather = comm.Dup() if comm else comm

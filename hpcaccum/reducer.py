@@ -143,6 +143,10 @@ class Reducer(Freeable):
             one_of("reduction_type", reduction_type, REDUCTIONS)
             one_of("schedule", schedule, SCHEDULES)
             self._wire = wire_format(wire_dtype, layout.dtype)
+            if self._wire is not None and schedule == "flat":
+                raise InvalidArgumentError(
+                    "wire_dtype is for schedule 'auto' or 'hierarchical', not 'flat'"
+                )
             return {
                 "names, shapes and dtype": layout.fingerprint,
                 "reduction_type": reduction_type,
@@ -183,9 +187,9 @@ class Reducer(Freeable):
         if self._nodes == 1:
             return "shared"
         flat = self._nodes == group.size or nbytes < _FLAT
-        return (
-            "flat" if schedule == "auto" and flat and not self._wire else "hierarchical"
-        )
+        if schedule == "auto" and flat and self._wire is None:
+            return "flat"
+        return "hierarchical"
 
     def _set_divisor(self, reduction_type: str | None) -> None:
         if reduction_type is None:
@@ -392,13 +396,13 @@ class Reducer(Freeable):
 
     def statistics(self) -> ReducerStatistics:
         """Return the numbers."""
-        group, across = self._group, self._kind == "hierarchical"
+        group, wire = self._group, self._wire
         return ReducerStatistics(
             schedule=self._kind,
             ranks=group.size,
             nodes=self._nodes,
             buckets=self._buckets,
-            wire_dtype=str(self._wire) if across and self._wire else None,
+            wire_dtype=None if wire is None or self._nodes == 1 else str(wire),
             calls=self._calls,
             waited=self.waited,
             window_bytes=self._schedule.window_bytes,

@@ -41,6 +41,11 @@ from .training import meet, raised
         ({"wire_dtype": "float64"}, InvalidArgumentError, "narrower than float32"),
         ({"wire_dtype": "int8"}, InvalidArgumentError, "dtype must be one of"),
         ({"wire_dtype": "nonsense"}, TypeError, "dtype must name a float"),
+        (
+            {"wire_dtype": "float16", "schedule": "flat"},
+            InvalidArgumentError,
+            "not 'flat'",
+        ),
         ({"bucket_bytes": 1023}, InvalidArgumentError, "bucket_bytes must be 1024 to"),
         ({"bucket_bytes": 2**31}, InvalidArgumentError, "bucket_bytes must be"),
         ({"bucket_bytes": 1e6}, InvalidArgumentError, "bucket_bytes must be"),
