@@ -182,3 +182,16 @@ def test_accumulator_outlives_the_communicator_it_was_made_on(comm, size):
     group = acc._shared.group
     acc.free()
     assert group.comm == MPI.COMM_NULL
+
+
+def test_the_first_rank_of_each_node_leads(comm):
+    group = Group.of(comm)
+    first = group.node.rank == 0
+    leaders = group.leaders
+    nodes = comm.allreduce(int(first))
+
+    assert (leaders is not None) == first
+    assert leaders is None or (leaders.size, leaders.rank > 0) == (
+        nodes,
+        group.rank > 0,
+    )
