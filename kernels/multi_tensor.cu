@@ -1,0 +1,93 @@
+// A list of arrays in one launch: added to a flat buffer, packed into it, unpacked from it.
+//
+// Two tables say who does what.  A row of `arrays` is {address, offset in the flat buffer,
+// elements, kind}, offsets in elements.  A row of `chunks` is {row of arrays, first
+// element}: block b works on chunk b, at most `chunk` elements.  So arrays of any sizes
+// keep the whole device busy, where a launch for each would leave it idle.
+#include "common.cuh"
+
+enum { F32, F64, F16, BF16 };
+
+// What a block works on.
+struct Piece {
+    i64 address, offset, first, n, kind;
+
+    __device__ __forceinline__ Piece(const i64 *arrays, const i64 *chunks, i64 chunk) {
+        const i64 *row = arrays + 4 * chunks[2 * blockIdx.x];
+        first = chunks[2 * blockIdx.x + 1];
+        address = row[0];
+        offset = row[1] + first;
+        n = min(chunk, row[2] - first);
+        kind = row[3];
+    }
+    template <class T> __device__ __forceinline__ T *array() const { return reinterpret_cast<T *>(address) + first; }
+
+    // Call with the array's piece, a pointer of its type.
+    template <class F> __device__ __forceinline__ void visit(F f) const {
+        switch (kind) {
+            case F32: f(array<float>()); break;
+            case F64: f(array<double>()); break;
+            case F16: f(array<f16>()); break;
+            case BF16: f(array<bf16>()); break;
+        }
+    }
+};
+
+template <class TA>
+__device__ __forceinline__ void multi_accumulate(TA *flat, const Piece &piece, TA scale, const Admission &admission) {
+    TA *sum = flat + piece.offset;
+    if (!admission.fresh()) return;
+    piece.visit([&](const auto *gradient) {
+        if (admission.first()) add<true>(sum, gradient, scale, threadIdx.x, blockDim.x, piece.n);
+        else add<false>(sum, gradient, scale, threadIdx.x, blockDim.x, piece.n);
+    });
+}
+
+// to = scale * from, in float64 if either is, else in float32.
+template <class TO, class FROM>
+__device__ __forceinline__ void convert(TO *to, const FROM *from, float scale, i64 n) {
+    using Wide = decltype(widen(TO()) * widen(FROM()));
+    constexpr int V = Width<TO, FROM>::value;
+    auto get = [=](i64 i, auto size) { return load<decltype(size)::value>(from + i); };
+    auto put = [=](i64 i, auto in, auto size) {
+        constexpr int N = decltype(size)::value;
+        Vec<TO, N> out;
+#pragma unroll
+        for (int j = 0; j < N; j++) out.at[j] = narrow<TO>(multiply((Wide)scale, (Wide)widen(in.at[j])));
+        store(to + i, out);
+    };
+    stream<V, 4>(threadIdx.x, blockDim.x, n, aligned<V>(to) && aligned<V>(from), get, put);
+}
+
+// flat[offset + i] = scale * array[i] + flat[offset + i]; header and met may be null.
+#define MULTI_ACCUMULATE(name, TA)                                                                    \
+    KERNEL name(TA *flat, const i64 *arrays, const i64 *chunks, i64 chunk, TA scale, i64 *header,     \
+                i64 local_step, i64 *met) {                                                           \
+        const Admission admission(header, local_step);                                                \
+        multi_accumulate(flat, Piece(arrays, chunks, chunk), scale, admission);                       \
+        admission.close(met);                                                                         \
+    }
+MULTI_ACCUMULATE(multi_accumulate_f32, float)
+MULTI_ACCUMULATE(multi_accumulate_f64, double)
+
+// flat[offset + i] = scale * array[i], converted.
+#define PACK(name, TF)                                                                                \
+    KERNEL name(TF *flat, const i64 *arrays, const i64 *chunks, i64 chunk, float scale) {             \
+        const Piece piece(arrays, chunks, chunk);                                                     \
+        piece.visit([&](const auto *array) { convert(flat + piece.offset, array, scale, piece.n); }); \
+    }
+PACK(pack_f32, float)
+PACK(pack_f64, double)
+PACK(pack_f16, f16)
+PACK(pack_bf16, bf16)
+
+// array[i] = scale * flat[offset + i], converted.
+#define UNPACK(name, TF)                                                                              \
+    KERNEL name(const TF *flat, const i64 *arrays, const i64 *chunks, i64 chunk, float scale) {       \
+        const Piece piece(arrays, chunks, chunk);                                                     \
+        piece.visit([&](auto *array) { convert(array, flat + piece.offset, scale, piece.n); });       \
+    }
+UNPACK(unpack_f32, float)
+UNPACK(unpack_f64, double)
+UNPACK(unpack_f16, f16)
+UNPACK(unpack_bf16, bf16)
