@@ -1,0 +1,172 @@
+"""Raw kernels: compiled for the CPU, launched as late as all work."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import numpy as np
+
+from . import _compute
+from ._errors import CUDADriverError, CUDARuntimeError
+from .cuda.compiler import CompileException
+from .cuda.device import Device, get_device_id
+from .cuda.memory import MemoryPointer
+from .cuda.stream import _queue_of
+
+_OLDEST = 75  # that NVRTC 13 compiles for
+
+
+class RawModule:
+    """The kernels of a CUDA source, compiled when one is asked for."""
+
+    def __init__(
+        self,
+        code=None,
+        *,
+        path=None,
+        options=(),
+        backend="nvrtc",
+        translate_cucomplex=False,
+        enable_cooperative_groups=False,
+        name_expressions=None,
+        jitify=None,
+    ):
+        if (code is None) == (path is None):
+            raise TypeError("Exactly one of `code` and `path` keyword arguments")
+        if code is None or name_expressions is not None:
+            raise NotImplementedError("the simulator takes sources with extern C only")
+        self.code, self.options, self.backend = code, tuple(options), backend
+        self._module = None
+
+    def compile(self, log_stream=None):
+        """Compile now."""
+        self._built()
+
+    def get_function(self, name):
+        """Return a kernel."""
+        if name not in self._built().names:
+            raise CUDADriverError(500)
+        kernel = RawKernel(self.code, name, self.options, self.backend)
+        kernel._module = self._module
+        return kernel
+
+    def _built(self):
+        # The current device's architecture is compiled for.
+        capability = Device().compute_capability
+        if self._module is None:
+            self._module = _build(self.code, self.options, self.backend, capability)
+        return self._module
+
+
+def _build(code, options, backend, capability):
+    if int(capability) < _OLDEST:
+        text = "nvrtc: error: invalid value for --gpu-architecture (-arch)"
+        raise CompileException(text, code, "kernel.cu", options, backend)
+    from cpu_cuda import CudaError, build
+
+    try:
+        return build(code, options=options)
+    except CudaError as error:
+        raise CompileException(
+            str(error), code, "kernel.cu", options, backend
+        ) from error
+
+
+class RawKernel:
+    """A kernel of a CUDA source."""
+
+    def __init__(
+        self,
+        code,
+        name,
+        options=(),
+        backend="nvrtc",
+        translate_cucomplex=False,
+        *,
+        enable_cooperative_groups=False,
+        jitify=None,
+    ):
+        self.code, self.name = code, name
+        self.options, self.backend = tuple(options), backend
+        self._module = None
+
+    def compile(self, log_stream=None):
+        """Compile now."""
+        if self._module is None:
+            made = RawModule(code=self.code, options=self.options)
+            self._module = made.get_function(self.name)._module
+
+    def __call__(self, grid, block, args, *, shared_mem=0, stream=None):
+        """Queue a launch; a kernel that goes wrong is told of by who waits next."""
+        self.compile()
+        grid, block = _sizes(grid), _sizes(block)
+        _check_sizes(grid, block)
+        values = [_argument(each) for each in args]
+        place = _caller()
+
+        def action():
+            _check_places(values)
+            try:
+                self._module.launch(
+                    self.name, grid, block, values, shared_mem=shared_mem
+                )
+            except Exception as error:
+                raise CUDARuntimeError(719, f"{error}; launched at {place}") from error
+
+        _queue_of(stream).put(action)
+
+
+class _Pointer:
+    """What a kernel sees of an array; does not keep its memory, as on a device."""
+
+    def __init__(self, ptr, nbytes, device, wanted):
+        self.ptr, self.nbytes = ptr, nbytes
+        self.device, self.wanted = device, wanted
+
+
+def _argument(value):
+    if _compute.is_array(value):
+        host, device = value._host, value._memory.device_id
+        span = sum(
+            (n - 1) * abs(step)
+            for n, step in zip(host.shape, host.strides, strict=True)
+        )
+        nbytes = span + host.itemsize if host.size else 0
+        return _Pointer(value.data.ptr, nbytes, device, get_device_id())
+    if isinstance(value, MemoryPointer):
+        nbytes = value.mem.ptr + value.mem.size - value.ptr
+        return _Pointer(value.ptr, nbytes, value.device_id, get_device_id())
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if value is None or isinstance(value, (bool, int, float, complex, np.generic)):
+        return value
+    raise TypeError(f"Unsupported type {type(value)}")
+
+
+def _check_places(values):
+    for number, value in enumerate(values):
+        if isinstance(value, _Pointer) and value.device != value.wanted:
+            raise CUDARuntimeError(
+                700, f"argument {number} lies on device {value.device}"
+            )
+
+
+def _sizes(sizes):
+    # CuPy, too, makes one of a zero.
+    return tuple(max(1, int(each)) for each in (*sizes, 1, 1)[:3])
+
+
+def _check_sizes(grid, block):
+    most = ((2**31 - 1, 65535, 65535), (1024, 1024, 64))
+    for sizes, limits in zip((grid, block), most, strict=True):
+        if any(size > limit for size, limit in zip(sizes, limits, strict=True)):
+            raise CUDADriverError(1)
+    if math.prod(block) > 1024:
+        raise CUDADriverError(1)
+
+
+def _caller():
+    """Return file and line of who launched."""
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,357 @@
+"""Functions of the module: those that gradient code calls, not all of CuPy's."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import _indexing, _transfer
+from ._compute import late
+from ._ndarray import ndarray
+
+_NAMES = (
+    "abs absolute add arctan2 bitwise_and bitwise_or bitwise_xor cbrt ceil copysign "
+    "cos cosh divide equal exp exp2 expm1 fabs floor floor_divide fmax fmin greater "
+    "greater_equal hypot invert isfinite isinf isnan left_shift less less_equal log "
+    "log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor "
+    "maximum minimum mod multiply negative not_equal positive power reciprocal "
+    "remainder right_shift rint sign signbit sin sinh sqrt square subtract tan tanh "
+    "true_divide trunc"
+)
+UFUNCS = _NAMES.split()
+
+
+class ufunc:
+    """A function of elements, as late as all work."""
+
+    def __init__(self, _function):
+        self._function, self.name = _function, f"cupy_{_function.__name__}"
+        self.nin, self.nout, self.nargs = _function.nin, 1, _function.nargs
+        self.__name__, self.__doc__ = _function.__name__, _function.__doc__
+
+    def __repr__(self):
+        return f"<ufunc '{self.name}'>"
+
+    def __call__(self, *args, out=None, where=None, casting="same_kind", **kwargs):
+        if len(args) not in (self.nin, self.nargs):
+            raise TypeError(
+                f"Wrong number of arguments for {self.name!r}. It must be either "
+                f"{self.nin} or {self.nargs} (with outputs), but given {len(args)}."
+            )
+        if len(args) == self.nargs:
+            *args, out = args
+        wrong = {key: value for key, value in kwargs.items() if key != "dtype"}
+        if wrong:
+            raise TypeError(f"Wrong arguments {wrong}")
+        where = None if where is True else where
+        return late(
+            self._function, *args, out=out, where=where, casting=casting, **kwargs
+        )
+
+
+for _name in UFUNCS:
+    globals()[_name] = ufunc(getattr(np, _name))
+
+
+# Creation.
+
+
+def empty(shape, dtype=float, order="C"):
+    return ndarray(shape, dtype, order=order)
+
+
+def full(shape, fill_value, dtype=None, order="C"):
+    dtype = np.asarray(fill_value).dtype if dtype is None else dtype
+    new = empty(shape, dtype, order)
+    new.fill(fill_value)
+    return new
+
+
+def zeros(shape, dtype=float, order="C"):
+    return full(shape, 0, dtype, order)
+
+
+def ones(shape, dtype=float, order="C"):
+    return full(shape, 1, dtype, order)
+
+
+def empty_like(prototype, dtype=None, order="K", subok=None, shape=None):
+    if not isinstance(prototype, ndarray):
+        raise TypeError(f"Unsupported type {type(prototype)}")
+    model = prototype._host
+    like = np.empty_like(model, dtype, order, shape=shape)
+    return empty(like.shape, like.dtype, "F" if like.flags.fnc else "C")
+
+
+def full_like(a, fill_value, dtype=None, order="K", subok=None, shape=None):
+    new = empty_like(a, dtype, order, None, shape)
+    new.fill(fill_value)
+    return new
+
+
+def zeros_like(a, dtype=None, order="K", subok=None, shape=None):
+    return full_like(a, 0, dtype, order, None, shape)
+
+
+def ones_like(a, dtype=None, order="K", subok=None, shape=None):
+    return full_like(a, 1, dtype, order, None, shape)
+
+
+def array(obj, dtype=None, copy=True, order="K", subok=False, ndmin=0):
+    if not isinstance(obj, ndarray):
+        if isinstance(obj, (list, tuple)) and ndarray in map(type, obj):
+            return _typed(stack(obj), dtype)
+        return _transfer.array(obj, dtype, order, ndmin)
+    new = obj.astype(obj.dtype if dtype is None else dtype, order, copy=bool(copy))
+    if order in ("C", "F") and not new.flags[f"{order}_CONTIGUOUS"]:
+        new = new.copy(order)
+    return new.reshape((1,) * (ndmin - new.ndim) + new.shape) if ndmin else new
+
+
+def _typed(values, dtype):
+    return values if dtype is None else values.astype(dtype, copy=False)
+
+
+def asarray(a, dtype=None, order=None):
+    return array(a, dtype, False, "K" if order is None else order)
+
+
+def ascontiguousarray(a, dtype=None):
+    return array(a, dtype, False, "C", ndmin=1)
+
+
+def asnumpy(a, stream=None, order="C", out=None, *, blocking=True):
+    if isinstance(a, ndarray):
+        return a.get(stream, order, out, blocking)
+    return np.asarray(a, order=order)
+
+
+def arange(start, stop=None, step=1, dtype=None):
+    first, last = (0, start) if stop is None else (start, stop)
+    return _transfer.array(np.arange(first, last, step, dtype))
+
+
+def copy(a, order="K"):
+    return a.copy("F" if order in ("K", "A") and a._host.flags.fnc else "C")
+
+
+def copyto(dst, src, casting="same_kind", where=None):
+    if not isinstance(dst, ndarray):
+        raise TypeError(f"Unsupported type {type(dst)}")
+    if isinstance(src, np.ndarray) and src.ndim:
+        raise ValueError("non-scalar numpy.ndarray cannot be used for copyto")
+    source = src.dtype if hasattr(src, "dtype") else np.min_scalar_type(src)
+    if not np.can_cast(source, dst.dtype, casting):
+        raise TypeError(
+            f"Cannot cast {source} to {dst.dtype} in {casting} casting mode"
+        )
+    if where is None:
+        _indexing.assign(dst, dst._host, src)
+    else:
+        late(_first, src, dst, out=dst, where=where, casting="unsafe")
+
+
+def _first(source, target):
+    return np.broadcast_to(source, target.shape)
+
+
+# Shapes.
+
+
+def ndim(a):
+    return a.ndim if isinstance(a, ndarray) else np.ndim(a)
+
+
+def shape(a):
+    return a.shape if isinstance(a, ndarray) else np.shape(a)
+
+
+def size(a, axis=None):
+    if isinstance(a, ndarray):
+        return a.size if axis is None else a.shape[axis]
+    return np.size(a, axis)
+
+
+def reshape(a, newshape, order="C"):
+    return a.reshape(newshape, order=order)
+
+
+def ravel(a, order="C"):
+    return a.ravel(order)
+
+
+def transpose(a, axes=None):
+    return a.T if axes is None else a.transpose(*axes)
+
+
+def squeeze(a, axis=None):
+    return a.squeeze(axis)
+
+
+def expand_dims(a, axis):
+    return a._view(np.expand_dims(a._host, axis))
+
+
+def broadcast_to(array, shape):
+    return array._view(np.broadcast_to(array._host, shape))
+
+
+def concatenate(tup, axis=0, out=None, *, dtype=None, casting="same_kind"):
+    def join(*hosts):
+        return np.concatenate(hosts, axis, dtype=dtype, casting=casting)
+
+    return late(join, *_only_arrays(tup), out=out)
+
+
+def stack(tup, axis=0, out=None):
+    return late(lambda *hosts: np.stack(hosts, axis), *_only_arrays(tup), out=out)
+
+
+def _only_arrays(arrays):
+    for each in arrays:
+        if not isinstance(each, ndarray):
+            raise TypeError(f"Unsupported type {type(each)}")
+    return arrays
+
+
+# Sums and products.
+
+
+def sum(a, axis=None, dtype=None, out=None, keepdims=False):
+    return a.sum(axis, dtype, out, keepdims)
+
+
+def prod(a, axis=None, dtype=None, out=None, keepdims=False):
+    return a.prod(axis, dtype, out, keepdims)
+
+
+def mean(a, axis=None, dtype=None, out=None, keepdims=False):
+    return a.mean(axis, dtype, out, keepdims)
+
+
+def max(a, axis=None, out=None, keepdims=False):
+    return a.max(axis, out, keepdims)
+
+
+def min(a, axis=None, out=None, keepdims=False):
+    return a.min(axis, out, keepdims)
+
+
+def all(a, axis=None, out=None, keepdims=False):
+    return a.all(axis, out, keepdims)
+
+
+def any(a, axis=None, out=None, keepdims=False):
+    return a.any(axis, out, keepdims)
+
+
+def argmax(a, axis=None, dtype=None, out=None, keepdims=False):
+    return a.argmax(axis, out, dtype, keepdims)
+
+
+def argmin(a, axis=None, dtype=None, out=None, keepdims=False):
+    return a.argmin(axis, out, dtype, keepdims)
+
+
+def count_nonzero(a, axis=None):
+    return late(np.count_nonzero, a, axis=axis)
+
+
+def dot(a, b, out=None):
+    return late(np.dot, *_only_arrays((a, b)), out=out)
+
+
+def matmul(*args, out=None):
+    return late(np.matmul, *_only_arrays(args), out=out)
+
+
+# Questions and choices.
+
+
+def where(condition, x=None, y=None):
+    if x is None and y is None:
+        return condition.nonzero()
+    return late(np.where, condition, x, y)
+
+
+def clip(a, a_min=None, a_max=None, out=None):
+    return a.clip(a_min, a_max, out)
+
+
+def nonzero(a):
+    return a.nonzero()
+
+
+def flatnonzero(a):
+    return a.ravel().nonzero()[0]
+
+
+def take(a, indices, axis=None, out=None):
+    indices = indices if isinstance(indices, ndarray) else _transfer.array(indices)
+    return late(lambda host, i: host.take(i, axis, mode="wrap"), a, indices, out=out)
+
+
+def unique(ar):
+    return _transfer.array(np.unique(ar.get()))
+
+
+def isclose(a, b, rtol=1e-5, atol=1e-8, equal_nan=False):
+    return late(np.isclose, a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
+
+
+def allclose(a, b, rtol=1e-5, atol=1e-8, equal_nan=False):
+    return isclose(a, b, rtol, atol, equal_nan).all()
+
+
+def array_equal(a1, a2, equal_nan=False):
+    return late(np.array_equal, a1, a2, equal_nan=equal_nan)
+
+
+def shares_memory(a, b, max_work=None):
+    return _shared(np.shares_memory, a, b)
+
+
+def may_share_memory(a, b, max_work=None):
+    return _shared(np.may_share_memory, a, b)
+
+
+def _shared(question, a, b):
+    both = [isinstance(each, ndarray) for each in (a, b)]
+    if both == [False, False]:
+        return question(a, b)
+    return both == [True, True] and bool(question(a._host, b._host))
+
+
+def get_array_module(*args):
+    import sys
+
+    found = [isinstance(each, ndarray) for each in args]
+    return sys.modules[__package__] if True in found else np
+
+
+def result_type(*arrays_and_dtypes):
+    return np.result_type(
+        *(
+            each.dtype if isinstance(each, ndarray) else each
+            for each in arrays_and_dtypes
+        )
+    )
+
+
+def get_default_memory_pool():
+    from .cuda.memory import _pool
+
+    return _pool
+
+
+__all__ = [
+    *UFUNCS,
+    "ufunc",
+    *(
+        name
+        for name, value in list(globals().items())
+        if getattr(value, "__module__", None) == __name__
+        and not isinstance(value, ufunc)
+        and not name.startswith("_")
+        and name != "ufunc"
+    ),
+]

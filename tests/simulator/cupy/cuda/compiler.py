@@ -1,0 +1,18 @@
+"""The error of a kernel that does not compile."""
+
+from __future__ import annotations
+
+__all__ = ["CompileException"]
+
+
+class CompileException(Exception):
+    """Raised with the compiler's text."""
+
+    def __init__(self, msg, source, name, options, backend="nvrtc"):
+        self.source, self.name = source, name
+        self.options, self.backend = options, backend
+        super().__init__(msg)
+
+    def get_message(self):
+        """Return the compiler's text."""
+        return self.args[0]

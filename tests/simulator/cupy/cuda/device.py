@@ -1,0 +1,107 @@
+"""Devices: how many there are is said by CUPY_SIMULATOR_DEVICES, one by default."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from .. import _queues
+from .._errors import CUDARuntimeError
+
+__all__ = ["Device", "get_device_id"]
+
+_MEMORY = 8 << 30
+_current = threading.local()
+
+
+def _count():
+    """Return the number of devices; raise as CUDA does where there is no driver."""
+    count = int(os.environ.get("CUPY_SIMULATOR_DEVICES", "1"))
+    if not count:
+        raise CUDARuntimeError(35)
+    return count
+
+
+def get_device_id():
+    """Return the number of this thread's current device."""
+    _count()
+    return getattr(_current, "number", 0)
+
+
+def _use(number):
+    if not 0 <= number < _count():
+        raise CUDARuntimeError(101)
+    _current.number = number
+
+
+class Device:
+    """A device; the current one by default."""
+
+    def __init__(self, device=None):
+        self.id = get_device_id() if device is None else int(device)
+        self._before = []
+
+    def __int__(self):
+        return self.id
+
+    def __eq__(self, other):
+        return isinstance(other, Device) and self.id == other.id
+
+    def __hash__(self):
+        return hash(self.id)
+
+    def __repr__(self):
+        return f"<CUDA Device {self.id}>"
+
+    def __enter__(self):
+        before = get_device_id()
+        _use(self.id)
+        self._before.append(before)
+        return self
+
+    def __exit__(self, *error):
+        _use(self._before.pop())
+
+    def use(self):
+        """Make it this thread's current device."""
+        _use(self.id)
+
+    def synchronize(self):
+        """Wait for all its streams."""
+        _check(self.id)
+        _queues.synchronize_device(self.id)
+
+    @property
+    def attributes(self):
+        """What the driver says about it; a few."""
+        _check(self.id)
+        return {
+            "MaxBlockDimX": 1024,
+            "MaxGridDimX": 2147483647,
+            "MaxGridDimY": 65535,
+            "MaxGridDimZ": 65535,
+            "MaxSharedMemoryPerBlock": 49152,
+            "MaxThreadsPerBlock": 1024,
+            "MaxThreadsPerMultiProcessor": 2048,
+            "MultiProcessorCount": 2,
+            "WarpSize": 32,
+        }
+
+    @property
+    def compute_capability(self):
+        """Two or three digits."""
+        _check(self.id)
+        return os.environ.get("CUPY_SIMULATOR_ARCH", "90")
+
+    @property
+    def mem_info(self):
+        """Bytes free, bytes in all."""
+        from .memory import _used_bytes
+
+        _check(self.id)
+        return _MEMORY - _used_bytes(self.id), _MEMORY
+
+
+def _check(number):
+    if not 0 <= number < _count():
+        raise CUDARuntimeError(101)

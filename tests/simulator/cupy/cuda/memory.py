@@ -1,0 +1,188 @@
+"""Memory of the simulated devices: host memory, poisoned where nobody wrote.
+
+A freed block is given to the next array of its size and stream at once, as by CuPy's
+pool: whoever still uses it on another stream finds poison or another's numbers.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import sys
+import threading
+
+from .. import _queues
+from .._errors import CUDARuntimeError
+from .device import Device, get_device_id
+from .stream import _queue_of
+
+__all__ = ["BaseMemory", "Memory", "MemoryPointer", "MemoryPool", "UnownedMemory"]
+
+# Every byte; NaN in all floating dtypes, -1 in all signed integers.
+_POISON = 0xFF
+_ALIGNMENT = 512
+_MANY = 256 << 20
+
+_libc = ctypes.CDLL(None)
+_libc.posix_memalign.argtypes = [
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+]
+_libc.free.argtypes = [ctypes.c_void_p]
+
+_lock = threading.RLock()
+_live = {}  # device memory in use: address -> (bytes, device)
+_free = collections.defaultdict(list)  # (queue, bytes) -> addresses
+
+
+def _allocate(nbytes):
+    """Return the address of memory; its end is exact, so that ASan sees overruns."""
+    address = ctypes.c_void_p()
+    if _libc.posix_memalign(ctypes.byref(address), _ALIGNMENT, nbytes):
+        raise CUDARuntimeError(2)
+    ctypes.memset(address.value, _POISON, nbytes)
+    return address.value
+
+
+def _take(nbytes, queue):
+    if _free_bytes() > _MANY:
+        _free_all()
+    with _lock:
+        free = _free[queue, nbytes]
+        address = free.pop() if free else _allocate(nbytes)
+        _live[address] = nbytes, queue.device
+    return address
+
+
+def _give(address, nbytes, queue):
+    # In stream order: work that was queued before may still use it.
+    queue.put_quietly(lambda: ctypes.memset(address, _POISON, nbytes))
+    with _lock:
+        del _live[address]
+        _free[queue, nbytes].append(address)
+
+
+def _free_all():
+    _queues.synchronize_device()
+    with _lock:
+        for addresses in _free.values():
+            while addresses:
+                _libc.free(addresses.pop())
+        _free.clear()
+
+
+def _used_bytes(device):
+    with _lock:
+        return sum(nbytes for nbytes, where in _live.values() if where == device)
+
+
+def _free_bytes():
+    with _lock:
+        return sum(nbytes * len(each) for (_, nbytes), each in _free.items())
+
+
+def _on_device(address):
+    """Whether an address is one of device memory."""
+    with _lock:
+        return any(
+            first <= address < first + nbytes for first, (nbytes, _) in _live.items()
+        )
+
+
+class BaseMemory:
+    """Memory: `ptr`, `size` in bytes, `device_id`."""
+
+    def __init__(self):
+        self.ptr, self.size, self.device_id = 0, 0, get_device_id()
+
+    @property
+    def device(self):
+        """Where it is."""
+        return Device(self.device_id)
+
+
+class Memory(BaseMemory):
+    """Memory of the current device, given back in the order of the current stream."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self._queue = _queue_of()
+        if size:
+            self.ptr = _take(size, self._queue)
+
+    def __del__(self):
+        if getattr(self, "ptr", 0) and not sys.is_finalizing():
+            _give(self.ptr, self.size, self._queue)
+
+
+class UnownedMemory(BaseMemory):
+    """Memory of somebody else, who is kept."""
+
+    def __init__(self, ptr, size, owner, device_id=-1):
+        super().__init__()
+        self.ptr, self.size, self._owner = ptr, size, owner
+        if device_id != -1:
+            self.device_id = device_id
+
+
+class MemoryPointer:
+    """A place in memory."""
+
+    def __init__(self, mem, offset):
+        self.mem, self.ptr = mem, mem.ptr + offset
+
+    @property
+    def device(self):
+        """Where it is."""
+        return self.mem.device
+
+    @property
+    def device_id(self):
+        """Number of the device."""
+        return self.mem.device_id
+
+    def __int__(self):
+        return self.ptr
+
+    def __add__(self, offset):
+        return MemoryPointer(self.mem, self.ptr + offset - self.mem.ptr)
+
+    __radd__ = __add__
+
+    def __sub__(self, offset):
+        return self + -offset
+
+    def __repr__(self):
+        return f"<MemoryPointer {self.ptr:#x} device={self.device_id} mem={self.mem!r}>"
+
+
+class MemoryPool:
+    """The pool of all devices."""
+
+    def __init__(self, allocator=None):
+        pass
+
+    def malloc(self, size):
+        """Return new memory."""
+        return MemoryPointer(Memory(size), 0)
+
+    def used_bytes(self):
+        """Return the bytes in use on the current device."""
+        return _used_bytes(get_device_id())
+
+    def free_bytes(self):
+        """Return the bytes that wait for the next array."""
+        return _free_bytes()
+
+    def total_bytes(self):
+        """Return both."""
+        return self.used_bytes() + self.free_bytes()
+
+    def free_all_blocks(self, stream=None):
+        """Give back what nobody uses; waits for all devices."""
+        _free_all()
+
+
+_pool = MemoryPool()

@@ -1,0 +1,14 @@
+"""Linear algebra: norms."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .._compute import late
+
+__all__ = ["norm"]
+
+
+def norm(x, ord=None, axis=None, keepdims=False):
+    """Return a norm, as late as all work."""
+    return late(np.linalg.norm, x, ord=ord, axis=axis, keepdims=keepdims)

@@ -1,0 +1,24 @@
+"""What CuPy keeps in cupyx: pinned arrays, scattered sums."""
+
+from __future__ import annotations
+
+from cupy import _indexing, _transfer
+
+__all__ = ["empty_pinned", "scatter_add", "zeros_pinned"]
+
+
+def empty_pinned(shape, dtype=float, order="C"):
+    """Return a NumPy array in pinned memory."""
+    return _transfer.empty_pinned(shape, dtype, order)
+
+
+def zeros_pinned(shape, dtype=float, order="C"):
+    """Return a NumPy array of zeros in pinned memory."""
+    new = _transfer.empty_pinned(shape, dtype, order)
+    new.fill(0)
+    return new
+
+
+def scatter_add(a, slices, value):
+    """Add to elements, also several times to one."""
+    _indexing.add(a, slices, value)
