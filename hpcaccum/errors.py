@@ -25,3 +25,7 @@ class FreedError(RuntimeError):
 
 class MPIUnavailableError(ImportError):
     """Raised when MPI is needed and no MPI library can be loaded."""
+
+
+class DeviceUnavailableError(RuntimeError):
+    """Raised when a CUDA device is needed and cannot be used; says what is missing."""

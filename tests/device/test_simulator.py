@@ -1,0 +1,426 @@
+"""The simulated CuPy is as late as a device may be."""
+
+from __future__ import annotations
+
+import cupy
+import cupyx
+import numpy as np
+import pytest
+
+from .simulated import (
+    ONLY_SIMULATED,
+    RuntimeFailure,
+    kernel,
+    latest,  # noqa: F401
+    poisoned,
+    ready,
+    seen,
+)
+
+pytestmark = ONLY_SIMULATED
+
+
+def streams(*kinds):
+    made = {
+        "null": lambda: cupy.cuda.Stream.null,
+        "blocking": cupy.cuda.Stream,
+        "free": lambda: cupy.cuda.Stream(non_blocking=True),
+    }
+    return [made[kind]() for kind in kinds]
+
+
+LATE = {
+    "ufunc": lambda x: np.add(x, x),
+    "out": lambda x: np.add(x, x, out=cupy.empty(4, "float32")),
+    "operator": lambda x: x * 2,
+    "sum": lambda x: x.sum(),
+    "astype": lambda x: x.astype("float64"),
+    "copy": lambda x: x.copy(),
+    "chosen": lambda x: x[cupy.asarray([1, 2])],
+    "where": lambda x: cupy.where(x > 1, x, 0),
+    "asarray": lambda x: cupy.asarray(np.ones(4)),
+    "full": lambda x: cupy.full(4, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_work_only_queues(name):
+    x = ready([1, 2, 3, 4])
+
+    result = LATE[name](x)
+    before = poisoned(result)
+    cupy.cuda.get_current_stream().synchronize()
+
+    assert before
+    assert not poisoned(result)
+
+
+CHANGES = {
+    "in place": lambda x: x.__iadd__(1),
+    "fill": lambda x: x.fill(3),
+    "slice": lambda x: x.__setitem__(slice(1, 2), 7),
+    "rows": lambda x: x.__setitem__(cupy.asarray([0]), 7),
+    "scatter": lambda x: cupyx.scatter_add(x, cupy.asarray([0, 0]), 1),
+    "copyto": lambda x: cupy.copyto(x, x + 1),
+    "set": lambda x: x.set(np.full(4, 9, "float32")),
+    "kernel": lambda x: kernel()((1,), (32,), (x, np.float32(2), np.int64(4))),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_only_queue(name):
+    x = ready([1, 2, 3, 4])
+
+    CHANGES[name](x)
+    before = seen(x)
+    cupy.cuda.Device().synchronize()
+
+    np.testing.assert_array_equal(before, [1, 2, 3, 4])
+    assert seen(x).tolist() != [1, 2, 3, 4]
+
+
+WAITS = {
+    "stream": lambda x, event: cupy.cuda.Stream.null.synchronize(),
+    "event": lambda x, event: event.synchronize(),
+    "device": lambda x, event: cupy.cuda.Device().synchronize(),
+    "get": lambda x, event: x.get(),
+    "item": lambda x, event: x[0].item(),
+    "float": lambda x, event: float(x[0]),
+    "bool": lambda x, event: bool(x[0]),
+    "deviceSynchronize": lambda x, event: cupy.cuda.runtime.deviceSynchronize(),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_who_waits_sees_it(name):
+    x = ready([1, 2])
+    x += 1
+
+    WAITS[name](x, cupy.cuda.get_current_stream().record())
+
+    np.testing.assert_array_equal(seen(x), [2, 3])
+
+
+def test_asking_an_event_waits_for_nothing_but_ends(monkeypatch):
+    x = ready([1, 2])
+    x += 1
+    event = cupy.cuda.get_current_stream().record()
+    at_first = event.done
+
+    monkeypatch.setattr(cupy._queues, "progress", 0.2)
+    while not event.done:
+        pass
+
+    assert not at_first
+    np.testing.assert_array_equal(seen(x), [2, 3])
+
+
+def test_random_moments_are_those_of_the_seed(monkeypatch):
+    def moments():
+        cupy.cuda.Device().synchronize()
+        cupy._queues._random.seed(3)
+        x = cupy.zeros(1)
+        steps = []
+        for _ in range(50):
+            x += 1
+            steps.append(float(seen(x)[0]))
+        return steps
+
+    monkeypatch.setattr(cupy._queues, "progress", 0.2)
+    first, second = moments(), moments()
+
+    np.testing.assert_array_equal(first, second)
+    assert len(set(first)) > 2
+
+
+# Host memory.
+
+
+def test_pinned_memory_is_old_until_the_event():
+    host, stream = cupyx.zeros_pinned(3, "float32"), cupy.cuda.Stream()
+    x = ready([1, 2, 3])
+
+    x.get(stream=stream, out=host, blocking=False)
+    event = stream.record()
+    before = host.copy()
+    event.synchronize()
+
+    np.testing.assert_array_equal(before, [0, 0, 0])
+    np.testing.assert_array_equal(host, [1, 2, 3])
+
+
+def test_pageable_memory_is_complete_on_return():
+    x = ready([1, 2, 3])
+    x *= 2
+
+    host = x.get(out=np.zeros(3, "float32"), blocking=False)
+
+    np.testing.assert_array_equal(host, [2, 4, 6])
+
+
+def registered(values):
+    host = np.asarray(values, "float32")
+    cupy.cuda.runtime.hostRegister(host.ctypes.data, host.nbytes, 0)
+    return host
+
+
+def pinned(values):
+    host = cupyx.empty_pinned(len(values), "float32")
+    host[:] = values
+    return host
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(pinned, 9), (registered, 9), (lambda v: np.asarray(v, "float32"), 1)],
+)
+@pytest.mark.parametrize("send", ["set", "asarray"])
+def test_pinned_memory_is_read_late_and_other_memory_at_once(make, expected, send):
+    host = make([1, 1])
+
+    if send == "set":
+        x = cupy.empty(2, "float32")
+        x.set(host)
+    else:
+        x = cupy.asarray(host)
+    host[:] = 9
+    cupy.cuda.Device().synchronize()
+
+    np.testing.assert_array_equal(seen(x), [expected] * 2)
+    if make is registered:
+        cupy.cuda.runtime.hostUnregister(host.ctypes.data)
+
+
+def test_pinned_memory_goes_to_the_next_one_at_once():
+    stream = cupy.cuda.Stream()
+    host = cupyx.empty_pinned(4, "float32")
+    ready([1, 2, 3, 4]).get(stream=stream, out=host, blocking=False)
+    address = host.ctypes.data
+    del host
+    other = cupyx.zeros_pinned(4, "float32")
+
+    stream.synchronize()
+
+    assert other.ctypes.data == address
+    assert other.any()
+
+
+def test_registered_memory_is_kept_account_of():
+    runtime, host = cupy.cuda.runtime, np.zeros(8)
+    address = host.ctypes.data
+
+    with pytest.raises(RuntimeFailure, match="HostMemoryNotRegistered"):
+        runtime.hostUnregister(address)
+    runtime.hostRegister(address, host.nbytes, 0)
+    with pytest.raises(RuntimeFailure, match="HostMemoryAlreadyRegistered"):
+        runtime.hostRegister(address + 8, 8, 0)
+    runtime.hostUnregister(address)
+    with pytest.raises(RuntimeFailure, match="HostMemoryNotRegistered"):
+        runtime.hostUnregister(address)
+    with pytest.raises(RuntimeFailure, match="InvalidValue"):
+        runtime.hostRegister(address, 0, 0)
+
+
+def test_memory_with_copies_under_way_stays_registered():
+    host = registered([0, 0])
+    ready([1, 2]).get(out=host, blocking=False)
+
+    with pytest.raises(RuntimeFailure, match="still queued"):
+        cupy.cuda.runtime.hostUnregister(host.ctypes.data)
+    cupy.cuda.Device().synchronize()
+    cupy.cuda.runtime.hostUnregister(host.ctypes.data)
+
+    np.testing.assert_array_equal(host, [1, 2])
+
+
+def test_addresses_are_copied_as_late_as_arrays():
+    runtime, x = cupy.cuda.runtime, ready([1, 2])
+    stream, host = cupy.cuda.Stream(), cupyx.zeros_pinned(2, "float32")
+
+    runtime.memcpyAsync(
+        host.ctypes.data, x.data.ptr, 8, runtime.memcpyDeviceToHost, stream.ptr
+    )
+    before = host.copy()
+    runtime.streamSynchronize(stream.ptr)
+
+    np.testing.assert_array_equal(before, [0, 0])
+    np.testing.assert_array_equal(host, [1, 2])
+
+
+def test_pinned_memory_is_a_buffer():
+    memory = cupy.cuda.alloc_pinned_memory(100)
+    host = np.frombuffer(memory, np.int32, 25)
+
+    assert host.flags.writeable
+    assert memory.ptr == host.ctypes.data
+    assert memory.size() >= 100
+    assert isinstance(memory, cupy.cuda.PinnedMemoryPointer)
+
+
+# The order between streams.
+
+
+def test_wait_event_orders_streams():
+    first, second = streams("free", "free")
+    x, y = ready([1, 2]), ready([0, 0])
+
+    with first:
+        x *= 3
+        event = first.record()
+    second.wait_event(event)
+    with second:
+        y += x
+    second.synchronize()
+
+    np.testing.assert_array_equal(seen(y), [3, 6])
+
+
+def test_a_missing_wait_is_seen():
+    first, second = streams("free", "free")
+    x, y = ready([1, 2]), ready([0, 0])
+
+    with first:
+        x *= 3
+    with second:
+        y += x
+    second.synchronize()
+
+    np.testing.assert_array_equal(seen(y), [1, 2])
+
+
+def test_wait_event_is_for_the_place_at_the_call():
+    first, second = streams("free", "free")
+    x = ready([1])
+    event = first.record()
+    second.wait_event(event)
+    with first:
+        x += 1
+        event.record()
+
+    second.synchronize()
+    np.testing.assert_array_equal(seen(x), [1])
+    event.synchronize()
+    np.testing.assert_array_equal(seen(x), [2])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ordered"),
+    [
+        ("null", "blocking", True),
+        ("blocking", "null", True),
+        ("null", "free", False),
+        ("free", "null", False),
+        ("blocking", "blocking", False),
+    ],
+)
+def test_null_stream_waits_and_is_waited_for(before, after, ordered):
+    first, second = streams(before, after)
+    x = ready([1])
+
+    with first:
+        x += 1
+    with second:
+        y = x * 10
+    second.synchronize()
+
+    np.testing.assert_array_equal(seen(y), [20 if ordered else 10])
+
+
+def test_what_was_queued_later_is_not_waited_for():
+    null, blocking = streams("null", "blocking")
+    x, y = ready([1]), ready([1])
+    with null:
+        x += 1
+    with blocking:
+        y += 1
+
+    null.synchronize()
+
+    np.testing.assert_array_equal(seen(x), [2])
+    np.testing.assert_array_equal(seen(y), [1])
+
+
+def test_work_of_a_stream_that_is_gone_still_runs():
+    x = ready([1])
+    with cupy.cuda.Stream(non_blocking=True):
+        x += 1
+
+    cupy.cuda.Device().synchronize()
+
+    np.testing.assert_array_equal(seen(x), [2])
+
+
+def test_elapsed_time_is_of_events_that_happened():
+    stream = cupy.cuda.Stream()
+    begin, end = stream.record(), stream.record()
+
+    with pytest.raises(RuntimeFailure, match="NotReady"):
+        cupy.cuda.get_elapsed_time(begin, end)
+    end.synchronize()
+
+    assert cupy.cuda.get_elapsed_time(begin, end) >= 0
+    untimed = stream.record(cupy.cuda.Event(disable_timing=True))
+    with pytest.raises(RuntimeFailure, match="InvalidResourceHandle"):
+        cupy.cuda.get_elapsed_time(begin, untimed)
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64"])
+def test_new_memory_is_poisoned(dtype):
+    x = cupy.empty(3, dtype).get()
+
+    assert np.isnan(x).all() if x.dtype.kind == "f" else (x == -1).all()
+
+
+def test_freed_memory_is_the_next_array_of_the_stream():
+    x = ready(np.arange(100))
+    address = x.data.ptr
+    y = x + 1
+    del x
+
+    z = cupy.empty(100, "float32")
+
+    assert z.data.ptr == address
+    assert poisoned(cupy.empty(100, "float32"))
+    np.testing.assert_array_equal(y.get(), np.arange(1, 101))
+    assert np.isnan(z.get()).all()
+
+
+def test_another_stream_that_still_reads_freed_memory_is_punished():
+    other = cupy.cuda.Stream(non_blocking=True)
+    x, host = ready([1, 2]), cupyx.zeros_pinned(2, "float32")
+
+    x.get(stream=other, out=host, blocking=False)
+    del x
+    cupy.cuda.Stream.null.synchronize()
+    other.synchronize()
+
+    assert np.isnan(host).all()
+
+
+def test_memory_of_a_stream_that_is_gone_is_poisoned_too():
+    with cupy.cuda.Stream():
+        x = cupy.ones(77)
+    cupy.cuda.Device().synchronize()
+    memory = x._host
+
+    del x
+    cupy.cuda.Device().synchronize()
+
+    assert np.isnan(memory).all()
+
+
+def test_pool_counts_bytes():
+    pool = cupy.get_default_memory_pool()
+    before = pool.used_bytes()
+
+    x = cupy.zeros(1000, "float64")
+    during = pool.used_bytes()
+    del x
+    pool.free_all_blocks()
+
+    assert during - before == 8000
+    assert pool.used_bytes() == before
+    assert pool.free_bytes() == 0
