@@ -1,0 +1,88 @@
+"""What tests of the DeviceAccumulator share."""
+
+from __future__ import annotations
+
+import threading
+
+import cupy
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+
+INVALID = hpc.InvalidArgumentError
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ALL = ["float16", BFLOAT16, "float32", "float64"]
+WAIT = 60.0
+# In which forms gradients come: an array, or several by name, one of them empty.
+FORMS = "one", "named"
+
+
+@pytest.fixture(params=FORMS, name="form")
+def form_fixture(request):
+    return request.param
+
+
+@pytest.fixture(name="make")
+def make_fixture(form):
+    """Make accumulators of a form, and free them."""
+    made = []
+
+    def accumulator(dtype="float32", shape=(2,), **options):
+        wanted = shape
+        if form == "named":
+            wanted = {"weight": shape, "none": (0, 3), "bias": shape}
+        made.append(hpc.DeviceAccumulator(dtype, wanted, **options))
+        return made[-1]
+
+    yield accumulator
+    for each in made:
+        each.free()
+
+
+@pytest.fixture(name="acc")
+def acc_fixture(make):
+    return make("float64")
+
+
+def like(form, values, dtype="float64"):
+    """Put values on the device; by name also their negatives."""
+    values = np.asarray(values, dtype)
+    one = cupy.asarray(values)
+    if form == "one":
+        return one
+    none = cupy.zeros((0, 3), dtype)
+    return {"weight": one, "none": none, "bias": cupy.asarray(-values)}
+
+
+def same_bits(form, result, values):
+    """Fail unless a result is `like` these values, bit for bit."""
+    values = np.asarray(values)
+    found = {"weight": result} if form == "one" else result
+    wanted_of = {"weight": values, "bias": -values, "none": np.zeros((0, 3))}
+    for name, array in found.items():
+        wanted, actual = wanted_of[name].astype(values.dtype), array.get()
+        assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
+        np.testing.assert_array_equal(actual, wanted)
+        signs = np.signbit(np.float64(actual)), np.signbit(np.float64(wanted))
+        np.testing.assert_array_equal(*signs)
+
+
+def in_threads(number, work):
+    """Run ``work(0)``, ``work(1)``, ... at once; raise what they raise."""
+    errors = []
+
+    def run(which):
+        try:
+            work(which)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error

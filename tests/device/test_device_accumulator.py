@@ -1,0 +1,351 @@
+"""DeviceAccumulator does what ConditionalAccumulator does, on one device."""
+
+from __future__ import annotations
+
+import logging
+
+import cupy
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum.ledger import Tally
+
+from .accumulating import (  # noqa: F401
+    ALL,
+    BFLOAT16,
+    INVALID,
+    WAIT,
+    acc_fixture,
+    form_fixture,
+    like,
+    make_fixture,
+    same_bits,
+)
+
+
+def test_new_one_has_step_0_and_nothing_accumulated(acc):
+    assert (acc.num_accumulated(), acc.global_step) == (0, 0)
+    with pytest.raises(hpc.WaitTimeoutError):
+        acc.take_grad(1, timeout=0)
+
+
+def test_gradient_is_accepted_unless_its_step_is_lower(acc, form):
+    acc.set_global_step(3)
+
+    receipts = [acc.apply_grad(like(form, [1, 1]), step) for step in (2, 3, 4, -1)]
+    assert [bool(r) for r in receipts] == [False, True, True, False]
+    assert [r.accepted for r in receipts] == [False, True, True, False]
+    assert [r.lag for r in receipts] == [1, 0, -1, 4]
+    assert [(r.local_step, r.global_step) for r in receipts[:2]] == [(2, 3), (3, 3)]
+    assert repr(receipts[0]) == (
+        "DeviceReceipt(accepted=False, local_step=2, global_step=3)"
+    )
+    assert acc.num_accumulated() == 2
+
+
+def test_stale_gradients_change_only_the_counts(acc, form):
+    acc.apply_grad(like(form, [1, 2]))
+    acc.set_global_step(5)
+    acc.apply_grad(like(form, [np.nan, 7]), 4)
+    assert acc.num_accumulated() == 1
+
+    same_bits(form, acc.take_grad(1, timeout=0), [1.0, 2.0])
+    acc.apply_grad(like(form, [9, 9]), 5)
+    assert acc.num_accumulated() == 0
+
+
+def test_steps_of_gradients_do_not_move_the_step(acc, form):
+    acc.apply_grad(like(form, [1, 1]), local_step=7)
+    acc.take_grad(1, timeout=WAIT)
+
+    assert acc.global_step == 1
+    assert not acc.apply_grad(like(form, [1, 1]))
+    assert acc.apply_grad(like(form, [1, 1]), 1)
+
+
+def test_all_gradients_are_taken_and_counted(acc, form):
+    acc.apply_grad(like(form, [10, 1]))
+    acc.apply_grad(like(form, [20, 2]))
+
+    same_bits(form, acc.take_grad(1, timeout=WAIT), [15.0, 1.5])
+    assert (acc.num_accumulated(), acc.global_step) == (0, 1)
+
+
+def test_sum_is_not_divided(make, form):
+    acc = make("float64", reduction_type="SUM")
+    for _ in range(3):
+        acc.apply_grad(like(form, [2, -1]))
+
+    same_bits(form, acc.take_grad(2, timeout=WAIT), [6.0, -3.0])
+
+
+def test_rounds_follow_each_other(acc, form):
+    for step in range(5):
+        for number in range(step + 1):
+            assert acc.apply_grad(like(form, [step, number]), local_step=step)
+        mean = acc.take_grad(step + 1, timeout=WAIT)
+        same_bits(form, mean, [float(step), step / 2])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_mean_is_one_true_division_of_the_sum_in_order(make, form, dtype):
+    acc = make(dtype, (500,))
+    parts = [
+        np.random.default_rng(seed).normal(size=500).astype(dtype) for seed in range(3)
+    ]
+    for part in parts:
+        acc.apply_grad(like(form, part, dtype))
+
+    total = parts[0] + parts[1] + parts[2]
+    three = total.dtype.type(3)
+    assert (total / three != total * (1 / three)).any()
+    same_bits(form, acc.take_grad(3, timeout=WAIT), total / three)
+
+
+def test_gradients_may_be_freed_or_written_again_at_once(acc, form):
+    gradient = like(form, [1, 3])
+    acc.apply_grad(gradient)
+    for array in [gradient] if form == "one" else gradient.values():
+        array *= 3
+    acc.apply_grad(gradient)
+    del gradient, array
+    filler = [cupy.full(2, 99.0) for _ in range(20)]
+
+    same_bits(form, acc.take_grad(2, timeout=WAIT), [2.0, 6.0])
+    assert len(filler) == 20
+
+
+def test_result_is_the_callers(acc, form):
+    acc.apply_grad(like(form, [1, 2]))
+    kept = acc.take_grad(1, timeout=WAIT)
+    for step in 1, 2:
+        acc.apply_grad(like(form, [8, 8]), step)
+        acc.take_grad(1, timeout=WAIT)
+
+    same_bits(form, kept, [1.0, 2.0])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 2) * 4, 5, [2, 3]])
+def test_scalars_empty_ones_and_many_dimensions(make, form, shape):
+    acc = make("float32", shape)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    gradient = np.arange(np.prod(shape), dtype="f").reshape(shape)
+    for number in range(2):
+        acc.apply_grad(like(form, gradient + 2 * number, "f"))
+
+    same_bits(form, acc.take_grad(2, timeout=WAIT), gradient + 1)
+    assert acc.global_step == 1
+    with pytest.raises(INVALID, match=r"gradient.* must have shape"):
+        acc.apply_grad(like(form, np.ones((2, *shape)), "f"), 1)
+
+
+@pytest.mark.parametrize("taken", ALL, ids=str)
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_gradients_are_converted_to_the_dtype_of_sums(make, form, dtype, taken):
+    acc = make(dtype, (5,))
+    if np.dtype(taken) == np.float64 != np.dtype(dtype):
+        with pytest.raises(INVALID, match=r"must be of .* got float64"):
+            acc.apply_grad(like(form, np.ones(5), taken))
+        return
+    for value in 3, 4:
+        acc.apply_grad(like(form, np.full(5, value), taken))
+
+    mean = acc.take_grad(2, timeout=WAIT)
+    same_bits(form, mean, np.full(5, 3.5, dtype))
+
+
+def test_arrays_of_a_mapping_may_differ_in_dtype():
+    shapes = {"a": (3,), "b": (70,), "c": (2, 2), "d": ()}
+    with hpc.DeviceAccumulator("float64", shapes) as acc:
+        for value in 1, 2:
+            acc.apply_grad(
+                {
+                    name: cupy.asarray(np.full(shape, value, dtype))
+                    for (name, shape), dtype in zip(shapes.items(), ALL, strict=True)
+                }
+            )
+        mean = acc.take_grad(2, timeout=WAIT)
+
+    assert {name: array.dtype.name for name, array in mean.items()} == dict.fromkeys(
+        shapes, "float64"
+    )
+    for name, shape in shapes.items():
+        np.testing.assert_array_equal(mean[name].get(), np.full(shape, 1.5))
+
+
+@pytest.mark.parametrize(("dtype", "large"), [("float16", 2048), (BFLOAT16, 256)])
+def test_halves_are_summed_in_float32(make, form, dtype, large):
+    acc = make(dtype, ())
+    half = np.array(large, dtype)
+    assert half + half.dtype.type(1) == half
+    for value in (large, 1, 1):
+        acc.apply_grad(like(form, value, dtype))
+
+    mean = acc.take_grad(3, timeout=WAIT)
+    same_bits(form, mean, np.array((large + 2) / 3, dtype))
+    for _ in range(3):
+        acc.apply_grad(like(form, 40000, dtype), 1)
+    same_bits(form, acc.take_grad(3, timeout=WAIT), np.array(40000, dtype))
+
+
+def test_2100_halves_of_1_have_mean_1():
+    with hpc.DeviceAccumulator("float16", ()) as acc:
+        one = cupy.ones((), "float16")
+        for _ in range(2100):
+            acc.apply_grad(one)
+
+        same_bits("one", acc.take_grad(2100, timeout=WAIT), np.float16(1).reshape(()))
+
+
+def test_result_beyond_the_dtype_is_infinite(make, form):
+    acc = make("float16", (), reduction_type="SUM")
+    for _ in range(3):
+        acc.apply_grad(like(form, 40000, "f2"))
+
+    same_bits(form, acc.take_grad(3, timeout=WAIT), np.array(np.inf, np.float16))
+
+
+def test_nan_and_infinity_stay_in_their_round(make, form):
+    acc = make("float32", (4,))
+    for other in 1, np.inf, -np.inf:
+        acc.apply_grad(like(form, [np.nan, np.inf, other, 3e38], "f"))
+    mean = acc.take_grad(3, timeout=WAIT)
+    weight = mean if form == "one" else mean["weight"]
+    np.testing.assert_array_equal(weight.get(), [np.nan, np.inf, np.nan, np.inf])
+
+    acc.apply_grad(like(form, [1, 2, 3, 4], "f"), 1)
+    same_bits(form, acc.take_grad(1, timeout=WAIT), np.float32([1, 2, 3, 4]))
+
+
+def test_minus_0_stays_and_subnormals_are_flushed(make, form):
+    acc = make("float32")
+    acc.apply_grad(like(form, [-0.0, 1e-40], "f"))
+
+    same_bits(form, acc.take_grad(1, timeout=WAIT), np.float32([-0.0, 0.0]))
+    double = make("float64")
+    double.apply_grad(like(form, [-0.0, 1e-300]))
+    same_bits(form, double.take_grad(1, timeout=WAIT), [-0.0, 1e-300])
+
+
+def test_gradients_are_scaled(make, form):
+    acc = make("float32")
+    acc.apply_grad(like(form, [1, 2], "f2"), scale=0.5)
+    acc.apply_grad(like(form, [1, 2], "f2"), 0, scale=2)
+
+    same_bits(form, acc.take_grad(2, timeout=WAIT), np.float32([1.25, 2.5]))
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_results_lie_where_they_are_wanted(make, form, dtype):
+    acc = make(dtype, (300, 7))
+    acc.apply_grad(like(form, np.full((300, 7), 3), "f2"))
+    out = like(form, np.zeros((300, 7)), dtype)
+
+    assert acc.take_grad(1, timeout=WAIT, out=out) is out
+    same_bits(form, out, np.full((300, 7), 3, dtype))
+    acc.apply_grad(like(form, np.full((300, 7), 5), "f2"), 1)
+    same_bits(form, acc.take_grad(1, timeout=WAIT), np.full((300, 7), 5, dtype))
+
+
+def test_large_gradients_arrive_whole(make, form):
+    acc = make("float32", (300, 250))
+    values = np.random.default_rng(0).integers(0, 99, (300, 250))
+    acc.apply_grad(like(form, values, "f"))
+    acc.apply_grad(like(form, values + 2, "f"))
+
+    same_bits(form, acc.take_grad(2, timeout=WAIT), np.float32(values + 1))
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("reduction", ["MEAN", "SUM"])
+def test_long_results_are_clipped_to_the_norm(make, form, dtype, reduction):
+    acc = make(dtype, (2,), reduction_type=reduction, clip_norm=1.25)
+    # With the negatives, the norm of several arrays is twice as long, in square.
+    length = 5 if form == "one" else 5 * np.sqrt(2)
+    for _ in range(2):
+        acc.apply_grad(like(form, [3, 4], "f2"))
+    mean = acc.take_grad(2, timeout=WAIT)
+
+    weight = mean if form == "one" else mean["weight"]
+    tolerance = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-3}
+    assert weight.dtype == dtype
+    np.testing.assert_allclose(
+        weight.get().astype(float),
+        np.array([3, 4]) * 1.25 / length,
+        rtol=tolerance.get(str(dtype), 1e-2),
+    )
+    acc.apply_grad(like(form, [0.25, 0.5], "f2"), 1)
+    same_bits(form, acc.take_grad(1, timeout=WAIT), np.array([0.25, 0.5], dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_norm_is_right_in_the_round_after_one_that_was_not_finite(
+    make, form, dtype, bad
+):
+    acc = make(dtype, (3,), clip_norm=1e3)
+    acc.apply_grad(like(form, [bad, 1, 2], dtype))
+    acc.take_grad(1, timeout=WAIT, out=like(form, np.zeros(3), dtype))
+    acc.apply_grad(like(form, [1, 2, 3], dtype), 1)
+
+    same_bits(form, acc.take_grad(1, timeout=WAIT), np.array([1, 2, 3], dtype))
+
+
+def test_set_global_step_sets_whatever_was(acc, form, caplog):
+    with caplog.at_level(logging.WARNING, "hpcaccum"):
+        for value in 5, 5, 8:
+            acc.set_global_step(value)
+        assert acc.global_step == 8
+        assert not caplog.messages
+        acc.set_global_step(2.7)
+    assert acc.global_step == 2
+    assert "device_accumulator: step lowered from 8 to 2" in caplog.messages
+    acc.set_global_step(-3)
+    assert acc.apply_grad(like(form, [1, 1]), -3)
+    assert not acc.apply_grad(like(form, [1, 1]), -4)
+
+
+def test_set_global_step_keeps_what_is_accumulated(acc, form):
+    acc.apply_grad(like(form, [1, 1]))
+    acc.set_global_step(10)
+
+    assert acc.num_accumulated() == 1
+    assert not acc.apply_grad(like(form, [9, 9]), 9)
+    acc.apply_grad(like(form, [3, 5]), 10)
+    same_bits(form, acc.take_grad(2, timeout=WAIT), [2.0, 3.0])
+    assert acc.global_step == 11
+
+
+def test_statistics_count_what_became_of_gradients(make, form):
+    acc = make("float32", (16,))
+    acc.set_global_step(50)
+    for step in 50, 51, 49, 48, 48, 0:
+        acc.apply_grad(like(form, np.ones(16), "f"), step)
+    tally = Tally((2,), (4,), {0: 2, 1: 1, 2: 2, 31: 1})
+
+    arrays = 1 if form == "one" else 2
+    assert acc.statistics() == hpc.DeviceStatistics(50, 2, tally, 64 * arrays)
+    acc.take_grad(2, timeout=WAIT)
+    after = acc.statistics()
+    assert (after.global_step, after.num_accumulated, after.tally) == (51, 0, tally)
+
+
+def test_repr_shows_the_numbers(make, form):
+    acc = make("float16", (2, 3), name="grads")
+    acc.apply_grad(like(form, np.ones((2, 3)), "f2"))
+
+    shape = "(2, 3)" if form == "one" else "3 arrays"
+    assert repr(acc) == (
+        f"<DeviceAccumulator 'grads' float16 {shape}: step 0, 1 accumulated>"
+    )
+    assert (acc.name, acc.dtype) == ("grads", np.dtype("float16"))
+    acc.free()
+    assert repr(acc) == f"<DeviceAccumulator 'grads' float16 {shape}: freed>"
+
+
+def test_empty_mapping_has_rounds_too():
+    with hpc.DeviceAccumulator("float32", {}, clip_norm=1.0) as acc:
+        assert acc.apply_grad({})
+        assert acc.take_grad(1, timeout=0) == {}
+        assert acc.global_step == 1

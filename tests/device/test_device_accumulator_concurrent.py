@@ -1,0 +1,234 @@
+"""DeviceAccumulator: late receipts, streams, threads, and takes that wait."""
+
+from __future__ import annotations
+
+import threading
+
+import cupy
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+
+from .accumulating import (  # noqa: F401
+    WAIT,
+    acc_fixture,
+    form_fixture,
+    in_threads,
+    like,
+    make_fixture,
+    same_bits,
+)
+
+
+def test_receipts_may_be_read_late(acc, form):
+    receipts = []
+    for step in range(3):
+        receipts.append(acc.apply_grad(like(form, [step, 0]), 1))
+        if step < 2:
+            acc.take_grad(1, timeout=WAIT)
+    acc.set_global_step(40)
+
+    assert [(r.accepted, r.global_step) for r in receipts] == [
+        (True, 0),
+        (True, 1),
+        (False, 2),
+    ]
+
+
+class Model:
+    """What an accumulator does, in plain NumPy."""
+
+    def __init__(self):
+        self.step, self.round = 0, []
+
+    def apply(self, gradient, local_step):
+        """Return whether it is accepted, and its lag."""
+        accepted = local_step >= self.step
+        if accepted:
+            self.round.append(gradient)
+        return accepted, self.step - local_step
+
+    def take(self, required):
+        """Return the mean, or None if there are too few."""
+        if len(self.round) < required:
+            return None
+        mean = sum(self.round) / len(self.round)
+        self.step, self.round = self.step + 1, []
+        return mean
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_accumulator_does_what_the_model_does(acc, form, seed):
+    random, model, kept = np.random.default_rng(seed), Model(), []
+    for number in range(60):
+        what = random.choice(["apply", "take", "step", "count"], p=[0.6, 0.2, 0.1, 0.1])
+        if what == "apply":
+            values = np.full(2, 2.0 ** (number % 40))
+            step = model.step + random.integers(-2, 2)
+            receipt = acc.apply_grad(like(form, values), step)
+            kept.append((receipt, *model.apply(values, step)))
+        elif what == "take":
+            required = int(random.integers(1, 4))
+            expected = model.take(required)
+            if expected is None:
+                with pytest.raises(hpc.WaitTimeoutError):
+                    acc.take_grad(required, timeout=0)
+            else:
+                same_bits(form, acc.take_grad(required, timeout=0), expected)
+        elif what == "step":
+            model.step = int(random.integers(-3, 6))
+            acc.set_global_step(model.step)
+        else:
+            assert acc.num_accumulated() == len(model.round)
+    assert acc.global_step == model.step
+    for receipt, accepted, lag in kept:
+        assert (receipt.accepted, receipt.lag) == (accepted, lag)
+
+
+def test_streams_take_turns(acc, form):
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    for step in range(4):
+        for number, stream in enumerate(streams):
+            with stream:
+                gradient = like(form, [number, 0])
+                for array in [gradient] if form == "one" else gradient.values():
+                    array += step
+                acc.apply_grad(gradient, step)
+                del gradient, array
+        with streams[step % 3]:
+            mean = acc.take_grad(3, timeout=WAIT)
+            expected = [1.0 + step, float(step)]
+            if form == "one":
+                same_bits(form, mean, expected)
+            else:
+                np.testing.assert_array_equal(mean["weight"].get(), expected)
+                negative = [-1.0 + step, float(step)]
+                np.testing.assert_array_equal(mean["bias"].get(), negative)
+
+
+def test_threads_apply_at_once(acc, form):
+    def work(which):
+        with cupy.cuda.Stream(non_blocking=True):
+            for _ in range(20):
+                assert acc.apply_grad(like(form, [which, 1.0]))
+
+    in_threads(4, work)
+
+    assert acc.num_accumulated() == 80
+    same_bits(form, acc.take_grad(80, timeout=WAIT), [1.5, 1.0])
+
+
+def test_every_gradient_is_taken_once(make, form):
+    acc = make("float64", reduction_type="SUM")
+    # Powers of two: the sum of all sums tells which were taken, and how often.
+    sums, applied = [], []
+
+    def work(which):
+        with cupy.cuda.Stream(non_blocking=True):
+            if which < 2:
+                for k in range(10):
+                    gradient = like(form, [2.0 ** (10 * which + k), 1.0])
+                    applied.append(acc.apply_grad(gradient, 1 << 30))
+                return
+            while True:
+                over = len(applied) == 20
+                try:
+                    total = acc.take_grad(1, timeout=0)
+                except hpc.WaitTimeoutError:
+                    if over:
+                        return
+                else:
+                    weight = total if form == "one" else total["weight"]
+                    sums.append(weight.get())
+
+    in_threads(4, work)
+
+    assert np.sum(sums, axis=0).tolist() == [2.0**20 - 1, 20.0]
+
+
+def test_take_waits_until_enough_are_there(acc, form):
+    results = []
+    waits = threading.Thread(
+        target=lambda: results.append(acc.take_grad(3, timeout=WAIT))
+    )
+    waits.start()
+    for value in 1, 2, 6:
+        assert not results
+        acc.apply_grad(like(form, [value, value]))
+    waits.join()
+
+    same_bits(form, results[0], [3.0, 3.0])
+
+
+def test_take_that_gave_up_takes_nothing(acc, form):
+    acc.apply_grad(like(form, [1, 0]))
+    acc.set_global_step(4)
+    told = r"device_accumulator: take_grad\(3\): waited .* for 3 gradients at step 4, "
+    with pytest.raises(hpc.WaitTimeoutError, match=told + "had 1"):
+        acc.take_grad(3, timeout=0.01)
+    assert (acc.num_accumulated(), acc.global_step) == (1, 4)
+    acc.apply_grad(like(form, [3, 2]), 4)
+
+    same_bits(form, acc.take_grad(2, timeout=0), [2.0, 1.0])
+
+
+def test_take_that_gives_up_on_a_busy_device_loses_nothing(acc, form, monkeypatch):
+    if not cupy.__version__.endswith("simulated"):
+        pytest.skip("a real device is not busy when one wants it to be")
+    acc.apply_grad(like(form, [1, 2]))
+    with monkeypatch.context() as busy:
+        busy.setattr(cupy.cuda.Event, "done", property(lambda event: False))
+        with pytest.raises(hpc.WaitTimeoutError, match="but the device is still busy"):
+            acc.take_grad(1, timeout=0.01)
+
+    same_bits(form, acc.take_grad(1, timeout=WAIT), [1.0, 2.0])
+
+
+def wait_until_one_takes(acc):
+    """Return what a second take is told, as soon as another thread's has begun."""
+    told = ""
+    while "for a take of another thread" not in told:
+        with pytest.raises(hpc.WaitTimeoutError) as caught:
+            acc.take_grad(2, timeout=0)
+        told = str(caught.value)
+    return told
+
+
+def test_second_take_says_that_another_one_waits(acc, form):
+    first = threading.Thread(target=lambda: acc.take_grad(1, timeout=WAIT))
+    first.start()
+    told = wait_until_one_takes(acc)
+    acc.apply_grad(like(form, [1, 1]))
+    first.join()
+
+    assert told.startswith("device_accumulator: take_grad(2): waited ")
+
+
+def test_take_that_waits_hears_that_it_was_freed(acc):
+    errors = []
+
+    def take():
+        with pytest.raises(hpc.FreedError) as caught:
+            acc.take_grad(1, timeout=WAIT)
+        errors.append(caught.value)
+
+    first = threading.Thread(target=take)
+    first.start()
+    wait_until_one_takes(acc)
+    acc.free()
+    first.join()
+
+    assert len(errors) == 1
+
+
+def test_free_waits_for_what_is_queued(make, form):
+    gradient = like(form, [1, 1], "f")
+    for _ in range(5):
+        acc, stream = make(), cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            kept = [acc.apply_grad(gradient) for _ in range(5)]
+        acc.free()
+
+        assert stream.done
+        assert all(kept)
