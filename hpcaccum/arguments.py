@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcaccum.device import check_array, is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import FLOATS, float_dtype, wide_dtype
 
@@ -79,25 +80,31 @@ def result_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Arra
     """
     if out is None:
         return np.empty(shape, dtype)
-    if not isinstance(out, np.ndarray):
+    if not isinstance(out, np.ndarray) and not is_device(out):
         raise InvalidArgumentError(f"out must be an array, got {type(out).__name__}")
     if (out.dtype, out.shape) != (dtype, shape):
         raise InvalidArgumentError(
             f"out must be {dtype} {shape}, got {out.dtype} {out.shape}"
         )
-    if not (out.flags.c_contiguous and out.flags.writeable):
+    if is_device(out):
+        check_array("out", out, FLOATS)
+    elif not (out.flags.c_contiguous and out.flags.writeable):
         raise InvalidArgumentError("out must be contiguous and writable")
-    return out
+    return out  # type: ignore[no-any-return]
 
 
 def gradient_array(grad: Any, dtype: np.dtype[Any]) -> Array:
     """Return a gradient as an array, which is not yet converted to ``dtype``.
 
     Raises:
-        InvalidArgumentError: If it is None, ragged, or not of real numbers.
+        InvalidArgumentError: If it is None, ragged, or not of real numbers; or lies on
+            a device in a way that kernels cannot read.
     """
     if grad is None:
         raise InvalidArgumentError("gradient must be an array, got None")
+    if is_device(grad):
+        check_array("gradient", grad, FLOATS)
+        return grad  # type: ignore[no-any-return]
     try:
         array = np.asarray(grad)
     except ValueError as error:

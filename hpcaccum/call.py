@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpcaccum.device import copyto
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -50,6 +52,11 @@ class Call(NamedTuple):
         brought: Arrays to copy in.
         whole: Whether they are all that this rank brings, none lies there already.
         out: Arrays to copy results to.
+        ready: Waits until a bucket of this rank's arrays, by its number, is there; they
+            are asked for in order. None if all are.
+        arrived: Is told the number of each bucket whose results are there, in order.
+        buffer: Device memory, flat, to be reduced in place instead of all other; only
+            for an MPI that takes it.
     """
 
     signature: int
@@ -57,12 +64,25 @@ class Call(NamedTuple):
     brought: Mapping[str, Array]
     whole: bool
     out: Mapping[str, Array]
+    ready: Callable[[int], None] | None = None
+    arrived: Callable[[int], None] | None = None
+    buffer: Any = None
+
+    def tell(self, count: int) -> None:
+        """Say that the results of the first ``count`` buckets are there."""
+        if self.arrived is not None:
+            for number in range(count):
+                self.arrived(number)
 
 
 def copy(source: Mapping[str, Array], target: Mapping[str, Array]) -> None:
     """Copy arrays to others of the same names, with conversion."""
     for name in target if len(target) < len(source) else source:
-        target[name][...] = source[name]
+        here, there = source[name], target[name]
+        if type(here) is type(there):
+            there[...] = here
+        else:
+            copyto(there, here)
 
 
 def agree(words: Sequence[int], mine: int) -> bool:

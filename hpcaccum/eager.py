@@ -36,15 +36,16 @@ class Eager:
     Attributes:
         arrays: This rank's arrays.
         results: Of the last call.
+        sent, received: The flat memory of the two.
         divisor: Of the sums.
     """
 
     def __init__(self, group: Group, layout: Layout) -> None:
         self._group, self.divisor = group, 1
         wide = wide_dtype(layout.dtype)
-        self._own = np.zeros(layout.size, layout.dtype)
-        self._total = np.zeros(layout.size, wide)
-        self.arrays, self.results = layout.views(self._own), layout.views(self._total)
+        self.sent = np.zeros(layout.size, layout.dtype)
+        self.received = np.zeros(layout.size, wide)
+        self.arrays, self.results = layout.views(self.sent), layout.views(self.received)
         self._memory = NodeMemory(group, 2 * layout.nbytes, 0)
         both = [
             part[: 2 * layout.nbytes].view(layout.dtype) for part in self._memory.parts
@@ -56,7 +57,7 @@ class Eager:
         self._mine = [layout.views(copies[group.rank]) for copies in self._copies]
         self._cells = Cells(group, 0, group.size)
         self._spin, self._quiet, self._calls = Spin(group), Quiet(), 0
-        self.window_bytes, self.result_bytes = 2 * layout.nbytes, self._total.nbytes
+        self.window_bytes, self.result_bytes = 2 * layout.nbytes, self.received.nbytes
 
     def offer(self, count: int) -> None:
         """Do nothing: it is not worth while."""
@@ -65,13 +66,16 @@ class Eager:
         """Sum; return whether all ranks have the same signature."""
         self._calls += 1
         parity = self._calls % 2
+        if call.ready is not None:
+            call.ready(0)
         if not call.whole:
-            self._copies[parity][self._group.rank][:] = self._own
+            self._copies[parity][self._group.rank][:] = self.sent
         if call.brought:
             copy(call.brought, self._mine[parity])
         if not self._meet(self._calls << BITS | call.signature, call.wait):
             return False
-        self._quiet(add_at_once, self._copies[parity], self._total, self.divisor)
+        self._quiet(add_at_once, self._copies[parity], self.received, self.divisor)
+        call.tell(1)
         if call.out:
             copy(self.results, call.out)
         return True

@@ -47,6 +47,7 @@ class Hierarchical:
         self._peers, self._spin = Peers(peers, plan), Spin(group)
         self._sum = NodeSum(self._inside, layout, plan.buckets, stripes, self._progress)
         self.arrays, self.results = self._sum.arrays, self._sum.results
+        self.sent, self.received = self._sum.sent, self._sum.received
         self.window_bytes = self._sum.window_bytes
         self.result_bytes = self._sum.result_bytes
 
@@ -77,6 +78,10 @@ class Hierarchical:
         """Sum the other buckets and compare the signatures."""
         count = len(self._sum.buckets)
         copy(call.brought, self.arrays)
+        if call.ready is not None:
+            for number in range(count):
+                call.ready(number)
+                self.offer(number + 1)
         self._sum.bring(count)
         while self._sum.summed < count:
             self._sum.sum_next(call.wait)
@@ -89,6 +94,8 @@ class Hierarchical:
         self._sum.report(0)
         self._sum.end(0, call.wait)
         self._peers.begun = 0
+        # Not earlier: a bucket is complete when all ranks of the node say so.
+        call.tell(count)
         copy(self.results, call.out)
         return agreement.reached
 
@@ -99,6 +106,7 @@ class Hierarchical:
     def free(self, *, abandoned: bool = False) -> None:
         """Free windows and communicators. Collective."""
         self._sum.free()
+        self.sent = self.received = self._sum.sent
         if not abandoned:
             self._peers.free()
             self._comm.Free()

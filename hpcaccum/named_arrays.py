@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import converted, fitting
+from hpcaccum.device import all_on_device, is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import FLOATS
 
@@ -56,7 +57,7 @@ class NamedArrays:
         self, arrays: Mapping[str, Any], started: int
     ) -> tuple[dict[str, Array], int]:
         """Return what is to be copied in, and the set of what is there then."""
-        found, members = {}, 0
+        found, members, plain = {}, 0, True
         for name, given in arrays.items():
             own, shape, dtype, bit = self._own(name)
             if started & bit:
@@ -69,26 +70,46 @@ class NamedArrays:
             # The check of the usual case; the other one takes microseconds.
             fits = type(given) is np.ndarray and given.dtype is dtype
             if not fits or given.shape != shape:
-                given = converted(fitting(f"{self._what}: {name!r}", given, own), dtype)
+                given = fitting(f"{self._what}: {name!r}", given, own)
+                if is_device(given):
+                    plain = False
+                else:
+                    given = converted(given, dtype)
             # In the place of another one it might be written over before it is read.
             found[name] = given.copy() if given.base is own.base else given
+        if not plain:
+            all_on_device(self._what, arrays.values())
         return found, members
 
     def targets(self, out: Mapping[str, Array], members: int) -> Mapping[str, Array]:
         """Return where results are to be copied, checked."""
+        plain = True
         for name, array in out.items():
             own, shape, _, bit = self._own(name)
             what = f"{self._what}: out {name!r}"
             if not members & bit:
                 raise InvalidArgumentError(f"{what}: this call does not reduce it")
+            if is_device(array):
+                plain = False
+                fitting(what, array, own)
+                continue
             if not isinstance(array, np.ndarray) or not array.flags.writeable:
                 raise InvalidArgumentError(f"{what} must be an array to write to")
             if array.dtype not in FLOATS:
                 raise InvalidArgumentError(f"{what} must be of floats")
             if array.shape != shape:
                 fitting(what, array, own)
+        if not plain:
+            all_on_device(f"{self._what}: out", out.values())
         return out
 
     def exact(self, out: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return the targets to which results are copied without conversion."""
-        return {name: array for name, array in out.items() if array.dtype is self._wide}
+        """Return the targets to which a schedule copies results by itself.
+
+        Those on the device, and those of the dtype of results.
+        """
+        return {
+            name: array
+            for name, array in out.items()
+            if array.dtype is self._wide or is_device(array)
+        }

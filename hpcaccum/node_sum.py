@@ -70,6 +70,7 @@ class NodeSum:
     Attributes:
         arrays: This rank's arrays.
         results: Of the last call, for all ranks of the node.
+        sent, received: The flat memory of the two.
         stripes: This rank's stripe of the results of each bucket.
         summed: In how many buckets this rank has summed its stripe.
         divisor: Of the sums.
@@ -93,7 +94,8 @@ class NodeSum:
         self.results = layout.views(total)
         self.window_bytes = layout.nbytes
         self.result_bytes = common if group.rank == 0 else 0
-        self._mine = parts[group.rank]
+        self._mine = self.sent = parts[group.rank]
+        self.received = total
         mine = [stripe(b, group.rank, stripes, wide.itemsize) for b in buckets]
         self.stripes = [total[each] for each in mine]
         self._total, self._overlaps = total, [layout.overlaps(b) for b in buckets]
@@ -235,6 +237,7 @@ class NodeSum:
     def free(self, *, abandoned: bool = False) -> None:
         """Free the windows. Collective."""
         self._mine = self._total = np.empty(0, self._total.dtype)
+        self.sent = self.received = self._total
         self._places, self.stripes = [], []
         self._memory.free()
         self._cells.free()

@@ -18,6 +18,8 @@ from hpcaccum.arguments import (
 )
 from hpcaccum.call import NOTHING, SIGNATURES, Call, copy
 from hpcaccum.deadline import Deadline
+from hpcaccum.device import is_device
+from hpcaccum.device_exchange import DeviceExchange, check_direct, on_device
 from hpcaccum.eager import Eager
 from hpcaccum.errors import FreedError, InvalidArgumentError, WaitTimeoutError
 from hpcaccum.group import Group, Opened, ranks_text
@@ -106,6 +108,11 @@ class Reducer(Freeable):
     then. MPI only recommends that its allreduce give the same bits each time (MPI-4.1,
     6.9.1).
 
+    Arrays of a CUDA device (CuPy's) are brought and taken in the same way, all of one
+    call: ``reduce(on_device, out=on_device)``. They are copied out, reduced and copied
+    back in a pipeline of buckets; with schedule ``"flat"`` and a CUDA-aware MPI they
+    are given to MPI as they are.
+
     What a plain allreduce leaves to luck is checked in every call: that all ranks are
     at the same step (MPI would pair a call with the next one of a rank that skipped
     it, and sum different steps), and that they bring the same arrays.
@@ -120,6 +127,8 @@ class Reducer(Freeable):
             sums travel between nodes; they are formed in the wide one.
         bucket_bytes: Of the pieces in which data travel and overlap, at most; None
             takes what suits the schedule.
+        cuda_aware: Whether MPI may be given device memory: what `cuda_aware.cuda_aware`
+            finds out, if None. True is an error where it may not.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -135,6 +144,7 @@ class Reducer(Freeable):
         schedule: str = "auto",
         wire_dtype: Any = None,
         bucket_bytes: int | None = None,
+        cuda_aware: bool | None = None,
     ) -> None:
         self._group, self._name = Group.of(group), name
         self._wire: np.dtype[Any] | None = None
@@ -147,12 +157,14 @@ class Reducer(Freeable):
                 raise InvalidArgumentError(
                     "wire_dtype is for schedule 'auto' or 'hierarchical', not 'flat'"
                 )
+            check_direct(cuda_aware, schedule)
             return {
                 "names, shapes and dtype": layout.fingerprint,
                 "reduction_type": reduction_type,
                 "schedule": schedule,
                 "wire_dtype": str(self._wire),
                 "bucket_bytes": bucket_size(bucket_bytes),
+                "cuda_aware": cuda_aware,
             }
 
         self._group.agree(name, facts)
@@ -164,6 +176,8 @@ class Reducer(Freeable):
         self._reduction_type = reduction_type
         self._set_divisor(None)
         self._arrays, self._buckets = self._schedule.arrays, len(buckets)
+        direct = cuda_aware if self._kind == "flat" else False
+        self._device = DeviceExchange(layout, self._schedule, buckets, direct)
         views = {name: array.view() for name, array in self._schedule.results.items()}
         for view in views.values():
             view.flags.writeable = False
@@ -252,14 +266,16 @@ class Reducer(Freeable):
         Args:
             arrays: Copied in first, unless it is the reducer's own; names that are
                 missing are brought by nobody. None: all, as they lie in `arrays`.
-            out: Arrays to copy results to, by name; of any float dtype.
+            out: Arrays to copy results to, by name; of any float dtype. On the device
+                it is queued on the current stream.
             step: What this rank is at, by a count that it also raises when it skips a
                 call.
             reduction_type: Of this call, if nothing was started; None is the reducer's
                 own.
 
         Returns:
-            The results of what was brought, where they lie; see `results`.
+            The results of what was brought, where they lie; see `results`. If ``out``
+            is on the device, that.
 
         Raises:
             DisagreementError: On every rank, if ranks bring different arrays or are at
@@ -296,6 +312,7 @@ class Reducer(Freeable):
         self._set_divisor(None)
         given = {name: self._arrays.get(name) if array is None else array}
         brought, bit = self._named.brought(given, self._mask)
+        self._device.settle()
         copy(brought, self._arrays)
         self._mask |= bit
         self._schedule.offer(self._readiness.add(name))
@@ -350,6 +367,8 @@ class Reducer(Freeable):
         if len(exact) < len(out):
             for name in out.keys() - exact.keys():
                 out[name][...] = converted(self._results[name], out[name].dtype)
+        if out and is_device(next(iter(out.values()))):
+            return out
         if mask == self._named.all:
             return self._results
         return {name: self._results[name] for name in self._named.names(mask)}
@@ -359,7 +378,9 @@ class Reducer(Freeable):
         begun = time.monotonic()
         # Until proved otherwise: others may go on working in this rank's memory.
         self._given_up = True
-        agreed = self._schedule.finish(call)
+        self._device.settle()
+        finish = self._device.finish if on_device(call) else self._schedule.finish
+        agreed = finish(call)
         self._given_up = False
         self._calls += 1
         if self._mask:
@@ -423,6 +444,7 @@ class Reducer(Freeable):
     def _free(self) -> None:
         given_up = self._group.meet(self._given_up, f"{self._name}: free")
         self._arrays, self._results = {}, {}
+        self._device.free()
         if self._roll_call is not None:
             self._roll_call.free()
         self._schedule.free(abandoned=any(given_up))

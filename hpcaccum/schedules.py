@@ -58,6 +58,7 @@ class Schedule(Protocol):
     Attributes:
         arrays: This rank's gradients, of the layout's dtype.
         results: The reduction, of the wide dtype.
+        sent, received: The flat memory of the two.
         window_bytes: Of gradients in this rank's memory.
         result_bytes: Of results, as far as they lie in this rank's memory.
         divisor: Of the sums of a call; set before it begins.
@@ -65,6 +66,8 @@ class Schedule(Protocol):
 
     arrays: dict[str, Array]
     results: dict[str, Array]
+    sent: Array
+    received: Array
     window_bytes: int
     result_bytes: int
     divisor: int
@@ -146,10 +149,10 @@ class Flat:
         layout = plan.layout
         # MPI pairs collective calls on one communicator by their order alone.
         self._comm = plan.group.comm.Dup()
-        self._grads = np.zeros(layout.size, layout.dtype)
-        self._total = np.zeros(layout.size, wide_dtype(layout.dtype))
-        self.arrays, self.results = layout.views(self._grads), layout.views(self._total)
-        self.window_bytes, self.result_bytes = self._grads.nbytes, self._total.nbytes
+        self.sent = np.zeros(layout.size, layout.dtype)
+        self.received = np.zeros(layout.size, wide_dtype(layout.dtype))
+        self.arrays, self.results = layout.views(self.sent), layout.views(self.received)
+        self.window_bytes, self.result_bytes = self.sent.nbytes, self.received.nbytes
         self._buckets, self.divisor = plan.buckets, 1
         self._requests: list[Any] = []
         self._spin, self._threads = Spin(plan.group), own_cores(plan.group)
@@ -157,8 +160,8 @@ class Flat:
     def offer(self, count: int) -> None:
         """Begin to reduce these buckets."""
         for bucket in self._buckets[len(self._requests) : count]:
-            result = self._total[bucket]
-            source: Any = self._grads[bucket]
+            result = self.received[bucket]
+            source: Any = self.sent[bucket]
             if source.dtype != result.dtype:
                 np.copyto(result, source)
                 source = MPI.IN_PLACE
@@ -167,15 +170,39 @@ class Flat:
     def finish(self, call: Call) -> bool:
         """Reduce the other buckets and compare the signatures."""
         copy(call.brought, self.arrays)
+        if call.buffer is not None:
+            parts = [call.buffer[bucket] for bucket in self._buckets]
+            self._requests = [
+                self._comm.Iallreduce(MPI.IN_PLACE, part) for part in parts
+            ]
+        if call.ready is not None:
+            for number in range(len(self._buckets)):
+                call.ready(number)
+                self.offer(number + 1)
         self.offer(len(self._buckets))
         agreement = Agreement(self._comm, call.signature)
-        requests = [*self._requests, agreement.request]
-        self._spin(lambda: MPI.Request.Testall(requests), call.wait)
-        self._requests = []
-        if self.divisor != 1:
-            add_in_order([self._total], self._total, self.divisor, self._threads)
+        self._complete(call, agreement.request)
         copy(self.results, call.out)
         return agreement.reached
+
+    def _complete(self, call: Call, last: Any) -> None:
+        """Wait for all buckets; for one after the other, if somebody wants them."""
+        requests, self._requests = self._requests, []
+        if call.arrived is None:
+            self._spin(lambda: MPI.Request.Testall([*requests, last]), call.wait)
+            if call.buffer is None:
+                self._divide(slice(None))
+            return
+        for number, request in enumerate(requests):
+            self._spin(request.Test, call.wait)
+            self._divide(self._buckets[number])
+            call.arrived(number)
+        self._spin(last.Test, call.wait)
+
+    def _divide(self, piece: slice) -> None:
+        if self.divisor != 1:
+            part = self.received[piece]
+            add_in_order([part], part, self.divisor, self._threads)
 
     def late(self) -> list[int] | None:
         """Return None: the library does not tell."""
@@ -215,17 +242,25 @@ class Shared(NodeSum):
     def finish(self, call: Call) -> bool:
         """Sum the other buckets, and copy in and out meanwhile."""
         sources = self._vectors(call.brought) if call.whole else {}
+        count = len(self.buckets)
         staged = bool(sources) and len(sources) == len(call.brought)
         staged = staged and not _overlap(call)
         if not staged:
             sources = {}
             copy(call.brought, self.arrays)
-            self.bring(len(self.buckets))
+            if call.ready is None:
+                self.bring(count)
         if self.summed or not self.buckets:
             self.report(call.signature)
         targets = self._vectors(call.out)
-        for number in range(len(self.buckets) + 2):
+        for number in range(count + 2):
+            if call.ready is not None and number < count:
+                call.ready(number)
+                self.bring(number + 1)
             self._advance(number, sources, targets, call)
+            if call.arrived is not None and number >= 2:
+                self.read(number - 1, call.wait)
+                call.arrived(number - 2)
         agreed = self.end(call.signature, call.wait)
         copy(self.results, {n: a for n, a in call.out.items() if n not in targets})
         return agreed
@@ -235,7 +270,11 @@ class Shared(NodeSum):
         if not self._by_pieces:
             return {}
         items = arrays.items()
-        return {name: a.reshape(-1) for name, a in items if a.flags.c_contiguous}
+        return {
+            name: a.reshape(-1)
+            for name, a in items
+            if type(a) is np.ndarray and a.flags.c_contiguous
+        }
 
     def _advance(
         self,

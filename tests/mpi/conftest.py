@@ -25,6 +25,7 @@ from mpi4py import MPI
 import hpcaccum
 
 from .exchange import world
+from .on_device import device_library, pinned, wants_gpu  # noqa: F401
 from .outcome import Outcome, merge
 from .watchdog import Watchdog
 
@@ -135,8 +136,13 @@ def pytest_make_collect_report(
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     for item in items:
+        # The same tests, with a simulated device otherwise.
+        if wants_gpu(config) and "cp" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
         for marker in item.iter_markers("ranks"):
             size = MPI.COMM_WORLD.size
             reason = wrong_size(size, *marker.args, **marker.kwargs)

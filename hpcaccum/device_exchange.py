@@ -1,0 +1,147 @@
+"""How a `Reducer` reduces arrays of the device.
+
+By way of the schedule's own host memory, in a pipeline: while one bucket is copied out,
+the ranks reduce the one before, and the one before that is copied back. Or, where MPI
+takes device memory, directly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpcaccum.call import NOTHING, copy
+from hpcaccum.cuda_aware import VARIABLE, cuda_aware
+from hpcaccum.device import copyto, cupy, is_device
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.transfer import Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hpcaccum.call import Call
+    from hpcaccum.layout import Layout
+    from hpcaccum.schedules import Schedule
+
+# Bytes from which on host memory is pinned; less is copied faster than that is done.
+_PIN = 64 << 10
+
+
+def on_device(call: Call) -> bool:
+    """Whether a call brings arrays of the device, or wants results there."""
+    # Most calls bring and take nothing: their arrays lie where they are reduced.
+    return bool(call.brought and _first_is_device(call.brought)) or bool(
+        call.out and _first_is_device(call.out)
+    )
+
+
+def _first_is_device(arrays: Mapping[str, Any]) -> bool:
+    # Either all are or none is.
+    return is_device(next(iter(arrays.values()), None))
+
+
+def check_direct(direct: bool | None, schedule: str) -> None:
+    """Raise InvalidArgumentError if MPI is to be given what it cannot take."""
+    if not direct:
+        return
+    if schedule != "flat":
+        raise InvalidArgumentError(
+            f"cuda_aware=True is for schedule 'flat', got {schedule!r}: the others sum "
+            f"in host memory"
+        )
+    answer = cuda_aware()
+    if not answer.aware:
+        raise InvalidArgumentError(
+            f"cuda_aware=True, but this MPI cannot take device memory, by "
+            f"{answer.reason}; {VARIABLE}=1 says that it can"
+        )
+
+
+class DeviceExchange:
+    """Finishes calls whose arrays, or results, are on the device.
+
+    The device reads and writes the schedule's memory by itself, so that nothing is
+    copied twice in the host. This rank alone decides; others may bring host arrays.
+
+    Args:
+        layout: Of the arrays.
+        schedule: What reduces them.
+        buckets: In which it works.
+        direct: Whether MPI is given device memory; None if that is to be found out.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        schedule: Schedule,
+        buckets: list[slice],
+        direct: bool | None,
+    ) -> None:
+        self._layout, self._schedule, self._buckets = layout, schedule, buckets
+        self._direct, self._made = direct, False
+
+    def _make(self) -> None:
+        """Take memory on the device, when it is first needed."""
+        if self._direct is None:
+            self._direct = cuda_aware().aware
+        sent, received = self._schedule.sent, self._schedule.received
+        leaving = received if self._direct else sent
+        self._transfer = Transfer(self._layout, leaving.dtype, received.dtype)
+        self._made = True
+        for memory in () if self._direct else (sent, received):
+            if memory.nbytes >= _PIN:
+                self._transfer.pin(memory)
+
+    def finish(self, call: Call) -> bool:
+        """Do as `Schedule.finish`."""
+        if not self._made:
+            self._make()
+        # Only all arrays together fill a bucket.
+        leaves = call.whole and _first_is_device(call.brought)
+        if leaves and self._direct:
+            return self._finish_directly(call)
+        targets = call.out if _first_is_device(call.out) else NOTHING
+        if leaves:
+            sent = self._schedule.sent
+            events = self._transfer.send(call.brought, sent, self._buckets)
+
+            def ready(number: int) -> None:
+                for event in events[number : number + 1]:
+                    event.synchronize()
+
+            call = call._replace(brought=NOTHING, whole=False, ready=ready)
+        if targets:
+            call = call._replace(out=NOTHING, arrived=self._fetch)
+        agreed = self._schedule.finish(call)
+        if targets and agreed:
+            self._transfer.deliver(targets)
+        return agreed
+
+    def _fetch(self, number: int) -> None:
+        for bucket in self._buckets[number : number + 1]:
+            self._transfer.fetch(self._schedule.received, bucket)
+
+    def _finish_directly(self, call: Call) -> bool:
+        flat: Any = self._transfer.pack(call.brought)
+        # MPI knows nothing of streams.
+        cupy().cuda.get_current_stream().synchronize()
+        plain = call._replace(brought=NOTHING, whole=False, out=NOTHING, buffer=flat)
+        agreed = self._schedule.finish(plain)
+        if agreed:
+            self._transfer.divide(self._schedule.divisor)
+            if _first_is_device(call.out):
+                self._transfer.unpack(call.out)
+            else:
+                copyto(self._schedule.received, flat)
+                copy(self._schedule.results, call.out)
+        return agreed
+
+    def settle(self) -> None:
+        """Wait until others may write to the schedule's memory again."""
+        if self._made:
+            self._transfer.settle()
+
+    def free(self) -> None:
+        """Give everything back, before the schedule's memory goes."""
+        if self._made:
+            self._transfer.free()
+            self._made = False

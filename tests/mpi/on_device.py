@@ -1,0 +1,66 @@
+"""What the tests with device arrays share: a device, real with ``-m gpu``, else not."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcaccum import device
+
+SIMULATOR = Path(__file__).parents[1] / "simulator"
+
+
+def wants_gpu(config: pytest.Config) -> bool:
+    return config.option.markexpr == "gpu"
+
+
+@pytest.fixture(scope="session", name="cp")
+def device_library(request: pytest.FixtureRequest) -> Any:
+    """CuPy, or what stands in for it; the rank's own device is the current one."""
+    if not wants_gpu(request.config):
+        if str(SIMULATOR) not in sys.path:
+            sys.path.insert(0, str(SIMULATOR))
+        missing = importlib.import_module("cpu_cuda").missing()
+        if missing and os.environ.get("HPCACCUM_REQUIRE_KERNELS") != "1":
+            pytest.skip(missing)
+        assert not missing, missing
+    from mpi4py import MPI
+
+    device.use_device(MPI.COMM_WORLD.rank)
+    return device.cupy()
+
+
+@pytest.fixture
+def pinned(cp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The addresses of host memory that is pinned now, and whether any ever was."""
+    now: dict[int, int] = {}
+    runtime = cp.cuda.runtime
+    register, unregister = runtime.hostRegister, runtime.hostUnregister
+
+    def pin(address: int, nbytes: int, flags: int) -> None:
+        register(address, nbytes, flags)
+        now[address] = nbytes
+
+    def unpin(address: int) -> None:
+        unregister(address)
+        del now[address]
+
+    monkeypatch.setattr(runtime, "hostRegister", pin)
+    monkeypatch.setattr(runtime, "hostUnregister", unpin)
+    yield now
+    assert not now, f"still pinned: {now}"
+
+
+def to_device(cp: Any, arrays: Any) -> dict[str, Any]:
+    """Return copies of arrays on the device, by name."""
+    return {name: cp.asarray(array) for name, array in arrays.items()}
+
+
+def empty_like(cp: Any, shapes: Any, dtype: Any) -> dict[str, Any]:
+    """Return arrays on the device with nothing useful in them."""
+    return {name: cp.full(shape, -7, dtype) for name, shape in shapes.items()}

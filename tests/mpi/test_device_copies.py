@@ -1,0 +1,128 @@
+"""Copies between arrays of the device and of the host, of any kind."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+
+from hpcaccum import DeviceUnavailableError, device
+
+from .training import raised
+
+KINDS = {
+    "plain": lambda array: array,
+    "strided": lambda array: np.repeat(array, 2, axis=1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize(
+    "dtypes", [*itertools.product(["float16", "float64"], repeat=2)]
+)
+@pytest.mark.parametrize("places", [*itertools.product(["here", "there"], repeat=2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_copied(cp, dtypes, places, kind):
+    numbers = np.arange(6.0).reshape(2, 3)
+    source = KINDS[kind](numbers.astype(dtypes[0]))
+    target = KINDS[kind](np.full((2, 3), -7, dtypes[1]))
+    source, target = (
+        array if place == "here" else cp.asarray(array)
+        for place, array in zip(places, (source, target), strict=True)
+    )
+    device.copyto(target, source)
+
+    assert target.dtype == dtypes[1]
+    np.testing.assert_array_equal(device.to_host(target), numbers)
+
+
+def test_pinned_memory_may_be_changed_at_once(cp):
+    import cupyx
+
+    source = cupyx.empty_pinned((500,), np.float32)
+    target = cp.zeros((500,), np.float32)
+    for number in range(5):
+        source[:] = number
+        device.copyto(target, source)
+        source[:] = -7
+        assert (target.get() == number).all()
+
+
+def test_which_library_an_array_is_of(cp):
+    assert device.library(cp.ones(1)) is cp
+    assert device.library(np.ones(1)) is device.library(None) is np
+    assert not device.is_device([1.0])
+    assert device.all_on_device("x", [cp.ones(1), cp.ones(2)])
+    assert not device.all_on_device("x", [])
+
+
+def test_arrays_of_another_device(cp, monkeypatch):
+    array = cp.ones(3, np.float32)
+    if cp.cuda.runtime.getDeviceCount() > 1:
+        with cp.cuda.Device(1 - array.device.id):
+            error = raised(device.check_array, "x", array, [np.float32])
+    else:
+
+        class Another:
+            id = 1
+
+        monkeypatch.setattr(cp.cuda, "Device", Another)
+        error = raised(device.check_array, "x", array, [np.float32])
+
+    assert "x is on device 0, the current one is 1" in str(error)
+
+
+def test_ranks_take_one_device_after_the_other(cp):
+    count = cp.cuda.runtime.getDeviceCount()
+    before = cp.cuda.Device().id
+    assert [device.use_device(rank) for rank in range(2 * count)] == [*range(count)] * 2
+    cp.cuda.Device(before).use()
+    assert "CUDA" in device.device_name()
+
+
+# Without one
+
+
+@pytest.fixture
+def forgotten():
+    device.cupy.cache_clear()
+    yield
+    device.cupy.cache_clear()
+
+
+def test_without_cupy(forgotten, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    error = raised(device.cupy)
+
+    assert type(error) is DeviceUnavailableError
+    assert "pip install 'hpcaccum[cuda13]'" in str(error)
+    assert not device.is_device(object())
+
+
+def test_without_a_driver(cp, forgotten, monkeypatch):
+    def fails():
+        raise cp.cuda.runtime.CUDARuntimeError(35)
+
+    monkeypatch.setattr(cp.cuda.runtime, "getDeviceCount", fails)
+    error = raised(device.cupy)
+
+    assert type(error) is DeviceUnavailableError
+    assert "finds no CUDA device: cudaErrorInsufficientDriver" in str(error)
+
+
+def test_without_devices(cp, forgotten, monkeypatch):
+    monkeypatch.setattr(cp.cuda.runtime, "getDeviceCount", lambda: 0)
+    assert type(raised(device.cupy)) is DeviceUnavailableError
+
+
+def test_memory_that_cannot_be_pinned_is_no_error(cp, monkeypatch, caplog):
+    def fails(*args):
+        raise cp.cuda.runtime.CUDARuntimeError(2)
+
+    monkeypatch.setattr(cp.cuda.runtime, "hostRegister", fails)
+    monkeypatch.setattr(cp.cuda.runtime, "hostUnregister", fails)
+    memory = np.zeros(1 << 20, np.uint8)
+    device.Pinned(memory).free()
+
+    assert "1.0 MiB of host memory cannot be pinned" in caplog.text

@@ -1,0 +1,310 @@
+"""Reducer with arrays of a device: the same results, nothing waited for too little."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcaccum import (
+    DisagreementError,
+    InvalidArgumentError,
+    cuda_aware,
+    device_exchange,
+)
+from hpcaccum.layout import wide_dtype
+
+from .on_device import empty_like, to_device
+from .reducing import (
+    ALL,
+    Maker,
+    drawn,
+    limit_fixture,  # noqa: F401
+    maker_fixture,  # noqa: F401
+    works,
+)
+from .training import raised
+
+SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
+DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
+
+
+@pytest.fixture(autouse=True)
+def all_pinned(monkeypatch):
+    # Copies to other memory wait by themselves.
+    monkeypatch.setattr(device_exchange, "_PIN", 0)
+
+
+def brought(dtype, size, call):
+    return [drawn(SHAPES, rank, call, dtype=dtype) for rank in range(size)]
+
+
+def check(maker, found, parts, dtype, **options):
+    for name, array in found.items():
+        expected = maker.expected([part[name] for part in parts], dtype, **options)
+        maker.check(array.get() if hasattr(array, "get") else array, expected)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_out_of_the_device_and_back(cp, maker, rank, size, dtype):
+    reducer, wide = maker(SHAPES, dtype), wide_dtype(np.dtype(dtype))
+    for call in range(3):
+        parts = brought(dtype, size, call)
+        mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, wide)
+        found = reducer.reduce(mine, out=out)
+
+        assert found is out
+        check(maker, out, parts, dtype)
+        for name, array in mine.items():
+            assert array.get().tobytes() == parts[rank][name].tobytes()
+
+
+@ALL
+def test_results_may_replace_what_was_brought(cp, maker, rank, size):
+    reducer, parts = maker(SHAPES), brought(np.float32, size, 0)
+    mine = to_device(cp, parts[rank])
+    reducer.reduce(mine, out=mine)
+
+    check(maker, mine, parts, np.float32)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_any_float_dtype_comes_and_goes(cp, maker, size, dtype):
+    reducer = maker(SHAPES)
+    ones = {n: np.ones(shape, dtype) for n, shape in SHAPES.items()}
+    out = empty_like(cp, SHAPES, dtype)
+    reducer.reduce(to_device(cp, ones), out=out, reduction_type="SUM")
+
+    assert all(a.dtype == dtype and (a.get() == size).all() for a in out.values())
+
+
+@ALL
+def test_from_the_device_to_the_host(cp, maker, rank, size):
+    reducer, parts = maker(SHAPES), brought(np.float32, size, 0)
+    found = reducer.reduce(to_device(cp, parts[rank]))
+    check(maker, found, parts, np.float32)
+    out = {name: np.full(shape, -7, np.float32) for name, shape in SHAPES.items()}
+    reducer.reduce(to_device(cp, parts[rank]), out=out, step=1)
+    check(maker, out, parts, np.float32)
+
+
+@ALL
+def test_from_the_host_to_the_device(cp, maker, rank, size):
+    reducer, parts = maker(SHAPES), brought(np.float32, size, 0)
+    out = empty_like(cp, SHAPES, np.float32)
+    reducer.reduce(parts[rank], out=out)
+
+    check(maker, out, parts, np.float32)
+
+
+@ALL
+def test_some_ranks_may_have_none(cp, maker, rank, size):
+    reducer = maker(SHAPES)
+    for call in range(2):
+        parts, out = brought(np.float32, size, call), None
+        mine = parts[rank]
+        if rank % 2 == call:
+            mine, out = to_device(cp, mine), empty_like(cp, SHAPES, np.float32)
+        check(maker, reducer.reduce(mine, out=out), parts, np.float32)
+
+
+@ALL
+def test_a_part_of_the_arrays(cp, maker, rank, size):
+    reducer, parts = maker(SHAPES), brought(np.float32, size, 0)
+    mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
+    names = ["vector", "scalar"]
+    reducer.reduce({n: mine[n] for n in names}, out={n: out[n] for n in names})
+
+    check(maker, {n: out[n] for n in names}, parts, np.float32)
+    assert (out["matrix"].get() == -7).all()
+
+
+@ALL
+def test_one_after_the_other(cp, maker, rank, size):
+    reducer = maker(SHAPES)
+    for call in range(2):
+        parts = brought(np.float32, size, call)
+        mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
+        for name in reversed(mine):
+            reducer.start(name, mine[name])
+        reducer.wait(out=out)
+        check(maker, out, parts, np.float32)
+
+
+@ALL
+def test_on_streams_of_the_callers(cp, maker, rank, size):
+    reducer = maker(SHAPES)
+    for call in range(4):
+        parts = brought(np.float32, size, call)
+        with cp.cuda.Stream(non_blocking=True):
+            mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
+            for array in mine.values():
+                array *= 2
+            reducer.reduce(mine, out=out)
+            for array in (*mine.values(), *out.values()):
+                array /= 2
+            check(maker, out, parts, np.float32)
+
+
+@ALL
+def test_calls_with_and_without_the_device_take_turns(cp, maker, rank, size):
+    reducer = maker(SHAPES)
+    for call in range(6):
+        parts = brought(np.float32, size, call)
+        mine, out = parts[rank], empty_like(cp, SHAPES, np.float32)
+        if call % 2:
+            check(maker, reducer.reduce(mine), parts, np.float32)
+        else:
+            reducer.reduce(to_device(cp, mine), out=out)
+            check(maker, out, parts, np.float32)
+
+
+@ALL
+def test_results_are_not_waited_for_but_right(cp, maker, rank, size):
+    reducer, outs = maker(SHAPES), []
+    for call in range(4):
+        # What comes from the device waits for it; what comes from the host does not.
+        mine = brought(np.float32, size, call)[rank]
+        mine = mine if call % 2 else to_device(cp, mine)
+        outs.append(reducer.reduce(mine, out=empty_like(cp, SHAPES, np.float32)))
+    for call, out in enumerate(outs):
+        check(maker, out, brought(np.float32, size, call), np.float32)
+
+
+@ALL
+def test_streams_may_change_from_call_to_call(cp, maker, rank, size):
+    reducer, outs, streams = maker(SHAPES), [], []
+    for call in range(4):
+        streams.append(cp.cuda.Stream(non_blocking=True))
+        with streams[-1]:
+            mine = to_device(cp, brought(np.float32, size, call)[rank])
+            outs.append(reducer.reduce(mine, out=empty_like(cp, SHAPES, np.float32)))
+    cp.cuda.Device().synchronize()
+    for call, out in enumerate(outs):
+        check(maker, out, brought(np.float32, size, call), np.float32)
+
+
+# A CUDA-aware MPI: the memory of the simulated device is one that any MPI can take.
+
+
+@pytest.fixture
+def aware(monkeypatch):
+    monkeypatch.setenv(cuda_aware.VARIABLE, "1")
+    cuda_aware.cuda_aware.cache_clear()
+    yield
+    cuda_aware.cuda_aware.cache_clear()
+
+
+@pytest.mark.parametrize("maker", ["flat"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["MEAN", "SUM"])
+def test_an_mpi_that_takes_device_memory_gets_it(
+    cp, aware, maker, rank, size, dtype, kind
+):
+    reducer = maker(SHAPES, dtype, cuda_aware=True, reduction_type=kind)
+    wide = wide_dtype(np.dtype(dtype))
+    for call in range(3):
+        parts = brought(dtype, size, call)
+        mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, wide)
+        reducer.reduce(mine, out=out)
+        check(maker, out, parts, dtype, mean=kind == "MEAN")
+    assert not any(array.any() for array in reducer.arrays().values())
+    parts = brought(dtype, size, 3)
+    found = reducer.reduce(to_device(cp, parts[rank]))
+    check(maker, found, parts, dtype, mean=kind == "MEAN")
+
+
+@pytest.mark.parametrize("maker", ["flat"], indirect=True)
+def test_ranks_without_a_device_take_part(cp, aware, maker, rank, size):
+    reducer, parts = maker(SHAPES), brought(np.float32, size, 0)
+    mine = to_device(cp, parts[rank]) if rank % 2 else parts[rank]
+
+    check(maker, reducer.reduce(mine), parts, np.float32)
+
+
+@pytest.mark.parametrize("kind", ["flat", "shared", "hierarchical"])
+def test_an_mpi_that_does_not_take_it_never_gets_it(cp, monkeypatch, comm, kind):
+    monkeypatch.setenv(cuda_aware.VARIABLE, "0")
+    cuda_aware.cuda_aware.cache_clear()
+    maker = Maker(comm, kind)
+    error = raised(maker, SHAPES, cuda_aware=True)
+    maker.free()
+    cuda_aware.cuda_aware.cache_clear()
+
+    assert type(error) is InvalidArgumentError
+    expected = "HPCACCUM_CUDA_AWARE=0" if kind == "flat" else "for schedule 'flat'"
+    assert expected in str(error)
+
+
+def test_what_the_variable_may_say(monkeypatch):
+    monkeypatch.setenv(cuda_aware.VARIABLE, "yes")
+    cuda_aware.cuda_aware.cache_clear()
+    with pytest.raises(InvalidArgumentError, match="must be 0 or 1, got 'yes'"):
+        cuda_aware.cuda_aware()
+    monkeypatch.delenv(cuda_aware.VARIABLE)
+    assert cuda_aware.cuda_aware().reason
+
+
+# What goes wrong on one rank
+
+
+def bad_arrays(cp):
+    good = {"x": cp.ones((900,), np.float32), "y": cp.ones((300,), np.float32)}
+    return {
+        "mixed": ({**good, "y": np.ones(300, np.float32)}, "some on the host"),
+        "strided": ({**good, "x": cp.ones(1800, np.float32)[::2]}, "contiguous"),
+        "integers": ({**good, "x": cp.ones(900, np.int32)}, "got int32"),
+        "complex": ({**good, "x": cp.ones(900, np.complex64)}, "got complex64"),
+        "shape": ({**good, "x": cp.ones(901, np.float32)}, r"\(900,\), got \(901,\)"),
+        "name": ({**good, "z": good["x"]}, "no array is named 'z'"),
+    }
+
+
+@ALL
+@pytest.mark.parametrize(
+    "case", ["mixed", "strided", "integers", "complex", "shape", "name"]
+)
+@pytest.mark.parametrize("where", ["brought", "out"])
+def test_bad_arrays_are_an_error_everywhere(cp, maker, rank, size, case, where):
+    reducer = maker({"x": (900,), "y": (300,)})
+    bad, message = bad_arrays(cp)[case]
+    good = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
+    mine, out = (bad, good) if where == "brought" else (good, bad)
+    if rank != size - 1:
+        mine, out = good, None
+    with pytest.raises(InvalidArgumentError, match=message):
+        reducer.reduce(mine, out=out)
+
+    assert all((array.get() == -7).all() for array in good.values())
+    works(reducer, size)
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+def test_a_disagreement_leaves_the_results_alone(cp, maker, rank, size):
+    reducer = maker({"x": (900,), "y": (300,)})
+    mine = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
+    out = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
+    with pytest.raises(DisagreementError):
+        reducer.reduce(mine, out=out, step=int(rank == 0))
+
+    assert all((array.get() == -7).all() for array in out.values())
+    works(reducer, size)
+
+
+@ALL
+@pytest.mark.parametrize("bound", [200, 1 << 20])
+def test_memory_is_pinned_where_it_pays(
+    cp, pinned, maker, rank, size, monkeypatch, bound
+):
+    monkeypatch.setattr(device_exchange, "_PIN", bound)
+    reducer = maker({"x": (5000,)})
+    mine = {"x": cp.full((5000,), float(rank), np.float32)}
+    for step in range(2):
+        reducer.reduce(mine, out=mine, step=step, reduction_type="SUM")
+        assert len(pinned) == (0 if bound > 20_000 else 2)
+    reducer.free()
+
+    assert not pinned
