@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from hpcaccum.accumulator import ConditionalAccumulator, Statistics
+from hpcaccum.device_accumulator import DeviceAccumulator
+from hpcaccum.device_rounds import DeviceReceipt, DeviceStatistics
+from hpcaccum.device_rows import DeviceRowAccumulator
 from hpcaccum.errors import (
+    DeviceUnavailableError,
     DisagreementError,
     EverybodyLeftError,
     FreedError,
@@ -12,6 +16,7 @@ from hpcaccum.errors import (
     WaitTimeoutError,
 )
 from hpcaccum.group import Group
+from hpcaccum.int8 import Int8Compressor, Int8Gradient
 from hpcaccum.layout import Layout
 from hpcaccum.ledger import Receipt, Tally
 from hpcaccum.mpi import install_excepthook
@@ -42,11 +47,18 @@ __all__ = [
     "Adam",
     "ConditionalAccumulator",
     "CrossShardOptimizer",
+    "DeviceAccumulator",
+    "DeviceReceipt",
+    "DeviceRowAccumulator",
+    "DeviceStatistics",
+    "DeviceUnavailableError",
     "DisagreementError",
     "DropStaleGradientOptimizer",
     "EverybodyLeftError",
     "FreedError",
     "Group",
+    "Int8Compressor",
+    "Int8Gradient",
     "InvalidArgumentError",
     "Layout",
     "MPIUnavailableError",

@@ -17,6 +17,7 @@ from hpcaccum.arguments import (
     step_number,
 )
 from hpcaccum.deadline import Deadline
+from hpcaccum.device import copyto, is_device
 from hpcaccum.errors import FreedError, InvalidArgumentError
 from hpcaccum.group import Group, Opened
 from hpcaccum.layout import wide_dtype
@@ -246,6 +247,7 @@ class ConditionalAccumulator(Freeable):
         Args:
             grad: Array of the accumulator's shape; any real dtype, converted to the
                 accumulator's. If it is the array that `slot` gave, nothing is copied.
+                From a device (CuPy's) it is copied once, by the device itself.
             local_step: The step the gradient was computed at; one number.
             name: Ignored.
 
@@ -319,6 +321,14 @@ class ConditionalAccumulator(Freeable):
             )
         return known(wanted)
 
+    def pin_slots(self) -> None:
+        """Let the CUDA device copy to this rank's slots by itself.
+
+        Done by the first gradient that comes from there.
+        """
+        self._check_open()
+        self._storage.pin()
+
     def take_grad(
         self,
         num_required: Any,
@@ -338,7 +348,8 @@ class ConditionalAccumulator(Freeable):
             name: Ignored.
             timeout: Seconds; 0 looks once; None waits, with warnings.
             out: Contiguous array for the result, of the accumulator's dtype and the
-                round's shape. A new one costs as much as the sum, if it is long.
+                round's shape; it may be on a device. A new one costs as much as the
+                sum, if it is long.
 
         Returns:
             ``out``, else a new array.
@@ -367,14 +378,17 @@ class ConditionalAccumulator(Freeable):
         shape = self._only_shape
         if shape is None:
             shape = self._shared.shapes.shape(closed.shape)
-        result = result_array(out, self.dtype, shape)
+        found = result_array(out, self.dtype, shape)
+        result = np.empty(shape, self.dtype) if is_device(found) else found
         divisor = closed.count if self._settings.reduction == "MEAN" else 1
         # Infinity is for the user to see, as the value that it is.
         with np.errstate(all="ignore"):
             self._storage.total(closed, divisor, result.reshape(-1))
         # Last: if anything above failed, the next take finds all of it.
         self._storage.clear(closed.parity, result.size)
-        return result
+        if found is not result:
+            copyto(found, result)
+        return found
 
     def num_accumulated(self, name: str | None = None) -> int:
         """Return how many gradients no take has handed out yet; never waits."""

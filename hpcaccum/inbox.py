@@ -39,6 +39,9 @@ class Inbox(Protocol):
     def slot(self) -> Array:
         """Return where this rank's next gradient is to be written."""
 
+    def pin(self) -> None:
+        """Let the device reach this rank's slots by itself."""
+
     def submit(self, local_step: int) -> Receipt:
         """Submit what lies in the slot, if it is fresh enough."""
 
@@ -99,6 +102,10 @@ class MeanInbox:
         """Return where this rank's next gradient is to be written."""
         self._slot = self._accumulator.slot()
         return self._slot
+
+    def pin(self) -> None:
+        """Let the device reach this rank's slots by itself."""
+        self._accumulator.pin_slots()
 
     def submit(self, local_step: int) -> Receipt:
         """Submit what lies in the slot, unless an update was made meanwhile."""

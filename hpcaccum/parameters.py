@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.device import Pinned
 from hpcaccum.window import Cells, Region
 
 if TYPE_CHECKING:
@@ -44,6 +45,13 @@ class Parameters:
             self._region = Region(group, host, 2 * self._stride, spread=False)
             undo.pop_all()
         self._scratch: Array | None = None
+        self._pinned: Pinned | None = None
+
+    def pin(self) -> None:
+        """Let the device read what `read` gives by itself."""
+        if self._pinned is None and self._region.direct:
+            whole = self._region.view(0, 0, 2 * self._stride, np.dtype(np.uint8))
+            self._pinned = Pinned(whole)
 
     @property
     def window_bytes(self) -> int:
@@ -105,5 +113,7 @@ class Parameters:
 
     def free(self) -> None:
         """Free the windows. Collective."""
+        if self._pinned is not None:
+            self._pinned.free()
         self._region.free()
         self._cells.free()

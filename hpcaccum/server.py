@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.device import all_on_device, copyto, to_host
+from hpcaccum.device_link import DeviceLink
 from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError
 from hpcaccum.group import Opened, ranks_text
 from hpcaccum.layout import Layout
@@ -78,11 +80,14 @@ class ParameterServer:
             size, dtype = self._layout.size, self._layout.dtype
             self._parameters = Parameters(group, host, size, dtype)
             undo.pop_all()
+        self._device_link = DeviceLink(
+            self._layout, self._pushed, self._inbox, self._parameters
+        )
         # This rank's slot, from when it is asked for to the push.
         self._lent: Array | None = None
         self.centre: dict[str, Array] = {}
         if self.is_host:
-            self.centre = {name: array.copy() for name, array in initial.items()}
+            self.centre = {n: np.array(to_host(a)) for n, a in initial.items()}
             self._parameters.start(self._fill)
             Progress.of(group).start()
         self._update: Callable[[dict[str, Array]], None] | None = None
@@ -199,9 +204,11 @@ class ParameterServer:
         def copy(flat: Array) -> None:
             views = self._layout.views(flat)
             for name, array in into.items():
-                np.copyto(array, views[name], casting="same_kind")
+                copyto(array, views[name])
 
-        return self._parameters.read(copy, deadline)
+        to_device = all_on_device(self._what, into.values())
+        bring = self._device_link.pull(into) if to_device else copy
+        return self._parameters.read(bring, deadline)
 
     def _wait_for(self, step: int, deadline: Deadline) -> None:
         begun = time.monotonic()
@@ -241,13 +248,17 @@ class ParameterServer:
     def push(self, grads: Mapping[str, Array], local_step: int) -> Receipt:
         """Send gradients by name; those that are missing count as not there.
 
-        One that lies in its place of `gradient_arrays` is not copied.
+        One that lies in its place of `gradient_arrays` is not copied. They may all be
+        on a device.
         """
         slot = self._slot()
         views = self._pushed.views(slot)
         present = views.pop(_PRESENT)
+        if all_on_device(self._what, grads.values()):
+            self._device_link.push(grads, slot)
+        else:
+            _bring(grads, views, slot)
         present[:] = [name in grads for name in views]
-        _bring(grads, views, slot)
         if self._inbox.adds:
             for name in views.keys() - grads.keys():
                 views[name][...] = 0
@@ -292,6 +303,7 @@ class ParameterServer:
         self._group.meet(None, f"{self._what}: free")
         if self.is_host:
             Progress.of(self._group).stop()
+        self._device_link.free()
         self._inbox.free()
         self._parameters.free()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum import device
 from hpcaccum.window import Region
 
 if TYPE_CHECKING:
@@ -53,6 +54,15 @@ class Slots:
         self.region = Region(group, host, 2 * self._stride, spread=True)
         self._threads = own_cores(group)
         self._staging: dict[int, Array] = {}
+        # This rank's buffers, once it brought a gradient of a device.
+        self._pinned: device.Pinned | None = None
+
+    def pin(self) -> None:
+        """Let the device reach this rank's buffers by itself; only if they are here."""
+        if self._pinned is None and self.region.direct:
+            nbytes, whole = 2 * self._stride, np.dtype(np.uint8)
+            memory = self.region.view(self._rank, 0, nbytes, whole)
+            self._pinned = device.Pinned(memory)
 
     def buffer(self, index: int) -> Array:
         """Return this rank's buffer, flat, where a gradient may be computed.
@@ -74,10 +84,12 @@ class Slots:
         Args:
             parity: Of the round; slots do not care.
             index: The buffer.
-            grad: Of any real dtype and any strides.
+            grad: Of any real dtype and any strides; or on a device.
             first: Whether the buffer has nothing of this round yet.
             there: Whether ``grad`` is that very `buffer`.
         """
+        if device.is_device(grad):
+            self.pin()
         if self.region.direct and not there:
             self._store(index, grad, first=first)
         if self.region.direct:
@@ -92,8 +104,9 @@ class Slots:
         # Infinity is for the user to see, as the value that it is.
         with np.errstate(all="ignore"):
             if first:
-                np.copyto(place, grad, casting="same_kind")
+                device.copyto(place, grad)
             else:
+                grad = device.to_host(grad)
                 # Converted first, then added, as a lone gradient is.
                 np.add(place, grad, place, dtype=self._dtype, casting="same_kind")
 
@@ -122,6 +135,8 @@ class Slots:
 
     def free(self) -> None:
         """Free the window. Collective."""
+        if self._pinned is not None:
+            self._pinned.free()
         self._staging.clear()
         self.region.free()
 
@@ -146,6 +161,9 @@ class Sums:
     def buffer(self, index: int) -> Array:
         """Return memory of this rank in which a gradient may be computed."""
         return _staged(self._staging, index, self._capacity, self._dtype)
+
+    def pin(self) -> None:
+        """Nothing to do: gradients are converted on their way."""
 
     def write(
         self, parity: int, index: int, grad: Array, *, first: bool, there: bool
@@ -198,7 +216,7 @@ def choose(storage: str, group: Group, host: int, nbytes: int) -> str:
 def _flat(grad: Array, dtype: np.dtype[Any]) -> Array:
     """Return a gradient as a contiguous vector of ``dtype``."""
     with np.errstate(all="ignore"):
-        return np.ascontiguousarray(grad, dtype).reshape(-1)
+        return np.ascontiguousarray(device.to_host(grad), dtype).reshape(-1)
 
 
 def own_cores(group: Group) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.device import Pinned
 from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError
 from hpcaccum.group import ranks_text
 from hpcaccum.ledger import Ledger, Receipt
@@ -73,6 +74,7 @@ class UpdateQueue:
         direct = self._region.direct
         self._slot = self._place(group.rank) if direct else np.zeros(size, self._dtype)
         self._left = False
+        self._pinned: Pinned | None = None
         # The step that this rank's last update makes.
         self._submitted = 0
 
@@ -99,6 +101,11 @@ class UpdateQueue:
             lambda: f"update {self._submitted}, this rank's last, by the host",
         )
         return self._slot
+
+    def pin(self) -> None:
+        """Let the device reach this rank's slot by itself."""
+        if self._pinned is None:
+            self._pinned = Pinned(self._slot)
 
     def submit(self, local_step: int) -> Receipt:
         """Submit the gradient that lies in `slot`, unless it is too late.
@@ -189,5 +196,7 @@ class UpdateQueue:
 
     def free(self) -> None:
         """Free the windows. Collective."""
+        if self._pinned is not None:
+            self._pinned.free()
         self._region.free()
         self.cells.free()

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import positive_count
+from hpcaccum.device import all_on_device, copyto, cupy
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.layout import wide_dtype
 from hpcaccum.optimizers.base import (
     Optimizer,
     check_global_step,
@@ -140,8 +142,11 @@ class AGNOptimizer(OneSidedOptimizer):
         self._getter = custom_getter
         self._period = operator.index(communication_period)
         self._calls = 0
-        # The variables whose sum, in this rank's slot, has something.
+        # The variables whose sum has something.
         self._summed: set[str] = set()
+        # Sums of gradients on a device, by plain CuPy expressions: no kernel of ours
+        # would move fewer bytes.
+        self._on_device: dict[str, Array] = {}
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
         return UpdateQueue(self._group, self._host, size, dtype, workers=self._workers)
@@ -200,7 +205,7 @@ class AGNOptimizer(OneSidedOptimizer):
         self._check_known([var for _, var in pairs])
         self.inner.apply_gradients(pairs)
         grads = gradients_by_name(pairs)
-        self._add(server.gradient_arrays(), grads)
+        self._add(self._sums(server), grads)
         self._calls += 1
         if self._calls % self._period:
             return None
@@ -208,17 +213,27 @@ class AGNOptimizer(OneSidedOptimizer):
         set_global_step(global_step, self._step)
         return receipt
 
+    def _sums(self, server: ParameterServer) -> Mapping[str, Array]:
+        """Return where gradients are summed: where they are sent, or on the device."""
+        if not all_on_device("variables", self._local.values()):
+            return server.gradient_arrays()
+        for name, value in self._local.items():
+            if name not in self._on_device:
+                dtype = wide_dtype(value.dtype)
+                self._on_device[name] = cupy().zeros(value.shape, dtype)
+        return self._on_device
+
     def _add(self, sums: Mapping[str, Array], grads: Mapping[str, Array]) -> None:
         for name, grad in grads.items():
             if name in self._summed:
                 np.add(sums[name], grad, out=sums[name], casting="same_kind")
             else:
-                np.copyto(sums[name], grad, casting="same_kind")
+                copyto(sums[name], grad)
         self._summed.update(grads)
 
     def _communicate(self, server: ParameterServer, names: Iterable[str]) -> Receipt:
         """Push the means of some variables, which are formed where they are sent."""
-        sums = server.gradient_arrays()
+        sums = self._sums(server)
         means = {name: sums[name] for name in names}
         for total in means.values():
             np.divide(total, total.dtype.type(self._period), out=total)
@@ -232,7 +247,7 @@ class AGNOptimizer(OneSidedOptimizer):
     def gradient_arrays(self) -> dict[str, Array]:
         """Return memory in which a loss can compute its next gradients, by name.
 
-        The slot holds their sum.
+        The slot, or memory on the device, holds their sum.
         """
         return Optimizer.gradient_arrays(self)
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hpcaccum.arguments import gradient_array
+from hpcaccum.device import is_device, library
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import wide_dtype
 from hpcaccum.optimizers.variable import Variable, is_float, is_integer
@@ -77,13 +78,20 @@ def check_gradient(grad: Any, variable: Variable) -> Array:
             f"{variable.name!r} is of {dtype} and cannot be trained"
         )
     # The usual case: each gradient comes here several times in a step.
-    if type(grad) is np.ndarray and grad.dtype is dtype and grad.shape == shape:
-        return grad
+    usual = type(grad) is type(variable.value) is np.ndarray
+    if usual and grad.dtype is dtype and grad.shape == shape:
+        return grad  # type: ignore[no-any-return]
     try:
         array = gradient_array(grad, dtype)
     except InvalidArgumentError as error:
         text = f"gradient of {variable.name!r}: {error}"
         raise InvalidArgumentError(text) from None
+    if is_device(array) is not is_device(variable.value):
+        where = ["in host memory", "on the device"]
+        raise InvalidArgumentError(
+            f"gradient of {variable.name!r} is {where[is_device(array)]}, the variable "
+            f"is not"
+        )
     if array.shape != shape:
         raise InvalidArgumentError(
             f"gradient of {variable.name!r} must have shape {shape}, got {array.shape}"
@@ -236,7 +244,8 @@ class Optimizer(abc.ABC):
         """
         for var in check_variables(self._variables):
             if var.name not in self._gradients:
-                self._gradients[var.name] = np.zeros_like(var.value)
+                new = library(var.value).zeros_like(var.value)
+                self._gradients[var.name] = new
         return dict(self._gradients)
 
     def compute_gradients(
@@ -340,7 +349,7 @@ def scaled(grad: Array, factor: float) -> Array:
     """Return a new array, ``factor * grad``, of the dtype of ``grad`` if a float."""
     dtype = grad.dtype if is_float(grad.dtype) else np.dtype(np.float64)
     product = np.multiply(grad, factor, dtype=wide_dtype(dtype))
-    return np.asarray(product).astype(dtype, copy=False)
+    return library(grad).asarray(product).astype(dtype, copy=False)  # type: ignore
 
 
 def _grad_loss(grad_loss: Any) -> float | None:

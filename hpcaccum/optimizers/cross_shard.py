@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.cuda_aware import cuda_aware
+from hpcaccum.device import all_on_device, cupy
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.group import Group
 from hpcaccum.layout import Layout
+from hpcaccum.mpi import MPI
 from hpcaccum.optimizers.base import (
     Exchange,
     Optimizer,
@@ -95,6 +98,8 @@ class CrossShardOptimizer(Wrapper):
         self._scale = 1 / self._group.size if mean else 1.0
         self._reducer: Reducer | None = None
         self._values: dict[str, Array] = {}
+        # Results, of variables on a device.
+        self._sums: dict[str, Array] = {}
         self._computed, self._fused = 0, False
 
     def initialize(self, var_list: Any) -> None:
@@ -112,11 +117,13 @@ class CrossShardOptimizer(Wrapper):
                 self._reducer.fail(error)
             return
         checked: list[Variable] = []
+        places: list[bool] = []
 
         def facts() -> dict[str, object]:
             if error is not None:
                 raise error
             checked.extend(check_variables(var_list))
+            places.append(all_on_device("variables", [v.value for v in checked]))
             names = [(var.name, var.shape, str(var.dtype)) for var in checked]
             return {"optimizer": self.inner, "variables": names}
 
@@ -125,14 +132,24 @@ class CrossShardOptimizer(Wrapper):
         self._values = {var.name: var.value for var in checked}
         self.inner.initialize(checked)
         layout = Layout.of({var.name: var.value for var in checked})
-        self._reducer = Reducer(layout, self._group, self.get_name())
+        direct = places[0] and cuda_aware().aware
+        if places[0]:
+            self._sums = layout.views(cupy().zeros(layout.size, layout.dtype))
+        self._reducer = Reducer(
+            layout,
+            self._group,
+            self.get_name(),
+            # Only if all ranks can: MPI then moves gradients between the devices.
+            schedule="flat" if self._group.comm.allreduce(direct, MPI.LAND) else "auto",
+        )
 
     def gradient_arrays(self) -> dict[str, Array]:
         """Return memory in which gradients are exchanged without a copy, by name.
 
-        The same arrays each time, in the dtype in which gradients are summed.
+        The same arrays each time, in the dtype in which gradients are summed. For
+        variables on a device it is memory there, from where they are copied.
         """
-        if self._reducer is None:
+        if self._reducer is None or self._sums:
             return super().gradient_arrays()
         return self._reducer.arrays()
 
@@ -209,7 +226,12 @@ class CrossShardOptimizer(Wrapper):
         # A rank that threw away what it computed would be one step ahead.
         mean = self._fused and self._scale != 1.0
         kind = "MEAN" if mean else "SUM"
-        sums = self._reducer.reduce(grads, step=self._computed, reduction_type=kind)
+        sums = self._reducer.reduce(
+            grads,
+            out={name: self._sums[name] for name in grads} if self._sums else None,
+            step=self._computed,
+            reduction_type=kind,
+        )
         summed = [(None if g is None else sums[v.name], v) for g, v in pairs]
         return self.inner.apply_gradients(summed, global_step, name)
 

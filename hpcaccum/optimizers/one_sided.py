@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import rank_number
+from hpcaccum.device import all_on_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.group import Group
 from hpcaccum.optimizers.base import (
@@ -37,9 +38,9 @@ Array = np.ndarray[Any, Any]
 class OneSidedOptimizer(Wrapper):
     """An optimizer whose inner one runs on the host's parameters. Collective.
 
-    The host's copy of the variables, the centre, is updated there; every rank pulls it
-    into its own variables. Ranks call `compute_gradients` and `apply_gradients` when
-    they want to.
+    The host's copy of the variables, the centre, is updated there, in host memory;
+    every rank pulls it into its own variables, which may be on a device. Ranks call
+    `compute_gradients` and `apply_gradients` when they want to.
 
     Args:
         opt: The optimizer that makes the updates; a local one.
@@ -114,6 +115,7 @@ class OneSidedOptimizer(Wrapper):
 
         def facts() -> dict[str, object]:
             checked.extend(check_variables(var_list))
+            all_on_device("variables", [var.value for var in checked])
             self._check_usable(checked)
             return {"variables": [(v.name, v.shape, str(v.dtype)) for v in checked]}
 
@@ -203,12 +205,16 @@ class OneSidedOptimizer(Wrapper):
 
         It is this rank's slot on the host: gradients that lie there are sent without a
         copy. They are of the dtype in which gradients are added, for half precision
-        float32. After `apply_gradients` it is no longer the loss's: ask again.
+        float32. After `apply_gradients` it is no longer the loss's: ask again. For
+        variables on a device it is memory there.
 
         Raises:
             InvalidArgumentError: Before `initialize`.
         """
-        return self._training().gradient_arrays()
+        server = self._training()
+        if all_on_device("variables", self._local.values()):
+            return Optimizer.gradient_arrays(self)
+        return server.gradient_arrays()
 
     def compute_gradients(
         self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any

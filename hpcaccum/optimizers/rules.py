@@ -1,256 +1,19 @@
-"""Update rules on one rank: SGD, Momentum, Adagrad, Adam.
+"""The update rules: SGD, Momentum, Adagrad, Adam.
 
-A rule changes arrays in place, in pieces that stay in the cache while it passes over
-them several times. Half precision is computed in float32, and so is its state.
+Each is written twice: in NumPy here, and for the device in kernels/update.cu, operation
+by operation the same.
 """
 
 from __future__ import annotations
 
 import math
-import numbers
-import threading
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.layout import wide_dtype
-from hpcaccum.optimizers.base import (
-    Array,
-    Optimizer,
-    check_global_step,
-    check_pairs,
-    count_step,
-)
-from hpcaccum.optimizers.variable import Variable
-
-# Elements: small enough for the cache, large enough that calling NumPy costs little.
-# Measured with 1 MiB of L2: best of 2**13 to 2**16, all rules, 1 to 64 MiB.
-PIECE = 1 << 16
-
-Rate = float | Callable[[], float]
-
-
-def checked_number(value: Any, name: str, low: float, high: float = math.inf) -> float:
-    """Return a finite number in [low, high).
-
-    Raises:
-        InvalidArgumentError: If it is not.
-    """
-    if isinstance(value, np.ndarray) and value.shape == ():
-        value = value[()]
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or not low <= value < high:
-        raise InvalidArgumentError(
-            f"{name} must be a number {_span(low, high)}, got {value!r}"
-        )
-    return float(value)
-
-
-def _span(low: float, high: float) -> str:
-    if high < math.inf:
-        return f"of at least {low:g} and less than {high:g}"
-    return f"of at least {low:g}" if low > -math.inf else "that is finite"
-
-
-class _Scratch(threading.local):
-    """A piece of working memory for each thread and dtype."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[np.dtype[Any], Array] = {}
-
-    def piece(self, dtype: np.dtype[Any]) -> Array:
-        if dtype not in self._pieces:
-            self._pieces[dtype] = np.empty(PIECE, dtype)
-        return self._pieces[dtype]
-
-
-class _State:
-    """What a rule remembers about one variable."""
-
-    def __init__(self, variable: Variable, rule: Rule) -> None:
-        dtype = wide_dtype(variable.dtype)
-        title = f"{variable.name}/{rule.get_name()}"
-        self.slots: dict[str, Variable] = {}
-        for name, start in rule._slots().items():
-            array = np.full_like(variable.value, start, dtype, subok=False)
-            self.slots[name] = Variable(array, f"{title}/{name}", trainable=False)
-        self.step: Variable | None = None
-        if rule._counts:
-            zero = np.zeros((), np.int64)
-            self.step = Variable(zero, f"{title}/step", trainable=False)
-
-    def variables(self) -> list[Variable]:
-        slots = list(self.slots.values())
-        return slots if self.step is None else [*slots, self.step]
-
-
-class Rule(Optimizer):
-    """An optimizer that changes each variable by its own gradient, on this rank.
-
-    Nothing is shared between variables: two threads may apply gradients to different
-    variables at the same time. The slots of half-precision variables are float32.
-
-    Args:
-        learning_rate: A number of at least 0, or a callable without arguments that
-            returns one and is called at each `apply_gradients`.
-        name: Part of the names of its state.
-
-    Raises:
-        InvalidArgumentError: If an argument is no number or out of its range.
-    """
-
-    _counts: ClassVar[bool] = (
-        False  # whether the update depends on how many came before
-    )
-
-    def __init__(self, learning_rate: Rate, name: str) -> None:
-        super().__init__(name)
-        if not callable(learning_rate):
-            learning_rate = checked_number(learning_rate, "learning_rate", 0)
-        self._rate = learning_rate
-        self._states: dict[Variable, _State] = {}
-        self._lock = threading.Lock()
-        self._scratch = _Scratch()
-
-    def __repr__(self) -> str:
-        """Show the options; the same on ranks that were given the same ones."""
-        rate = "callable" if callable(self._rate) else self._rate
-        options = {"learning_rate": rate, **self._options(), "name": self._name}
-        text = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        return f"{type(self).__name__}({text})"
-
-    def _options(self) -> dict[str, Any]:
-        """Return the arguments besides learning rate and name."""
-        return {}
-
-    def _slots(self) -> dict[str, float]:
-        """Return the names of the slots and what they are filled with at first."""
-        return {}
-
-    def _numbers(self, rate: float, step: int) -> tuple[float, ...]:
-        """Return what one update needs besides arrays; ``step`` counts from 1."""
-        return (rate,)
-
-    def _update(self, value: Array, grad: Array, *rest: Any) -> None:
-        """Change a piece of the value and of the slots, vectors of one dtype.
-
-        Args:
-            value: It may be the same memory as the gradient, so it is changed last.
-            grad: Not to be changed.
-            rest: The slots, a scratch vector, and `_numbers`.
-        """
-        raise NotImplementedError
-
-    def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
-    ) -> None:
-        """Change the variables in place; never the gradients.
-
-        Args:
-            grads_and_vars: Pairs (gradient or None, Variable); a variable with None is
-                left alone.
-            global_step: An integer Variable of shape (), increased by 1.
-            name: Ignored.
-
-        Raises:
-            TypeError, InvalidArgumentError: As `check_pairs` and
-                `check_global_step`, or for what the learning rate's callable returns;
-                before anything is changed.
-        """
-        pairs = check_pairs(grads_and_vars)
-        check_global_step(global_step)
-        rate = self._rate
-        if callable(rate):
-            rate = checked_number(rate(), "learning_rate", 0)
-        given = _detached([(g, v) for g, v in pairs if g is not None])
-        states = [self._state(variable) for _, variable in given]
-        for (grad, variable), state in zip(given, states, strict=True):
-            self._apply(variable, grad, state, rate)
-        count_step(global_step)
-
-    def _apply(
-        self, variable: Variable, grad: Array, state: _State, rate: float
-    ) -> None:
-        step = 0
-        if state.step is not None:
-            count_step(state.step)
-            step = int(state.step.value)
-        if variable.value.size == 0:
-            return
-        numbers_ = self._numbers(rate, step)
-        dtype = wide_dtype(variable.dtype)
-        scratch = self._scratch.piece(dtype)
-        slots = [slot.value for slot in state.slots.values()]
-        with _pieces([variable.value, grad, *slots], dtype) as pieces:
-            for value, *others in pieces:
-                self._update(value, *others, scratch[: value.size], *numbers_)
-
-    def _state(self, variable: Variable) -> _State:
-        state = self._states.get(variable)
-        if state is None:
-            with self._lock:
-                state = self._states.setdefault(variable, _State(variable, self))
-        return state
-
-    def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Return the slot ``name`` of ``var``; None before its first update."""
-        state = self._states.get(var)
-        return None if state is None else state.slots.get(name)
-
-    def get_slot_names(self) -> list[str]:
-        """Return the names of the slots, sorted."""
-        return sorted(self._slots())
-
-    def variables(self) -> list[Variable]:
-        """Return the slots, and steps where they matter, of all updated variables."""
-        with self._lock:
-            states = list(self._states.values())
-        return [variable for state in states for variable in state.variables()]
-
-
-def _pieces(arrays: list[Array], dtype: np.dtype[Any]) -> Any:
-    """Iterate over pieces of all arrays at once: vectors of ``dtype``.
-
-    They are views where that is possible, otherwise buffers; all but the second, the
-    gradient, are written back. Any strides and any memory order will do.
-    """
-    access: Any = [["readwrite", "overlap_assume_elementwise"] for _ in arrays]
-    access[1][0] = "readonly"
-    return np.nditer(
-        arrays,
-        ["external_loop", "buffered", "copy_if_overlap"],
-        access,
-        [dtype] * len(arrays),
-        casting="same_kind",
-        buffersize=PIECE,
-    )
-
-
-def _detached(pairs: list[tuple[Array, Variable]]) -> list[tuple[Array, Variable]]:
-    """Copy the gradients that lie in the memory of a variable that changes earlier.
-
-    The gradient of ``x * y`` by ``y`` is ``x``.
-    """
-    if len(pairs) == 1:
-        return pairs
-    owners = {id(_owner(variable.value)) for _, variable in pairs}
-    return [
-        (_safe(grad, pairs[:i]) if id(_owner(grad)) in owners else grad, variable)
-        for i, (grad, variable) in enumerate(pairs)
-    ]
-
-
-def _safe(grad: Array, earlier: list[tuple[Array, Variable]]) -> Array:
-    shared = any(np.may_share_memory(grad, other.value) for _, other in earlier)
-    return grad.copy() if shared else grad
-
-
-def _owner(array: Any) -> Any:
-    while getattr(array, "base", None) is not None:
-        array = array.base
-    return array
+from hpcaccum.optimizers.base import Array
+from hpcaccum.optimizers.rule import Rate, Rule, checked_number
 
 
 class SGD(Rule):
@@ -263,6 +26,8 @@ class SGD(Rule):
     Source: Robbins and Monro, A Stochastic Approximation Method, 1951; TensorFlow's
     GradientDescentOptimizer.
     """
+
+    _kernel = "sgd"
 
     def __init__(self, learning_rate: Rate, name: str = "SGD") -> None:
         super().__init__(learning_rate, name)
@@ -301,12 +66,16 @@ class Momentum(Rule):
         super().__init__(learning_rate, name)
         self._momentum = checked_number(momentum, "momentum", -math.inf)
         self._use_nesterov = bool(use_nesterov)
+        self._kernel = "nesterov" if use_nesterov else "momentum"
 
     def _options(self) -> dict[str, Any]:
         return {"momentum": self._momentum, "use_nesterov": self._use_nesterov}
 
     def _slots(self) -> dict[str, float]:
         return {"momentum": 0.0}
+
+    def _constants(self) -> tuple[float, ...]:
+        return (self._momentum,)
 
     def _update(self, value: Array, grad: Array, *rest: Any) -> None:
         accum, scratch, rate = rest
@@ -335,6 +104,8 @@ class Adagrad(Rule):
     Source: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
     and Stochastic Optimization, 2011; TensorFlow's AdagradOptimizer.
     """
+
+    _kernel = "adagrad"
 
     def __init__(
         self,
@@ -390,6 +161,7 @@ class Adam(Rule):
     """
 
     _counts = True
+    _kernel = "adam"
 
     def __init__(
         self,
@@ -420,6 +192,10 @@ class Adam(Rule):
     def _numbers(self, rate: float, step: int) -> tuple[float, ...]:
         correction = math.sqrt(1 - self._beta2**step) / (1 - self._beta1**step)
         return rate * correction, rate * self._weight_decay
+
+    def _constants(self) -> tuple[float, ...]:
+        beta1, beta2 = self._beta1, self._beta2
+        return (beta1, 1 - beta1, beta2, 1 - beta2, self._epsilon)
 
     def _update(self, value: Array, grad: Array, *rest: Any) -> None:
         m, v, scratch, rate, decay = rest

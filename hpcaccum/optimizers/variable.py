@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcaccum.arguments import gradient_array
+from hpcaccum.device import check_array, copyto, is_device, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import FLOATS
 
@@ -19,7 +20,8 @@ class Variable:
 
     Args:
         array: A writable array of float16, float32, float64, bfloat16 or integers,
-            which is used as it is. A number or a list becomes a new array.
+            which is used as it is; on a CUDA device (CuPy's) of floats, contiguous. A
+            number or a list becomes a new array.
         name: Tells it from other variables; the same on all ranks.
         trainable: Whether `get_variable` tells its getter, and so AGN, of it.
 
@@ -52,7 +54,7 @@ class Variable:
                 f"value of {self.name!r} must be {self.dtype} {self.shape}, "
                 f"got {array.dtype} {array.shape}"
             )
-        np.copyto(self._value, array, casting="same_kind")
+        copyto(self._value, array)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,7 +70,8 @@ class Variable:
 
     def __repr__(self) -> str:
         kind = "" if self.trainable else ", trainable=False"
-        text = np.array2string(self._value, precision=4, threshold=8, edgeitems=2)
+        value = to_host(self._value)
+        text = np.array2string(value, precision=4, threshold=8, edgeitems=2)
         return f"Variable({self.name!r}, {self.dtype} {self.shape}{kind}, {text})"
 
 
@@ -78,9 +81,13 @@ def _usable(array: Any, name: str) -> Array:
             array = np.array(array)
         except ValueError as error:
             raise InvalidArgumentError(f"value of {name!r}: {error}") from None
+    if is_device(array):
+        check_array(f"value of {name!r}", array, FLOATS)
+        return array  # type: ignore[no-any-return]
     if not isinstance(array, np.ndarray):
         raise TypeError(
-            f"value of {name!r} must be a NumPy array, got {type(array).__name__}"
+            f"value of {name!r} must be a NumPy or CuPy array, got "
+            f"{type(array).__name__}"
         )
     if not is_float(array.dtype) and not is_integer(array.dtype):
         raise InvalidArgumentError(

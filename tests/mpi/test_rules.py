@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers import rules
+from hpcaccum.optimizers import rule as rule_module
 from hpcaccum.optimizers.base import (
     Exchange,
     Optimizer,
@@ -144,7 +144,7 @@ def test_rules_equal_the_plain_line(rule, dtype, shape):
 @pytest.mark.parametrize("rule", MAKERS)
 def test_rules_equal_the_plain_line_over_several_pieces(rule, dtype):
     random = np.random.default_rng(5)
-    size = 2 * rules.PIECE + 17
+    size = 2 * rule_module.PIECE + 17
     start = random.normal(size=size).astype(dtype)
     grads = [random.normal(size=size).astype(dtype) for _ in range(2)]
     w = Variable(start.copy(), "w")
@@ -247,7 +247,7 @@ def test_the_array_stays_and_the_gradient_is_not_modified(rule, shape):
 
 @pytest.mark.parametrize("rule", MAKERS)
 def test_a_gradient_may_be_the_variable_itself(rule):
-    array = np.arange(1.0, 2.0 + rules.PIECE)
+    array = np.arange(1.0, 2.0 + rule_module.PIECE)
     expected = plain(rule, array, [array])
 
     MAKERS[rule]().apply_gradients([(array, Variable(array, "w"))])
@@ -256,7 +256,7 @@ def test_a_gradient_may_be_the_variable_itself(rule):
 
 
 def test_a_gradient_may_lie_across_its_variable():
-    array = np.arange(3.0 * rules.PIECE)
+    array = np.arange(3.0 * rule_module.PIECE)
     expected = array - array[::-1]
 
     SGD(1).apply_gradients([(array[::-1], Variable(array, "w"))])
@@ -332,7 +332,7 @@ def test_each_variable_counts_its_own_steps():
 
 def test_two_threads_use_one_optimizer():
     opt = Adam(0.5)
-    size = 3 * rules.PIECE
+    size = 3 * rule_module.PIECE
     pairs = [(np.full(size, i + 1.0), Variable(np.zeros(size), "w")) for i in range(4)]
     failed = []
 
@@ -552,7 +552,7 @@ def test_values_that_no_variable_can_have(array):
 
 def test_what_is_no_array_or_name():
     for array in (None, "text", {}, object()):
-        with pytest.raises(TypeError, match="must be a NumPy array, got"):
+        with pytest.raises(TypeError, match="must be a NumPy or CuPy array, got"):
             Variable(array)
     for name in (None, "", 3):
         with pytest.raises(TypeError, match="name must be a text"):

@@ -1,0 +1,208 @@
+"""Optimizers whose variables are on a device: as those in host memory, step by step."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import InvalidArgumentError
+
+from .support import WAIT
+from .training import ONE_SIDED, WRAPPERS, gives, meet, raised
+
+RULES = {
+    "SGD": lambda: hpc.SGD(0.1),
+    "Momentum": lambda: hpc.Momentum(0.1, 0.9),
+    "Nesterov": lambda: hpc.Momentum(0.1, 0.9, use_nesterov=True),
+    "Adagrad": lambda: hpc.Adagrad(0.1),
+    "Adam": lambda: hpc.Adam(0.01),
+    "AdamW": lambda: hpc.Adam(0.01, weight_decay=0.1),
+}
+SHAPES = {"w": (40, 5), "b": (5,), "none": (0,)}
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+def arrays(seed, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=shape).astype(dtype) for shape in SHAPES.values()]
+
+
+def variables(place, dtype=np.float32):
+    values = zip(SHAPES, arrays(0, dtype), strict=True)
+    return [hpc.Variable(place(value), name) for name, value in values]
+
+
+def close(one, other):
+    kind = np.dtype(one.dtype)
+    limit = 1e-12 if kind == np.float64 else 1e-5 if kind == np.float32 else 0.02
+    wide = [np.asarray(a.get() if hasattr(a, "get") else a) for a in (one, other)]
+    np.testing.assert_allclose(*[a.astype(np.float64) for a in wide], limit, limit)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", ml_dtypes.bfloat16], ids=str
+)
+def test_rules_do_the_same(cp, rule, dtype):
+    here, there = variables(np.array, dtype), variables(cp.asarray, dtype)
+    host, device = RULES[rule](), RULES[rule]()
+    for step in range(4):
+        grads = arrays(step + 1, dtype)
+        host.apply_gradients(list(zip(grads, here, strict=True)))
+        theirs = [cp.asarray(grad) for grad in grads]
+        device.apply_gradients(list(zip(theirs, there, strict=True)))
+        for grad, same in zip(grads, theirs, strict=True):
+            assert grad.tobytes() == same.get().tobytes()
+    # Bits: the kernels round where NumPy does.
+    for one, other in zip(here, there, strict=True):
+        assert one.value.tobytes() == other.value.get().tobytes()
+        for name in host.get_slot_names():
+            found = device.get_slot(other, name).value
+            assert isinstance(found, cp.ndarray)
+            assert host.get_slot(one, name).value.tobytes() == found.get().tobytes()
+
+
+def test_a_gradient_that_is_another_variable(cp):
+    x, y = (
+        hpc.Variable(cp.full((3,), n, np.float64), name)
+        for n, name in ((2, "x"), (3, "y"))
+    )
+    hpc.SGD(1).apply_gradients([(y.value, x), (x.value, y)])
+
+    assert x.value.get().tolist() == [-1] * 3
+    assert y.value.get().tolist() == [1] * 3
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("rule", ["SGD", "Adam"])
+def test_wrappers_do_the_same(cp, comm, rank, size, wrapper, rule):
+    # All ranks bring the same gradients, in turns where each is an update.
+    found = []
+    for place in (np.array, cp.asarray):
+        own = variables(place)
+        opt = WRAPPERS[wrapper](RULES[rule](), own, comm)
+        opt.initialize(own)
+        for step in range(4):
+            grads = [place(grad) for grad in arrays(step + 1)]
+            if wrapper in ("DropStale", "AGN"):
+                for turn in range(size):
+                    if turn == rank:
+                        opt.minimize(lambda grads=grads: (0.0, grads))
+                    meet()
+            else:
+                opt.minimize(lambda grads=grads: (0.0, grads))
+        meet()
+        values = [var.value for var in own]
+        if wrapper in ONE_SIDED:
+            values = [opt.center(var) for var in own]
+        found.append([v.get() if hasattr(v, "get") else v for v in values])
+        opt.free()
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("wrapper", ["DropStale", "AGN"])
+def test_parameters_are_those_of_one_step(cp, pinned, comm, rank, size, wrapper):
+    w = hpc.Variable(cp.zeros(500), "w")
+    with WRAPPERS[wrapper](hpc.SGD(1), [w], comm) as opt:
+        opt.initialize([w])
+        assert pinned
+        for _ in range(4):
+            meet()
+            opt.minimize(gives(cp.full(500, -1.0)))
+            seen = opt.center(w)
+            meet()
+            # All others make updates before this one looks at what it pulled.
+            for _ in range(2 * (rank != 1)):
+                opt.minimize(gives(cp.full(500, -1.0)))
+            meet()
+            found = w.value.get()
+            assert (found == found[0]).all()
+            if rank == 1 and wrapper == "DropStale":
+                assert found[0] <= seen[0]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_all_begin_with_the_hosts_variables(cp, comm, rank, wrapper):
+    if wrapper not in ONE_SIDED:
+        pytest.skip("variables of it are not synchronised")
+    w = hpc.Variable(cp.full((5,), float(rank + 1)), "w")
+    with WRAPPERS[wrapper](hpc.SGD(1), [w], comm) as opt:
+        opt.initialize([w])
+        if wrapper == "AGN":
+            opt.get_init_op(rank)()
+        assert w.value.get().tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_may_be_computed_in_memory_of_the_optimizer(cp, comm, wrapper):
+    w = hpc.Variable(cp.zeros(5), "w")
+    with WRAPPERS[wrapper](hpc.SGD(1), [w], comm) as opt:
+        opt.initialize([w])
+        memory = opt.gradient_arrays()
+        assert isinstance(memory["w"], cp.ndarray)
+        memory["w"].fill(0.5)
+        opt.minimize(lambda: (0.0, memory))
+        meet()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_variables_are_all_here_or_all_there(cp, comm, rank, size, wrapper):
+    here = hpc.Variable(np.zeros(5), "here")
+    other = (cp.zeros if rank == size - 1 else np.zeros)(5)
+    both = [here, hpc.Variable(other, "there")]
+    opt = WRAPPERS[wrapper](hpc.SGD(1), both, comm)
+    error = raised(opt.initialize, both)
+    meet()
+    opt.free()
+
+    assert type(error) is InvalidArgumentError
+    assert "some on the host" in str(error)
+
+
+def test_a_gradient_is_where_its_variable_is(cp):
+    here, there = hpc.Variable(np.zeros(5), "w"), hpc.Variable(cp.zeros(5), "w")
+    for var, grad, message in (
+        (here, cp.ones(5), "is on the device, the variable is not"),
+        (there, np.ones(5), "is in host memory, the variable is not"),
+        (there, cp.ones(10)[::2], "contiguous"),
+        (there, cp.ones(5, np.int32), "got int32"),
+    ):
+        error = raised(hpc.SGD(1).apply_gradients, [(grad, var)])
+        assert type(error) is InvalidArgumentError
+        assert message in str(error)
+        assert not var.value.any()
+    assert type(raised(hpc.Variable, cp.ones(10)[::2])) is InvalidArgumentError
+    assert type(raised(hpc.Variable, cp.ones(5, np.int32))) is InvalidArgumentError
+
+
+def test_a_variable_of_the_device(cp):
+    w = hpc.Variable(cp.zeros((2, 3), np.float32), "w")
+    array = w.value
+    w.value = np.ones((2, 3))
+    w.value += 1
+
+    assert w.value is array
+    assert repr(w) == "Variable('w', float32 (2, 3), [[2. 2. 2.]\n [2. 2. 2.]])"
+
+
+def test_micro_batches_make_one_exchange(cp, comm, rank, size):
+    w = hpc.Variable(cp.zeros(5), "w")
+    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
+        opt.initialize([w])
+        micro = hpc.DeviceAccumulator("float64", {"w": (5,)})
+        for batch in range(4):
+            [(grad, _)] = opt.compute_gradients(
+                gives(cp.full(5, float(batch + rank))), [w]
+            )
+            micro.apply_grad({"w": grad})
+        opt.apply_gradients([(micro.take_grad(4)["w"], w)])
+
+    np.testing.assert_allclose(w.value.get(), -(1.5 + (size - 1) / 2))
