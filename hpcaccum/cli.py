@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import hpcaccum
 from hpcaccum.bench import command as bench
 from hpcaccum.bench import options as bench_options
+from hpcaccum.errors import DeviceUnavailableError
 from hpcaccum.mpi import MPI, abort_job
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
@@ -82,8 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _load_mpi()
     try:
         job = command.prepare(args)
-    except ValueError as error:
-        _leave(2, f"hpcaccum {args.command}: error: {error}")
+    except (ValueError, DeviceUnavailableError) as error:
+        status = 2 if isinstance(error, ValueError) else 1
+        _leave(status, f"hpcaccum {args.command}: error: {error}")
     try:
         return job() or 0
     except SystemExit as leaving:

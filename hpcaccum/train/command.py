@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hpcaccum import Group, InvalidArgumentError
+from hpcaccum.device import use_device
 from hpcaccum.train.data import MISSING, load
 from hpcaccum.train.log import Log, circumstances
 from hpcaccum.train.loop import Run
@@ -47,7 +48,13 @@ def prepare(args: argparse.Namespace) -> Callable[[], None]:
             logs.append(_open_log(resolved[0]))
         return {}
 
+    def device_facts() -> dict[str, object]:
+        if resolved[0].device == "cuda":
+            use_device(group.node.rank)
+        return {}
+
     group.agree("options", options_facts)
+    group.agree("--device", device_facts)
     data = load(resolved[0].data, group)
     group.agree("output", open_files)
     log = logs[0] if logs else Log(None)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import hpcaccum
+from hpcaccum.device import device_name
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def circumstances(options: Options, data: Dataset, group: Group) -> dict[str, An
         "mpi": f"{name} {'.'.join(map(str, version))}",
         "python": platform.python_version(),
         "numpy": np.__version__,
+        "device": device_name() if options.device == "cuda" else None,
         "hpcaccum": hpcaccum.__version__,
         "data": {
             "name": data.name,

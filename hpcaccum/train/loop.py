@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import CrossShardOptimizer, Tally, Variable
+from hpcaccum.device import cupy
 from hpcaccum.train.data import batches
 from hpcaccum.train.model import MLP
 from hpcaccum.train.records import Observer, Record, Result
@@ -56,7 +57,8 @@ class Run:
         self._optimizer = self._exchange.optimizer
         self._collective = isinstance(self._optimizer, CrossShardOptimizer)
         sizes = (data.x.shape[1], *options.hidden, data.classes)
-        self._model = MLP(sizes, options.seed, self._exchange.variable)
+        place = cupy().asarray if options.device == "cuda" else np.asarray
+        self._model = MLP(sizes, options.seed, self._exchange.variable, place=place)
         self._target = self._exchange.updates(options.epochs * len(data.y))
         self._delay = options.straggler.get(group.rank, 0) / 1000
         self._serves = options.dedicated and group.rank == 0 and not self._collective
@@ -166,5 +168,5 @@ class Run:
             return
         if not self._collective:
             for variable in self._model.variables:
-                variable.value[...] = self._optimizer.center(variable)
+                variable.value = self._optimizer.center(variable)
         self._observer.look(updates, seconds)

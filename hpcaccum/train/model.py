@@ -1,4 +1,4 @@
-"""A multilayer perceptron in plain NumPy."""
+"""A multilayer perceptron in plain NumPy, or CuPy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from hpcaccum.device import library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,7 @@ class MLP:
         seed: Of the initial weights; the same seed, the same weights.
         variable: Makes a variable of an array and a name.
         dtype: Of the variables and all arithmetic.
+        place: Brings an array to where the model is computed.
 
     Attributes:
         variables: Weights (inputs, outputs) and biases (outputs,), layer by layer.
@@ -39,14 +42,16 @@ class MLP:
         seed: int,
         variable: Callable[[Array, str], Variable],
         dtype: Any = np.float32,
+        place: Callable[[Array], Array] = np.asarray,
     ) -> None:
+        self._place = place
         rng = np.random.default_rng(seed)
         self.variables: list[Variable] = []
         for number, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
             weights = rng.standard_normal((inputs, outputs)) * np.sqrt(2 / inputs)
             self.variables += [
-                variable(weights.astype(dtype), f"weights{number}"),
-                variable(np.zeros(outputs, dtype), f"biases{number}"),
+                variable(place(weights.astype(dtype)), f"weights{number}"),
+                variable(place(np.zeros(outputs, dtype)), f"biases{number}"),
             ]
 
     def _layers(self) -> list[tuple[Array, Array]]:
@@ -74,11 +79,13 @@ class MLP:
         """
         into = into or {var.name: np.empty_like(var.value) for var in self.variables}
         gradients = [into[var.name] for var in self.variables]
-        *inputs, scores = self._forward(x)
+        labels = self._place(y)
+        *inputs, scores = self._forward(self._place(x))
         losses = _log_softmax(scores)
-        value = -float(losses[np.arange(len(y)), y].mean())
+        rows = library(labels).arange(len(y))
+        value = -float(losses[rows, labels].mean())
         error = np.exp(losses)
-        error[np.arange(len(y)), y] -= 1
+        error[rows, labels] -= 1
         error /= len(y)
         for number in reversed(range(len(inputs))):
             np.matmul(inputs[number].T, error, out=gradients[2 * number])
@@ -92,8 +99,9 @@ class MLP:
         loss = right = 0.0
         for begin in range(0, len(y), _CHUNK):
             rows = slice(begin, begin + _CHUNK)
-            losses, labels = _log_softmax(self._forward(x[rows])[-1]), y[rows]
-            loss -= float(losses[np.arange(len(labels)), labels].sum())
+            losses = _log_softmax(self._forward(self._place(x[rows]))[-1])
+            labels = self._place(y[rows])
+            loss -= float(losses[library(labels).arange(len(labels)), labels].sum())
             right += int((losses.argmax(axis=1) == labels).sum())
         return loss / len(y), right / len(y)
 

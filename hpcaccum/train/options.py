@@ -26,6 +26,7 @@ _AS_GIVEN = (
     "batch",
     "epochs",
     "seed",
+    "device",
     "period",
     "dedicated",
     "log",
@@ -54,6 +55,7 @@ class Options:
     batch: int
     epochs: int
     seed: int
+    device: str
     staleness: int
     quorum: int
     period: int
@@ -130,6 +132,12 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--seed", type=_whole, default=0, help="of weights and batches (0)"
+    )
+    group.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where gradients are computed; ranks of a node share its devices (cpu)",
     )
 
 

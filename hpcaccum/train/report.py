@@ -61,6 +61,7 @@ def describe(facts: dict[str, Any], options: Options) -> str:
     late = ", ".join(f"rank {r} +{ms:g} ms" for r, ms in options.straggler.items())
     return (
         f"{_count(facts['ranks'], 'rank')} on {where}, {facts['mpi']}"
+        f"{', ' + facts['device'] if facts['device'] else ''}"
         f"{'; late with each gradient: ' + late if late else ''}\n"
         f"{data['name']}: {data['train']} samples to train, {data['test']} to test; "
         f"network {widths}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -38,6 +39,18 @@ def mpiexec() -> str:
     found = shutil.which("mpiexec", path=path)
     assert found, f"no mpiexec in {path}"
     return found
+
+
+@pytest.fixture
+def simulator(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The folder from which `import cupy` is a simulated device."""
+    folder = str(REPOSITORY / "tests" / "simulator")
+    monkeypatch.syspath_prepend(folder)
+    missing = importlib.import_module("cpu_cuda").missing()
+    if missing and os.environ.get("HPCACCUM_REQUIRE_KERNELS") != "1":
+        pytest.skip(missing)
+    assert not missing, missing
+    return folder
 
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

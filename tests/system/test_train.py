@@ -25,7 +25,7 @@ STRATEGIES = ["cross-shard", "sync-replicas", "drop-stale", "agn"]
 def train(mpirun, tmp_path):
     """Run ``hpcaccum train`` on some ranks, in an empty directory."""
 
-    def run(ranks, *options, status=0):
+    def run(ranks, *options, status=0, **env):
         result = mpirun(
             ranks,
             "-m",
@@ -33,7 +33,7 @@ def train(mpirun, tmp_path):
             "train",
             *options,
             cwd=tmp_path,
-            env={"PYTHONPATH": str(REPOSITORY)},
+            env={"PYTHONPATH": str(REPOSITORY), **env},
         )
         assert result.returncode == status, result.stdout
         return result.stdout
@@ -135,6 +135,28 @@ def test_accuracy_of_each_shard_group(train, tmp_path):
     *looks, result = read(tmp_path / "log.jsonl")[1:]
     assert len(result["accuracy"]) == 2
     assert {look["group"] for look in looks} == {0, 1}
+
+
+def test_on_a_device(train, tmp_path, simulator):
+    words = "--compare", "--epochs", "5", "--batch", "64", "--rate", "0.5", "--no-plot"
+    words += "--device", "cuda", "--log", "log.jsonl"
+    shown = train(2, *words, PYTHONPATH=f"{REPOSITORY}:{simulator}")
+
+    assert "simulated" in shown
+    start, *_ = read(tmp_path / "log.jsonl")
+    assert "simulated" in start["device"]
+    results = [r for r in read(tmp_path / "log.jsonl") if r["event"] == "result"]
+    assert len(results) == 4
+    assert all(result["accuracy"][0] > 0.8 for result in results)
+
+
+def test_no_device_is_told_once(train, simulator):
+    env = {"PYTHONPATH": f"{REPOSITORY}:{simulator}", "CUPY_SIMULATOR_DEVICES": "0"}
+    shown = train(2, "--strategy", "agn", "--device", "cuda", status=1, **env)
+
+    assert shown.count("hpcaccum train: error:") == 1
+    assert "finds no CUDA device" in shown
+    assert "Traceback" not in shown
 
 
 def test_without_a_launcher(tmp_path, mpi_environment):
