@@ -6,16 +6,17 @@ import json
 from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
-from hpcaccum import Group, InvalidArgumentError
+from hpcaccum import Group, InvalidArgumentError, device
 from hpcaccum.bench import report
 from hpcaccum.bench.circumstances import circumstances, describe
 from hpcaccum.bench.compare import comparison
+from hpcaccum.bench.device_case import describe_device, device_facts
 from hpcaccum.bench.gloo import Gloo, check_usable
 from hpcaccum.bench.measure import Measurement, Row, rows
 from hpcaccum.bench.options import (
-    BENCHMARKS,
     Conditions,
     Options,
+    case_of,
     check_picture,
     resolve,
 )
@@ -37,6 +38,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
 
     Raises:
         InvalidArgumentError, DisagreementError: On every rank.
+        DeviceUnavailableError: If a device is to be measured, and there is none.
     """
     if not needs_mpi(args):
         check_picture(args.plot)
@@ -47,6 +49,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     def open_files() -> dict[str, object]:
         if options.gloo:
             check_usable()
+        if options.on_device:
+            device.use_device(group.node.rank)
         if group.rank == 0:
             check_picture(options.plot)
             files.append(_open(options))
@@ -76,12 +80,17 @@ class Bench:
     def __init__(self, group: Group, options: Options, file: IO[str] | None) -> None:
         self._group, self._options, self._file = group, options, file
         self._facts: dict[str, Any] = {}
+        self._columns = report.DEVICE if options.on_device else report.HOST
 
     def __call__(self) -> int:
         """Measure and write; return the exit status. Collective."""
         options, group = self._options, self._group
         self._facts = circumstances(group)
-        self._say(f"{describe(self._facts)}\n{report.LEGEND}")
+        told = describe(self._facts)
+        if options.on_device:
+            self._facts.update(device_facts())
+            told += f"\n{describe_device(self._facts)}"
+        self._say(f"{told}\n{self._columns.legend}")
         gloo = Gloo(group) if options.gloo else None
         conditions = Conditions(options.seconds, gloo)
         measured = [
@@ -94,7 +103,7 @@ class Bench:
         if options.plot and group.rank == 0 and measured:
             from hpcaccum.bench.plot import draw
 
-            draw(measured, describe(self._facts), options.plot)
+            draw(measured, told, options.plot)
             self._say(f"\npicture: {options.plot}")
         return 0
 
@@ -103,8 +112,8 @@ class Bench:
             print(text, flush=True)
 
     def _run(self, name: str, conditions: Conditions) -> list[Row]:
-        self._say(report.head(name))
-        kind, measured = BENCHMARKS[name], []
+        self._say(report.head(name, self._columns))
+        kind, measured = case_of(name), []
         for nbytes in self._options.sizes_of(name):
             what = f"{name} {report.size_text(nbytes)}"
             reason = self._obstacle(kind, nbytes)
@@ -120,19 +129,20 @@ class Bench:
         """Return why this size cannot be measured, or None. Collective."""
         if self._group.size < case.least_ranks:
             return f"needs {case.least_ranks} ranks"
-        return case.memory.missing(self._group, nbytes)
+        missing: str | None = case.memory.missing(self._group, nbytes)
+        return missing
 
     def _measure(
         self, name: str, what: str, nbytes: int, conditions: Conditions
     ) -> list[Row]:
-        case = BENCHMARKS[name](self._group, nbytes, conditions)
+        case = case_of(name)(self._group, nbytes, conditions)
         times = Measurement(self._group, what, case, conditions.seconds)()
         found = rows(name, nbytes, self._group.size, case.kinds, times)
         case.free()
         return found
 
     def _show(self, found: list[Row]) -> None:
-        for line in report.lines(found):
+        for line in report.lines(found, self._columns):
             self._say(line)
         for row in found if self._file else ():
             assert self._file is not None

@@ -19,7 +19,6 @@ from hpcaccum.mpi import MPI
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpcaccum.bench.memory import Memory
     from hpcaccum.group import Group
 
     Run = Callable[[int], list[float]]
@@ -87,13 +86,13 @@ class Case(Protocol):
     """What is measured at one size.
 
     Attributes:
-        memory: What it needs.
+        memory: What it needs; has ``missing(group, nbytes)``, as `Memory`.
         least_ranks: Fewer cannot do it.
         kinds: In the order of the table. The one called ``"copy"``, if any, is a plain
             copy of ``nbytes`` by all ranks at once: the measure of the floor.
     """
 
-    memory: ClassVar[Memory]
+    memory: ClassVar[Any]
     least_ranks: ClassVar[int]
     kinds: list[Kind]
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.accumulate import Accumulate
 from hpcaccum.bench.allreduce import Allreduce
+from hpcaccum.bench.device import DEVICE_BENCHMARKS
+from hpcaccum.bench.device import __doc__ as device_help
 from hpcaccum.bench.progress import Progress
 from hpcaccum.bench.server import Server
 from hpcaccum.bench.step import Step
@@ -29,6 +31,9 @@ BENCHMARKS: dict[str, type[Case]] = {
     "progress": Progress,
 }
 
+# What `all` leaves out, as not every machine has a device.
+_ON_DEVICE = "device"
+
 _HELP = {
     "accumulate": "the accumulator: applies, rounds, many writers, a late rank",
     "allreduce": "the reducer beside the MPI library's Allreduce",
@@ -36,12 +41,17 @@ _HELP = {
     "step": "a training step beside the reducer that it uses",
     "progress": "what other ranks wait for while rank 0 computes",
     "all": "all of these",
+    _ON_DEVICE: "kernels, accumulator and exchange on a CUDA device, beside CuPy",
     "compare": "what became slower from one --json file to another",
 }
 
 # 4 KiB to 256 MiB.
 _SIZES = tuple(4096 * 4**power for power in range(9))
-_DEFAULT_SIZES = {**dict.fromkeys(BENCHMARKS, _SIZES), "progress": (4 << 20,)}
+_DEFAULT_SIZES = {
+    **dict.fromkeys(BENCHMARKS, _SIZES),
+    "progress": (4 << 20,),
+    **dict.fromkeys(DEVICE_BENCHMARKS, (1 << 30,)),
+}
 # A vector is cut into 32 arrays of 4-byte numbers.
 _GRAIN = 128
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
@@ -80,9 +90,19 @@ class Options:
     json: Path | None
     plot: Path | None
 
+    @property
+    def on_device(self) -> bool:
+        """Whether a device is measured, and not the host."""
+        return self.benchmarks[0] in DEVICE_BENCHMARKS
+
     def sizes_of(self, benchmark: str) -> tuple[int, ...]:
         """Return the sizes at which a benchmark is to be measured."""
         return self.sizes or _DEFAULT_SIZES[benchmark]
+
+
+def case_of(benchmark: str) -> type[Case]:
+    """Return what measures a benchmark at one size."""
+    return {**BENCHMARKS, **DEVICE_BENCHMARKS}[benchmark]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _description(name: str, text: str) -> str:
     """Return what the rows of a benchmark mean, from its docstring."""
+    if name == _ON_DEVICE:
+        return (device_help or "").replace("``", "").strip()
     if name not in BENCHMARKS:
         return text
     told = inspect.cleandoc(BENCHMARKS[name].__doc__ or "")
@@ -117,7 +139,8 @@ def _add_measure(parser: argparse.ArgumentParser, *, with_gloo: bool) -> None:
         type=_size,
         nargs="+",
         metavar="SIZE",
-        help="bytes of a gradient, such as 4K 1M 256M (4K to 256M, progress 4M)",
+        help="bytes of a gradient, such as 4K 1M 256M "
+        "(4K to 256M, progress 4M, device 1G)",
     )
     parser.add_argument(
         "--seconds",
@@ -159,8 +182,9 @@ def _add_plot(parser: argparse.ArgumentParser, text: str) -> None:
 def resolve(args: argparse.Namespace) -> Options:
     """Return what is to be measured."""
     name = args.benchmark
+    several = {"all": tuple(BENCHMARKS), _ON_DEVICE: tuple(DEVICE_BENCHMARKS)}
     return Options(
-        benchmarks=tuple(BENCHMARKS) if name == "all" else (name,),
+        benchmarks=several.get(name, (name,)),
         sizes=tuple(args.sizes) if args.sizes else None,
         seconds=args.seconds,
         gloo=getattr(args, "against", None) == "gloo",

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hpcaccum.bench.measure import Row
 
-LEGEND = """\
-one operation, over all ranks and repeats; GB/s of the median, as in nccl-tests
-vs MPI: times faster than MPI's own call; floor: times slower than memory allows"""
 
-_HEAD = (
-    f"{'size':>7} {'':13} {'min':>6} {'median':>6} {'p99':>6} {'max':>6} "
-    f"{'':2} {'algbw':>5} {'busbw':>5} {'vs MPI':>6} {'floor':>5}"
+class Columns(NamedTuple):
+    """What the last columns of a table are.
+
+    Attributes:
+        legend: Explains them, in two lines.
+        titles: Of bandwidth, bus bandwidth, the ratio to another way, the last one.
+        last: Returns what is in the last one.
+    """
+
+    legend: str
+    titles: tuple[str, str, str, str]
+    last: Callable[[Row], float | None]
+
+
+HOST = Columns(
+    "one operation, over all ranks and repeats; GB/s of the median, as in nccl-tests\n"
+    "vs MPI: times faster than MPI's own call; floor: times slower than memory allows",
+    ("algbw", "busbw", "vs MPI", "floor"),
+    lambda row: row.vs_floor,
+)
+DEVICE = Columns(
+    "one operation; GB/s of the median, and of all bytes that it must move\n"
+    "vsCuPy: times faster than plain CuPy; copy: share of the rate of a plain copy",
+    ("GB/s", "moved", "vsCuPy", "copy"),
+    lambda row: 1 / row.vs_floor if row.vs_floor else None,
 )
 
 _UNITS = ((1.0, "us"), (1e3, "ms"), (1e6, "s"))
@@ -51,26 +70,32 @@ def number_text(number: float | None) -> str:
     return f"{number:.0f}" if number < 1e5 else f"{number:.0e}"
 
 
-def head(benchmark: str) -> str:
+def head(benchmark: str, columns: Columns = HOST) -> str:
     """Return the lines above the rows of a benchmark."""
-    return f"\n{benchmark}\n{_HEAD}"
+    bandwidth, bus, ratio, last = columns.titles
+    return (
+        f"\n{benchmark}\n"
+        f"{'size':>7} {'':13} {'min':>6} {'median':>6} {'p99':>6} {'max':>6} "
+        f"{'':2} {bandwidth:>5} {bus:>5} {ratio:>6} {last:>5}"
+    )
 
 
-def lines(rows: Sequence[Row]) -> Iterator[str]:
+def lines(rows: Sequence[Row], columns: Columns = HOST) -> Iterator[str]:
     """Yield the lines of one size, and what is to be said below them."""
     for number, row in enumerate(rows):
-        yield _line(row, size_text(row.bytes) if number == 0 else "")
+        size = size_text(row.bytes) if number == 0 else ""
+        yield _line(row, size, columns.last(row))
     for row in rows:
         for what, figure in row.figures.items():
             yield f"{'':7} {row.name}: {number_text(figure)} {what}"
 
 
-def _line(row: Row, size: str) -> str:
+def _line(row: Row, size: str, last: float | None) -> str:
     scale, unit = _unit(row.median_us)
     times = (row.min_us, row.median_us, row.p99_us, row.max_us)
     shown = " ".join(f"{number_text(each / scale):>6}" for each in times)
     return (
         f"{size:>7} {row.name:13} {shown} {unit:2} {number_text(row.algbw):>5} "
         f"{number_text(row.busbw):>5} {number_text(row.vs_mpi):>6} "
-        f"{number_text(row.vs_floor):>5}"
+        f"{number_text(last):>5}"
     )

@@ -61,7 +61,7 @@ def wrong_reduce(monkeypatch):
 
     def wrong(self, *args, **kwargs):
         result = reduce(self, *args, **kwargs)
-        for array in kwargs.get("out", {}).values():
+        for array in (kwargs.get("out") or {}).values():
             array.flat[-1] += 1
         return {name: off(array) for name, array in result.items()}
 

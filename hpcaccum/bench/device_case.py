@@ -1,0 +1,239 @@
+"""What benchmarks of a device share: buffers, the device's own clock, its memory."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from hpcaccum import cuda_kernels, device
+from hpcaccum.bench.measure import Kind, check_equal
+from hpcaccum.bench.memory import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hpcaccum import Group
+    from hpcaccum.bench.measure import Run
+    from hpcaccum.bench.options import Conditions
+
+# Buffers that take turns hold so many times the device's cache together.
+_CACHES, _MOST_TURNS = 3, 32
+# Left to CuPy's libraries and to others.
+_SPARE = 0.9
+
+Buffers = dict[str, Any]
+
+
+class DeviceMemory(NamedTuple):
+    """What a benchmark needs of the device, in multiples of its size.
+
+    Attributes:
+        each: For each rank; all ranks of a node are taken to share a device.
+        host: What it needs of the host.
+    """
+
+    each: float
+    host: Memory = Memory(shared=0)
+
+    def missing(self, group: Group, nbytes: int) -> str | None:
+        """Return what is missing on a device for this size, or None. Collective."""
+        wanted = self.each * nbytes * group.node.size
+        cupy = device.cupy()
+        cupy.get_default_memory_pool().free_all_blocks()
+        free, _ = cupy.cuda.Device().mem_info
+        problem = None
+        if wanted > _SPARE * free:
+            problem = (
+                f"needs {wanted / 2**30:.1f} GiB of the device, "
+                f"{free / 2**30:.1f} GiB are free"
+            )
+        told = [each for each in group.meet(problem, "device memory") if each]
+        return told[0] if told else self.host.missing(group, nbytes)
+
+
+def device_facts() -> dict[str, Any]:
+    """Return what one must know of the device to judge a figure.
+
+    Raises:
+        DeviceUnavailableError: If there is none.
+    """
+    cupy = device.cupy()
+    runtime, current = cupy.cuda.runtime, cupy.cuda.Device()
+    name = runtime.getDeviceProperties(current.id)["name"]
+    return {
+        "device": name.decode() if isinstance(name, bytes) else str(name),
+        "devices": runtime.getDeviceCount(),
+        "device_memory": current.mem_info[1],
+        "driver": _version(runtime.driverGetVersion()),
+        "cupy": cupy.__version__,
+    }
+
+
+def describe_device(facts: dict[str, Any]) -> str:
+    """Return these facts, and when that was, in one line."""
+    return (
+        f"{facts['device']}, {facts['device_memory'] / 2**30:.0f} GiB; CUDA driver "
+        f"{facts['driver']}; CuPy {facts['cupy']}; {facts['date']}"
+    )
+
+
+def _version(number: int) -> str:
+    """Return a version of CUDA as people write it: 13000 is 13.0."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def timed(operation: Callable[[], object]) -> Run:
+    """Return a `Kind.run` whose time is the device's, between two events."""
+
+    def run(inner: int) -> list[float]:
+        cuda = device.cupy().cuda
+        begin, end = cuda.Event(), cuda.Event()
+        begin.record()
+        for _ in range(inner):
+            operation()
+        end.record()
+        end.synchronize()
+        seconds = cuda.get_elapsed_time(begin, end) / 1e3
+        return [max(seconds / inner, 1e-9)]
+
+    return run
+
+
+def turns_of(nbytes: int) -> int:
+    """Return how many buffers must take turns so that none stays in the cache."""
+    attributes = device.cupy().cuda.Device().attributes
+    cache = _CACHES * int(attributes.get("L2CacheSize", 0))
+    return min(max(-(-cache // nbytes), 1), _MOST_TURNS)
+
+
+def check_same(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
+    """Raise WrongAnswerError unless arrays of the device are equal, or nearly so.
+
+    Args:
+        actual: To be checked.
+        expected: Of the same shape.
+        tolerance: By which share an element may differ.
+    """
+    off = abs(actual - expected)
+    # Not the other way round: what is NaN is wrong.
+    good = off <= tolerance * abs(expected)
+    if not bool(good.all()):
+        host = actual.get()
+        check_equal(host, np.where(good.get(), host, expected.get()))
+
+
+@dataclass
+class Contest:
+    """Ours and the best expression in plain CuPy, for the same thing.
+
+    Attributes:
+        name: Of ours.
+        ours, cupy: Do it with one set of buffers. None: there is no expression.
+        moves: Bytes that must be read and written.
+        check: Raises WrongAnswerError if the answer in the buffers is wrong.
+        check_cupy: The same for CuPy's, if that is somewhere else.
+    """
+
+    name: str
+    ours: Callable[[Buffers], object]
+    cupy: Callable[[Buffers], object] | None
+    moves: float
+    check: Callable[[Buffers], None]
+    check_cupy: Callable[[Buffers], None] | None = None
+
+
+class DeviceCase:
+    """Contests at one size; and a copy of that size, the measure of all floors.
+
+    Args:
+        group: The ranks; each does the same on its device.
+        nbytes: The size.
+        conditions: Ignored.
+    """
+
+    least_ranks: ClassVar[int] = 1
+    memory: ClassVar[DeviceMemory] = DeviceMemory(8)
+
+    def __init__(self, group: Group, nbytes: int, conditions: Conditions) -> None:
+        self.size, self.nbytes = group.size, nbytes
+        self.random = device.cupy().random.default_rng(group.rank)
+        self._sets = [self.make(nbytes // 4) for _ in range(turns_of(nbytes))]
+        self._turn = itertools.cycle(self._sets)
+        self.now = self._sets[0]
+        self.contests = self.compete(nbytes)
+        self.kinds = [*self._kinds(), self._copy()]
+
+    def make(self, count: int) -> Buffers:
+        """Return one set of buffers; "source" and "target" are float32 of the size."""
+        raise NotImplementedError
+
+    def compete(self, nbytes: int) -> Sequence[Contest]:
+        """Return what is measured."""
+        raise NotImplementedError
+
+    def spoil(self, buffers: Buffers) -> None:
+        """Bring a set to the state from which the answers are known."""
+        raise NotImplementedError
+
+    def _kinds(self) -> list[Kind]:
+        made = []
+        for each in self.contests:
+            rival = f"{each.name} CuPy" if each.cupy else None
+            made.append(self._kind(each, each.name, each.ours, each.check, raw=rival))
+            if rival:
+                check = each.check_cupy or each.check
+                made.append(self._kind(each, rival, each.cupy, check, reference=True))
+        return made
+
+    def _kind(
+        self, contest: Contest, name: str, operation: Any, check: Any, **more: Any
+    ) -> Kind:
+        return Kind(
+            name,
+            timed(lambda: operation(self._next())),
+            lambda: check(self.now),
+            moves=contest.moves * self.size,
+            # So that the bus bandwidth is that of all bytes moved.
+            bus=contest.moves / self.nbytes,
+            **more,
+        )
+
+    def _copy(self) -> Kind:
+        def copy() -> None:
+            now = self._next()
+            device.cupy().copyto(now["target"], now["source"])
+
+        def check() -> None:
+            check_same(self.now["target"], self.now["source"])
+
+        moves = 2 * self.nbytes * self.size
+        return Kind("copy", timed(copy), check, reference=True, moves=moves, bus=2)
+
+    def _next(self) -> Buffers:
+        self.now = next(self._turn)
+        return self.now
+
+    def normal(self, count: int) -> Any:
+        """Return random numbers, float32."""
+        return self.random.standard_normal(count, dtype=np.float32)
+
+    def forget(self) -> None:
+        """Spoil all answers."""
+        for each in self._sets:
+            each["target"].fill(np.nan)
+            self.spoil(each)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._sets, self.now = [{}], {}
+        self._turn = itertools.cycle(self._sets)
+        self.contests, self.kinds = [], []
+        device.cupy().get_default_memory_pool().free_all_blocks()
+
+
+def launch(name: str, count: int, *arguments: Any) -> None:
+    """Launch a kernel over so many elements."""
+    cuda_kernels.kernel(name)(*cuda_kernels.streaming(count), arguments)

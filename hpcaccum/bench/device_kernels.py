@@ -1,0 +1,391 @@
+"""Kernels beside plain CuPy; `hpcaccum.bench.device` tells what each case does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from hpcaccum import Layout, device
+from hpcaccum.bench.device_case import (
+    Contest,
+    DeviceCase,
+    DeviceMemory,
+    check_same,
+    launch,
+)
+from hpcaccum.device_rounds import DeviceRounds
+from hpcaccum.int8 import GROUP, Int8Compressor, Int8Gradient, accumulate
+from hpcaccum.pointer_tables import PointerTable
+
+if TYPE_CHECKING:
+    from hpcaccum.bench.device_case import Buffers
+
+# A local step that is never stale.
+NEVER_STALE = 1 << 30
+# How many arrays of which share: the 161 of ResNet-50, roughly.
+_SHARES = [64 * 64 * 9] * 120 + [2048 * 512] * 20 + [256] * 21
+_WIDTH = 128
+_CLIP = 1.0
+
+
+class Sums(DeviceCase):
+    """One array into a sum, and what is made of the sum."""
+
+    memory: ClassVar[DeviceMemory] = DeviceMemory(12)
+
+    def make(self, count: int) -> Buffers:
+        """Return a gradient in two dtypes, sums, and what kernels need."""
+        cupy, source = device.cupy(), self.normal(count)
+        return {
+            "source": source,
+            "half": source.astype(np.float16),
+            "sum": cupy.empty_like(source),
+            "target": cupy.empty_like(source),
+            "adding": DeviceRounds("bench", 0).header,
+            "taking": DeviceRounds("bench", 0).header,
+            "partial": cupy.empty(4096, np.float64),
+            "ticket": cupy.zeros(1, np.int64),
+            "square": cupy.zeros(1, np.float64),
+        }
+
+    def spoil(self, buffers: Buffers) -> None:
+        """Fill the sum with 3, of so many gradients."""
+        buffers["sum"].fill(3)
+        for header in buffers["adding"], buffers["taking"]:
+            header[:2] = device.cupy().asarray(np.array([0, 3]))
+
+    def compete(self, nbytes: int) -> list[Contest]:
+        """Return what is measured."""
+        return [
+            _adding("add f32", "source", "f32", 3 * nbytes),
+            _adding("add f16", "half", "f16", 2.5 * nbytes),
+            Contest("mean", _mean, _cupy_mean, 2 * nbytes, _check_mean),
+            Contest("clip", _clip, _cupy_clip, 3 * nbytes, _check_clip),
+        ]
+
+
+def _adding(name: str, source: str, suffix: str, moves: float) -> Contest:
+    def ours(b: Buffers) -> None:
+        size, one = b["sum"].size, np.float32(1)
+        step = np.int64(NEVER_STALE)
+        arrays = b["sum"], b[source]
+        counts = np.int64(size), b["adding"], step, None
+        launch(f"accumulate_{suffix}", size, *arrays, one, *counts)
+
+    def cupy(b: Buffers) -> None:
+        device.cupy().add(b["sum"], b[source], out=b["sum"])
+
+    def check(b: Buffers) -> None:
+        check_same(b["sum"], b[source].astype(np.float32) + np.float32(3))
+
+    return Contest(name, ours, cupy, moves, check)
+
+
+def _mean(b: Buffers) -> None:
+    size = b["sum"].size
+    more = np.int64(size), b["taking"], np.int32(1)
+    launch("mean_f32", size, b["target"], b["sum"], *more)
+
+
+def _cupy_mean(b: Buffers) -> None:
+    device.cupy().divide(b["sum"], np.float32(3), out=b["target"])
+
+
+def _check_mean(b: Buffers) -> None:
+    check_same(b["target"], b["sum"] / np.float32(3))
+
+
+def _clip(b: Buffers) -> None:
+    source, size, square = b["source"], b["source"].size, b["square"]
+    count = np.int64(size)
+    launch("square_norm_f32", size, source, count, b["partial"], b["ticket"], square)
+    more = square, b["taking"], np.float64(_CLIP), np.int32(0)
+    launch("mean_clip_f32", size, b["target"], source, count, *more)
+
+
+def _cupy_clip(b: Buffers) -> None:
+    cupy, source = device.cupy(), b["source"]
+    # One pass of cuBLAS: linalg.norm makes a temporary array.
+    norm = cupy.sqrt(cupy.dot(source, source))
+    cupy.multiply(source, cupy.minimum(_CLIP / norm, 1), out=b["target"])
+
+
+def _check_clip(b: Buffers) -> None:
+    norm = float(device.cupy().linalg.norm(b["source"]))
+    check_same(b["target"], b["source"] * np.float32(min(1, _CLIP / norm)), 1e-3)
+
+
+class Arrays(DeviceCase):
+    """Many small arrays, in one launch."""
+
+    memory: ClassVar[DeviceMemory] = DeviceMemory(8)
+
+    def make(self, count: int) -> Buffers:
+        """Return arrays, and flat buffers of them."""
+        cupy = device.cupy()
+        layout = many_arrays(count)
+        flat, packed = cupy.zeros(layout.size, np.float32), self.normal(layout.size)
+        return {
+            "source": self.normal(count),
+            "target": cupy.empty(count, np.float32),
+            "arrays": self._random_arrays(layout),
+            "from": packed,
+            "parts": layout.views(packed),
+            "outs": self._random_arrays(layout),
+            "flat": flat,
+            "views": layout.views(flat),
+            "dense": cupy.empty(elements(layout), np.float32),
+            "table": PointerTable(layout),
+            "adding": DeviceRounds("bench", 0).header,
+        }
+
+    def _random_arrays(self, layout: Layout) -> dict[str, Any]:
+        sizes = {name: shape[0] for name, shape in layout.shapes.items()}
+        return {name: self.normal(size) for name, size in sizes.items()}
+
+    def spoil(self, buffers: Buffers) -> None:
+        """Fill the sum with 3, of so many gradients."""
+        buffers["flat"].fill(3)
+        buffers["adding"][:2] = device.cupy().asarray(np.array([0, 3]))
+        for each in (*buffers["outs"].values(), buffers["dense"]):
+            each.fill(np.nan)
+
+    def compete(self, nbytes: int) -> list[Contest]:
+        """Return what is measured."""
+        moved = 4 * elements(many_arrays(nbytes // 4))
+        return [
+            Contest("add", _add_many, _cupy_add_many, 3 * moved, _check_add_many),
+            Contest("pack", _pack, _cupy_pack, 2 * moved, _check_pack, _check_dense),
+            Contest("unpack", _unpack, _cupy_unpack, 2 * moved, _check_unpack),
+        ]
+
+
+def many_arrays(count: int) -> Layout:
+    """Return the layout of 161 arrays of about so many numbers together."""
+    part = count / sum(_SHARES)
+    shapes = {
+        f"array{number}": (max(1, int(share * part)),)
+        for number, share in enumerate(_SHARES)
+    }
+    return Layout(shapes, np.float32)
+
+
+def elements(layout: Layout) -> int:
+    """Return how many numbers the arrays have, without what lies between them."""
+    return sum(shape[0] for shape in layout.shapes.values())
+
+
+def _add_many(b: Buffers) -> None:
+    b["table"].accumulate(
+        b["flat"], b["arrays"], header=b["adding"], local_step=NEVER_STALE
+    )
+
+
+def _cupy_add_many(b: Buffers) -> None:
+    add, views = device.cupy().add, b["views"]
+    for name, array in b["arrays"].items():
+        add(views[name], array, out=views[name])
+
+
+def _check_add_many(b: Buffers) -> None:
+    for name, array in b["arrays"].items():
+        check_same(b["views"][name], array + np.float32(3))
+
+
+def _pack(b: Buffers) -> None:
+    b["table"].pack(b["flat"], b["arrays"])
+
+
+def _check_pack(b: Buffers) -> None:
+    for name, array in b["arrays"].items():
+        check_same(b["views"][name], array)
+
+
+def _cupy_pack(b: Buffers) -> None:
+    device.cupy().concatenate(list(b["arrays"].values()), out=b["dense"])
+
+
+def _check_dense(b: Buffers) -> None:
+    first = 0
+    for array in b["arrays"].values():
+        check_same(b["dense"][first : first + array.size], array)
+        first += array.size
+
+
+def _unpack(b: Buffers) -> None:
+    b["table"].unpack(b["from"], b["outs"])
+
+
+def _cupy_unpack(b: Buffers) -> None:
+    copyto = device.cupy().copyto
+    for name, out in b["outs"].items():
+        copyto(out, b["parts"][name])
+
+
+def _check_unpack(b: Buffers) -> None:
+    for name, out in b["outs"].items():
+        check_same(out, b["parts"][name])
+
+
+class Rows(DeviceCase):
+    """Rows of a matrix."""
+
+    memory: ClassVar[DeviceMemory] = DeviceMemory(14)
+
+    def make(self, count: int) -> Buffers:
+        """Return rows, their places, and the matrix."""
+        cupy, number = device.cupy(), max(1, count // _WIDTH)
+        source = self.normal(number * _WIDTH)
+        return {
+            "source": source,
+            "target": cupy.empty_like(source),
+            # Small integers: sums are exact in any order.
+            "values": cupy.floor(source * np.float32(4)).reshape(number, _WIDTH),
+            "rows": self.random.integers(0, 2 * number, number),
+            "sum": cupy.empty((2 * number, _WIDTH), np.float32),
+            "counts": cupy.zeros(2 * number, np.int32),
+            "given": self.random.integers(0, 4, 2 * number).astype(np.int32),
+            "refused": cupy.zeros(1, np.int64),
+        }
+
+    def spoil(self, buffers: Buffers) -> None:
+        """Fill the matrix with 6, and forget the counts."""
+        buffers["sum"].fill(6)
+        buffers["counts"].fill(0)
+
+    def compete(self, nbytes: int) -> list[Contest]:
+        """Return what is measured."""
+        values, given = self._sets[0]["values"], self._sets[0]["given"]
+        # Values and rows read, sums and counts added to.
+        added = 12 * values.size + 16 * len(values)
+        divided = 4 * given.size + 8 * _WIDTH * int((given > 1).sum())
+        scatter = Contest("scatter", _scatter, _cupy_scatter, added, _check_scatter)
+        mean = Contest("mean rows", _rows, _cupy_rows, divided, _check_rows)
+        return [scatter, mean]
+
+
+def _scatter(b: Buffers) -> None:
+    rows, values = b["rows"], b["values"]
+    sizes = (len(rows), _WIDTH, len(b["sum"]))
+    launch(
+        "scatter_add_rows_f32",
+        values.size,
+        *(b["sum"], b["counts"], values, rows, *map(np.int64, sizes)),
+        *(None, np.int64(0), None, b["refused"]),
+    )
+
+
+def _cupy_scatter(b: Buffers) -> None:
+    b["sum"].scatter_add(b["rows"], b["values"])
+    b["counts"].scatter_add(b["rows"], 1)
+
+
+def _check_scatter(b: Buffers) -> None:
+    expected, counts = b["sum"] * 0 + 6, b["counts"] * 0
+    expected.scatter_add(b["rows"], b["values"])
+    counts.scatter_add(b["rows"], 1)
+    check_same(b["sum"], expected)
+    check_same(b["counts"], counts)
+
+
+def _rows(b: Buffers) -> None:
+    sizes = (len(b["sum"]), _WIDTH)
+    arrays = b["sum"], b["given"]
+    launch("mean_rows_f32", b["sum"].size, *arrays, *map(np.int64, sizes), None)
+
+
+def _cupy_rows(b: Buffers) -> None:
+    cupy = device.cupy()
+    counts = cupy.maximum(b["given"], 1).astype(np.float32)
+    cupy.divide(b["sum"], counts[:, None], out=b["sum"])
+
+
+def _check_rows(b: Buffers) -> None:
+    counts = device.cupy().maximum(b["given"], 1).astype(np.float32)
+    check_same(b["sum"], b["sum"] * 0 + 6 / counts[:, None])
+
+
+class Int8(DeviceCase):
+    """Gradients in eight bits."""
+
+    memory: ClassVar[DeviceMemory] = DeviceMemory(14)
+
+    def make(self, count: int) -> Buffers:
+        """Return a gradient, its compressor and a sum."""
+        cupy, source = device.cupy(), self.normal(count)
+        given = Int8Compressor(count).compress(source)
+        return {
+            "source": source,
+            "target": cupy.empty_like(source),
+            "sum": cupy.empty_like(source),
+            "compressor": Int8Compressor(count),
+            "given": given,
+        }
+
+    def spoil(self, buffers: Buffers) -> None:
+        """Fill the sum with 3, and lose nothing yet."""
+        buffers["sum"].fill(3)
+        buffers["compressor"].residual.fill(0)
+        buffers["sent"] = None
+
+    def compete(self, nbytes: int) -> list[Contest]:
+        """Return what is measured."""
+        count = nbytes // 4
+        scales, whole = 4 * -(-count // GROUP), count % GROUP == 0
+        return [
+            Contest(
+                "compress",
+                _compress,
+                _cupy_compress if whole else None,
+                13 * count + scales,
+                _check_compress,
+            ),
+            Contest(
+                "add int8",
+                lambda b: accumulate(b["sum"], b["given"]),
+                _cupy_add_int8 if whole else None,
+                9 * count + scales,
+                _check_add_int8,
+            ),
+        ]
+
+
+def _compress(b: Buffers) -> None:
+    b["sent"] = b["compressor"].compress(b["source"])
+
+
+def _cupy_compress(b: Buffers) -> None:
+    cupy, residual = device.cupy(), b["compressor"].residual
+    error = (b["source"] + residual).reshape(-1, GROUP)
+    scales = cupy.abs(error).max(axis=1) / np.float32(127)
+    q = cupy.clip(cupy.rint(error / scales[:, None]), -127, 127).astype(np.int8)
+    lost = residual.reshape(-1, GROUP)
+    cupy.subtract(error, q * scales[:, None], out=lost)
+    b["sent"] = Int8Gradient(q.reshape(-1), scales, residual.shape)
+
+
+def _check_compress(b: Buffers) -> None:
+    """What was sent and what is left are the gradient; and little is left."""
+    residual, source = b["compressor"].residual, b["source"]
+    # Plus 8, as small numbers need not be that exact.
+    check_same(_plain(b["sent"]) + residual + 8, source + 8, 1e-5)
+    lost, most = abs(residual), abs(source).max() * np.float32(0.51 / 127)
+    check_same(lost, device.cupy().minimum(lost, most))
+
+
+def _plain(given: Int8Gradient) -> Any:
+    """Return a compressed gradient, decompressed by plain CuPy."""
+    q, scales, whole = given.q, given.scales, given.q.size // GROUP
+    groups = q[: whole * GROUP].reshape(-1, GROUP) * scales[:whole, None]
+    rest = q[whole * GROUP :] * scales[whole:]
+    return device.cupy().concatenate([groups.reshape(-1), rest])
+
+
+def _cupy_add_int8(b: Buffers) -> None:
+    total, given = b["sum"].reshape(-1, GROUP), b["given"]
+    total += given.q.reshape(-1, GROUP) * given.scales[:, None]
+
+
+def _check_add_int8(b: Buffers) -> None:
+    check_same(b["sum"] + 8, _plain(b["given"]) + 11, 1e-5)

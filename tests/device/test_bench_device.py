@@ -1,0 +1,201 @@
+"""``hpcaccum bench device`` computes what it should before it measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import cupy
+import numpy as np
+import pytest
+
+from hpcaccum import Group, cuda_kernels
+from hpcaccum.bench.device import DEVICE_BENCHMARKS
+from hpcaccum.bench.device_case import check_same, turns_of
+from hpcaccum.bench.measure import Measurement, WrongAnswerError, rows
+from hpcaccum.bench.options import Conditions
+
+from ..system.conftest import REPOSITORY, run_program
+
+QUICK = Conditions(seconds=1e-3)
+# Where the cupy of this process is from: the simulator, if it is.
+CUPY = str(Path(cupy.__file__).parents[1])
+
+
+@pytest.fixture
+def make():
+    """Make cases, and free them."""
+    made = []
+
+    def case(name, nbytes=4096):
+        made.append(DEVICE_BENCHMARKS[name](Group.of(), nbytes, QUICK))
+        return made[-1]
+
+    yield case
+    for each in made:
+        each.free()
+
+
+@pytest.mark.parametrize("nbytes", [128, 4096, 65536 + 128])
+@pytest.mark.parametrize("name", DEVICE_BENCHMARKS)
+def test_every_kind_is_verified_and_timed(name, nbytes, make):
+    case = make(name, nbytes)
+    times = Measurement(Group.of(), name, case, QUICK.seconds)()
+    found = rows(name, nbytes, 1, case.kinds, times)
+
+    names = [row.name for row in found]
+    assert len(set(names)) == len(names)
+    for row in found:
+        assert 0 < row.min_us <= row.median_us <= row.p99_us <= row.max_us
+        assert row.raw is None or row.raw in names
+        if name != "device exchange":
+            assert row.busbw > 0
+            assert row.vs_floor > 0
+    assert any(row.reference for row in found)
+    assert not all(row.reference for row in found)
+
+
+PLANTED = [
+    ("device sums", "add f32", "accumulate_f32"),
+    ("device sums", "add f16", "accumulate_f16"),
+    ("device sums", "mean", "mean_f32"),
+    ("device sums", "clip", "square_norm_f32"),
+    ("device sums", "clip", "mean_clip_f32"),
+    ("device arrays", "add", "multi_accumulate_f32"),
+    ("device arrays", "pack", "pack_f32"),
+    ("device arrays", "unpack", "unpack_f32"),
+    ("device rows", "scatter", "scatter_add_rows_f32"),
+    ("device rows", "mean rows", "mean_rows_f32"),
+    ("device int8", "compress", "compress_int8_f32"),
+    ("device int8", "add int8", "accumulate_int8_f32"),
+    ("device rounds", "apply", "accumulate_f32"),
+    ("device rounds", "apply 161", "multi_accumulate_f32"),
+    ("device rounds", "round", "mean_f32"),
+    ("device rounds", "round 161", "mean_f32"),
+    ("device exchange", "exchange", "unpack_f32"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "kernel"), PLANTED)
+def test_a_kernel_that_does_nothing_is_found_before_anything_is_timed(
+    name, kind, kernel, make, monkeypatch
+):
+    case = make(name)
+    case.kinds = [each for each in case.kinds if each.name == kind]
+    good = cuda_kernels.kernel
+    prepare, armed = case.forget, []
+
+    def spoil():
+        prepare()
+        armed.append(True)
+
+    def planted(which):
+        if armed and which == kernel:
+            return lambda grid, block, args: None
+        return good(which)
+
+    case.forget = spoil
+    monkeypatch.setattr(cuda_kernels, "kernel", planted)
+    with pytest.raises(RuntimeError, match=f"bench, {kind}: .*wrong|for 1 gradients"):
+        Measurement(Group.of(), "bench", case, QUICK.seconds)()
+
+
+@pytest.mark.parametrize("bad", [1.0, np.nan, np.inf])
+def test_answers_must_be_the_same(bad):
+    good = cupy.zeros(5)
+    wrong = cupy.asarray(np.array([0, 0, bad, 0, 0]))
+    check_same(good, good)
+    for pair in (wrong, good), (good, wrong):
+        with pytest.raises(
+            WrongAnswerError, match="1 of 5 elements are wrong: number 2"
+        ):
+            check_same(*pair)
+    check_same(good + 1.01, good + 1, 0.02)
+    with pytest.raises(WrongAnswerError, match="5 of 5"):
+        check_same(good + 1.03, good + 1, 0.02)
+
+
+def test_buffers_take_turns_unless_the_cache_is_too_small_for_one():
+    cache = cupy.cuda.Device().attributes.get("L2CacheSize", 0)
+
+    assert turns_of(1 << 40) == 1
+    assert turns_of(128) == (32 if cache > 2048 else 1)
+
+
+def test_all_buffers_that_take_turns_are_measured(make, monkeypatch):
+    monkeypatch.setattr("hpcaccum.bench.device_case.turns_of", lambda nbytes: 3)
+    for name in DEVICE_BENCHMARKS:
+        Measurement(Group.of(), name, make(name), QUICK.seconds)()
+    case, seen = make("device sums"), set()
+    kind = case.kinds[0]
+    for _ in range(3):
+        case.forget()
+        kind.run(1)
+        kind.check()
+        seen.add(case.now["sum"].data.ptr)
+
+    assert len(seen) == 3
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Run ``hpcaccum bench device``, in an empty directory."""
+
+    def run(*options, status=0, **environment):
+        command = [sys.executable, "-m", "hpcaccum", "bench", "device", *options]
+        path = {"PYTHONPATH": os.pathsep.join([CUPY, str(REPOSITORY)])}
+        env = os.environ | path | environment
+        result = run_program(command, timeout=120, cwd=tmp_path, env=env)
+        assert result.returncode == status, result.stdout
+        return result.stdout
+
+    return run
+
+
+def test_table_and_json(bench, tmp_path):
+    sizes = "--sizes", "4K", "8K", "--seconds", "0.01"
+    shown = bench(*sizes, "--json", "rows.json")
+
+    lines = shown.splitlines()
+    assert lines[0].startswith("1 rank on ")
+    assert f"CuPy {cupy.__version__}; 20" in lines[2]
+    assert max(map(len, lines[3:])) <= 80
+    written = (tmp_path / "rows.json").read_text()
+    found = [json.loads(line) for line in written.splitlines()]
+    assert list(dict.fromkeys(row["benchmark"] for row in found)) == [
+        *DEVICE_BENCHMARKS
+    ]
+    by_name = {(r["benchmark"], r["name"], r["bytes"]): r for r in found}
+    for (benchmark, _, nbytes), row in by_name.items():
+        assert nbytes in (4096, 8192)
+        for fact in "date", "device", "driver", "cupy", "device_memory", "cpu":
+            assert row[fact]
+        assert row["name"] in shown
+        assert f"\n\n{benchmark}\n" in shown
+        if row["raw"]:
+            rival = by_name[benchmark, row["raw"], nbytes]
+            ratio = rival["median_us"] / row["median_us"]
+            assert row["vs_mpi"] == pytest.approx(ratio)
+    add, copy = (by_name["device sums", name, 8192] for name in ("add f32", "copy"))
+    assert add["busbw"] == pytest.approx(3 * 8192 / add["median_us"] / 1e3)
+    assert add["floor_us"] == pytest.approx(1.5 * copy["median_us"])
+    figures = by_name["device exchange", "exchange", 4096]["figures"]
+    assert len(figures) == 2
+
+
+def test_a_size_that_does_not_fit_is_skipped(bench):
+    shown = bench("--sizes", "4096G", "--seconds", "0.01")
+
+    assert shown.count("4096 GiB skipped: needs ") == len(DEVICE_BENCHMARKS)
+    assert "GiB of the device, " in shown
+
+
+def test_without_a_device_it_ends_with_1_and_says_so(bench):
+    nothing = {"CUPY_SIMULATOR_DEVICES": "0", "CUDA_VISIBLE_DEVICES": ""}
+    shown = bench("--sizes", "4K", status=1, **nothing)
+
+    assert shown.startswith("hpcaccum bench: error: CuPy ")
+    assert "finds no CUDA device" in shown
+    assert "Traceback" not in shown
