@@ -17,12 +17,14 @@ ifeq ($(MPI),openmpi)
 include .ci/env.openmpi
 endif
 
-.PHONY: help demo test test-system test-mpi lint venv clean
+.PHONY: help demo test test-system test-device test-kernels test-gpu test-mpi lint venv clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
-	@echo "make test         all tests: whole programs, then on $(SIZES) ranks"
+	@echo "make test         all tests: whole programs, kernels, then on $(SIZES) ranks"
 	@echo "make test-4       the tests of tests/mpi on 4 ranks"
-	@echo "make test-mpi     the same on $(SIZES) ranks; make test-system the others"
+	@echo "make test-mpi     the same on $(SIZES) ranks; test-system, test-device the others"
+	@echo "make test-kernels compile the CUDA kernels, with NVIDIA's compiler (400 MB)"
+	@echo "make test-gpu     the tests with device arrays, on a real GPU"
 	@echo "make lint         ruff and mypy"
 	@echo "make clean        remove the environments and what was built"
 	@echo "MPI=openmpi takes Open MPI, PYTHON=... another Python, ARGS=... goes to pytest"
@@ -30,15 +32,29 @@ help:
 demo: $(VENV)/.demo
 	$(MPIEXEC) -n 4 $(BIN)/hpcaccum train --compare --straggler 3:20 $(ARGS) </dev/null
 
-# Both parts run even if the first fails, and both results are told.
+# All parts run even if one fails, and all results are told.
 test: $(VENV)/.test
 	@status=0; \
 	$(MAKE) --no-print-directory test-system || status=1; \
+	$(MAKE) --no-print-directory test-device || status=1; \
 	$(MAKE) --no-print-directory test-mpi || status=1; \
 	exit $$status
 
 test-system: $(VENV)/.test
 	$(PYTEST) tests/system $(ARGS) </dev/null
+
+# CUDA kernels, run on the CPU by a simulated device.
+test-device: $(VENV)/.test
+	$(PYTEST) tests/device $(ARGS) </dev/null
+
+test-kernels: $(VENV)/.kernels
+	HPCACCUM_REQUIRE_NVRTC=1 $(PYTEST) tests/device -k "nvrtc or fidelity or architecture" \
+	    $(ARGS) </dev/null
+
+# CuPy for the CUDA of this machine is the user's choice: it must be in $(VENV).
+test-gpu: $(VENV)/.test
+	$(PYTEST) tests/device -m gpu $(ARGS) </dev/null
+	$(MPIEXEC) -n 2 $(PYTEST) tests/mpi -m gpu $(ARGS) </dev/null
 
 test-mpi: $(VENV)/.test
 	@failed=""; summary=""; \
@@ -67,6 +83,10 @@ $(VENV)/.demo: pyproject.toml setup.cfg | $(BIN)/pip
 
 $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet -e '.[$(MPI),demo,test,dev]'
+	@touch $@
+
+$(VENV)/.kernels: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet -e '.[kernels]'
 	@touch $@
 
 $(BIN)/pip:

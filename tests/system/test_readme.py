@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -12,6 +13,7 @@ README = (REPOSITORY / "README.md").read_text()
 PROGRAMS = re.findall(
     r"\*\*(\w+)\*\*(?:(?!```).)*\n```python\n(.*?)```", README, re.DOTALL
 )
+[ON_A_GPU] = re.findall(r"\n## On a GPU\n.*?\n```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_there_is_a_program_for_each_system():
@@ -32,6 +34,17 @@ def test_program_runs_as_printed(mpirun, tmp_path, name, program, ranks):
     path.write_text(program)
 
     result = mpirun(ranks, path, env={"HPCACCUM_TIMEOUT": "20"})
+
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_program_for_a_gpu_runs_as_printed(mpirun, tmp_path, simulator, ranks):
+    path = tmp_path / "gpu.py"
+    path.write_text(ON_A_GPU)
+    paths = os.pathsep.join([str(REPOSITORY), simulator])
+
+    result = mpirun(ranks, path, env={"HPCACCUM_TIMEOUT": "20", "PYTHONPATH": paths})
 
     assert result.returncode == 0, result.stdout
 
