@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 _PIN = 64 << 10
 
 
-def on_device(call: Call) -> bool:
-    """Whether a call brings arrays of the device, or wants results there."""
-    # Most calls bring and take nothing: their arrays lie where they are reduced.
-    return bool(call.brought and _first_is_device(call.brought)) or bool(
-        call.out and _first_is_device(call.out)
-    )
-
-
 def _first_is_device(arrays: Mapping[str, Any]) -> bool:
     # Either all are or none is.
     return is_device(next(iter(arrays.values()), None))
@@ -57,7 +49,7 @@ def check_direct(direct: bool | None, schedule: str) -> None:
 
 
 class DeviceExchange:
-    """Finishes calls whose arrays, or results, are on the device.
+    """Finishes the calls of a reducer, whose arrays or results may be on the device.
 
     The device reads and writes the schedule's memory by itself, so that nothing is
     copied twice in the host. This rank alone decides; others may bring host arrays.
@@ -79,22 +71,32 @@ class DeviceExchange:
         self._layout, self._schedule, self._buckets = layout, schedule, buckets
         self._direct, self._made = direct, False
 
+    def prepare(self, brought: Mapping[str, Any], out: Mapping[str, Any]) -> None:
+        """Do what may fail, if the device is needed, while others do not wait yet."""
+        # Most calls bring and take nothing: their arrays lie where they are reduced.
+        needed = (brought and _first_is_device(brought)) or (
+            out and _first_is_device(out)
+        )
+        if needed and not self._made:
+            self._make()
+
     def _make(self) -> None:
-        """Take memory on the device, when it is first needed."""
+        """Take memory on the device, and compile what will be launched there."""
         if self._direct is None:
             self._direct = cuda_aware().aware
         sent, received = self._schedule.sent, self._schedule.received
         leaving = received if self._direct else sent
         self._transfer = Transfer(self._layout, leaving.dtype, received.dtype)
+        self._transfer.compile()
         self._made = True
         for memory in () if self._direct else (sent, received):
             if memory.nbytes >= _PIN:
                 self._transfer.pin(memory)
 
     def finish(self, call: Call) -> bool:
-        """Do as `Schedule.finish`."""
+        """Do as `Schedule.finish`, after `prepare`."""
         if not self._made:
-            self._make()
+            return self._schedule.finish(call)
         # Only all arrays together fill a bucket.
         leaves = call.whole and _first_is_device(call.brought)
         if leaves and self._direct:

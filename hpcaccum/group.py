@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hpcaccum import mpi
 from hpcaccum.deadline import Deadline
-from hpcaccum.errors import DisagreementError, InvalidArgumentError
+from hpcaccum.errors import (
+    DeviceUnavailableError,
+    DisagreementError,
+    InvalidArgumentError,
+)
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
@@ -257,7 +261,8 @@ def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
     """Return a type that every rank has, and the message."""
     if error is None:
         return None
-    known = isinstance(error, (InvalidArgumentError, TypeError))
+    told = (InvalidArgumentError, TypeError, DeviceUnavailableError)
+    known = isinstance(error, told)
     return (type(error) if known else RuntimeError, str(error))
 
 

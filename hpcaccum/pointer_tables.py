@@ -116,6 +116,15 @@ class PointerTable:
         """
         self._launch("unpack", flat, arrays, np.float32(scale))
 
+    def compile(self, packed: np.dtype[Any], unpacked: np.dtype[Any]) -> None:
+        """Compile what packs into one dtype and unpacks from another.
+
+        Raises:
+            DeviceUnavailableError: If that cannot be done; says what is missing.
+        """
+        cuda_kernels.kernel(f"pack_{cuda_kernels.SUFFIXES[packed]}")
+        cuda_kernels.kernel(f"unpack_{cuda_kernels.SUFFIXES[unpacked]}")
+
     def accumulate(
         self,
         flat: Any,

@@ -19,7 +19,7 @@ from hpcaccum.arguments import (
 from hpcaccum.call import NOTHING, SIGNATURES, Call, copy
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import is_device
-from hpcaccum.device_exchange import DeviceExchange, check_direct, on_device
+from hpcaccum.device_exchange import DeviceExchange, check_direct
 from hpcaccum.eager import Eager
 from hpcaccum.errors import FreedError, InvalidArgumentError, WaitTimeoutError
 from hpcaccum.group import Group, Opened, ranks_text
@@ -109,9 +109,8 @@ class Reducer(Freeable):
     6.9.1).
 
     Arrays of a CUDA device (CuPy's) are brought and taken in the same way, all of one
-    call: ``reduce(on_device, out=on_device)``. They are copied out, reduced and copied
-    back in a pipeline of buckets; with schedule ``"flat"`` and a CUDA-aware MPI they
-    are given to MPI as they are.
+    call: ``reduce(mine, out=mine)``. They are copied out, reduced and copied back in a
+    pipeline of buckets; with ``"flat"`` and a CUDA-aware MPI, they are given to MPI.
 
     What a plain allreduce leaves to luck is checked in every call: that all ranks are
     at the same step (MPI would pair a call with the next one of a rank that skipped
@@ -266,16 +265,15 @@ class Reducer(Freeable):
         Args:
             arrays: Copied in first, unless it is the reducer's own; names that are
                 missing are brought by nobody. None: all, as they lie in `arrays`.
-            out: Arrays to copy results to, by name; of any float dtype. On the device
-                it is queued on the current stream.
+            out: Arrays to copy results to, by name; of any float dtype.
             step: What this rank is at, by a count that it also raises when it skips a
                 call.
             reduction_type: Of this call, if nothing was started; None is the reducer's
                 own.
 
         Returns:
-            The results of what was brought, where they lie; see `results`. If ``out``
-            is on the device, that.
+            The results of what was brought, where they lie; see `results`. Or ``out``,
+            if on the device: then they are queued on the current stream.
 
         Raises:
             DisagreementError: On every rank, if ranks bring different arrays or are at
@@ -293,7 +291,8 @@ class Reducer(Freeable):
             if arrays is not None:
                 brought, mask = self._named.brought(arrays, self._mask)
             targets = self._named.targets(out, mask | self._mask) if out else NOTHING
-        except InvalidArgumentError as error:
+            self._device.prepare(brought, targets)
+        except Exception as error:
             self.fail(error)
         return self._finish(brought, mask, targets, step)
 
@@ -325,7 +324,8 @@ class Reducer(Freeable):
         try:
             targets = self._named.targets(out, self._mask) if out else NOTHING
             step = step_number(step, "step")
-        except InvalidArgumentError as error:
+            self._device.prepare(NOTHING, targets)
+        except Exception as error:
             self.fail(error)
         self._set_divisor(None)
         return self._finish({}, self._mask, targets, step)
@@ -379,8 +379,7 @@ class Reducer(Freeable):
         # Until proved otherwise: others may go on working in this rank's memory.
         self._given_up = True
         self._device.settle()
-        finish = self._device.finish if on_device(call) else self._schedule.finish
-        agreed = finish(call)
+        agreed = self._device.finish(call)
         self._given_up = False
         self._calls += 1
         if self._mask:

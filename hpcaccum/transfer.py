@@ -52,6 +52,10 @@ class Transfer:
         # When the caller's stream is done with the flat buffers.
         self._free_from = _stream().record()
 
+    def compile(self) -> None:
+        """Compile the kernels now, not in the middle of the first transfer."""
+        self._table.compile(self._leaving.dtype, self._coming.dtype)
+
     def pin(self, memory: Array) -> None:
         """Let the device reach this host memory by itself until `free`."""
         address = memory.ctypes.data

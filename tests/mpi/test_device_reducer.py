@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from hpcaccum import (
+    DeviceUnavailableError,
     DisagreementError,
     InvalidArgumentError,
     cuda_aware,
+    cuda_kernels,
     device_exchange,
 )
 from hpcaccum.layout import wide_dtype
@@ -279,6 +281,29 @@ def test_bad_arrays_are_an_error_everywhere(cp, maker, rank, size, case, where):
 
     assert all((array.get() == -7).all() for array in good.values())
     works(reducer, size)
+
+
+@ALL
+@pytest.mark.parametrize("where", ["brought", "out"])
+def test_a_device_that_fails_on_one_rank_is_told_to_all(
+    cp, maker, rank, size, where, monkeypatch
+):
+    def fails(name):
+        raise DeviceUnavailableError("no compiler")
+
+    reducer = maker({"x": (900,), "y": (300,)})
+    mine = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
+    with monkeypatch.context() as patch:
+        if rank == size - 1:
+            patch.setattr(cuda_kernels, "kernel", fails)
+        arrays, out = (mine, None) if where == "brought" else (None, mine)
+        error = raised(reducer.reduce, arrays, out=out)
+    assert type(error) is DeviceUnavailableError
+    assert "no compiler" in str(error)
+    assert rank == size - 1 or f"rank {size - 1}" in str(error)
+    assert all((array.get() == -7).all() for array in mine.values())
+    works(reducer, size)
+    reducer.reduce(mine, out=mine)
 
 
 @ALL
