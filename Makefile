@@ -17,14 +17,15 @@ ifeq ($(MPI),openmpi)
 include .ci/env.openmpi
 endif
 
-.PHONY: help demo test test-system test-device test-kernels test-gpu test-mpi lint venv clean
+.PHONY: help demo test test-system test-device test-kernels test-gpu sanitize-gpu \
+        test-mpi lint venv clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
 	@echo "make test         all tests: whole programs, kernels, then on $(SIZES) ranks"
 	@echo "make test-4       the tests of tests/mpi on 4 ranks"
 	@echo "make test-mpi     the same on $(SIZES) ranks; test-system, test-device the others"
 	@echo "make test-kernels compile the CUDA kernels, with NVIDIA's compiler (400 MB)"
-	@echo "make test-gpu     the tests with device arrays, on a real GPU"
+	@echo "make test-gpu     the tests with device arrays, on a real GPU; make sanitize-gpu"
 	@echo "make lint         ruff and mypy"
 	@echo "make clean        remove the environments and what was built"
 	@echo "MPI=openmpi takes Open MPI, PYTHON=... another Python, ARGS=... goes to pytest"
@@ -55,6 +56,14 @@ test-kernels: $(VENV)/.kernels
 test-gpu: $(VENV)/.test
 	$(PYTEST) tests/device -m gpu $(ARGS) </dev/null
 	$(MPIEXEC) -n 2 $(PYTEST) tests/mpi -m gpu $(ARGS) </dev/null
+
+# The kernels alone, by NVIDIA's checkers: slow, so only what takes every way once.
+SANITIZER := compute-sanitizer --error-exitcode=1
+KERNELS   := $(addprefix tests/device/test_,accumulate.py multi_tensor.py finish.py \
+             sparse.py compress.py update.py)
+sanitize-gpu: $(VENV)/.test
+	$(SANITIZER) --tool=memcheck $(PYTEST) $(KERNELS) -m gpu -k 1025 </dev/null
+	$(SANITIZER) --tool=racecheck $(PYTEST) $(KERNELS) -m gpu -k 1025 </dev/null
 
 test-mpi: $(VENV)/.test
 	@failed=""; summary=""; \

@@ -117,13 +117,13 @@ class CrossShardOptimizer(Wrapper):
                 self._reducer.fail(error)
             return
         checked: list[Variable] = []
-        places: list[bool] = []
+        direct: list[bool] = []
 
         def facts() -> dict[str, object]:
             if error is not None:
                 raise error
             checked.extend(check_variables(var_list))
-            places.append(all_on_device("variables", [v.value for v in checked]))
+            direct.append(self._take_place(checked))
             names = [(var.name, var.shape, str(var.dtype)) for var in checked]
             return {"optimizer": self.inner, "variables": names}
 
@@ -131,17 +131,23 @@ class CrossShardOptimizer(Wrapper):
         super().initialize(checked)
         self._values = {var.name: var.value for var in checked}
         self.inner.initialize(checked)
-        layout = Layout.of({var.name: var.value for var in checked})
-        direct = places[0] and cuda_aware().aware
-        if places[0]:
-            self._sums = layout.views(cupy().zeros(layout.size, layout.dtype))
+        # Only if all ranks can: MPI then moves gradients from device to device.
+        by_mpi = self._group.comm.allreduce(direct[0], MPI.LAND)
         self._reducer = Reducer(
-            layout,
+            Layout.of(self._values),
             self._group,
             self.get_name(),
-            # Only if all ranks can: MPI then moves gradients between the devices.
-            schedule="flat" if self._group.comm.allreduce(direct, MPI.LAND) else "auto",
+            schedule="flat" if by_mpi else "auto",
         )
+
+    def _take_place(self, variables: list[Variable]) -> bool:
+        """Take memory for results on the device; return whether MPI can use that."""
+        values = {var.name: var.value for var in variables}
+        if not all_on_device("variables", values.values()):
+            return False
+        layout = Layout.of(values)
+        self._sums = layout.views(cupy().zeros(layout.size, layout.dtype))
+        return cuda_aware().aware
 
     def gradient_arrays(self) -> dict[str, Array]:
         """Return memory in which gradients are exchanged without a copy, by name.

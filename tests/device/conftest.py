@@ -20,12 +20,15 @@ NOT_FOR_A_GPU = {
     "test_simulator_fidelity",
     "test_simulator_kernels",
 }
+collect_ignore: list[str] = []
 WITHOUT_SIMULATOR = {"test_compile", "test_simulator_fidelity"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Before any test module is imported: `import cupy` is then the simulator.
-    if not on_gpu(config):
+    if on_gpu(config):
+        collect_ignore.extend(f"{name}.py" for name in NOT_FOR_A_GPU)
+    else:
         sys.path.insert(0, str(SIMULATOR))
 
 
@@ -35,8 +38,7 @@ def pytest_collection_modifyitems(
     here = [item for item in items if item.path.parent == Path(__file__).parent]
     if on_gpu(config):
         for item in here:
-            if item.path.stem not in NOT_FOR_A_GPU:
-                item.add_marker("gpu")
+            item.add_marker("gpu")
         return
     if problem := _missing():
         skip = pytest.mark.skip(reason=problem)

@@ -25,7 +25,7 @@ from mpi4py import MPI
 import hpcaccum
 
 from .exchange import world
-from .on_device import device_library, pinned, wants_gpu  # noqa: F401
+from .on_device import aware, device_library, pinned, wants_gpu  # noqa: F401
 from .outcome import Outcome, merge
 from .watchdog import Watchdog
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpcaccum import device
+from hpcaccum import cuda_aware, device
 
 SIMULATOR = Path(__file__).parents[1] / "simulator"
 
@@ -54,6 +54,19 @@ def pinned(cp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(runtime, "hostUnregister", unpin)
     yield now
     assert not now, f"still pinned: {now}"
+
+
+@pytest.fixture
+def aware(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An MPI that takes device memory: that of a simulated device, any MPI does."""
+    ask = cuda_aware.cuda_aware
+    ask.cache_clear()
+    if wants_gpu(request.config) and not ask().aware:
+        pytest.skip("this MPI would die of a device pointer")
+    monkeypatch.setenv(cuda_aware.VARIABLE, "1")
+    ask.cache_clear()
+    yield
+    ask.cache_clear()
 
 
 def to_device(cp: Any, arrays: Any) -> dict[str, Any]:

@@ -129,6 +129,16 @@ def test_parameters_are_those_of_one_step(cp, pinned, comm, rank, size, wrapper)
                 assert found[0] <= seen[0]
 
 
+def test_gradients_go_by_mpi_where_it_takes_them(cp, aware, comm, rank, size):
+    w = hpc.Variable(cp.zeros(500), "w")
+    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
+        for _ in range(2):
+            opt.minimize(gives(cp.full(500, float(rank))), var_list=[w])
+        assert opt._reducer.statistics().schedule == "flat"
+        assert not opt._reducer.arrays()["w"].any()
+    assert (w.value.get() == 1 - size).all()
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_all_begin_with_the_hosts_variables(cp, comm, rank, wrapper):
     if wrapper not in ONE_SIDED:

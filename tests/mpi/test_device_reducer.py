@@ -188,15 +188,7 @@ def test_streams_may_change_from_call_to_call(cp, maker, rank, size):
         check(maker, out, brought(np.float32, size, call), np.float32)
 
 
-# A CUDA-aware MPI: the memory of the simulated device is one that any MPI can take.
-
-
-@pytest.fixture
-def aware(monkeypatch):
-    monkeypatch.setenv(cuda_aware.VARIABLE, "1")
-    cuda_aware.cuda_aware.cache_clear()
-    yield
-    cuda_aware.cuda_aware.cache_clear()
+# A CUDA-aware MPI
 
 
 @pytest.mark.parametrize("maker", ["flat"], indirect=True)
