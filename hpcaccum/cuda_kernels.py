@@ -43,7 +43,7 @@ _CAUSES = (
     (
         r"could not open source file|cannot open source file|CUDA headers",
         "CUDA's headers are missing: install a CUDA toolkit and set CUDA_PATH, or "
-        "pip install nvidia-cuda-runtime nvidia-cuda-crt of the CUDA of your CuPy",
+        "pip install 'cupy-cuda13x[ctk]', or 12x",
     ),
     (
         r"gpu-architecture|INVALID_OPTION|unsupported architecture|sm_\d+ is not",
@@ -53,7 +53,7 @@ _CAUSES = (
     (
         r"nvrtc.*(load|find|open|import)|(load|find|open|import)\w*.*nvrtc",
         "NVRTC, with which CuPy compiles, cannot be loaded: install a CUDA toolkit, or "
-        "pip install nvidia-cuda-nvrtc of the CUDA of your CuPy",
+        "pip install 'cupy-cuda13x[ctk]', or 12x",
     ),
 )
 

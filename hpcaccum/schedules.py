@@ -189,7 +189,8 @@ class Flat:
         """Wait for all buckets; for one after the other, if somebody wants them."""
         requests, self._requests = self._requests, []
         if call.arrived is None:
-            self._spin(lambda: MPI.Request.Testall([*requests, last]), call.wait)
+            requests.append(last)
+            self._spin(lambda: MPI.Request.Testall(requests), call.wait)
             if call.buffer is None:
                 self._divide(slice(None))
             return

@@ -275,9 +275,9 @@ def _filled(like: Array, number: float, dtype: np.dtype[Any]) -> Array:
 
 
 def _safe(grad: Array, earlier: list[tuple[Array, Variable]]) -> Array:
-    may_share = library(grad).may_share_memory
-    shared = any(may_share(grad, other.value) for _, other in earlier)
-    return grad.copy() if shared else grad
+    may_share, there = library(grad).may_share_memory, is_device(grad)
+    values = [var.value for _, var in earlier if is_device(var.value) is there]
+    return grad.copy() if any(may_share(grad, value) for value in values) else grad
 
 
 def _owner(array: Any) -> Any:

@@ -113,7 +113,6 @@ def test_parameters_are_those_of_one_step(cp, pinned, comm, rank, size, wrapper)
     w = hpc.Variable(cp.zeros(500), "w")
     with WRAPPERS[wrapper](hpc.SGD(1), [w], comm) as opt:
         opt.initialize([w])
-        assert pinned
         for _ in range(4):
             meet()
             opt.minimize(gives(cp.full(500, -1.0)))
