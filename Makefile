@@ -17,14 +17,14 @@ ifeq ($(MPI),openmpi)
 include .ci/env.openmpi
 endif
 
-.PHONY: help demo test test-system test-device test-kernels test-gpu sanitize-gpu \
+.PHONY: help demo test test-system test-device nvrtc test-gpu sanitize-gpu \
         test-mpi lint venv clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
 	@echo "make test         all tests: whole programs, kernels, then on $(SIZES) ranks"
 	@echo "make test-4       the tests of tests/mpi on 4 ranks"
 	@echo "make test-mpi     the same on $(SIZES) ranks; test-system, test-device the others"
-	@echo "make test-kernels compile the CUDA kernels, with NVIDIA's compiler (400 MB)"
+	@echo "make nvrtc        install NVIDIA's compiler (400 MB), which test-device then uses"
 	@echo "make test-gpu     the tests with device arrays, on a real GPU; make sanitize-gpu"
 	@echo "make lint         ruff and mypy"
 	@echo "make clean        remove the environments and what was built"
@@ -48,9 +48,8 @@ test-system: $(VENV)/.test
 test-device: $(VENV)/.test
 	$(PYTEST) tests/device $(ARGS) </dev/null
 
-test-kernels: $(VENV)/.kernels
-	HPCACCUM_REQUIRE_NVRTC=1 $(PYTEST) tests/device -k "nvrtc or fidelity or architecture" \
-	    $(ARGS) </dev/null
+# From now on test-device compiles kernels with NVIDIA's compiler, too.
+nvrtc: $(VENV)/.nvrtc
 
 # CuPy for the CUDA of this machine is the user's choice: it must be in $(VENV).
 test-gpu: $(VENV)/.test
@@ -94,7 +93,7 @@ $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet -e '.[$(MPI),demo,test,dev]'
 	@touch $@
 
-$(VENV)/.kernels: $(VENV)/.test
+$(VENV)/.nvrtc: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -e '.[kernels]'
 	@touch $@
 

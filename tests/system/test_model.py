@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,12 @@ BUGS = {
 }
 
 
-@pytest.fixture
-def search(tmp_path):
-    """Search all states of the model with these macros; return what Spin says."""
+@pytest.fixture(scope="module")
+def search(request, tmp_path_factory):
+    """Search all states of the model with these macros; return what Spin says.
+
+    All that are wanted are begun at once, one for each core.
+    """
     missing = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
     if missing:
         message = f"no {' and no '.join(missing)}: apt-get install {' '.join(missing)}"
@@ -74,6 +78,7 @@ def search(tmp_path):
         (pytest.fail if required else pytest.skip)(message)
 
     def run(macros: str) -> str:
+        folder = tmp_path_factory.mktemp("model")
         defines = [f"-D{macro}" for macro in macros.split()]
         output = ""
         for command in (
@@ -82,10 +87,27 @@ def search(tmp_path):
             # Depth, far more than needed; hash slots to begin with, as a power of 2.
             ["./pan", "-m100000", "-w22"],
         ):
-            output = _output(command, tmp_path)
+            output = _output(command, folder)
         return output
 
-    return run
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        begun = {macros: pool.submit(run, macros) for macros in _wanted(request)}
+        yield lambda macros: begun[macros].result()
+        pool.shutdown(cancel_futures=True)
+
+
+def _wanted(request: pytest.FixtureRequest) -> list[str]:
+    """Return the macros of the tests that are to run, in their order."""
+    wanted = []
+    for item in request.session.items:
+        if item.path == request.path:
+            chosen = getattr(item, "callspec", None)
+            wanted += [_macros(**chosen.params)] if chosen else []
+    return wanted
+
+
+def _macros(name: str = "", bug: str = "") -> str:
+    return f"{BUGS[bug][0]} BUG_{bug}" if bug else CONFIGURATIONS[name]
 
 
 def _output(command: list[str | Path], folder: Path) -> str:
@@ -128,9 +150,9 @@ def assert_complete(said: str) -> None:
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(search, bug):
-    macros, assertion = BUGS[bug]
+    _, assertion = BUGS[bug]
 
-    said = search(f"{macros} BUG_{bug}")
+    said = search(_macros(bug=bug))
 
     assert re.search(r"errors: [1-9]", said)
     violated = re.search(r"^pan:1: assertion violated (.*) \(at", said, re.MULTILINE)
