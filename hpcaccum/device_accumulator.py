@@ -12,10 +12,9 @@ import numpy as np
 from hpcaccum import cuda_kernels, device
 from hpcaccum.arguments import one_of, positive_count, step_number
 from hpcaccum.deadline import Deadline
-from hpcaccum.device_rounds import DeviceRounds
+from hpcaccum.device_rounds import AccumulatorOnDevice, DeviceRounds
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import FLOATS, Layout, float_dtype, wide_dtype
-from hpcaccum.lifetime import Freeable
 from hpcaccum.pointer_tables import (
     PointerTable,
     check_device_array,
@@ -23,14 +22,14 @@ from hpcaccum.pointer_tables import (
 from hpcaccum.shapes import declared_shape, is_fixed, known
 
 if TYPE_CHECKING:
-    from hpcaccum.device_rounds import DeviceReceipt, DeviceStatistics
+    from hpcaccum.device_rounds import DeviceReceipt
     from hpcaccum.shapes import Shape
 
 # The name of an array that has none.
 _ONLY = "gradient"
 
 
-class DeviceAccumulator(Freeable):
+class DeviceAccumulator(AccumulatorOnDevice):
     """Accumulates gradients on the device, if they are not stale. No MPI in it.
 
     What `ConditionalAccumulator` is to the ranks of a job, this is to the threads and
@@ -103,12 +102,6 @@ class DeviceAccumulator(Freeable):
     def name(self) -> str:
         """The name given at construction."""
         return self._name
-
-    @property
-    def global_step(self) -> int:
-        """The accumulator's step, after all that was called before; waits for that."""
-        self._rounds.check()
-        return self._rounds.step()
 
     def apply_grad(
         self, grad: Any, local_step: Any = 0, *, scale: float = 1.0
@@ -225,28 +218,6 @@ class DeviceAccumulator(Freeable):
             *cuda_kernels.streaming(flat.size),
             (flat, self._sum, size, *more, self._divide),
         )
-
-    def num_accumulated(self) -> int:
-        """Return how many gradients no take has handed out yet.
-
-        Waits until the device is done with all that was called before.
-        """
-        self._rounds.check()
-        return self._rounds.count()
-
-    def set_global_step(self, new_global_step: Any) -> None:
-        """Set the step, also to a lower one; gradients accumulated stay.
-
-        Raises:
-            InvalidArgumentError: If it is not one number.
-        """
-        self._rounds.check()
-        self._rounds.set_step(step_number(new_global_step, "new_global_step"))
-
-    def statistics(self) -> DeviceStatistics:
-        """Return the numbers; waits as `num_accumulated` does."""
-        self._rounds.check()
-        return self._rounds.statistics()
 
     def free(self) -> None:
         """Give the device's memory back, after waiting for what is queued.

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum import device
+from hpcaccum.arguments import step_number
 from hpcaccum.errors import FreedError, InvalidArgumentError
 from hpcaccum.ledger import MAX_LAG, Receipt, Tally
+from hpcaccum.lifetime import Freeable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -248,6 +250,40 @@ class DeviceRounds:
         # Another stream may still use memory that the pool would give away at once.
         self._last.synchronize()
         return True
+
+
+class AccumulatorOnDevice(Freeable):
+    """What all accumulators on a device can be asked and told, beside gradients."""
+
+    _rounds: DeviceRounds
+
+    @property
+    def global_step(self) -> int:
+        """The accumulator's step, after all that was called before; waits for that."""
+        self._rounds.check()
+        return self._rounds.step()
+
+    def num_accumulated(self) -> int:
+        """Return how many gradients no take has handed out yet.
+
+        Waits until the device is done with all that was called before.
+        """
+        self._rounds.check()
+        return self._rounds.count()
+
+    def set_global_step(self, new_global_step: Any) -> None:
+        """Set the step, also to a lower one; gradients accumulated stay.
+
+        Raises:
+            InvalidArgumentError: If it is not one number.
+        """
+        self._rounds.check()
+        self._rounds.set_step(step_number(new_global_step, "new_global_step"))
+
+    def statistics(self) -> DeviceStatistics:
+        """Return the numbers; waits as `num_accumulated` does."""
+        self._rounds.check()
+        return self._rounds.statistics()
 
 
 class _Look(NamedTuple):

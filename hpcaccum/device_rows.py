@@ -9,14 +9,13 @@ import numpy as np
 from hpcaccum import cuda_kernels, device
 from hpcaccum.arguments import positive_count, step_number
 from hpcaccum.deadline import Deadline
-from hpcaccum.device_rounds import DeviceRounds
+from hpcaccum.device_rounds import AccumulatorOnDevice, DeviceRounds
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import float_dtype
-from hpcaccum.lifetime import Freeable
 from hpcaccum.pointer_tables import check_device_array
 
 if TYPE_CHECKING:
-    from hpcaccum.device_rounds import DeviceReceipt, DeviceStatistics
+    from hpcaccum.device_rounds import DeviceReceipt
 
 _SUMMED = (np.dtype(np.float32), np.dtype(np.float64))
 # Elements that are as much work for the grid as the row that a warp does.
@@ -24,7 +23,7 @@ _ROW = 128
 _INT64 = np.dtype(np.int64)
 
 
-class DeviceRowAccumulator(Freeable):
+class DeviceRowAccumulator(AccumulatorOnDevice):
     """Accumulates gradients that are rows of a matrix, such as an embedding's.
 
     As `DeviceAccumulator`, but each row is divided by the number of contributions that
@@ -67,12 +66,6 @@ class DeviceRowAccumulator(Freeable):
             f"<DeviceRowAccumulator {self._name!r} {self._dtype} "
             f"{(self._rows, self._width)}: {self._rounds.describe()}>"
         )
-
-    @property
-    def global_step(self) -> int:
-        """The accumulator's step, after all that was called before; waits for that."""
-        self._rounds.check()
-        return self._rounds.step()
 
     def apply_grad(
         self, indices: Any, values: Any, local_step: Any = 0
@@ -174,25 +167,6 @@ class DeviceRowAccumulator(Freeable):
         self._sum[rows] = 0
         self._counts.fill(0)
         return rows, means
-
-    def num_accumulated(self) -> int:
-        """Return how many gradients no take has handed out yet; waits."""
-        self._rounds.check()
-        return self._rounds.count()
-
-    def set_global_step(self, new_global_step: Any) -> None:
-        """Set the step, also to a lower one; gradients accumulated stay.
-
-        Raises:
-            InvalidArgumentError: If it is not one number.
-        """
-        self._rounds.check()
-        self._rounds.set_step(step_number(new_global_step, "new_global_step"))
-
-    def statistics(self) -> DeviceStatistics:
-        """Return the numbers; waits."""
-        self._rounds.check()
-        return self._rounds.statistics()
 
     def free(self) -> None:
         """Give the device's memory back; calling it again does nothing."""

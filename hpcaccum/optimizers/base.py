@@ -349,7 +349,8 @@ def scaled(grad: Array, factor: float) -> Array:
     """Return a new array, ``factor * grad``, of the dtype of ``grad`` if a float."""
     dtype = grad.dtype if is_float(grad.dtype) else np.dtype(np.float64)
     product = np.multiply(grad, factor, dtype=wide_dtype(dtype))
-    return library(grad).asarray(product).astype(dtype, copy=False)  # type: ignore
+    array: Array = library(grad).asarray(product)
+    return array.astype(dtype, copy=False)
 
 
 def _grad_loss(grad_loss: Any) -> float | None:
