@@ -22,6 +22,7 @@ from hpcaccum.errors import FreedError, InvalidArgumentError
 from hpcaccum.group import Group, Opened
 from hpcaccum.layout import wide_dtype
 from hpcaccum.lifetime import Freeable
+from hpcaccum.mpi import is_ending
 from hpcaccum.progress import Progress
 from hpcaccum.rounds import Packing, Rounds
 from hpcaccum.settings import Settings, check_settings
@@ -95,10 +96,15 @@ class _Shared:
         self.progress = Progress.of(group) if group.rank == settings.host else None
         if self.progress:
             self.progress.start()
-        self.opened = Opened(group, self._free)
+        all_bring = settings.workers == group.size
+        self.brings = all_bring or group.rank != settings.host
+        self.opened = Opened(group, self._free, what)
 
     def _free(self) -> None:
-        self.group.meet(None, "freeing an accumulator")
+        if is_ending() and self.brings:
+            # Nobody waits for a gradient of a rank whose program is over.
+            self.writer.leave()
+        self.group.meet(None, f"{self.opened.label}: free")
         if self.progress:
             self.progress.stop()
         self.storage.free()
@@ -440,10 +446,10 @@ class ConditionalAccumulator(Freeable):
         """
         if self._freed:
             return
-        self._freed = True
-        self._shared.users -= 1
-        if self._shared.users == 0:
+        if self._shared.users == 1:
+            self._shared.opened.close()
             self._shared.group.shared.pop(
                 f"accumulator {self._settings.shared_name}", None
             )
-            self._shared.opened.close()
+        self._shared.users -= 1
+        self._freed = True

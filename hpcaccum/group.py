@@ -7,6 +7,7 @@ that communicator shares it.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,31 +18,18 @@ from hpcaccum.errors import (
     DisagreementError,
     InvalidArgumentError,
 )
+from hpcaccum.meeting import Meetings
+from hpcaccum.meeting import ranks_text as ranks_text
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
 logger = logging.getLogger("hpcaccum")
 
 T = TypeVar("T")
-
-_MEETING_TAG = 1
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Name ranks as people do: ``rank 3``, ``ranks 0, 2``, ``ranks 0-7, 9``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    names = ", ".join("-".join(map(str, run)) for run in runs)
-    single = len(runs) == 1 and len(runs[0]) == 1
-    return f"rank{'' if single else 's'} {names or 'none'}"
 
 
 @functools.cache
@@ -61,6 +49,7 @@ class Group:
         rank, size: This process in it, and how many there are.
         node: Communicator of the ranks that share memory with this one.
         shared: Objects that several users of the group hold together, by name.
+        meetings: The group's exchanges of small objects, and its order of calls.
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
@@ -68,7 +57,13 @@ class Group:
         self.rank, self.size = comm.rank, comm.size
         self.node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         self.shared: dict[str, Any] = {}
-        self._meetings = 0
+        # The first sum of objects stops all threads of a rank until the others come,
+        # a server among them, so it happens here. Source: mpi4py duplicates a
+        # communicator for its sums of objects, and holds the interpreter lock.
+        comm.allreduce(0)
+        self.node.allreduce(0)
+        self.meetings = Meetings(comm)
+        self._numbers = itertools.count(1)
         self._users, self._abandoned = 0, False
 
     @classmethod
@@ -90,6 +85,10 @@ class Group:
         group: Any = comm.Get_attr(_keyval())
         if group is None:
             group = cls(_duplicate(comm))
+            for each in (comm, MPI.COMM_WORLD):
+                # Those that the user's own sums of objects may use.
+                if each.size == comm.size:
+                    each.allreduce(0)
             comm.Set_attr(_keyval(), group)
         return cast(Group, group)
 
@@ -114,39 +113,13 @@ class Group:
     def meet(self, value: T, what: str) -> list[T]:
         """Return the values of all ranks, in rank order. Collective.
 
-        Like MPI's allgather of small objects, but a rank that does not come is named.
+        Like MPI's allgather of small objects, but a rank that does not come is named,
+        and ranks that make different calls are told apart by ``what``.
 
         Raises:
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; the group is then of no
-                further use.
+            DisagreementError, WaitTimeoutError: As `Meetings.gather`.
         """
-        self._meetings += 1
-        deadline = Deadline(None, what)
-        if self.rank != 0:
-            self.comm.send((self._meetings, value), 0, _MEETING_TAG)
-            return self._receive(0, deadline, lambda: "rank 0 to answer")[1]  # type: ignore[no-any-return]
-        values: dict[int, T] = {0: value}
-        while len(values) < self.size:
-            source, (_, theirs) = self._receive(
-                MPI.ANY_SOURCE, deadline, lambda: self._absent(values)
-            )
-            values[source] = theirs
-        everybody = [values[rank] for rank in range(self.size)]
-        for rank in range(1, self.size):
-            self.comm.send(everybody, rank, _MEETING_TAG)
-        return everybody
-
-    def _receive(
-        self, source: int, deadline: Deadline, missing: Callable[[], str]
-    ) -> tuple[int, Any]:
-        status = MPI.Status()
-        probe = functools.partial(self.comm.improbe, source, _MEETING_TAG, status)
-        message = deadline.wait(probe, missing)
-        return status.Get_source(), message.recv()
-
-    def _absent(self, present: Iterable[int]) -> str:
-        missing = set(range(self.size)) - set(present)
-        return f"{ranks_text(missing)} of {self.size} to make the same call"
+        return self.meetings.gather(value, what)
 
     def agree(self, what: str, facts: Callable[[], Mapping[str, object]]) -> None:
         """Check that all ranks pass the same arguments. Collective.
@@ -210,6 +183,10 @@ class Group:
         key = list(shards[color]).index(self.rank)
         return Group(cast("mpi4py_MPI.Intracomm", self.comm.Split(color, key)))
 
+    def next_number(self) -> int:
+        """Return a number that tells objects of one name apart, alike on all ranks."""
+        return next(self._numbers)
+
     def use(self) -> None:
         """Keep the private communicators, whatever becomes of the user's."""
         self._users += 1
@@ -232,29 +209,42 @@ class Group:
         """Free the private communicators. Collective."""
         if self.__dict__.get("leaders") is not None:
             self.__dict__["leaders"].Free()
+        if not mpi.is_ending():
+            self.meetings.drain()
         self.node.Free()
         self.comm.Free()
 
 
 class Opened:
-    """Frees something collective once: when asked to, or before MPI_Finalize."""
+    """Frees something collective once: when asked to, or before MPI_Finalize.
 
-    def __init__(self, group: Group, free: Any) -> None:
+    Args:
+        group: Whose communicators are needed until then.
+        free: Frees it; if that raises, it is still open.
+        what: Its name.
+
+    Attributes:
+        label: The name, with a number that is its own.
+        closed: Whether it was freed.
+    """
+
+    def __init__(self, group: Group, free: Callable[[], None], what: str) -> None:
         self._group, self._free = group, free
+        self.label = f"{what} (number {group.next_number()})"
         group.use()
         mpi.at_exit(self._close)
         self.closed = False
 
     def _close(self) -> None:
         if not self.closed:
-            self.closed = True
             self._free()
+            self.closed = True
             self._group.leave()
 
     def close(self) -> None:
         """Run it, if it did not run yet."""
-        mpi.forget(self._close)
         self._close()
+        mpi.forget(self._close)
 
 
 def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:

@@ -22,7 +22,11 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.errors import MPIUnavailableError
+from hpcaccum.errors import (
+    DisagreementError,
+    MPIUnavailableError,
+    WaitTimeoutError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -131,16 +135,29 @@ def forget(close: Callable[[], None]) -> None:
         _open.remove(close)
 
 
+_ending = False
+
+
+def is_ending() -> bool:
+    """Whether this program has come to its end, and closes what it left open."""
+    return _ending
+
+
 @atexit.register
 def _close_all() -> None:
     """Close what is open; ranks closed alike, so this is collective."""
+    global _ending
+    _ending = True
     while _open and not sys.modules["mpi4py.MPI"].Is_finalized():
         close = _open.pop()
         try:
             close()
-        except Exception:
-            # The other windows must go all the same, or MPI_Finalize hangs on them.
-            logger.exception("could not close %s at exit", close)
+        except (DisagreementError, WaitTimeoutError) as error:
+            # MPI_Finalize would hang on windows that the other ranks do not free.
+            _report(f"at the end of its program: {error}\n")
+            abort_job()
+        except BaseException:
+            report_and_abort(*sys.exc_info())
 
 
 def abort_job(status: int = 1) -> None:
@@ -183,7 +200,12 @@ def report_and_abort(
     trace: TracebackType | None,
 ) -> None:
     """Show an exception with the number of the rank, then end the job."""
-    text = "".join(traceback.format_exception(kind, error, trace))
+    _report("".join(traceback.format_exception(kind, error, trace)))
+    abort_job()
+
+
+def _report(text: str) -> None:
+    """Write why this rank ends the job."""
     module = _running()
     if module is not None:
         rank, size = module.COMM_WORLD.rank, module.COMM_WORLD.size
@@ -191,7 +213,6 @@ def report_and_abort(
             text = f"rank {rank} of {size} failed, ending the job:\n{text}"
     # At once: other ranks may write their own.
     sys.stderr.write(text)
-    abort_job()
 
 
 def install_excepthook() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import types
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ class Reducer(Freeable):
             }
 
         self._group.agree(name, facts)
-        self._mask = self._calls = 0
+        self._mask = 0
         self.waited, self._given_up = 0.0, False
         self._kind = self._choose(schedule, layout.nbytes)
         self._schedule, buckets = self._make(layout, bucket_bytes)
@@ -236,7 +237,9 @@ class Reducer(Freeable):
         self._roll_call: RollCall | None = None
         if self._schedule.late() is None:
             self._roll_call = RollCall(self._group)
-        self._opened = Opened(self._group, self._free)
+        self._opened = Opened(self._group, self._free, self._name)
+        # The order of this reducer's calls among the other calls of the ranks.
+        self._track = self._group.meetings.open_track(f"{self._name}: reduction")
 
     def arrays(self) -> dict[str, Array]:
         """Return this rank's arrays, of the layout's dtype: write gradients there.
@@ -341,6 +344,11 @@ class Reducer(Freeable):
         self._explain(0, 0, error)
         raise error
 
+    @property
+    def _calls(self) -> int:
+        """Reductions that are complete."""
+        return self._track.calls
+
     def _check_open(self) -> None:
         if self._opened.closed:
             raise FreedError(f"{self._name} was freed")
@@ -375,13 +383,13 @@ class Reducer(Freeable):
 
     def _exchange(self, call: Call) -> bool:
         """Make one call; return whether all ranks made the same one."""
-        begun = time.monotonic()
+        begun, self._track.thread = time.monotonic(), threading.get_ident()
         # Until proved otherwise: others may go on working in this rank's memory.
         self._given_up = True
         self._device.settle()
         agreed = self._device.finish(call)
         self._given_up = False
-        self._calls += 1
+        self._track.calls += 1
         if self._mask:
             self._mask = 0
             self._readiness.reset()
@@ -394,9 +402,16 @@ class Reducer(Freeable):
         def look() -> bool | None:
             if self._roll_call is not None:
                 self._roll_call.attend(self._calls + 1, deadline)
-            return ready() or None
+            if ready():
+                return True
+            self._group.meetings.check(self._track, deadline)
+            return None
 
-        deadline.wait(look, self._missing)
+        try:
+            deadline.wait(look, self._missing)
+        except BaseException:
+            self._group.meetings.depart(self._track)
+            raise
 
     def _missing(self) -> str:
         late = self._schedule.late()
@@ -441,7 +456,8 @@ class Reducer(Freeable):
         self._opened.close()
 
     def _free(self) -> None:
-        given_up = self._group.meet(self._given_up, f"{self._name}: free")
+        given_up = self._group.meet(self._given_up, f"{self._opened.label}: free")
+        self._group.meetings.close_track(self._track)
         self._arrays, self._results = {}, {}
         self._device.free()
         if self._roll_call is not None:

@@ -92,7 +92,7 @@ class ParameterServer:
             Progress.of(group).start()
         self._update: Callable[[dict[str, Array]], None] | None = None
         self._thread: threading.Thread | None = None
-        self._opened = Opened(group, self._free)
+        self._opened = Opened(group, self._free, what)
         # Nobody pulls before the centre is there.
         group.meet(None, what)
 
@@ -296,11 +296,11 @@ class ParameterServer:
 
     def _free(self) -> None:
         self.leave()
-        self._group.meet(None, f"{self._what}: free")
+        self._group.meet(None, f"{self._opened.label}: free")
         if self._thread is not None:
             self._thread.join()
         # The host's last update is published before the windows go.
-        self._group.meet(None, f"{self._what}: free")
+        self._group.meet(None, f"{self._opened.label}: free")
         if self.is_host:
             Progress.of(self._group).stop()
         self._device_link.free()

@@ -78,13 +78,76 @@ def test_who_does_not_come_to_a_meeting_is_named(comm, rank, size, monkeypatch):
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     group = Group.of(comm)
     if rank < size - 1:
-        told = (
-            f"dinner: waited .* for rank {size - 1} of {size} to make the same call"
-            if rank == 0
-            else "dinner: waited .* for rank 0 to answer"
-        )
+        told = f"dinner: .* for rank {size - 1} of {size} to make the same call"
         with pytest.raises(hpc.WaitTimeoutError, match=told):
             group.meet(rank, "dinner")
+    meet()
+    # Who comes too late hears of it at once, and all are in step again.
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    if rank == size - 1:
+        with pytest.raises(hpc.WaitTimeoutError, match=r"gave up.*dinner: "):
+            group.meet(rank, "dinner")
+    assert group.meet(rank, "breakfast") == list(range(size))
+
+
+@pytest.mark.ranks(min=2)
+def test_rank_0_that_does_not_come_is_named(comm, rank, size, monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+    group = Group.of(comm)
+    if rank > 0:
+        with pytest.raises(hpc.WaitTimeoutError, match=r"dinner: .* rank 0 to answer"):
+            group.meet(rank, "dinner")
+    meet()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    if rank == 0:
+        with pytest.raises(hpc.WaitTimeoutError, match=r"rank \d gave up"):
+            group.meet(rank, "dinner")
+    assert group.meet(rank, "breakfast") == list(range(size))
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_make_different_calls_hear_of_both_at_once(comm, rank, size):
+    group = Group.of(comm)
+    odd = size - 1
+    for _ in range(3):
+        with pytest.raises(hpc.DisagreementError) as caught:
+            group.meet(rank, "supper" if rank == odd else "lunch")
+
+        assert "rank 0 in 'lunch'" in str(caught.value) or size > 2
+        assert "lunch" in str(caught.value)
+        assert f"rank {odd} in 'supper'" in str(caught.value)
+        assert group.meet(rank, "again") == list(range(size))
+
+
+@pytest.mark.ranks(min=2)
+def test_a_second_try_after_a_timeout_is_not_taken_for_the_first(
+    comm, rank, size, monkeypatch
+):
+    def build(number):
+        return Group.of(comm).agree("building", lambda: {"number": number})
+
+    group = Group.of(comm)
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+    if rank > 0:
+        with pytest.raises(hpc.WaitTimeoutError):
+            build(4)
+    meet()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    if rank == 0:
+        with pytest.raises(hpc.WaitTimeoutError, match=r"building: rank \d gave up"):
+            build(3)
+    with pytest.raises(hpc.DisagreementError, match="rank 0 has 3, rank 1 has 4"):
+        build(3 if rank == 0 else 4)
+    assert group.meet(rank, "the end") == list(range(size))
+
+
+@pytest.mark.ranks(min=2)
+def test_large_values_do_not_make_a_rank_wait_in_silence(comm, rank, monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+    group = Group.of(comm)
+    if rank > 0:
+        with pytest.raises(hpc.WaitTimeoutError, match="rank 0 to answer"):
+            group.meet("x" * 10**6, "names")
     meet()
 
 

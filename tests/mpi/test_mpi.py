@@ -92,6 +92,7 @@ def test_right_line_for_slurm_is_told(vendor, plugin):
 
 def test_what_is_open_is_closed_last_first(monkeypatch):
     monkeypatch.setattr(mpi, "_open", [])
+    monkeypatch.setattr(mpi, "_ending", False)
     closed = []
     closers = [lambda k=k: closed.append(k) for k in range(3)]
     for close in closers:

@@ -66,19 +66,6 @@ def test_a_rank_that_does_not_come_is_named(
 
 @ALL
 @pytest.mark.ranks(min=2)
-def test_two_reducers_of_one_group_are_never_mixed(maker, rank, monkeypatch):
-    reducers = [maker(SHAPES), maker(SHAPES)]
-    meet()
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.25")
-    mine = reducers if rank == 0 else reducers[::-1]
-    error = raised(mine[0].reduce, ONES)
-    meet()
-
-    assert type(error) is WaitTimeoutError
-
-
-@ALL
-@pytest.mark.ranks(min=2)
 def test_a_rank_that_is_only_late_is_waited_for(maker, rank, size):
     reducer = maker(SHAPES)
     for late in range(size):

@@ -14,6 +14,7 @@ from .conftest import REPOSITORY
 LAYERS = [
     ["errors", "lifetime"],
     ["mpi", "deadline", "layout", "device"],
+    ["meeting"],
     ["group", "arguments", "cuda_aware", "cuda_kernels"],
     ["window", "progress", "pointer_tables"],
     ["call", "ledger", "line", "named_arrays", "roll_call", "transfer", "int8"],

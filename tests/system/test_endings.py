@@ -1,0 +1,126 @@
+"""Ranks that leave a program early, or too late, do not leave the others waiting."""
+
+from __future__ import annotations
+
+import pytest
+
+# Seconds in which a job that has gone wrong must be over, start included.
+SOON = 20
+
+TRAINS = """
+import sys
+import numpy as np
+import hpcaccum as hpc
+from mpi4py import MPI
+
+rank = MPI.COMM_WORLD.rank
+w = hpc.Variable(np.zeros({size}, np.float32), "w")
+opt = hpc.CrossShardOptimizer(hpc.SGD(0.1), name="shards")
+for step in range(100):
+    opt.minimize(lambda: (0.0, [np.ones({size}, np.float32)]), var_list=[w])
+    if step == 5 and rank == {odd}:
+        {end}
+"""
+
+LEAVES_A_TAKE = """
+import sys
+import hpcaccum as hpc
+from mpi4py import MPI
+
+acc = hpc.ConditionalAccumulator("float32", (2,), name="grads")
+if MPI.COMM_WORLD.rank == 1:
+    sys.exit("enough")
+acc.apply_grad([1, 2])
+if MPI.COMM_WORLD.rank == 0:
+    print(acc.take_grad(3))
+"""
+
+NEVER_ENDS = """
+import time
+import hpcaccum as hpc
+from mpi4py import MPI
+
+acc = hpc.ConditionalAccumulator("float32", (2,), name="grads")
+if MPI.COMM_WORLD.rank == 1:
+    time.sleep(60)
+"""
+
+SUMS_WHILE_OTHERS_TRAIN = """
+import time
+import numpy as np
+import hpcaccum as hpc
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+w = hpc.Variable(np.zeros(4), "w")
+opt = hpc.DropStaleGradientOptimizer(hpc.SGD(0.1), staleness=1000)
+opt.initialize([w])
+loss = lambda: (0.0, [np.ones(4)])
+if comm.rank > 0:
+    # Rank 0, which serves, is in the sum before the others train.
+    time.sleep(0.3)
+    for _ in range(20):
+        opt.minimize(loss)
+assert comm.{call} in (None, comm.size, comm.rank + 1)
+opt.free()
+print("done")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("odd", "size", "end"),
+    [
+        (2, 8, "sys.exit('enough')"),
+        (0, 8, "break"),
+        (0, 100_000, "raise SystemExit(3)"),
+        (2, 100_000, "sys.exit(0)"),
+    ],
+)
+def test_rank_that_exits_ends_the_job_for_those_that_wait(
+    mpirun, script, odd, size, end
+):
+    program = TRAINS.format(odd=odd, size=size, end=end)
+    result = mpirun(3, script(program), timeout=SOON)
+
+    assert result.returncode != 0
+    assert "ranks make different calls: " in result.stdout
+    ending = f"rank {odd} in 'shards (number 1): free (at the end of its program)'"
+    assert ending in result.stdout
+    assert "'shards: reduction 7'" in result.stdout
+    assert ("enough" in result.stdout) == ("enough" in end)
+
+
+def test_nobody_waits_for_gradients_of_a_rank_that_exits(mpirun, script):
+    result = mpirun(3, script(LEAVES_A_TAKE), timeout=SOON)
+
+    assert "enough" in result.stdout
+    assert "[1. 2.]" in result.stdout
+
+
+def test_timeout_at_the_end_of_a_program_ends_the_job_and_says_why(mpirun, script):
+    env = {"HPCACCUM_TIMEOUT": "1"}
+    result = mpirun(3, script(NEVER_ENDS), timeout=SOON, env=env)
+
+    assert result.returncode != 0
+    assert "grads (number 1): free" in result.stdout
+    assert "Traceback" not in result.stdout
+    assert "for rank 1 of 3 to make the same call" in result.stdout
+
+
+@pytest.mark.parametrize("call", ["allreduce(1)", "reduce(1)", "scan(1)"])
+def test_host_sums_objects_while_others_train(mpirun, script, call):
+    program = SUMS_WHILE_OTHERS_TRAIN.format(call=call)
+    result = mpirun(3, script(program), timeout=SOON)
+
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("done") == 3
