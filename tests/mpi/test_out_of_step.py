@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,6 +18,7 @@ from .reducing import (
     maker_fixture,  # noqa: F401
     works,
 )
+from .support import WAIT
 from .training import meet, raised
 
 pytestmark = pytest.mark.ranks(min=2)
@@ -30,6 +32,11 @@ def starting(reducer):
     for name in ONES:
         reducer.start(name)
     return reducer.wait()
+
+
+def late(seconds):
+    """Let the others wait, for so short a time that the result cannot depend on it."""
+    time.sleep(seconds)
 
 
 def checked(error, *calls):
@@ -101,20 +108,47 @@ def test_rank_that_initializes_while_others_construct(comm, rank, size):
 
 
 @ALL
-def test_reducers_in_two_threads_are_not_taken_for_a_mistake(maker, rank, size):
-    one, two = maker(SHAPES, name="one"), maker(SHAPES, name="two")
-    errors = []
+def test_threads_may_have_an_order_of_their_own(maker, rank, monkeypatch):
+    monkeypatch.setattr("hpcaccum.meeting._PATIENCE", 0.0)
+    reducers = [maker(SHAPES, name="one"), maker(SHAPES, name="two")]
+    order = [0, 1] if rank else [1, 0]
+    results = []
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        for pause in (0.0, 0.1):
+            for number in order:
+                pool = (one, two)[number]
+                results.append(pool.submit(copying, reducers[number]))
+                # Rank 0 is in one of them, the others are in the other one.
+                late(pause)
+            meet([result.exception() for result in results])
+    assert not any(result.exception() for result in results)
 
-    def other():
-        errors.append(raised(copying, one))
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    errors.append(raised(copying, two))
-    thread.join()
+@ALL
+def test_who_gave_up_a_reduction_is_in_no_call(maker, rank, size, monkeypatch):
+    reducer, group = maker(SHAPES), maker.group
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.2")
+    if rank > 0:
+        assert type(raised(copying, reducer)) is hpc.WaitTimeoutError
     meet()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    if rank > 0:
+        late(0.1)
+    assert group.meet(rank, "lunch") == list(range(size))
 
-    assert not any(isinstance(error, Exception) for error in errors), errors
+
+@ALL
+def test_call_of_an_exchange_that_failed_is_forgotten(maker, rank, size, monkeypatch):
+    reducer, group = maker(SHAPES), maker.group
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.05")
+    if rank == 0:
+        assert type(raised(group.meet, rank, "lunch")) is hpc.WaitTimeoutError
+    meet()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    if rank > 0:
+        assert type(raised(group.meet, rank, "lunch")) is hpc.WaitTimeoutError
+        late(0.1)
+    works(reducer, size)
 
 
 @ALL
@@ -123,13 +157,9 @@ def test_rank_that_is_only_late_is_no_mistake(maker, rank, size, monkeypatch):
     group = Group.of(maker.group)
     # Every wait is reported at once.
     monkeypatch.setattr("hpcaccum.meeting._PATIENCE", 0.0)
-    for late in range(size):
+    for odd in range(size):
         for turn in range(3):
-            if rank == late:
-                meet_late(0.01)
+            if rank == odd:
+                late(0.01)
             works(reducer, size)
             assert group.meet(rank, f"turn {turn}") == list(range(size))
-
-
-def meet_late(seconds):
-    threading.Event().wait(seconds)
