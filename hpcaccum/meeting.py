@@ -84,7 +84,7 @@ class _Call(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """A rank waits in call ``number`` of a track; in none if it gave up."""
+    """A rank waits in call ``number`` of a track; track 0 if it gave up."""
 
     track: int
     number: int
@@ -402,8 +402,7 @@ class Meetings:
     def _note_place(self, source: int, message: _Call | _Report | _GaveUp) -> None:
         self._reports.pop(source, None)
         if isinstance(message, _Report):
-            if message.track:
-                self._reports[source] = message
+            self._reports[source] = message
             self._send(source, _Seen())
         elif isinstance(message, _GaveUp):
             self._gave_up[source] = message
