@@ -181,7 +181,8 @@ class ConditionalAccumulator(Freeable):
             )
             return {"name": name, **vars(checked[0])}
 
-        group.agree(f"{type(self).__name__} {name!r}", facts)
+        kind = type(self).__name__
+        group.agree(f"{kind} {name!r}", facts, call=kind)
         self._name, self._freed = name, False
         self._shared = self._attach(group, checked[0])
         self._shared.users += 1

@@ -121,11 +121,17 @@ class Group:
         """
         return self.meetings.gather(value, what)
 
-    def agree(self, what: str, facts: Callable[[], Mapping[str, object]]) -> None:
+    def agree(
+        self,
+        what: str,
+        facts: Callable[[], Mapping[str, object]],
+        call: str | None = None,
+    ) -> None:
         """Check that all ranks pass the same arguments. Collective.
 
         Args:
             what: What is being made; begins the messages.
+            call: Names the call, the same on all ranks; ``what`` if that is.
             facts: Checks this rank's arguments and returns those that must be the same
                 everywhere; what it raises is raised on every rank.
 
@@ -141,18 +147,22 @@ class Group:
         except Exception as error:
             failure = error
         report = {name: repr(fact) for name, fact in mine.items()}
-        reports = self.raise_together(what, failure, report)
+        reports = self.raise_together(what, failure, report, call)
         self.compare(what, reports)
 
     def raise_together(
-        self, what: str, failure: Exception | None, value: Any = None
+        self,
+        what: str,
+        failure: Exception | None,
+        value: Any = None,
+        call: str | None = None,
     ) -> list[Any]:
         """Raise on every rank what failed on one; else return all values. Collective.
 
         A rank that did not fail itself raises an error of the same type, if it is one
         of ours or a TypeError, that says which rank failed.
         """
-        reports = self.meet((_portable(failure), value), what)
+        reports = self.meet((_portable(failure), value), call or what)
         if failure is not None:
             raise failure
         for rank, (error, _) in enumerate(reports):
