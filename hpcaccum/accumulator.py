@@ -107,6 +107,7 @@ class _Shared:
         self.group.meet(None, f"{self.opened.label}: free")
         if self.progress:
             self.progress.stop()
+        self.writer.free()
         self.storage.free()
         self.rounds.free()
 
@@ -443,7 +444,8 @@ class ConditionalAccumulator(Freeable):
     def free(self) -> None:
         """Free the accumulator; the last of several with a shared name. Collective.
 
-        Calling it again does nothing. Arrays given by `slot` must not be used any more.
+        Calling it again does nothing. Arrays given by `slot` are ordinary memory from
+        then on, which nobody else uses.
         """
         if self._freed:
             return

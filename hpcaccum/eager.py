@@ -11,9 +11,10 @@ import numpy as np
 
 from hpcaccum.call import BITS, Quiet, agree, copy
 from hpcaccum.layout import wide_dtype
+from hpcaccum.node_memory import NodeMemory
 from hpcaccum.spin import Spin
 from hpcaccum.storage import add_at_once
-from hpcaccum.window import Cells, NodeMemory
+from hpcaccum.window import Cells
 
 if TYPE_CHECKING:
     from hpcaccum.call import Call, Wait
@@ -46,10 +47,8 @@ class Eager:
         self.sent = np.zeros(layout.size, layout.dtype)
         self.received = np.zeros(layout.size, wide)
         self.arrays, self.results = layout.views(self.sent), layout.views(self.received)
-        self._memory = NodeMemory(group, 2 * layout.nbytes, 0)
-        both = [
-            part[: 2 * layout.nbytes].view(layout.dtype) for part in self._memory.parts
-        ]
+        self._memory = NodeMemory(group, [2 * layout.nbytes] * group.size)
+        both = [part.view(layout.dtype) for part in self._memory.parts]
         self._copies = [
             [p[: layout.size] for p in both],
             [p[layout.size :] for p in both],
@@ -96,7 +95,7 @@ class Eager:
         return [r for r, word in enumerate(words) if word >> BITS < self._calls]
 
     def free(self, *, abandoned: bool = False) -> None:
-        """Free the windows. Collective."""
+        """Free the words, and let go of the memory. Collective."""
         self._copies, self._mine = [], []
         self._memory.free()
         self._cells.free()

@@ -107,6 +107,7 @@ class Hierarchical:
         """Free windows and communicators. Collective."""
         self._sum.free()
         self.sent = self.received = self._sum.sent
+        self.arrays, self.results = {}, {}
         if not abandoned:
             self._peers.free()
             self._comm.Free()

@@ -137,4 +137,5 @@ class MeanInbox:
 
     def free(self) -> None:
         """Free the windows. Collective."""
+        self._slot = None
         self._accumulator.free()

@@ -135,6 +135,11 @@ def forget(close: Callable[[], None]) -> None:
         _open.remove(close)
 
 
+def count_open() -> int:
+    """Return how many objects of this process wait to be closed."""
+    return len(_open)
+
+
 _ending = False
 
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from hpcaccum.call import BITS, NOTHING, Quiet, agree
 from hpcaccum.layout import ALIGNMENT, wide_dtype
+from hpcaccum.node_memory import NodeMemory
 from hpcaccum.spin import Spin
 from hpcaccum.storage import add_in_order, own_cores
-from hpcaccum.window import Cells, NodeMemory
+from hpcaccum.window import Cells
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,6 +38,10 @@ def stripe(bucket: slice, part: int, parts: int, itemsize: int) -> slice:
     width = -(-(bucket.stop - bucket.start) // (parts * line)) * line
     begin = min(bucket.start + part * width, bucket.stop)
     return slice(begin, min(begin + width, bucket.stop))
+
+
+def _bytes(elements: slice, itemsize: int) -> slice:
+    return slice(elements.start * itemsize, elements.stop * itemsize)
 
 
 def _inside(layout: Layout, piece: slice) -> tuple[str, slice] | None:
@@ -87,8 +92,14 @@ class NodeSum:
         self._group, self.buckets, self.divisor = group, buckets, 1
         wide = wide_dtype(layout.dtype)
         common = layout.size * wide.itemsize
-        self._memory = NodeMemory(group, layout.nbytes, common)
-        parts = [p[: layout.nbytes].view(layout.dtype) for p in self._memory.parts]
+        mine = [stripe(b, group.rank, stripes, wide.itemsize) for b in buckets]
+        self._memory = NodeMemory(
+            group,
+            [layout.nbytes] * group.size,
+            common,
+            [_bytes(each, wide.itemsize) for each in mine],
+        )
+        parts = [part.view(layout.dtype) for part in self._memory.parts]
         total = self._memory.common.view(wide)
         self.arrays = layout.views(parts[group.rank])
         self.results = layout.views(total)
@@ -96,7 +107,6 @@ class NodeSum:
         self.result_bytes = common if group.rank == 0 else 0
         self._mine = self.sent = parts[group.rank]
         self.received = total
-        mine = [stripe(b, group.rank, stripes, wide.itemsize) for b in buckets]
         self.stripes = [total[each] for each in mine]
         self._total, self._overlaps = total, [layout.overlaps(b) for b in buckets]
         self._inside = [_inside(layout, each) for each in mine]
@@ -112,7 +122,6 @@ class NodeSum:
         self._spin, self._quiet = Spin(group, progress), Quiet()
         self._threads = own_cores(group)
         self._base = self._brought = self.summed = 0
-        self._touch()
 
     def _stage(self, number: int) -> slice:
         """Return the place of an early bucket, where this one lies in stages."""
@@ -123,14 +132,6 @@ class NodeSum:
     def _moved(self, number: int, piece: slice) -> slice:
         shift = self._stages[number].start - self.buckets[number].start
         return slice(piece.start + shift, piece.stop + shift)
-
-    def _touch(self) -> None:
-        """Be the first to touch the memory that this rank works on, for NUMA's sake."""
-        self._mine[:] = 0
-        for each in self.stripes:
-            each[:] = 0
-        self._memory.sync()
-        self._group.comm.Barrier()
 
     def bring(self, count: int, *, staged: bool = False) -> None:
         """Say how many buckets this rank has brought."""
@@ -235,7 +236,8 @@ class NodeSum:
         return [r for r in range(size) if words[size + r] >> BITS <= complete]
 
     def free(self, *, abandoned: bool = False) -> None:
-        """Free the windows. Collective."""
+        """Free the words, and let go of the memory. Collective."""
+        self.arrays, self.results = {}, {}
         self._mine = self._total = np.empty(0, self._total.dtype)
         self.sent = self.received = self._total
         self._places, self.stripes = [], []

@@ -66,6 +66,7 @@ class Parameters:
         """Write version 0; the host only, before anybody reads."""
         fill(self._copy(0))
         self._region.sync()
+        self._cells.write(_VERSION, 0)
 
     def publish(self, fill: Callable[[Array], None]) -> int:
         """Make a new version; the host only.
@@ -77,6 +78,8 @@ class Parameters:
             The new version.
         """
         version = self._cells.add(_BEGUN, 1) + 1
+        # Nothing may be overwritten before readers can know of it.
+        self._cells.sync()
         fill(self._copy(version))
         self._region.sync()
         self._cells.write(_VERSION, version)
@@ -99,11 +102,11 @@ class Parameters:
     def _try(self, use: Callable[[Array], None]) -> int | None:
         version = self.version()
         use(self._fetch(version))
-        self._region.sync()
+        # All is read before the word that says whether it was valid.
+        self._cells.sync()
         return version if self._cells.read(_BEGUN) <= version + 1 else None
 
     def _fetch(self, version: int) -> Array:
-        self._region.sync()
         if self._region.direct:
             return self._copy(version)
         if self._scratch is None:
@@ -112,7 +115,7 @@ class Parameters:
         return self._scratch
 
     def free(self) -> None:
-        """Free the windows. Collective."""
+        """Free the memory. Collective."""
         if self._pinned is not None:
             self._pinned.free()
         self._region.free()

@@ -449,16 +449,19 @@ class Reducer(Freeable):
         return f"<Reducer {self._name!r}, {self._kind}: {self._calls} calls>"
 
     def free(self) -> None:
-        """Free windows and communicators; arrays are invalid from then on. Collective.
+        """Free windows and communicators. Collective.
 
-        Calling it again does nothing.
+        Arrays that were given out keep what they hold, and their memory. Calling it
+        again does nothing.
         """
         self._opened.close()
 
     def _free(self) -> None:
         given_up = self._group.meet(self._given_up, f"{self._opened.label}: free")
         self._group.meetings.close_track(self._track)
+        # Memory lives as long as anything refers to it.
         self._arrays, self._results = {}, {}
+        del self._named
         self._device.free()
         if self._roll_call is not None:
             self._roll_call.free()

@@ -303,6 +303,7 @@ class ParameterServer:
         self._group.meet(None, f"{self._opened.label}: free")
         if self.is_host:
             Progress.of(self._group).stop()
+        self._lent = None
         self._device_link.free()
         self._inbox.free()
         self._parameters.free()

@@ -59,7 +59,7 @@ class Slots:
 
     def pin(self) -> None:
         """Let the device reach this rank's buffers by itself; only if they are here."""
-        if self._pinned is None and self.region.direct:
+        if self._pinned is None and self.region.mapped:
             nbytes, whole = 2 * self._stride, np.dtype(np.uint8)
             memory = self.region.view(self._rank, 0, nbytes, whole)
             self._pinned = device.Pinned(memory)
@@ -67,9 +67,10 @@ class Slots:
     def buffer(self, index: int) -> Array:
         """Return this rank's buffer, flat, where a gradient may be computed.
 
-        Across nodes it is memory of this rank that `write` will send from.
+        Across nodes it is memory of this rank that `write` will send from, also on the
+        host: the caller may use it after `free`, which a window would not survive.
         """
-        if self.region.direct:
+        if self.region.mapped:
             return self._view(self._rank, index, self._capacity)
         return _staged(self._staging, index, self._capacity, self._dtype)
 
@@ -90,10 +91,9 @@ class Slots:
         """
         if device.is_device(grad):
             self.pin()
-        if self.region.direct and not there:
-            self._store(index, grad, first=first)
-        if self.region.direct:
-            self.region.sync()
+        if self.region.mapped:
+            if not there:
+                self._store(index, grad, first=first)
             return
         flat = _flat(grad, self._dtype)
         send = self.region.put if first else self.region.accumulate
@@ -134,7 +134,7 @@ class Slots:
         """Nothing to do: the first gradient of a round overwrites."""
 
     def free(self) -> None:
-        """Free the window. Collective."""
+        """Free the memory. Collective."""
         if self._pinned is not None:
             self._pinned.free()
         self._staging.clear()
@@ -154,7 +154,8 @@ class Sums:
     ) -> None:
         self._capacity, self._dtype = capacity, dtype
         self._stride = -(-capacity * dtype.itemsize // 64) * 64
-        self.region = Region(group, host, 2 * self._stride, spread=False)
+        nbytes = 2 * self._stride
+        self.region = Region(group, host, nbytes, spread=False, window=True)
         self._threads = own_cores(group)
         self._staging: dict[int, Array] = {}
 

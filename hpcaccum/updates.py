@@ -71,8 +71,9 @@ class UpdateQueue:
             self._region = Region(group, host, nbytes, spread=True)
             undo.pop_all()
         self.ledger = Ledger(self.cells, ledger, group.rank, n)
-        direct = self._region.direct
-        self._slot = self._place(group.rank) if direct else np.zeros(size, self._dtype)
+        # A rank may use its slot after `free`, which a window would not survive.
+        mapped = self._region.mapped
+        self._slot = self._place(group.rank) if mapped else np.zeros(size, self._dtype)
         self._left = False
         self._pinned: Pinned | None = None
         # The step that this rank's last update makes.
@@ -121,9 +122,7 @@ class UpdateQueue:
         if not receipt:
             self.cells.flush()
             return receipt
-        if self._region.direct:
-            self._region.sync()
-        else:
+        if not self._region.mapped:
             self._region.put(self._group.rank, 0, self._slot)
         # Update k makes step k + 1; 0 is the place of a rank that submitted nothing.
         self._submitted = receipt.global_step + 1
@@ -195,8 +194,9 @@ class UpdateQueue:
         return [rank for rank, gone in enumerate(words) if gone]
 
     def free(self) -> None:
-        """Free the windows. Collective."""
+        """Free the memory. Collective."""
         if self._pinned is not None:
             self._pinned.free()
+        self._slot = np.empty(0, self._dtype)
         self._region.free()
         self.cells.free()

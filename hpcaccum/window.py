@@ -2,7 +2,8 @@
 
 `Cells` are 64-bit words on one rank that all ranks read and change atomically.
 `Region` is memory of each rank, or of one rank for all, that others reach: by plain
-loads and stores where the ranks share a node, by Put and Get where they do not.
+loads and stores where the ranks share a node (`node_memory.NodeMemory`), by Put and Get
+where they do not.
 
 All windows come from MPI_Win_allocate and are locked once, with Lock_all, when they
 are made: windows over memory of our own, and a lock around each operation, both make
@@ -11,15 +12,15 @@ MPICH wait for a target that computes.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum import mpi
 from hpcaccum.mpi import MPI
+from hpcaccum.node_memory import NodeMemory, check_room, no_room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_SHM = "/dev/shm"
 # One MPI call moves at most this much: counts are 32-bit in MPI-3 libraries.
 _CHUNK_BYTES = 1 << 30
 
@@ -40,29 +40,28 @@ class Cells:
     for words that only one rank writes at a time. Calls may come from several threads
     at once.
 
-    Where the ranks share a node, reads and writes are plain loads and stores between
-    two Win_sync, which costs a tenth of an RMA call, and a rank that polls does not
-    slow down those that work.
+    Where the ranks share a node, reads and writes are plain loads and stores beside a
+    Win_sync, which costs a tenth of an RMA call, and a rank that polls does not slow
+    down those that work.
+
+    There, words also order the memory that all ranks have mapped (`NodeMemory`). MPI
+    promises an order by Win_sync for the memory of its window, but in both libraries
+    it is a full barrier of the processor, which knows no windows. `post` and `write`
+    have one before the store: when another rank sees the word, all is done that this
+    rank did before. `read` and `read_range` have one after the load: what this rank
+    reads then is at least as new as the word. A rank that reads memory first and then
+    a word, to learn whether the memory was valid, needs `sync` in between.
     """
 
     def __init__(self, group: Group, host: int, count: int) -> None:
         self.host = host
         self._local = threading.local()
-        here = count * 8 if group.rank == host else 0
-        check_shared_memory(group, here)
-        allocate = MPI.Win.Allocate_shared if group.single_node else MPI.Win.Allocate
-        self._window = allocate(here, 8, comm=group.comm)
+        self._window = _allocate(group, host, count * 8, 8)
         # The words themselves, where this rank may load and store them.
         self._words: memoryview | None = None
         if group.single_node:
             memory: Any = self._window.Shared_query(host)[0]
             self._words = memoryview(memory).cast("B").cast("q")
-        if here:
-            _array(self._window.tomemory(), np.int64)[:] = 0
-        self._window.Lock_all(MPI.MODE_NOCHECK)
-        self._window.Sync()
-        # No rank may reach the memory before it is zero.
-        group.comm.Barrier()
 
     @property
     def direct(self) -> bool:
@@ -81,8 +80,9 @@ class Cells:
     def read(self, index: int) -> int:
         """Return one word."""
         if self._words is not None:
+            word = self._words[index]
             self._window.Sync()
-            return self._words[index]
+            return word
         return self._fetch(index, 0, MPI.NO_OP)
 
     def add(self, index: int, value: int) -> int:
@@ -107,8 +107,9 @@ class Cells:
     def read_range(self, index: int, count: int) -> list[int]:
         """Return several words, each read atomically (not all at one moment)."""
         if self._words is not None:
+            words = self._words[index : index + count].tolist()
             self._window.Sync()
-            return self._words[index : index + count].tolist()
+            return words
         result = np.empty(count, np.int64)
         self._window.Get_accumulate(
             [None, 0, MPI.LONG], result, self.host, (index, count, MPI.LONG), MPI.NO_OP
@@ -150,6 +151,10 @@ class Cells:
         target = (index, origin.size, MPI.LONG)
         self._window.Accumulate(origin, self.host, target, operation)
 
+    def sync(self) -> None:
+        """Order this rank's loads and stores before it with those after it."""
+        self._window.Sync()
+
     def flush(self) -> None:
         """Wait until what was posted is there."""
         if self._words is None:
@@ -168,61 +173,60 @@ class Cells:
 
 
 class Region:
-    """Memory that ranks write and others read. Collective.
+    """Memory that ranks write and others read, 0 at first. Collective.
 
-    With ``spread`` each rank owns ``nbytes``, in its own memory where all ranks share
-    a node, else in the host's (and then reached by Put and Get). Without, there is one
-    part only, the host's.
+    With ``spread`` each rank owns ``nbytes``. Without, there is one part only, the
+    host's. Where all ranks share a node it is `NodeMemory`. Else all parts are in a
+    window on the host, and others reach them by Put, Get and Accumulate.
+
+    Args:
+        group: The ranks.
+        host: The rank with the window, or with the only part.
+        nbytes: Of a part.
+        spread: Whether each rank has one.
+        window: Whether it is a window also on one node, for `accumulate`.
 
     Attributes:
+        mapped: Whether all ranks have all parts mapped. `put`, `get` and `accumulate`
+            are for where they have not. Views then outlive the region; those of a
+            window must not.
         direct: Whether this rank reaches all parts by plain loads and stores.
+        nbytes_here: Bytes that this rank's memory holds.
     """
 
-    def __init__(self, group: Group, host: int, nbytes: int, *, spread: bool) -> None:
-        self._group, self._host = group, host
+    def __init__(
+        self,
+        group: Group,
+        host: int,
+        nbytes: int,
+        *,
+        spread: bool,
+        window: bool = False,
+    ) -> None:
+        self._host = host
+        self._window: Any = None
         self._nbytes = nbytes = max(1, -(-nbytes // 64)) * 64
-        self._parts = group.size if spread else 1
-        self._local_parts = group.single_node and spread
-        hosted = nbytes * self._parts if group.rank == host else 0
-        here = nbytes if self._local_parts else hosted
-        check_shared_memory(group, here)
-        allocate = MPI.Win.Allocate_shared if group.single_node else MPI.Win.Allocate
-        info = MPI.Info.Create()
-        # Each part may lie near the rank that owns it.
-        info.Set("alloc_shared_noncontig", "true")
-        self._window = allocate(here, 1, info=info, comm=group.comm)
-        info.Free()
+        owners = list(range(group.size)) if spread else [host]
+        self.mapped = group.single_node and not window
         self.direct = group.single_node or group.rank == host
-        self._memory = self._map() if self.direct else []
-        if here:
-            _array(self._window.tomemory(), np.uint8)[:] = 0
-        self._window.Lock_all(MPI.MODE_NOCHECK)
-        self.sync()
-        group.comm.Barrier()
+        if self.mapped:
+            sizes = [nbytes * (rank in owners) for rank in range(group.size)]
+            parts = NodeMemory(group, sizes).parts
+            self._memory = [parts[rank] for rank in owners]
+            self.nbytes_here = sizes[group.rank]
+            return
+        whole = nbytes * len(owners)
+        self.nbytes_here = whole if group.rank == host else 0
+        self._window = _allocate(group, host, whole, 1)
+        self._memory = self._map(group, len(owners)) if self.direct else []
 
-    def _map(self) -> list[Array]:
+    def _map(self, group: Group, parts: int) -> list[Array]:
         """Return each part as bytes of this rank's address space."""
-        if self._local_parts:
-            return [
-                _array(self._window.Shared_query(rank)[0], np.uint8)
-                for rank in range(self._parts)
-            ]
-        if self._group.single_node:
+        memory = self._window.tomemory()
+        if group.single_node:
             memory = self._window.Shared_query(self._host)[0]
-        else:
-            memory = self._window.tomemory()
-        whole = _array(memory, np.uint8)
-        return [
-            whole[part * self._nbytes : (part + 1) * self._nbytes]
-            for part in range(self._parts)
-        ]
-
-    @property
-    def nbytes_here(self) -> int:
-        """Bytes that this rank's memory holds."""
-        if self._local_parts:
-            return self._nbytes
-        return self._nbytes * self._parts if self._group.rank == self._host else 0
+        # It does not keep the window's memory alive.
+        return np.split(np.frombuffer(memory, np.uint8), parts)
 
     def view(self, part: int, offset: int, count: int, dtype: np.dtype[Any]) -> Array:
         """Return elements of a part where they lie. Only if `direct`."""
@@ -230,8 +234,12 @@ class Region:
         return memory.view(dtype)
 
     def sync(self) -> None:
-        """Order this rank's plain loads and stores with those of others."""
-        self._window.Sync()
+        """Order this rank's plain loads and stores with Put and Get of others.
+
+        Nothing to do for mapped memory, which words order: see `Cells`.
+        """
+        if self._window is not None:
+            self._window.Sync()
 
     def put(self, part: int, offset: int, data: Array) -> None:
         """Write a contiguous vector into a part; it is there on return."""
@@ -264,15 +272,11 @@ class Region:
         return (where, piece.size, kind)
 
     def free(self) -> None:
-        """Free the window; views of it are invalid from then on. Collective."""
+        """Free the window, or let go of what is mapped. Collective."""
         self._memory = []
-        self._window.Unlock_all()
-        self._window.Free()
-
-
-def _array(memory: Any, dtype: Any) -> Array:
-    """Return MPI's memory as a vector, which does not keep it alive."""
-    return np.frombuffer(memory, dtype)
+        if self._window is not None:
+            self._window.Unlock_all()
+            self._window.Free()
 
 
 def _pieces(data: Array) -> Iterator[tuple[int, Array]]:
@@ -282,68 +286,64 @@ def _pieces(data: Array) -> Iterator[tuple[int, Array]]:
         yield start * data.dtype.itemsize, data[start : start + step]
 
 
-def check_shared_memory(group: Group, nbytes: int) -> None:
-    """Refuse a window for which the node has no room. Collective.
+def _allocate(group: Group, host: int, nbytes: int, unit: int) -> Any:
+    """Return a locked window with memory on one rank, of zeros. Collective.
 
-    MPICH allocates without a word and the first touch kills the rank with SIGBUS.
+    MPICH dies where it should fail: with SIGSEGV if it has no communicator left for a
+    window, and with SIGBUS at the first touch if the node has no room.
 
     Raises:
-        InvalidArgumentError: On every rank.
+        InvalidArgumentError: On every rank, if there is no room.
+        RuntimeError: On every rank, if MPI can make no more windows.
     """
-    wanted = group.node.allreduce(nbytes)
+    here = nbytes if group.rank == host else 0
 
     def enough() -> dict[str, object]:
-        with contextlib.suppress(FileNotFoundError):
-            state = os.statvfs(_SHM)
-            free = state.f_bavail * state.f_frsize
-            if wanted > free:
-                raise InvalidArgumentError(
-                    f"the window needs {wanted / 2**20:.1f} MiB of {_SHM} on this "
-                    f"node, {free / 2**20:.1f} MiB are free (containers: --shm-size)"
-                )
+        check_room(here, group.node.size)
         return {}
 
     group.agree("allocating a window", enough)
+    _check_communicators(group)
+    allocate = MPI.Win.Allocate_shared if group.single_node else MPI.Win.Allocate
+    window: Any = allocate(here, unit, comm=group.comm)
+    failure = _clear(window.tomemory()) if here else None
+    window.Lock_all(MPI.MODE_NOCHECK)
+    window.Sync()
+    try:
+        # Also so that no rank reaches the memory before it is zero.
+        group.raise_together("allocating a window", failure)
+    except BaseException:
+        window.Unlock_all()
+        window.Free()
+        raise
+    return window
 
 
-class NodeMemory:
-    """One part a rank and one common part, of ranks that share a node. Collective.
+def _check_communicators(group: Group) -> None:
+    """Raise on all ranks if MPI can make no communicator; a window needs one."""
+    try:
+        group.comm.Dup().Free()
+    except MPI.Exception as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise RuntimeError(
+            f"MPI can make no window, {mpi.count_open()} objects of hpcaccum are open "
+            f"on this rank; free those that are not needed, or let one hold several "
+            f"arrays: {reason}"
+        ) from None
 
-    Plain loads and stores only. The contents are arbitrary, and nobody has touched them
-    yet: who touches a page first decides on which socket it lies.
 
-    Args:
-        group: Ranks of one node.
-        nbytes: Of each rank's part.
-        common: Bytes of the common part.
+def _clear(memory: Any) -> Exception | None:
+    """Set memory to zeros; return an error if the node has no room for it.
 
-    Attributes:
-        parts: The parts as bytes, in rank order.
-        common: The common part as bytes.
+    A system call that cannot write to a page fails, where a store is a SIGBUS.
     """
-
-    def __init__(self, group: Group, nbytes: int, common: int) -> None:
-        nbytes = max(1, -(-nbytes // 64)) * 64
-        here = nbytes + (common if group.rank == 0 else 0)
-        check_shared_memory(group, here)
-        info = MPI.Info.Create()
-        info.Set("alloc_shared_noncontig", "true")
-        self._window = MPI.Win.Allocate_shared(here, 1, info=info, comm=group.comm)
-        info.Free()
-        memory = [
-            _array(self._window.Shared_query(rank)[0], np.uint8)
-            for rank in range(group.size)
-        ]
-        self.parts = [each[:nbytes] for each in memory]
-        self.common: Array = memory[0][nbytes : nbytes + common]
-        self._window.Lock_all(MPI.MODE_NOCHECK)
-
-    def sync(self) -> None:
-        """Order this rank's loads and stores with those of others."""
-        self._window.Sync()
-
-    def free(self) -> None:
-        """Free the window; views of it are invalid from then on. Collective."""
-        self.parts, self.common = [], np.empty(0, np.uint8)
-        self._window.Unlock_all()
-        self._window.Free()
+    whole, done = memoryview(memory).cast("B"), 0
+    file = os.open("/dev/zero", os.O_RDONLY)
+    try:
+        while done < len(whole):
+            done += os.readv(file, [whole[done:]])
+    except OSError:
+        return no_room(len(whole), "and others took them meanwhile")
+    finally:
+        os.close(file)
+    return None

@@ -117,6 +117,10 @@ class Writer:
             self._lent = index, flat.reshape(shape)
             return self._lent[1]
 
+    def free(self) -> None:
+        """Let go of the memory that was lent."""
+        self._lent = None
+
     def leave(self) -> None:
         """Promise that this rank brings no more gradients."""
         with self._lock:

@@ -77,7 +77,7 @@ class Accumulate:
         self._spread = (group.size - 1) / 2
         self._accumulator = ConditionalAccumulator("float32", (count,), comm=group)
         # For the raw calls: a place of rank 0's for each rank.
-        self._raw = Region(group, 0, nbytes * group.size, spread=False)
+        self._raw = Region(group, 0, nbytes * group.size, spread=False, window=True)
         self._shared: Region | None = None
         if group.single_node:
             self._shared = Region(group, 0, nbytes, spread=True)

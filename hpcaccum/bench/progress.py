@@ -52,7 +52,7 @@ class Progress:
         self._mean: Array = np.zeros_like(self._grad)
         self._busy = min(_BUSY, conditions.seconds / 2)
         self._matrix = np.ones((_MATRIX, _MATRIX), np.float32)
-        self._raw = Region(group, 0, nbytes * group.size, spread=False)
+        self._raw = Region(group, 0, nbytes * group.size, spread=False, window=True)
         self.kinds = [
             Kind("apply", self._apply, self._check_apply, raw="Put"),
             Kind("Put", self._put, self._check_put, reference=True),

@@ -61,7 +61,7 @@ class Server:
         self._group, self._nbytes = group, nbytes
         self._count = count = nbytes // 4
         self._source, self._into = np.ones(count, np.float32), np.zeros(count, "f4")
-        self._raw = Region(group, 0, nbytes * group.size, spread=False)
+        self._raw = Region(group, 0, nbytes * group.size, spread=False, window=True)
         self._parameters = Parameters(group, 0, count, np.float32)
         if group.rank == 0:
             self._parameters.start(self._fill)

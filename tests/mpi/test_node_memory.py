@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
+from pathlib import Path
+
 import pytest
 
 import hpcaccum as hpc
+from hpcaccum import node_memory as module
 from hpcaccum.group import Group
-from hpcaccum.window import NodeMemory
+from hpcaccum.node_memory import NodeMemory, check_room
 
 from .acting import meet
 from .support import WAIT
+
+HUGE = 2**50
 
 
 @pytest.fixture(autouse=True)
@@ -25,19 +33,29 @@ def node(comm):
     return group
 
 
+@pytest.fixture
+def descriptors():
+    """Check that no file stays open, and that none has a name."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    yield
+    meet()
+    mine = f"hpcaccum-{os.getuid()}-{os.getpid()}-*"
+    assert not list(Path("/dev/shm").glob(mine))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 64, 100, 5000])
 @pytest.mark.parametrize("common", [0, 8, 4096, 5000])
-def test_memory_is_in_whole_lines_and_shared(node, rank, size, nbytes, common):
-    memory = NodeMemory(node, nbytes, common)
-    assert len(memory.parts) == size
-    assert {part.size for part in memory.parts} == {max(64, -(-nbytes // 64) * 64)}
+def test_memory_is_zero_and_shared(node, descriptors, rank, size, nbytes, common):
+    sizes = [nbytes + other for other in range(size)]
+    memory = NodeMemory(node, sizes, common, [slice(0, common)] if rank == 0 else [])
+    assert [part.size for part in memory.parts] == sizes
     assert memory.common.size == common
+    assert not any(part.any() for part in (*memory.parts, memory.common))
     meet()
     memory.parts[rank][:] = rank + 1
     memory.common[rank::size] = rank + 1
-    memory.sync()
     meet()
-    memory.sync()
     for other, part in enumerate(memory.parts):
         assert (part == other + 1).all()
     for other in range(size):
@@ -48,23 +66,163 @@ def test_memory_is_in_whole_lines_and_shared(node, rank, size, nbytes, common):
     assert memory.common.size == 0
 
 
-def test_parts_begin_on_cache_lines(node):
-    memory = NodeMemory(node, 100, 100)
-    # Open MPI begins a window on a line of its own; nothing is said of it in MPI.
-    addresses = [part.ctypes.data % 8 for part in (*memory.parts, memory.common)]
+def test_parts_begin_on_pages(node, size):
+    memory = NodeMemory(node, [100] * size, 100, [slice(0, 100)])
+
+    for part in (*memory.parts, memory.common):
+        assert part.ctypes.data % mmap.PAGESIZE == 0
+
+
+def test_arrays_keep_the_memory_alive(node, rank, size):
+    memory = NodeMemory(node, [1 << 22] * size)
+    mine = memory.parts[rank]
+    memory.free()
+    del memory
+    # Where the next one would lie, if there were room.
+    other = NodeMemory(node, [1 << 22] * size)
+    mine[:] = 7
+    meet()
+
+    assert (mine == 7).all()
+    assert not any(part.any() for part in other.parts)
+
+
+def test_each_rank_allocates_its_part_and_its_stripes(node, rank, size, monkeypatch):
+    page, allocated = mmap.PAGESIZE, []
+    allocate = os.posix_fallocate
+
+    def watched(file, begin, length):
+        allocated.append((begin, length))
+        allocate(file, begin, length)
+
+    monkeypatch.setattr(module.os, "posix_fallocate", watched)
+    monkeypatch.setattr(module, "_PIECE", 2 * page)
+    stripes = [slice(begin * page, (begin + 1) * page) for begin in (rank, rank + size)]
+    memory = NodeMemory(node, [3 * page] * size, 2 * size * page, stripes)
     memory.free()
 
-    assert addresses == [0] * len(addresses)
+    own, common = 3 * rank * page, 3 * size * page
+    expected = [(own, 2 * page), (own + 2 * page, page)]
+    expected += [(common + each.start, page) for each in stripes]
+    assert allocated == expected
+
+
+@pytest.mark.parametrize("nbytes", [100_000, 1000])
+def test_reducers_allocate_all_that_they_use(node, size, nbytes, monkeypatch):
+    pages, page = set(), mmap.PAGESIZE
+    allocate, mapping = os.posix_fallocate, module._map
+    wanted = []
+
+    def watched(file, begin, length):
+        pages.update(range(begin // page, -(-(begin + length) // page)))
+        allocate(file, begin, length)
+
+    def counted(group, nbytes, mine):
+        wanted.append(nbytes // page)
+        return mapping(group, nbytes, mine)
+
+    monkeypatch.setattr(module.os, "posix_fallocate", watched)
+    monkeypatch.setattr(module, "_map", counted)
+    layout = hpc.Layout({"x": (nbytes // 4,), "y": (3,)}, "f2")
+    with hpc.Reducer(layout, node, schedule="shared", bucket_bytes=4096):
+        assert set().union(*meet(pages)) == set(range(wanted[0]))
+
+
+# What cannot be had
+
+
+@pytest.mark.parametrize("which", ["first", "last", "common"])
+def test_memory_without_room_is_refused_on_every_rank(node, descriptors, size, which):
+    sizes = [8] * size
+    if which != "common":
+        sizes[0 if which == "first" else -1] = HUGE
+
+    with pytest.raises(
+        hpc.InvalidArgumentError, match=r"needs .* MiB of /dev/shm, .* --shm-size"
+    ):
+        NodeMemory(node, sizes, HUGE if which == "common" else 8, [slice(0, 8)])
 
 
 @pytest.mark.parametrize("which", ["first", "last"])
-def test_memory_without_room_is_refused_on_every_rank(node, rank, size, which):
-    nbytes = 2**50 if rank == (0 if which == "first" else size - 1) else 8
+@pytest.mark.parametrize(
+    ("code", "error", "text"),
+    [
+        (errno.ENOSPC, hpc.InvalidArgumentError, r"--shm-size"),
+        (errno.EFBIG, RuntimeError, r"cannot share \d+ bytes"),
+    ],
+)
+def test_a_rank_that_cannot_allocate_fails_all(
+    node, descriptors, rank, size, monkeypatch, which, code, error, text
+):
+    if rank == (0 if which == "first" else size - 1):
 
-    with pytest.raises(hpc.InvalidArgumentError, match="/dev/shm"):
-        NodeMemory(node, nbytes, 0)
+        def full(file, begin, length):
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(module.os, "posix_fallocate", full)
+    with pytest.raises(error, match=text):
+        NodeMemory(node, [100] * size)
 
 
-def test_a_common_part_without_room_is_refused_on_every_rank(node):
-    with pytest.raises(hpc.InvalidArgumentError, match="/dev/shm"):
-        NodeMemory(node, 8, 2**50)
+@pytest.mark.ranks(min=2)
+def test_a_rank_with_another_dev_shm_fails_all(node, descriptors, rank, monkeypatch):
+    if rank == 1:
+        opened = os.open
+
+        def elsewhere(path, flags, *mode):
+            return opened(f"{path}-elsewhere", flags, *mode)
+
+        monkeypatch.setattr(module.os, "open", elsewhere)
+    with pytest.raises(RuntimeError, match=r"one /dev/shm \(containers"):
+        NodeMemory(node, [100] * node.size)
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_a_rank_without_descriptors_fails_all(
+    node, descriptors, rank, size, monkeypatch, which
+):
+    if rank == (0 if which == "first" else size - 1):
+
+        def exhausted(*_):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(module, "_mmap", exhausted)
+    with pytest.raises(
+        RuntimeError, match=r"open files.* objects of hpcaccum are open"
+    ):
+        NodeMemory(node, [100] * size)
+
+
+def test_something_is_left_for_mpi(monkeypatch):
+    state = os.statvfs("/dev/shm")
+    free = state.f_bavail * state.f_frsize
+    monkeypatch.setattr(module.os, "statvfs", lambda _: state)
+
+    check_room(free - 2 * module._MARGIN, 2)
+    with pytest.raises(hpc.InvalidArgumentError, match=r"MiB are free"):
+        check_room(free - 2 * module._MARGIN + 1, 2)
+
+
+def test_where_there_is_no_limit_none_is_missed(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_SHM", str(tmp_path / "none"))
+    check_room(HUGE, 2)
+    monkeypatch.setattr(module, "_SHM", "/proc")  # a file system without blocks
+    check_room(HUGE, 2)
+
+
+def test_where_there_is_no_folder_all_ranks_fail(node, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_SHM", str(tmp_path / "none"))
+    with pytest.raises(RuntimeError, match="cannot share"):
+        NodeMemory(node, [8] * node.size)
+
+
+def test_the_file_is_private(node, rank, size, monkeypatch):
+    modes, truncate = [], os.ftruncate
+
+    def watched(file, nbytes):
+        modes.append(os.fstat(file).st_mode & 0o777)
+        truncate(file, nbytes)
+
+    monkeypatch.setattr(module.os, "ftruncate", watched)
+    NodeMemory(node, [8] * size).free()
+    assert modes == ([0o600] if rank == 0 else [])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import hpcaccum as hpc
 from hpcaccum import window as module
@@ -14,7 +16,7 @@ from hpcaccum.group import Group, Opened
 from hpcaccum.progress import Progress
 from hpcaccum.rounds import Closed, Record
 from hpcaccum.storage import Slots
-from hpcaccum.window import Cells, Region, check_shared_memory
+from hpcaccum.window import Cells, Region
 
 from .acting import at, everywhere, meet, until
 from .support import WAIT
@@ -100,17 +102,48 @@ def test_words_have_moved_when_a_call_returns(cells, monkeypatch):
         calls = spy.during(*call)
         if any(name in (*Spy.MOVES, *Spy.ATOMICS) for name in calls):
             assert calls[-1] == "Flush"
+        elif call in writes:
+            # What was done before is done when the words are seen.
+            assert calls == ["Sync", "Sync"]
         else:
-            # A load sees what is new, a store is seen before what follows.
-            assert calls[0] == "Sync"
-            assert call not in writes or calls[-1] == "Sync"
+            # What is read afterwards is as new as the words.
+            assert calls == ["Sync"]
+    assert spy.during(cells.sync) == ["Sync"]
     cells.post(1, [4, 5])
     assert spy.during(cells.flush) == ([] if cells.direct else ["Flush"])
     meet()
 
 
+class Ordered(Spy):
+    """Words that remember when memory was stored to, and when it was ordered."""
+
+    def __getitem__(self, index):
+        self.calls.append("load")
+        return self.window[index]
+
+    def __setitem__(self, index, value):
+        self.calls.append("store")
+        self.window[index] = value
+
+
+def test_words_are_stored_after_a_fence_and_loaded_before_one(comm, monkeypatch):
+    cells = Cells(Group.of(comm), 0, 4)
+    if cells.direct:
+        words = Ordered(cells._words)
+        monkeypatch.setattr(cells, "_words", words)
+        window = Spy(cells._window)
+        window.calls = words.calls
+        monkeypatch.setattr(cells, "_window", window)
+        assert words.during(cells.read, 1) == ["load", "Sync"]
+        assert words.during(cells.read_range, 1, 2) == ["load", "Sync"]
+        assert words.during(cells.write, 1, 0) == ["Sync", "store", "Sync"]
+        assert words.during(cells.post, 1, [0, 0])[:2] == ["Sync", "store"]
+    meet()
+    cells.free()
+
+
 def test_vectors_have_moved_when_a_call_returns(comm, monkeypatch):
-    region = Region(Group.of(comm), 0, 80, spread=False)
+    region = Region(Group.of(comm), 0, 80, spread=False, window=True)
     spy = Spy(region._window)
     monkeypatch.setattr(region, "_window", spy)
     for move in (region.put, region.accumulate, region.get):
@@ -127,14 +160,21 @@ def test_stores_and_loads_of_slots_are_ordered_with_those_of_others(
     comm, rank, monkeypatch, first
 ):
     slots = Slots(Group.of(comm), 0, 10, np.dtype("f8"))
-    spy = Spy(slots.region._window)
-    monkeypatch.setattr(slots.region, "_window", spy)
-    calls = spy.during(lambda: slots.write(0, 0, np.ones(10), first=first, there=False))
-    assert calls[-1] == ("Sync" if slots.region.direct else "Flush")
-    records = {r: Record(0, 1, 0, 0, 0) for r in range(comm.size)}
-    closed = Closed(0, comm.size, 0, records)
-    calls = spy.during(slots.total, closed, 1, np.empty(10))
-    assert calls[0] == "Sync"
+    # Mapped memory is ordered by the words that are set and read next.
+    if not slots.region.mapped:
+        spy = Spy(slots.region._window)
+        monkeypatch.setattr(slots.region, "_window", spy)
+        for there in (False, True):
+            grad = slots.buffer(0) if there else np.ones(10)
+            calls = spy.during(
+                lambda g=grad, t=there: slots.write(0, 0, g, first=first, there=t)
+            )
+            assert calls[0] in Spy.MOVES
+            assert calls[-1] == "Flush"
+        records = {r: Record(0, 1, 0, 0, 0) for r in range(comm.size)}
+        closed = Closed(0, comm.size, 0, records)
+        calls = spy.during(slots.total, closed, 1, np.empty(10))
+        assert calls[0] == "Sync"
     meet()
     slots.free()
 
@@ -206,8 +246,10 @@ def meet_quickly(comm, done=False):
 
 def spread_regions(comm):
     """Yield regions of every kind."""
-    for spread in (True, False):
-        region = Region(Group.of(comm), comm.size - 1, 100, spread=spread)
+    group, host = Group.of(comm), comm.size - 1
+    for spread, window in [(True, False), (False, False), (False, True)]:
+        region = Region(group, host, 100, spread=spread, window=window)
+        assert region.mapped is (group.single_node and not window)
         yield region, comm.size if spread else 1
         meet()
         region.free()
@@ -249,7 +291,7 @@ def test_views_show_what_the_owner_stored(comm, rank):
 def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch):
     # As those are that are larger than one MPI call moves.
     monkeypatch.setattr(module, "_CHUNK_BYTES", 40)
-    region = Region(Group.of(comm), comm.size - 1, 400, spread=False)
+    region = Region(Group.of(comm), comm.size - 1, 400, spread=False, window=True)
     data = np.arange(37, dtype=dtype)
     offset = 16
 
@@ -265,7 +307,7 @@ def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch)
 
 
 def test_empty_vectors_are_no_trouble(comm):
-    region = Region(Group.of(comm), 0, 0, spread=False)
+    region = Region(Group.of(comm), 0, 0, spread=False, window=True)
     nothing = np.empty(0)
     for move in (region.put, region.accumulate, region.get):
         everywhere(move, 0, 0, nothing)
@@ -274,7 +316,7 @@ def test_empty_vectors_are_no_trouble(comm):
 
 
 def test_additions_at_once_are_all_counted(comm, rank, size):
-    region = Region(Group.of(comm), 0, 8 * 500, spread=False)
+    region = Region(Group.of(comm), 0, 8 * 500, spread=False, window=True)
     data = np.arange(500, dtype="f8")
 
     def add():
@@ -289,25 +331,42 @@ def test_additions_at_once_are_all_counted(comm, rank, size):
     region.free()
 
 
-def test_window_without_room_is_refused_on_every_rank(comm):
-    with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm .* --shm-size"):
-        check_shared_memory(Group.of(comm), 2**50)
+HUGE = 2**50
 
 
-@pytest.mark.ranks(min=2)
-def test_window_without_room_on_one_rank_is_refused_on_every_rank(comm, rank):
-    nbytes = 2**50 if rank == 1 else 8
-    with pytest.raises(hpc.InvalidArgumentError, match="/dev/shm"):
-        check_shared_memory(Group.of(comm), nbytes)
+@pytest.mark.parametrize("host", [0, -1], ids=["first", "last"])
+def test_window_without_room_is_refused_on_every_rank(comm, host):
+    with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
+        Cells(Group.of(comm), host % comm.size, HUGE // 8)
 
 
-def test_window_with_room_is_not(comm):
-    check_shared_memory(Group.of(comm), 4096)
+def test_window_whose_room_others_take_is_refused_on_every_rank(comm, monkeypatch):
+    def full(file, buffers):
+        # What the system says of a page that it cannot provide.
+        raise OSError(errno.EFAULT, "Bad address")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "readv", full)
+        with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
+            Cells(Group.of(comm), comm.size - 1, 8)
+    meet()
 
 
-def test_where_there_is_no_shared_memory_none_is_missed(comm, monkeypatch):
-    monkeypatch.setattr(module, "_SHM", "/nonexistent")
-    check_shared_memory(Group.of(comm), 2**50)
+def test_window_is_refused_where_mpi_can_make_no_communicator(comm, monkeypatch):
+    group = Group.of(comm)
+    real = group.comm
+
+    class Exhausted:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def Dup(self):
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "comm", Exhausted())
+        with pytest.raises(RuntimeError, match=r"\d+ objects of hpcaccum are open"):
+            Cells(group, 0, 8)
 
 
 def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm):

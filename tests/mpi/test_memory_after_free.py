@@ -1,0 +1,123 @@
+"""Arrays that users hold when an object is freed: memory still, but of nobody else."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+
+from .support import WAIT
+from .training import ONE_SIDED, gives, meet, variable
+
+# An allocator gives the memory of large arrays back at once.
+LARGE = 1 << 19
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+def accumulator(storage):
+    def hold(comm):
+        acc = hpc.ConditionalAccumulator("f8", (LARGE,), comm=comm, storage=storage)
+        with acc:
+            first = acc.slot()
+            first[:] = 1
+            acc.apply_grad(first)
+            meet()
+            if comm.rank == 0:
+                acc.take_grad(comm.size, timeout=WAIT)
+            meet()
+            held = [first, acc.slot()]
+        return acc, held
+
+    return hold
+
+
+def reducer(**options):
+    def hold(comm):
+        layout = hpc.Layout({"x": (options.pop("size", LARGE),)}, "f4")
+        with hpc.Reducer(layout, comm, **options) as reducer:
+            arrays, results = reducer.arrays(), reducer.results()
+            arrays["x"][:] = 1
+            reducer.reduce()
+        assert (results["x"] == 1).all()
+        return reducer, [arrays["x"], results["x"]]
+
+    return hold
+
+
+def optimizer(kind):
+    def hold(comm):
+        var = variable(np.zeros(LARGE))
+        with ONE_SIDED[kind](hpc.SGD(1), [var], comm) as optimizer:
+            optimizer.initialize([var])
+            first = optimizer.gradient_arrays()["w"]
+            first[:] = 1
+            optimizer.minimize(gives(first))
+            held = [first, optimizer.gradient_arrays()["w"]]
+        return optimizer, held
+
+    return hold
+
+
+def cross_shard(comm):
+    var = variable(np.zeros(LARGE))
+    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as optimizer:
+        optimizer.initialize([var])
+        held = list(optimizer.gradient_arrays().values())
+        held[0][:] = 1
+        optimizer.minimize(gives(held[0]))
+    return optimizer, held
+
+
+HOLDERS = {
+    "slots": accumulator("slots"),
+    "sum": accumulator("sum"),
+    "eager": reducer(size=100),
+    "auto": reducer(),
+    "hierarchical": reducer(schedule="hierarchical"),
+    "flat": reducer(schedule="flat"),
+    "CrossShard": cross_shard,
+    **{kind: optimizer(kind) for kind in ONE_SIDED},
+}
+
+
+def mapped():
+    """Return how much memory of nodes this rank has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ours = [line.split()[0].split("-") for line in lines if "/hpcaccum-" in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in ours)
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_arrays_outlive_what_they_were_of(comm, kind):
+    freed, held = HOLDERS[kind](comm)
+    meet()
+    for array in held:
+        if array.flags.writeable:
+            array[:] = 5
+            assert (array == 5).all()
+        else:
+            assert np.isfinite(array).all()
+    # Nobody else has that memory by now.
+    with hpc.ConditionalAccumulator("f8", (LARGE,), comm=comm) as other:
+        assert not other.slot().any()
+    del freed
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_memory_of_freed_objects_is_given_back(comm, kind):
+    gc.collect()
+    before = mapped()
+    freed, held = HOLDERS[kind](comm)
+    del held
+    gc.collect()
+
+    assert mapped() == before
+    del freed
