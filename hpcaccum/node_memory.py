@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import mmap
 import os
 import secrets
@@ -38,9 +39,10 @@ _SHM = "/dev/shm"
 # Left free for each rank: MPI has mapped memory there that it has not touched yet, and
 # makes small windows without asking.
 _MARGIN = 1 << 20
-# Bytes allocated by one system call, in about a millisecond: one that a signal
-# interrupts begins anew, and a profiler may send a hundred signals a second.
-_PIECE = 8 << 20
+# Bytes allocated at once, in some 30 us. Small beside the margin, as ranks that
+# allocate at the same time may each take so much of it; and a system call that a signal
+# interrupts begins anew, of which a profiler may send many.
+_PIECE = 1 << 18
 _WHAT = "allocating shared memory"
 
 
@@ -99,8 +101,7 @@ def _map(group: Group, nbytes: int, mine: Iterable[slice]) -> Array:
 
     def allocate() -> None:
         for piece in mine:
-            for begin in range(piece.start, piece.stop, _PIECE):
-                size = min(_PIECE, piece.stop - begin)
+            for begin, size in pieces(piece.start, piece.stop, group.size):
                 os.posix_fallocate(file, begin, size)
         mapped.append(_mmap(file, nbytes))
 
@@ -191,10 +192,30 @@ def check_room(nbytes: int, ranks: int) -> None:
     Raises:
         InvalidArgumentError: On this rank.
     """
-    wanted = nbytes + ranks * _MARGIN
-    with contextlib.suppress(FileNotFoundError):
+    wanted, free = nbytes + ranks * _MARGIN, _free()
+    if wanted > free:
+        raise no_room(wanted, f"{free / 2**20:.1f} MiB are free")
+
+
+def pieces(begin: int, end: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and size of pieces to allocate, as long as enough stays free.
+
+    If all were taken, be it for a moment, MPI could not even report the error.
+
+    Raises:
+        OSError: If there is no room; others may have taken it since `check_room`.
+    """
+    for start in range(begin, end, _PIECE):
+        size = min(_PIECE, end - start)
+        if _free() < size + ranks * _MARGIN:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield start, size
+
+
+def _free() -> float:
+    """Return how many bytes of shared memory are free; infinity without a limit."""
+    try:
         state = os.statvfs(_SHM)
-        free = state.f_bavail * state.f_frsize
-        # Without blocks it has no limit.
-        if state.f_blocks and wanted > free:
-            raise no_room(wanted, f"{free / 2**20:.1f} MiB are free")
+    except FileNotFoundError:
+        return math.inf
+    return state.f_bavail * state.f_frsize if state.f_blocks else math.inf

@@ -20,7 +20,7 @@ import numpy as np
 
 from hpcaccum import mpi
 from hpcaccum.mpi import MPI
-from hpcaccum.node_memory import NodeMemory, check_room, no_room
+from hpcaccum.node_memory import NodeMemory, check_room, no_room, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -306,7 +306,7 @@ def _allocate(group: Group, host: int, nbytes: int, unit: int) -> Any:
     _check_communicators(group)
     allocate = MPI.Win.Allocate_shared if group.single_node else MPI.Win.Allocate
     window: Any = allocate(here, unit, comm=group.comm)
-    failure = _clear(window.tomemory()) if here else None
+    failure = _clear(window.tomemory(), group.node.size) if here else None
     window.Lock_all(MPI.MODE_NOCHECK)
     window.Sync()
     try:
@@ -332,16 +332,16 @@ def _check_communicators(group: Group) -> None:
         ) from None
 
 
-def _clear(memory: Any) -> Exception | None:
+def _clear(memory: Any, ranks: int) -> Exception | None:
     """Set memory to zeros; return an error if the node has no room for it.
 
     A system call that cannot write to a page fails, where a store is a SIGBUS.
     """
-    whole, done = memoryview(memory).cast("B"), 0
+    whole = memoryview(memory).cast("B")
     file = os.open("/dev/zero", os.O_RDONLY)
     try:
-        while done < len(whole):
-            done += os.readv(file, [whole[done:]])
+        for begin, size in pieces(0, len(whole), ranks):
+            os.readv(file, [whole[begin : begin + size]])
     except OSError:
         return no_room(len(whole), "and others took them meanwhile")
     finally:

@@ -197,10 +197,24 @@ def test_something_is_left_for_mpi(monkeypatch):
     state = os.statvfs("/dev/shm")
     free = state.f_bavail * state.f_frsize
     monkeypatch.setattr(module.os, "statvfs", lambda _: state)
+    most = free - 2 * module._MARGIN
 
-    check_room(free - 2 * module._MARGIN, 2)
+    check_room(most, 2)
     with pytest.raises(hpc.InvalidArgumentError, match=r"MiB are free"):
-        check_room(free - 2 * module._MARGIN + 1, 2)
+        check_room(most + 1, 2)
+
+
+@pytest.mark.parametrize("rank_that_sees", ["first", "last"])
+def test_room_that_others_take_meanwhile_is_missed_in_time(
+    node, descriptors, rank, size, monkeypatch, rank_that_sees
+):
+    if rank == (0 if rank_that_sees == "first" else size - 1):
+        # What is free when rank 0 looks, and before each piece.
+        enough, little = 2**40, module._PIECE + size * module._MARGIN
+        frees = iter([enough, enough, little, little - 1][rank != 0 :])
+        monkeypatch.setattr(module, "_free", lambda: next(frees, 0))
+    with pytest.raises(hpc.InvalidArgumentError, match="others took them meanwhile"):
+        NodeMemory(node, [4 * module._PIECE] * size)
 
 
 def test_where_there_is_no_limit_none_is_missed(monkeypatch, tmp_path):

@@ -71,9 +71,15 @@ def mpirun(mpiexec: str, mpi_environment: dict[str, str]) -> Run:
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
         program: str | Path = sys.executable,
+        inside: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
+        command = [mpiexec, "-n", str(ranks), str(program), *map(str, args)]
+        if inside is not None:
+            # Mounts of its own, which this command makes.
+            script = f'{inside} && exec "$@"'
+            command = ["unshare", "--mount", "sh", "-c", script, "sh", *command]
         return run_program(
-            [mpiexec, "-n", str(ranks), str(program), *map(str, args)],
+            command,
             timeout=timeout,
             cwd=cwd,
             env=mpi_environment | (env or {}),
