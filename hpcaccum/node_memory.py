@@ -156,14 +156,16 @@ def _together(group: Group, nbytes: int, step: Callable[[], Any]) -> list[Any]:
     try:
         value = step()
     except OSError as error:
-        failure = _explained(error, nbytes)
+        failure = explained(error, nbytes)
     except InvalidArgumentError as error:
         failure = error
     return group.raise_together(_WHAT, failure, value)
 
 
-def _explained(error: OSError, nbytes: int) -> Exception:
-    if error.errno == errno.ENOSPC:
+def explained(error: OSError, nbytes: int) -> Exception:
+    """Return the error that says why memory could not be allocated."""
+    # EFAULT is what a system call gets that cannot write to a page.
+    if error.errno in (errno.ENOSPC, errno.EFAULT):
         return no_room(nbytes, "and others took them meanwhile")
     reason = f"cannot share {nbytes} bytes in {_SHM}: {error}"
     if error.errno == errno.ENOENT:

@@ -12,15 +12,15 @@ MPICH wait for a target that computes.
 
 from __future__ import annotations
 
-import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum import mpi
 from hpcaccum.mpi import MPI
-from hpcaccum.node_memory import NodeMemory, check_room, no_room, pieces
+from hpcaccum.node_memory import NodeMemory, check_room, explained, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -338,12 +338,10 @@ def _clear(memory: Any, ranks: int) -> Exception | None:
     A system call that cannot write to a page fails, where a store is a SIGBUS.
     """
     whole = memoryview(memory).cast("B")
-    file = os.open("/dev/zero", os.O_RDONLY)
     try:
-        for begin, size in pieces(0, len(whole), ranks):
-            os.readv(file, [whole[begin : begin + size]])
-    except OSError:
-        return no_room(len(whole), "and others took them meanwhile")
-    finally:
-        os.close(file)
+        with Path("/dev/zero").open("rb", buffering=0) as zeros:
+            for begin, size in pieces(0, len(whole), ranks):
+                zeros.readinto(whole[begin : begin + size])
+    except OSError as error:
+        return explained(error, len(whole))
     return None

@@ -341,12 +341,12 @@ def test_window_without_room_is_refused_on_every_rank(comm, host):
 
 
 def test_window_whose_room_others_take_is_refused_on_every_rank(comm, monkeypatch):
-    def full(file, buffers):
+    def full(*_):
         # What the system says of a page that it cannot provide.
         raise OSError(errno.EFAULT, "Bad address")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.os, "readv", full)
+        patch.setattr(module, "pieces", full)
         with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
             Cells(Group.of(comm), comm.size - 1, 8)
     meet()
