@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -440,6 +441,18 @@ class ConditionalAccumulator(Freeable):
     def _check_open(self) -> None:
         if self._freed or self._shared.opened.closed:
             raise FreedError(f"accumulator {self._name!r} was freed")
+
+    def __del__(self) -> None:
+        """Warn if it was dropped without `free`, which is collective."""
+        shared = getattr(self, "_shared", None)
+        if shared is not None and not (self._freed or shared.opened.closed):
+            warnings.warn(
+                f"accumulator {self._name!r} was dropped without free(): its memory "
+                f"and its communicator of MPI stay in use until the program ends",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
 
     def free(self) -> None:
         """Free the accumulator; the last of several with a shared name. Collective.

@@ -204,11 +204,12 @@ def test_exception_in_a_with_block_does_not_wait_for_others(rank):
     acc.free()
 
 
-def test_accumulator_that_nobody_holds_does_no_harm():
-    acc = hpc.ConditionalAccumulator("float64", ())
+def test_accumulator_that_nobody_holds_is_warned_of_and_does_no_harm():
+    acc = hpc.ConditionalAccumulator("float64", (), name="lost")
     at(1, acc.apply_grad, 1)
-    del acc
-    gc.collect()
+    with pytest.warns(ResourceWarning, match=r"'lost' was dropped without free\(\)"):
+        del acc
+        gc.collect()
 
     with hpc.ConditionalAccumulator("float64", ()) as other:
         assert at(0, other.num_accumulated) == 0
