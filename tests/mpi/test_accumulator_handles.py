@@ -209,7 +209,7 @@ def test_accumulator_that_nobody_holds_is_warned_of_and_does_no_harm():
     at(1, acc.apply_grad, 1)
     with pytest.warns(ResourceWarning, match=r"'lost' was dropped without free\(\)"):
         del acc
-        gc.collect()
+    gc.collect()
 
     with hpc.ConditionalAccumulator("float64", ()) as other:
         assert at(0, other.num_accumulated) == 0
