@@ -239,7 +239,9 @@ class Reducer(Freeable):
             self._roll_call = RollCall(self._group)
         self._opened = Opened(self._group, self._free, self._name)
         # The order of this reducer's calls among the other calls of the ranks.
-        self._track = self._group.meetings.open_track(f"{self._name}: reduction")
+        self._track = self._group.meetings.open_track(
+            f"{self._opened.label}: reduction"
+        )
 
     def arrays(self) -> dict[str, Array]:
         """Return this rank's arrays, of the layout's dtype: write gradients there.

@@ -57,7 +57,7 @@ def test_rank_that_frees_while_others_reduce(maker, rank, size, call, which):
     error = raised(reducer.free) if rank == odd else raised(call, reducer)
     meet()
 
-    checked(error, f"rank {odd} in 'grads (number ", ": free'", "'grads: reduction 2'")
+    checked(error, f"rank {odd} in 'grads (number ", ": free'", "): reduction 2'")
 
 
 @ALL
@@ -66,7 +66,7 @@ def test_ranks_that_take_two_reducers_in_different_order(maker, rank, size):
     error = raised(copying, reducers[rank == 0])
     meet()
 
-    checked(error, "rank 0 in 'two: reduction 1'", "in 'one: reduction 1'")
+    checked(error, "rank 0 in 'two (number ", "in 'one (number ")
 
 
 def test_ranks_that_free_in_different_order(comm, rank, size):

@@ -389,16 +389,17 @@ def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm):
 def test_what_is_open_is_freed_once(comm, monkeypatch):
     freed = []
     monkeypatch.setattr("hpcaccum.mpi._open", [])
+    monkeypatch.setattr("hpcaccum.mpi._ending", False)
     from hpcaccum import mpi
 
     group = Group.of(comm)
-    first = Opened(group, lambda: freed.append(1))
-    second = Opened(group, lambda: freed.append(2))
+    first = Opened(group, lambda: freed.append(1), "it")
+    second = Opened(group, lambda: freed.append(2), "it")
     assert not first.closed
     second.close()
     second.close()
     assert (freed, second.closed) == ([2], True)
-    third = Opened(group, lambda: freed.append(3))
+    third = Opened(group, lambda: freed.append(3), "it")
     mpi._close_all()
 
     assert freed == [2, 3, 1]

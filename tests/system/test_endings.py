@@ -96,7 +96,7 @@ def test_rank_that_exits_ends_the_job_for_those_that_wait(
     assert "ranks make different calls: " in result.stdout
     ending = f"rank {odd} in 'shards (number 1): free (at the end of its program)'"
     assert ending in result.stdout
-    assert "'shards: reduction 7'" in result.stdout
+    assert "'shards (number 1): reduction 7'" in result.stdout
     assert ("enough" in result.stdout) == ("enough" in end)
 
 
