@@ -38,8 +38,11 @@ class DeviceAccumulator(AccumulatorOnDevice):
     decided there, when its turn comes.
 
     Any thread and any stream may apply and take; what is called first comes first. A
-    gradient may be given up, or written again by its own stream, as soon as the call
-    returns. Results belong to the stream that was current at the take.
+    gradient is read on the stream that is current, as results are written: the stream
+    that computed it must be waited for. When the call returns it may be deleted,
+    whatever stream its memory was allocated on: the accumulator keeps it until the
+    device has read it, and gives it up at a later call. Or it may be written again, by
+    what is queued on the current stream.
 
     Args:
         dtype: float16, float32, float64 or bfloat16, of the results. The halves are
@@ -108,8 +111,8 @@ class DeviceAccumulator(AccumulatorOnDevice):
     ) -> DeviceReceipt:
         """Add a gradient, unless it is stale; returns before that is done.
 
-        It is read on the current stream, so it may be freed at once (CuPy gives memory
-        to nobody else before its stream gets there).
+        It is read on the current stream and kept until then, so it may be deleted at
+        once.
 
         Args:
             grad: Contiguous array on the device, or a mapping of all names to such. Of
@@ -129,7 +132,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
         arrays = self._checked("gradient", grad, self._taken)
         factor = self._sum.dtype.type(scale)
         return self._rounds.submit(
-            step, lambda met: self._add(arrays, factor, step, met)
+            step, arrays, lambda met: self._add(arrays, factor, step, met)
         )
 
     def _add(self, arrays: dict[str, Any], factor: Any, step: int, met: Any) -> None:
@@ -226,6 +229,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
         """
         if self._rounds.free():
             self._sum = self._norm = None
+            self._table = PointerTable(self._layout)
 
     def _checked(self, what: str, given: Any, dtypes: Any) -> dict[str, Any]:
         """Return arrays by name, in the layout's order, that kernels may be given."""

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,6 +114,8 @@ class DeviceRounds:
         self._takes = threading.Lock()
         self._turns = 0
         self._looks: list[_Look] = []
+        # What turns read, until the device has done so, in the order of the turns.
+        self._read: deque[tuple[Any, Any]] = deque()
         self._last = _record(_current_stream())
         self._freed = False
 
@@ -132,9 +135,18 @@ class DeviceRounds:
             )
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Let the current stream go after all turns before this one."""
+    def turn(self, reads: Any = None) -> Iterator[None]:
+        """Let the current stream go after all turns before this one.
+
+        Args:
+            reads: Arrays to keep until the device is done with this turn. CuPy's pool
+                gives memory back to the stream it was allocated on, which may be
+                another one and use it again at once.
+        """
         with self._lock:
+            # Another thread may have freed it since: kernels would get null pointers.
+            self.check()
+            self._release()
             _current_stream().wait_event(self._last)
             try:
                 yield
@@ -142,16 +154,24 @@ class DeviceRounds:
                 # Also after an error: something may have been queued.
                 self._last = _record(_current_stream())
                 self._turns += 1
+                if reads is not None:
+                    self._read.append((self._last, reads))
 
-    def submit(self, local_step: int, launch: Any) -> DeviceReceipt:
+    def _release(self) -> None:
+        """Give up what the device has read. Needs the lock; waits for nothing."""
+        while self._read and self._read[0][0].done:
+            self._read.popleft()
+
+    def submit(self, local_step: int, arrays: Any, launch: Any) -> DeviceReceipt:
         """Queue a gradient.
 
         Args:
             local_step: Of the gradient.
+            arrays: Of the gradient.
             launch: Queues it, given where the device is to write the step met.
         """
         met = device.cupy().empty(1, np.int64)
-        with self.turn():
+        with self.turn(arrays):
             launch(met)
         # A turn that came in between only makes the receipt wait for that, too.
         return DeviceReceipt(local_step, met, self._last, self._looking)
@@ -199,6 +219,8 @@ class DeviceRounds:
         """Begin to copy the header as it is after all turns so far."""
         host = _pinned(_WORDS)
         with self._lock:
+            self.check()
+            self._release()
             self._looking.wait_event(self._last)
             self.header.get(stream=self._looking, out=host, blocking=False)
             # The next turn must not change what is being copied.
@@ -247,8 +269,12 @@ class DeviceRounds:
         if self._freed:
             return False
         self._freed = True
-        # Another stream may still use memory that the pool would give away at once.
-        self._last.synchronize()
+        with self._lock:
+            # Another stream may still use memory that the pool would give away at once.
+            self._last.synchronize()
+            self._read.clear()
+            self._looks.clear()
+            self.header = None
         return True
 
 

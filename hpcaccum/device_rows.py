@@ -72,6 +72,9 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
     ) -> DeviceReceipt:
         """Add a gradient, unless it is stale; returns before that is done.
 
+        Both arrays are read on the current stream and kept until then, so they may be
+        deleted at once.
+
         Args:
             indices: int64, a vector on the device: rows, in any order, also repeatedly.
                 One that is no row is not added, and the take then raises.
@@ -92,7 +95,9 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         wanted = (number, self._width)
         check_device_array(f"{self._name}: values", values, wanted, (self._dtype,))
         return self._rounds.submit(
-            step, lambda met: self._add(indices, values, step, met)
+            step,
+            (indices, values),
+            lambda met: self._add(indices, values, step, met),
         )
 
     def _add(self, indices: Any, values: Any, step: int, met: Any) -> None:

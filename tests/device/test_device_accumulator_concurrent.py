@@ -107,6 +107,59 @@ def test_streams_take_turns(acc, form):
                 np.testing.assert_array_equal(mean["bias"].get(), negative)
 
 
+def test_gradient_of_another_stream_may_be_freed_at_once(make, form):
+    acc = make("float32", (500,))
+    computing, applying = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    for number in 1, 2:
+        with computing:
+            gradient = like(form, np.full(500, number), "f")
+            ready = computing.record()
+        with applying:
+            applying.wait_event(ready)
+            acc.apply_grad(gradient)
+        del gradient
+        with computing:
+            # The pool gives what was freed to the next array of this stream.
+            others = [like(form, np.full(500, 99), "f") for _ in range(3)]
+        computing.synchronize()
+
+    same_bits(form, acc.take_grad(2, timeout=WAIT), np.full(500, 1.5, "f"))
+    del others
+
+
+def test_gradients_are_kept_no_longer_than_needed(make, form):
+    acc, pool = make("float32", (1 << 16,)), cupy.get_default_memory_pool()
+    nbytes = 4 << 16
+    before = pool.used_bytes()
+    for _ in range(20):
+        acc.apply_grad(like(form, np.ones(1 << 16), "f"))
+        cupy.cuda.Device().synchronize()
+
+    # The last one, of two arrays, and little else.
+    assert pool.used_bytes() - before < 3 * nbytes
+    acc.take_grad(20, timeout=WAIT)
+    assert pool.used_bytes() - before < nbytes
+
+
+def test_free_gives_all_memory_back():
+    pool = cupy.get_default_memory_pool()
+    before = pool.used_bytes()
+    acc = hpc.DeviceAccumulator("float32", {"x": (500,), "y": (5, 3)}, clip_norm=1.0)
+    rows = hpc.DeviceRowAccumulator("float32", (50, 3))
+    for step in range(2):
+        with cupy.cuda.Stream(non_blocking=True):
+            x, y = cupy.zeros(500, np.float32), cupy.zeros((5, 3), np.float32)
+            acc.apply_grad({"x": x, "y": y}, step)
+            acc.take_grad(1, timeout=WAIT)
+            acc.apply_grad({"x": x, "y": y}, step + 1)
+            rows.apply_grad(cupy.asarray(np.arange(5)), y)
+    del x, y
+    acc.free()
+    rows.free()
+
+    assert pool.used_bytes() == before
+
+
 def test_threads_apply_at_once(acc, form):
     def work(which):
         with cupy.cuda.Stream(non_blocking=True):
@@ -230,5 +283,5 @@ def test_free_waits_for_what_is_queued(make, form):
             kept = [acc.apply_grad(gradient) for _ in range(5)]
         acc.free()
 
-        assert stream.done
+        assert kept[-1]._done.done
         assert all(kept)
