@@ -170,6 +170,18 @@ def _send(target: Any, source: Any) -> None:
     cupy().cuda.get_current_stream().synchronize()
 
 
+def release(arrays: dict[str, Any]) -> None:
+    """Give up arrays, those of a device after waiting for all that is queued there.
+
+    Another stream than the one on which they were allocated may still use them.
+    """
+    for array in arrays.values():
+        if is_device(array):
+            array.device.synchronize()
+            break
+    arrays.clear()
+
+
 def to_host(array: Any) -> Array:
     """Return an array in host memory: itself, or a copy of one on the device."""
     return array.get() if is_device(array) else array  # type: ignore[no-any-return]

@@ -229,7 +229,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
         """
         if self._rounds.free():
             self._sum = self._norm = None
-            self._table = PointerTable(self._layout)
+            self._table.clear()
 
     def _checked(self, what: str, given: Any, dtypes: Any) -> dict[str, Any]:
         """Return arrays by name, in the layout's order, that kernels may be given."""

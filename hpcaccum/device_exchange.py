@@ -7,6 +7,7 @@ takes device memory, directly.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.call import NOTHING, copy
@@ -16,7 +17,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.transfer import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from hpcaccum.call import Call
     from hpcaccum.layout import Layout
@@ -70,6 +71,8 @@ class DeviceExchange:
     ) -> None:
         self._layout, self._schedule, self._buckets = layout, schedule, buckets
         self._direct, self._made = direct, False
+        # Names and arrays that `start` was given, with the event of those on a device.
+        self._started: deque[tuple[str, Any, Mapping[str, Any]]] = deque()
 
     def prepare(self, brought: Mapping[str, Any], out: Mapping[str, Any]) -> None:
         """Do what may fail, if the device is needed, while others do not wait yet."""
@@ -85,18 +88,55 @@ class DeviceExchange:
         if self._direct is None:
             self._direct = cuda_aware().aware
         sent, received = self._schedule.sent, self._schedule.received
-        leaving = received if self._direct else sent
-        self._transfer = Transfer(self._layout, leaving.dtype, received.dtype)
+        self._transfer = Transfer(self._layout, sent.dtype, received.dtype)
         self._transfer.compile()
         self._made = True
         for memory in () if self._direct else (sent, received):
             if memory.nbytes >= _PIN:
                 self._transfer.pin(memory)
 
+    def start(self, name: str, brought: Mapping[str, Any]) -> None:
+        """Begin to copy an array to the schedule's memory, after `prepare`.
+
+        The host waits only for a device that cannot reach that memory by itself.
+        """
+        event = None
+        if _first_is_device(brought):
+            self._transfer.pin(self._schedule.sent)
+            piece = self._layout.place(name)
+            [event] = self._transfer.send(brought, self._schedule.sent, [piece])
+        else:
+            copy(brought, self._schedule.arrays)
+        self._started.append((name, event, brought))
+
+    def arrived(self) -> Iterator[str]:
+        """Return the names that were started and are complete now, each once."""
+        # What is offered is reduced, over results that may still be copied back.
+        while self._started and (not self._made or self._transfer.settled()):
+            name, event, _ = self._started[0]
+            if event is not None and not event.done:
+                return
+            self._started.popleft()
+            yield name
+
+    def _wait_for_started(self, number: int) -> None:
+        """Wait for what was started of a bucket."""
+        for bucket in self._buckets[number : number + 1]:
+            inside = {name for name, _, _ in self._layout.overlaps(bucket)}
+            while any(name in inside for name, _, _ in self._started):
+                self._wait_for_next()
+
+    def _wait_for_next(self) -> None:
+        _, event, _ = self._started.popleft()
+        if event is not None:
+            event.synchronize()
+
     def finish(self, call: Call) -> bool:
         """Do as `Schedule.finish`, after `prepare`."""
         if not self._made:
             return self._schedule.finish(call)
+        if self._started:
+            call = call._replace(ready=self._wait_for_started)
         # Only all arrays together fill a bucket.
         leaves = call.whole and _first_is_device(call.brought)
         if leaves and self._direct:
@@ -114,6 +154,9 @@ class DeviceExchange:
         if targets:
             call = call._replace(out=NOTHING, arrived=self._fetch)
         agreed = self._schedule.finish(call)
+        while self._started:
+            # Arrays without elements are in no bucket.
+            self._wait_for_next()
         if targets and agreed:
             self._transfer.deliver(targets)
         return agreed
@@ -144,6 +187,8 @@ class DeviceExchange:
 
     def free(self) -> None:
         """Give everything back, before the schedule's memory goes."""
+        self._started.clear()
         if self._made:
             self._transfer.free()
+            del self._transfer
             self._made = False

@@ -109,6 +109,11 @@ class Layout:
             )
         }
 
+    def place(self, name: str) -> slice:
+        """Return where an array lies in the buffer."""
+        start = self.offsets[name]
+        return slice(start, start + math.prod(self.shapes[name]))
+
     def overlaps(self, piece: slice) -> list[tuple[str, slice, slice]]:
         """Return what lies in a piece of the buffer.
 

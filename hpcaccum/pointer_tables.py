@@ -71,8 +71,11 @@ class PointerTable:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._sizes = {name: math.prod(layout.shapes[name]) for name in layout}
-        self._arrays = _Recent()
-        self._chunks = _Recent()
+        self.clear()
+
+    def clear(self) -> None:
+        """Give up memory on the device; nothing that was launched may be left."""
+        self._arrays, self._chunks = _Recent(), _Recent()
 
     def table(self, arrays: Mapping[str, Any]) -> Table:
         """Return the table for arrays, all or some of the layout's."""

@@ -304,6 +304,11 @@ class Reducer(Freeable):
     def start(self, name: str, array: Any = None) -> None:
         """Say that an array is ready; never waits.
 
+        An array on a device is only queued, on the current stream: it may be deleted at
+        once, or written again on that stream. It is reduced when a later `start` finds
+        that it has arrived, or else by `wait`. (If host memory cannot be pinned, which
+        a warning says, the host waits for the copy.)
+
         Args:
             name: Of the array; ranks may start theirs in any order.
             array: Copied in; None if it lies in `arrays` already.
@@ -311,15 +316,17 @@ class Reducer(Freeable):
         Raises:
             InvalidArgumentError: On this rank, if the name is unknown or started
                 already, or the array does not fit.
+            DeviceUnavailableError: On this rank, if kernels cannot be compiled.
         """
         self._check_open()
         self._set_divisor(None)
         given = {name: self._arrays.get(name) if array is None else array}
         brought, bit = self._named.brought(given, self._mask)
-        self._device.settle()
-        copy(brought, self._arrays)
+        self._device.prepare(brought, NOTHING)
+        self._device.start(name, brought)
         self._mask |= bit
-        self._schedule.offer(self._readiness.add(name))
+        for each in self._device.arrived():
+            self._schedule.offer(self._readiness.add(each))
 
     def wait(
         self, *, out: Mapping[str, Array] | None = None, step: int = 0

@@ -54,7 +54,8 @@ class Transfer:
 
     def compile(self) -> None:
         """Compile the kernels now, not in the middle of the first transfer."""
-        self._table.compile(self._leaving.dtype, self._coming.dtype)
+        for packed in (self._leaving.dtype, self._coming.dtype):
+            self._table.compile(packed, self._coming.dtype)
 
     def pin(self, memory: Array) -> None:
         """Let the device reach this host memory by itself until `free`."""
@@ -71,15 +72,16 @@ class Transfer:
         """Begin to copy arrays to the host.
 
         Args:
-            arrays: All of the layout, checked; on return they may be changed by what
-                is queued on the current stream.
-            host: Flat; what lies between the arrays is arbitrary.
+            arrays: Checked; on return they may be changed by what is queued on the
+                current stream. They must stay until one of the events is done.
+            host: Flat; pinned, if the host is not to wait.
             pieces: Of ``host``, in the order in which they are wanted; one by default.
+                What lies there beside the arrays becomes arbitrary.
 
         Returns:
             An event for each piece: after ``synchronize()`` it is there.
         """
-        self.pack(arrays)
+        self._pack(self._leaving, arrays)
         self._out.wait_event(_stream().record())
         events = []
         for piece in self._whole if pieces is None else pieces:
@@ -89,13 +91,16 @@ class Transfer:
         return events
 
     def pack(self, arrays: Mapping[str, Any]) -> Any:
-        """Copy arrays to the flat buffer on the device, and return it.
+        """Copy arrays to the buffer in which results come back, and return it.
 
         Queued on the current stream, as all that uses the buffer must be.
         """
+        self._pack(self._coming, arrays)
+        return self._coming
+
+    def _pack(self, flat: Any, arrays: Mapping[str, Any]) -> None:
         _stream().wait_event(self._free_from)
-        self._table.pack(self._leaving, arrays)
-        return self._leaving
+        self._table.pack(flat, arrays)
 
     def fetch(self, host: Array, piece: slice | None = None) -> None:
         """Begin to copy a piece of host memory to the flat buffer on the device.
@@ -111,20 +116,17 @@ class Transfer:
     def deliver(self, arrays: Mapping[str, Any]) -> None:
         """Copy what came back to arrays; queued on the current stream."""
         _stream().wait_event(self._back.record())
-        self._unpack(self._coming, arrays)
+        self.unpack(arrays)
 
     def divide(self, divisor: int) -> None:
-        """Divide what lies in the buffer that `pack` returned, and came back there."""
+        """Divide what lies in the buffer that `pack` returned."""
         if divisor != 1:
-            flat = self._leaving
+            flat = self._coming
             np.divide(flat, flat.dtype.type(divisor), out=flat)
 
     def unpack(self, arrays: Mapping[str, Any]) -> None:
         """Copy the buffer that `pack` returned to arrays."""
-        self._unpack(self._leaving, arrays)
-
-    def _unpack(self, flat: Any, arrays: Mapping[str, Any]) -> None:
-        self._table.unpack(flat, arrays)
+        self._table.unpack(self._coming, arrays)
         self._free_from = _stream().record()
 
     def settle(self) -> None:
@@ -133,14 +135,24 @@ class Transfer:
             self._back.synchronize()
             self._read = False
 
+    def settled(self) -> bool:
+        """Whether `settle` would not wait."""
+        if self._read and self._back.done:
+            self._read = False
+        return not self._read
+
     def free(self) -> None:
-        """Give everything back."""
+        """Give everything back, after waiting for what uses it."""
         with contextlib.ExitStack() as all_of_them:
             for pinned in self._pinned.values():
                 all_of_them.callback(pinned.free)
             self.settle()
             self._out.synchronize()
+            # The memory is another array's as soon as it is given up.
+            self._free_from.synchronize()
         self._pinned.clear()
+        self._leaving = self._coming = None
+        self._table.clear()
 
 
 def _stream() -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import positive_count
-from hpcaccum.device import all_on_device, copyto, cupy
+from hpcaccum.device import all_on_device, copyto, cupy, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import wide_dtype
 from hpcaccum.optimizers.base import (
@@ -250,6 +250,11 @@ class AGNOptimizer(OneSidedOptimizer):
         The slot, or memory on the device, holds their sum.
         """
         return Optimizer.gradient_arrays(self)
+
+    def free(self) -> None:
+        """Leave, wait until all ranks have, stop the server. Collective."""
+        super().free()
+        release(self._on_device)
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
         """Return a callable that sets this rank's variables to the centre's.

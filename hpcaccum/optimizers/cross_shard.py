@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.cuda_aware import cuda_aware
-from hpcaccum.device import all_on_device, cupy
+from hpcaccum.device import all_on_device, cupy, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.group import Group
 from hpcaccum.layout import Layout
@@ -263,6 +263,8 @@ class CrossShardOptimizer(Wrapper):
             self._reducer.free()
         if self._shard is not None:
             self._shard.free()
+        release(self._sums)
+        release(self._gradients)
 
 
 def check_groups(groups: Any, size: int) -> list[list[int]]:

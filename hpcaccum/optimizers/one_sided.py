@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import rank_number
-from hpcaccum.device import all_on_device
+from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.group import Group
 from hpcaccum.optimizers.base import (
@@ -302,3 +302,4 @@ class OneSidedOptimizer(Wrapper):
         super().free()
         if self._server is not None:
             self._server.free()
+        release(self._gradients)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -105,6 +107,26 @@ def test_wrappers_do_the_same(cp, comm, rank, size, wrapper, rule):
         opt.free()
     for one, other in zip(*found, strict=True):
         close(one, other)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_free_gives_the_memory_of_the_device_back(cp, pinned, comm, wrapper):
+    own, pool = variables(cp.asarray), cp.get_default_memory_pool()
+    gc.collect()
+    before = pool.used_bytes()
+    opt = WRAPPERS[wrapper](hpc.SGD(0.1), own, comm)
+    opt.initialize(own)
+    for number in range(6):
+        with cp.cuda.Stream(non_blocking=True):
+            for array in (grads := opt.gradient_arrays()).values():
+                array.fill(number)
+            opt.minimize(lambda grads=grads: (0.0, grads))
+        meet()
+        del array, grads
+    opt.free()
+
+    assert pool.used_bytes() == before
+    assert not pinned
 
 
 @pytest.mark.ranks(min=2)
