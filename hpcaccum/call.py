@@ -55,8 +55,8 @@ class Call(NamedTuple):
         ready: Waits until a bucket of this rank's arrays, by its number, is there; they
             are asked for in order. None if all are.
         arrived: Is told the number of each bucket whose results are there, in order.
-        buffer: Device memory, flat, to be reduced in place instead of all other; only
-            for an MPI that takes it.
+        buffer: Device memory, flat, to be summed in place instead of all other; only
+            for the schedule that gives it to MPI.
     """
 
     signature: int

@@ -1,8 +1,8 @@
 """How a `Reducer` reduces arrays of the device.
 
 By way of the schedule's own host memory, in a pipeline: while one bucket is copied out,
-the ranks reduce the one before, and the one before that is copied back. Or, where MPI
-takes device memory, directly.
+the ranks reduce the one before, and the one before that is copied back. Or, where the
+user says that MPI takes device memory, directly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _first_is_device(arrays: Mapping[str, Any]) -> bool:
     return is_device(next(iter(arrays.values()), None))
 
 
-def check_direct(direct: bool | None, schedule: str) -> None:
+def check_direct(direct: bool, schedule: str) -> None:
     """Raise InvalidArgumentError if MPI is to be given what it cannot take."""
     if not direct:
         return
@@ -59,7 +59,7 @@ class DeviceExchange:
         layout: Of the arrays.
         schedule: What reduces them.
         buckets: In which it works.
-        direct: Whether MPI is given device memory; None if that is to be found out.
+        direct: Whether MPI is given device memory, by that schedule.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DeviceExchange:
         layout: Layout,
         schedule: Schedule,
         buckets: list[slice],
-        direct: bool | None,
+        direct: bool,
     ) -> None:
         self._layout, self._schedule, self._buckets = layout, schedule, buckets
         self._direct, self._made = direct, False
@@ -85,8 +85,6 @@ class DeviceExchange:
 
     def _make(self) -> None:
         """Take memory on the device, and compile what will be launched there."""
-        if self._direct is None:
-            self._direct = cuda_aware().aware
         sent, received = self._schedule.sent, self._schedule.received
         self._transfer = Transfer(self._layout, sent.dtype, received.dtype)
         self._transfer.compile()

@@ -17,7 +17,8 @@ from hpcaccum.arguments import (
     step_number,
     wire_format,
 )
-from hpcaccum.call import NOTHING, SIGNATURES, Call, copy
+from hpcaccum.blocking import Blocking
+from hpcaccum.call import NOTHING, SIGNATURES, Call
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import is_device
 from hpcaccum.device_exchange import DeviceExchange, check_direct
@@ -111,7 +112,7 @@ class Reducer(Freeable):
 
     Arrays of a CUDA device (CuPy's) are brought and taken in the same way, all of one
     call: ``reduce(mine, out=mine)``. They are copied out, reduced and copied back in a
-    pipeline of buckets; with ``"flat"`` and a CUDA-aware MPI, they are given to MPI.
+    pipeline of buckets. MPI gets device memory only where ``cuda_aware=True`` says so.
 
     What a plain allreduce leaves to luck is checked in every call: that all ranks are
     at the same step (MPI would pair a call with the next one of a rank that skipped
@@ -127,8 +128,10 @@ class Reducer(Freeable):
             sums travel between nodes; they are formed in the wide one.
         bucket_bytes: Of the pieces in which data travel and overlap, at most; None
             takes what suits the schedule.
-        cuda_aware: Whether MPI may be given device memory: what `cuda_aware.cuda_aware`
-            finds out, if None. True is an error where it may not.
+        cuda_aware: Whether MPI is given device memory, with schedule ``"flat"``: by
+            blocking calls, as Open MPI takes it in no others, which begin when all
+            ranks are there and have no timeout. An error where MPI does not take it
+            (see `cuda_aware.cuda_aware`).
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -144,7 +147,7 @@ class Reducer(Freeable):
         schedule: str = "auto",
         wire_dtype: Any = None,
         bucket_bytes: int | None = None,
-        cuda_aware: bool | None = None,
+        cuda_aware: bool = False,
     ) -> None:
         self._group, self._name = Group.of(group), name
         self._wire: np.dtype[Any] | None = None
@@ -164,20 +167,20 @@ class Reducer(Freeable):
                 "schedule": schedule,
                 "wire_dtype": str(self._wire),
                 "bucket_bytes": bucket_size(bucket_bytes),
-                "cuda_aware": cuda_aware,
+                "cuda_aware": bool(cuda_aware),
             }
 
         self._group.agree(name, facts)
         self._mask = 0
         self.waited, self._given_up = 0.0, False
+        self._direct = bool(cuda_aware)
         self._kind = self._choose(schedule, layout.nbytes)
         self._schedule, buckets = self._make(layout, bucket_bytes)
         self._divisors = {"MEAN": self._group.size, "SUM": 1}
         self._reduction_type = reduction_type
         self._set_divisor(None)
         self._arrays, self._buckets = self._schedule.arrays, len(buckets)
-        direct = cuda_aware if self._kind == "flat" else False
-        self._device = DeviceExchange(layout, self._schedule, buckets, direct)
+        self._device = DeviceExchange(layout, self._schedule, buckets, self._direct)
         views = {name: array.view() for name, array in self._schedule.results.items()}
         for view in views.values():
             view.flags.writeable = False
@@ -226,8 +229,10 @@ class Reducer(Freeable):
         # Whole cache lines, also of half precision.
         buckets = cut(layout.size, nbytes // wide.itemsize // 32 * 32)
         plan = Plan(self._group, layout, buckets, self._wire)
+        if self._kind == "flat":
+            return (Blocking if self._direct else Flat)(plan), buckets
         if not shared:
-            return (Flat if self._kind == "flat" else Hierarchical)(plan), buckets
+            return Hierarchical(plan), buckets
         if layout.nbytes <= _EAGER and bucket_bytes is None:
             return Eager(self._group, layout), buckets
         return Shared(plan), buckets

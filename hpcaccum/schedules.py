@@ -170,11 +170,6 @@ class Flat:
     def finish(self, call: Call) -> bool:
         """Reduce the other buckets and compare the signatures."""
         copy(call.brought, self.arrays)
-        if call.buffer is not None:
-            parts = [call.buffer[bucket] for bucket in self._buckets]
-            self._requests = [
-                self._comm.Iallreduce(MPI.IN_PLACE, part) for part in parts
-            ]
         if call.ready is not None:
             for number in range(len(self._buckets)):
                 call.ready(number)
@@ -191,8 +186,7 @@ class Flat:
         if call.arrived is None:
             requests.append(last)
             self._spin(lambda: MPI.Request.Testall(requests), call.wait)
-            if call.buffer is None:
-                self._divide(slice(None))
+            self._divide(slice(None))
             return
         for number, request in enumerate(requests):
             self._spin(request.Test, call.wait)

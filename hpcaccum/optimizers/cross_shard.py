@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.cuda_aware import cuda_aware
 from hpcaccum.device import all_on_device, cupy, release
+from hpcaccum.device_exchange import check_direct
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.group import Group
 from hpcaccum.layout import Layout
-from hpcaccum.mpi import MPI
 from hpcaccum.optimizers.base import (
     Exchange,
     Optimizer,
@@ -58,6 +57,7 @@ class CrossShardOptimizer(Wrapper):
         group_assignment: Lists of ranks, each a group of its own; together they name
             each rank once, and all are of one size. None: one group of all.
         comm: Communicator of the ranks; COMM_WORLD by default.
+        cuda_aware: Whether MPI is given the memory of a device; see `Reducer`.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -75,6 +75,7 @@ class CrossShardOptimizer(Wrapper):
         group_assignment: list[list[int]] | None = None,
         *,
         comm: mpi4py_MPI.Comm | Group | None = None,
+        cuda_aware: bool = False,
     ) -> None:
         group = Group.of(comm)
 
@@ -85,9 +86,11 @@ class CrossShardOptimizer(Wrapper):
                     f"reduction must be Reduction.MEAN or Reduction.SUM, got "
                     f"{reduction!r}"
                 )
+            check_direct(cuda_aware, "flat")
             return {
                 "optimizer": type(opt).__name__,
                 "reduction": reduction,
+                "cuda_aware": bool(cuda_aware),
                 "group_assignment": check_groups(group_assignment, group.size),
             }
 
@@ -97,6 +100,7 @@ class CrossShardOptimizer(Wrapper):
         mean = reduction == Reduction.MEAN and self._group.size > 1
         self._scale = 1 / self._group.size if mean else 1.0
         self._reducer: Reducer | None = None
+        self._direct = bool(cuda_aware)
         self._values: dict[str, Array] = {}
         # Results, of variables on a device.
         self._sums: dict[str, Array] = {}
@@ -117,13 +121,12 @@ class CrossShardOptimizer(Wrapper):
                 self._reducer.fail(error)
             return
         checked: list[Variable] = []
-        direct: list[bool] = []
 
         def facts() -> dict[str, object]:
             if error is not None:
                 raise error
             checked.extend(check_variables(var_list))
-            direct.append(self._take_place(checked))
+            self._take_place(checked)
             names = [(var.name, var.shape, str(var.dtype)) for var in checked]
             return {"optimizer": self.inner, "variables": names}
 
@@ -131,23 +134,20 @@ class CrossShardOptimizer(Wrapper):
         super().initialize(checked)
         self._values = {var.name: var.value for var in checked}
         self.inner.initialize(checked)
-        # Only if all ranks can: MPI then moves gradients from device to device.
-        by_mpi = self._group.comm.allreduce(direct[0], MPI.LAND)
         self._reducer = Reducer(
             Layout.of(self._values),
             self._group,
             self.get_name(),
-            schedule="flat" if by_mpi else "auto",
+            schedule="flat" if self._direct else "auto",
+            cuda_aware=self._direct,
         )
 
-    def _take_place(self, variables: list[Variable]) -> bool:
-        """Take memory for results on the device; return whether MPI can use that."""
+    def _take_place(self, variables: list[Variable]) -> None:
+        """Take memory for results on the device, if variables are there."""
         values = {var.name: var.value for var in variables}
-        if not all_on_device("variables", values.values()):
-            return False
-        layout = Layout.of(values)
-        self._sums = layout.views(cupy().zeros(layout.size, layout.dtype))
-        return cuda_aware().aware
+        if all_on_device("variables", values.values()):
+            layout = Layout.of(values)
+            self._sums = layout.views(cupy().zeros(layout.size, layout.dtype))
 
     def gradient_arrays(self) -> dict[str, Array]:
         """Return memory in which gradients are exchanged without a copy, by name.

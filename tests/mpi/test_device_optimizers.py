@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError
+from hpcaccum import InvalidArgumentError, cuda_aware
 
+from .on_device import Aware
 from .support import WAIT
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised
 
@@ -150,14 +151,41 @@ def test_parameters_are_those_of_one_step(cp, pinned, comm, rank, size, wrapper)
                 assert found[0] <= seen[0]
 
 
-def test_gradients_go_by_mpi_where_it_takes_them(cp, aware, comm, rank, size):
+def test_gradients_go_by_mpi_where_that_is_asked_for(cp, aware, comm, rank, size):
     w = hpc.Variable(cp.zeros(500), "w")
-    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
+    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, cuda_aware=True) as opt:
+        opt.initialize([w])
+        taken = Aware.of(opt._reducer)
         for _ in range(2):
-            opt.minimize(gives(cp.full(500, float(rank))), var_list=[w])
+            opt.minimize(gives(cp.full(500, float(rank))))
         assert opt._reducer.statistics().schedule == "flat"
+        assert taken.given == 2
         assert not opt._reducer.arrays()["w"].any()
     assert (w.value.get() == 1 - size).all()
+
+
+def test_gradients_never_go_by_mpi_unasked(cp, aware, comm, rank, size):
+    w = hpc.Variable(cp.zeros(500), "w")
+    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
+        opt.initialize([w])
+        schedule = opt._reducer.statistics().schedule
+        taken = Aware.of(opt._reducer) if schedule == "flat" else None
+        opt.minimize(gives(cp.full(500, float(rank))))
+    assert (w.value.get() == (1 - size) / 2).all()
+    assert schedule == "shared" or not hpc.Group.of(comm).single_node
+    assert taken is None or not taken.given
+
+
+def test_an_mpi_that_takes_no_device_memory_is_an_error_everywhere(
+    cp, comm, rank, size, monkeypatch
+):
+    monkeypatch.setenv(cuda_aware.VARIABLE, "0" if rank == size - 1 else "1")
+    cuda_aware.cuda_aware.cache_clear()
+    error = raised(hpc.CrossShardOptimizer, hpc.SGD(1), comm=comm, cuda_aware=True)
+    cuda_aware.cuda_aware.cache_clear()
+
+    assert type(error) is InvalidArgumentError
+    assert "this MPI cannot take device memory" in str(error)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

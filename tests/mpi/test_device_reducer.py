@@ -10,13 +10,14 @@ from hpcaccum import (
     DeviceUnavailableError,
     DisagreementError,
     InvalidArgumentError,
+    WaitTimeoutError,
     cuda_aware,
     cuda_kernels,
     device_exchange,
 )
 from hpcaccum.layout import wide_dtype
 
-from .on_device import empty_like, to_device
+from .on_device import Aware, empty_like, to_device
 from .reducing import (
     ALL,
     Maker,
@@ -25,7 +26,7 @@ from .reducing import (
     maker_fixture,  # noqa: F401
     works,
 )
-from .training import raised
+from .training import meet, raised
 
 SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
@@ -190,32 +191,102 @@ def test_streams_may_change_from_call_to_call(cp, maker, rank, size):
 
 # A CUDA-aware MPI
 
+FLAT = pytest.mark.parametrize("maker", ["flat"], indirect=True)
 
-@pytest.mark.parametrize("maker", ["flat"], indirect=True)
+
+@FLAT
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["MEAN", "SUM"])
 def test_an_mpi_that_takes_device_memory_gets_it(
     cp, aware, maker, rank, size, dtype, kind
 ):
     reducer = maker(SHAPES, dtype, cuda_aware=True, reduction_type=kind)
+    comm, buckets = Aware.of(reducer), reducer.statistics().buckets
     wide = wide_dtype(np.dtype(dtype))
     for call in range(3):
         parts = brought(dtype, size, call)
         mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, wide)
         reducer.reduce(mine, out=out)
         check(maker, out, parts, dtype, mean=kind == "MEAN")
+        assert comm.given == (call + 1) * buckets
     assert not any(array.any() for array in reducer.arrays().values())
     parts = brought(dtype, size, 3)
     found = reducer.reduce(to_device(cp, parts[rank]))
     check(maker, found, parts, dtype, mean=kind == "MEAN")
 
 
-@pytest.mark.parametrize("maker", ["flat"], indirect=True)
-def test_ranks_without_a_device_take_part(cp, aware, maker, rank, size):
+@FLAT
+def test_an_mpi_that_takes_device_memory_is_not_given_it_unasked(
+    cp, aware, maker, rank, size
+):
     reducer, parts = maker(SHAPES), brought(np.float32, size, 0)
-    mine = to_device(cp, parts[rank]) if rank % 2 else parts[rank]
+    comm, out = Aware.of(reducer), empty_like(cp, SHAPES, np.float32)
+    reducer.reduce(to_device(cp, parts[rank]), out=out)
 
-    check(maker, reducer.reduce(mine), parts, np.float32)
+    check(maker, out, parts, np.float32)
+    assert not comm.given
+
+
+@FLAT
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_ranks_without_a_device_take_part(cp, aware, maker, rank, size, dtype):
+    reducer = maker(SHAPES, dtype, cuda_aware=True)
+    Aware.of(reducer)
+    for call in range(4):
+        parts = brought(dtype, size, call)
+        mine, out = parts[rank], None
+        if (rank + call) % 2:
+            mine, out = to_device(cp, mine), empty_like(cp, SHAPES, np.float32)
+        check(maker, reducer.reduce(mine, out=out), parts, dtype)
+
+
+@FLAT
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_is_started_may_also_go_by_that_mpi(cp, aware, maker, rank, size, dtype):
+    reducer = maker(SHAPES, dtype, cuda_aware=True)
+    Aware.of(reducer)
+    for call in range(4):
+        parts = brought(dtype, size, call)
+        mine = parts[rank] if (rank + call) % 2 else to_device(cp, parts[rank])
+        out = empty_like(cp, SHAPES, np.float32)
+        for name in mine if call else list(mine)[:2]:
+            reducer.start(name, mine[name])
+        rest = {} if call else {n: mine[n] for n in list(mine)[2:]}
+        check(maker, reducer.reduce(rest, out=out), parts, dtype)
+
+
+@FLAT
+@pytest.mark.ranks(min=2)
+def test_nobody_enters_a_blocking_call_before_all_are_there(
+    cp, aware, maker, rank, size, monkeypatch
+):
+    reducer = maker({"x": (900,)}, cuda_aware=True)
+    comm, mine = Aware.of(reducer), {"x": cp.ones(900, np.float32)}
+    reducer.reduce(mine, out=mine)
+    meet()
+    before = comm.given
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.25")
+    error = raised(reducer.reduce, mine, out=mine) if rank != size - 1 else None
+    meet()
+
+    assert comm.given == before
+    if rank != size - 1:
+        assert type(error) is WaitTimeoutError
+        assert f"for rank {size - 1} of {size} to make the same call" in str(error)
+
+
+@FLAT
+@pytest.mark.ranks(min=2)
+def test_nobody_enters_a_blocking_call_with_another_step(cp, aware, maker, rank, size):
+    reducer = maker({"x": (900,), "y": (300,)}, cuda_aware=True)
+    comm = Aware.of(reducer)
+    mine = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
+    with pytest.raises(DisagreementError):
+        reducer.reduce(mine, out=mine, step=int(rank == 0))
+
+    assert not comm.given
+    assert all((array.get() == -7).all() for array in mine.values())
+    works(reducer, size)
 
 
 @pytest.mark.parametrize("kind", ["flat", "shared", "hierarchical"])

@@ -29,15 +29,18 @@ def waits(cp, monkeypatch):
     if not cp.__version__.endswith("simulated"):
         return found
     monkeypatch.setattr(cp._queues, "progress", 0.0)
-    queue = cp._queues.Queue
-    for where, name in (queue, "synchronize"), (cp._queues, "synchronize_device"):
-
-        def wait(*args, original=getattr(where, name), **options):
-            found.append(original)
-            return original(*args, **options)
-
-        monkeypatch.setattr(where, name, wait)
+    queues = cp._queues
+    for where, name in (queues.Queue, "synchronize"), (queues, "synchronize_device"):
+        monkeypatch.setattr(where, name, counted(getattr(where, name), found))
     return found
+
+
+def counted(function, calls):
+    def wait(*args, **options):
+        calls.append(function)
+        return function(*args, **options)
+
+    return wait
 
 
 def brought(size, call):

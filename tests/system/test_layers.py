@@ -24,7 +24,7 @@ LAYERS = [
     ["writer", "updates", "settings", "device_accumulator", "device_rows"],
     ["accumulator", "sparse", "eager", "node_sum"],
     ["schedules"],
-    ["hierarchical"],
+    ["hierarchical", "blocking"],
     ["reducer"],
     ["inbox"],
     ["server"],
