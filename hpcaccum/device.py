@@ -22,6 +22,8 @@ logger = logging.getLogger("hpcaccum")
 
 Array = np.ndarray[Any, Any]
 
+# Versions before have not all headers that the kernels include.
+_OLDEST = 14
 _INSTALL = "pip install 'hpcaccum[cuda13]', or [cuda12] for CUDA 12"
 
 
@@ -43,7 +45,8 @@ def cupy() -> Any:
     """Return CuPy.
 
     Raises:
-        DeviceUnavailableError: If there is none, or no device that it can use.
+        DeviceUnavailableError: If there is none, or an old one, or no device that it
+            can use.
     """
     try:
         import cupy as module
@@ -52,6 +55,11 @@ def cupy() -> Any:
             f"CuPy, which hpcaccum uses on a device, cannot be imported ({error}); "
             f"{_INSTALL}"
         ) from None
+    if int(module.__version__.split(".")[0]) < _OLDEST:
+        raise DeviceUnavailableError(
+            f"CuPy {module.__version__} is too old, hpcaccum needs {_OLDEST} or newer: "
+            f"{_INSTALL}"
+        )
     try:
         count = module.cuda.runtime.getDeviceCount()
     except module.cuda.runtime.CUDARuntimeError as error:

@@ -60,7 +60,7 @@ CHANGES = {
     "fill": lambda x: x.fill(3),
     "slice": lambda x: x.__setitem__(slice(1, 2), 7),
     "rows": lambda x: x.__setitem__(cupy.asarray([0]), 7),
-    "scatter": lambda x: cupyx.scatter_add(x, cupy.asarray([0, 0]), 1),
+    "scatter": lambda x: cupy.add.at(x, cupy.asarray([0, 0]), 1),
     "copyto": lambda x: cupy.copyto(x, x + 1),
     "set": lambda x: x.set(np.full(4, 9, "float32")),
     "kernel": lambda x: kernel()((1,), (32,), (x, np.float32(2), np.int64(4))),

@@ -100,6 +100,16 @@ def test_without_cupy(forgotten, monkeypatch):
     assert not device.is_device(object())
 
 
+@pytest.mark.parametrize("version", ["13.6.0", "9.0.0rc1"])
+def test_with_an_old_cupy(cp, forgotten, monkeypatch, version):
+    monkeypatch.setattr(cp, "__version__", version)
+    error = raised(device.cupy)
+
+    assert type(error) is DeviceUnavailableError
+    assert f"CuPy {version} is too old, hpcaccum needs 14 or newer" in str(error)
+    assert "pip install 'hpcaccum[cuda13]'" in str(error)
+
+
 def test_without_a_driver(cp, forgotten, monkeypatch):
     def fails():
         raise cp.cuda.runtime.CUDARuntimeError(35)

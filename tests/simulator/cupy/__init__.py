@@ -52,7 +52,7 @@ from ._raw import RawKernel, RawModule
 from ._routines import *  # noqa: F403
 from .cuda import is_available
 
-__version__ = "0.0.simulated"
+__version__ = "14.0.simulated"
 
 __all__ = [
     *_routines.__all__,

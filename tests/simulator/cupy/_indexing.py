@@ -40,9 +40,9 @@ def put(array, index, value):
     _scatter(array, index, value, lambda host, where, new: host.__setitem__(where, new))
 
 
-def add(array, index, value):
-    """Add to elements, as often as they are named."""
-    _scatter(array, index, value, np.add.at)
+def at(function, array, index, value):
+    """Apply a ufunc of NumPy to elements, as often as they are named."""
+    _scatter(array, index, value, function.at)
 
 
 def _scatter(array, index, value, function):

@@ -271,10 +271,6 @@ class ndarray:
         """Set all elements."""
         _indexing.assign(self, self._host, value)
 
-    def scatter_add(self, slices, value):
-        """Add to elements, also several times to one."""
-        _indexing.add(self, slices, value)
-
     def nonzero(self):
         """Return where it is not zero; waits."""
         return tuple(_transfer.array(each) for each in self.get().nonzero())

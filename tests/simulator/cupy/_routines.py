@@ -18,6 +18,16 @@ _NAMES = (
     "true_divide trunc"
 )
 UFUNCS = _NAMES.split()
+# Those that CuPy applies to elements in place.
+_AT = (
+    "add",
+    "subtract",
+    "maximum",
+    "minimum",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+)
 
 
 class ufunc:
@@ -46,6 +56,12 @@ class ufunc:
         return late(
             self._function, *args, out=out, where=where, casting=casting, **kwargs
         )
+
+    def at(self, a, indices, b=None):
+        """Change elements, also several times one."""
+        if self.__name__ not in _AT:
+            raise NotImplementedError(f"`{self.name}.at` is not supported yet")
+        _indexing.at(self._function, a, indices, b)
 
 
 for _name in UFUNCS:

@@ -1,10 +1,10 @@
-"""What CuPy keeps in cupyx: pinned arrays, scattered sums."""
+"""What CuPy keeps in cupyx: pinned arrays."""
 
 from __future__ import annotations
 
-from cupy import _indexing, _transfer
+from cupy import _transfer
 
-__all__ = ["empty_pinned", "scatter_add", "zeros_pinned"]
+__all__ = ["empty_pinned", "zeros_pinned"]
 
 
 def empty_pinned(shape, dtype=float, order="C"):
@@ -17,8 +17,3 @@ def zeros_pinned(shape, dtype=float, order="C"):
     new = _transfer.empty_pinned(shape, dtype, order)
     new.fill(0)
     return new
-
-
-def scatter_add(a, slices, value):
-    """Add to elements, also several times to one."""
-    _indexing.add(a, slices, value)
