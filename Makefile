@@ -17,14 +17,15 @@ ifeq ($(MPI),openmpi)
 include .ci/env.openmpi
 endif
 
-.PHONY: help demo test test-system test-device nvrtc test-gpu sanitize-gpu \
-        test-mpi lint venv clean
+.PHONY: help demo test test-system test-device nvrtc test-cupy test-gpu \
+        sanitize-gpu test-mpi lint venv clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
 	@echo "make test         all tests: whole programs, kernels, then on $(SIZES) ranks"
 	@echo "make test-4       the tests of tests/mpi on 4 ranks"
 	@echo "make test-mpi     the same on $(SIZES) ranks; test-system, test-device the others"
 	@echo "make nvrtc        install NVIDIA's compiler (400 MB), which test-device then uses"
+	@echo "make test-cupy    CuPy itself, oldest and newest, without a GPU; installs 700 MB"
 	@echo "make test-gpu     the tests with device arrays, on a real GPU; make sanitize-gpu"
 	@echo "make lint         ruff and mypy"
 	@echo "make clean        remove the environments and what was built"
@@ -50,6 +51,18 @@ test-device: $(VENV)/.test
 
 # From now on test-device compiles kernels with NVIDIA's compiler, too.
 nvrtc: $(VENV)/.nvrtc
+
+# CuPy itself, the oldest and the newest that are supported, over a driver that does
+# nothing; and whether the simulated one has only what the oldest has.
+OLDEST_CUPY := $(VENV)/cupy-14.0
+NULL_DRIVER := $(PYTEST) tests/null_driver $(ARGS) </dev/null
+test-cupy: $(VENV)/.nvrtc $(OLDEST_CUPY)/.installed
+	@status=0; set -x; \
+	$(NULL_DRIVER) || status=1; \
+	PYTHONPATH=$(OLDEST_CUPY) $(NULL_DRIVER) || status=1; \
+	PYTHONPATH=$(OLDEST_CUPY) $(PYTEST) tests/device/test_simulator_fidelity.py \
+	    $(ARGS) </dev/null || status=1; \
+	exit $$status
 
 # CuPy for the CUDA of this machine is the user's choice: it must be in $(VENV).
 test-gpu: $(VENV)/.test
@@ -95,6 +108,11 @@ $(VENV)/.test: $(VENV)/.demo
 
 $(VENV)/.nvrtc: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -e '.[kernels]'
+	@touch $@
+
+$(OLDEST_CUPY)/.installed: | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --no-deps --target $(OLDEST_CUPY) \
+	    'cupy-cuda13x==14.0.*'
 	@touch $@
 
 $(BIN)/pip:

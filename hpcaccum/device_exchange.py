@@ -94,10 +94,11 @@ class DeviceExchange:
                 self._transfer.pin(memory)
 
     def start(self, name: str, brought: Mapping[str, Any]) -> None:
-        """Begin to copy an array to the schedule's memory, after `prepare`.
+        """Begin to copy an array to the schedule's memory.
 
         The host waits only for a device that cannot reach that memory by itself.
         """
+        self.prepare(brought, NOTHING)
         event = None
         if _first_is_device(brought):
             self._transfer.pin(self._schedule.sent)

