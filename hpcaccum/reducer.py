@@ -303,7 +303,7 @@ class Reducer(Freeable):
         """Say that an array is ready; never waits.
 
         An array on a device is queued, and may be deleted at once; a later `start` or
-        `wait` finds that it is there. (If host memory cannot be pinned, it is copied.)
+        `wait` finds that it is there. (Where host memory cannot be pinned, it waits.)
 
         Args:
             name: Of the array; ranks may start theirs in any order.
