@@ -17,7 +17,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.transfer import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from hpcaccum.call import Call
     from hpcaccum.layout import Layout
@@ -93,12 +93,18 @@ class DeviceExchange:
             if memory.nbytes >= _PIN:
                 self._transfer.pin(memory)
 
-    def start(self, name: str, brought: Mapping[str, Any]) -> None:
+    def start(self, name: str, brought: Mapping[str, Any]) -> Iterable[str]:
         """Begin to copy an array to the schedule's memory.
 
         The host waits only for a device that cannot reach that memory by itself.
+
+        Returns:
+            The names that were started and are complete now, each once.
         """
         self.prepare(brought, NOTHING)
+        if not self._made:
+            copy(brought, self._schedule.arrays)
+            return (name,)
         event = None
         if _first_is_device(brought):
             self._transfer.pin(self._schedule.sent)
@@ -107,11 +113,11 @@ class DeviceExchange:
         else:
             copy(brought, self._schedule.arrays)
         self._started.append((name, event, brought))
+        return self._arrived()
 
-    def arrived(self) -> Iterator[str]:
-        """Return the names that were started and are complete now, each once."""
+    def _arrived(self) -> Iterator[str]:
         # What is offered is reduced, over results that may still be copied back.
-        while self._started and (not self._made or self._transfer.settled()):
+        while self._started and self._transfer.settled():
             name, event, _ = self._started[0]
             if event is not None and not event.done:
                 return

@@ -317,9 +317,9 @@ class Reducer(Freeable):
         self._set_divisor(None)
         given = {name: self._arrays.get(name) if array is None else array}
         brought, bit = self._named.brought(given, self._mask)
-        self._device.start(name, brought)
+        complete = self._device.start(name, brought)
         self._mask |= bit
-        for each in self._device.arrived():
+        for each in complete:
             self._schedule.offer(self._readiness.add(each))
 
     def wait(
