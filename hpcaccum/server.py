@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,9 +25,10 @@ from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, report_and_abort
 from hpcaccum.parameters import Parameters
 from hpcaccum.progress import Progress
+from hpcaccum.update_lock import UpdateLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from hpcaccum.group import Group
     from hpcaccum.inbox import Inbox
@@ -39,10 +40,25 @@ Array = np.ndarray[Any, Any]
 _PRESENT = "?present"
 
 
+class Final(NamedTuple):
+    """What a server can still be asked after it was freed.
+
+    Attributes:
+        step: How many updates there were.
+        tally: What was accepted and dropped.
+        centre: Name to array.
+    """
+
+    step: int
+    tally: Tally
+    centre: Mapping[str, Array]
+
+
 class ParameterServer:
     """The centre's parameters on one rank, updated by gradients of all. Collective.
 
-    Step k is the parameters after k updates.
+    Step k is the parameters after k updates. After `free` the last ones can still be
+    read, with their step and the tally.
 
     Args:
         group: The ranks.
@@ -52,6 +68,8 @@ class ParameterServer:
         inbox: Makes the inbox; gets the size and the dtype of a flat gradient.
         dedicated: Whether the host only serves; it must then call `serve`.
         what: Name for messages.
+        finish: Called by `free` on every rank, after the last update, while it can
+            still be pulled.
 
     Raises:
         InvalidArgumentError: On every rank, if MPI gives no THREAD_MULTIPLE and the
@@ -67,11 +85,14 @@ class ParameterServer:
         *,
         dedicated: bool,
         what: str,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         self._group, self._host, self._what = group, host, what
+        self._finish = finish
         self._dedicated, self.waited = dedicated, 0.0
         group.agree(what, self._check_threads)
         self._layout = Layout.of(initial)
+        self._dtypes = {name: array.dtype for name, array in initial.items()}
         shapes = {**self._layout.shapes, _PRESENT: (len(initial),)}
         self._pushed = Layout(shapes, self._layout.dtype)
         with contextlib.ExitStack() as undo:
@@ -91,6 +112,8 @@ class ParameterServer:
             self._parameters.start(self._fill)
             Progress.of(group).start()
         self._update: Callable[[dict[str, Array]], None] | None = None
+        self._update_lock = UpdateLock()
+        self._final: Final | None = None
         self._thread: threading.Thread | None = None
         self._opened = Opened(group, self._free, what)
         # Nobody pulls before the centre is there.
@@ -149,7 +172,7 @@ class ParameterServer:
             for step in itertools.count(self.step):
                 # Whoever waits for an update has a limit; a server that idles has none.
                 deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
-                with self._inbox.next(step, deadline) as flat:
+                with self._inbox.next(step, deadline) as flat, self._update_lock:
                     self._update(self._received(flat))
                     self._parameters.publish(self._fill)
         except EverybodyLeftError:
@@ -175,11 +198,37 @@ class ParameterServer:
         for name, view in self._layout.views(flat).items():
             view[...] = self.centre[name]
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[int]:
+        """Make no update while the body runs; give it the step. The host only.
+
+        Raises:
+            InvalidArgumentError: On other ranks.
+            WaitTimeoutError: If the update that is being made does not end in time.
+        """
+        if not self.is_host:
+            raise InvalidArgumentError(
+                f"{self._what}: updates are made by rank {self._host}, and can be "
+                f"paused there only"
+            )
+        with self._update_lock.reading(Deadline(None, f"{self._what}: paused")):
+            yield self.step
+
+    def _check_not_paused(self, call: str) -> None:
+        """Refuse a call that would wait for an update that this thread holds up."""
+        if self._update_lock.is_read_by_this_thread():
+            raise InvalidArgumentError(
+                f"{self._what}: {call} waits for updates, which are paused; call it "
+                f"after the block of paused()"
+            )
+
     # Every rank
 
     @property
     def step(self) -> int:
         """How many updates are published."""
+        if self._final is not None:
+            return self._final.step
         return self._parameters.version()
 
     def pull(
@@ -211,6 +260,7 @@ class ParameterServer:
         return self._parameters.read(bring, deadline)
 
     def _wait_for(self, step: int, deadline: Deadline) -> None:
+        self._check_not_paused("a pull")
         begun = time.monotonic()
         try:
             deadline.wait(
@@ -240,6 +290,7 @@ class ParameterServer:
 
     def _slot(self) -> Array:
         if self._lent is None:
+            self._check_not_paused("a push")
             begun = time.monotonic()
             self._lent = self._inbox.slot()
             self.waited += time.monotonic() - begun
@@ -270,15 +321,18 @@ class ParameterServer:
         """Return the least step at which a dropped gradient would have been in time."""
         return self._inbox.missed(receipt)
 
-    def read(self, name: str) -> Array:
-        """Return a copy of one of the centre's newest arrays."""
-        out = np.empty(self._layout.shapes[name], self._layout.dtype)
-        self.pull({name: out})
-        return out
+    def read(self, names: Iterable[str]) -> list[Array]:
+        """Return copies of some of the centre's newest arrays, all of one step."""
+        if self._final is not None:
+            return [self._final.centre[name].copy() for name in names]
+        shapes, dtypes = self._layout.shapes, self._dtypes
+        copies = {name: np.empty(shapes[name], dtypes[name]) for name in names}
+        self.pull(copies)
+        return [copies[name] for name in names]
 
     def tally(self) -> Tally:
         """Return what was accepted and dropped so far, of all ranks."""
-        return self._inbox.tally()
+        return self._inbox.tally() if self._final is None else self._final.tally
 
     @property
     def window_bytes(self) -> int:
@@ -292,6 +346,7 @@ class ParameterServer:
 
     def free(self) -> None:
         """Leave, wait for all others to leave, stop the loop, free. Collective."""
+        self._check_not_paused("free()")
         self._opened.close()
 
     def _free(self) -> None:
@@ -299,8 +354,13 @@ class ParameterServer:
         self._group.meet(None, f"{self._opened.label}: free")
         if self._thread is not None:
             self._thread.join()
-        # The host's last update is published before the windows go.
+        # The host's last update is published before anybody pulls it.
         self._group.meet(None, f"{self._opened.label}: free")
+        self._finish()
+        names = list(self._layout)
+        centre = self.centre or dict(zip(names, self.read(names), strict=True))
+        # From now on nothing looks at the windows.
+        self._final = Final(self.step, self.tally(), centre)
         if self.is_host:
             Progress.of(self._group).stop()
         self._lent = None

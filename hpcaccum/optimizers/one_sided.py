@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from hpcaccum.optimizers.wrapper import Wrapper
 from hpcaccum.server import ParameterServer, gradients_by_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -129,6 +130,7 @@ class OneSidedOptimizer(Wrapper):
             self._make_inbox,
             dedicated=self._dedicated,
             what=self.get_name(),
+            finish=self._finish,
         )
         if self._server.is_host:
             self._serve_with(self._server)
@@ -159,20 +161,46 @@ class OneSidedOptimizer(Wrapper):
         server.start(update)
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Return a slot of this rank's variable, else on the host of the centre's."""
-        own = self.inner.get_slot(var, name)
-        if own is None and var.name in self._centre:
-            return self.inner.get_slot(self._centre[var.name], name)
-        return own
+        """Return a slot of this rank's variable, else on the host of the centre's.
 
-    def _opened(self) -> ParameterServer:
-        self._check_open()
+        One of the centre's is a copy of one step. To read several of the same step, see
+        `paused`.
+        """
+        own = self.inner.get_slot(var, name)
+        if own is not None or var.name not in self._centre:
+            return own
+        with self.paused():
+            slot = self.inner.get_slot(self._centre[var.name], name)
+            return None if slot is None else slot.copy()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[int]:
+        """Make no update while the block runs, whose reads are of one step; host only.
+
+        ``with opt.paused() as step:`` waits for the update that is being made. Then
+        `center`, `get_slot` and `variables` are those of ``step`` until the block ends.
+        All ranks wait for their updates meanwhile, so copy and leave. Not collective.
+
+        Raises:
+            InvalidArgumentError: On other ranks, which hold no slots. In the block, for
+                a call of this thread that would wait for an update.
+        """
+        with self._asked().paused() as step:
+            yield step
+
+    def _asked(self) -> ParameterServer:
+        """Return the server, which may have been freed, to ask it something."""
         if self._server is None:
+            self._check_open()
             raise InvalidArgumentError(
                 f"{self.get_name()} has no variables yet: call initialize(var_list) on "
                 f"all ranks"
             )
         return self._server
+
+    def _opened(self) -> ParameterServer:
+        self._check_open()
+        return self._asked()
 
     def _training(self) -> ParameterServer:
         server = self._opened()
@@ -184,8 +212,12 @@ class OneSidedOptimizer(Wrapper):
         return server
 
     def serve(self) -> None:
-        """Serve until all other ranks have left; on the host of ``dedicated=True``."""
+        """Serve until all other ranks have left; on the host of ``dedicated=True``.
+
+        In the end this rank's variables are those of the final centre.
+        """
         self._opened().serve()
+        self._pull_all()
 
     @property
     def _local_step(self) -> int:
@@ -199,6 +231,15 @@ class OneSidedOptimizer(Wrapper):
             at_least=self._useful,
             known=self._step if into is None else -1,
         )
+
+    def _pull_all(self) -> None:
+        """Make this rank's variables the centre's, whatever they were."""
+        self._step = self._opened().pull(self._local)
+
+    def _finish(self) -> None:
+        # The server makes no more updates, which may ask for the step.
+        self._pull_all()
+        self._freed = True
 
     def gradient_arrays(self) -> dict[str, Array]:
         """Return memory in which a loss can compute its next gradients, by name.
@@ -272,23 +313,38 @@ class OneSidedOptimizer(Wrapper):
 
     @property
     def global_step(self) -> int:
-        """The number of updates that the centre has now."""
-        return self._opened().step
+        """The number of updates that the centre has now, or had in the end."""
+        return self._asked().step
 
     @property
     def waited(self) -> float:
         """Seconds that this rank has waited for others."""
         return 0.0 if self._server is None else self._server.waited
 
-    def center(self, var: Variable) -> Array:
-        """Return a copy of the host's current value of a variable."""
-        server = self._opened()
-        self._check_known([var])
-        return server.read(var.name).astype(var.dtype, copy=False)
+    @overload
+    def center(self, var: Variable) -> Array: ...
+    @overload
+    def center(self, var: Sequence[Variable]) -> list[Array]: ...
+    def center(self, var: Variable | Sequence[Variable]) -> Array | list[Array]:
+        """Return a copy of the host's current value of a variable; not collective.
+
+        Args:
+            var: A variable; or a list or tuple of them, whose copies are of one step.
+
+        Returns:
+            An array in host memory; for a list, a list of them. After `free`, the
+            values of the last update.
+        """
+        server = self._asked()
+        several = isinstance(var, (list, tuple))
+        variables: Any = var if several else [var]
+        self._check_known(variables)
+        copies = server.read([each.name for each in variables])
+        return copies if several else copies[0]
 
     def statistics(self) -> Tally:
-        """Return what happened to the gradients of all ranks so far."""
-        return self._opened().tally()
+        """Return what happened to the gradients of all ranks, so far or in all."""
+        return self._asked().tally()
 
     def leave(self) -> None:
         """Say that this rank brings no more gradients. Not collective.
@@ -298,8 +354,13 @@ class OneSidedOptimizer(Wrapper):
         self._opened().leave()
 
     def free(self) -> None:
-        """Leave, wait until all ranks have, stop the server. Collective."""
-        super().free()
+        """Leave, wait until all ranks have, and end with the final centre. Collective.
+
+        Afterwards the variables of all ranks are those of the last update, also of
+        ranks that left early or only served. `center`, `global_step`, `statistics` and
+        `get_slot` go on telling of it.
+        """
         if self._server is not None:
             self._server.free()
+        super().free()
         release(self._gradients)

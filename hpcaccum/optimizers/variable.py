@@ -68,6 +68,10 @@ class Variable:
         dtype: np.dtype[Any] = self._value.dtype
         return dtype
 
+    def copy(self) -> Variable:
+        """Return a variable of the same name with an array of its own."""
+        return Variable(self._value.copy(), self.name, self.trainable)
+
     def __repr__(self) -> str:
         kind = "" if self.trainable else ", trainable=False"
         value = to_host(self._value)

@@ -134,14 +134,15 @@ class Run:
         if not self._collective:
             self._optimizer.leave()
         told = self._group.meet((seconds, self._optimizer.waited), "end of training")
-        # All gradients are applied by now: a rank leaves when its last one is.
         seconds = max(theirs for theirs, _ in told)
+        # All ranks' variables are then those of the last update.
+        self._optimizer.free()
         updates = self._target if self._collective else self._optimizer.global_step
         tally = self._tally(updates)
-        self._look_at_last(updates, seconds)
+        if self._observer:
+            self._observer.look(updates, seconds)
         looks = self._observer.records if self._observer else []
         records = [r for each in self._group.meet(looks, "records") for r in each]
-        self._optimizer.free()
         records.sort(key=lambda record: record.group)
         finals = {record.group: record.accuracy for record in records}
         return Result(
@@ -162,11 +163,3 @@ class Run:
             return self._optimizer.statistics()  # type: ignore[no-any-return]
         ranks = self._group.size
         return Tally((updates,) * ranks, (0,) * ranks, {0: updates * ranks})
-
-    def _look_at_last(self, updates: int, seconds: float) -> None:
-        if self._observer is None:
-            return
-        if not self._collective:
-            for variable in self._model.variables:
-                variable.value = self._optimizer.center(variable)
-        self._observer.look(updates, seconds)

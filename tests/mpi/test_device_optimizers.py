@@ -130,6 +130,20 @@ def test_free_gives_the_memory_of_the_device_back(cp, pinned, comm, wrapper):
     assert not pinned
 
 
+@pytest.mark.parametrize("wrapper", ONE_SIDED)
+def test_all_end_with_the_final_centre(cp, comm, rank, wrapper):
+    w = hpc.Variable(cp.zeros(5, np.float16), "w")
+    with WRAPPERS[wrapper](hpc.Momentum(0.1, 0.5), [w], comm) as opt:
+        opt.initialize([w])
+        for _ in range(2 * rank + 1):
+            opt.minimize(gives(cp.full(5, rank + 1, np.float16)))
+    found = w.value.get()
+
+    assert opt.global_step == 0 or (found < 0).all()
+    assert found.tobytes() == opt.center(w).tobytes()
+    assert meet(found.tobytes()) == [found.tobytes()] * comm.size
+
+
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("wrapper", ["DropStale", "AGN"])
 def test_parameters_are_those_of_one_step(cp, pinned, comm, rank, size, wrapper):

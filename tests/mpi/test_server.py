@@ -67,6 +67,11 @@ def train(server, values):
     return receipts
 
 
+def read(server, name):
+    """Return a copy of one of the centre's arrays."""
+    return server.read([name])[0]
+
+
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_every_gradient_of_every_worker_is_an_update(
     comm, rank, size, where, dedicated
@@ -79,7 +84,7 @@ def test_every_gradient_of_every_worker_is_an_update(
         train(server, range(10))
         server.leave()
     meet()
-    found, step, tally = server.read("w"), server.step, server.tally()
+    found, step, tally = read(server, "w"), server.step, server.tally()
     server.free()
 
     workers = size - dedicated
@@ -99,7 +104,7 @@ def test_a_quorum_is_one_update_of_the_mean(comm, rank, size, dedicated):
         assert all(receipt.lag == 0 for receipt in train(server, [rank] * 5))
         server.leave()
     meet()
-    found, step = server.read("w"), server.step
+    found, step = read(server, "w"), server.step
     server.free()
 
     mean = sum(range(size)) / workers
@@ -145,7 +150,7 @@ def test_only_what_is_asked_for_is_copied(comm):
     server = start(comm, shapes={"w": (3,), "v": (2, 2), "none": (0,), "one": ()})
     out = np.full((2, 2), 7.0)
     server.pull({"v": out})
-    shapes = [server.read(name).shape for name in ("w", "v", "none", "one")]
+    shapes = [read(server, name).shape for name in ("w", "v", "none", "one")]
     server.free()
 
     assert (out == 0).all()
@@ -231,7 +236,7 @@ def test_a_variable_without_gradients_is_left_alone(comm, rank):
         return server.pull({}, at_least=receipt.global_step + 1)
 
     turns([0], act)
-    found = server.read("w"), server.read("v")
+    found = read(server, "w"), read(server, "v")
     server.free()
 
     assert (found[0] == -1).all()
@@ -246,7 +251,7 @@ def test_a_mean_is_over_the_ranks_that_have_a_gradient(comm, rank, size):
         grads["v"] = np.array(8.0)
     receipt = server.push(grads, 0)
     server.pull({}, at_least=1)
-    found = server.read("w"), server.read("v")
+    found = read(server, "w"), read(server, "v")
     server.free()
 
     assert receipt
@@ -275,7 +280,7 @@ def test_what_lies_in_the_slot_is_not_copied(comm, rank, size, quorum, copied):
         receipt = server.push(again if step % 2 else arrays, server.step)
         server.pull({}, at_least=receipt.global_step + 1)
         meet()
-    found, v = server.read("w"), server.read("v")
+    found, v = read(server, "w"), read(server, "v")
     server.free()
 
     many = 1 if quorum else size
@@ -296,12 +301,12 @@ def test_a_slot_is_kept_until_its_push_and_no_longer(comm, rank, size, copied):
     later["w"][:] = 100
     server.pull({}, at_least=1)
     meet()
-    found = server.read("w")
+    found = read(server, "w")
     server.push(later, 1)
     server.push({"w": np.zeros(3)}, 1)
     server.pull({}, at_least=2)
     meet()
-    after = server.read("w")
+    after = read(server, "w")
     server.free()
 
     assert (found == -2).all()
@@ -320,7 +325,7 @@ def test_what_lies_elsewhere_is_copied_once(comm, rank, size, quorum, copied):
     receipt = server.push(crossed, 0)
     server.pull({}, at_least=receipt.global_step + 1)
     meet()
-    found = [(-server.read(name)).tolist() for name in "wvu"]
+    found = [(-read(server, name)).tolist() for name in "wvu"]
     server.free()
 
     if quorum:
@@ -345,7 +350,7 @@ def test_what_is_left_in_the_slot_of_a_missing_one_does_not_count(
     receipt = server.push(grads, 0)
     server.pull({}, at_least=receipt.global_step + 1)
     meet()
-    found = float(server.read("w")), float(server.read("v"))
+    found = float(read(server, "w")), float(read(server, "v"))
     server.free()
 
     np.testing.assert_allclose(found, (-7 if quorum else -7 * size, -7), rtol=1e-14)
@@ -366,7 +371,7 @@ def test_a_rank_may_leave_while_others_go_on(comm, rank, size, leaver):
     else:
         train(server, [size] * 3)
     meet()
-    found, step = server.read("w"), server.step
+    found, step = read(server, "w"), server.step
     server.free()
 
     assert step == 4
@@ -395,7 +400,7 @@ def test_free_waits_for_those_who_still_train(comm, rank, size, quorum):
     if rank == size - 1:
         time.sleep(0.05)
         train(server, [1, 2])
-        found = server.read("w")
+        found = read(server, "w")
     server.free()
 
     if rank == size - 1:

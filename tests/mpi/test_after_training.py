@@ -1,0 +1,189 @@
+"""What is left after a one-sided optimizer: the final centre, on all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+
+from .acting import until
+from .support import WAIT
+from .training import ONE_SIDED, gives, meet, raised, variable
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+@pytest.fixture(params=ONE_SIDED)
+def kind(request):
+    return request.param
+
+
+def bits(*arrays):
+    return [(str(array.dtype), array.tobytes()) for array in arrays]
+
+
+def same_everywhere(*arrays):
+    """Whether all ranks have these bits. Collective."""
+    mine = bits(*arrays)
+    return all(theirs == mine for theirs in meet(mine))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_uneven_loops_end_with_the_same_variables(comm, kind, rank, size, dtype):
+    rng = np.random.default_rng(rank)
+    w = variable(np.full(5, rank), dtype, "w")
+    never = variable([float(rank)], np.float32, "never")
+    with ONE_SIDED[kind](hpc.Momentum(0.1, 0.5), [w, never], comm) as opt:
+        opt.initialize([w, never])
+        for _ in range(2 * rank + 1):
+            opt.minimize(gives(rng.normal(size=5).astype(dtype), None))
+        if rank == 0:
+            opt.leave()
+
+    assert same_everywhere(w.value, never.value)
+    assert never.value == 0
+    assert bits(opt.center(w), opt.center(never)) == bits(w.value, never.value)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("freed", [False, True], ids=["serve", "free"])
+def test_a_host_that_only_serves_ends_with_what_was_trained(
+    comm, kind, rank, size, freed
+):
+    w = variable(np.full(3, float(rank)))
+    with ONE_SIDED[kind](hpc.SGD(1), [w], comm, host=1, dedicated=True) as opt:
+        opt.initialize([w])
+        if rank == 1:
+            opt.serve()
+        else:
+            for _ in range(4):
+                opt.minimize(gives(np.ones(3)))
+            opt.leave()
+        served = w.value.copy()
+        meet()
+    found = w.value if freed else served
+
+    if rank == 1 or freed:
+        assert (found == 1 - opt.global_step).all()
+    assert opt.global_step > 0
+
+
+def test_what_was_kept_is_told_afterwards(comm, kind, rank, size):
+    w = variable(np.zeros(3))
+    opt = ONE_SIDED[kind](hpc.Momentum(1, 0.5), [w], comm)
+    opt.initialize([w])
+    for _ in range(2):
+        opt.minimize(gives(np.ones(3)))
+    opt.free()
+    w.value[...] = 7
+    opt.free()
+    told = opt.global_step, opt.statistics(), bits(opt.center(w), *opt.center([w]))
+    opt.center(w)[...] = 9
+    slot = opt.get_slot(w, "momentum")
+
+    assert all(each == told for each in meet(told))
+    assert (w.value == 7).all()
+    assert told[0] == sum(told[1].accepted) // (size if kind == "SyncReplicas" else 1)
+    assert (opt.center(w) < 0).all()
+    assert bits(opt.center(w)) == told[2][:1]
+    if kind == "DropStale":
+        assert opt.stale_counter == 0
+    if rank == 0 or kind == "AGN":
+        assert (slot.value > 0).all()
+    for use in (opt.leave, opt.serve, lambda: opt.minimize(gives(np.ones(3)))):
+        assert type(raised(use)) is hpc.FreedError
+
+
+def test_what_never_began_has_nothing_to_tell(comm, kind):
+    w = variable()
+    opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)
+    opt.free()
+    for ask in (lambda: opt.global_step, opt.statistics, lambda: opt.center(w)):
+        assert type(raised(ask)) is hpc.FreedError
+
+
+def test_after_an_exception_the_variables_are_left_alone(comm, kind, rank):
+    w = variable()
+    opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)
+
+    def fail():
+        with opt:
+            opt.initialize([w])
+            w.value[...] = rank + 5
+            raise KeyError
+
+    error, found = raised(fail), float(w.value)
+    opt.free()
+
+    assert type(error) is KeyError
+    assert found == rank + 5
+    assert w.value == 0
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("dedicated", [False, True], ids=["beside", "dedicated"])
+def test_a_rate_may_ask_for_the_step_to_the_last_update(
+    comm, kind, rank, size, dedicated
+):
+    seen = []
+
+    def rate():
+        seen.append((opt.global_step, sum(opt.statistics().dropped)))
+        return 1.0
+
+    w = variable()
+    opt = ONE_SIDED[kind](hpc.SGD(rate), [w], comm, dedicated=dedicated)
+    opt.initialize([w])
+    meet()
+    if rank == 0 and dedicated:
+        opt.serve()
+    elif rank > 0:
+        if not dedicated:
+            # The host is in free() by now.
+            until(lambda: 0 in opt._server._inbox.left())
+        for _ in range(4):
+            opt.minimize(gives(1.0))
+    opt.free()
+
+    assert w.value == -opt.global_step
+    steps = [step for step, _ in seen]
+    if kind != "AGN":
+        assert steps == (list(range(opt.global_step)) if rank == 0 else [])
+    elif rank == 0:
+        assert steps == list(range(opt.global_step))
+
+
+def test_a_rate_may_ask_for_the_step_while_the_last_one_frees(comm, size, rank):
+    w = variable()
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.SGD(lambda: 1.0 + opt.global_step), 2 * size, comm=comm
+    )
+    opt.initialize([w])
+    # The rank's share is two: it does not wait, and free() makes the update.
+    opt.minimize(gives(1.0))
+    opt.free()
+
+    assert opt.global_step == 1
+    assert w.value == -1
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_left_early_gets_all_that_came_later(comm, kind, rank, size):
+    w = variable()
+    opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm, host=size - 1)
+    opt.initialize([w])
+    opt.minimize(gives(1.0))
+    if rank == 0:
+        opt.leave()
+    else:
+        until(lambda: 0 in opt._server._inbox.left())
+        for _ in range(3):
+            opt.minimize(gives(1.0))
+    opt.free()
+
+    assert w.value == -opt.global_step
+    assert same_everywhere(w.value)

@@ -1,0 +1,223 @@
+"""Several things read from a busy server are of one step."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import InvalidArgumentError, WaitTimeoutError
+from hpcaccum.deadline import Deadline
+from hpcaccum.update_lock import UpdateLock
+
+from .acting import VAIN, until
+from .support import WAIT
+from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+@pytest.fixture(params=ONE_SIDED)
+def kind(request):
+    return request.param
+
+
+@pytest.mark.ranks(min=2)
+def test_centres_of_several_variables_are_of_one_step(comm, rank, size):
+    variables = [variable(np.zeros(3), kind, kind) for kind in ("f2", "f4", "f8")]
+    with ONE_SIDED["DropStale"](hpc.SGD(1), variables, comm) as opt:
+        opt.initialize(variables)
+        meet()
+        if rank == size - 1:
+            while opt.global_step < 50 * (size - 1):
+                for read in (opt.center(variables), opt.center(tuple(variables))):
+                    dtypes = [str(array.dtype) for array in read]
+                    assert dtypes == ["float16", "float32", "float64"]
+                    assert len({float(x) for array in read for x in array}) == 1
+        else:
+            for _ in range(50):
+                opt.minimize(gives(*(np.ones(3, var.dtype) for var in variables)))
+        meet()
+    assert [array[0] for array in opt.center(variables)] == [-50 * (size - 1)] * 3
+
+
+def test_centres_of_what_is_not_known_are_refused(comm, kind):
+    w = variable()
+    with ONE_SIDED[kind](hpc.SGD(1), [w], comm) as opt:
+        opt.initialize([w])
+        for bad in (variable(), [w, variable(name="v")]):
+            assert isinstance(raised(opt.center, bad), InvalidArgumentError)
+        assert type(raised(opt.center, "w")) is TypeError
+
+
+class Halves(hpc.SGD):
+    """SGD(1) with a slot that it changes by halves, with a stop in between."""
+
+    def __init__(self, own):
+        super().__init__(1)
+        # This rank's own variable has no slot.
+        self.own = own
+        self.slot = hpc.Variable(np.zeros(4), "slot")
+        self.stopped, self.go = threading.Event(), threading.Event()
+
+    def get_slot(self, var, name):
+        return None if var is self.own else self.slot
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        self.slot.value[:2] += 1
+        super().apply_gradients(grads_and_vars)
+        self.stopped.set()
+        assert self.go.wait(WAIT)
+        self.slot.value[2:] += 1
+
+
+def test_a_slot_of_the_centre_is_never_half_updated(comm, rank, size):
+    w, found = variable(), []
+    inner = Halves(w)
+    with hpc.DropStaleGradientOptimizer(inner, 9, comm=comm) as opt:
+        opt.initialize([w])
+        if rank == 0:
+            push = threading.Thread(target=opt.minimize, args=(gives(1.0),))
+            push.start()
+            assert inner.stopped.wait(WAIT)
+
+            def read():
+                slot = opt.get_slot(w, "slot")
+                found.append(slot.value.tolist())
+                slot.value[...] = 7
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            reader.join(VAIN)
+            inner.go.set()
+            reader.join(WAIT)
+            push.join(WAIT)
+        meet()
+    if rank == 0:
+        assert found == [[1.0] * 4]
+        assert inner.slot.value.tolist() == [1.0] * 4
+
+
+def test_updates_wait_while_they_are_paused(comm, rank, size):
+    w, v, found = variable(np.zeros(3)), variable(name="v"), []
+    with ONE_SIDED["DropStale"](hpc.Momentum(1, 1), [w, v], comm) as opt:
+        opt.initialize([w, v])
+        opt.minimize(gives(np.ones(3), 1.0))
+        meet()
+        if rank == 0:
+            with opt.paused() as step:
+                meet("paused")
+                until(lambda: sum(opt.statistics().accepted) == 2 * size - 1)
+                slots = [opt.get_slot(each, "momentum").value for each in (w, v)]
+                found += [step, opt.global_step]
+                found += [array.max() for array in [*slots, *opt.center([w, v])]]
+        else:
+            meet()
+            opt.minimize(gives(np.ones(3), 1.0))
+    if rank == 0:
+        # 1 + 2 + ... + size, as the momentum grows by 1 each time.
+        total = -size * (size + 1) / 2
+        assert found == [size, size, size, size, total, total]
+    assert opt.global_step == 2 * size - 1
+
+
+def test_what_would_wait_for_a_paused_update_is_refused(comm, kind, rank):
+    w = variable()
+    opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)
+    opt.initialize([w])
+    if rank == 0:
+        with opt.paused(), opt.paused() as step:
+            calls = [lambda: [opt.minimize(gives(1.0)) for _ in range(2)], opt.free]
+            errors = [raised(call) for call in calls]
+            assert step == opt.global_step == 0
+        for error in errors:
+            assert type(error) is InvalidArgumentError
+            assert "updates, which are paused" in str(error)
+    else:
+        error = raised(lambda: opt.paused().__enter__())
+        assert type(error) is InvalidArgumentError
+        assert "by rank 0" in str(error)
+    meet()
+    opt.free()
+    if rank == 0:
+        with opt.paused() as step:
+            assert step == opt.global_step
+
+
+def test_an_update_may_read_what_it_changes(comm, rank):
+    def rate():
+        with opt.paused() as step:
+            slot = opt.get_slot(w, "momentum")
+            seen.append((step, float(opt.center(w)), slot and float(slot.value)))
+        return 1.0
+
+    w, seen = variable(), []
+    with WRAPPERS["SyncReplicas"](hpc.Momentum(rate, 0.5), [w], comm) as opt:
+        opt.initialize([w])
+        for _ in range(2):
+            opt.minimize(gives(1.0))
+    if rank == 0:
+        assert seen == [(0, 0.0, None), (1, -1.0, 1.0)]
+
+
+def waits(lock):
+    """Whether a reader waits for an update to end."""
+    if lock._gate.acquire(blocking=False):
+        lock._gate.release()
+        return False
+    return True
+
+
+def test_a_reader_comes_before_the_next_update():
+    lock, updates, found = UpdateLock(), [], []
+
+    def read():
+        with lock.reading(Deadline(WAIT, "read")):
+            found.append(len(updates))
+            assert lock.is_read_by_this_thread()
+
+    reader = threading.Thread(target=read, daemon=True)
+    for number in range(1000):
+        with lock:
+            updates.append(number)
+            if number == 0:
+                reader.start()
+                until(lambda: waits(lock))
+    reader.join(WAIT)
+
+    assert found == [1]
+    assert not lock.is_read_by_this_thread()
+
+
+def test_a_read_that_waits_too_long_says_for_what():
+    lock, begun, over = UpdateLock(), threading.Event(), threading.Event()
+
+    def update():
+        with lock:
+            begun.set()
+            assert over.wait(WAIT)
+
+    def read():
+        with lock.reading(Deadline(WAIT, "first")):
+            pass
+
+    server = threading.Thread(target=update, daemon=True)
+    server.start()
+    assert begun.wait(WAIT)
+    errors = [raised(lock.reading(Deadline(VAIN, "w: paused")).__enter__)]
+    first = threading.Thread(target=read)
+    first.start()
+    until(lambda: waits(lock))
+    errors.append(raised(lock.reading(Deadline(VAIN, "w: paused")).__enter__))
+    over.set()
+    server.join(WAIT)
+    first.join(WAIT)
+
+    assert [type(error) for error in errors] == [WaitTimeoutError] * 2
+    assert "for an update of this rank to end" in str(errors[0])
+    assert "another thread reads" in str(errors[1])
