@@ -6,14 +6,13 @@ may be used by several ranks at once as long as each keeps to its own buffers.
 
 from __future__ import annotations
 
-import functools
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum import device
+from hpcaccum.helpers import run_pieces
 from hpcaccum.window import Region
 
 if TYPE_CHECKING:
@@ -252,15 +251,7 @@ def add_in_order(
         with np.errstate(all="ignore"):
             _add_chunks([part[piece] for part in parts], out[piece], divisor)
 
-    others = _pool(threads - 1).map(add, range(share, out.size, share))
-    add(0)
-    for _ in others:
-        """Wait for all of them; what one raised is raised here."""
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "hpcaccum-sum")
+    run_pieces(add, range(0, out.size, share), threads - 1)
 
 
 def _add_chunks(parts: Sequence[Array], out: Array, divisor: int) -> None:

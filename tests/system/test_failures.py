@@ -60,6 +60,28 @@ other.minimize(lambda: (0.0, [np.ones(2)]), var_list=[w])
 print("the end")
 """
 
+HOST_ENDS_FIRST = """
+import numpy as np
+import hpcaccum as hpc
+from hpcaccum import storage
+from mpi4py import MPI
+
+# Sums that are short, on a machine of two cores, use threads all the same.
+storage._SHARE = 1000
+storage.own_cores = lambda group: 3
+w = hpc.Variable(np.zeros(9000), "w")
+opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1)
+opt.initialize([w])
+{before}
+if MPI.COMM_WORLD.rank == 1:
+    # Wait until the host has left: its interpreter is ending.
+    while 0 not in opt._server._inbox.left():
+        pass
+    for _ in range(5):
+        opt.minimize(lambda: (0.0, [np.ones(9000)]))
+    print("trained", opt.global_step >= 5)
+"""
+
 LEAVES_AN_ERROR_TO_WITH = """
 import hpcaccum as hpc
 from mpi4py import MPI
@@ -126,6 +148,17 @@ def test_windows_left_open_do_not_hang_the_end(mpirun, script, ranks, end):
 
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("the end") == ranks
+
+
+@pytest.mark.parametrize(
+    "before", ["", "opt.minimize(lambda: (0.0, [np.ones(9000)]))"], ids=["new", "used"]
+)
+def test_a_host_whose_script_ends_serves_until_the_others_do(mpirun, script, before):
+    program = HOST_ENDS_FIRST.format(before=before)
+    result = mpirun(2, script(program), timeout=SOON)
+
+    assert result.returncode == 0, result.stdout
+    assert result.stdout == "trained True\n"
 
 
 def test_limit_of_the_environment_ends_a_wait_and_says_for_whom(mpirun, script):

@@ -12,7 +12,7 @@ from .conftest import REPOSITORY
 # From the bottom up.  A row may import from the rows before it; a package is one entry,
 # and its modules may import each other.  "hpcaccum" is the public list of names.
 LAYERS = [
-    ["errors", "lifetime"],
+    ["errors", "lifetime", "helpers"],
     ["mpi", "deadline", "layout", "device"],
     ["meeting"],
     ["group", "arguments", "cuda_aware", "cuda_kernels"],

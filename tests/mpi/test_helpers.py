@@ -1,0 +1,92 @@
+"""Helper threads that share the pieces of one call."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from hpcaccum import helpers
+from hpcaccum.helpers import run_pieces
+
+from .acting import VAIN
+from .support import WAIT
+
+pytestmark = pytest.mark.ranks(max=1)
+
+
+@pytest.fixture
+def none_yet(monkeypatch):
+    """Begin without helpers; those of other tests wait for what never comes."""
+    monkeypatch.setattr(helpers, "_threads", [])
+    monkeypatch.setattr(helpers, "_waiting", queue.SimpleQueue())
+
+
+def test_pieces_run_at_the_same_time(none_yet):
+    together = threading.Barrier(3)
+    for _ in range(3):
+        run_pieces(lambda _: together.wait(WAIT), range(3), 2)
+
+    assert [thread.daemon for thread in helpers._threads] == [True, True]
+
+
+def test_without_helpers_one_thread_does_all(none_yet, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = []
+    run_pieces(lambda item: done.append((item, threading.get_ident())), range(4), 3)
+
+    assert sorted(done) == [(item, threading.get_ident()) for item in range(4)]
+    assert helpers._waiting.empty()
+
+
+def test_a_piece_that_no_helper_begins_is_done_by_the_caller(none_yet):
+    begun, over, done = threading.Event(), threading.Event(), []
+
+    def busy(item):
+        if item == "theirs":
+            begun.set()
+            assert over.wait(WAIT)
+        else:
+            assert begun.wait(WAIT)
+
+    caller = threading.Thread(target=run_pieces, args=(busy, ["own", "theirs"], 1))
+    caller.start()
+    assert begun.wait(WAIT)
+    run_pieces(done.append, range(3), 1)
+    over.set()
+    caller.join(WAIT)
+
+    assert sorted(done) == [0, 1, 2]
+    assert not caller.is_alive()
+
+
+@pytest.mark.parametrize("fails", ["own", "theirs"])
+def test_what_fails_is_raised_when_all_have_ended(none_yet, fails):
+    both, ended = threading.Barrier(2), []
+
+    def act(item):
+        both.wait(WAIT)
+        if item == fails:
+            raise ValueError(item)
+        threading.Event().wait(VAIN)
+        ended.append(item)
+
+    with pytest.raises(ValueError, match=fails):
+        run_pieces(act, ["own", "theirs"], 1)
+
+    assert len(ended) == 1
+
+
+def test_after_a_fork_there_are_new_ones(none_yet):
+    ended = threading.Thread(target=bool)
+    ended.start()
+    ended.join(WAIT)
+    helpers._threads.append(ended)
+    together = threading.Barrier(2)
+    run_pieces(lambda _: together.wait(WAIT), range(2), 1)
+
+    assert ended not in helpers._threads
