@@ -210,6 +210,10 @@ class Optimizer(abc.ABC):
         name: Part of the names of its state.
     """
 
+    # Without a dictionary an optimizer refuses attributes that it does not know; a
+    # subclass may have all that it wants.
+    __slots__ = ("__weakref__", "_gradients", "_name", "_variables")
+
     GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
 
     exchange: ClassVar[Exchange] = Exchange.LOCAL

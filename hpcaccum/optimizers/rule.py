@@ -6,6 +6,8 @@ them several times. Half precision is computed in float32, and so is its state.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import numbers
 import threading
@@ -27,11 +29,13 @@ from hpcaccum.optimizers.base import (
 )
 from hpcaccum.optimizers.variable import Variable
 
+_RATE = "learning_rate"
+
 # Elements: small enough for the cache, large enough that calling NumPy costs little.
 # Measured with 1 MiB of L2: best of 2**13 to 2**16, all rules, 1 to 64 MiB.
 PIECE = 1 << 16
 
-Rate = float | Callable[[], float]
+Rate = float | Callable[[], float] | Callable[[int], float]
 
 
 def checked_number(value: Any, name: str, low: float, high: float = math.inf) -> float:
@@ -56,6 +60,45 @@ def _span(low: float, high: float) -> str:
     return f"of at least {low:g}" if low > -math.inf else "that is finite"
 
 
+class _RateOfStep:
+    """A learning rate, checked: a number, or what a callable returns.
+
+    Raises:
+        InvalidArgumentError: If it is no number in range, nor a callable without
+            arguments or with one.
+    """
+
+    def __init__(self, rate: Any) -> None:
+        self.given, self.takes_step = rate, False
+        if callable(rate):
+            self.takes_step = _takes_step(rate)
+        else:
+            self.given = checked_number(rate, _RATE, 0)
+
+    def at(self, step: Callable[[], int]) -> float:
+        """Return the rate of an update; ``step`` says how many came before."""
+        if not callable(self.given):
+            return self.given  # type: ignore[no-any-return]
+        rate = self.given(step()) if self.takes_step else self.given()
+        return checked_number(rate, _RATE, 0)
+
+
+def _takes_step(rate: Callable[..., Any]) -> bool:
+    """Whether a callable needs an argument; a default of its own is not replaced."""
+    try:
+        signature = inspect.signature(rate)
+    except (TypeError, ValueError):
+        return False
+    for arguments in ((), (0,)):
+        with contextlib.suppress(TypeError):
+            signature.bind(*arguments)
+            return bool(arguments)
+    raise InvalidArgumentError(
+        f"{_RATE} must be a number, or a callable without arguments or with one, the "
+        f"step; got a callable of {signature}"
+    )
+
+
 class _Scratch(threading.local):
     """A piece of working memory for each thread and dtype."""
 
@@ -78,6 +121,8 @@ class _State:
         for name, start in rule._slots().items():
             array = _filled(variable.value, start, dtype)
             self.slots[name] = Variable(array, f"{title}/{name}", trainable=False)
+        # How many updates there were; for a learning rate that depends on it.
+        self.updates = 0
         self.step: Variable | None = None
         if rule._counts:
             zero = np.zeros((), np.int64)
@@ -94,14 +139,20 @@ class Rule(Optimizer):
     Nothing is shared between variables: two threads may apply gradients to different
     variables at the same time. The slots of half-precision variables are float32.
 
+    Only the learning rate can be changed later. To set another attribute is an
+    AttributeError, so that a misspelt one is found.
+
     Args:
-        learning_rate: A number of at least 0, or a callable without arguments that
-            returns one and is called at each `apply_gradients`.
+        learning_rate: A number of at least 0; or a callable that returns one and is
+            called at each `apply_gradients`: without arguments or, if it needs one,
+            with the number of updates so far (of the variable that had most).
         name: Part of the names of its state.
 
     Raises:
         InvalidArgumentError: If an argument is no number or out of its range.
     """
+
+    __slots__ = ("_lock", "_rate", "_scratch", "_states")
 
     # Whether the update depends on how many came before.
     _counts: ClassVar[bool] = False
@@ -110,16 +161,26 @@ class Rule(Optimizer):
 
     def __init__(self, learning_rate: Rate, name: str) -> None:
         super().__init__(name)
-        if not callable(learning_rate):
-            learning_rate = checked_number(learning_rate, "learning_rate", 0)
-        self._rate = learning_rate
+        self._rate = _RateOfStep(learning_rate)
         self._states: dict[Variable, _State] = {}
         self._lock = threading.Lock()
         self._scratch = _Scratch()
 
+    @property
+    def learning_rate(self) -> Rate:
+        """The number or callable that was given; may be set, at any time and thread.
+
+        The next update uses it. It is checked as the constructor does.
+        """
+        return self._rate.given  # type: ignore[no-any-return]
+
+    @learning_rate.setter
+    def learning_rate(self, rate: Rate) -> None:
+        self._rate = _RateOfStep(rate)
+
     def __repr__(self) -> str:
         """Show the options; the same on ranks that were given the same ones."""
-        rate = "callable" if callable(self._rate) else self._rate
+        rate = "callable" if callable(self.learning_rate) else self.learning_rate
         options = {"learning_rate": rate, **self._options(), "name": self._name}
         text = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return f"{type(self).__name__}({text})"
@@ -168,10 +229,8 @@ class Rule(Optimizer):
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
-        rate = self._rate
-        if callable(rate):
-            rate = checked_number(rate(), "learning_rate", 0)
         given = _detached([(g, v) for g, v in pairs if g is not None])
+        rate = self._rate.at(lambda: self._updates(given))
         states = [self._state(variable) for _, variable in given]
         for (grad, variable), state in zip(given, states, strict=True):
             self._apply(variable, grad, state, rate)
@@ -181,6 +240,7 @@ class Rule(Optimizer):
         self, variable: Variable, grad: Array, state: _State, rate: float
     ) -> None:
         step = 0
+        state.updates += 1
         if state.step is not None:
             count_step(state.step)
             step = int(state.step.value)
@@ -197,6 +257,11 @@ class Rule(Optimizer):
         with _pieces([variable.value, grad, *slots], dtype) as pieces:
             for value, *others in pieces:
                 self._update(value, *others, scratch[: value.size], *numbers_)
+
+    def _updates(self, pairs: list[tuple[Array, Variable]]) -> int:
+        """Return how many updates the variable has had that had most."""
+        states = [self._states.get(variable) for _, variable in pairs]
+        return max(state.updates if state else 0 for state in states)
 
     def _state(self, variable: Variable) -> _State:
         state = self._states.get(variable)

@@ -27,6 +27,8 @@ class SGD(Rule):
     GradientDescentOptimizer.
     """
 
+    __slots__ = ()
+
     _kernel = "sgd"
 
     def __init__(self, learning_rate: Rate, name: str = "SGD") -> None:
@@ -55,6 +57,8 @@ class Momentum(Rule):
     learning, 2013, in the form of TensorFlow's MomentumOptimizer, where the learning
     rate is no part of the accumulator.
     """
+
+    __slots__ = ("_kernel", "_momentum", "_use_nesterov")
 
     def __init__(
         self,
@@ -104,6 +108,8 @@ class Adagrad(Rule):
     Source: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
     and Stochastic Optimization, 2011; TensorFlow's AdagradOptimizer.
     """
+
+    __slots__ = ("_initial",)
 
     _kernel = "adagrad"
 
@@ -159,6 +165,8 @@ class Adam(Rule):
     Source: Kingma and Ba, Adam, arXiv:1412.6980; Loshchilov and Hutter, Decoupled
     Weight Decay Regularization, arXiv:1711.05101; TensorFlow's AdamOptimizer.
     """
+
+    __slots__ = ("_beta1", "_beta2", "_epsilon", "_weight_decay")
 
     _counts = True
     _kernel = "adam"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hpcaccum.errors import FreedError
 from hpcaccum.lifetime import Freeable
 from hpcaccum.optimizers.base import Optimizer, check_inner
@@ -30,6 +32,25 @@ class Wrapper(Freeable, Optimizer):
     def __repr__(self) -> str:
         """Show the inner optimizer; the same on ranks that were given the same one."""
         return f"{type(self).__name__}({self.inner!r}, name={self.get_name()!r})"
+
+    @property
+    def learning_rate(self) -> Any:
+        """That of the inner optimizer, where it makes the updates; may be set.
+
+        With a one-sided optimizer the host makes those of the centre: set it there. On
+        other ranks it has no effect on the centre. With a collective one, set it on
+        all ranks of a group alike.
+
+        Raises:
+            AttributeError: If the inner optimizer has none.
+        """
+        return self.inner.learning_rate  # type: ignore[attr-defined]
+
+    @learning_rate.setter
+    def learning_rate(self, rate: Any) -> None:
+        # Checked first: the user's own optimizer would take any attribute.
+        _ = self.learning_rate
+        self.inner.learning_rate = rate  # type: ignore[attr-defined]
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return a slot of the inner optimizer."""

@@ -56,7 +56,9 @@ def test_only_what_there_is_is_changed(kind, name, size, shift):
     value, grad = normal(size, DTYPES[kind], 1), normal(size, wide, 2)
     watched = [Watched(np.full(size, start, wide), shift) for start in slots.values()]
     target, source = Watched(value, shift), Watched(grad, 1 - shift)
-    scalars = map(wide.type, (*rule._numbers(rule._rate, 1), *rule._constants()))
+    scalars = map(
+        wide.type, (*rule._numbers(rule.learning_rate, 1), *rule._constants())
+    )
     launch(f"{name}_{kind}", target, source, *watched, i64(size), *scalars, size=size)
 
     variable = hpc.Variable(value.astype(DTYPES[kind]), "w")

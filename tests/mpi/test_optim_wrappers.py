@@ -8,7 +8,7 @@ import hpcaccum as hpc
 from hpcaccum import DisagreementError, FreedError, InvalidArgumentError
 
 from .support import WAIT
-from .training import ONE_SIDED, WRAPPERS, gives, raised, variable
+from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,69 @@ def test_with_frees_it_unless_something_went_wrong(comm, wrapper):
         opt.initialize([w])
 
     assert type(raised(opt.minimize, gives(1.0))) is FreedError
+
+
+# Learning rates
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_learning_rate_is_that_of_the_inner_optimizer(comm, rank, wrapper):
+    w, inner = variable(), hpc.SGD(0.5)
+    with WRAPPERS[wrapper](inner, [w], comm) as opt:
+        opt.initialize([w])
+        error = raised(setattr, opt, "learning_rate", -1)
+        assert opt.learning_rate == inner.learning_rate == 0.5
+        opt.learning_rate = 2
+        assert opt.learning_rate == inner.learning_rate == 2
+        for _ in range(2):
+            opt.minimize(gives(1.0))
+
+    assert type(error) is InvalidArgumentError
+    updates = 2 if wrapper == "CrossShard" else opt.global_step
+    assert w.value == -2 * updates < 0
+
+
+@pytest.mark.parametrize("wrapper", ["SyncReplicas", "DropStale"])
+def test_the_host_decides_on_the_rate_of_the_centre(comm, rank, size, wrapper):
+    w = variable()
+    with WRAPPERS[wrapper](hpc.SGD(1), [w], comm, host=size - 1) as opt:
+        opt.initialize([w])
+        opt.learning_rate = 2 + rank
+        meet()
+        opt.minimize(gives(1.0))
+
+    assert w.value == -(size + 1) * opt.global_step
+
+
+def test_a_rate_of_the_step_counts_local_steps_and_those_of_the_centre_apart(
+    comm, rank, size
+):
+    def rate(step):
+        seen.append(step)
+        return 1.0
+
+    w, seen = variable(), []
+    with ONE_SIDED["AGN"](hpc.SGD(rate), [w], comm) as opt:
+        opt.initialize([w])
+        for _ in range(4):
+            opt.minimize(gives(1.0))
+
+    own = [0, 1, 2, 3]
+    centre = list(range(2 * size)) if rank == 0 else []
+    assert sorted(seen) == sorted([*own, *centre])
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_an_inner_optimizer_without_a_learning_rate_gets_none(comm, wrapper):
+    opt = WRAPPERS[wrapper](Own("own"), [variable()], comm)
+    errors = [
+        raised(lambda: opt.learning_rate),
+        raised(setattr, opt, "learning_rate", 1),
+    ]
+    opt.free()
+
+    assert [type(error) for error in errors] == [AttributeError] * 2
+    assert not hasattr(opt.inner, "learning_rate")
 
 
 # Constructors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import ml_dtypes
@@ -462,6 +463,88 @@ def test_a_callable_learning_rate_is_asked_at_each_update():
     opt = SGD(lambda: next(rates))
 
     assert steps(opt, one(), [4, 4, 4]) == [-4, -6, -6]
+
+
+@pytest.mark.parametrize("rule", MAKERS)
+def test_a_learning_rate_that_is_set_counts_from_the_next_update(rule):
+    w, v = one(), one()
+    opt, other = MAKERS[rule](), MAKERS[rule]()
+    assert opt.learning_rate == (0.25 if "Adam" in rule else 0.5)
+    for rate in (0.125, 2, lambda: 0.5, 0):
+        opt.learning_rate = rate
+        other._rate.given = rate
+        assert opt.learning_rate == rate
+        for step in (opt, w), (other, v):
+            step[0].apply_gradients([(3.0, step[1])])
+    assert w.value == v.value != 0
+    before = w.value.copy()
+    opt.apply_gradients([(3.0, w)])
+
+    # The rate is 0 by now.
+    assert w.value == before
+    assert "learning_rate=0.0" in repr(opt)
+
+
+@pytest.mark.parametrize("bad", [-1, np.inf, None, "fast", lambda a, b: 1])
+def test_a_bad_learning_rate_is_refused_when_it_is_set(bad):
+    opt, w = SGD(0.5), one()
+    with pytest.raises(InvalidArgumentError, match="learning_rate must be a number"):
+        opt.learning_rate = bad
+    with pytest.raises(InvalidArgumentError, match="learning_rate must be a number"):
+        SGD(bad)
+
+    assert opt.learning_rate == 0.5
+    assert steps(opt, w, [2]) == [-1]
+
+
+def test_a_learning_rate_may_depend_on_the_step():
+    seen = []
+
+    def schedule(step):
+        seen.append(step)
+        return 1 / 2**step
+
+    opt, a, b = SGD(0.25), one(name="a"), one(name="b")
+    steps(opt, a, [4, 4])
+    opt.learning_rate = schedule
+    opt.apply_gradients([(1.0, b), (4.0, a)])
+    opt.apply_gradients([(1.0, b), (None, a)])
+    opt.apply_gradients([(1.0, b), (4.0, a)])
+
+    # Of the variable that had most updates; b had one when it was alone.
+    assert seen == [2, 1, 3]
+    assert a.value == -2 - 1 - 0.5
+    assert b.value == -0.25 - 0.5 - 0.125
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [lambda rate=0.5: rate, lambda *rates: 0.5, functools.partial(float, 0.5)],
+    ids=["default", "any", "partial"],
+)
+def test_what_needs_no_argument_gets_none(rate):
+    opt, w = SGD(rate), one()
+
+    assert steps(opt, w, [2, 2]) == [-1, -2]
+
+
+@pytest.mark.parametrize("rule", MAKERS)
+def test_other_attributes_are_refused(rule):
+    opt = MAKERS[rule]()
+    for name in ("lr", "learning_rates", "momentum", "beta1", "use_nesterov", "name"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(opt, name, 0.1)
+
+
+def test_a_subclass_may_have_attributes_of_its_own():
+    class Own(SGD):
+        pass
+
+    opt = Own(1)
+    opt.calls = 0
+    opt.learning_rate = 0.5
+
+    assert steps(opt, one(), [2]) == [-1]
 
 
 def test_set_global_step():
