@@ -21,6 +21,7 @@ from hpcaccum.optimizers.base import (
     listed,
     scaled,
 )
+from hpcaccum.optimizers.start import broadcast, check_floats, compare, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper
 from hpcaccum.reducer import Reducer
@@ -48,7 +49,10 @@ class CrossShardOptimizer(Wrapper):
     that are divided already; `apply_gradients` only sums. Every rank calls both, the
     same number of times.
 
-    Variables are not synchronised: start them alike on the ranks of a group.
+    All ranks of a group begin with the variables of its first one, the rank that the
+    group's list names first: `initialize` broadcasts them, once. Variables of several
+    dtypes may go together, but gradients are exchanged in the widest of their dtypes; a
+    warning then says which variables have it.
 
     Args:
         opt: Makes the updates, the same on every rank of a group.
@@ -58,6 +62,8 @@ class CrossShardOptimizer(Wrapper):
             each rank once, and all are of one size. None: one group of all.
         comm: Communicator of the ranks; COMM_WORLD by default.
         cuda_aware: Whether MPI is given the memory of a device; see `Reducer`.
+        sync: Whether to broadcast. If not, `initialize` compares checksums of the
+            variables and raises unless they are the same.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -76,6 +82,7 @@ class CrossShardOptimizer(Wrapper):
         *,
         comm: mpi4py_MPI.Comm | Group | None = None,
         cuda_aware: bool = False,
+        sync: bool = True,
     ) -> None:
         group = Group.of(comm)
 
@@ -92,11 +99,16 @@ class CrossShardOptimizer(Wrapper):
                 "reduction": reduction,
                 "cuda_aware": bool(cuda_aware),
                 "group_assignment": check_groups(group_assignment, group.size),
+                "sync": bool(sync),
             }
 
         group.agree(type(self).__name__, facts)
         self._shard = group.split(group_assignment) if group_assignment else None
         self._group = self._shard or group
+        # Ranks of the group, as the user numbers them.
+        everybody = group_assignment or [list(range(group.size))]
+        self._ranks = next(ranks for ranks in everybody if group.rank in ranks)
+        self._sync = bool(sync)
         mean = reduction == Reduction.MEAN and self._group.size > 1
         self._scale = 1 / self._group.size if mean else 1.0
         self._reducer: Reducer | None = None
@@ -107,9 +119,15 @@ class CrossShardOptimizer(Wrapper):
         self._computed, self._fused = 0, False
 
     def initialize(self, var_list: Any) -> None:
-        """Prepare the exchange of these variables' gradients. Collective.
+        """Set a group's variables to its first rank's; make the exchange. Collective.
 
         Done by the first `compute_gradients` or `apply_gradients` otherwise.
+
+        Raises:
+            TypeError, InvalidArgumentError: On every rank, for something else than
+                variables, or one of integers.
+            DisagreementError: On every rank of a group, for different variables; with
+                ``sync=False`` also for different values.
         """
         self._prepare(var_list, None)
 
@@ -126,11 +144,19 @@ class CrossShardOptimizer(Wrapper):
             if error is not None:
                 raise error
             checked.extend(check_variables(var_list))
+            check_floats(checked)
             self._take_place(checked)
             names = [(var.name, var.shape, str(var.dtype)) for var in checked]
             return {"optimizer": self.inner, "variables": names}
 
-        self._group.agree(f"{self.get_name()}: initialize", facts)
+        what = f"{self.get_name()}: initialize"
+        self._group.agree(what, facts)
+        if self._sync:
+            broadcast(self._group, checked, what)
+        else:
+            compare(self._group, checked, self._ranks, what)
+        if self._ranks[self._group.rank] == 0:
+            warn_of_wider(self.get_name(), checked)
         super().initialize(checked)
         self._values = {var.name: var.value for var in checked}
         self.inner.initialize(checked)

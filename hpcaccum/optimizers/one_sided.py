@@ -20,6 +20,7 @@ from hpcaccum.optimizers.base import (
     listed,
     set_global_step,
 )
+from hpcaccum.optimizers.start import check_floats, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper
 from hpcaccum.server import ParameterServer, gradients_by_name
@@ -42,6 +43,9 @@ class OneSidedOptimizer(Wrapper):
     The host's copy of the variables, the centre, is updated there, in host memory;
     every rank pulls it into its own variables, which may be on a device. Ranks call
     `compute_gradients` and `apply_gradients` when they want to.
+
+    Variables of several dtypes may go together, but gradients and parameters travel in
+    the widest of their dtypes; a warning then says which variables have it.
 
     Args:
         opt: The optimizer that makes the updates; a local one.
@@ -116,11 +120,14 @@ class OneSidedOptimizer(Wrapper):
 
         def facts() -> dict[str, object]:
             checked.extend(check_variables(var_list))
+            check_floats(checked)
             all_on_device("variables", [var.value for var in checked])
             self._check_usable(checked)
             return {"variables": [(v.name, v.shape, str(v.dtype)) for v in checked]}
 
         self._group.agree(f"{self.get_name()}: initialize", facts)
+        if self._group.rank == 0:
+            warn_of_wider(self.get_name(), checked)
         super().initialize(checked)
         self._local = {var.name: var.value for var in checked}
         self._server = ParameterServer(

@@ -203,15 +203,23 @@ def test_an_mpi_that_takes_no_device_memory_is_an_error_everywhere(
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_all_begin_with_the_hosts_variables(cp, comm, rank, wrapper):
-    if wrapper not in ONE_SIDED:
-        pytest.skip("variables of it are not synchronised")
+def test_all_begin_with_the_variables_of_one_rank(cp, comm, rank, wrapper):
     w = hpc.Variable(cp.full((5,), float(rank + 1)), "w")
     with WRAPPERS[wrapper](hpc.SGD(1), [w], comm) as opt:
         opt.initialize([w])
         if wrapper == "AGN":
             opt.get_init_op(rank)()
         assert w.value.get().tolist() == [1.0] * 5
+
+
+@pytest.mark.ranks(min=2)
+def test_variables_that_begin_unlike_are_found(cp, comm, rank, size):
+    w = hpc.Variable(cp.full((5,), float(rank == size - 1)), "w")
+    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, sync=False) as opt:
+        error = raised(opt.initialize, [w])
+        w.value.fill(3)
+        opt.initialize([w])
+    assert type(error) is hpc.DisagreementError
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -1,0 +1,120 @@
+"""How training begins: dtypes that can be exchanged, the same values on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.device import copyto, to_host
+from hpcaccum.errors import DisagreementError, InvalidArgumentError
+from hpcaccum.group import ranks_text
+from hpcaccum.layout import Layout, wide_dtype
+from hpcaccum.optimizers.variable import is_float
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.group import Group
+    from hpcaccum.optimizers.variable import Variable
+
+logger = logging.getLogger("hpcaccum")
+
+Array = np.ndarray[Any, Any]
+
+# Some MPIs count the elements of a message in 32 bits.
+_CHUNK_BYTES = 1 << 30
+# Names that a message lists.
+_SHOWN = 5
+
+
+def check_floats(variables: Iterable[Variable]) -> None:
+    """Raise InvalidArgumentError if a variable has no gradient, being of integers."""
+    for var in variables:
+        if not is_float(var.dtype):
+            raise InvalidArgumentError(
+                f"variable {var.name!r} is of {var.dtype} and cannot be trained; leave "
+                f"it out of var_list"
+            )
+
+
+def warn_of_wider(what: str, variables: Sequence[Variable]) -> None:
+    """Log which variables make all gradients travel in a dtype wider than their own."""
+    dtype = Layout.of({var.name: var.value for var in variables}).dtype
+    wider = [var.name for var in variables if wide_dtype(var.dtype) == dtype]
+    if len(wider) < len(variables):
+        more = ", ..." if len(wider) > _SHOWN else ""
+        logger.warning(
+            "%s: all gradients are exchanged as %s, the dtype of %s%s (%d of %d "
+            "variables); convert these, or give them an optimizer of their own",
+            what,
+            dtype,
+            ", ".join(map(repr, wider[:_SHOWN])),
+            more,
+            len(wider),
+            len(variables),
+        )
+
+
+def broadcast(group: Group, variables: Iterable[Variable], what: str) -> None:
+    """Set the variables of all ranks to those of the group's rank 0. Collective."""
+    for var in variables:
+        host = _copy(var)
+        data = _bytes(host)
+        for start in range(0, data.size, _CHUNK_BYTES):
+            piece = data[start : start + _CHUNK_BYTES]
+            _wait(group.comm.Ibcast(piece, 0), f"{what}: broadcast of {var.name!r}")
+        if group.rank != 0:
+            copyto(var.value, host)
+
+
+def _wait(request: mpi4py_MPI.Request, what: str) -> None:
+    Deadline(None, what).wait(
+        lambda: request.Test() or None, lambda: "the other ranks of the group"
+    )
+
+
+def compare(
+    group: Group, variables: Sequence[Variable], ranks: Sequence[int], what: str
+) -> None:
+    """Raise unless the variables have the same bytes on all ranks. Collective.
+
+    Args:
+        group: The ranks that compare.
+        variables: The same names on all.
+        ranks: What the messages call the group's ranks.
+        what: Begins the messages.
+
+    Raises:
+        DisagreementError: On every rank.
+    """
+    digests = [
+        hashlib.blake2b(_bytes(_copy(var)).data, digest_size=16).digest()
+        for var in variables
+    ]
+    everybody = group.meet(digests, what)
+    for number, var in enumerate(variables):
+        odd = [
+            ranks[rank]
+            for rank, theirs in enumerate(everybody)
+            if theirs[number] != everybody[0][number]
+        ]
+        if odd:
+            raise DisagreementError(
+                f"{what}: variable {var.name!r} must begin with the same values on all "
+                f"ranks of a group: {ranks_text(odd)} unlike rank {ranks[0]}; or use "
+                f"sync=True"
+            )
+
+
+def _copy(var: Variable) -> Array:
+    return np.array(to_host(var.value), order="C")
+
+
+def _bytes(contiguous: Array) -> Array:
+    return contiguous.reshape(-1).view(np.uint8)
