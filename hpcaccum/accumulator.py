@@ -426,6 +426,13 @@ class ConditionalAccumulator(Freeable):
         self._check_open()
         self._shared.writer.leave()
 
+    def awaited(self, num_required: int, step: int) -> str | None:
+        """Return what a take at a step still waits for, for messages; None if nothing.
+
+        Any rank may ask.
+        """
+        return self._rounds.awaited(num_required, step)
+
     def statistics(self) -> Statistics:
         """Return the numbers, of all ranks; any rank may ask."""
         self._check_open()

@@ -57,6 +57,12 @@ class Inbox(Protocol):
             EverybodyLeftError: If all ranks have left and none is there.
         """
 
+    def awaited(self, step: int) -> str | None:
+        """Return what the update of a step lacks, if not only the host's work.
+
+        For messages; any rank may ask.
+        """
+
     def tally(self) -> Tally:
         """Return what was accepted and dropped so far, of all ranks."""
 
@@ -122,6 +128,10 @@ class MeanInbox:
             self._quorum, timeout=deadline.remaining, out=self._mean
         )
         yield self._mean
+
+    def awaited(self, step: int) -> str | None:
+        """Return what the mean of a step lacks; None if all of it has come."""
+        return self._accumulator.awaited(self._quorum, step)
 
     def tally(self) -> Tally:
         """Return what was accepted and dropped so far, of all ranks."""

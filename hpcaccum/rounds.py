@@ -381,7 +381,7 @@ class Rounds:
     def _missing(self, wanted: int) -> str:
         state = self.state()
         records = self._read_records(state.parity)
-        had = wanted - state.number if state.waiting else state.number
+        had = self.count()
         silent = set(range(self._group.size)) - set(records) - set(self.left())
         if self.workers < self._group.size:
             silent.discard(self.cells.host)
@@ -389,6 +389,20 @@ class Rounds:
             f"{wanted} gradients at step {state.step}, had {had} "
             f"(nothing from {ranks_text(silent)})"
         )
+
+    def awaited(self, required: int, step: int) -> str | None:
+        """Return what the round of a step still lacks; None if nothing. Any rank asks.
+
+        Args:
+            required: What takes are called with.
+            step: The accumulator's when the round is open, or was.
+        """
+        state = self.state()
+        if state.step <= step:
+            return self._missing(self.quorum(required, self.cells.read(_LEFT)))
+        records = self._read_records(1 - state.parity).values()
+        writing = any(record.writing for record in records)
+        return self._unfinished(1 - state.parity) if writing else None
 
     def _unfinished(self, parity: int) -> str:
         records = self._read_records(parity)

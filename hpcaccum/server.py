@@ -173,7 +173,9 @@ class ParameterServer:
                 # Whoever waits for an update has a limit; a server that idles has none.
                 deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
                 with self._inbox.next(step, deadline) as flat, self._update_lock:
-                    self._update(self._received(flat))
+                    # None, if a rank was admitted and then failed to write.
+                    if grads := self._received(flat):
+                        self._update(grads)
                     self._parameters.publish(self._fill)
         except EverybodyLeftError:
             return
@@ -270,13 +272,16 @@ class ParameterServer:
             self.waited += time.monotonic() - begun
 
     def _missing(self, step: int) -> str:
+        """Say what the next update waits for, as the words on the host have it."""
+        made = self.step
+        lacks = self._inbox.awaited(made)
+        if lacks is None:
+            lacks = f"rank {self._host}, which has all gradients that it needs"
         left = self._inbox.left()
-        present = set(range(self._group.size)) - set(left)
-        if self._dedicated:
-            present.remove(self._host)
+        gone = f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} left"
         return (
-            f"update {step} by rank {self._host}, is at {self.step} "
-            f"({ranks_text(left)} left, present {ranks_text(present)})"
+            f"update {step} by rank {self._host}, is at {made}; the next one waits for "
+            f"{lacks}; {gone if left else 'no rank has left'}"
         )
 
     def gradient_arrays(self) -> dict[str, Array]:

@@ -99,7 +99,9 @@ class UpdateQueue:
         """
         Deadline(None, "slot").wait(
             lambda: self.cells.read(_APPLIED) >= self._submitted or None,
-            lambda: f"update {self._submitted}, this rank's last, by the host",
+            lambda: (
+                f"update {self._submitted}, this rank's last, by rank {self.cells.host}"
+            ),
         )
         return self._slot
 
@@ -168,6 +170,21 @@ class UpdateQueue:
         if words[_LEFT] == self._workers and self.step == step:
             raise EverybodyLeftError(f"all {self._workers} ranks have left")
         return None
+
+    def awaited(self, step: int) -> str | None:
+        """Return whose gradient of a step is not there; None if it is."""
+        words = self.cells.read_range(0, _HEAD + self._group.size)
+        newest = [abs(word) for word in words[_HEAD:]]
+        if step + 1 in newest or words[_APPLIED] > step:
+            return None
+        if words[_STEP] <= step:
+            return f"a gradient, {self._whose(step)}"
+        # One that was admitted and has not written has no other that waits.
+        idle = {rank for rank, last in enumerate(newest) if last <= step}
+        return (
+            f"one of {ranks_text(idle - set(self.left()))}, whose gradient was "
+            f"admitted, to write it"
+        )
 
     def _whose(self, step: int) -> str:
         if self.step > step:

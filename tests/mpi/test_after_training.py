@@ -163,12 +163,13 @@ def test_a_rate_may_ask_for_the_step_while_the_last_one_frees(comm, size, rank):
         hpc.SGD(lambda: 1.0 + opt.global_step), 2 * size, comm=comm
     )
     opt.initialize([w])
-    # The rank's share is two: it does not wait, and free() makes the update.
+    # The rank's share is two: it does not wait. Who leaves shrinks the quorum, so that
+    # free() makes the updates.
     opt.minimize(gives(1.0))
     opt.free()
 
-    assert opt.global_step == 1
-    assert w.value == -1
+    assert opt.global_step >= 1
+    assert w.value == -sum(1 + step for step in range(opt.global_step))
 
 
 @pytest.mark.ranks(min=2)

@@ -206,7 +206,7 @@ def test_a_dedicated_host_is_not_waited_for(comm, size, monkeypatch, dedicated):
     ranks = f"ranks {first}-{size - 1}" if size - first > 1 else f"rank {first}"
     for error in errors:
         assert type(error) is WaitTimeoutError
-        assert str(error).endswith(f"{ranks})")
+        assert f"(nothing from {ranks})" in str(error)
 
 
 def test_a_server_that_idles_has_no_limit(comm, size, monkeypatch, dedicated):

@@ -1,0 +1,156 @@
+"""A worker that waits too long for an update says what the server knows."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import WaitTimeoutError
+
+from .acting import VAIN, Background, until
+from .support import WAIT
+from .training import ONE_SIDED, Gate, gives, meet, raised, variable
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+@pytest.fixture
+def in_vain(monkeypatch):
+    """Return what calls something that waits in vain, and gives the error."""
+
+    def call(do, *args, **kwargs):
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+        error = raised(do, *args, **kwargs)
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+        assert type(error) is WaitTimeoutError
+        return str(error)
+
+    return call
+
+
+def ranks(*numbers):
+    return f"rank{'s' * (numbers[0] < numbers[-1])} " + "-".join(
+        map(str, sorted({numbers[0], numbers[-1]}))
+    )
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_whose_gradients_are_missing_are_named(comm, rank, size, in_vain):
+    w, late = variable(), size - 1
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm, host=late) as opt:
+        opt.initialize([w])
+        opt.minimize(gives(1.0))
+        meet()
+        message = in_vain(opt.minimize, gives(1.0)) if rank != late else ""
+        meet()
+        if rank == late:
+            opt.minimize(gives(1.0))
+        # Who leaves before would shrink the quorum.
+        meet()
+    if rank != late:
+        assert f"for update 2 by rank {late}, is at 1; the next one waits" in message
+        assert f"{size} gradients at step 1, had {size - 1} " in message
+        assert f"(nothing from rank {late}); no rank has left" in message
+    assert w.value == -2
+
+
+@pytest.mark.ranks(min=3)
+def test_ranks_that_left_are_not_missing(comm, rank, size, in_vain):
+    w, late, message = variable(), size - 1, ""
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
+        opt.initialize([w])
+        if rank == 1:
+            opt.leave()
+        until(lambda: opt._server._inbox.left() == [1])
+        meet()
+        if rank not in (1, late):
+            message = in_vain(opt.minimize, gives(1.0))
+        meet()
+        if rank == late:
+            opt.minimize(gives(1.0))
+    if message:
+        assert f"{size - 1} gradients at step 0, had {size - 2} " in message
+        assert f"(nothing from rank {late}); rank 1 has left" in message
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
+    go, w, host = threading.Event(), variable(), size - 1
+    # Of AGN, whose inner optimizer makes local updates too, only the centre waits.
+    gate = Gate(lambda: None if threading.current_thread() is main else go.wait(WAIT))
+    main = threading.current_thread()
+    with ONE_SIDED[kind](gate, [w], comm, host=host) as opt:
+        opt.initialize([w])
+        meet()
+        message = in_vain(lambda: [opt.minimize(gives(1.0)) for _ in range(2)])
+        meet()
+        go.set()
+    behind = f"by rank {host}, is at 0; the next one waits for rank {host}, which has"
+    assert behind in message
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_does_not_finish_writing_is_named(
+    comm, rank, size, in_vain, monkeypatch
+):
+    w, slow, go = variable(np.zeros(2)), size - 1, threading.Event()
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
+        opt.initialize([w])
+        storage = opt._server._inbox._accumulator._storage
+        write = storage.write
+
+        def write_late(*args, **kwargs):
+            assert go.wait(WAIT)
+            write(*args, **kwargs)
+
+        if rank == slow:
+            monkeypatch.setattr(storage, "write", write_late)
+        push = Background(slow, lambda: opt.minimize(gives(np.ones(2))))
+        message = in_vain(opt.minimize, gives(np.ones(2))) if rank != slow else ""
+        # All are admitted, which closes the round, and all but one have written.
+        until(lambda: opt._server._inbox._accumulator.global_step == 1)
+        meet()
+        seen = opt._server._missing(1)
+        meet()
+        go.set()
+        push.result()
+    assert f"waits for rank {slow}, admitted to the round, to finish writing" in seen
+    assert rank == slow or "for update 1 by rank 0, is at 0" in message
+
+
+@pytest.mark.ranks(min=2)
+def test_a_gradient_that_was_admitted_and_not_written_is_told(
+    comm, rank, size, in_vain
+):
+    w = variable()
+    with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=comm) as opt:
+        opt.initialize([w])
+        inbox = opt._server._inbox
+        meet()
+        if rank == 1:
+            # As `submit` does, with a stop before the gradient is written.
+            assert inbox.cells.swap(0, 0, 1) == 0
+        meet()
+        message = in_vain(opt._server.pull, {}, at_least=1)
+        meet()
+        if rank == 1:
+            inbox.cells.write(10 + rank, 1)
+    everybody = ranks(*range(size))
+    assert f"one of {everybody}, whose gradient was admitted, to write it" in message
+    assert opt.global_step == 1
+
+
+@pytest.mark.ranks(min=2)
+def test_a_gradient_that_nobody_brings_is_told(comm, rank, size, in_vain):
+    w = variable()
+    with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=comm) as opt:
+        opt.initialize([w])
+        message = in_vain(opt._server.pull, {}, at_least=1)
+        meet()
+    assert f"a gradient, which may come from {ranks(*range(size))}" in message
