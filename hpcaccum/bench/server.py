@@ -55,7 +55,7 @@ class Server:
     """
 
     least_ranks: ClassVar[int] = 1
-    memory: ClassVar[Memory] = Memory(shared=3, shared_first=6, shared_all=1, private=6)
+    memory: ClassVar[Memory] = Memory(shared=3, shared_first=6, shared_all=1, private=7)
 
     def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
         self._group, self._nbytes = group, nbytes
