@@ -17,7 +17,6 @@ The protocol is model-checked: tests/model/accumulator.pml.
 from __future__ import annotations
 
 import contextlib
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.group import Group
-
-logger = logging.getLogger("hpcaccum")
 
 # Host words. STATE is alone on its cache line.
 _STATE, _WANT, _DONE, _CLOSED, _LEFT, _HEAD = 0, 8, 9, 11, 12, 13
@@ -391,12 +388,7 @@ class Rounds:
         )
 
     def awaited(self, required: int, step: int) -> str | None:
-        """Return what the round of a step still lacks; None if nothing. Any rank asks.
-
-        Args:
-            required: What takes are called with.
-            step: The accumulator's when the round is open, or was.
-        """
+        """Return what the round of a step lacks, if anything; any rank may ask."""
         state = self.state()
         if state.step <= step:
             return self._missing(self.quorum(required, self.cells.read(_LEFT)))
