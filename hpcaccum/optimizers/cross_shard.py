@@ -284,11 +284,11 @@ class CrossShardOptimizer(Wrapper):
         """Free what the exchange needs. Collective."""
         if self._freed:
             return
-        super().free()
         if self._reducer is not None:
             self._reducer.free()
         if self._shard is not None:
             self._shard.free()
+        super().free()
         release(self._sums)
         release(self._gradients)
 
