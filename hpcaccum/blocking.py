@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.call import copy
+from hpcaccum.call import copy, copy_in
 from hpcaccum.mpi import MPI
 from hpcaccum.schedules import Agreement, Flat
 
@@ -27,7 +27,7 @@ class Blocking(Flat):
 
     def finish(self, call: Call) -> bool:
         """Wait for all ranks, then reduce all buckets."""
-        copy(call.brought, self.arrays)
+        copy_in(call.brought, self.arrays, self.sent)
         if call.ready is not None:
             for number in range(len(self._buckets)):
                 call.ready(number)

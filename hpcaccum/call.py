@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.device import copyto
+from hpcaccum.overlap import overlap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,6 +84,22 @@ def copy(source: Mapping[str, Array], target: Mapping[str, Array]) -> None:
             there[...] = here
         else:
             copyto(there, here)
+
+
+def copy_in(
+    brought: Mapping[str, Array], arrays: Mapping[str, Array], memory: Array
+) -> None:
+    """Copy what a caller brought to a schedule's arrays, all of which are ``memory``.
+
+    It may itself lie there: then it is read before any array is written, also if it
+    is a single one: NumPy 2.4 gets ``x[512:1012] = x[250:1250:2]``
+    wrong.
+    """
+    apart = {
+        name: array.copy() if overlap(array, memory) else array
+        for name, array in brought.items()
+    }
+    copy(apart, arrays)
 
 
 def agree(words: Sequence[int], mine: int) -> bool:

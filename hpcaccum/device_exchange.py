@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.call import NOTHING, copy
+from hpcaccum.call import NOTHING, copy, copy_in
 from hpcaccum.cuda_aware import VARIABLE, cuda_aware
 from hpcaccum.device import copyto, cupy, is_device
 from hpcaccum.errors import InvalidArgumentError
@@ -103,7 +103,7 @@ class DeviceExchange:
         """
         self.prepare(brought, NOTHING)
         if not self._made:
-            copy(brought, self._schedule.arrays)
+            copy_in(brought, self._schedule.arrays, self._schedule.sent)
             return (name,)
         event = None
         if _first_is_device(brought):
@@ -111,7 +111,7 @@ class DeviceExchange:
             piece = self._layout.place(name)
             [event] = self._transfer.send(brought, self._schedule.sent, [piece])
         else:
-            copy(brought, self._schedule.arrays)
+            copy_in(brought, self._schedule.arrays, self._schedule.sent)
         self._started.append((name, event, brought))
         return self._arrived()
 

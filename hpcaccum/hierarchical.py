@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcaccum.call import copy
+from hpcaccum.call import copy, copy_in
 from hpcaccum.layout import wide_dtype
 from hpcaccum.mpi import MPI
 from hpcaccum.node_sum import NodeSum
@@ -77,7 +77,7 @@ class Hierarchical:
     def finish(self, call: Call) -> bool:
         """Sum the other buckets and compare the signatures."""
         count = len(self._sum.buckets)
-        copy(call.brought, self.arrays)
+        copy_in(call.brought, self.arrays, self.sent)
         if call.ready is not None:
             for number in range(count):
                 call.ready(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hpcaccum.arguments import converted, fitting
 from hpcaccum.device import all_on_device, is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import FLOATS
+from hpcaccum.overlap import sharing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,16 +25,16 @@ class NamedArrays:
     Args:
         what: Begins messages.
         arrays: The reducer's own, by name.
-        wide: The dtype of results.
+        results: Their memory, flat and of the wide dtype.
 
     Attributes:
         all: The set of all names.
     """
 
-    def __init__(
-        self, what: str, arrays: Mapping[str, Array], wide: np.dtype[Any]
-    ) -> None:
-        self._what, self._wide = what, wide
+    def __init__(self, what: str, arrays: Mapping[str, Array], results: Array) -> None:
+        self._what, self._results, self._wide = what, results, results.dtype
+        # Targets that were found apart from each other and from the results.
+        self._apart: dict[str, weakref.ref[Array]] = {}
         self._known = {
             name: (array, array.shape, array.dtype, 1 << number)
             for number, (name, array) in enumerate(arrays.items())
@@ -75,8 +77,7 @@ class NamedArrays:
                     plain = False
                 else:
                     given = converted(given, dtype)
-            # In the place of another one it might be written over before it is read.
-            found[name] = given.copy() if given.base is own.base else given
+            found[name] = given
         if not plain:
             all_on_device(self._what, arrays.values())
         return found, members
@@ -101,7 +102,32 @@ class NamedArrays:
                 fitting(what, array, own)
         if not plain:
             all_on_device(f"{self._what}: out", out.values())
+        self._check_apart(out)
         return out
+
+    def _check_apart(self, out: Mapping[str, Array]) -> None:
+        """Refuse targets that lie in each other or in the memory of results."""
+        known = self._apart
+        # Most callers have the same ones each time; to look takes a microsecond each.
+        if all(name in known and known[name]() is out[name] for name in out):
+            return
+        every: dict[Any, Array] = {**out, None: self._results}
+        found = sharing(every)
+        if found is not None and None in found:
+            name = next(each for each in found if each is not None)
+            raise InvalidArgumentError(
+                f"{self._what}: out {name!r} is the memory of this reducer's results; "
+                f"pass other arrays, or none and read the results where they lie"
+            )
+        if found is not None:
+            raise InvalidArgumentError(
+                f"{self._what}: out {found[0]!r} and {found[1]!r} share memory"
+            )
+        self._apart = {name: weakref.ref(array) for name, array in out.items()}
+
+    def free(self) -> None:
+        """Let go of the memory."""
+        self._known, self._results = {}, np.empty(0)
 
     def exact(self, out: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return the targets to which a schedule copies results by itself.

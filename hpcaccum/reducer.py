@@ -181,7 +181,7 @@ class Reducer(Freeable):
         for view in views.values():
             view.flags.writeable = False
         self._results: Mapping[str, Array] = types.MappingProxyType(views)
-        self._named = NamedArrays(name, self._arrays, wide_dtype(layout.dtype))
+        self._named = NamedArrays(name, self._arrays, self._schedule.received)
         self._readiness = Readiness(layout, buckets)
         self._open()
 
@@ -269,7 +269,8 @@ class Reducer(Freeable):
         Args:
             arrays: Copied in first, unless it is the reducer's own; names that are
                 missing are brought by nobody. None: all, as they lie in `arrays`.
-            out: Arrays to copy results to, by name; of any float dtype.
+            out: Arrays to copy results to, by name; of any float dtype. They may be what
+                is brought, or lie in `arrays`, but not in each other or in `results`.
             step: What this rank is at, by a count that it also raises when it skips a
                 call.
             reduction_type: Of this call, if nothing was started; or the reducer's.
@@ -464,7 +465,7 @@ class Reducer(Freeable):
         self._group.meetings.close_track(self._track)
         # Memory lives as long as anything refers to it.
         self._arrays, self._results = {}, {}
-        del self._named
+        self._named.free()
         self._device.free()
         if self._roll_call is not None:
             self._roll_call.free()

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcaccum.call import copy
+from hpcaccum.call import copy, copy_in
 from hpcaccum.layout import wide_dtype
 from hpcaccum.mpi import MPI
 from hpcaccum.node_sum import NodeSum
+from hpcaccum.overlap import crossing, overlap
 from hpcaccum.spin import Spin
 from hpcaccum.storage import add_in_order, own_cores
 
@@ -32,8 +33,6 @@ Array = np.ndarray[Any, Any]
 
 # Bytes of an array, on the average, from which on copying it by pieces pays.
 _COARSE = 32 << 10
-# Pairs of arrays that are looked at whether they overlap.
-_PAIRS = 64
 
 
 class Plan(NamedTuple):
@@ -169,7 +168,7 @@ class Flat:
 
     def finish(self, call: Call) -> bool:
         """Reduce the other buckets and compare the signatures."""
-        copy(call.brought, self.arrays)
+        copy_in(call.brought, self.arrays, self.sent)
         if call.ready is not None:
             for number in range(len(self._buckets)):
                 call.ready(number)
@@ -209,17 +208,6 @@ class Flat:
             self._comm.Free()
 
 
-def _overlap(call: Call) -> bool:
-    """Whether a result might be written over an array that is still to be copied in."""
-    others = [a for name, a in call.out.items() if a is not call.brought[name]]
-    # To compare all with all would take longer than it saves.
-    return len(others) * len(call.brought) > _PAIRS or any(
-        np.may_share_memory(one, other)
-        for one in others
-        for other in call.brought.values()
-    )
-
-
 class Shared(NodeSum):
     """All ranks are on one node, and the arrays are large.
 
@@ -236,18 +224,14 @@ class Shared(NodeSum):
 
     def finish(self, call: Call) -> bool:
         """Sum the other buckets, and copy in and out meanwhile."""
-        sources = self._vectors(call.brought) if call.whole else {}
-        count = len(self.buckets)
-        staged = bool(sources) and len(sources) == len(call.brought)
-        staged = staged and not _overlap(call)
-        if not staged:
-            sources = {}
-            copy(call.brought, self.arrays)
+        count, sources = len(self.buckets), self._sources(call)
+        if not sources:
+            copy_in(call.brought, self.arrays, self.sent)
             if call.ready is None:
                 self.bring(count)
         if self.summed or not self.buckets:
             self.report(call.signature)
-        targets = self._vectors(call.out)
+        targets = self._targets(call)
         for number in range(count + 2):
             if call.ready is not None and number < count:
                 call.ready(number)
@@ -259,6 +243,28 @@ class Shared(NodeSum):
         agreed = self.end(call.signature, call.wait)
         copy(self.results, {n: a for n, a in call.out.items() if n not in targets})
         return agreed
+
+    def _sources(self, call: Call) -> dict[str, Array]:
+        """Return what is to be copied in by pieces: all, or nothing."""
+        sources = self._vectors(call.brought) if call.whole else {}
+        if not sources or len(sources) < len(call.brought):
+            return {}
+        # Each piece is read late: until then nothing may be written to it, be it
+        # another piece in its stage, a sum, or a result.
+        memory = (self.sent, self.received)
+        if any(overlap(each, own) for each in sources.values() for own in memory):
+            return {}
+        # One that is its own target is apart from the other targets, as those are.
+        others = [a for n, a in call.brought.items() if call.out.get(n) is not a]
+        return {} if any(crossing(others, call.out.values())) else sources
+
+    def _targets(self, call: Call) -> dict[str, Array]:
+        """Return where results are to be copied by pieces.
+
+        What others still read, this rank's own memory, is written at the end.
+        """
+        targets = self._vectors(call.out)
+        return {n: a for n, a in targets.items() if not overlap(a, self.sent)}
 
     def _vectors(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Return arrays as vectors, the same memory; only those to copy by pieces."""

@@ -23,6 +23,7 @@ from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError
 from hpcaccum.group import Opened, ranks_text
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, report_and_abort
+from hpcaccum.overlap import overlap, same_elements
 from hpcaccum.parameters import Parameters
 from hpcaccum.progress import Progress
 from hpcaccum.update_lock import UpdateLock
@@ -379,22 +380,16 @@ def _bring(
 ) -> None:
     """Copy arrays to the places of their names in a slot, unless they lie there."""
     away = {
-        name: array for name, array in grads.items() if not _same(array, places[name])
+        name: array
+        for name, array in grads.items()
+        if not same_elements(array, places[name])
     }
     for name, array in away.items():
         # One that lies in another's place might be written over before it is read.
-        if np.may_share_memory(array, slot):
+        if overlap(array, slot):
             away[name] = array.copy()
     for name, array in away.items():
         np.copyto(places[name], array, casting="same_kind")
-
-
-def _same(one: Array, other: Array) -> bool:
-    """Whether two arrays are the same elements."""
-    return one is other or (
-        (one.dtype, one.shape, one.strides) == (other.dtype, other.shape, other.strides)
-        and one.__array_interface__["data"] == other.__array_interface__["data"]
-    )
 
 
 def gradients_by_name(

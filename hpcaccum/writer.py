@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.overlap import same_elements
 from hpcaccum.rounds import Record
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Writer:
         """Return a buffer that no round holds; whether the gradient lies in it."""
         if self._lent is not None:
             index, slot = self._lent
-            if array is slot or _same_memory(array, slot):
+            if same_elements(array, slot):
                 return index, True
         other = self._mine[1 - parity]
         free = [1 - other.buffer] if other else [0, 1]
@@ -127,14 +128,3 @@ class Writer:
             if not self._left:
                 self._left = True
                 self._rounds.leave()
-
-
-def _same_memory(one: Array, other: Array) -> bool:
-    """Whether two arrays are the same elements, be it in another shape."""
-    return (
-        one.base is other.base
-        and one.dtype == other.dtype
-        and one.size == other.size
-        and one.flags.c_contiguous
-        and one.__array_interface__["data"] == other.__array_interface__["data"]
-    )

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hpcaccum import cuda_kernels
-from hpcaccum.device import cupy, is_device, library
+from hpcaccum.device import cupy, is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import wide_dtype
 from hpcaccum.optimizers.base import (
@@ -28,6 +28,7 @@ from hpcaccum.optimizers.base import (
     count_step,
 )
 from hpcaccum.optimizers.variable import Variable
+from hpcaccum.overlap import crossing, overlap
 
 _RATE = "learning_rate"
 
@@ -326,9 +327,10 @@ def _detached(pairs: list[tuple[Array, Variable]]) -> list[tuple[Array, Variable
     """
     if len(pairs) == 1:
         return pairs
-    owners = {id(_owner(variable.value)) for _, variable in pairs}
+    grads = [grad for grad, _ in pairs]
+    suspect = crossing(grads, [variable.value for _, variable in pairs])
     return [
-        (_safe(grad, pairs[:i]) if id(_owner(grad)) in owners else grad, variable)
+        (_safe(grad, pairs[:i]) if suspect[i] else grad, variable)
         for i, (grad, variable) in enumerate(pairs)
     ]
 
@@ -340,12 +342,5 @@ def _filled(like: Array, number: float, dtype: np.dtype[Any]) -> Array:
 
 
 def _safe(grad: Array, earlier: list[tuple[Array, Variable]]) -> Array:
-    may_share, there = library(grad).may_share_memory, is_device(grad)
-    values = [var.value for _, var in earlier if is_device(var.value) is there]
-    return grad.copy() if any(may_share(grad, value) for value in values) else grad
-
-
-def _owner(array: Any) -> Any:
-    while getattr(array, "base", None) is not None:
-        array = array.base
-    return array
+    shared = any(overlap(grad, variable.value) for _, variable in earlier)
+    return grad.copy() if shared else grad

@@ -15,7 +15,7 @@ LAYERS = [
     ["errors", "lifetime", "helpers"],
     ["mpi", "deadline", "layout", "device"],
     ["meeting"],
-    ["group", "arguments", "cuda_aware", "cuda_kernels"],
+    ["group", "arguments", "overlap", "cuda_aware", "cuda_kernels"],
     ["node_memory", "progress", "pointer_tables"],
     ["window"],
     ["call", "ledger", "line", "named_arrays", "roll_call", "transfer", "int8"],

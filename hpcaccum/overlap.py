@@ -1,0 +1,128 @@
+"""Whether arrays share memory, by their addresses.
+
+The base of an array says too little: a view by way of `memoryview`, `numpy.frombuffer`
+or DLPack has another one. Addresses of host and device memory are of one space.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.device import is_device
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Mapping
+
+Array = np.ndarray[Any, Any]
+Span = tuple[int, int]
+
+# Effort of the exact answer for two arrays with strides; beyond it the answer is yes.
+_WORK = 10_000
+
+
+def address(array: Any) -> int:
+    """Return where the first element of an array lies."""
+    if is_device(array):
+        return int(array.data.ptr)
+    return int(array.__array_interface__["data"][0])
+
+
+def bounds(array: Any) -> Span:
+    """Return the address of the lowest byte of an array, and that behind the highest.
+
+    They are the same if it is empty.
+    """
+    low = high = address(array)
+    if array.size == 0:
+        return low, low
+    for count, stride in zip(array.shape, array.strides, strict=True):
+        low += min(0, (count - 1) * stride)
+        high += max(0, (count - 1) * stride)
+    return low, high + array.itemsize
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two arrays may have bytes in common: whether their bounds overlap."""
+    if type(one) is type(other) is np.ndarray:
+        return np.may_share_memory(one, other)
+    (low, high), (begin, end) = bounds(one), bounds(other)
+    return max(low, begin) < min(high, end)
+
+
+def same_elements(one: Any, other: Any) -> bool:
+    """Whether two arrays are the same elements in one order, in whatever shape."""
+    if one is other:
+        return True
+    if one.dtype != other.dtype or one.size != other.size or not overlap(one, other):
+        return False
+    alike = (one.shape, one.strides) == (other.shape, other.strides)
+    dense = one.flags.c_contiguous and other.flags.c_contiguous
+    return (alike or dense) and address(one) == address(other)
+
+
+def sharing(arrays: Mapping[Hashable, Any]) -> tuple[Any, Any] | None:
+    """Return the keys of two arrays that have a byte in common; None if none have."""
+    owners = [_owner(array) for array in arrays.values()]
+    if None not in owners and len(set(owners)) == len(owners):
+        return None
+    spans = [(*bounds(array), key) for key, array in arrays.items()]
+    behind: list[tuple[int, Any]] = []
+    for low, high, key in sorted(spans, key=lambda span: span[:2]):
+        behind = [(end, other) for end, other in behind if end > low]
+        for _, other in behind:
+            if low < high and _exactly(arrays[other], arrays[key]):
+                return other, key
+        behind.append((high, key))
+    return None
+
+
+def crossing(arrays: Collection[Any], others: Collection[Any]) -> list[bool]:
+    """Return for each array whether it may share memory with one of the others."""
+    owners = {_owner(other) for other in others}
+    mine = [_owner(array) for array in arrays]
+    if None not in owners and None not in mine:
+        return [owner in owners for owner in mine]
+    spans = _merged([bounds(other) for other in others])
+    return [_meets(spans, bounds(array)) for array in arrays]
+
+
+def _owner(array: Any) -> int | None:
+    """Return the identity of the NumPy array whose own memory this is; None if of none.
+
+    NumPy gives no two arrays that own their memory the same.
+    """
+    while type(array) is np.ndarray:
+        if array.base is None:
+            return id(array) if array.flags.owndata else None
+        array = array.base
+    return None
+
+
+def _exactly(one: Any, other: Any) -> bool:
+    """Whether two arrays whose bounds overlap have a byte in common."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        # NumPy's annotations know only two efforts.
+        answer: Any = np.may_share_memory
+        return bool(answer(one, other, max_work=_WORK))
+    return True
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    """Return spans in order, those that overlap or touch as one; without empty ones."""
+    merged: list[Span] = []
+    for low, high in sorted(spans):
+        if merged and low <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(high, merged[-1][1])
+        elif low < high:
+            merged.append((low, high))
+    return merged
+
+
+def _meets(spans: list[Span], span: Span) -> bool:
+    """Whether a span overlaps one of several that are in order and apart."""
+    low, high = span
+    place = bisect.bisect_left(spans, (high,))
+    return low < high and place > 0 and spans[place - 1][1] > low

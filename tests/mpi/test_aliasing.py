@@ -1,0 +1,235 @@
+"""Reducer: arrays that lie in each other's memory, or in the reducer's own."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcaccum import InvalidArgumentError, Layout
+
+from .reducing import (
+    ALL,
+    limit_fixture,  # noqa: F401
+    maker_fixture,  # noqa: F401
+)
+from .training import meet
+
+# Six buckets of 256 elements, each array in two or three of them.
+COUNT = 500
+SHAPES = dict.fromkeys("xyz", (COUNT,))
+LAYOUT = Layout(SHAPES, "float32")
+
+
+def at(address, count, dtype=np.float32):
+    """Return memory as an array, by its address alone."""
+    dtype = np.dtype(dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return np.frombuffer(memory, dtype)
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def filled(array, *seed):
+    """Fill with numbers that are ordinary ones also if they are read as float64."""
+    array[...] = 1 + np.random.default_rng(seed).random(array.shape)
+
+
+FORMS = {
+    "plain": lambda flat, start: flat[start : start + COUNT],
+    "reversed": lambda flat, start: flat[start : start + COUNT][::-1],
+    "every second": lambda flat, start: flat[start : start + 2 * COUNT : 2],
+    "memoryview": lambda f, start: np.asarray(memoryview(f[start : start + COUNT])),
+    "address": lambda f, start: at(address(f) + start * f.itemsize, COUNT, f.dtype),
+    "float64": lambda f, start: at(address(f) + start * 4, COUNT, np.float64),
+}
+STARTS = st.sampled_from([0, 512, 1024, 1, 250, 500])
+# Where all that is brought lies, and in which forms. Not often in the reducer's own
+# memory, and dense: that is copied by pieces.
+WHERE = st.sampled_from([["user"], ["user", "own"], ["user", "results"]])
+DENSE = ["plain", "memoryview", "address"]
+
+
+def places(where, forms):
+    return st.tuples(st.sampled_from(where), STARTS, st.sampled_from(forms))
+
+
+@st.composite
+def drawn_calls(draw):
+    """Draw where each array lies, where targets lie, and what is started first."""
+    started = draw(st.sampled_from([0, 0, 0, 1, 3]))
+    # Once something is started, the last results are no more.
+    where = draw(WHERE if not started else st.just(["user", "own"]))
+    forms = draw(st.sampled_from([DENSE, DENSE, [*FORMS]]))
+    place = places(where, forms)
+    brought = {name: draw(place) for name in draw(st.permutations("xyz"))}
+    same = st.sampled_from([*brought.values()])
+    anywhere = st.one_of(same, same, places(["user", "own", "results"], forms))
+    targets = draw(st.dictionaries(st.sampled_from("xyz"), anywhere))
+    return brought, targets, started
+
+
+class Memory:
+    """The flat memory of a reducer's arrays and results, and some of the user's."""
+
+    def __init__(self, reducer, rank):
+        self.made = {}
+        own, results = reducer.arrays()["x"], reducer.results()["x"]
+        self.flat = {
+            "own": at(address(own), LAYOUT.size),
+            "user": np.empty(LAYOUT.size, np.float32),
+            "results": at(address(results), LAYOUT.size),
+        }
+        for number, (name, flat) in enumerate(self.flat.items()):
+            filled(flat, number, 0 if name == "results" else rank)
+        meet()
+
+    def array(self, place):
+        """Return the array at a place, as much further ahead as it must to fit."""
+        if place not in self.made:
+            self.made[place] = self.make(place)
+        return self.made[place]
+
+    def make(self, place):
+        where, start, form = place
+        if form in ("every second", "float64"):
+            start = min(start, LAYOUT.size - 2 * COUNT) // 2 * 2
+        start = min(start, LAYOUT.size - COUNT)
+        return FORMS[form](self.flat[where], start)
+
+    def refuses(self, out):
+        """Whether targets lie in the results, or in each other."""
+        arrays = [*out.values()]
+        pairs = [(a, b) for i, a in enumerate(arrays) for b in arrays[:i]]
+        pairs += [(a, self.flat["results"]) for a in arrays]
+        return any(np.shares_memory(a, b) for a, b in pairs)
+
+
+def reduced(reducer, started, brought, out):
+    """Reduce; return what this rank brought, and what came of it."""
+    parts = {}
+    for name, array in started.items():
+        parts[name] = np.array(array, np.float32)
+        reducer.start(name, array)
+    parts |= {name: np.array(array, np.float32) for name, array in brought.items()}
+    try:
+        found = reducer.reduce(brought, out=out)
+    except InvalidArgumentError as error:
+        return parts, error
+    return parts, {name: array.copy() for name, array in found.items()}
+
+
+@ALL
+@settings(max_examples=80)
+@given(drawn=drawn_calls())
+def test_any_aliasing_is_right_or_refused(maker, comm, rank, drawn):
+    if not hasattr(maker, "one"):
+        maker.one = maker(SHAPES)
+    reducer = maker.one
+    memory = Memory(reducer, rank)
+    right_or_refused(maker, comm, reducer, memory, *drawn)
+
+
+def right_or_refused(maker, comm, reducer, memory, places, targets, first=0):
+    """Make one call; compare with what NumPy says of copies made before it."""
+    names = [*places]
+    arrays = {name: memory.array(place) for name, place in places.items()}
+    started = {name: arrays[name] for name in names[:first]}
+    brought = {name: arrays[name] for name in names[first:]}
+    out = {name: memory.array(place) for name, place in targets.items()}
+    parts, found = reduced(reducer, started, brought, out)
+    everybody = comm.allgather(parts)
+
+    refused = isinstance(found, InvalidArgumentError)
+    assert refused == memory.refuses(out), found
+    if not refused:
+        for name in SHAPES:
+            mean = maker.expected([each[name] for each in everybody], np.float32)
+            maker.check(found[name], mean)
+            if name in out:
+                maker.check(np.array(out[name], np.float32), mean)
+    meet()
+
+
+@ALL
+@pytest.mark.parametrize("turn", [0, 1, 2])
+@pytest.mark.parametrize("where", ["own", "user", "results"])
+def test_arrays_may_change_places(maker, comm, rank, where, turn):
+    reducer = maker(SHAPES)
+    starts = [*LAYOUT.offsets.values()]
+    for out in (None, "own", "user", "results"):
+        for back in range(3):
+            memory = Memory(reducer, rank)
+            places, targets = {}, {}
+            for number, name in enumerate(SHAPES):
+                start, target = starts[number - turn], starts[number - back]
+                places[name] = (where, start, "address")
+                if out:
+                    targets[name] = (out, target, "address")
+            right_or_refused(maker, comm, reducer, memory, places, targets)
+
+
+@ALL
+def test_one_array_may_be_brought_twice_and_be_a_target(maker, comm, rank):
+    reducer = maker(SHAPES)
+    memory = Memory(reducer, rank)
+    places = {
+        name: ("user", start, "plain")
+        for name, start in zip("xyz", (0, 512, 0), strict=True)
+    }
+    right_or_refused(maker, comm, reducer, memory, places, {"z": places["z"]})
+
+
+@ALL
+def test_results_may_be_copied_to_the_reducers_own_arrays(maker, rank, size):
+    reducer = maker({"x": (3000,), "y": (3000,)})
+    for again in (False, True):
+        mine = {name: np.full(3000, rank + 1.0, np.float32) for name in "xy"}
+        if again:
+            for name, array in reducer.arrays().items():
+                array[...] = mine[name]
+        reducer.reduce(None if again else mine, out=reducer.arrays())
+        for array in reducer.arrays().values():
+            assert (array == (size + 1) / 2).all()
+
+
+@ALL
+def test_targets_that_share_memory_are_refused_on_all(maker, rank, size):
+    reducer = maker(SHAPES)
+    flat = np.zeros(2 * COUNT, np.float32)
+    wrong = [
+        ({"x": flat[:COUNT], "y": flat[1 : COUNT + 1]}, "'x' and 'y' share memory"),
+        ({"x": flat[:COUNT], "y": flat[:COUNT][::-1]}, "'x' and 'y' share memory"),
+        ({"x": flat[::2], "z": flat[::-2][::-1][::-1]}, None),
+        ({"y": at(address(reducer.results()["y"]), COUNT)}, "'y' is the memory of"),
+    ]
+    for out, message in wrong:
+        mine = {name: np.ones(COUNT, np.float32) for name in SHAPES}
+        if message is None:
+            reducer.reduce(mine, out=out)
+            assert (flat == 1).all()
+            continue
+        with pytest.raises(InvalidArgumentError, match=message) as caught:
+            reducer.reduce(mine, out=out if rank == 0 else None)
+        assert rank == 0 or "rank 0" in str(caught.value)
+
+
+@ALL
+def test_targets_are_looked_at_again_when_they_change(maker, size):
+    reducer = maker(SHAPES)
+    flat = np.zeros((3, COUNT), np.float32)
+    mine = {name: np.ones(COUNT, np.float32) for name in SHAPES}
+    out = dict(zip("xyz", flat, strict=True))
+    for _ in range(3):
+        reducer.reduce(mine, out=out)
+    out["y"] = flat[2]
+
+    with pytest.raises(InvalidArgumentError, match="'y' and 'z' share memory"):
+        reducer.reduce(mine, out=out)
+    reducer.reduce(mine, out={"x": flat[2], "z": flat[0]})
+    assert (flat[[0, 2]] == 1).all()
