@@ -95,11 +95,13 @@ def copy_in(
     is a single one: NumPy 2.4 gets ``x[512:1012] = x[250:1250:2]``
     wrong.
     """
-    apart = {
-        name: array.copy() if overlap(array, memory) else array
-        for name, array in brought.items()
-    }
-    copy(apart, arrays)
+    share, plain = np.may_share_memory, np.ndarray
+    for name, array in brought.items():
+        if (type(array) is not plain or share(array, memory)) and overlap(
+            array, memory
+        ):
+            brought = {**brought, name: array.copy()}
+    copy(brought, arrays)
 
 
 def agree(words: Sequence[int], mine: int) -> bool:

@@ -107,9 +107,12 @@ class NamedArrays:
 
     def _check_apart(self, out: Mapping[str, Array]) -> None:
         """Refuse targets that lie in each other or in the memory of results."""
-        known = self._apart
         # Most callers have the same ones each time; to look takes a microsecond each.
-        if all(name in known and known[name]() is out[name] for name in out):
+        for name, array in out.items():
+            known = self._apart.get(name)
+            if known is None or known() is not array:
+                break
+        else:
             return
         every: dict[Any, Array] = {**out, None: self._results}
         found = sharing(every)

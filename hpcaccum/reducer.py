@@ -52,8 +52,8 @@ _FLAT = 512 << 10
 # Bytes up to which on one node each rank sums everything itself.
 _EAGER = 32 << 10
 # The signature of a rank that takes part only to raise, and a prime for the others:
-# the step and what is present, in one number. Two calls that differ have the same one
-# once in 10**7 times.
+# the call's number, the step and what is present, in one number. Two calls that differ
+# have the same one once in 10**7 times.
 _FAILED, _PRIME = 0, SIGNATURES - 3
 
 
@@ -113,9 +113,14 @@ class Reducer(Freeable):
     call: ``reduce(mine, out=mine)``. They are copied out, reduced and copied back in a
     pipeline of buckets. MPI gets device memory only where ``cuda_aware=True`` says so.
 
-    What a plain allreduce leaves to luck is checked in every call: that all ranks are
-    at the same step (MPI would pair a call with the next one of a rank that skipped
-    it, and sum different steps), and that they bring the same arrays.
+    What a plain allreduce leaves to luck is checked in every call: that all ranks bring
+    the same arrays, reduce them in the same way, have begun the same number of calls,
+    and pass the same ``step``. Calls are paired in their order. A call that a rank
+    began and did not make, as an exception such as KeyboardInterrupt came first, is
+    found in its next one. A call that it never began can only be found by ``step``: a
+    count that the rank also raises when it skips a call. Without, the next calls of the
+    rank are paired with earlier ones of the others. When those wait in vain for a last
+    one, and the rank waits in another collective call, it is an error on both.
 
     Args:
         layout: The arrays.
@@ -167,7 +172,7 @@ class Reducer(Freeable):
             }
 
         self._group.agree(name, facts)
-        self._mask = 0
+        self._mask = self._begun = 0
         self.waited, self._given_up = 0.0, False
         self._kind = self._choose(schedule, layout.nbytes)
         flat = Blocking if cuda_aware else Flat
@@ -269,10 +274,10 @@ class Reducer(Freeable):
         Args:
             arrays: Copied in first, unless it is the reducer's own; names that are
                 missing are brought by nobody. None: all, as they lie in `arrays`.
-            out: Arrays to copy results to, by name; of any float dtype. They may be what
-                is brought, or lie in `arrays`, but not in each other or in `results`.
+            out: Arrays to copy results to, by name, of any float dtype; they may be what
+                is brought or lie in `arrays`, but not in each other or in `results`.
             step: What this rank is at, by a count that it also raises when it skips a
-                call.
+                call; nothing else finds that in this call.
             reduction_type: Of this call, if nothing was started; or the reducer's.
 
         Returns:
@@ -280,14 +285,15 @@ class Reducer(Freeable):
             if on the device: then they are queued on the current stream.
 
         Raises:
-            DisagreementError: On every rank, if ranks bring different arrays or are at
-                different steps; results and ``out`` are then without meaning.
+            DisagreementError: On every rank, if ranks bring different arrays, are at
+                different steps or have begun different numbers of calls; results and
+                ``out`` are then without meaning.
             InvalidArgumentError: On every rank, for an array that does not fit.
             Exception: On every rank, if one came with `fail`.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names who did not come.
                 The reducer is then of no further use: others may work in its memory.
         """
-        self._check_open()
+        self._begin()
         try:
             self._set_divisor(reduction_type)
             step = step_number(step, "step")
@@ -297,7 +303,7 @@ class Reducer(Freeable):
             targets = self._named.targets(out, mask | self._mask) if out else NOTHING
             self._device.prepare(brought, targets)
         except Exception as error:
-            self.fail(error)
+            self._fail(error)
         return self._finish(brought, mask, targets, step)
 
     def start(self, name: str, array: Any = None) -> None:
@@ -327,13 +333,13 @@ class Reducer(Freeable):
         self, *, out: Mapping[str, Array] | None = None, step: int = 0
     ) -> Mapping[str, Array]:
         """Wait for what was started; arguments, result and errors of `reduce`."""
-        self._check_open()
+        self._begin()
         try:
             targets = self._named.targets(out, self._mask) if out else NOTHING
             step = step_number(step, "step")
             self._device.prepare(NOTHING, targets)
         except Exception as error:
-            self.fail(error)
+            self._fail(error)
         self._set_divisor(None)
         return self._finish({}, self._mask, targets, step)
 
@@ -343,10 +349,18 @@ class Reducer(Freeable):
         For a rank that finds out alone that it has nothing to bring, while the others
         wait for it.
         """
-        self._check_open()
+        self._begin()
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
         self._exchange(Call(_FAILED, self._wait, {}, False, {}))
         self._explain(0, 0, error)
         raise error
+
+    def _begin(self) -> None:
+        self._check_open()
+        # Before anything that may be interrupted.
+        self._begun += 1
 
     @property
     def _calls(self) -> int:
@@ -371,6 +385,7 @@ class Reducer(Freeable):
     ) -> Mapping[str, Array]:
         mask |= self._mask
         facts = (step * 1_000_003 + mask) * 2_097_143 + self._schedule.divisor
+        facts += self._begun * 9_576_899
         signature = facts % _PRIME + 1
         whole = len(brought) == len(self._arrays)
         exact = self._named.exact(out) if out else NOTHING
@@ -426,7 +441,13 @@ class Reducer(Freeable):
     def _explain(self, mask: int, step: int, error: Exception | None) -> NoReturn:
         """Raise on every rank what is wrong on one, or between them. Collective."""
         there = self._named.names(mask)
-        facts = {"step": str(step), "divisor": str(self._schedule.divisor)}
+        facts = {
+            "number of calls begun": str(self._begun),
+            "step": str(step),
+            "divisor": str(self._schedule.divisor),
+        }
+        # All ranks come here in one call: from now on they count alike again.
+        self._begun = self._calls
         for name in self._arrays:
             facts[f"gradient of {name}"] = "one" if name in there else "none"
         reports = self._group.raise_together(self._name, error, facts)

@@ -282,6 +282,33 @@ def test_a_rank_at_another_step_is_found(maker, rank, size):
     works(reducer, size)
 
 
+class Interrupted(dict):
+    """What a rank brings when Ctrl-C finds it between two lines."""
+
+    def items(self):
+        raise KeyboardInterrupt
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_a_call_that_was_begun_and_not_made_is_found(maker, rank, size, which):
+    interrupted = 0 if which == "first" else size - 1
+    reducer = maker(SHAPES)
+    reducer.reduce(ONES)
+    if rank == interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            reducer.reduce(Interrupted())
+    error = raised(reducer.reduce, ONES)
+
+    assert type(error) is DisagreementError
+    assert "number of calls begun must be the same" in str(error)
+    first, last = (3, 2) if which == "first" else (2, 3)
+    assert f"rank 0 has {first}" in str(error)
+    assert f"has {last}" in str(error)
+    works(reducer, size)
+
+
 @ALL
 @pytest.mark.ranks(min=3)
 def test_steps_that_cancel_out_in_the_sum_are_found(maker, rank, size):
