@@ -274,8 +274,8 @@ class Reducer(Freeable):
         Args:
             arrays: Copied in first, unless it is the reducer's own; names that are
                 missing are brought by nobody. None: all, as they lie in `arrays`.
-            out: Arrays to copy results to, by name, of any float dtype; they may be what
-                is brought or lie in `arrays`, but not in each other or in `results`.
+            out: Arrays to copy results to, by name, of any float dtype; may be what is
+                brought, or lie in `arrays`, but not in each other or in `results`.
             step: What this rank is at, by a count that it also raises when it skips a
                 call; nothing else finds that in this call.
             reduction_type: Of this call, if nothing was started; or the reducer's.

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
-from hpcaccum import Group, InvalidArgumentError, device
+from hpcaccum import Group, device
 from hpcaccum.bench import report
 from hpcaccum.bench.circumstances import circumstances, describe
 from hpcaccum.bench.compare import comparison
@@ -20,6 +20,7 @@ from hpcaccum.bench.options import (
     check_picture,
     resolve,
 )
+from hpcaccum.output_files import check_apart, ending_the_job, open_output
 
 if TYPE_CHECKING:
     import argparse
@@ -41,6 +42,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
         DeviceUnavailableError: If a device is to be measured, and there is none.
     """
     if not needs_mpi(args):
+        check_apart({"--plot": args.plot}, {"old": args.old, "new": args.new})
         check_picture(args.plot)
         return comparison(args.old, args.new, args.tolerance, args.plot)
     group, options = Group.of(), resolve(args)
@@ -52,20 +54,14 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
         if options.on_device:
             device.use_device(group.node.rank)
         if group.rank == 0:
+            check_apart({"--json": options.json, "--plot": options.plot}, {})
             check_picture(options.plot)
-            files.append(_open(options))
+            files.append(open_output("--json", options.json))
         return {}
 
     group.agree("options", lambda: asdict(options))
     group.agree("hpcaccum bench", open_files)
     return Bench(group, options, files[0] if files else None)
-
-
-def _open(options: Options) -> IO[str] | None:
-    try:
-        return options.json.open("w") if options.json else None
-    except OSError as error:
-        raise InvalidArgumentError(f"--json {options.json}: {error.strerror}") from None
 
 
 class Bench:
@@ -103,7 +99,8 @@ class Bench:
         if options.plot and group.rank == 0 and measured:
             from hpcaccum.bench.plot import draw
 
-            draw(measured, told, options.plot)
+            with ending_the_job("--plot", options.plot):
+                draw(measured, told, options.plot)
             self._say(f"\npicture: {options.plot}")
         return 0
 
@@ -146,5 +143,6 @@ class Bench:
             self._say(line)
         for row in found if self._file else ():
             assert self._file is not None
-            self._file.write(json.dumps({**self._facts, **asdict(row)}) + "\n")
-            self._file.flush()
+            with ending_the_job("--json", self._options.json):
+                self._file.write(json.dumps({**self._facts, **asdict(row)}) + "\n")
+                self._file.flush()

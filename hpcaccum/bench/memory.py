@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpcaccum.free_memory import free_memory
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
@@ -46,7 +46,10 @@ class Memory(NamedTuple):
 
 def _problem(shared: float, private: float) -> str | None:
     # What is shared lies in memory too.
-    needs = {_SHM: (shared, _free_shared()), "memory": (shared + private, _free())}
+    needs = {
+        _SHM: (shared, _free_shared()),
+        "memory": (shared + private, free_memory()),
+    }
     for where, (wanted, free) in needs.items():
         if wanted > _SPARE * free:
             return (
@@ -61,21 +64,3 @@ def _free_shared() -> float:
         state = os.statvfs(_SHM)
         return float(state.f_bavail * state.f_frsize)
     return float("inf")
-
-
-def _free() -> float:
-    """Return the memory that this machine, or container, can still give."""
-    free = float("inf")
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = float(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        limits = Path("/sys/fs/cgroup")
-        limit = float((limits / "memory.max").read_text())
-        used = float((limits / "memory.current").read_text())
-        words = (limits / "memory.stat").read_text().split()
-        # Files that nobody uses are counted, but give way.
-        used -= float(words[words.index("inactive_file") + 1])
-        free = min(free, limit - used)
-    return free

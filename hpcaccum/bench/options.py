@@ -18,6 +18,7 @@ from hpcaccum.bench.device import __doc__ as device_help
 from hpcaccum.bench.progress import Progress
 from hpcaccum.bench.server import Server
 from hpcaccum.bench.step import Step
+from hpcaccum.output_files import check_writable
 
 if TYPE_CHECKING:
     from hpcaccum.bench.gloo import Gloo
@@ -204,10 +205,7 @@ def check_picture(path: Path | None) -> None:
             "--plot needs matplotlib, which is not installed: "
             "pip install 'hpcaccum[demo]'"
         ) from None
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise InvalidArgumentError(f"--plot {path}: {error.strerror}") from None
+    check_writable("--plot", path)
 
 
 def _size(text: str) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hpcaccum import Group, InvalidArgumentError
 from hpcaccum.device import use_device
+from hpcaccum.output_files import check_apart, check_writable, ending_the_job
 from hpcaccum.train.data import MISSING, load
 from hpcaccum.train.log import Log, circumstances
 from hpcaccum.train.loop import Run
@@ -40,12 +40,13 @@ def prepare(args: argparse.Namespace) -> Callable[[], None]:
 
     def options_facts() -> dict[str, object]:
         resolved.append(resolve(args, group.size))
+        _check_files(resolved[0])
         return asdict(resolved[0])
 
     def open_files() -> dict[str, object]:
         if group.rank == resolved[0].speaker:
             _check_picture(resolved[0])
-            logs.append(_open_log(resolved[0]))
+            logs.append(Log(resolved[0].log))
         return {}
 
     def device_facts() -> dict[str, object]:
@@ -61,6 +62,11 @@ def prepare(args: argparse.Namespace) -> Callable[[], None]:
     return functools.partial(_train, resolved[0], data, group, log)
 
 
+def _check_files(options: Options) -> None:
+    outputs = {"--log": options.log, "--plot": options.plot}
+    check_apart(outputs, {"--data": options.data})
+
+
 def _check_picture(options: Options) -> None:
     if options.plot is None:
         return
@@ -69,16 +75,7 @@ def _check_picture(options: Options) -> None:
             MISSING.format("matplotlib, which draws the picture,")
             + ", or do without: --no-plot"
         )
-    folder = options.plot.absolute().parent
-    if not os.access(folder, os.W_OK):
-        raise InvalidArgumentError(f"--plot {options.plot}: cannot write in {folder}")
-
-
-def _open_log(options: Options) -> Log:
-    try:
-        return Log(options.log)
-    except OSError as error:
-        raise InvalidArgumentError(f"--log {options.log}: {error.strerror}") from None
+    check_writable("--plot", options.plot)
 
 
 def _train(options: Options, data: Dataset, group: Group, log: Log) -> None:
@@ -99,7 +96,8 @@ def _train(options: Options, data: Dataset, group: Group, log: Log) -> None:
         if options.plot:
             from hpcaccum.train.plot import draw
 
-            draw(results, title, options.plot)
+            with ending_the_job("--plot", options.plot):
+                draw(results, title, options.plot)
             out.print(f"picture: {options.plot}", soft_wrap=True)
 
 

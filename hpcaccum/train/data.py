@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import stat
 import zipfile
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import InvalidArgumentError
+from hpcaccum.free_memory import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +23,14 @@ Array = np.ndarray[Any, Any]
 
 # One of so many samples of each class is for testing.
 _TEST_SHARE = 5
+
+_MEMBERS = ("x.npy", "y.npy", "x_test.npy", "y_test.npy")
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+# A bit in the flags of a zip file's member.
+_ENCRYPTED = 1
 
 MISSING = "{} is missing: pip install 'hpcaccum[demo]'"
 
@@ -57,7 +68,8 @@ def load(path: Path | None, group: Group) -> Dataset:
 
     def read() -> dict[str, object]:
         if group.rank == 0:
-            loaded.append(_digits() if path is None else _read(path))
+            ranks = group.node.size
+            loaded.append(_digits() if path is None else _read(path, ranks))
             _check_shares(loaded[0], group.size)
         return {}
 
@@ -99,17 +111,67 @@ def _digits() -> Dataset:
     return prepare("digits", x, y)
 
 
-def _read(path: Path) -> Dataset:
+def _read(path: Path, ranks: int) -> Dataset:
     try:
-        if path.is_file() and not zipfile.is_zipfile(path):
-            raise InvalidArgumentError("is no .npz file")
+        _check_kind(path)
         with np.load(path, allow_pickle=False) as file:
+            _check_sizes(file.zip, ranks)
             return _from_arrays(path.name, file)
     except OSError as error:
         message = error.strerror or str(error)
-        raise InvalidArgumentError(f"--data {path}: {message}") from None
-    except ValueError as error:
-        raise InvalidArgumentError(f"--data {path}: {error}") from None
+    except (ValueError, MemoryError) as error:
+        message = str(error)
+    except Exception as error:
+        # Of zipfile, zlib and NumPy, of many types.
+        message = f"cannot be read, it may be damaged: {error}"
+    raise InvalidArgumentError(f"--data {path}: {' '.join(message.split())}")
+
+
+def _check_kind(path: Path) -> None:
+    # To open a pipe would wait for somebody who writes.
+    regular = stat.S_ISREG(path.stat().st_mode)
+    if regular:
+        path.open("rb").close()
+    if not regular or not zipfile.is_zipfile(path):
+        raise InvalidArgumentError("is no .npz file")
+
+
+def _check_sizes(archive: zipfile.ZipFile, ranks: int) -> None:
+    """Refuse what does not fit into memory, before any of it is unpacked."""
+    needed = 0
+    members = [each for each in archive.infolist() if each.filename in _MEMBERS]
+    for member in members:
+        if member.flag_bits & _ENCRYPTED:
+            raise InvalidArgumentError(f"{member.filename} is encrypted")
+        # As it is, the scaled copy in float64, and in float32 on every rank.
+        needed += member.file_size
+        _check_memory(needed)
+        needed += _elements(archive, member) * (8 + 4 * ranks)
+    _check_memory(needed)
+
+
+def _check_memory(needed: int) -> None:
+    free = free_memory()
+    if needed > free:
+        raise InvalidArgumentError(
+            f"needs {needed / 2**30:.3g} GiB of memory, {free / 2**30:.3g} GiB are free"
+        )
+
+
+def _elements(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
+    """Return how many numbers an array has, which must be as many as are there."""
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in _HEADERS:
+            raise InvalidArgumentError(f"{member.filename} is of format {version}")
+        shape, _, dtype = _HEADERS[version](file)
+        count, there = math.prod(shape), member.file_size - file.tell()
+    if not dtype.hasobject and count * dtype.itemsize != there:
+        raise InvalidArgumentError(
+            f"{member.filename} is damaged: {dtype} {shape} are "
+            f"{count * dtype.itemsize} bytes, {there} are there"
+        )
+    return count
 
 
 def _from_arrays(name: str, file: Any) -> Dataset:

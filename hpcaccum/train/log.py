@@ -16,6 +16,7 @@ import numpy as np
 import hpcaccum
 from hpcaccum.device import device_name
 from hpcaccum.mpi import MPI
+from hpcaccum.output_files import ending_the_job, open_output
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,18 +34,19 @@ class Log:
         path: Overwritten; None writes nothing.
 
     Raises:
-        OSError: If it cannot be written.
+        InvalidArgumentError: If it cannot be written.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = path.open("w") if path else None
+        self._path, self._file = path, open_output("--log", path)
 
     def write(self, event: str, facts: Any) -> None:
         """Write one line."""
         if self._file:
             line = json.dumps({"event": event, **facts}, default=str)
-            self._file.write(line + "\n")
-            self._file.flush()
+            with ending_the_job("--log", self._path):
+                self._file.write(line + "\n")
+                self._file.flush()
 
     def record(self, record: Record) -> None:
         """Write what a look at the model found."""

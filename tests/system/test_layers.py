@@ -32,6 +32,7 @@ LAYERS = [
     ["optimizers"],
     ["adapters", "checkpoint"],
     ["hpcaccum"],
+    ["free_memory", "output_files"],
     ["train", "bench", "launch"],
     ["cli"],
     ["__main__"],

@@ -204,7 +204,7 @@ def test_a_terminal_gets_a_bar(mpiexec, mpi_environment, tmp_path):
         (["--strategy", "sync-replicas", "--quorum", "3"], "must be at most 2"),
         (["--strategy", "agn", "--data", "no.npz"], "no.npz: No such file"),
         (["--strategy", "agn", "--log", "no/log"], "no/log: No such file"),
-        (["--strategy", "agn", "--plot", "no/p.png"], "cannot write in"),
+        (["--strategy", "agn", "--plot", "no/p.png"], "no/p.png: No such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

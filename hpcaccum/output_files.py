@@ -1,0 +1,87 @@
+"""Files that a command writes: what is wrong with them is found before it begins."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from typing import IO, TYPE_CHECKING
+
+from hpcaccum.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+
+def check_apart(
+    outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]
+) -> None:
+    """Raise InvalidArgumentError if an output would destroy another file of the call.
+
+    Args:
+        outputs: Option to path; None is an option that was not given.
+        inputs: The same, of what the call reads.
+    """
+    seen = [(name, path) for name, path in inputs.items() if path is not None]
+    for name, path in outputs.items():
+        if path is None:
+            continue
+        for other, theirs in seen:
+            if _same(path, theirs):
+                raise InvalidArgumentError(
+                    f"{name} {path} is the same file as {other} {theirs}"
+                )
+        seen.append((name, path))
+
+
+def _same(one: Path, other: Path) -> bool:
+    with contextlib.suppress(OSError):
+        # By hard links, too; nothing is lost in /dev/null.
+        return one.samefile(other) and one.is_file()
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise InvalidArgumentError if a file cannot be written; leave none behind."""
+    with _one_line(option, path):
+        existed = path.exists()
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+
+
+def open_output(option: str, path: Path | None) -> IO[str] | None:
+    """Return an empty file to write to, which has taken a byte; None for None.
+
+    Raises:
+        InvalidArgumentError: If it cannot be opened, or is full.
+    """
+    if path is None:
+        return None
+    with _one_line(option, path):
+        file = path.open("w")
+        if not stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) and not file.isatty():
+            os.write(file.fileno(), b"\n")
+            if path.is_file():
+                os.ftruncate(file.fileno(), 0)
+                os.lseek(file.fileno(), 0, os.SEEK_SET)
+    return file
+
+
+@contextlib.contextmanager
+def _one_line(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        message = error.strerror or str(error)
+        raise InvalidArgumentError(f"{option} {path}: {message}") from None
+
+
+@contextlib.contextmanager
+def ending_the_job(option: str, path: Path | None) -> Iterator[None]:
+    """Make an error of the file, when it is written later, an exit with one line."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(f"{option} {path}: {error.strerror or error}") from None

@@ -1,0 +1,189 @@
+"""Files that the commands read and write: what is wrong is one line, at once."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+
+from .conftest import REPOSITORY
+
+pytestmark = pytest.mark.mpi
+
+TRAIN = "train", "--strategy", "drop-stale", "--epochs", "1"
+BENCH = "bench", "allreduce", "--sizes", "4K", "--seconds", "0.01"
+
+
+# Each command line must be refused; then the next one is tried in the same job.
+SCRIPT = """
+import sys
+from hpcaccum.cli import main
+for words in {}:
+    try:
+        status = main(words)
+    except SystemExit as leaving:
+        status = leaving.code
+    assert status == 2, (words, status)
+"""
+
+
+@pytest.fixture
+def refused(mpirun, tmp_path):
+    """Run commands on two ranks, each to be refused with one line; return the lines."""
+
+    def run(*commands):
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT.format([*map(list, commands)]))
+        env = {"PYTHONPATH": str(REPOSITORY)}
+        result = mpirun(2, script, cwd=tmp_path, env=env)
+        script.unlink()
+        assert result.returncode == 0, result.stdout
+        told = result.stdout.splitlines()
+        assert len(told) == len(commands), result.stdout
+        assert all("error: " in line for line in told), result.stdout
+        return told
+
+    return run
+
+
+def good(path):
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 200)
+    np.savez(path, x=rng.standard_normal((200, 2)) + y[:, None], y=y)
+    return path.read_bytes()
+
+
+def header(shape, descr="<f4"):
+    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
+def archive(path, x, method=zipfile.ZIP_STORED):
+    """Write an .npz file whose array x is these bytes."""
+    y = io.BytesIO()
+    np.save(y, np.arange(200) % 2)
+    with zipfile.ZipFile(path, "w", method) as file:
+        file.writestr("x.npy", x)
+        file.writestr("y.npy", y.getvalue())
+
+
+def damage(path, where):
+    whole = bytearray(good(path))
+    whole[where] ^= 0xFF
+    path.write_bytes(whole)
+
+
+def encrypt(path):
+    whole = bytearray(good(path))
+    # The flags of the first member, in its own header and in the directory.
+    whole[6] |= 1
+    whole[whole.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(whole)
+
+
+def lie(path):
+    """Declare a size that no memory holds."""
+    archive(path, header((1 << 42, 2)) + bytes(100))
+    whole = path.read_bytes()
+    entry = whole.index(b"PK\x01\x02")
+    size = struct.pack("<II", 0xFFFFFFFE, 0xFFFFFFFE)
+    path.write_bytes(whole[: entry + 20] + size + whole[entry + 28 :])
+
+
+BAD_DATA = {
+    "truncated": lambda path: path.write_bytes(good(path)[:1000]),
+    "damaged": lambda path: damage(path, 500),
+    "no zip": lambda path: path.write_bytes(b"PK\x03\x04 and so on"),
+    "encrypted": encrypt,
+    "claims terabytes": lambda path: archive(path, header((1 << 40, 2)) + bytes(800)),
+    "claims less": lambda path: archive(path, header((200, 2)) + bytes(9999)),
+    "negative": lambda path: archive(path, header((-200, 2)) + bytes(1600)),
+    "no array": lambda path: archive(path, b"text"),
+    "no header": lambda path: archive(path, b"\x93NUMPY\x01\x00\xff\xff{"),
+    "objects": lambda path: archive(path, header((200, 2), "|O") + bytes(1600)),
+    "declares too much": lie,
+    "a folder": lambda path: path.mkdir(),
+    "a pipe": os.mkfifo,
+}
+
+
+def test_bad_data_is_one_line(refused, tmp_path):
+    commands = []
+    for kind, make in BAD_DATA.items():
+        make(tmp_path / f"{kind}.npz")
+        commands.append((*TRAIN, "--data", f"{kind}.npz", "--log", "log.jsonl"))
+
+    for kind, told in zip(BAD_DATA, refused(*commands), strict=True):
+        assert f"--data {kind}.npz: " in told
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+def test_a_zip_bomb_is_not_unpacked(refused, tmp_path):
+    # 64 GiB of zeros, of which the file has 64 MiB at most; memory has less.
+    from hpcaccum.free_memory import free_memory
+
+    rows = 1 << 33
+    piece = zipfile.ZipFile(tmp_path / "own.npz", "w", zipfile.ZIP_DEFLATED)
+    with piece as file:
+        file.writestr("x.npy", header((1 << 20, 2)) + bytes(1 << 23))
+        file.writestr("y.npy", header((1 << 20,), "<i8") + bytes(1 << 23))
+    whole = (tmp_path / "own.npz").read_bytes()
+    entry = whole.index(b"PK\x01\x02")
+    extra = struct.pack("<HHQ", 1, 8, rows * 8)
+    assert free_memory() < rows * 8
+    name = len("x.npy")
+    # The directory says, in the form for large files, that x has 64 GiB.
+    fixed = bytearray(whole[entry : entry + 46])
+    fixed[24:28], fixed[30:32] = b"\xff" * 4, struct.pack("<H", len(extra))
+    told = whole[:entry] + fixed + b"x.npy" + extra + whole[entry + 46 + name :]
+    end = told.rindex(b"PK\x05\x06")
+    size = struct.unpack("<I", told[end + 12 : end + 16])[0] + len(extra)
+    told = told[: end + 12] + struct.pack("<I", size) + told[end + 16 :]
+    (tmp_path / "own.npz").write_bytes(told)
+
+    assert "GiB of memory" in refused((*TRAIN, "--data", "own.npz"))[0]
+
+
+def test_data_is_never_written_over(refused, tmp_path):
+    whole = good(tmp_path / "own.npz")
+    (tmp_path / "symbolic.svg").symlink_to("own.npz")
+    (tmp_path / "hard.svg").hardlink_to(tmp_path / "own.npz")
+    names = "own.npz", f"../{tmp_path.name}/own.npz", "symbolic.svg", "hard.svg"
+    outputs = [("--log", name) for name in names]
+    outputs += [("--plot", name) for name in names[2:]]
+    commands = [(*TRAIN, "--data", "own.npz", *output) for output in outputs]
+
+    assert all("is the same file as --data" in told for told in refused(*commands))
+    assert (tmp_path / "own.npz").read_bytes() == whole
+
+
+def test_what_cannot_be_written_is_one_line(refused, tmp_path):
+    (tmp_path / "folder.svg").mkdir()
+    expected = [
+        ((*TRAIN, "--log", "/dev/full"), "--log /dev/full: No space left"),
+        ((*TRAIN, "--log", "folder.svg"), "--log folder.svg: Is a directory"),
+        ((*TRAIN, "--plot", "folder.svg"), "--plot folder.svg: Is a directory"),
+        ((*TRAIN, "--plot", "no/a.svg"), "--plot no/a.svg: No such file"),
+        ((*TRAIN, "--log", "a.svg", "--plot", "a.svg"), "is the same file as --log"),
+        ((*BENCH, "--json", "/dev/full"), "--json /dev/full: No space left"),
+        ((*BENCH, "--plot", "folder.svg"), "--plot folder.svg: Is a directory"),
+        ((*BENCH, "--json", "a.svg", "--plot", "a.svg"), "is the same file as --json"),
+        (("bench", "compare", "a.svg", "b", "--plot", "a.svg"), "same file as old"),
+    ]
+    commands, messages = zip(*expected, strict=True)
+
+    for told, message in zip(refused(*commands), messages, strict=True):
+        assert message in told
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
+
+
+def test_nothing_is_lost_in_dev_null(mpirun, tmp_path):
+    words = *BENCH, "--json", "/dev/null"
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    result = mpirun(2, "-m", "hpcaccum", *words, cwd=tmp_path, env=env)
+
+    assert result.returncode == 0, result.stdout
