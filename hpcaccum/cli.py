@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -69,6 +70,8 @@ _RANKS = (
 
 # Seconds that a rank which ends waits for the others to end too.
 _PATIENCE = 3.0
+# The exit status of what Ctrl-C ended, as shells have it.
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,6 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after ``hpcaccum``; those of this process by default.
     """
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        _end_interrupted()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     args = _parser().parse_args(arguments)
     command = COMMANDS[args.command]
     if command.needs_mpi(args):
@@ -93,6 +103,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = leaving.code if isinstance(leaving.code, int) else 1
             _leave(status, f"hpcaccum {args.command}: ended with {leaving.code}")
     return 0
+
+
+def _end_interrupted() -> NoReturn:
+    """End the job: with one line, by rank 0, if all ranks were interrupted."""
+    # Once more would be a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank = _launched_rank()
+    text = "hpcaccum: interrupted"
+    if rank:
+        # Rank 0 ends the job, unless it was not interrupted.
+        time.sleep(_PATIENCE)
+        text = f"rank {rank}: {text}"
+    print(text, file=sys.stderr, flush=True)
+    abort_job(_INTERRUPTED)
+    # Windows may be open, which MPI_Finalize would wait for.
+    os._exit(_INTERRUPTED)
 
 
 class _Parser(argparse.ArgumentParser):

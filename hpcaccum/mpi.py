@@ -159,7 +159,7 @@ def _close_all() -> None:
             close()
         except (DisagreementError, WaitTimeoutError) as error:
             # MPI_Finalize would hang on windows that the other ranks do not free.
-            _report(f"at the end of its program: {error}\n")
+            _report(f" at the end of its program: {error}\n")
             abort_job()
         except BaseException:
             report_and_abort(*sys.exc_info())
@@ -205,7 +205,11 @@ def report_and_abort(
     trace: TracebackType | None,
 ) -> None:
     """Show an exception with the number of the rank, then end the job."""
-    _report("".join(traceback.format_exception(kind, error, trace)))
+    text = "\n" + "".join(traceback.format_exception(kind, error, trace))
+    if isinstance(error, KeyboardInterrupt):
+        # Ctrl-C comes to all ranks: a line each is enough.
+        text = " KeyboardInterrupt\n"
+    _report(text)
     abort_job()
 
 
@@ -215,9 +219,9 @@ def _report(text: str) -> None:
     if module is not None:
         rank, size = module.COMM_WORLD.rank, module.COMM_WORLD.size
         if size > 1:
-            text = f"rank {rank} of {size} failed, ending the job:\n{text}"
+            text = f"rank {rank} of {size} failed, ending the job:{text}"
     # At once: other ranks may write their own.
-    sys.stderr.write(text)
+    sys.stderr.write(text.lstrip())
 
 
 def install_excepthook() -> None:
