@@ -35,7 +35,8 @@ from hpcaccum.optimizers import (
     Variable,
     get_variable,
 )
-from hpcaccum.reducer import Reducer, ReducerStatistics
+from hpcaccum.reducer import Reducer
+from hpcaccum.reducer_statistics import ReducerStatistics
 
 __version__ = "0.1.0"
 

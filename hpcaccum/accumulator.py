@@ -214,7 +214,7 @@ class ConditionalAccumulator(Freeable):
 
     def __repr__(self) -> str:
         """Show the numbers."""
-        if self._freed:
+        if self._freed or self._shared.opened.closed:
             return f"<ConditionalAccumulator {self._name!r}, freed>"
         state = self._rounds.state()
         return (

@@ -76,7 +76,9 @@ class Group:
 
         Raises:
             TypeError: If ``comm`` is something else.
+            FreedError: After MPI.Finalize().
         """
+        mpi.check_running(MPI)
         if isinstance(comm, Group):
             return comm
         comm = MPI.COMM_WORLD if comm is None else comm
@@ -94,6 +96,8 @@ class Group:
 
     def __repr__(self) -> str:
         """Show the numbers."""
+        if MPI.Is_finalized():
+            return f"Group(rank {self.rank} of {self.size}, finalized)"
         return f"Group(rank {self.rank} of {self.size}, {self.node.size} on its node)"
 
     @functools.cached_property
@@ -119,6 +123,7 @@ class Group:
         Raises:
             DisagreementError, WaitTimeoutError: As `Meetings.gather`.
         """
+        mpi.check_running(MPI)
         return self.meetings.gather(value, what)
 
     def agree(

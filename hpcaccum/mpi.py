@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum.errors import (
     DisagreementError,
+    FreedError,
     MPIUnavailableError,
     WaitTimeoutError,
 )
@@ -76,6 +77,7 @@ def _load() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         message = _NO_LIBRARY.format(error=str(error).strip().splitlines()[0])
         raise MPIUnavailableError(message) from error
+    check_running(module)
     problem = launcher_problem(
         os.environ, module.COMM_WORLD.size, module.get_vendor()[0]
     )
@@ -83,6 +85,15 @@ def _load() -> ModuleType:
         raise RuntimeError(problem)
     _close_before_finalize(module)
     return module
+
+
+def check_running(module: Any) -> None:
+    """Raise FreedError after MPI_Finalize: MPI would end the job without a word.
+
+    What was made before it was freed by it, and says so.
+    """
+    if module.Is_finalized():
+        raise FreedError("MPI is finalized: nothing of hpcaccum can be used any more")
 
 
 def _close_before_finalize(module: Any) -> None:

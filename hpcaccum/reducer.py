@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import types
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -29,6 +28,7 @@ from hpcaccum.hierarchical import Hierarchical
 from hpcaccum.layout import wide_dtype
 from hpcaccum.lifetime import Freeable
 from hpcaccum.named_arrays import NamedArrays
+from hpcaccum.reducer_statistics import ReducerStatistics
 from hpcaccum.roll_call import RollCall
 from hpcaccum.schedules import Flat, Plan, Readiness, Schedule, Shared, cut
 
@@ -55,33 +55,6 @@ _EAGER = 32 << 10
 # the call's number, the step and what is present, in one number. Two calls that differ
 # have the same one once in 10**7 times.
 _FAILED, _PRIME = 0, SIGNATURES - 3
-
-
-@dataclass(frozen=True)
-class ReducerStatistics:
-    """The numbers of a reducer.
-
-    Attributes:
-        schedule: What is used; never ``"auto"``.
-        ranks, nodes: Of the group.
-        buckets: Pieces in which data travel.
-        wire_dtype: In which sums travel between nodes; None if none do.
-        calls: Reductions so far.
-        waited: Seconds that this rank has spent in them.
-        window_bytes: Of this rank's gradients.
-        result_bytes: Of results, as far as they lie in this rank's memory: on a node
-            that shares them, those of its first rank.
-    """
-
-    schedule: str
-    ranks: int
-    nodes: int
-    buckets: int
-    wire_dtype: str | None
-    calls: int
-    waited: float
-    window_bytes: int
-    result_bytes: int
 
 
 class Reducer(Freeable):

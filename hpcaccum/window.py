@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from hpcaccum import mpi
+from hpcaccum.errors import FreedError
 from hpcaccum.mpi import MPI
 from hpcaccum.node_memory import NodeMemory, check_room, explained, pieces
 
@@ -31,6 +32,16 @@ Array = np.ndarray[Any, Any]
 
 # One MPI call moves at most this much: counts are 32-bit in MPI-3 libraries.
 _CHUNK_BYTES = 1 << 30
+
+
+class _Freed:
+    """Stands for a window that is gone: MPI may end the job for its use."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise FreedError("its windows were freed")
+
+
+_FREED: Any = _Freed()
 
 
 class Cells:
@@ -170,6 +181,7 @@ class Cells:
         self._words = None
         self._window.Unlock_all()
         self._window.Free()
+        self._window = _FREED
 
 
 class Region:
@@ -277,6 +289,7 @@ class Region:
         if self._window is not None:
             self._window.Unlock_all()
             self._window.Free()
+            self._window = _FREED
 
 
 def _pieces(data: Array) -> Iterator[tuple[int, Array]]:

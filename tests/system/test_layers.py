@@ -19,7 +19,7 @@ LAYERS = [
     ["node_memory", "progress", "pointer_tables"],
     ["window"],
     ["call", "ledger", "line", "named_arrays", "roll_call", "transfer", "int8"],
-    ["update_lock"],
+    ["update_lock", "reducer_statistics"],
     ["shapes", "spin", "storage", "parameters", "device_exchange", "device_link"],
     ["rounds", "device_rounds"],
     ["writer", "updates", "settings", "device_accumulator", "device_rows"],

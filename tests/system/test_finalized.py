@@ -1,0 +1,72 @@
+"""After MPI.Finalize() every use is an error of ours: MPI would end the job."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import REPOSITORY
+
+pytestmark = pytest.mark.mpi
+
+AFTER = """
+import numpy as np
+import hpcaccum as hpc
+from mpi4py import MPI
+
+layout = hpc.Layout({"x": (5,)}, "float32")
+one = lambda: (1.0, [np.ones(3)])
+uses = {
+    "new reducer": lambda: hpc.Reducer(layout),
+    "new accumulator": lambda: hpc.ConditionalAccumulator("float32", (5,)),
+    "new group": lambda: hpc.Group.of(MPI.COMM_WORLD),
+    "new optimizer": lambda: hpc.CrossShardOptimizer(hpc.SGD(1.0)),
+}
+"""
+OPEN = """
+variable = hpc.Variable(np.ones(3), "v")
+group, reducer = hpc.Group.of(), hpc.Reducer(layout)
+accumulator = hpc.ConditionalAccumulator("float32", (5,))
+shard = hpc.CrossShardOptimizer(hpc.SGD(1.0))
+ready = hpc.CrossShardOptimizer(hpc.SGD(1.0))
+ready.initialize([variable])
+dropping = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 1)
+dropping.initialize([variable])
+uses |= {
+    "reduce": reducer.reduce,
+    "start": lambda: reducer.start("x"),
+    "apply": lambda: accumulator.apply_grad(np.ones(5)),
+    "take": lambda: accumulator.take_grad(1),
+    "count": lambda: accumulator.num_accumulated(),
+    "minimize": lambda: shard.minimize(one, var_list=[variable]),
+    "minimize again": lambda: ready.minimize(one, var_list=[variable]),
+    "update": lambda: dropping.minimize(one, var_list=[variable]),
+    "meet": lambda: group.meet(1, "x"),
+    "old group": lambda: hpc.Reducer(layout, group),
+}
+"""
+CHECK = """
+MPI.Finalize()
+for name, use in uses.items():
+    try:
+        found = use()
+    except hpc.FreedError as error:
+        assert "\\n" not in str(error)
+    else:
+        raise AssertionError(f"{name} returned {found}")
+for each in list(globals().values()):
+    repr(each)
+    if isinstance(each, (hpc.Reducer, hpc.ConditionalAccumulator)):
+        each.free()
+print("all of them")
+"""
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["open", "never loaded"])
+def test_use_after_finalize_is_an_error(made, mpirun, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(AFTER + (OPEN if made else "") + CHECK)
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    result = mpirun(2, script, cwd=tmp_path, env=env)
+
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("all of them") == 2
