@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import hypothesis
 
 # The ranks of tests/mpi must draw alike.  So nothing may depend on the clock (the
@@ -19,3 +21,6 @@ hypothesis.settings.register_profile(
     ],
 )
 hypothesis.settings.load_profile("hpcaccum")
+
+# Tests set their own limits; that of the shell they were started from is not theirs.
+os.environ.pop("HPCACCUM_TIMEOUT", None)
