@@ -380,21 +380,26 @@ class ConditionalAccumulator(Freeable):
         if out is not None and self._only_shape is not None:
             result_array(out, self.dtype, self._only_shape)
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
-        with self._rounds.take(required, deadline) as closed:
-            return self._reduce(closed, out)
+        return self._rounds.take(
+            required, deadline, lambda closed: self._reduce(closed, out), self._clear
+        )
+
+    def _shape_of(self, closed: Closed) -> Shape:
+        if self._only_shape is not None:
+            return self._only_shape
+        return self._shared.shapes.shape(closed.shape)
+
+    def _clear(self, closed: Closed) -> None:
+        self._storage.clear(closed.parity, size_of(self._shape_of(closed)))
 
     def _reduce(self, closed: Closed, out: Array | None) -> Array:
-        shape = self._only_shape
-        if shape is None:
-            shape = self._shared.shapes.shape(closed.shape)
+        shape = self._shape_of(closed)
         found = result_array(out, self.dtype, shape)
         result = np.empty(shape, self.dtype) if is_device(found) else found
         divisor = closed.count if self._settings.reduction == "MEAN" else 1
         # Infinity is for the user to see, as the value that it is.
         with np.errstate(all="ignore"):
             self._storage.total(closed, divisor, result.reshape(-1))
-        # Last: if anything above failed, the next take finds all of it.
-        self._storage.clear(closed.parity, result.size)
         if found is not result:
             copyto(found, result)
         return found

@@ -44,17 +44,30 @@ class Tally:
 
     Attributes:
         accepted, dropped: One number a rank.
-        lags: How many gradients of all ranks had each lag. A negative lag counts as 0,
-            one above `MAX_LAG` as `MAX_LAG`.
+        lags: How many accepted and dropped gradients of all ranks had each lag. A
+            negative lag counts as 0, one above `MAX_LAG` as `MAX_LAG`.
+        given_up: One number a rank: gradients that were admitted but could not be
+            written, because of an exception in the midst of the call. They are part of
+            no mean. Empty on a device, which has none.
     """
 
     accepted: tuple[int, ...]
     dropped: tuple[int, ...]
     lags: dict[int, int]
+    given_up: tuple[int, ...] = ()
+
+
+# Columns of a row, and what they are to be.
+Counts = tuple[tuple[int, int], ...]
+
+_ACCEPTED, _DROPPED, _GIVEN_UP, _LAGS = range(4)
 
 
 class Ledger:
     """One row of counters a rank, in the host's cells; each rank writes its own.
+
+    Counting has two steps, so that it can be done again after an exception: `next`
+    says what the counters will be, `post` sets them.
 
     Args:
         cells: Where the rows are.
@@ -62,30 +75,42 @@ class Ledger:
         rank, size: Whose row is written, and how many rows there are.
     """
 
-    _WIDTH = 2 + MAX_LAG + 1
+    _WIDTH = _LAGS + MAX_LAG + 1
 
     def __init__(self, cells: Cells, base: int, rank: int, size: int) -> None:
         self._cells, self._base, self._size = cells, base, size
         self._index = base + rank * self._WIDTH
+        self._row = [0] * self._WIDTH
 
     @classmethod
     def words(cls, size: int) -> int:
         """Return the number of cells for ``size`` ranks."""
         return size * cls._WIDTH
 
-    def post(self, receipt: Receipt) -> None:
-        """Count one gradient; the next call on the cells that waits publishes it."""
+    def next(self, receipt: Receipt) -> Counts:
+        """Return the counters after one more gradient."""
         lag = min(max(receipt.global_step - receipt.local_step, 0), MAX_LAG)
-        self._cells.count(self._index + (0 if receipt.accepted else 1))
-        self._cells.count(self._index + 2 + lag)
+        kind, row = _ACCEPTED if receipt.accepted else _DROPPED, self._row
+        return (kind, row[kind] + 1), (_LAGS + lag, row[_LAGS + lag] + 1)
+
+    def next_given_up(self) -> Counts:
+        """Return the counters after one more gradient that was given up."""
+        return ((_GIVEN_UP, self._row[_GIVEN_UP] + 1),)
+
+    def post(self, counts: Counts) -> None:
+        """Set counters; the next call on the cells that waits publishes them."""
+        for column, number in counts:
+            self._row[column] = number
+            self._cells.note(self._index + column, number)
 
     def tally(self) -> Tally:
         """Return the counts of all ranks."""
         words = self._cells.read_range(self._base, self.words(self._size))
         rows = np.array(words).reshape(self._size, self._WIDTH)
-        lags = rows[:, 2:].sum(axis=0).tolist()
+        lags = rows[:, _LAGS:].sum(axis=0).tolist()
         return Tally(
-            tuple(rows[:, 0].tolist()),
-            tuple(rows[:, 1].tolist()),
+            tuple(rows[:, _ACCEPTED].tolist()),
+            tuple(rows[:, _DROPPED].tolist()),
             {lag: number for lag, number in enumerate(lags) if number},
+            tuple(rows[:, _GIVEN_UP].tolist()),
         )

@@ -9,18 +9,17 @@ Source: L. Lamport, A New Solution of Dijkstra's Concurrent Programming Problem,
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from hpcaccum.errors import WaitTimeoutError
 from hpcaccum.group import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.window import Cells
+
+T = TypeVar("T")
 
 _ABSENT, _DRAWING = 0, -1
 
@@ -37,26 +36,39 @@ class Line:
     def __init__(self, cells: Cells, base: int, rank: int, size: int) -> None:
         self._cells, self._rank, self._size = cells, rank, size
         self._ticket, self._places = base, base + 1
-        # Threads of one rank share its place.
-        self._mine = threading.Lock()
+        # Threads of one rank share its place. A dictionary is the lock between them: an
+        # exception cannot hide whether `setdefault` let a call in.
+        self._inside: dict[str, object] = {}
 
-    @contextlib.contextmanager
-    def turn(self, deadline: Deadline) -> Iterator[None]:
-        """Wait for this rank's turn, and pass it on in the end.
+    def turn(self, deadline: Deadline, do: Callable[[], T]) -> T:
+        """Wait for this rank's turn, call ``do``, and pass the turn on in the end.
 
         Raises:
             WaitTimeoutError: If it does not come in time; the place is given up.
         """
-        patience = min(deadline.remaining, threading.TIMEOUT_MAX)
-        if not self._mine.acquire(timeout=patience):
-            message = f"{deadline.what}: another thread of this rank holds the turn"
-            raise WaitTimeoutError(message)
+        me = object()
         try:
+            self._enter(me, deadline)
             self._stand(deadline)
-            yield
+            return do()
         finally:
+            # A signal handler may raise here too, and nobody else can leave for us.
+            try:
+                self._leave(me)
+            except BaseException:
+                self._leave(me)
+                raise
+
+    def _enter(self, me: object, deadline: Deadline) -> None:
+        deadline.wait(
+            lambda: self._inside.setdefault("call", me) is me or None,
+            lambda: "another thread of this rank to pass its turn on",
+        )
+
+    def _leave(self, me: object) -> None:
+        if self._inside.get("call") is me:
             self._cells.write(self._places + self._rank, _ABSENT)
-            self._mine.release()
+            del self._inside["call"]
 
     def _stand(self, deadline: Deadline) -> None:
         here = self._places + self._rank

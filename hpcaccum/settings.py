@@ -42,7 +42,7 @@ def check_settings(
     workers: Any,
     size: int,
 ) -> Settings:
-    """Check the constructor's arguments."""
+    """Check the constructor's arguments; ``size`` is the number of ranks."""
     kind, declared = float_dtype(dtype), declared_shape(shape)
     if not isinstance(reduction, (str, type(None))):
         raise TypeError(f"reduction_type must be text, got {reduction!r}")
@@ -63,6 +63,11 @@ def check_settings(
             f"shape {declared} is not fixed: capacity=, the most elements of a "
             f"gradient, is needed"
         )
+    number = positive_count(workers, "workers")
+    if number > size:
+        raise InvalidArgumentError(
+            f"workers is at most the number of ranks, {size}, got {number}"
+        )
     return Settings(
         kind,
         declared,
@@ -71,5 +76,5 @@ def check_settings(
         rank_number(host, size, "host"),
         capacity if is_fixed(declared) else positive_count(capacity, "capacity"),
         storage,
-        positive_count(workers, "workers"),
+        number,
     )

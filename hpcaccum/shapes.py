@@ -68,9 +68,10 @@ def compatible(shape: Shape, declared: PartialShape | None) -> bool:
 class ShapeTable:
     """Shapes that ranks have used, numbered from 1, in the host's cells.
 
-    A rank that needs a new number takes the next entry for itself alone, fills it and
-    only then uses the number: nobody waits for anybody. Two ranks may so give one shape
-    two numbers, hence shapes are compared, never numbers.
+    A rank that needs a number looks for the shape among the entries. If there is none,
+    it takes the next entry for itself alone, fills it and only then uses the number:
+    nobody waits for anybody. Two ranks that do so at the same time give one shape two
+    numbers, hence shapes are compared, never numbers.
 
     Args:
         cells: Where the table is.
@@ -84,6 +85,9 @@ class ShapeTable:
         self._cells, self._base, self._limit = cells, base, limit
         self._shapes: dict[int, Shape] = {}
         self._numbers: dict[Shape, int] = {}
+        # How many entries were looked at, and which of them were not filled then.
+        self._seen = 0
+        self._unfilled: list[int] = []
 
     @classmethod
     def words(cls, limit: int) -> int:
@@ -94,7 +98,7 @@ class ShapeTable:
         """Return the shape of a number that is in use."""
         if number not in self._shapes:
             words = self._cells.read_range(self._entry(number), self._WIDTH)
-            self._remember(number, tuple(words[1 : 1 + words[0]]))
+            self._remember(number, tuple(words[1 : words[0]]))
         return self._shapes[number]
 
     def number(self, shape: Shape) -> int:
@@ -104,14 +108,35 @@ class ShapeTable:
             InvalidArgumentError: If the table is full.
         """
         if shape not in self._numbers:
-            number = self._cells.add(self._base, 1) + 1
-            if number > self._limit:
-                raise InvalidArgumentError(
-                    f"more than {self._limit} different shapes in one accumulator"
-                )
-            self._cells.write_range(self._entry(number), [len(shape), *shape])
-            self._remember(number, shape)
+            self._look()
+        if shape not in self._numbers:
+            self._enter(shape)
         return self._numbers[shape]
+
+    def _look(self) -> None:
+        """Read the entries that others have filled."""
+        used = min(self._cells.read(self._base), self._limit)
+        unfilled = []
+        for number in [*self._unfilled, *range(self._seen + 1, used + 1)]:
+            # Once the first word is there, the others are; see `_enter`.
+            if self._cells.read(self._entry(number)):
+                self.shape(number)
+            else:
+                unfilled.append(number)
+        self._seen, self._unfilled = used, unfilled
+
+    def _enter(self, shape: Shape) -> None:
+        number = self._cells.add(self._base, 1) + 1
+        if number > self._limit:
+            raise InvalidArgumentError(
+                f"more than {self._limit} different shapes in one accumulator"
+            )
+        entry = self._entry(number)
+        if shape:
+            self._cells.write_range(entry + 1, shape)
+        # Last, and never 0: whoever finds it finds the shape.
+        self._cells.write(entry, 1 + len(shape))
+        self._remember(number, shape)
 
     def _entry(self, number: int) -> int:
         return self._base + 1 + (number - 1) * self._WIDTH

@@ -6,6 +6,7 @@ may be used by several ranks at once as long as each keeps to its own buffers.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from hpcaccum import device
 from hpcaccum.helpers import run_pieces
-from hpcaccum.window import Region
+from hpcaccum.window import Region, without_signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,38 +77,59 @@ class Slots:
     def _view(self, rank: int, index: int, count: int) -> Array:
         return self.region.view(rank, index * self._stride, count, self._dtype)
 
+    def prepare(self, grad: Array) -> Array:
+        """Return what `write` is to get: across nodes a vector that MPI can send."""
+        if device.is_device(grad):
+            self.pin()
+        return grad if self.region.mapped else _flat(grad, self._dtype)
+
     def write(
-        self, parity: int, index: int, grad: Array, *, first: bool, there: bool
+        self,
+        parity: int,
+        index: int,
+        grad: Array,
+        first: bool,
+        there: bool,
+        added: list[None],
     ) -> None:
         """Put a gradient into this rank's buffer, or add it to what is there.
 
         Args:
             parity: Of the round; slots do not care.
             index: The buffer.
-            grad: Of any real dtype and any strides; or on a device.
+            grad: What `prepare` returned.
             first: Whether the buffer has nothing of this round yet.
             there: Whether ``grad`` is that very `buffer`.
+            added: Gets an entry for each part that was added to a sum. If it has some
+                after an exception, a second call with the same list adds the rest.
         """
-        if device.is_device(grad):
-            self.pin()
-        if self.region.mapped:
-            if not there:
-                self._store(index, grad, first=first)
+        if not self.region.mapped:
+            offset = index * self._stride
+            if first:
+                self.region.put(self._rank, offset, grad)
+            else:
+                self.region.accumulate(self._rank, offset, grad, added)
             return
-        flat = _flat(grad, self._dtype)
-        send = self.region.put if first else self.region.accumulate
-        send(self._rank, index * self._stride, flat)
+        if not there:
+            self._store(index, grad, first, added)
 
-    def _store(self, index: int, grad: Array, *, first: bool) -> None:
+    def _store(self, index: int, grad: Array, first: bool, added: list[None]) -> None:
         place = self._view(self._rank, index, grad.size).reshape(grad.shape)
         # Infinity is for the user to see, as the value that it is.
         with np.errstate(all="ignore"):
             if first:
                 device.copyto(place, grad)
-            else:
-                grad = device.to_host(grad)
+            elif not added:
                 # Converted first, then added, as a lone gradient is.
-                np.add(place, grad, place, dtype=self._dtype, casting="same_kind")
+                add = functools.partial(
+                    np.add,
+                    place,
+                    device.to_host(grad),
+                    place,
+                    dtype=self._dtype,
+                    casting="same_kind",
+                )
+                without_signals(add, functools.partial(added.append, None))
 
     def total(self, closed: Closed, divisor: int, out: Array) -> None:
         """Set a vector to the sum of a round's gradients, over ``divisor``.
@@ -165,12 +187,21 @@ class Sums:
     def pin(self) -> None:
         """Nothing to do: gradients are converted on their way."""
 
+    def prepare(self, grad: Array) -> Array:
+        """Return what `write` is to get: a vector that MPI can send."""
+        return _flat(grad, self._dtype)
+
     def write(
-        self, parity: int, index: int, grad: Array, *, first: bool, there: bool
+        self,
+        parity: int,
+        index: int,
+        grad: Array,
+        first: bool,
+        there: bool,
+        added: list[None],
     ) -> None:
-        """Add a gradient to the sum of a parity; complete on return."""
-        flat = _flat(grad, self._dtype)
-        self.region.accumulate(0, parity * self._stride, flat)
+        """Add a gradient to the sum of a parity; see `Slots.write`."""
+        self.region.accumulate(0, parity * self._stride, grad, added)
 
     def total(self, closed: Closed, divisor: int, out: Array) -> None:
         """Set a vector to the sum of a round's gradients, over ``divisor``."""

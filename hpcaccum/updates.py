@@ -19,13 +19,13 @@ from hpcaccum.device import Pinned
 from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError
 from hpcaccum.group import ranks_text
 from hpcaccum.ledger import Ledger, Receipt
-from hpcaccum.window import Cells, Region
+from hpcaccum.window import Attempt, Cells, Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpcaccum.group import Group
-    from hpcaccum.ledger import Tally
+    from hpcaccum.ledger import Counts, Tally
 
 Array = np.ndarray[Any, Any]
 
@@ -37,6 +37,9 @@ class UpdateQueue:
 
     A rank submits, then waits until its gradient was applied; only then may it write
     into its slot again. The host takes the gradients one after the other.
+
+    If `submit` fails after the gradient was admitted, it is given up: its update comes
+    all the same, as one of zeros.
 
     Args:
         group: The ranks.
@@ -78,6 +81,9 @@ class UpdateQueue:
         self._pinned: Pinned | None = None
         # The step that this rank's last update makes.
         self._submitted = 0
+        # What an exception in the midst of a call is recovered from.
+        self._admission, self._leaving = Attempt(), Attempt()
+        self._counts: Counts | None = None
 
     def _place(self, rank: int) -> Array:
         return self._region.view(rank, 0, self._size, self._dtype)
@@ -119,22 +125,56 @@ class UpdateQueue:
             raise InvalidArgumentError(
                 f"rank {self._group.rank} has left and can submit no more gradients"
             )
+        self._admission.reset()
+        self._counts = None
+        try:
+            return self._submit(local_step)
+        except BaseException:
+            # A signal handler may raise here too, and nobody else can do this.
+            try:
+                self._recover(local_step)
+            except BaseException:
+                self._recover(local_step)
+                raise
+            raise
+
+    def _submit(self, local_step: int) -> Receipt:
         receipt = self._admit(local_step)
-        self.ledger.post(receipt)
-        if not receipt:
-            self.cells.flush()
-            return receipt
-        if not self._region.mapped:
-            self._region.put(self._group.rank, 0, self._slot)
-        # Update k makes step k + 1; 0 is the place of a rank that submitted nothing.
-        self._submitted = receipt.global_step + 1
-        self.cells.write(_HEAD + self._group.rank, self._submitted)
+        if receipt:
+            if not self._region.mapped:
+                self._region.put(self._group.rank, 0, self._slot)
+            # Update k makes step k + 1; 0 is the place of a rank that submitted none.
+            self._submitted = receipt.global_step + 1
+            self.cells.post(_HEAD + self._group.rank, [self._submitted])
+        self._count(self.ledger.next(receipt))
+        self.cells.flush()
         return receipt
+
+    def _count(self, counts: Counts) -> None:
+        self._counts = counts
+        self.ledger.post(counts)
+
+    def _recover(self, local_step: int) -> None:
+        """Give up what was admitted, unless the host can see it; may be done twice."""
+        self.cells.flush()
+        place, admission = _HEAD + self._group.rank, self._admission
+        if admission.swapped:
+            step = int(admission.compare[0])
+            self._submitted = step + 1
+            if self.cells.read(place) == self._submitted:
+                accepted = self.ledger.next(Receipt(True, local_step, step))
+                self._count(self._counts or accepted)
+            else:
+                self._count(self._counts or self.ledger.next_given_up())
+                self.cells.post(place, [-self._submitted])
+        else:
+            self.ledger.post(self._counts or ())
+        self.cells.flush()
 
     def _admit(self, local_step: int) -> Receipt:
         step = self.cells.read(_STEP)
         while step - local_step <= self._max_lag:
-            found = self.cells.swap(_STEP, step, step + 1)
+            found = self.cells.swap(_STEP, step, step + 1, self._admission)
             if found == step:
                 return Receipt(True, local_step, step)
             step = found
@@ -151,23 +191,28 @@ class UpdateQueue:
     def next(self, step: int, deadline: Deadline) -> Iterator[Array]:
         """Give the body the gradient admitted at ``step``; the host only.
 
+        It is a vector of zeros if the gradient was given up.
+
         Raises:
             WaitTimeoutError: If it does not come in time.
             EverybodyLeftError: If all ranks have left and none is there.
         """
-        rank = deadline.wait(
+        gradient = deadline.wait(
             lambda: self._find(step), lambda: f"update {step + 1}, {self._whose(step)}"
         )
         self._region.sync()
         # The number of the update stays in its place: it is never looked for again.
-        yield self._place(rank)
+        yield gradient
         self.cells.write(_APPLIED, step + 1)
 
-    def _find(self, step: int) -> int | None:
+    def _find(self, step: int) -> Array | None:
         words = self.cells.read_range(0, _HEAD + self._group.size)
-        if step + 1 in words[_HEAD:]:
-            return words.index(step + 1, _HEAD) - _HEAD
-        if words[_LEFT] == self._workers and self.step == step:
+        places = words[_HEAD:]
+        if step + 1 in places:
+            return self._place(places.index(step + 1))
+        if -(step + 1) in places:
+            return np.zeros(self._size, self._dtype)
+        if words[_LEFT] >= self._workers and self.step == step:
             raise EverybodyLeftError(f"all {self._workers} ranks have left")
         return None
 
@@ -200,10 +245,18 @@ class UpdateQueue:
 
     def leave(self) -> None:
         """Promise that this rank submits no more; once is enough."""
-        if not self._left:
-            self._left = True
-            self.cells.write(self._gone + self._group.rank, 1)
-            self.cells.add(_LEFT, 1)
+        try:
+            self._leave()
+        except BaseException:
+            # Half of it would make the host wait for this rank.
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        self._left = True
+        self.cells.write(self._gone + self._group.rank, 1)
+        if not self._leaving.added:
+            self.cells.add(_LEFT, 1, self._leaving)
 
     def left(self) -> list[int]:
         """Return the ranks that have left."""

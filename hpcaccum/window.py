@@ -12,6 +12,9 @@ MPICH wait for a target that computes.
 
 from __future__ import annotations
 
+import collections
+import functools
+import operator
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,7 +27,7 @@ from hpcaccum.mpi import MPI
 from hpcaccum.node_memory import NodeMemory, check_room, explained, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hpcaccum.group import Group
 
@@ -32,6 +35,49 @@ Array = np.ndarray[Any, Any]
 
 # One MPI call moves at most this much: counts are 32-bit in MPI-3 libraries.
 _CHUNK_BYTES = 1 << 30
+# No word has this value.
+_NEVER = -(1 << 63)
+
+
+class Attempt:
+    """One atomic change of a word, whose outcome an exception does not hide.
+
+    A signal handler may raise after MPI has changed the word and before Python has got
+    the result. MPI leaves the result in this memory, where it can be read afterwards,
+    once `Cells.flush` has returned.
+
+    Attributes:
+        origin, compare, result: One word each: the operand, the value that was expected
+            and the value that was there before.
+    """
+
+    __slots__ = ("compare", "origin", "result")
+
+    def __init__(self) -> None:
+        self.origin, self.compare, self.result = np.full((3, 1), _NEVER, np.int64)
+
+    def reset(self) -> None:
+        """Forget the outcome."""
+        self.result[0] = _NEVER
+
+    @property
+    def added(self) -> bool:
+        """Whether `Cells.add` was carried out since the last reset."""
+        return bool(self.result[0] != _NEVER)
+
+    @property
+    def swapped(self) -> bool:
+        """Whether `Cells.swap` changed the word since the last reset."""
+        return self.added and bool(self.result[0] == self.compare[0])
+
+
+class _Scratch(threading.local):
+    """One set a thread: a server thread and the user's own use the same cells."""
+
+    def __init__(self) -> None:
+        self.attempt = Attempt()
+        # What MPI reads until the next flush.
+        self.posted: list[Array] = []
 
 
 class _Freed:
@@ -66,7 +112,7 @@ class Cells:
 
     def __init__(self, group: Group, host: int, count: int) -> None:
         self.host = host
-        self._local = threading.local()
+        self._local = _Scratch()
         self._window = _allocate(group, host, count * 8, 8)
         # The words themselves, where this rank may load and store them.
         self._words: memoryview | None = None
@@ -79,37 +125,33 @@ class Cells:
         """Whether reading costs next to nothing."""
         return self._words is not None
 
-    def _scratch(self) -> tuple[Array, Array, Array]:
-        # One set a thread: a server thread and the user's own use the same cells.
-        try:
-            return self._local.scratch  # type: ignore[no-any-return]
-        except AttributeError:
-            self._local.scratch = tuple(np.zeros(1, np.int64) for _ in range(3))
-            self._local.posted = []
-            return self._local.scratch  # type: ignore[no-any-return]
-
     def read(self, index: int) -> int:
         """Return one word."""
         if self._words is not None:
             word = self._words[index]
             self._window.Sync()
             return word
-        return self._fetch(index, 0, MPI.NO_OP)
+        return self._fetch(index, 0, MPI.NO_OP, self._local.attempt)
 
-    def add(self, index: int, value: int) -> int:
+    def add(self, index: int, value: int, attempt: Attempt | None = None) -> int:
         """Add to one word; return what it was before."""
-        return self._fetch(index, value, MPI.SUM)
+        return self._fetch(index, value, MPI.SUM, attempt or self._local.attempt)
 
-    def _fetch(self, index: int, value: int, operation: Any) -> int:
-        operand, result, _ = self._scratch()
-        operand[0] = value
-        self._window.Fetch_and_op(operand, result, self.host, index, operation)
+    def _fetch(self, index: int, value: int, operation: Any, attempt: Attempt) -> int:
+        result = attempt.result
+        result[0], attempt.origin[0] = _NEVER, value
+        self._window.Fetch_and_op(attempt.origin, result, self.host, index, operation)
         self._complete()
         return int(result[0])
 
-    def swap(self, index: int, expected: int, new: int) -> int:
+    def swap(
+        self, index: int, expected: int, new: int, attempt: Attempt | None = None
+    ) -> int:
         """Set a word to ``new`` if it is ``expected``; return what it was before."""
-        origin, result, compare = self._scratch()
+        attempt = attempt or self._local.attempt
+        origin, compare, result = attempt.origin, attempt.compare, attempt.result
+        # In this order: no earlier outcome may be taken for that of this swap.
+        result[0] = _NEVER
         origin[0], compare[0] = new, expected
         self._window.Compare_and_swap(origin, compare, result, self.host, index)
         self._complete()
@@ -122,10 +164,14 @@ class Cells:
             self._window.Sync()
             return words
         result = np.empty(count, np.int64)
-        self._window.Get_accumulate(
-            [None, 0, MPI.LONG], result, self.host, (index, count, MPI.LONG), MPI.NO_OP
-        )
-        self._window.Flush(self.host)
+        target = (index, count, MPI.LONG)
+        try:
+            self._window.Get_accumulate(
+                [None, 0, MPI.LONG], result, self.host, target, MPI.NO_OP
+            )
+        finally:
+            # Also after an exception: MPI must not write into memory that is freed.
+            self._window.Flush(self.host)
         return result.tolist()  # type: ignore[no-any-return]
 
     def write(self, index: int, value: int) -> None:
@@ -140,27 +186,25 @@ class Cells:
     def post(self, index: int, values: Sequence[int]) -> None:
         """Set several words, some time before the next call that waits returns."""
         if self._words is None:
-            self._send(index, values, MPI.REPLACE)
+            self._send(index, values)
             return
         self._window.Sync()
         for place, value in enumerate(values, index):
             self._words[place] = value
         self._window.Sync()
 
-    def count(self, index: int) -> None:
-        """Add 1 to a word of this rank's own, as `post` sets one."""
+    def note(self, index: int, value: int) -> None:
+        """Set a word that only this rank writes, as `post` does, but in no order."""
         if self._words is None:
-            self._send(index, [1], MPI.SUM)
+            self._send(index, [value])
         else:
-            self._words[index] += 1
+            self._words[index] = value
 
-    def _send(self, index: int, values: Sequence[int], operation: Any) -> None:
+    def _send(self, index: int, values: Sequence[int]) -> None:
         origin = np.array(values, np.int64)
-        self._scratch()
-        # MPI reads it until the next flush.
         self._local.posted.append(origin)
         target = (index, origin.size, MPI.LONG)
-        self._window.Accumulate(origin, self.host, target, operation)
+        self._window.Accumulate(origin, self.host, target, MPI.REPLACE)
 
     def sync(self) -> None:
         """Order this rank's loads and stores before it with those after it."""
@@ -169,7 +213,6 @@ class Cells:
     def flush(self) -> None:
         """Wait until what was posted is there."""
         if self._words is None:
-            self._scratch()
             self._complete()
 
     def _complete(self) -> None:
@@ -255,25 +298,46 @@ class Region:
 
     def put(self, part: int, offset: int, data: Array) -> None:
         """Write a contiguous vector into a part; it is there on return."""
-        for start, piece in _pieces(data):
-            target = self._target(part, offset + start, piece)
-            self._window.Put([piece, MPI.BYTE], self._host, target)
-        self._window.Flush(self._host)
+        try:
+            for start, piece in _pieces(data):
+                target = self._target(part, offset + start, piece)
+                self._window.Put([piece, MPI.BYTE], self._host, target)
+        finally:
+            # Also after an exception: MPI must not use memory that is freed.
+            self._window.Flush(self._host)
 
-    def accumulate(self, part: int, offset: int, data: Array) -> None:
-        """Add a contiguous float32 or float64 vector, element by element atomic."""
+    def accumulate(
+        self, part: int, offset: int, data: Array, added: list[None] | None = None
+    ) -> None:
+        """Add a contiguous float32 or float64 vector, element by element atomic.
+
+        Args:
+            part: Where to.
+            offset: Its first byte there.
+            data: The vector; MPI reads it until this returns.
+            added: Gets an entry for each piece that was added. After an exception, a
+                second call with the same list adds the rest.
+        """
+        added = [] if added is None else added
         kind = MPI.FLOAT if data.dtype.itemsize == 4 else MPI.DOUBLE
-        for start, piece in _pieces(data):
-            target = self._target(part, offset + start, piece, kind)
-            self._window.Accumulate([piece, kind], self._host, target, MPI.SUM)
-        self._window.Flush(self._host)
+        try:
+            for start, piece in list(_pieces(data))[len(added) :]:
+                target = self._target(part, offset + start, piece, kind)
+                add = functools.partial(
+                    self._window.Accumulate, [piece, kind], self._host, target, MPI.SUM
+                )
+                without_signals(add, functools.partial(added.append, None))
+        finally:
+            self._window.Flush(self._host)
 
     def get(self, part: int, offset: int, out: Array) -> None:
         """Read a part into a contiguous vector."""
-        for start, piece in _pieces(out):
-            target = self._target(part, offset + start, piece)
-            self._window.Get([piece, MPI.BYTE], self._host, target)
-        self._window.Flush(self._host)
+        try:
+            for start, piece in _pieces(out):
+                target = self._target(part, offset + start, piece)
+                self._window.Get([piece, MPI.BYTE], self._host, target)
+        finally:
+            self._window.Flush(self._host)
 
     def _target(
         self, part: int, offset: int, piece: Array, kind: Any = None
@@ -297,6 +361,17 @@ def _pieces(data: Array) -> Iterator[tuple[int, Array]]:
     step = _CHUNK_BYTES // data.dtype.itemsize
     for start in range(0, data.size, step):
         yield start * data.dtype.itemsize, data[start : start + step]
+
+
+def without_signals(*calls: Callable[[], Any]) -> None:
+    """Call functions of C one after the other.
+
+    Python runs signal handlers between its own instructions only, hence not here.
+    """
+    collections.deque(map(_CALL, calls), 0)
+
+
+_CALL = operator.methodcaller("__call__")
 
 
 def _allocate(group: Group, host: int, nbytes: int, unit: int) -> Any:

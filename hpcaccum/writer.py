@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpcaccum.deadline import Deadline
+from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.overlap import same_elements
+from hpcaccum.overlap import overlap, same_elements
 from hpcaccum.rounds import Record
+from hpcaccum.window import Attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum.deadline import Deadline
-    from hpcaccum.ledger import Receipt
-    from hpcaccum.rounds import Rounds
+    from hpcaccum.ledger import Counts, Receipt
+    from hpcaccum.rounds import Admitted, Rounds
     from hpcaccum.storage import Slots, Sums
 
 Array = np.ndarray[Any, Any]
+
+
+class Lent(NamedTuple):
+    """A buffer that a thread has got from `Writer.slot` and not applied yet."""
+
+    array: Array
+    thread: threading.Thread
+
+
+# What is written, whether it is there already, and this rank's record afterwards.
+Job = tuple[Array, bool, Record]
 
 
 class Writer:
@@ -43,40 +56,150 @@ class Writer:
         # What this rank has in the round of each parity; None if surely nothing.
         self._mine: list[Record | None] = [None, None]
         self._last_parity = 0
-        # The buffer that `slot` handed out last, and the array that it is.
-        self._lent: tuple[int, Array] | None = None
+        # By buffer: who has it now, and the memory of all that were ever handed out.
+        self._lent: dict[int, Lent] = {}
+        self._slots: dict[int, Array] = {}
+        self._begin()
+        # For a gradient that cannot be written.
+        self._withdrawal: Attempt | None = None
+        self._given_up: Record | None = None
+
+    def _begin(self) -> None:
+        """Forget the gradient before; these say where an exception found the next."""
+        self._rounds.admission.reset()
+        # What is to be written, and this rank's record after it.
+        self._job: Job | None = None
+        # What was added to a sum already, and cannot be taken back.
+        self._added: list[None] = []
+        self._stored = False
+        self._counts: Counts | None = None
 
     def submit(
         self, array: Array, local_step: int, fit: Callable[[int], int]
     ) -> Receipt:
-        """Add a gradient to the open round unless it is stale."""
+        """Add a gradient to the open round unless it is stale.
+
+        If it raises, nothing was added; except that a signal handler may raise when the
+        gradient is in place already.
+        """
+        # What may fail comes before the admission.
+        source = self._storage.prepare(array)
+        receipt = self._try(array, source, local_step, fit)
+        if receipt is None:
+            deadline = Deadline(None, "apply_grad")
+            receipt = deadline.wait(
+                lambda: self._try(array, source, local_step, fit), lambda: _OTHER_THREAD
+            )
+        return receipt
+
+    def _try(
+        self, array: Array, source: Array, local_step: int, fit: Callable[[int], int]
+    ) -> Receipt | None:
+        """Submit; None if other threads' slots leave no buffer at the moment."""
         with self._lock:
             if self._left:
                 raise InvalidArgumentError(
                     f"rank {self._rank} has left and can apply no more gradients"
                 )
-            receipt, parity, shape = self._rounds.admit(local_step, fit)
-            self._rounds.ledger.post(receipt)
-            if receipt:
-                self._write(array, parity, shape, local_step)
-            else:
-                self._rounds.cells.flush()
+            slot, only = self._slot_of(array) if self._slots else None, None
+            if len(self._lent) > (slot is not None) and not self._has_room(slot):
+                only = self._joined()
+                if only is None:
+                    return None
+            self._begin()
+            try:
+                admitted = self._rounds.admit(local_step, fit, only)
+                return admitted and self._submit(admitted, array, source, slot)
+            except BaseException:
+                self._withdrawal = self._given_up = None
+                # A signal handler may raise here too, and nobody else can do this.
+                try:
+                    self._recover(local_step, slot)
+                except BaseException:
+                    self._recover(local_step, slot)
+                    raise
+                raise
+
+    def _submit(
+        self, admitted: Admitted, array: Array, source: Array, slot: int | None
+    ) -> Receipt:
+        receipt, parity, shape = admitted
+        if not receipt:
+            self._count(self._rounds.ledger.next(receipt))
+            self._rounds.cells.flush()
+            return receipt
+        before, there = self._known(parity), False
+        if before:
+            buffer, number = before.buffer, before.number
+        else:
+            buffer, there = self._choose(array, slot, parity)
+            number = 0
+        done = Record(buffer, number + 1, 0, shape)
+        self._rounds.writing(parity, Record(buffer, number, 1, shape))
+        self._job = (source, there, done)
+        self._storage.write(parity, buffer, source, not number, there, self._added)
+        self._stored = True
+        # The caller's array is not needed any more, and not kept.
+        self._job = (_NOTHING, there, done)
+        self._count(self._rounds.ledger.next(receipt))
+        self._rounds.put_record(parity, done)
+        self._settle(parity, done, slot)
         return receipt
 
-    def _write(self, array: Array, parity: int, shape: int, local_step: int) -> None:
-        before = self._before(parity)
-        if before:
-            buffer, count, there = before.buffer, before.number, False
-        else:
-            buffer, there = self._choose(array, parity)
-            count = 0
-        self._rounds.writing(parity, Record(buffer, count, 1, shape, local_step))
-        self._storage.write(parity, buffer, array, first=not count, there=there)
-        done = Record(buffer, count + 1, 0, shape, local_step)
-        self._mine[parity], self._lent = done, None
-        self._rounds.written(parity, done)
+    def _count(self, counts: Counts) -> None:
+        self._counts = counts
+        self._rounds.ledger.post(counts)
 
-    def _before(self, parity: int) -> Record | None:
+    def _settle(self, parity: int, done: Record, slot: int | None) -> None:
+        """Remember what this rank has; take the slots back that were this thread's."""
+        self._mine[parity] = done
+        if self._lent:
+            for index in self._lent.keys() - self._of_others(slot):
+                self._take_back(index)
+
+    # After an exception. All of this may be done twice.
+
+    def _recover(self, local_step: int, slot: int | None) -> None:
+        """Complete a gradient that is in place, or take its admission back."""
+        admitted = self._rounds.admitted(local_step)
+        if admitted is None:
+            self._rounds.ledger.post(self._counts or ())
+        elif self._job and (self._stored or self._added):
+            self._complete(admitted, self._job, slot)
+        else:
+            self._give_up(*admitted[1:])
+        self._rounds.cells.flush()
+
+    def _complete(self, admitted: Admitted, job: Job, slot: int | None) -> None:
+        receipt, parity, _ = admitted
+        source, there, done = job
+        if not self._stored:
+            first = done.number == 1
+            self._storage.write(parity, done.buffer, source, first, there, self._added)
+            self._stored = True
+        self._count(self._counts or self._rounds.ledger.next(receipt))
+        if self._rounds.writes(parity):
+            self._rounds.put_record(parity, done)
+        self._settle(parity, done, slot)
+
+    def _give_up(self, parity: int, shape: int) -> None:
+        self._count(self._counts or self._rounds.ledger.next_given_up())
+        if self._given_up is None:
+            before = self._known(parity)
+            back = self._withdrawal = self._withdrawal or Attempt()
+            if back.swapped or self._rounds.withdraw(parity, before, back):
+                return
+            # Too late. A take waits for this rank, so the record stays what it is.
+            record = before or Record(0, 0, 0, shape)
+            self._rounds.writing(parity, record._replace(writing=1))
+            self._rounds.cells.flush()
+            self._given_up = record._replace(given_up=1)
+        if self._rounds.writes(parity):
+            self._rounds.put_record(parity, self._given_up)
+
+    # Buffers
+
+    def _known(self, parity: int) -> Record | None:
         """Return what this rank has in the round that is open now, of this parity."""
         if parity != self._last_parity:
             # The other parity was open in between, so this one was cleared.
@@ -86,45 +209,123 @@ class Writer:
             self._mine[parity] = None
         return self._mine[parity]
 
-    def _choose(self, array: Array, parity: int) -> tuple[int, bool]:
+    def _choose(self, array: Array, slot: int | None, parity: int) -> tuple[int, bool]:
         """Return a buffer that no round holds; whether the gradient lies in it."""
-        if self._lent is not None:
-            index, slot = self._lent
-            if same_elements(array, slot):
-                return index, True
+        if slot is not None and same_elements(array, self._lent[slot].array):
+            return slot, True
         other = self._mine[1 - parity]
         free = [1 - other.buffer] if other else [0, 1]
-        # The one that was handed out may be lost: it is the caller's until now.
-        kept = [b for b in free if self._lent is None or b != self._lent[0]]
-        return (kept or free)[0], False
+        if self._lent:
+            others = self._of_others(slot)
+            free = [buffer for buffer in free if buffer not in others]
+            # This thread's own slot may be lost, but it is the caller's until now.
+            free.sort(key=self._lent.__contains__)
+            self._take_back(free[0])
+        return free[0], False
+
+    def _take_back(self, index: int) -> None:
+        """End the loan of a slot: NumPy refuses to write to the array from now on."""
+        if index in self._lent:
+            self._lent[index].array.flags.writeable = False
+            del self._lent[index]
+
+    def _slot_of(self, array: Array) -> int | None:
+        """Return the slot that an array lies in; None if it lies elsewhere.
+
+        Raises:
+            InvalidArgumentError: If the slot is no longer the caller's.
+        """
+        if array.base is None or is_device(array):
+            return None
+        for index, lent in self._lent.items():
+            if array is lent.array:
+                return index
+        for index, memory in self._slots.items():
+            if overlap(array, memory):
+                if index in self._lent:
+                    return index
+                raise InvalidArgumentError(
+                    "the gradient lies in a slot of this rank that is no longer the "
+                    "caller's, because a gradient was applied since: call slot() again "
+                    "for each gradient"
+                )
+        return None
+
+    def _of_others(self, slot: int | None = None) -> set[int]:
+        """Return the slots that other threads hold; none of a thread that has ended."""
+        if self._lent.keys() <= {slot}:
+            return set()
+        me = threading.current_thread()
+        return {
+            index
+            for index, lent in self._lent.items()
+            if index != slot and lent.thread is not me and lent.thread.is_alive()
+        }
+
+    def _held(self) -> set[int]:
+        """Return the buffers that rounds hold."""
+        for parity, mine in enumerate(self._mine):
+            if mine and not self._rounds.holds(parity, self._rank):
+                self._mine[parity] = None
+        return {mine.buffer for mine in self._mine if mine}
+
+    def _has_room(self, slot: int | None) -> bool:
+        """Whether a gradient has a buffer, whichever round it is admitted to."""
+        others = self._of_others(slot)
+        return not others or bool({0, 1} - others - self._held())
+
+    def _joined(self) -> int | None:
+        """Return the open parity, if this rank has a gradient there to add to."""
+        parity = self._rounds.state().parity
+        mine = self._mine[parity]
+        held = mine is not None and self._rounds.holds(parity, self._rank)
+        return parity if held else None
 
     def slot(self, shape: tuple[int, ...], deadline: Deadline) -> Array:
         """Return a buffer that no round holds; wait until there is one."""
-        return deadline.wait(
-            lambda: self._lend(shape),
-            lambda: "the take that is reducing both buffers of this rank",
-        )
+        return deadline.wait(lambda: self._lend(shape), self._missing_slot)
+
+    def _missing_slot(self) -> str:
+        if self._of_others():
+            return _OTHER_THREAD
+        return "the take that is reducing both buffers of this rank"
 
     def _lend(self, shape: tuple[int, ...]) -> Array | None:
         with self._lock:
-            for parity, mine in enumerate(self._mine):
-                if mine and not self._rounds.holds(parity, self._rank):
-                    self._mine[parity] = None
-            free = {0, 1} - {mine.buffer for mine in self._mine if mine}
+            free = {0, 1} - self._held() - self._of_others()
             if not free:
                 return None
-            index = min(free)
-            flat = self._storage.buffer(index)[: math.prod(shape)]
-            self._lent = index, flat.reshape(shape)
-            return self._lent[1]
+            # Asked for twice without an apply: the same one.
+            index = min(free, key=lambda each: (each not in self._lent, each))
+            me, lent = threading.current_thread(), self._lent.get(index)
+            if lent and lent.thread is me and lent.array.shape == shape:
+                return lent.array
+            self._take_back(index)
+            memory = self._slots[index] = self._storage.buffer(index)
+            array = memory[: math.prod(shape)].reshape(shape)
+            self._lent[index] = Lent(array, me)
+            return array
 
     def free(self) -> None:
         """Let go of the memory that was lent."""
-        self._lent = None
+        self._lent.clear()
+        self._slots.clear()
+        self._job = None
 
     def leave(self) -> None:
         """Promise that this rank brings no more gradients."""
         with self._lock:
-            if not self._left:
-                self._left = True
-                self._rounds.leave()
+            try:
+                self._leave()
+            except BaseException:
+                # Half of it would make takes wait for this rank.
+                self._leave()
+                raise
+
+    def _leave(self) -> None:
+        self._left = True
+        self._rounds.leave()
+
+
+_NOTHING = np.empty(0)
+_OTHER_THREAD = "another thread of this rank to apply the slot that it holds"

@@ -141,8 +141,12 @@ class Given(Exception):
 
 def close_unreduced(acc):
     """Leave a closed round on record."""
-    with pytest.raises(Given), acc._rounds.take(1, Deadline(WAIT, "closing")):
+
+    def fail(closed):
         raise Given
+
+    with pytest.raises(Given):
+        acc._rounds.take(1, Deadline(WAIT, "closing"), fail, pytest.fail)
 
 
 def test_slot_is_awaited_while_both_buffers_are_held(acc):

@@ -39,9 +39,11 @@ class Holder(Background):
         at(rank, until, lambda: cells.read(2 + self.rank) > 0)
 
     def _hold(self, line):
-        with line.turn(Deadline(WAIT, "holding")):
+        def wait():
             self.turn.set()
             assert self.release.wait(WAIT)
+
+        line.turn(Deadline(WAIT, "holding"), wait)
 
     def has_turn(self):
         return at(self.rank, self.turn.is_set)
@@ -56,17 +58,11 @@ class Holder(Background):
 
 def test_turn_is_there_when_nobody_waits(line):
     for rank in range(4):
-
-        def use():
-            with line.turn(Deadline(0, "call")):
-                return True
-
-        assert at(rank, use)
+        assert at(rank, line.turn, Deadline(0, "call"), lambda: True)
 
 
 def test_line_keeps_to_its_cells(line, cells, size):
-    with line.turn(Deadline(WAIT, "call")):
-        pass
+    line.turn(Deadline(WAIT, "call"), lambda: None)
     meet()
 
     assert cells.read(0) == 0
@@ -76,12 +72,13 @@ def test_line_keeps_to_its_cells(line, cells, size):
 
 def test_one_at_a_time(line, cells):
     def increment():
-        for _ in range(10):
-            with line.turn(Deadline(WAIT, "call")):
-                value = cells.read(0)
-                cells.write(0, value + 1)
+        cells.write(0, cells.read(0) + 1)
 
-    everywhere(increment)
+    def all_of_them():
+        for _ in range(10):
+            line.turn(Deadline(WAIT, "call"), increment)
+
+    everywhere(all_of_them)
     assert at(0, cells.read, 0) == 10 * len(meet())
 
 
@@ -101,11 +98,8 @@ def test_place_that_is_given_up_holds_nobody_up(line, cells):
 
     def give_up():
         told = "call: waited .* s for rank 0, before this rank in line"
-        with (
-            pytest.raises(hpc.WaitTimeoutError, match=told),
-            line.turn(Deadline(VAIN, "call")),
-        ):
-            pytest.fail("had the turn")
+        with pytest.raises(hpc.WaitTimeoutError, match=told):
+            line.turn(Deadline(VAIN, "call"), lambda: pytest.fail("had the turn"))
 
     at(1, give_up)
     last = Holder(line, cells, 2)
@@ -116,8 +110,8 @@ def test_place_that_is_given_up_holds_nobody_up(line, cells):
 
 def test_error_in_a_turn_passes_it_on(line):
     def fail():
-        with pytest.raises(KeyError), line.turn(Deadline(WAIT, "call")):
-            raise KeyError
+        with pytest.raises(KeyError):
+            line.turn(Deadline(WAIT, "call"), lambda: {}[0])
 
     at(1, fail)
     at(0, fail)
@@ -128,11 +122,8 @@ def test_threads_of_a_rank_share_a_place(line, cells):
     holder = Holder(line, cells, 1)
 
     def in_vain():
-        with (
-            pytest.raises(hpc.WaitTimeoutError, match="another thread of this rank"),
-            line.turn(Deadline(VAIN, "call")),
-        ):
-            pytest.fail("had the turn")
+        with pytest.raises(hpc.WaitTimeoutError, match="another thread of this rank"):
+            line.turn(Deadline(VAIN, "call"), lambda: pytest.fail("had the turn"))
 
     at(1, in_vain)
     holder.let_go()
@@ -162,9 +153,8 @@ def test_ticket_is_drawn_while_others_see_it(line, cells, monkeypatch):
     monkeypatch.setattr(cells, "add", look_and_add)
 
     def use():
-        with line.turn(Deadline(WAIT, "call")):
-            return list(seen), cells.read_range(2, 2)[0]
+        return list(seen), cells.read_range(2, 2)[0]
 
-    drawing, place = at(0, use)
+    drawing, place = at(0, line.turn, Deadline(WAIT, "call"), use)
     assert drawing == [_DRAWING]
     assert place == 1

@@ -11,7 +11,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Group
 from hpcaccum.progress import Progress
-from hpcaccum.rounds import _DONE
+from hpcaccum.rounds import Record
 
 from .support import WAIT
 from .training import meet
@@ -32,20 +32,22 @@ def test_gradients_arrive_while_the_host_computes(comm, rank, size, work):
     acc = hpc.ConditionalAccumulator("float32", (1 << 20,), storage="slots", comm=comm)
     # The host's memory itself: between the two meetings it makes no MPI call.
     words = np.frombuffer(acc._rounds.cells._window.tomemory() or b"", np.int64)
+    records = None
     grad, arrived = np.full(1 << 20, rank, np.float32), None
     meet()
     if rank == 0:
         end = time.monotonic() + WAIT
-        while words[_DONE] < size - 1 and time.monotonic() < end:
+        records = words[acc._rounds._record(0, 1) :][: size - 1]
+        while arrived != size - 1 and time.monotonic() < end:
             work()
-        arrived = int(words[_DONE])
+            arrived = sum(Record.of(int(word)).number for word in records)
     else:
         acc.apply_grad(grad)
     meet()
     if rank == 0:
         mean = acc.take_grad(size - 1, timeout=WAIT)
         assert (mean == size / 2).all()
-    del words
+    del words, records
     acc.free()
 
     assert arrived in (None, size - 1)

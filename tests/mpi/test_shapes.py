@@ -95,13 +95,35 @@ def test_number_of_a_shape_is_understood_by_all(cells, rank):
     meet()
 
 
-@pytest.mark.ranks(min=2)
-def test_two_numbers_of_one_shape_are_one_shape(cells):
-    tables = ShapeTable(cells, 1, 4)
-    numbers = [at(rank, tables.number, (2, 3)) for rank in (0, 1)]
+def test_one_shape_has_one_number_whichever_rank_asks(cells, size):
+    table = ShapeTable(cells, 1, 4)
+    shapes = [(2, 3), (), (0,), (3, 2)]
+    numbers = [at(k, table.number, shapes[k // 4]) for k in range(16)]
 
-    assert numbers == [1, 2]
-    assert [tables.shape(number) for number in numbers] == [(2, 3), (2, 3)]
+    assert numbers == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+    assert everywhere(table.number, (2, 3)) == [1] * size
+
+
+def test_an_entry_that_is_not_filled_is_passed_over(cells):
+    table = ShapeTable(cells, 1, 4)
+    # Somebody has taken the first entry for itself, and writes.
+    at(0, cells.add, 1, 1)
+    at(1, cells.write_range, table._entry(1) + 1, [2, 3])
+    assert at(0, table.number, (2,)) == 2
+    assert at(1, table.number, (2, 3)) == 3
+    at(0, cells.write, table._entry(1), 3)
+    assert at(0, table.shape, 1) == at(1, table.shape, 1) == (2, 3)
+    assert at(0, table.number, (2,)) == 2
+
+
+def test_two_numbers_of_one_shape_are_one_shape(cells, monkeypatch):
+    # Two ranks look for it at the same time, and neither sees the other's entry.
+    table = ShapeTable(cells, 1, 4)
+    monkeypatch.setattr(table, "_look", lambda: None)
+    at(0, table._enter, (2, 3))
+    at(1, table._enter, (2, 3))
+
+    assert [table.shape(number) for number in (1, 2)] == [(2, 3), (2, 3)]
 
 
 def test_receipt_is_true_if_accepted():
@@ -120,7 +142,7 @@ def test_ledger_counts_receipts_of_all_ranks(cells, rank, size):
     ledger = Ledger(cells, 1, rank, size)
     lags = [-4, 0, 1, MAX_LAG, MAX_LAG + 1, 10**12][: 4 + rank]
     for lag in lags:
-        ledger.post(Receipt(lag <= 0, 100 - lag, 100))
+        ledger.post(ledger.next(Receipt(lag <= 0, 100 - lag, 100)))
         cells.flush()
     meet()
 

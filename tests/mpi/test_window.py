@@ -167,11 +167,11 @@ def test_stores_and_loads_of_slots_are_ordered_with_those_of_others(
         for there in (False, True):
             grad = slots.buffer(0) if there else np.ones(10)
             calls = spy.during(
-                lambda g=grad, t=there: slots.write(0, 0, g, first=first, there=t)
+                lambda g=grad, t=there: slots.write(0, 0, g, first, t, [])
             )
             assert calls[0] in Spy.MOVES
             assert calls[-1] == "Flush"
-        records = {r: Record(0, 1, 0, 0, 0) for r in range(comm.size)}
+        records = {r: Record(0, 1, 0, 0) for r in range(comm.size)}
         closed = Closed(0, comm.size, 0, records)
         calls = spy.during(slots.total, closed, 1, np.empty(10))
         assert calls[0] == "Sync"

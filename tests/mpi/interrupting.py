@@ -1,0 +1,115 @@
+"""A signal handler that raises, at every point of a call at which Python may run it.
+
+Python runs handlers between its own instructions: after a call, at the start of a
+function and when a loop goes back. A trace function sees each of these instructions
+before it is executed, and makes the signal pending then. The handler runs where Python
+runs it, as if the signal had come from outside at this moment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import functools
+import signal
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import hpcaccum
+
+_SIGNAL = signal.SIGVTALRM
+_OURS = hpcaccum.__path__[0]
+
+
+class Interrupted(BaseException):
+    """What the handler raises."""
+
+
+class _Fire:
+    """Raises the signal when something is added to it.
+
+    Neither an addition nor the function of C that it calls is a point at which Python
+    runs handlers; those of the trace function are over by then.
+    """
+
+    __add__ = ctypes.PyDLL(None)["raise"]
+
+
+class _Shot:
+    def __init__(self, number: int) -> None:
+        self._left, self._fire, self._signal = number, _Fire(), int(_SIGNAL)
+
+    @property
+    def fired(self) -> bool:
+        return self._left <= 0
+
+    def enter(self, frame: Any, event: str, arg: Any) -> Any:
+        """Trace the functions of the package."""
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self.look
+
+    def look(self, frame: Any, event: str, arg: Any) -> Any:
+        """Count the points; fire at the last one."""
+        if event == "opcode" and frame.f_lasti in _points(frame.f_code):
+            self._left -= 1
+            if self._left == 0:
+                # First: the next call of this function would be a point too.
+                sys.settrace(None)
+                self._fire + self._signal
+        return self.look
+
+
+@functools.cache
+def _points(code: CodeType) -> frozenset[int]:
+    names = ("CALL", "RESUME", "BACKWARD", "JUMP_ABSOLUTE")
+    return frozenset(
+        each.offset
+        for each in dis.get_instructions(code)
+        if any(name in each.opname for name in names)
+    )
+
+
+def interrupt(do: Callable[[], Any], number: int) -> bool:
+    """Call something that is interrupted at one point; return whether it has so many.
+
+    What it raises besides is lost.
+    """
+
+    def handler(number: int, frame: Any) -> None:
+        raise Interrupted
+
+    shot, tracing = _Shot(number), sys.gettrace()
+    before = signal.signal(_SIGNAL, handler)
+    try:
+        sys.settrace(shot.enter)
+        do()
+    except (Interrupted, Exception):
+        """As intended."""
+    finally:
+        sys.settrace(tracing)
+        signal.signal(_SIGNAL, before)
+    return shot.fired
+
+
+def at_each_point(trial: Callable[[int], tuple[bool, Any]], every: int = 1) -> set[Any]:
+    """Interrupt a call at point 1, 2, 3, ... until it has no more; return the results.
+
+    Args:
+        every: Only at each of so many points.
+        trial: Gets the number of the point, for `interrupt`; returns whether there are
+            more, and what came of it.
+    """
+    seen, number, more = set(), 1 - every, True
+    while more:
+        number += every
+        try:
+            more, result = trial(number)
+        except Exception as error:
+            raise AssertionError(f"at point {number}: {error!r}") from error
+        seen.add(result)
+    assert number > 10, "there must be something to interrupt"
+    return seen
