@@ -107,6 +107,8 @@ class ParameterServer:
         )
         # This rank's slot, from when it is asked for to the push.
         self._lent: Array | None = None
+        # What `gradient_arrays` gave of it.
+        self._views: list[Array] = []
         self.centre: dict[str, Array] = {}
         if self.is_host:
             self.centre = {n: np.array(to_host(a)) for n, a in initial.items()}
@@ -288,10 +290,12 @@ class ParameterServer:
     def gradient_arrays(self) -> dict[str, Array]:
         """Return memory for this rank's next gradients, by name, until `push`.
 
-        Waits if the last one is not applied yet.
+        Waits if the last one is not applied yet. After the push the arrays are
+        read-only.
         """
         arrays = self._pushed.views(self._slot())
         del arrays[_PRESENT]
+        self._views += arrays.values()
         return arrays
 
     def _slot(self) -> Array:
@@ -321,6 +325,10 @@ class ParameterServer:
                 views[name][...] = 0
         receipt = self._inbox.submit(local_step)
         self._lent = None
+        for view in self._views:
+            # Whoever writes there now would spoil a gradient: NumPy says so.
+            view.flags.writeable = False
+        self._views.clear()
         return receipt
 
     def missed(self, receipt: Receipt) -> int:

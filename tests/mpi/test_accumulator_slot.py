@@ -15,6 +15,7 @@ from .acting import (  # noqa: F401
     Background,
     acc_fixture,
     at,
+    attempt,
     everywhere,
     make_fixture,
     same_bits,
@@ -221,3 +222,130 @@ def test_slot_of_a_scalar_and_of_nothing(shape):
         everywhere(acc.apply_grad, slot)
 
         same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.full(shape, 3, "f"))
+
+
+READ_ONLY = "read-only"
+AGAIN = r"call slot\(\) again"
+
+
+def test_slot_that_was_applied_is_no_longer_the_callers(acc):
+    def twice():
+        slot = acc.slot(timeout=WAIT)
+        view = slot[:1]
+        slot[:] = [1, 2]
+        assert acc.apply_grad(slot)
+        with pytest.raises(ValueError, match=READ_ONLY):
+            slot[:] = [3, 4]
+        # A view may be written to; what lies there is refused all the same.
+        for again in (slot, slot[::-1], view, slot.reshape(1, 2)):
+            with pytest.raises(hpc.InvalidArgumentError, match=AGAIN):
+                acc.apply_grad(again)
+        assert acc.num_accumulated() == 1
+        new = acc.slot(timeout=WAIT)
+        new[:] = [5, 6]
+        assert acc.apply_grad(new)
+
+    at(1, twice)
+    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [3.0, 4.0])
+
+
+def test_slot_is_the_callers_until_the_next_apply_of_something_else(acc):
+    def apply_another():
+        slot = acc.slot(timeout=WAIT)
+        slot[:] = [9, 9]
+        assert acc.apply_grad([1, 2])
+        with pytest.raises(ValueError, match=READ_ONLY):
+            slot[:] = [3, 4]
+        with pytest.raises(hpc.InvalidArgumentError, match=AGAIN):
+            acc.apply_grad(slot)
+
+    at(1, apply_another)
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])
+
+
+def in_thread(do):
+    """Do something in another thread; return the result or raise what it raised."""
+    told = []
+    thread = threading.Thread(target=lambda: told.append(attempt(do)))
+    thread.start()
+    thread.join(2 * WAIT)
+    [(result, error)] = told
+    if error is not None:
+        raise error
+    return result
+
+
+def test_slot_is_not_written_to_by_other_threads(acc):
+    def hold():
+        slot = acc.slot(timeout=WAIT)
+        for step in range(4):
+            slot[:] = [10, step]
+            for value in (1, 3):
+                grad = np.array([value, 0.0])
+                assert in_thread(lambda g=grad, step=step: acc.apply_grad(g, step))
+            same_bits(in_thread(lambda: acc.take_grad(2, timeout=WAIT)), [2.0, 0.0])
+            same_bits(slot.copy(), [10.0, step])
+        assert acc.apply_grad(slot, 4)
+
+    at(1, hold)
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [10.0, 3.0])
+
+
+def test_slots_of_two_threads_are_two(acc):
+    def both():
+        mine, holding, over = acc.slot(timeout=WAIT), threading.Event(), []
+
+        def other():
+            theirs = acc.slot(timeout=WAIT)
+            theirs[:] = [1, 2]
+            over.append(np.may_share_memory(mine, theirs))
+            holding.set()
+            assert done.wait(WAIT)
+            return acc.apply_grad(theirs)
+
+        done = threading.Event()
+        thread = threading.Thread(target=lambda: over.append(attempt(other)))
+        thread.start()
+        assert holding.wait(WAIT)
+        mine[:] = [3, 4]
+        # With two buffers, both lent, a third thread gets none.
+        with pytest.raises(hpc.WaitTimeoutError, match="another thread of this rank"):
+            in_thread(lambda: acc.slot(timeout=VAIN))
+        assert acc.apply_grad(mine)
+        done.set()
+        thread.join(2 * WAIT)
+        assert over[0] is False
+        assert over[1][0]
+
+    at(1, both)
+    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [2.0, 3.0])
+
+
+def test_apply_waits_for_a_buffer_that_no_other_thread_holds(acc, monkeypatch):
+    at(1, acc.apply_grad, [1, 2], 0)
+    at(0, close_unreduced, acc)
+
+    def hold():
+        slot = acc.slot(timeout=WAIT)
+        slot[:] = [5, 6]
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+        with pytest.raises(hpc.WaitTimeoutError, match="another thread of this rank"):
+            in_thread(lambda: acc.apply_grad([7, 8], 1))
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+        assert acc.apply_grad(slot, 1)
+        assert in_thread(lambda: acc.apply_grad([7, 8], 1))
+
+    at(1, hold)
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])
+    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [6.0, 7.0])
+
+
+def test_slot_of_a_thread_that_has_ended_is_given_to_another(acc):
+    def ask():
+        slots = [in_thread(lambda: acc.slot(timeout=WAIT)) for _ in range(3)]
+        assert not slots[0].flags.writeable
+        assert slots[2].flags.writeable
+        assert acc.apply_grad([1, 2])
+
+    at(1, ask)
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])

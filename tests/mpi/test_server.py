@@ -315,6 +315,20 @@ def test_a_slot_is_kept_until_its_push_and_no_longer(comm, rank, size, copied):
 
 
 @pytest.mark.parametrize("quorum", [False, True], ids=["each", "mean"])
+def test_arrays_that_were_pushed_are_read_only(comm, size, quorum):
+    server = start(comm, quorum=size if quorum else None)
+    arrays = server.gradient_arrays()
+    arrays["w"][:] = 1
+    receipt = server.push(arrays, 0)
+    with pytest.raises(ValueError, match="read-only"):
+        arrays["w"][:] = 2
+    server.gradient_arrays()["w"][:] = 3
+    server.pull({}, at_least=receipt.global_step + 1)
+    meet()
+    server.free()
+
+
+@pytest.mark.parametrize("quorum", [False, True], ids=["each", "mean"])
 def test_what_lies_elsewhere_is_copied_once(comm, rank, size, quorum, copied):
     # In the slot, but each in the other's place; or reversed in its own.
     quorum = size if quorum else None
