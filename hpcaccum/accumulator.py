@@ -136,10 +136,14 @@ class ConditionalAccumulator(Freeable):
         host: The rank that holds the step, and the gradients across nodes.
         capacity: Elements of a gradient at most; needed if the shape is not fixed.
         storage: ``"slots"``: two buffers for each rank, sums in rank order, the same
-            bits in any order of arrival. ``"sum"``: two sums on the host, less memory.
-            ``"auto"``: slots on one node, else what memory allows.
+            bits in any order of arrival. Several gradients of one rank in one round
+            are added in the order in which that rank applied them; its threads must
+            fix that order themselves. ``"sum"``: two sums on the host, less memory, in
+            the order of arrival. ``"auto"``: slots on one node, else what memory
+            allows.
         workers: How many ranks bring gradients, all by default, else all but the host
-            or fewer; quorums shrink from there when ranks leave.
+            or fewer; quorums shrink from there when ranks leave. Takes end when so
+            many have left.
 
     Raises:
         InvalidArgumentError, TypeError: On every rank, for an unusable argument.
@@ -250,8 +254,8 @@ class ConditionalAccumulator(Freeable):
     ) -> Receipt:
         """Add a gradient, unless it is stale.
 
-        Returns as soon as the gradient is in place; never waits for another writer. The
-        caller's array may be changed afterwards.
+        Returns as soon as the gradient is in place; never waits for another rank that
+        writes. The caller's array may be changed afterwards.
 
         Args:
             grad: Array of the accumulator's shape; any real dtype, converted to the
@@ -264,8 +268,12 @@ class ConditionalAccumulator(Freeable):
             What happened, and at which step.
 
         Raises:
-            InvalidArgumentError: On this rank, for a wrong shape, dtype or step;
-                nothing is added. A stale gradient's shape is not looked at.
+            InvalidArgumentError: On this rank, for a wrong shape, dtype or step, or an
+                array in a slot that was applied before; nothing is added. A stale
+                gradient's shape is not looked at.
+            Exception: Anything else, as a MemoryError or what a signal handler raises:
+                the gradient is taken back and counts as ``given_up``, or it was in
+                place already and counts as accepted.
         """
         self._check_open()
         step = step_number(local_step, "local_step")
@@ -297,13 +305,19 @@ class ConditionalAccumulator(Freeable):
         """Return memory in which to compute the next gradient of this rank.
 
         `apply_grad` of this array copies nothing where the ranks share a node. It is
-        the caller's until the next `apply_grad` of this rank; its contents are
-        arbitrary. For float16 and bfloat16 it is float32, in which they are summed.
+        the calling thread's until a gradient that it applies is accepted, this one or
+        another; then it is read-only, and `apply_grad` refuses it: ask for a slot for
+        each gradient. Its contents are arbitrary. For float16 and bfloat16 it is
+        float32, in which they are summed.
+
+        There are two. While one thread has a slot, those of others that apply
+        gradients may have to wait for a take.
 
         Args:
             shape: Needed if the accumulator's is not fixed.
             timeout: Seconds. With one round open and one being reduced that both have
-                a gradient of this rank, the slot is free after the reduction.
+                a gradient of this rank, the slot is free after the reduction; a slot
+                of another thread when that has applied it.
 
         Raises:
             WaitTimeoutError: If no slot is free in time.
@@ -367,7 +381,9 @@ class ConditionalAccumulator(Freeable):
             InvalidArgumentError, TypeError: For a ``num_required`` that is no integer
                 of at least 1, or an ``out`` that does not fit; nothing is lost.
             WaitTimeoutError: Says what was missing. Nothing is lost: gradients stay,
-                and a round that was closed already is what the next take returns.
+                and a round that was closed already is what the next take returns. So
+                it is after any other exception, but one that a signal handler raises
+                when the result is complete.
             EverybodyLeftError: At once, if all ranks have left and none is there.
         """
         self._check_open()

@@ -256,6 +256,38 @@ def test_same_gradients_give_the_same_bits_in_any_order_of_arrival(make, rank, s
         same_bits(mean, expected)
 
 
+def test_several_gradients_of_a_rank_are_added_in_its_own_order(make, rank, size):
+    # In float32 the order matters. That of each rank is fixed, that of ranks is not.
+    acc = make("float32", (3000,), reduction_type="SUM", name="several")
+    chance = random.Random(rank)
+    mine = np.random.default_rng(rank).normal(size=(3, 3000)).astype("f")
+    mine *= np.float32([[1e4], [1], [1e-4]])
+    total = None
+    for r in range(size):
+        theirs = at(r, lambda: mine)
+        sum_of_rank = (theirs[0] + theirs[1]) + theirs[2]
+        total = sum_of_rank if total is None else total + sum_of_rank
+    assert any(
+        at(
+            r,
+            lambda: (
+                (mine[2] + mine[1] + mine[0]).tobytes()
+                != (mine[0] + mine[1] + mine[2]).tobytes()
+            ),
+        )
+        for r in range(size)
+    )
+    for step in range(6):
+
+        def apply_late(step=step):
+            for each in mine:
+                time.sleep(chance.random() * 0.002)
+                assert acc.apply_grad(each, step)
+
+        everywhere(apply_late)
+        same_bits(at(step, acc.take_grad, 3 * size, timeout=WAIT), total)
+
+
 @pytest.mark.ranks(min=3)
 def test_order_of_arrival_would_change_the_bits_otherwise(make):
     # The values of this test differ by the order of summing, those of slots do not.

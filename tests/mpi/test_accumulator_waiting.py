@@ -309,3 +309,14 @@ def test_dedicated_host_is_no_worker(size):
 
         with pytest.raises(hpc.EverybodyLeftError, match=f"all {size - 1} ranks"):
             at(0, acc.take_grad, 1)
+
+
+@pytest.mark.ranks(min=2)
+def test_more_ranks_leave_than_there_are_workers():
+    with hpc.ConditionalAccumulator("float64", (2,), workers=1) as acc:
+        take = Take(acc, 0, 1)
+        everywhere(acc.leave)
+        with pytest.raises(hpc.EverybodyLeftError, match="all 1 ranks have left"):
+            take.result()
+        with pytest.raises(hpc.EverybodyLeftError):
+            at(1, acc.take_grad, 3, timeout=WAIT)
