@@ -17,6 +17,8 @@
  *   SETTER             somebody sets the step: to 0, then to 2
  *   OBSERVER           somebody asks for the number of accumulated gradients
  *   LEAVE              writers leave when they are done, and quorums shrink
+ *   GIVE_UP            a writer may fail after it was admitted, while it writes the
+ *                      first gradient that it has in a round
  *   BUG_...            one planted bug each: search for the name
  *
  * Proven: what the assertions say. Those of Monitor hold in every final state; it also
@@ -47,15 +49,18 @@
  *    - What only the head touches (CLOSED; WANT, if nobody asks). That there is only
  *      one head is asserted.
  *    - A writer's own header of the round it was admitted to: nobody else touches it
- *      until DONE counts the gradient. Asserted through `read_now`.
+ *      until it counts the gradient. Asserted through `read_now`.
  *    - The taker's reads of a complete round. Nobody writes what it reads, from the
- *      moment it has seen DONE until it clears: asserted through `read_now`.
+ *      moment it has seen that all is there until it clears: asserted through
+ *      `read_now`.
  *    - Clearing. A writer that finds its header of the other parity cleared early may
- *      do what it may do if it finds it late, and more. DONE of a round that is
- *      complete is not touched until its parity is open again.
+ *      do what it may do if it finds it late, and more.
  *    - Choosing a buffer and beginning to write. If the other one becomes free between,
  *      the two are alike.
  *    The FINE configurations, which are smaller, do not rely on this.
+ *    In all of them the taker reads the headers of all ranks in one step to see whether
+ *    the round is complete. Their sum is at most the number of the closed round and
+ *    only grows: it is that number only if each was read when it was final.
  * 6. Buffers that no header names are alike: a writer takes the first one. Takers are
  *    alike: they draw their first tickets in rank order.
  * 7. Timeouts may strike whenever a take could wait: time is not modelled. How many
@@ -64,7 +69,10 @@
  *    the swap returned, which is the case that nothing happens in between. The word
  *    that a writer remembers as a first guess is not modelled: see 5; and the code
  *    drops a gradient only on a new word.
- * 9. A place in the line is passed as soon as it is seen to be no obstacle, in any
+ * 9. A writer that fails has not begun to add to what it has in the round: the code
+ *    completes a gradient of which something was added. Exceptions that the code
+ *    recovers from without a trace for others are not modelled.
+ * 10. A place in the line is passed as soon as it is seen to be no obstacle, in any
  *    order. The code wants to see all of them at once, which allows less.
  */
 
@@ -100,7 +108,6 @@
 #define COUNT(word)   ((word) & 15)
 short STATE;
 
-byte DONE[2];
 byte CLOSED;                    /* number << 1 | parity, or 0 */
 byte TICKET;
 byte LINE[TAKERS];              /* ticket + 1, or: */
@@ -109,12 +116,24 @@ byte LINE[TAKERS];              /* ticket + 1, or: */
 byte WANT;                      /* tag << 2 | wanted */
 byte LEFT;
 
-/* Of each rank, per parity: number << 3 | writing << 2 | buffer (1 or 2), or 0. */
+/* Of each rank, per parity: given up << 5 | number << 3 | writing << 2 | buffer (1 or 2),
+ * or 0. */
 byte header[WRITERS * 2];
 #define HEADER(rank, parity) header[(rank) * 2 + (parity)]
 #define BUFFER(word)  ((word) & 3)
 #define WRITING(word) ((word) >> 2 & 1)
-#define NUMBER(word)  ((word) >> 3)
+#define NUMBER(word)  ((word) >> 3 & 3)
+#define GIVEN_UP(word) ((word) >> 5)
+#define ARRIVED(rank, parity) \
+    (NUMBER(HEADER(rank, parity)) + GIVEN_UP(HEADER(rank, parity)))
+#if WRITERS == 1
+#define ALL_ARRIVED(parity) ARRIVED(0, parity)
+#elif WRITERS == 2
+#define ALL_ARRIVED(parity) (ARRIVED(0, parity) + ARRIVED(1, parity))
+#else
+#define ALL_ARRIVED(parity) \
+    (ARRIVED(0, parity) + ARRIVED(1, parity) + ARRIVED(2, parity))
+#endif
 
 /* Of each rank, per buffer: two words. */
 #define NOTHING 255
@@ -201,18 +220,47 @@ inline store(i) {
 
 inline name(writing) {
     assert(!read_now[p]);
-    HEADER(me, p) = number + 1 << 3 | writing << 2 | buffer
+    HEADER(me, p) = number + 1 - writing << 3 | writing << 2 | buffer
 }
 
 inline done() {
-#ifndef BUG_DONE_EARLY
-    DONE[p]++;
-#endif
 #ifdef REMEMBERS
     mine[p] = HEADER(me, p);
 #endif
     next()
 }
+
+#ifdef GIVE_UP
+/* The gradient is in no set any more. */
+inline forget() {
+    accepted = accepted & ~gradient;
+    admitted[p] = admitted[p] & ~gradient
+}
+
+inline withdraw() {
+    HAPPENS(a gradient is withdrawn);
+    check_state();
+    STATE = (WAITING(s) -> s + 1 : s - 1);
+    forget();
+    tally[p]--;
+    s = 0;
+#ifndef BUG_WITHDRAW_BLIND
+    check_state();
+#endif
+    next()
+}
+
+/* Too late: the take is to leave it out. */
+inline leave_out() {
+    HAPPENS(a gradient is given up);
+#ifndef BUG_NOT_SAID
+    HEADER(me, p) = 1 << 5;
+#endif
+    forget();
+    s = 0;
+    next()
+}
+#endif
 
 inline next() {
     p = 0; buffer = 0; number = 0;
@@ -304,11 +352,14 @@ swap:
     fi;
 #ifdef BUG_DONE_EARLY
     if
-    :: d_step { true -> DONE[p]++ }
+    :: d_step { true -> name(0) }
     fi;
 #endif
     if
     :: d_step { true -> store(1) }
+#ifdef GIVE_UP
+    :: d_step { !number -> HEADER(me, p) = 0 } goto give_up
+#endif
     fi;
 #ifdef FINE
     d_step { name(0) };
@@ -317,6 +368,28 @@ swap:
     d_step { name(0); done() };
 #endif
     goto begin;
+
+#ifdef GIVE_UP
+give_up:
+#ifdef FINE
+    s = STATE;
+    if
+#ifdef BUG_WITHDRAW_BLIND
+    :: d_step { true -> withdraw() }
+#else
+    :: d_step { PARITY(s) == p && STATE == s -> withdraw() }
+    :: d_step { PARITY(s) == p && STATE != s -> s = 0 } goto give_up
+    :: d_step { PARITY(s) != p -> leave_out() }
+#endif
+    fi;
+#else
+    if
+    :: d_step { PARITY(STATE) == p -> s = STATE; withdraw() }
+    :: d_step { PARITY(STATE) != p -> leave_out() }
+    fi;
+#endif
+    goto begin;
+#endif
 end:
     skip
 }
@@ -414,14 +487,15 @@ inline stand_down() {
 }
 
 inline collect(i) {
-    sum[i] = sum[i] | PAYLOAD(rank, BUFFER(HEADER(rank, p)), i)
+    sum[i] = sum[i] |
+        (NUMBER(HEADER(rank, p)) -> PAYLOAD(rank, BUFFER(HEADER(rank, p)), i) : 0)
 }
 
 inline collect_all() {
     do
     :: rank < WRITERS && HEADER(rank, p) ->
         collect(0); collect(1);
-        total = total + NUMBER(HEADER(rank, p));
+        total = total + ARRIVED(rank, p);
         rank++
     :: rank < WRITERS && !HEADER(rank, p) -> rank++
     :: rank == WRITERS -> break
@@ -438,7 +512,29 @@ inline check_sum() {
     read_now[p] = 0
 }
 
+#ifdef GIVE_UP
+#define NOTHING_LEFT (!admitted[p])
+/* All was given up: the step goes back, and the take goes on waiting. */
+inline step_back() {
+    HAPPENS(a round comes to nothing);
+    check_state();
+    STATE = STATE - (1 << 6);
+    step_now--;
+    check_state();
+    tally[p] = 0;
+    nothing = 1
+}
+
+inline go_on() {
+    nothing = 0; resumed = 0; number = 0; p = 0;
+    required = (required -> required : 1)
+}
+#else
+#define NOTHING_LEFT false
+#endif
+
 inline hand_out() {
+    assert(admitted[p]);
     taken = taken | admitted[p];
     admitted[p] = 0;
     tally[p] = 0;
@@ -450,12 +546,12 @@ inline hand_out() {
 
 inline clear() {
     if
-    :: HEADER(rank, p) ->
+    :: NUMBER(HEADER(rank, p)) ->
         PAYLOAD(rank, BUFFER(HEADER(rank, p)), 0) = NOTHING;
-        PAYLOAD(rank, BUFFER(HEADER(rank, p)), 1) = NOTHING;
-        HEADER(rank, p) = 0
+        PAYLOAD(rank, BUFFER(HEADER(rank, p)), 1) = NOTHING
     :: else
     fi;
+    HEADER(rank, p) = 0;
     rank++
 }
 
@@ -465,7 +561,6 @@ inline clear_all() {
     :: rank == WRITERS -> break
     od;
     rank = 0;
-    DONE[p] = 0;
     CLOSED = 0
 }
 
@@ -488,7 +583,7 @@ proctype Taker(byte me) {
     short s;
     byte takes, required, wanted, ticket, passed, number, rank, total, left;
     byte sum[2];
-    bit p, resumed, failed, nobody;
+    bit p, resumed, failed, nobody, nothing;
 
 begin:
     if
@@ -619,7 +714,7 @@ back:
 
 await:
     if
-    :: d_step { DONE[p] == number -> read_now[p] = 1 }
+    :: d_step { ALL_ARRIVED(p) == number -> read_now[p] = 1 }
 #ifdef TIMEOUTS
     :: d_step { true -> record(); HAPPENS(a take gives up after closing) } goto leave
 #endif
@@ -630,13 +725,21 @@ await:
     :: d_step {
            rank < WRITERS && HEADER(rank, p) ->
            assert(!WRITING(HEADER(rank, p)));
-           total = total + NUMBER(HEADER(rank, p))
+           total = total + ARRIVED(rank, p)
        };
        d_step { collect(0) };
        d_step { collect(1); rank++ }
-    :: d_step { rank == WRITERS -> check_sum(); hand_out() } break
+#ifdef GIVE_UP
+    :: d_step { rank == WRITERS && NOTHING_LEFT -> check_sum(); step_back() } break
+#endif
+    :: d_step { rank == WRITERS && !NOTHING_LEFT -> check_sum(); hand_out() } break
 #ifdef TIMEOUTS
-    :: d_step { rank == WRITERS -> check_sum(); record(); HAPPENS(the caller fails) }
+    :: d_step {
+           rank == WRITERS && !NOTHING_LEFT ->
+           check_sum();
+           record();
+           HAPPENS(the caller fails)
+       }
        goto leave
 #endif
     od;
@@ -647,15 +750,34 @@ await:
 #endif
     do
     :: d_step { rank < WRITERS -> clear() }
-    :: d_step { rank == WRITERS -> rank = 0; DONE[p] = 0 } break
+    :: d_step { rank == WRITERS -> rank = 0 } break
     od;
     CLOSED = 0;
+#ifdef GIVE_UP
+    if
+    :: d_step { nothing -> go_on() } goto look
+    :: !nothing
+    fi;
+#endif
 #else
     if
-    :: d_step { true -> collect_all(); check_sum(); hand_out(); clear_all() }
+#ifdef GIVE_UP
+    :: d_step {
+           NOTHING_LEFT ->
+           collect_all();
+           check_sum();
+           step_back();
+           clear_all();
+           go_on()
+       }
+       goto look
+#endif
+    :: d_step {
+           !NOTHING_LEFT -> collect_all(); check_sum(); hand_out(); clear_all()
+       }
 #ifdef TIMEOUTS
     :: d_step {
-           true ->
+           !NOTHING_LEFT ->
            collect_all();
            check_sum();
            record();
@@ -728,16 +850,19 @@ proctype Observer() {
 inline check_round(parity) {
     found = 0; number = 0; rank = 0;
     do
-    :: rank < WRITERS && HEADER(rank, parity) ->
+    :: rank < WRITERS && HEADER(rank, parity) && !NUMBER(HEADER(rank, parity)) ->
+        number = number + ARRIVED(rank, parity);
+        rank++
+    :: rank < WRITERS && NUMBER(HEADER(rank, parity)) ->
         assert(!(found & PAYLOAD(rank, BUFFER(HEADER(rank, parity)), 0)));
         found = found | PAYLOAD(rank, BUFFER(HEADER(rank, parity)), 0);
-        number = number + NUMBER(HEADER(rank, parity));
+        number = number + ARRIVED(rank, parity);
         rank++
     :: rank < WRITERS && !HEADER(rank, parity) -> rank++
     :: rank == WRITERS -> break
     od;
     assert(found == admitted[parity]);
-    assert(number == tally[parity] && DONE[parity] == tally[parity])
+    assert(number == tally[parity])
 }
 
 /* Nobody is in line. */
