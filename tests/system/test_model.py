@@ -60,17 +60,17 @@ HAPPENINGS = {
 
 # The bug, where to look for it, and the assertion that must fail.
 BUGS = {
-    "LEAVE_EARLY": ("WRITERS=2 GRADS=2 FINE", ""),
+    "LEAVE_EARLY": ("WRITERS=2 GRADS=2 FINE", "found&payload"),
     "DONE_EARLY": ("WRITERS=2", "sum[1]==admitted[p]"),
     "NO_DRAWING_WAIT": ("WRITERS=2", "head==0"),
     "BLIND_GIVE_UP": ("WRITERS=2 FINE TIMEOUTS", "(STATE>>6)==step_now"),
     "NOT_ON_RECORD": ("WRITERS=2 TIMEOUTS", "CLOSED=="),
     "ANY_BUFFER": ("WRITERS=2 GRADS=2", "read_now[1]"),
     "STALE_ADMITTED": ("WRITERS=2 GRADS=2 FINE STALE", "local_step>=step_now"),
-    "OLD_KNOWLEDGE": ("WRITERS=2 GRADS=2 TAKES=2", "sum[0]==admitted[p]"),
+    "OLD_KNOWLEDGE": ("WRITERS=2 GRADS=2 TAKES=2", "(STATE&15)>0"),
     "WANT_ONCE": ("WRITERS=2 TAKES=2 OBSERVER TIMEOUTS", "==truth"),
-    "WITHDRAW_BLIND": ("WRITERS=2 GIVE_UP FINE", "tally[open_now]=="),
-    "NOT_SAID": ("WRITERS=2 GIVE_UP", "WAITING"),
+    "WITHDRAW_BLIND": ("WRITERS=2 GIVE_UP FINE", "(STATE>>6)==step_now"),
+    "NOT_SAID": ("WRITERS=2 GIVE_UP", "(STATE&15)>0"),
     "LEFT_LATE": ("WRITERS=2 LEAVE", "!(nobody)||(tally[open_now]==0)"),
 }
 
