@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcaccum.accumulator import ConditionalAccumulator, Statistics
+from hpcaccum.accumulator import ConditionalAccumulator
 from hpcaccum.device_accumulator import DeviceAccumulator
 from hpcaccum.device_rounds import DeviceReceipt, DeviceStatistics
 from hpcaccum.device_rows import DeviceRowAccumulator
@@ -37,6 +37,7 @@ from hpcaccum.optimizers import (
 )
 from hpcaccum.reducer import Reducer
 from hpcaccum.reducer_statistics import ReducerStatistics
+from hpcaccum.shared_accumulator import Statistics
 
 __version__ = "0.1.0"
 

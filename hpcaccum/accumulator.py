@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import warnings
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,97 +18,28 @@ from hpcaccum.arguments import (
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto, is_device
 from hpcaccum.errors import FreedError, InvalidArgumentError
-from hpcaccum.group import Group, Opened
-from hpcaccum.layout import wide_dtype
+from hpcaccum.group import Group
 from hpcaccum.lifetime import Freeable
-from hpcaccum.mpi import is_ending
-from hpcaccum.progress import Progress
-from hpcaccum.rounds import Packing, Rounds
 from hpcaccum.settings import Settings, check_settings
 from hpcaccum.shapes import (
     Shape,
-    ShapeTable,
     compatible,
     declared_shape,
     is_fixed,
     known,
     size_of,
 )
-from hpcaccum.storage import Slots, Sums, choose
-from hpcaccum.writer import Writer
+from hpcaccum.shared_accumulator import SharedAccumulator, Statistics
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.ledger import Receipt, Tally
-    from hpcaccum.rounds import Closed
+    from hpcaccum.ledger import Receipt
+    from hpcaccum.state import Closed
 
 logger = logging.getLogger("hpcaccum")
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """A look at an accumulator.
-
-    Attributes:
-        global_step: The step now.
-        num_accumulated: Gradients that no take has handed out yet.
-        tally: Gradients accepted and dropped so far, by rank, and their lags.
-        left: Ranks that have left.
-        storage: ``"slots"`` or ``"sum"``.
-        window_bytes: Memory of this rank that holds gradients.
-    """
-
-    global_step: int
-    num_accumulated: int
-    tally: Tally
-    left: tuple[int, ...]
-    storage: str
-    window_bytes: int
-
-
-class _Shared:
-    """What all handles of one accumulator have in common. Collective."""
-
-    def __init__(self, group: Group, settings: Settings, what: str) -> None:
-        self.group, self.settings, self.users = group, settings, 0
-        shaped = not is_fixed(settings.shape)
-        limit = Packing(shaped=shaped).max_shapes
-        wide = wide_dtype(settings.dtype)
-        nbytes = settings.capacity * wide.itemsize
-        kind = choose(settings.storage, group, settings.host, nbytes)
-        make = Slots if kind == Slots.name else Sums
-        with contextlib.ExitStack() as undo:
-            self.rounds = Rounds(
-                group, settings.host, what, shaped=shaped, extra=ShapeTable.words(limit)
-            )
-            undo.callback(self.rounds.free)
-            self.storage: Slots | Sums = make(
-                group, settings.host, settings.capacity, wide
-            )
-            undo.pop_all()
-        self.rounds.workers = settings.workers
-        self.shapes = ShapeTable(self.rounds.cells, self.rounds.first_extra, limit)
-        self.writer = Writer(self.rounds, self.storage, group.rank)
-        self.progress = Progress.of(group) if group.rank == settings.host else None
-        if self.progress:
-            self.progress.start()
-        all_bring = settings.workers == group.size
-        self.brings = all_bring or group.rank != settings.host
-        self.opened = Opened(group, self._free, what)
-
-    def _free(self) -> None:
-        if is_ending() and self.brings:
-            # Nobody waits for a gradient of a rank whose program is over.
-            self.writer.leave()
-        self.group.meet(None, f"{self.opened.label}: free")
-        if self.progress:
-            self.progress.stop()
-        self.writer.free()
-        self.storage.free()
-        self.rounds.free()
 
 
 class ConditionalAccumulator(Freeable):
@@ -199,14 +128,14 @@ class ConditionalAccumulator(Freeable):
         # The shape of every round; None if rounds differ.
         self._only_shape = known(shape) if is_fixed(shape) else None
 
-    def _attach(self, group: Group, settings: Settings) -> _Shared:
+    def _attach(self, group: Group, settings: Settings) -> SharedAccumulator:
         """Return the object of this shared name, or a new one. Collective."""
         if not settings.shared_name:
-            return _Shared(group, settings, self._name)
+            return SharedAccumulator(group, settings, self._name)
         key = f"accumulator {settings.shared_name}"
         if key not in group.shared:
-            group.shared[key] = _Shared(group, settings, self._name)
-        existing: _Shared = group.shared[key]
+            group.shared[key] = SharedAccumulator(group, settings, self._name)
+        existing: SharedAccumulator = group.shared[key]
         for field, value in vars(settings).items():
             old = getattr(existing.settings, field)
             if old != value:

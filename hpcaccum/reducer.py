@@ -16,21 +16,18 @@ from hpcaccum.arguments import (
     step_number,
     wire_format,
 )
-from hpcaccum.blocking import Blocking
 from hpcaccum.call import NOTHING, SIGNATURES, Call
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import is_device
 from hpcaccum.device_exchange import DeviceExchange, check_direct
-from hpcaccum.eager import Eager
 from hpcaccum.errors import FreedError, InvalidArgumentError, WaitTimeoutError
 from hpcaccum.group import Group, Opened, ranks_text
-from hpcaccum.hierarchical import Hierarchical
-from hpcaccum.layout import wide_dtype
 from hpcaccum.lifetime import Freeable
 from hpcaccum.named_arrays import NamedArrays
 from hpcaccum.reducer_statistics import ReducerStatistics
 from hpcaccum.roll_call import RollCall
-from hpcaccum.schedules import Flat, Plan, Readiness, Schedule, Shared, cut
+from hpcaccum.schedules import Readiness
+from hpcaccum.selection import SCHEDULES, choose, make
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,16 +38,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-SCHEDULES = ("auto", "shared", "hierarchical", "flat")
 REDUCTIONS = ("MEAN", "SUM")
 
-# Pieces that travel between nodes, and those that stay in the cache of one.
-_BUCKET, _SHARED_BUCKET = 8 << 20, 2 << 20
-# Bytes below which the library's allreduce over several nodes is faster, measured with
-# two nodes of two ranks.
-_FLAT = 512 << 10
-# Bytes up to which on one node each rank sums everything itself.
-_EAGER = 32 << 10
 # The signature of a rank that takes part only to raise, and a prime for the others:
 # the call's number, the step and what is present, in one number. Two calls that differ
 # have the same one once in 10**7 times.
@@ -147,9 +136,22 @@ class Reducer(Freeable):
         self._group.agree(name, facts)
         self._mask = self._begun = 0
         self.waited, self._given_up = 0.0, False
-        self._kind = self._choose(schedule, layout.nbytes)
-        flat = Blocking if cuda_aware else Flat
-        self._schedule, buckets = self._make(layout, bucket_bytes, flat)
+        self._nodes = self._group.comm.allreduce(int(self._group.node.rank == 0))
+        self._kind = choose(
+            schedule,
+            self._group,
+            self._nodes,
+            layout.nbytes,
+            wired=self._wire is not None,
+        )
+        self._schedule, buckets = make(
+            self._kind,
+            self._group,
+            layout,
+            bucket_bytes,
+            self._wire,
+            cuda_aware=bool(cuda_aware),
+        )
         self._divisors = {"MEAN": self._group.size, "SUM": 1}
         self._reduction_type = reduction_type
         self._set_divisor(None)
@@ -163,25 +165,6 @@ class Reducer(Freeable):
         self._readiness = Readiness(layout, buckets)
         self._open()
 
-    def _choose(self, schedule: str, nbytes: int) -> str:
-        """Return the schedule to use. Collective."""
-        group = self._group
-        self._nodes = group.comm.allreduce(int(group.node.rank == 0))
-        if schedule == "shared" and self._nodes > 1:
-            raise InvalidArgumentError(
-                f"{self._name}: schedule 'shared' needs all ranks on one node, they "
-                f"are on {self._nodes}"
-            )
-        if schedule == "flat":
-            return schedule
-        # With one node there is nothing to do between nodes.
-        if self._nodes == 1:
-            return "shared"
-        flat = self._nodes == group.size or nbytes < _FLAT
-        if schedule == "auto" and flat and self._wire is None:
-            return "flat"
-        return "hierarchical"
-
     def _set_divisor(self, reduction_type: str | None) -> None:
         if reduction_type is None:
             reduction_type = self._reduction_type
@@ -193,21 +176,6 @@ class Reducer(Freeable):
                 f"{self._name}: what was started is reduced by {self._reduction_type}, "
                 f"not by {reduction_type}"
             )
-
-    def _make(
-        self, layout: Layout, bucket_bytes: int | None, flat: type[Flat]
-    ) -> tuple[Schedule, list[slice]]:
-        """Return the schedule itself, and the buckets in which it works."""
-        shared, wide = self._kind == "shared", wide_dtype(layout.dtype)
-        nbytes = bucket_bytes or (_SHARED_BUCKET if shared else _BUCKET)
-        # Whole cache lines, also of half precision.
-        buckets = cut(layout.size, nbytes // wide.itemsize // 32 * 32)
-        plan = Plan(self._group, layout, buckets, self._wire)
-        if not shared:
-            return (flat if self._kind == "flat" else Hierarchical)(plan), buckets
-        if layout.nbytes <= _EAGER and bucket_bytes is None:
-            return Eager(self._group, layout), buckets
-        return Shared(plan), buckets
 
     def _open(self) -> None:
         # Who is late, unless the schedule tells.

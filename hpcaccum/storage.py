@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpcaccum.group import Group
-    from hpcaccum.rounds import Closed
+    from hpcaccum.state import Closed
 
 Array = np.ndarray[Any, Any]
 

@@ -12,7 +12,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import overlap, same_elements
-from hpcaccum.rounds import Record
+from hpcaccum.state import Record
 from hpcaccum.window import Attempt
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Group
 from hpcaccum.deadline import Deadline
-from hpcaccum.rounds import _CLOSED, _LEFT
-from hpcaccum.updates import _HEAD, UpdateQueue
+from hpcaccum.round_words import CLOSED, LEFT
+from hpcaccum.updates import HEAD, UpdateQueue
 
 from .acting import (  # noqa: F401
     Background,
@@ -60,7 +60,7 @@ def check_sum(acc, there, total):
     found = acc.take_grad(there + 1, timeout=WAIT)
     same_bits(found, np.array([total + 1000, there + 1.0]) / (there + 1))
     assert (acc.num_accumulated(), acc.global_step) == (0, step + 1)
-    assert not acc._rounds.cells.read(_CLOSED)
+    assert not acc._rounds.cells.read(CLOSED)
     assert not acc._rounds.state().waiting
 
 
@@ -252,7 +252,7 @@ def test_interrupted_take_takes_all_or_nothing(acc, size):
         more = interrupt(lambda: acc.take_grad(2, timeout=WAIT), number)
         there = acc.num_accumulated()
         assert there in ((0, 2) if more else (0,))
-        if acc._rounds.cells.read(_CLOSED) or not there:
+        if acc._rounds.cells.read(CLOSED) or not there:
             assert acc.global_step == step + 1
         else:
             assert acc.global_step == step
@@ -320,17 +320,17 @@ def test_interrupted_leave_counts_once(acc, size):
 
     def come_back(rank):
         cells.write(rounds._gone + rank, 0)
-        cells.write(_LEFT, 0)
+        cells.write(LEFT, 0)
         rounds._leaving.reset()
         writer._left = False
 
     def trial(number):
         rank = rounds._group.rank
         more = interrupt(acc.leave, number)
-        left = cells.read(_LEFT)
+        left = cells.read(LEFT)
         assert rounds.left() == [rank] * left
         acc.leave()
-        assert (rounds.left(), cells.read(_LEFT)) == ([rank], 1)
+        assert (rounds.left(), cells.read(LEFT)) == ([rank], 1)
         come_back(rank)
         return more, left
 
@@ -412,4 +412,4 @@ def test_update_that_cannot_be_written_is_an_empty_one(queue, monkeypatch):
     assert at(0, applied, queue, 1) == [2.0] * 3
     tally = at(0, queue.tally)
     assert (sum(tally.accepted), sum(tally.given_up)) == (1, 1)
-    assert at(-1, lambda: queue.cells.read(_HEAD + queue._group.rank)) == 2
+    assert at(-1, lambda: queue.cells.read(HEAD + queue._group.rank)) == 2

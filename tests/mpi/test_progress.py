@@ -11,7 +11,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Group
 from hpcaccum.progress import Progress
-from hpcaccum.rounds import Record
+from hpcaccum.state import Record
 
 from .support import WAIT
 from .training import meet

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import hpcaccum as hpc
 from hpcaccum.deadline import Deadline
-from hpcaccum.rounds import Packing, Record, State
+from hpcaccum.state import Packing, Record, State
 
 from .acting import (  # noqa: F401
     VAIN,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from hpcaccum import reducer as reducer_module
+from hpcaccum import selection
 
 from .reducing import (
     ALL,
@@ -192,7 +192,7 @@ def test_any_number_of_buckets(maker, rank, size, length):
 
 @pytest.mark.parametrize("maker", ["eager"], indirect=True)
 def test_small_arrays_take_the_other_path_up_to_a_limit(maker, monkeypatch):
-    monkeypatch.setattr(reducer_module, "_EAGER", 4096)
+    monkeypatch.setattr(selection, "_EAGER", 4096)
     names = [type(maker({"x": (n,)})._schedule).__name__ for n in (1024, 1025)]
 
     assert names == ["Eager", "Shared"]

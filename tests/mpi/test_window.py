@@ -14,7 +14,7 @@ import hpcaccum as hpc
 from hpcaccum import window as module
 from hpcaccum.group import Group, Opened
 from hpcaccum.progress import Progress
-from hpcaccum.rounds import Closed, Record
+from hpcaccum.state import Closed, Record
 from hpcaccum.storage import Slots
 from hpcaccum.window import Cells, Region
 

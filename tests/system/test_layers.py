@@ -12,7 +12,7 @@ from .conftest import REPOSITORY
 # From the bottom up.  A row may import from the rows before it; a package is one entry,
 # and its modules may import each other.  "hpcaccum" is the public list of names.
 LAYERS = [
-    ["errors", "lifetime", "helpers"],
+    ["errors", "lifetime", "helpers", "state"],
     ["mpi", "deadline", "layout", "device"],
     ["meeting"],
     ["group", "arguments", "overlap", "cuda_aware", "cuda_kernels"],
@@ -21,11 +21,14 @@ LAYERS = [
     ["call", "ledger", "line", "named_arrays", "roll_call", "transfer", "int8"],
     ["update_lock", "reducer_statistics"],
     ["shapes", "spin", "storage", "parameters", "device_exchange", "device_link"],
+    ["round_words"],
     ["rounds", "device_rounds"],
     ["writer", "updates", "settings", "device_accumulator", "device_rows"],
+    ["shared_accumulator"],
     ["accumulator", "sparse", "eager", "node_sum"],
     ["schedules"],
     ["hierarchical", "blocking"],
+    ["selection"],
     ["reducer"],
     ["inbox"],
     ["server"],

@@ -1,0 +1,132 @@
+"""The words of the admission protocol: what they say, and how they lie in 64 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Gradients of one rank in one round.
+_MAX_NUMBER = (1 << 20) - 1
+
+
+class State(NamedTuple):
+    """The word that decides.
+
+    Attributes:
+        step: The accumulator's step.
+        shape: Number of the shape that the round has; 0 while it has none.
+        parity: Of the open round.
+        waiting: Whether a take stands at the head and wants more.
+        number: Gradients admitted to the round; if ``waiting``, those still missing.
+    """
+
+    step: int
+    shape: int
+    parity: int
+    waiting: int
+    number: int
+
+    def admitted(self, shape: int) -> State:
+        """Return the state after one more gradient; the last missing one closes."""
+        step, _, parity, waiting, number = self
+        if not waiting:
+            return State(step, shape, parity, 0, number + 1)
+        if number > 1:
+            return State(step, shape, parity, 1, number - 1)
+        return self.closed()
+
+    def closed(self) -> State:
+        """Return the state after the round is closed."""
+        return State(self.step + 1, 0, 1 - self.parity, 0, 0)
+
+    def withdrawn(self) -> State:
+        """Return the state after one gradient less."""
+        if self.waiting:
+            return self._replace(number=self.number + 1)
+        return self._replace(number=self.number - 1)._unshaped()
+
+    def stood_down(self, wanted: int) -> State:
+        """Return the state after a take that waits for ``wanted`` gives up."""
+        return self._replace(waiting=0, number=wanted - self.number)._unshaped()
+
+    def _unshaped(self) -> State:
+        return self if self.number else self._replace(shape=0)
+
+
+class Packing:
+    """How a `State` lies in 64 bits: step | shape | parity | waiting | count.
+
+    Attributes:
+        max_count: Most gradients in one round.
+        max_step: Steps lie between -max_step - 1 and this.
+        max_shapes: Most different shapes; 0 if the shape is fixed.
+    """
+
+    def __init__(self, *, shaped: bool) -> None:
+        self._count = 18 if shaped else 20
+        self._shape = 10 if shaped else 0
+        self.max_count = (1 << self._count) - 1
+        self.max_shapes = (1 << self._shape) - 1
+        self._step_shift = self._count + 2 + self._shape
+        self.max_step = (1 << (63 - self._step_shift)) - 1
+
+    def pack(self, state: State) -> int:
+        """Return the word."""
+        low = (state.shape << 1 | state.parity) << 1 | state.waiting
+        return state.step << self._step_shift | low << self._count | state.number
+
+    def unpack(self, word: int) -> State:
+        """Return the state."""
+        low = word >> self._count
+        return State(
+            word >> self._step_shift,
+            low >> 2 & self.max_shapes,
+            low >> 1 & 1,
+            low & 1,
+            word & self.max_count,
+        )
+
+
+class Record(NamedTuple):
+    """What one rank has in one round: a buffer with the sum of ``number`` gradients.
+
+    Attributes:
+        writing: Whether one more was admitted and is not completely written.
+        shape: Number of the shape; 0 if all rounds have one.
+        given_up: Gradients that were admitted and will not be written.
+    """
+
+    buffer: int
+    number: int
+    writing: int
+    shape: int
+    given_up: int = 0
+
+    def word(self) -> int:
+        """Return it as one word."""
+        counts = (self.shape << 20 | self.given_up) << 20 | self.number
+        return (counts << 1 | self.writing) << 1 | self.buffer
+
+    @classmethod
+    def of(cls, word: int) -> Record:
+        """Return it from its word."""
+        counts = word >> 2
+        number, given_up = counts & _MAX_NUMBER, counts >> 20 & _MAX_NUMBER
+        return cls(word & 1, number, word >> 1 & 1, counts >> 40, given_up)
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A round that nobody can join any more.
+
+    Attributes:
+        parity: Where its records are.
+        count: The gradients in it, without those that were given up.
+        shape: Number of its shape; 0 if all rounds have one.
+        records: Rank to record, of the ranks that have gradients; in rank order.
+    """
+
+    parity: int
+    count: int
+    shape: int
+    records: dict[int, Record]
