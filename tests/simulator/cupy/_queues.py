@@ -106,11 +106,12 @@ class Queue:
 
     def uses(self, address, nbytes):
         """Whether work in here will read or write that host memory."""
+        # A copy: the garbage collector may free device memory, which is work, too.
         return any(
             item.host
             and item.host[0] < address + nbytes
             and address < item.host[0] + item.host[1]
-            for item in self._items
+            for item in list(self._items)
         )
 
     def random_number(self):
