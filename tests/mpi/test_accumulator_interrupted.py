@@ -16,7 +16,7 @@ import hpcaccum as hpc
 from hpcaccum import Group
 from hpcaccum.deadline import Deadline
 from hpcaccum.round_words import CLOSED, LEFT
-from hpcaccum.updates import HEAD, UpdateQueue
+from hpcaccum.updates import _HEAD, UpdateQueue
 
 from .acting import (  # noqa: F401
     Background,
@@ -412,4 +412,4 @@ def test_update_that_cannot_be_written_is_an_empty_one(queue, monkeypatch):
     assert at(0, applied, queue, 1) == [2.0] * 3
     tally = at(0, queue.tally)
     assert (sum(tally.accepted), sum(tally.given_up)) == (1, 1)
-    assert at(-1, lambda: queue.cells.read(HEAD + queue._group.rank)) == 2
+    assert at(-1, lambda: queue.cells.read(_HEAD + queue._group.rank)) == 2
