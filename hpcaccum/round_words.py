@@ -153,6 +153,7 @@ class RoundWords:
         If an exception comes, call it again.
         """
         self.cells.write(self._gone + self._group.rank, 1)
+        self.cells.settle()
         if not self._leaving.added:
             self.cells.add(LEFT, 1, self._leaving)
 

@@ -119,7 +119,7 @@ class Rounds(RoundWords):
         For a caller that did not get the result because of an exception. The caller
         resets `admission` before each gradient.
         """
-        self.cells.flush()
+        self.cells.settle()
         if not self.admission.swapped:
             return None
         state = self.packing.unpack(int(self.admission.compare[0]))
@@ -215,7 +215,7 @@ class Rounds(RoundWords):
 
     def _put_back(self, clear: Callable[[Closed], object]) -> None:
         """Leave a take that failed as if it had not begun, or was over."""
-        self.cells.flush()
+        self.cells.settle()
         closing, complete = self._closing, self._complete
         if closing and complete:
             self._finish(closing, complete, clear)

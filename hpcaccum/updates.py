@@ -156,7 +156,7 @@ class UpdateQueue:
 
     def _recover(self, local_step: int) -> None:
         """Give up what was admitted, unless the host can see it; may be done twice."""
-        self.cells.flush()
+        self.cells.settle()
         place, admission = _HEAD + self._group.rank, self._admission
         if admission.swapped:
             step = int(admission.compare[0])
@@ -255,6 +255,7 @@ class UpdateQueue:
     def _leave(self) -> None:
         self._left = True
         self.cells.write(self._gone + self._group.rank, 1)
+        self.cells.settle()
         if not self._leaving.added:
             self.cells.add(_LEFT, 1, self._leaving)
 

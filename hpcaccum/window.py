@@ -44,7 +44,7 @@ class Attempt:
 
     A signal handler may raise after MPI has changed the word and before Python has got
     the result. MPI leaves the result in this memory, where it can be read afterwards,
-    once `Cells.flush` has returned.
+    once `Cells.settle` has returned.
 
     Attributes:
         origin, compare, result: One word each: the operand, the value that was expected
@@ -214,6 +214,10 @@ class Cells:
         """Wait until what was posted is there."""
         if self._words is None:
             self._complete()
+
+    def settle(self) -> None:
+        """Wait until a change that an exception interrupted is done, or surely not."""
+        self._complete()
 
     def _complete(self) -> None:
         self._window.Flush(self.host)

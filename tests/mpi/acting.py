@@ -135,6 +135,8 @@ class Makers:
     def __init__(self) -> None:
         self._made: dict[str, hpc.ConditionalAccumulator] = {}
         self._used: dict[str, hpc.ConditionalAccumulator] = {}
+        # What a test left in a state of which nothing can be taken. Freed at the end.
+        self._ruined: list[hpc.ConditionalAccumulator] = []
 
     def __call__(
         self, dtype: Any = "float64", shape: Any = (2,), **options: Any
@@ -155,6 +157,8 @@ class Makers:
             _, error = meet(told)[0]
             if error is None:
                 self._made[key] = acc
+            else:
+                self._ruined.append(acc)
         self._used.clear()
 
 
