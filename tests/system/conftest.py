@@ -53,6 +53,18 @@ def simulator(monkeypatch: pytest.MonkeyPatch) -> str:
     return folder
 
 
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a program to a file of this test; return its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -67,16 +67,6 @@ print("done")
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text):
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return path
-
-    return write
-
-
 @pytest.mark.parametrize(
     ("odd", "size", "end"),
     [

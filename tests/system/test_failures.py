@@ -105,16 +105,6 @@ else:
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text):
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return path
-
-    return write
-
-
 @pytest.mark.parametrize(
     ("program", "message"),
     [
