@@ -113,6 +113,17 @@ class Rounds(RoundWords):
                 return Receipt(True, local_step, state.step), state.parity, shape
             word, fresh = found, True
 
+    def is_stale(self, local_step: int, *, ask: bool) -> bool:
+        """Whether a gradient is stale by the last word seen; of now, if that is near.
+
+        Args:
+            local_step: The step the gradient was computed at.
+            ask: Whether to ask the host if it is not near.
+        """
+        if ask or self.cells.direct:
+            self._seen = self.cells.read(STATE)
+        return local_step < self.packing.unpack(self._seen).step
+
     def admitted(self, local_step: int) -> Admitted | None:
         """Return what `admit` returned, or was about to return, if it admitted.
 

@@ -378,6 +378,7 @@ class ParameterServer:
         if self.is_host:
             Progress.of(self._group).stop()
         self._lent = None
+        self._views.clear()
         self._device_link.free()
         self._inbox.free()
         self._parameters.free()

@@ -52,6 +52,8 @@ class Slots:
         # Buffers begin on a cache line.
         self._stride = -(-capacity * dtype.itemsize // 64) * 64
         self.region = Region(group, host, 2 * self._stride, spread=True)
+        # Whether MPI sends what `write` gets.
+        self.sends = not self.region.mapped
         self._threads = own_cores(group)
         self._staging: dict[int, Array] = {}
         # This rank's buffers, once it brought a gradient of a device.
@@ -168,7 +170,7 @@ class Sums:
     2 gradients of memory on the host, none elsewhere, however many ranks there are.
     """
 
-    name = "sum"
+    name, sends = "sum", True
 
     def __init__(
         self, group: Group, host: int, capacity: int, dtype: np.dtype[Any]

@@ -82,8 +82,10 @@ class Writer:
         If it raises, nothing was added; except that a signal handler may raise when the
         gradient is in place already.
         """
-        # What may fail comes before the admission.
-        source = self._storage.prepare(array)
+        source = None
+        if not (self._storage.sends and self._is_stale(array, local_step)):
+            # What may fail comes before the admission.
+            source = self._storage.prepare(array)
         receipt = self._try(array, source, local_step, fit)
         if receipt is None:
             deadline = Deadline(None, "apply_grad")
@@ -92,8 +94,17 @@ class Writer:
             )
         return receipt
 
+    def _is_stale(self, array: Array, local_step: int) -> bool:
+        """Whether a gradient need not be prepared, as it will be dropped."""
+        # To ask the host costs less than a copy from a device, more than one of memory.
+        return self._rounds.is_stale(local_step, ask=is_device(array))
+
     def _try(
-        self, array: Array, source: Array, local_step: int, fit: Callable[[int], int]
+        self,
+        array: Array,
+        source: Array | None,
+        local_step: int,
+        fit: Callable[[int], int],
     ) -> Receipt | None:
         """Submit; None if other threads' slots leave no buffer at the moment."""
         with self._lock:
@@ -121,13 +132,16 @@ class Writer:
                 raise
 
     def _submit(
-        self, admitted: Admitted, array: Array, source: Array, slot: int | None
+        self, admitted: Admitted, array: Array, source: Array | None, slot: int | None
     ) -> Receipt:
         receipt, parity, shape = admitted
         if not receipt:
             self._count(self._rounds.ledger.next(receipt))
             self._rounds.cells.flush()
             return receipt
+        if source is None:
+            # The step was lowered since.
+            source = self._storage.prepare(array)
         before, there = self._known(parity), False
         if before:
             buffer, number = before.buffer, before.number

@@ -340,3 +340,11 @@ def test_large_gradients_arrive_whole(make, storage, size):
 
     mean = at(1, acc.take_grad, size, timeout=WAIT)
     same_bits(mean, np.full((300, 1000), 0.5, "f"))
+
+
+def test_gradient_that_is_no_longer_stale_is_added(acc, monkeypatch):
+    # The step was lowered after the first look.
+    with monkeypatch.context() as patch:
+        patch.setattr(acc._rounds, "is_stale", lambda *_, **__: True)
+        assert at(-1, acc.apply_grad, [2, 4])
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [2.0, 4.0])
