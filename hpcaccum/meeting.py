@@ -308,7 +308,8 @@ class Meetings:
         return {r: c for r, c in self._calls.items() if c.number == call.number}
 
     def _absent(self, call: _Call) -> str:
-        missing = set(range(1, self._size)) - set(self._present(call))
+        # With all others there, one of them gave up before this rank came.
+        missing = set(range(1, self._size)) - set(self._present(call)) or {0}
         return f"{ranks_text(missing)} of {self._size} to make the same call"
 
     def _ask(self, call: _Call, deadline: Deadline) -> list[Any]:
