@@ -141,9 +141,10 @@ class Meetings:
         self._calls: dict[int, _Call] = {}
         self._reports: dict[int, _Report] = {}
         self._gave_up: dict[int, _GaveUp] = {}
-        # What the others have received last.
+        # What the others have received: failures by exchange and by track.
         self._answer: _Answer | None = None
-        self._failure: _Failure | None = None
+        self._failures: dict[int, _Failure] = {}
+        self._lost: dict[int, _Failure] = {}
         # The call that this rank has reported, and whether that is under way.
         self._reported, self._unseen = (0, 0), False
         self._requests: list[Any] = []
@@ -230,8 +231,10 @@ class Meetings:
         }
 
     def _check_failure(self, track: Track) -> None:
-        if self._failure is not None and track.number in self._failure.tracks:
-            raise self._failure.kind(self._failure.text)
+        if failure := self._lost.get(track.number):
+            # This rank need not come to that exchange any more.
+            self._number = max(self._number, failure.number)
+            raise failure.kind(failure.text)
 
     def _fail(self, own: str, places: dict[int, object], tracks: set[int]) -> None:
         """Raise on every rank that waits: they make different calls."""
@@ -340,16 +343,15 @@ class Meetings:
         """Return the answer of rank 0 if it is there; raise if that is an error."""
         with self._lock:
             self._receive_all()
+            if self._answer is not None and self._answer.number == call.number:
+                values, self._answer = self._answer.values, None
+                return values
             if failure := self._failed(call):
                 raise failure.kind(failure.text)
-            if self._answer is None or self._answer.number != call.number:
-                return None
-            values, self._answer = self._answer.values, None
-            return values
+            return None
 
     def _failed(self, call: _Call) -> _Failure | None:
-        found = self._failure
-        return found if found is not None and found.number >= call.number else None
+        return self._failures.get(call.number)
 
     def _spread(self, error: BaseException, tracks: set[int]) -> None:
         """Have the other ranks raise what rank 0 raises."""
@@ -392,9 +394,8 @@ class Meetings:
         if isinstance(message, _Answer):
             self._answer = message
         elif isinstance(message, _Failure):
-            self._failure = message
-            # This rank need not come to that exchange any more.
-            self._number = max(self._number, message.number)
+            self._failures[message.number] = message
+            self._lost |= dict.fromkeys(message.tracks, message)
         elif isinstance(message, _Seen):
             self._unseen = False
         else:
