@@ -96,7 +96,7 @@ class DeviceExchange:
     def start(self, name: str, brought: Mapping[str, Any]) -> Iterable[str]:
         """Begin to copy an array to the schedule's memory.
 
-        The host waits only for a device that cannot reach that memory by itself.
+        The host waits only for a device that cannot reach that memory directly.
 
         Returns:
             The names that were started and are complete now, each once.

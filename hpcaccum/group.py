@@ -118,7 +118,7 @@ class Group:
         """Return the values of all ranks, in rank order. Collective.
 
         Like MPI's allgather of small objects, but a rank that does not come is named,
-        and ranks that make different calls are told apart by ``what``.
+        and ranks that make different calls, by ``what``, get an error.
 
         Raises:
             DisagreementError, WaitTimeoutError: As `Meetings.gather`.

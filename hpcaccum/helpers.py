@@ -41,7 +41,7 @@ def run_pieces(act: Callable[[Any], None], items: Iterable[Any], helpers: int) -
 
 
 class _Piece(Future[None]):
-    """One call, made by whoever comes first."""
+    """One call, made by the first thread that is free."""
 
     def __init__(self, act: Callable[[Any], None], item: Any) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ class Track:
     """Collective calls of one kind, which all ranks count.
 
     Attributes:
-        number: Tells the tracks of a group apart; the same on all ranks.
+        number: Identifies the track in its group; the same on all ranks.
         what: For messages.
         calls: Calls that are complete on this rank.
         thread: The thread of this rank that made the last one.

@@ -326,7 +326,7 @@ class ParameterServer:
         receipt = self._inbox.submit(local_step)
         self._lent = None
         for view in self._views:
-            # Whoever writes there now would spoil a gradient: NumPy says so.
+            # A write there would now spoil a gradient: NumPy refuses it.
             view.flags.writeable = False
         self._views.clear()
         return receipt

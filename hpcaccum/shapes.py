@@ -134,7 +134,7 @@ class ShapeTable:
         entry = self._entry(number)
         if shape:
             self._cells.write_range(entry + 1, shape)
-        # Last, and never 0: whoever finds it finds the shape.
+        # Last, and never 0: a rank that reads it can read the shape.
         self._cells.write(entry, 1 + len(shape))
         self._remember(number, shape)
 
