@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from hpcaccum.accumulator import ConditionalAccumulator
-from hpcaccum.device_accumulator import DeviceAccumulator
-from hpcaccum.device_rounds import DeviceReceipt, DeviceStatistics
-from hpcaccum.device_rows import DeviceRowAccumulator
+from hpcaccum.accumulator import (
+    AccumulatorStatistics,
+    ConditionalAccumulator,
+    DeviceAccumulator,
+    DeviceReceipt,
+    DeviceRowAccumulator,
+    DeviceStatistics,
+    Receipt,
+    Tally,
+)
+from hpcaccum.device import Int8Compressor, Int8Gradient
 from hpcaccum.errors import (
     DeviceUnavailableError,
     DisagreementError,
@@ -15,11 +22,8 @@ from hpcaccum.errors import (
     MPIUnavailableError,
     WaitTimeoutError,
 )
-from hpcaccum.group import Group
-from hpcaccum.int8 import Int8Compressor, Int8Gradient
 from hpcaccum.layout import Layout
-from hpcaccum.ledger import Receipt, Tally
-from hpcaccum.mpi import install_excepthook
+from hpcaccum.mpi import Group, install_excepthook
 from hpcaccum.optimizers import (
     SGD,
     Adagrad,
@@ -35,16 +39,18 @@ from hpcaccum.optimizers import (
     Variable,
     get_variable,
 )
-from hpcaccum.reducer import Reducer
-from hpcaccum.reducer_statistics import ReducerStatistics
-from hpcaccum.shared_accumulator import Statistics
+from hpcaccum.reducer import Reducer, ReducerStatistics
 
 __version__ = "0.1.0"
+
+# The name before 0.2.
+Statistics = AccumulatorStatistics
 
 __all__ = [
     "SGD",
     "AGNCustomGetter",
     "AGNOptimizer",
+    "AccumulatorStatistics",
     "Adagrad",
     "Adam",
     "ConditionalAccumulator",

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from hpcaccum.device import check_array, is_device
+from hpcaccum.dtypes import FLOATS, accumulation_dtype, float_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.layout import FLOATS, float_dtype, wide_dtype
 
 # Bytes that one MPI call moves at most: it counts them in 32 bits.
 _MAX_BUCKET = 1 << 30
@@ -152,7 +152,7 @@ def wire_format(wire_dtype: Any, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     """Return the dtype in which sums of ``dtype`` travel, None for their own."""
     if wire_dtype is None:
         return None
-    wire, wide = float_dtype(wire_dtype), wide_dtype(dtype)
+    wire, wide = float_dtype(wire_dtype), accumulation_dtype(dtype)
     if wire.itemsize >= wide.itemsize:
         raise InvalidArgumentError(
             f"wire_dtype must be narrower than {wide}, got {wire}"

@@ -1,6 +1,11 @@
-"""The error types; each is also a builtin that a caller would guess."""
+"""The error types, each also a builtin that a caller would guess; ranks in messages."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class InvalidArgumentError(ValueError):
@@ -29,3 +34,16 @@ class MPIUnavailableError(ImportError):
 
 class DeviceUnavailableError(RuntimeError):
     """Raised when a CUDA device is needed and cannot be used; says what is missing."""
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks as people do: ``rank 3``, ``ranks 0, 2``, ``ranks 0-7, 9``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    names = ", ".join("-".join(map(str, run)) for run in runs)
+    single = len(runs) == 1 and len(runs[0]) == 1
+    return f"rank{'' if single else 's'} {names or 'none'}"

@@ -7,48 +7,16 @@ import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.dtypes import accumulation_dtype, float_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-HALVES = (np.dtype(np.float16), BFLOAT16)
-FLOATS = (*HALVES, np.dtype(np.float32), np.dtype(np.float64))
-
 # Every array begins on a cache line: two ranks that work on neighbours do not
 # fight for one, and vector loads are aligned.
 ALIGNMENT = 64
-
-
-def float_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return the NumPy dtype that ``dtype`` names, one that can be accumulated.
-
-    Raises:
-        TypeError: If it names no dtype, or bool, or text.
-        InvalidArgumentError: If it is numeric but not float16/32/64 or bfloat16.
-    """
-    try:
-        found: np.dtype[Any] = np.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"dtype must name a float type, got {dtype!r}") from None
-    if dtype is None or found.kind in "bSUO":
-        raise TypeError(f"dtype must name a float type, got {dtype!r}")
-    if found not in FLOATS:
-        names = ", ".join(str(each) for each in FLOATS)
-        raise InvalidArgumentError(f"dtype must be one of {names}, got {found}")
-    return found
-
-
-def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which gradients of ``dtype`` are summed.
-
-    Half precision loses a sum: 2100 ones average to 0.975 in float16.
-    """
-    return np.dtype(np.float32) if dtype in HALVES else dtype
 
 
 class Layout:
@@ -78,7 +46,7 @@ class Layout:
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Layout:
         """Lay out arrays like these, in the dtype that holds all of theirs."""
-        dtypes = [wide_dtype(array.dtype) for array in arrays.values()]
+        dtypes = [accumulation_dtype(array.dtype) for array in arrays.values()]
         shapes = {name: array.shape for name, array in arrays.items()}
         return cls(shapes, np.result_type(*dtypes) if dtypes else np.float32)
 

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import ConditionalAccumulator
-from hpcaccum.bench.measure import (
-    Kind,
-    WrongAnswerError,
-    apart,
-    check_equal,
-    repeated,
-)
+from hpcaccum.bench.measure import Kind, WrongAnswerError, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 from hpcaccum.deadline import Deadline
-from hpcaccum.window import Region
+from hpcaccum.mpi import Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -25,7 +25,7 @@ _SETTINGS = ("MPIR_CVAR_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", "OMP_NUM_THREAD
 
 def circumstances(group: Group) -> dict[str, Any]:
     """Return the circumstances of this job, the same for all its rows. Collective."""
-    names = group.meet(MPI.Get_processor_name(), "names of the hosts")
+    names = group.allgather(MPI.Get_processor_name(), "names of the hosts")
     hosts = dict(Counter(names))
     vendor, version = MPI.get_vendor()
     return {

@@ -13,13 +13,7 @@ from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.device_case import describe_device, device_facts
 from hpcaccum.bench.gloo import Gloo, check_usable
 from hpcaccum.bench.measure import Measurement, Row, rows
-from hpcaccum.bench.options import (
-    Conditions,
-    Options,
-    case_of,
-    check_picture,
-    resolve,
-)
+from hpcaccum.bench.options import Conditions, Options, case_of, check_picture, resolve
 from hpcaccum.output_files import check_apart, ending_the_job, open_output
 
 if TYPE_CHECKING:

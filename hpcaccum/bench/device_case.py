@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from hpcaccum import cuda_kernels, device
+from hpcaccum import device
 from hpcaccum.bench.measure import Kind, check_equal
 from hpcaccum.bench.memory import Memory
+from hpcaccum.device import kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,7 +51,7 @@ class DeviceMemory(NamedTuple):
                 f"needs {wanted / 2**30:.1f} GiB of the device, "
                 f"{free / 2**30:.1f} GiB are free"
             )
-        told = [each for each in group.meet(problem, "device memory") if each]
+        told = [each for each in group.allgather(problem, "device memory") if each]
         return told[0] if told else self.host.missing(group, nbytes)
 
 
@@ -236,4 +237,4 @@ class DeviceCase:
 
 def launch(name: str, count: int, *arguments: Any) -> None:
     """Launch a kernel over so many elements."""
-    cuda_kernels.kernel(name)(*cuda_kernels.streaming(count), arguments)
+    kernels.kernel(name)(*kernels.streaming(count), arguments)

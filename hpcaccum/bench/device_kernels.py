@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import Layout, device
+from hpcaccum.accumulator import DeviceRounds
 from hpcaccum.bench.device_case import (
     Contest,
     DeviceCase,
@@ -14,9 +15,8 @@ from hpcaccum.bench.device_case import (
     check_same,
     launch,
 )
-from hpcaccum.device_rounds import DeviceRounds
-from hpcaccum.int8 import GROUP, Int8Compressor, Int8Gradient, accumulate
-from hpcaccum.pointer_tables import PointerTable
+from hpcaccum.device import PointerTable
+from hpcaccum.device.int8 import GROUP, Int8Compressor, Int8Gradient, accumulate
 
 if TYPE_CHECKING:
     from hpcaccum.bench.device_case import Buffers

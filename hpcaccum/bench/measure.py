@@ -19,7 +19,7 @@ from hpcaccum.mpi import MPI
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpcaccum.group import Group
+    from hpcaccum.mpi import Group
 
     Run = Callable[[int], list[float]]
 
@@ -219,7 +219,7 @@ class Measurement:
         """
         inner = {kind.name: self._prepare(kind) for kind in self._case.kinds}
         mine = self._samples(inner)
-        everybody = self._group.meet(mine, self._what)
+        everybody = self._group.allgather(mine, self._what)
         return {
             name: Times.of([t for theirs in everybody for t in theirs[name]])
             for name in mine

@@ -40,7 +40,7 @@ class Memory(NamedTuple):
         private = self.private * nbytes
         shared, private = (group.node.allreduce(each) for each in (shared, private))
         problem = _problem(shared, private)
-        told = [each for each in group.meet(problem, "memory") if each]
+        told = [each for each in group.allgather(problem, "memory") if each]
         return told[0] if told else None
 
 

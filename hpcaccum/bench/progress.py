@@ -11,7 +11,7 @@ from hpcaccum import ConditionalAccumulator
 from hpcaccum.bench.accumulate import NEVER_STALE
 from hpcaccum.bench.measure import Kind, WrongAnswerError, check_equal
 from hpcaccum.bench.memory import Memory
-from hpcaccum.window import Region
+from hpcaccum.mpi import Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,20 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import DropStaleGradientOptimizer
-from hpcaccum.bench.measure import (
-    Kind,
-    WrongAnswerError,
-    apart,
-    check_equal,
-    repeated,
-)
+from hpcaccum.bench.measure import Kind, WrongAnswerError, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 from hpcaccum.bench.step import RATE, Optimizing
 from hpcaccum.deadline import Deadline
-from hpcaccum.parameters import Parameters
-from hpcaccum.server import ParameterServer
-from hpcaccum.updates import UpdateQueue
-from hpcaccum.window import Region
+from hpcaccum.mpi import Region
+from hpcaccum.server import BoundedStalenessInbox, DoubleBuffer, ParameterServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +54,7 @@ class Server:
         self._count = count = nbytes // 4
         self._source, self._into = np.ones(count, np.float32), np.zeros(count, "f4")
         self._raw = Region(group, 0, nbytes * group.size, spread=False, window=True)
-        self._parameters = Parameters(group, 0, count, np.float32)
+        self._parameters = DoubleBuffer(group, 0, count, np.float32)
         if group.rank == 0:
             self._parameters.start(self._fill)
         self._idle = ParameterServer(
@@ -71,8 +63,8 @@ class Server:
         self._cycle = Optimizing(count, lambda rule: _drop_stale(rule, group))
         self.kinds = [*self._reads(), *self._updates()]
 
-    def _queue(self, size: int, dtype: Any) -> UpdateQueue:
-        return UpdateQueue(self._group, 0, size, dtype)
+    def _queue(self, size: int, dtype: Any) -> BoundedStalenessInbox:
+        return BoundedStalenessInbox(self._group, 0, size, dtype)
 
     def _reads(self) -> list[Kind]:
         n, nbytes = self._group.size, self._nbytes
@@ -101,7 +93,7 @@ class Server:
     def _nothing(self) -> None:
         pass
 
-    # Parameters on rank 0.
+    # DoubleBuffer on rank 0.
 
     def _fill(self, flat: Array) -> None:
         np.copyto(flat, self._source)

@@ -9,8 +9,8 @@ import numpy as np
 
 from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, copyto, cupy, release
+from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.layout import wide_dtype
 from hpcaccum.optimizers.base import (
     Optimizer,
     check_global_step,
@@ -21,19 +21,17 @@ from hpcaccum.optimizers.base import (
 )
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.variable import Variable
-from hpcaccum.server import gradients_by_name
-from hpcaccum.updates import UpdateQueue
+from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.group import Group
-    from hpcaccum.inbox import Inbox
-    from hpcaccum.ledger import Receipt
+    from hpcaccum.accumulator import Receipt
+    from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Loss
-    from hpcaccum.server import ParameterServer
+    from hpcaccum.server import Inbox, ParameterServer
 
 Array = np.ndarray[Any, Any]
 
@@ -49,7 +47,7 @@ class AGNCustomGetter:
 
     Args:
         comm: Communicator of the ranks; COMM_WORLD by default.
-        host: The rank that holds the centre.
+        host: The rank that holds the center.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ def get_variable(
 class AGNOptimizer(OneSidedOptimizer):
     """Accumulated gradient normalization: T local steps, then one push of their mean.
 
-    One call with gradient g, local variable x, centre c, sum a, period T::
+    One call with gradient g, local variable x, center c, sum a, period T::
 
         x := inner(x, g);  a := a + g
         every T-th call:   c := inner(c, a / T), on the host;  x := c;  a := 0
@@ -96,7 +94,7 @@ class AGNOptimizer(OneSidedOptimizer):
     kept at a push.
 
     Args:
-        optimizer: Makes the local updates and, on the host, those of the centre.
+        optimizer: Makes the local updates and, on the host, those of the center.
         num_worker: Number of workers; the original ignores it, and so do we.
         custom_getter: Knows the variables, the communicator and the host.
         communication_period: T, at least 1.
@@ -106,8 +104,8 @@ class AGNOptimizer(OneSidedOptimizer):
 
     Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
         behaviour of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
-        parameter differences. Unlike there, Adam's bias correction of the centre counts
-        the centre's updates.
+        parameter differences. Unlike there, Adam's bias correction of the center counts
+        the center's updates.
     """
 
     def __init__(
@@ -149,10 +147,12 @@ class AGNOptimizer(OneSidedOptimizer):
         self._on_device: dict[str, Array] = {}
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
-        return UpdateQueue(self._group, self._host, size, dtype, workers=self._workers)
+        return BoundedStalenessInbox(
+            self._group, self._host, size, dtype, workers=self._workers
+        )
 
     def initialize(self, var_list: Any = None) -> None:
-        """Set the centre to the host's variables, and all ranks' to it. Collective.
+        """Set the center to the host's variables, and all ranks' to it. Collective.
 
         Args:
             var_list: Variables of the getter; all of them by default.
@@ -189,7 +189,7 @@ class AGNOptimizer(OneSidedOptimizer):
         global_step: Variable | None = None,
         name: str | None = None,
     ) -> Receipt | None:
-        """Make a local step; at every T-th call, push and take the new centre.
+        """Make a local step; at every T-th call, push and take the new center.
 
         A variable with a gradient of None is left out: not updated, pushed or pulled.
 
@@ -219,7 +219,7 @@ class AGNOptimizer(OneSidedOptimizer):
             return server.gradient_arrays()
         for name, value in self._local.items():
             if name not in self._on_device:
-                dtype = wide_dtype(value.dtype)
+                dtype = accumulation_dtype(value.dtype)
                 self._on_device[name] = cupy().zeros(value.shape, dtype)
         return self._on_device
 
@@ -257,7 +257,7 @@ class AGNOptimizer(OneSidedOptimizer):
         release(self._on_device)
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
-        """Return a callable that sets this rank's variables to the centre's.
+        """Return a callable that sets this rank's variables to the center's.
 
         The sums begin at zero again. Collective if nothing was initialized yet.
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from hpcaccum.arguments import gradient_array
 from hpcaccum.device import is_device, library
+from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.layout import wide_dtype
 from hpcaccum.optimizers.variable import Variable, is_float, is_integer
 
 Array = np.ndarray[Any, Any]
@@ -352,7 +352,7 @@ def check_gate(gate_gradients: Any) -> None:
 def scaled(grad: Array, factor: float) -> Array:
     """Return a new array, ``factor * grad``, of the dtype of ``grad`` if a float."""
     dtype = grad.dtype if is_float(grad.dtype) else np.dtype(np.float64)
-    product = np.multiply(grad, factor, dtype=wide_dtype(dtype))
+    product = np.multiply(grad, factor, dtype=accumulation_dtype(dtype))
     array: Array = library(grad).asarray(product)
     return array.astype(dtype, copy=False)
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.device import all_on_device, cupy, release
-from hpcaccum.device_exchange import check_direct
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.group import Group
 from hpcaccum.layout import Layout
+from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import (
     Exchange,
     Optimizer,
@@ -24,7 +23,7 @@ from hpcaccum.optimizers.base import (
 from hpcaccum.optimizers.start import broadcast, check_floats, compare, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper
-from hpcaccum.reducer import Reducer
+from hpcaccum.reducer import Reducer, check_direct
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI

@@ -9,15 +9,15 @@ import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.updates import UpdateQueue
+from hpcaccum.server import BoundedStalenessInbox
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.group import Group
-    from hpcaccum.inbox import Inbox
+    from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Loss, Optimizer
     from hpcaccum.optimizers.variable import Variable
+    from hpcaccum.server import Inbox
 
 Array = np.ndarray[Any, Any]
 
@@ -59,7 +59,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         self._computed_at: int | None = None
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
-        return UpdateQueue(
+        return BoundedStalenessInbox(
             self._group,
             self._host,
             size,

@@ -10,7 +10,7 @@ import numpy as np
 from hpcaccum.arguments import rank_number
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.group import Group
+from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import (
     Exchange,
     Optimizer,
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.inbox import Inbox
-    from hpcaccum.ledger import Receipt, Tally
+    from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.optimizers.base import Loss
+    from hpcaccum.server import Inbox
 
 Array = np.ndarray[Any, Any]
 
@@ -40,7 +40,7 @@ Array = np.ndarray[Any, Any]
 class OneSidedOptimizer(Wrapper):
     """An optimizer whose inner one runs on the host's parameters. Collective.
 
-    The host's copy of the variables, the centre, is updated there, in host memory;
+    The host's copy of the variables, the center, is updated there, in host memory;
     every rank pulls it into its own variables, which may be on a device. Ranks call
     `compute_gradients` and `apply_gradients` when they want to.
 
@@ -51,7 +51,7 @@ class OneSidedOptimizer(Wrapper):
         opt: The optimizer that makes the updates; a local one.
         name: Of this optimizer.
         options: Name to check of what must be the same on all ranks.
-        comm, host: The ranks, and which of them holds the centre.
+        comm, host: The ranks, and which of them holds the center.
         dedicated: Whether the host only serves; it then calls `serve` after
             `initialize`. Otherwise it serves in a thread beside its own training.
 
@@ -90,7 +90,7 @@ class OneSidedOptimizer(Wrapper):
         self._group, self._host, self._dedicated = group, host, dedicated
         self._server: ParameterServer | None = None
         self._local: dict[str, Array] = {}
-        self._centre: dict[str, Variable] = {}
+        self._center: dict[str, Variable] = {}
         # The step of this rank's variables, and the least one that is of use next.
         self._step, self._useful = -1, 0
 
@@ -103,7 +103,7 @@ class OneSidedOptimizer(Wrapper):
         raise NotImplementedError
 
     def initialize(self, var_list: Any) -> None:
-        """Set the centre to the host's variables, and all ranks' to it. Collective.
+        """Set the center to the host's variables, and all ranks' to it. Collective.
 
         Done by the first `compute_gradients` otherwise. Again, it must be given the
         same variables and does nothing.
@@ -143,7 +143,7 @@ class OneSidedOptimizer(Wrapper):
             self._serve_with(self._server)
         self._pull()
         # Nobody trains before all have the same variables.
-        self._group.meet(None, f"{self.get_name()}: initialize")
+        self._group.allgather(None, f"{self.get_name()}: initialize")
 
     def _check_usable(self, variables: list[Variable]) -> None:
         """Refuse variables that this optimizer cannot have."""
@@ -157,27 +157,27 @@ class OneSidedOptimizer(Wrapper):
                 )
 
     def _serve_with(self, server: ParameterServer) -> None:
-        centre = self._centre = {
-            name: Variable(array, name) for name, array in server.centre.items()
+        center = self._center = {
+            name: Variable(array, name) for name, array in server.center.items()
         }
-        self.inner.initialize(list(centre.values()))
+        self.inner.initialize(list(center.values()))
 
         def update(grads: dict[str, Array]) -> None:
-            self.inner.apply_gradients([(g, centre[name]) for name, g in grads.items()])
+            self.inner.apply_gradients([(g, center[name]) for name, g in grads.items()])
 
         server.start(update)
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Return a slot of this rank's variable, else on the host of the centre's.
+        """Return a slot of this rank's variable, else on the host of the center's.
 
-        One of the centre's is a copy of one step. To read several of the same step, see
+        One of the center's is a copy of one step. To read several of the same step, see
         `paused`.
         """
         own = self.inner.get_slot(var, name)
-        if own is not None or var.name not in self._centre:
+        if own is not None or var.name not in self._center:
             return own
         with self.paused():
-            slot = self.inner.get_slot(self._centre[var.name], name)
+            slot = self.inner.get_slot(self._center[var.name], name)
             return None if slot is None else slot.copy()
 
     @contextlib.contextmanager
@@ -221,7 +221,7 @@ class OneSidedOptimizer(Wrapper):
     def serve(self) -> None:
         """Serve until all other ranks have left; on the host of ``dedicated=True``.
 
-        In the end this rank's variables are those of the final centre.
+        In the end this rank's variables are those of the final center.
         """
         self._opened().serve()
         self._pull_all()
@@ -232,7 +232,7 @@ class OneSidedOptimizer(Wrapper):
         return self._step
 
     def _pull(self, into: Mapping[str, Array] | None = None) -> None:
-        """Bring the newest centre into this rank's variables."""
+        """Bring the newest center into this rank's variables."""
         self._step = self._opened().pull(
             self._local if into is None else into,
             at_least=self._useful,
@@ -240,7 +240,7 @@ class OneSidedOptimizer(Wrapper):
         )
 
     def _pull_all(self) -> None:
-        """Make this rank's variables the centre's, whatever they were."""
+        """Make this rank's variables the center's, whatever they were."""
         self._step = self._opened().pull(self._local)
 
     def _finish(self) -> None:
@@ -320,7 +320,7 @@ class OneSidedOptimizer(Wrapper):
 
     @property
     def global_step(self) -> int:
-        """The number of updates that the centre has now, or had in the end."""
+        """The number of updates that the center has now, or had in the end."""
         return self._asked().step
 
     @property
@@ -361,7 +361,7 @@ class OneSidedOptimizer(Wrapper):
         self._opened().leave()
 
     def free(self) -> None:
-        """Leave, wait until all ranks have, and end with the final centre. Collective.
+        """Leave, wait until all ranks have, and end with the final center. Collective.
 
         Afterwards the variables of all ranks are those of the last update, also of
         ranks that left early or only served. `center`, `global_step`, `statistics` and

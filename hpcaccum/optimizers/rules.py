@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import Array
-from hpcaccum.optimizers.rule import Rate, Rule, checked_number
+from hpcaccum.optimizers.update_rule import Rate, Rule, checked_number
 
 
 class SGD(Rule):

@@ -10,9 +10,9 @@ import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto, to_host
-from hpcaccum.errors import DisagreementError, InvalidArgumentError
-from hpcaccum.group import ranks_text
-from hpcaccum.layout import Layout, wide_dtype
+from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.errors import DisagreementError, InvalidArgumentError, format_ranks
+from hpcaccum.layout import Layout
 from hpcaccum.optimizers.variable import is_float
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.group import Group
+    from hpcaccum.mpi import Group
     from hpcaccum.optimizers.variable import Variable
 
 logger = logging.getLogger("hpcaccum")
@@ -46,7 +46,7 @@ def check_floats(variables: Iterable[Variable]) -> None:
 def warn_of_wider(what: str, variables: Sequence[Variable]) -> None:
     """Log which variables make all gradients travel in a dtype wider than their own."""
     dtype = Layout.of({var.name: var.value for var in variables}).dtype
-    wider = [var.name for var in variables if wide_dtype(var.dtype) == dtype]
+    wider = [var.name for var in variables if accumulation_dtype(var.dtype) == dtype]
     if len(wider) < len(variables):
         more = ", ..." if len(wider) > _SHOWN else ""
         logger.warning(
@@ -97,7 +97,7 @@ def compare(
         hashlib.blake2b(_bytes(_copy(var)).data, digest_size=16).digest()
         for var in variables
     ]
-    everybody = group.meet(digests, what)
+    everybody = group.allgather(digests, what)
     for number, var in enumerate(variables):
         odd = [
             ranks[rank]
@@ -107,7 +107,7 @@ def compare(
         if odd:
             raise DisagreementError(
                 f"{what}: variable {var.name!r} must begin with the same values on all "
-                f"ranks of a group: {ranks_text(odd)} unlike rank {ranks[0]}; or use "
+                f"ranks of a group: {format_ranks(odd)} unlike rank {ranks[0]}; or use "
                 f"sync=True"
             )
 

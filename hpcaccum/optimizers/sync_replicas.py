@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.arguments import positive_count
-from hpcaccum.inbox import MeanInbox
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.server import QuorumInbox
 
 if TYPE_CHECKING:
     import numpy as np
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.group import Group
-    from hpcaccum.inbox import Inbox
-    from hpcaccum.ledger import Receipt
+    from hpcaccum.accumulator import Receipt
+    from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.server import ParameterServer
+    from hpcaccum.server import Inbox, ParameterServer
 
 
 class SyncReplicasOptimizer(OneSidedOptimizer):
@@ -73,7 +72,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         self._round, self._brought = -1, 0
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
-        return MeanInbox(
+        return QuorumInbox(
             self._group, self._host, size, dtype, self._quorum, self._workers
         )
 

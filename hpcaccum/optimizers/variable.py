@@ -9,8 +9,8 @@ import numpy as np
 
 from hpcaccum.arguments import gradient_array
 from hpcaccum.device import check_array, copyto, is_device, to_host
+from hpcaccum.dtypes import FLOATS
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.layout import FLOATS
 
 Array = np.ndarray[Any, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcaccum.errors import FreedError
-from hpcaccum.lifetime import Freeable
+from hpcaccum.mpi import Freeable
 from hpcaccum.optimizers.base import Optimizer, check_inner
 from hpcaccum.optimizers.variable import Variable
 
@@ -37,8 +37,8 @@ class Wrapper(Freeable, Optimizer):
     def learning_rate(self) -> Any:
         """That of the inner optimizer, where it makes the updates; may be set.
 
-        With a one-sided optimizer the host makes those of the centre: set it there. On
-        other ranks it has no effect on the centre. With a collective one, set it on
+        With a one-sided optimizer the host makes those of the center: set it there. On
+        other ranks it has no effect on the center. With a collective one, set it on
         all ranks of a group alike.
 
         Raises:

@@ -79,7 +79,7 @@ def _rounded(fact: Any) -> Any:
 
 def circumstances(options: Options, data: Dataset, group: Group) -> dict[str, Any]:
     """Return what one must know to judge the numbers of a run. Collective."""
-    hosts = Counter(group.meet(MPI.Get_processor_name(), "names of the hosts"))
+    hosts = Counter(group.allgather(MPI.Get_processor_name(), "names of the hosts"))
     name, version = MPI.get_vendor()
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),

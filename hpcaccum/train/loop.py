@@ -92,7 +92,7 @@ class Run:
         self._optimizer.initialize(self._model.variables)
         if self._observer:
             self._observer.look(0, 0.0)
-        self._group.meet(None, "start of training")
+        self._group.allgather(None, "start of training")
         self._begun = time.monotonic()
         if self._serves:
             self._optimizer.serve()
@@ -105,7 +105,7 @@ class Run:
         while step < self._target and not self._others_did_it():
             self._optimizer.minimize(self._loss, global_step)
             # Between two pushes of AGN the variables are this rank's own, not those of
-            # a step; the step changes when they are the centre's.
+            # a step; the step changes when they are the center's.
             if step != global_step.value:
                 step = int(global_step.value)
                 if self._observer and step < self._target:
@@ -133,7 +133,9 @@ class Run:
     def _finish(self, seconds: float) -> Result:
         if not self._collective:
             self._optimizer.leave()
-        told = self._group.meet((seconds, self._optimizer.waited), "end of training")
+        told = self._group.allgather(
+            (seconds, self._optimizer.waited), "end of training"
+        )
         seconds = max(theirs for theirs, _ in told)
         # All ranks' variables are then those of the last update.
         self._optimizer.free()
@@ -142,7 +144,7 @@ class Run:
         if self._observer:
             self._observer.look(updates, seconds)
         looks = self._observer.records if self._observer else []
-        records = [r for each in self._group.meet(looks, "records") for r in each]
+        records = [r for each in self._group.allgather(looks, "records") for r in each]
         records.sort(key=lambda record: record.group)
         finals = {record.group: record.accuracy for record in records}
         return Result(

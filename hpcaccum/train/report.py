@@ -167,16 +167,16 @@ def _per_rank(results: Sequence[Result], straggler: dict[int, float]) -> Table:
         rows = list(zip(result.accepted, result.dropped, result.waited, strict=True))
         for rank, row in enumerate(rows[:_MAX_ROWS]):
             late = f" (+{straggler[rank]:g} ms)" if straggler.get(rank) else ""
-            table.add_row(title, f"{rank}{late}", *_cells(row))
+            table.add_row(title, f"{rank}{late}", *_words(row))
             title = ""
         if rest := rows[_MAX_ROWS:]:
             label = f"{_MAX_ROWS}-{len(rows) - 1}, sum"
             sums = [sum(column) for column in zip(*rest, strict=True)]
-            table.add_row(title, label, *_cells(sums))
+            table.add_row(title, label, *_words(sums))
     return table
 
 
-def _cells(row: Sequence[float]) -> tuple[str, str, str]:
+def _words(row: Sequence[float]) -> tuple[str, str, str]:
     return f"{row[0]:.0f}", f"{row[1]:.0f}", f"{row[2]:.2f} s"
 
 

@@ -12,7 +12,7 @@ SIMULATOR = Path(__file__).parents[1] / "simulator"
 # What they test is the simulator, or needs none: no use of a GPU.
 NOT_FOR_A_GPU = {
     "test_compile",
-    "test_cuda_kernels",
+    "test_kernels",
     "test_faults",
     "test_sanitizers",
     "test_simulator",

@@ -8,7 +8,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 
-from hpcaccum import cuda_kernels
+from hpcaccum.device import kernels
 
 SIZES = [0, 1, 2, 3, 31, 32, 33, 1023, 1024, 1025, 5003]
 if os.environ.get("CPU_CUDA_CHECKS"):
@@ -57,9 +57,9 @@ class Watched:
 
 def launch(name, *args, size=None, blocks=None):
     """Launch as the package does, over ``size`` elements or with so many blocks."""
-    grid = blocks or cuda_kernels.blocks(size)
+    grid = blocks or kernels.blocks(size)
     given = [arg.array if isinstance(arg, Watched) else arg for arg in args]
-    cuda_kernels.kernel(name)((grid,), (cuda_kernels.THREADS,), given)
+    kernels.kernel(name)((grid,), (kernels.THREADS,), given)
 
 
 def header(step=0, count=0):

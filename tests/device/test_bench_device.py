@@ -11,11 +11,12 @@ import cupy
 import numpy as np
 import pytest
 
-from hpcaccum import Group, cuda_kernels
+from hpcaccum import Group
 from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.device_case import check_same, turns_of
 from hpcaccum.bench.measure import Measurement, WrongAnswerError, rows
 from hpcaccum.bench.options import Conditions
+from hpcaccum.device import kernels
 
 from ..system.conftest import REPOSITORY, run_program
 
@@ -84,7 +85,7 @@ def test_a_kernel_that_does_nothing_is_found_before_anything_is_timed(
 ):
     case = make(name)
     case.kinds = [each for each in case.kinds if each.name == kind]
-    good = cuda_kernels.kernel
+    good = kernels.kernel
     prepare, armed = case.forget, []
 
     def spoil():
@@ -97,7 +98,7 @@ def test_a_kernel_that_does_nothing_is_found_before_anything_is_timed(
         return good(which)
 
     case.forget = spoil
-    monkeypatch.setattr(cuda_kernels, "kernel", planted)
+    monkeypatch.setattr(kernels, "kernel", planted)
     with pytest.raises(RuntimeError, match=f"bench, {kind}: .*wrong|for 1 gradients"):
         Measurement(Group.of(), "bench", case, QUICK.seconds)()
 

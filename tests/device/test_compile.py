@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcaccum import cuda_kernels
+from hpcaccum.device import kernels
 
 ARCHITECTURES = ["80", "90", "100"]
 # The most with which 4 blocks of 256 threads are at work at once.
@@ -43,8 +43,8 @@ def check(log, names):
 def sources(tmp_path_factory):
     """A folder of the sources as CuPy gets them."""
     folder = tmp_path_factory.mktemp("sources")
-    for file in cuda_kernels.files():
-        (folder / file).write_text(cuda_kernels.source(file))
+    for file in kernels.files():
+        (folder / file).write_text(kernels.source(file))
     return folder
 
 
@@ -52,7 +52,7 @@ def sources(tmp_path_factory):
 def nvrtc_processes(sources):
     """One process for each architecture, all at work; here, cupy is the simulator."""
     script = Path(__file__).with_name("nvrtc.py")
-    paths = [str(sources / file) for file in cuda_kernels.files()]
+    paths = [str(sources / file) for file in kernels.files()]
     processes = {
         architecture: subprocess.Popen(
             [sys.executable, str(script), architecture, *paths],
@@ -78,17 +78,17 @@ def nvrtc_logs(request, nvrtc_processes):
     return {Path(path).name: log for path, log in json.loads(output).items()}
 
 
-@pytest.mark.parametrize("file", cuda_kernels.files())
+@pytest.mark.parametrize("file", kernels.files())
 def test_nvrtc_compiles_without_a_flaw(nvrtc_logs, file):
     check(nvrtc_logs[file], kernels_of(file))
 
 
-@pytest.mark.parametrize("file", cuda_kernels.files())
+@pytest.mark.parametrize("file", kernels.files())
 def test_nvcc_compiles_without_a_flaw(sources, tmp_path, file):
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("nvcc is not installed")
-    command = [nvcc, *cuda_kernels.OPTIONS, "-ftz=true", "-arch=sm_90", "-Xptxas=-v"]
+    command = [nvcc, *kernels.OPTIONS, "-ftz=true", "-arch=sm_90", "-Xptxas=-v"]
     command += ["-cubin", "-o", str(tmp_path / "out"), str(sources / file)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -102,7 +102,7 @@ def test_an_unknown_architecture_is_told_as_such(sources):
     errors = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     _skip_without_nvrtc(errors)
 
-    [cause] = [told for seen, told in cuda_kernels._CAUSES if re.search(seen, errors)]
+    [cause] = [told for seen, told in kernels._CAUSES if re.search(seen, errors)]
     assert cause.startswith("this device's architecture")
 
 
@@ -116,7 +116,7 @@ def _skip_without_nvrtc(errors):
 
 def kernels_of(file):
     """Return the names that the preprocessor finds."""
-    source = re.sub(r"(?m)^#include.*$", "", cuda_kernels.source(file))
+    source = re.sub(r"(?m)^#include.*$", "", kernels.source(file))
     command = ["g++", "-E", "-P", "-x", "c++", "-"]
     text = subprocess.run(
         command, input=source, capture_output=True, text=True, check=True

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.ledger import Tally
+from hpcaccum.accumulator.receipts import Tally
 
 from .accumulating import (  # noqa: F401
     INVALID,

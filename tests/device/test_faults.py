@@ -10,7 +10,7 @@ import traceback
 import cupy
 import pytest
 
-from hpcaccum import cuda_kernels
+from hpcaccum.device import kernels
 
 from . import (
     test_accumulate,
@@ -205,7 +205,7 @@ FAULTS = {
 def plant(fault, folder):
     """Put the kernels into a folder, one of them with its fault."""
     file, right, wrong = FAULTS[fault][:3]
-    shutil.copytree(cuda_kernels._folder(), folder)
+    shutil.copytree(kernels._folder(), folder)
     text = (folder / file).read_text()
     assert right in text, "the kernel has changed: plant the fault anew"
     (folder / file).write_text(text.replace(right, wrong, 1))
@@ -214,8 +214,8 @@ def plant(fault, folder):
 def take_kernels_from(folder):
     """Let this process, which is a test's child, use other kernels."""
     for function in ("source", "_file_of", "_kernel", "_module"):
-        getattr(cuda_kernels, function).cache_clear()
-    cuda_kernels._folder = lambda: folder
+        getattr(kernels, function).cache_clear()
+    kernels._folder = lambda: folder
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import int8
+from hpcaccum.device import int8
 
 INVALID = hpc.InvalidArgumentError
 TAKEN = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcaccum import InvalidArgumentError, Layout
-from hpcaccum.pointer_tables import PointerTable, check_device_array
+from hpcaccum.device.multi_tensor import PointerTable, check_device_array
 
 DTYPES = [
     np.dtype(np.float32),

@@ -17,7 +17,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.round_words import CLOSED, HEAD
+from hpcaccum.accumulator.words import CLOSED, HEAD
 
 from .exchange import world
 from .support import WAIT
@@ -116,7 +116,7 @@ class Take(Background):
 
 def in_line(acc: hpc.ConditionalAccumulator, rank: int) -> bool:
     """Whether a rank has its place before the accumulator."""
-    return acc._rounds.cells.read(HEAD + 1 + rank) > 0
+    return acc._rounds.words.read(HEAD + 1 + rank) > 0
 
 
 def settle(acc: hpc.ConditionalAccumulator) -> None:
@@ -164,7 +164,7 @@ class Makers:
 
 def is_left(acc: hpc.ConditionalAccumulator) -> bool:
     """Whether a take would get something, be it what one that gave up had closed."""
-    return bool(acc.num_accumulated() or acc._rounds.cells.read(CLOSED))
+    return bool(acc.num_accumulated() or acc._rounds.words.read(CLOSED))
 
 
 def renew(acc: hpc.ConditionalAccumulator) -> None:

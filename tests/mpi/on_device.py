@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from hpcaccum import cuda_aware, device
+from hpcaccum.device import arrays as device
+from hpcaccum.mpi import cuda_aware
 
 SIMULATOR = Path(__file__).parents[1] / "simulator"
 
@@ -59,7 +60,7 @@ def pinned(cp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def aware(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An MPI that takes device memory: that of a simulated device, any MPI does."""
-    ask = cuda_aware.cuda_aware
+    ask = cuda_aware.cuda_awareness
     ask.cache_clear()
     if wants_gpu(request.config) and not ask().aware:
         pytest.skip("this MPI would die of a device pointer")

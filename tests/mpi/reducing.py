@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from hpcaccum import Group, Layout, Reducer, schedules
-from hpcaccum.layout import wide_dtype
+from hpcaccum import Group, Layout, Reducer
+from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.reducer import schedules
 
 from .support import WAIT
 
@@ -120,7 +121,7 @@ def model(
     wire: Any = None,
 ) -> Any:
     """Sum the ranks of each node in their order, then the nodes; with NumPy alone."""
-    wide = wide_dtype(np.dtype(dtype))
+    wide = accumulation_dtype(np.dtype(dtype))
 
     def rounded(array: Any) -> Any:
         return array if wire is None else array.astype(wire).astype(wide)

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.window import Cells
+from hpcaccum.mpi.windows import AtomicWords
 
 from .acting import (
     at,
@@ -125,9 +125,13 @@ def test_comm_must_be_a_communicator():
 def test_window_without_room_leaves_no_other_window_behind(monkeypatch):
     # MPI_Finalize may wait for it.
     made, freed = [], []
-    make, free = Cells.__init__, Cells.free
-    monkeypatch.setattr(Cells, "__init__", lambda *a: made.append(a[0]) or make(*a))
-    monkeypatch.setattr(Cells, "free", lambda cells: freed.append(cells) or free(cells))
+    make, free = AtomicWords.__init__, AtomicWords.free
+    monkeypatch.setattr(
+        AtomicWords, "__init__", lambda *a: made.append(a[0]) or make(*a)
+    )
+    monkeypatch.setattr(
+        AtomicWords, "free", lambda words: freed.append(words) or free(words)
+    )
     with pytest.raises(INVALID, match="/dev/shm"):
         construct({"shape": (2**45,)})
 

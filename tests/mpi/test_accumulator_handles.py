@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.storage import choose
+from hpcaccum.accumulator.storage import choose
 
 from .acting import (
     at,

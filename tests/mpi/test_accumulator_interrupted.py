@@ -14,9 +14,9 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Group
+from hpcaccum.accumulator.words import CLOSED, LEFT
 from hpcaccum.deadline import Deadline
-from hpcaccum.round_words import CLOSED, LEFT
-from hpcaccum.updates import _HEAD, UpdateQueue
+from hpcaccum.server.bounded_staleness import _HEAD, BoundedStalenessInbox
 
 from .acting import (  # noqa: F401
     Background,
@@ -42,7 +42,7 @@ def limit(monkeypatch):
 
 def stride(acc):
     """Return how many points to go on: a trial is slow over a network."""
-    return 1 if acc._rounds.cells.direct else 13
+    return 1 if acc._rounds.words.direct else 13
 
 
 def tallied(acc):
@@ -60,7 +60,7 @@ def check_sum(acc, there, total):
     found = acc.take_grad(there + 1, timeout=WAIT)
     same_bits(found, np.array([total + 1000, there + 1.0]) / (there + 1))
     assert (acc.num_accumulated(), acc.global_step) == (0, step + 1)
-    assert not acc._rounds.cells.read(CLOSED)
+    assert not acc._rounds.words.read(CLOSED)
     assert not acc._rounds.state().waiting
 
 
@@ -252,7 +252,7 @@ def test_interrupted_take_takes_all_or_nothing(acc, size):
         more = interrupt(lambda: acc.take_grad(2, timeout=WAIT), number)
         there = acc.num_accumulated()
         assert there in ((0, 2) if more else (0,))
-        if acc._rounds.cells.read(CLOSED) or not there:
+        if acc._rounds.words.read(CLOSED) or not there:
             assert acc.global_step == step + 1
         else:
             assert acc.global_step == step
@@ -316,21 +316,21 @@ def test_interrupted_call_for_a_slot_or_a_number_changes_nothing(acc, size):
 
 
 def test_interrupted_leave_counts_once(acc, size):
-    cells, rounds, writer = acc._rounds.cells, acc._rounds, acc._shared.writer
+    words, rounds, writer = acc._rounds.words, acc._rounds, acc._shared.writer
 
     def come_back(rank):
-        cells.write(rounds._gone + rank, 0)
-        cells.write(LEFT, 0)
+        words.write(rounds._gone + rank, 0)
+        words.write(LEFT, 0)
         rounds._leaving.reset()
         writer._left = False
 
     def trial(number):
         rank = rounds._group.rank
         more = interrupt(acc.leave, number)
-        left = cells.read(LEFT)
+        left = words.read(LEFT)
         assert rounds.left() == [rank] * left
         acc.leave()
-        assert (rounds.left(), cells.read(LEFT)) == ([rank], 1)
+        assert (rounds.left(), words.read(LEFT)) == ([rank], 1)
         come_back(rank)
         return more, left
 
@@ -360,7 +360,7 @@ def test_interrupted_number_of_a_shape_is_a_number_less(make, size):
 
 @pytest.fixture
 def queue(comm):
-    made = UpdateQueue(Group.of(comm), 0, 3, np.float64)
+    made = BoundedStalenessInbox(Group.of(comm), 0, 3, np.float64)
     yield made
     meet()
     made.free()
@@ -379,7 +379,7 @@ def test_interrupted_submit_is_an_update_or_an_empty_one(queue, size):
         queue.submit(0)
 
     while more:
-        number += 1 if queue.cells.direct else 5
+        number += 1 if queue.words.direct else 5
         step, before = at(0, lambda: queue.step), at(0, queue.tally)
         more = at(-1, interrupt, submit, number)
         after, admitted = at(0, queue.tally), at(0, lambda: queue.step) - step
@@ -400,7 +400,7 @@ def test_update_that_cannot_be_written_is_an_empty_one(queue, monkeypatch):
         queue.slot()[:] = 7
         # On one node there is nothing to send: the first word that is set fails.
         failures = iter([NoMemory])
-        post = queue.cells.post
+        post = queue.words.store
 
         def fail_once(*args):
             for failure in failures:
@@ -409,7 +409,7 @@ def test_update_that_cannot_be_written_is_an_empty_one(queue, monkeypatch):
 
         with monkeypatch.context() as patch:
             if queue._region.mapped:
-                patch.setattr(queue.cells, "post", fail_once)
+                patch.setattr(queue.words, "store", fail_once)
             else:
                 patch.setattr(queue._region, "put", fail)
             with pytest.raises(NoMemory):
@@ -423,4 +423,4 @@ def test_update_that_cannot_be_written_is_an_empty_one(queue, monkeypatch):
     assert at(0, applied, queue, 1) == [2.0] * 3
     tally = at(0, queue.tally)
     assert (sum(tally.accepted), sum(tally.given_up)) == (1, 1)
-    assert at(-1, lambda: queue.cells.read(_HEAD + queue._group.rank)) == 2
+    assert at(-1, lambda: queue.words.read(_HEAD + queue._group.rank)) == 2

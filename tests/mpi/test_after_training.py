@@ -1,4 +1,4 @@
-"""What is left after a one-sided optimizer: the final centre, on all ranks."""
+"""What is left after a one-sided optimizer: the final center, on all ranks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def make(comm):
 
 
 def figures(opt, x, worker, grads):
-    """Return x, centre and step after each call of one worker."""
+    """Return x, center and step after each call of one worker."""
 
     def act(turn):
         opt.minimize(gives(grads[turn]))
@@ -100,7 +100,7 @@ def test_momentum_by_hand(make, rank, size):
     ]
 
 
-def test_momentum_of_the_centre_by_hand(make, rank):
+def test_momentum_of_the_center_by_hand(make, rank):
     opt, _ = make(2, inner=hpc.Momentum(1, 0.5))
 
     def act(turn):
@@ -114,7 +114,7 @@ def test_momentum_of_the_centre_by_hand(make, rank):
     assert found == [[1], [2.5, 1.5], [4.25, 1.5], [6.125, 4.25], [8.0625, 4.25]]
 
 
-def test_steps_of_the_centre_are_its_own(make, size):
+def test_steps_of_the_center_are_its_own(make, size):
     # A deviation: Adam's correction does not depend on which worker pushes.
     opt, x = make(2, inner=hpc.Adam(0.5, 0.5, 0.5))
     found = figures(opt, x, size - 1, [1.0, 3.0, 2.0, 6.0])
@@ -131,7 +131,7 @@ def test_steps_of_the_centre_are_its_own(make, size):
     np.testing.assert_allclose(found[0], expected, rtol=1e-12)
 
 
-def test_with_a_period_of_one_x_is_always_the_centre(make, rank, size):
+def test_with_a_period_of_one_x_is_always_the_center(make, rank, size):
     opt, x = make(1)
     found = turns(
         [*range(size), *range(size)],
@@ -241,7 +241,7 @@ def test_all_none_is_an_error_and_counts_for_nothing(make, size):
 # Initialisation
 
 
-def test_init_op_takes_the_centre_and_forgets_the_sums(make, rank, size):
+def test_init_op_takes_the_center_and_forgets_the_sums(make, rank, size):
     opt, x = make(2, [5.0])
     init = opt.get_init_op(task_index=rank)
 

@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from hpcaccum import DeviceUnavailableError, device
+from hpcaccum import DeviceUnavailableError
+from hpcaccum.device import arrays as device
 
 from .training import raised
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator, InvalidArgumentError
-from hpcaccum.layout import wide_dtype
+from hpcaccum.dtypes import accumulation_dtype
 
 from .support import WAIT
 from .training import meet, raised
@@ -42,7 +42,7 @@ def drawn(rank, dtype=np.float32):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16, "float64"])
 def test_gradients_of_the_device_are_added(cp, make, rank, size, dtype):
-    acc, wide = make(dtype), wide_dtype(np.dtype(dtype))
+    acc, wide = make(dtype), accumulation_dtype(np.dtype(dtype))
     for step in range(3):
         grad = cp.asarray(drawn(rank, dtype))
         grad *= 2

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, cuda_aware
+from hpcaccum import InvalidArgumentError
+from hpcaccum.mpi import cuda_aware
 
 from .on_device import Aware
 from .support import WAIT
@@ -131,7 +132,7 @@ def test_free_gives_the_memory_of_the_device_back(cp, pinned, comm, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", ONE_SIDED)
-def test_all_end_with_the_final_centre(cp, comm, rank, wrapper):
+def test_all_end_with_the_final_center(cp, comm, rank, wrapper):
     w = hpc.Variable(cp.zeros(5, np.float16), "w")
     with WRAPPERS[wrapper](hpc.Momentum(0.1, 0.5), [w], comm) as opt:
         opt.initialize([w])
@@ -194,9 +195,9 @@ def test_an_mpi_that_takes_no_device_memory_is_an_error_everywhere(
     cp, comm, rank, size, monkeypatch
 ):
     monkeypatch.setenv(cuda_aware.VARIABLE, "0" if rank == size - 1 else "1")
-    cuda_aware.cuda_aware.cache_clear()
+    cuda_aware.cuda_awareness.cache_clear()
     error = raised(hpc.CrossShardOptimizer, hpc.SGD(1), comm=comm, cuda_aware=True)
-    cuda_aware.cuda_aware.cache_clear()
+    cuda_aware.cuda_awareness.cache_clear()
 
     assert type(error) is InvalidArgumentError
     assert "this MPI cannot take device memory" in str(error)

@@ -11,11 +11,11 @@ from hpcaccum import (
     DisagreementError,
     InvalidArgumentError,
     WaitTimeoutError,
-    cuda_aware,
-    cuda_kernels,
-    device_exchange,
 )
-from hpcaccum.layout import wide_dtype
+from hpcaccum.device import kernels
+from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.mpi import cuda_aware
+from hpcaccum.reducer import device as device_exchange
 
 from .on_device import Aware, empty_like, to_device
 from .reducing import (
@@ -51,7 +51,7 @@ def check(maker, found, parts, dtype, **options):
 @ALL
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_out_of_the_device_and_back(cp, maker, rank, size, dtype):
-    reducer, wide = maker(SHAPES, dtype), wide_dtype(np.dtype(dtype))
+    reducer, wide = maker(SHAPES, dtype), accumulation_dtype(np.dtype(dtype))
     for call in range(3):
         parts = brought(dtype, size, call)
         mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, wide)
@@ -202,7 +202,7 @@ def test_an_mpi_that_takes_device_memory_gets_it(
 ):
     reducer = maker(SHAPES, dtype, cuda_aware=True, reduction_type=kind)
     comm, buckets = Aware.of(reducer), reducer.statistics().buckets
-    wide = wide_dtype(np.dtype(dtype))
+    wide = accumulation_dtype(np.dtype(dtype))
     for call in range(3):
         parts = brought(dtype, size, call)
         mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, wide)
@@ -292,11 +292,11 @@ def test_nobody_enters_a_blocking_call_with_another_step(cp, aware, maker, rank,
 @pytest.mark.parametrize("kind", ["flat", "shared", "hierarchical"])
 def test_an_mpi_that_does_not_take_it_never_gets_it(cp, monkeypatch, comm, kind):
     monkeypatch.setenv(cuda_aware.VARIABLE, "0")
-    cuda_aware.cuda_aware.cache_clear()
+    cuda_aware.cuda_awareness.cache_clear()
     maker = Maker(comm, kind)
     error = raised(maker, SHAPES, cuda_aware=True)
     maker.free()
-    cuda_aware.cuda_aware.cache_clear()
+    cuda_aware.cuda_awareness.cache_clear()
 
     assert type(error) is InvalidArgumentError
     expected = "HPCACCUM_CUDA_AWARE=0" if kind == "flat" else "for schedule 'flat'"
@@ -305,11 +305,11 @@ def test_an_mpi_that_does_not_take_it_never_gets_it(cp, monkeypatch, comm, kind)
 
 def test_what_the_variable_may_say(monkeypatch):
     monkeypatch.setenv(cuda_aware.VARIABLE, "yes")
-    cuda_aware.cuda_aware.cache_clear()
+    cuda_aware.cuda_awareness.cache_clear()
     with pytest.raises(InvalidArgumentError, match="must be 0 or 1, got 'yes'"):
-        cuda_aware.cuda_aware()
+        cuda_aware.cuda_awareness()
     monkeypatch.delenv(cuda_aware.VARIABLE)
-    assert cuda_aware.cuda_aware().reason
+    assert cuda_aware.cuda_awareness().reason
 
 
 # What goes wrong on one rank
@@ -358,7 +358,7 @@ def test_a_device_that_fails_on_one_rank_is_told_to_all(
     mine = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
     with monkeypatch.context() as patch:
         if rank == size - 1:
-            patch.setattr(cuda_kernels, "kernel", fails)
+            patch.setattr(kernels, "kernel", fails)
         arrays, out = (mine, None) if where == "brought" else (None, mine)
         error = raised(reducer.reduce, arrays, out=out)
     assert type(error) is DeviceUnavailableError

@@ -7,7 +7,9 @@ import gc
 import numpy as np
 import pytest
 
-from hpcaccum import DeviceUnavailableError, cuda_kernels, device_exchange
+from hpcaccum import DeviceUnavailableError
+from hpcaccum.device import kernels
+from hpcaccum.reducer import device as device_exchange
 
 from .on_device import empty_like, to_device
 from .reducing import (
@@ -152,7 +154,7 @@ def test_a_device_that_fails_when_started_is_told_here(
 
     reducer = maker({"x": (900,), "y": (300,)})
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_kernels, "kernel", fails)
+        patch.setattr(kernels, "kernel", fails)
         error = raised(reducer.start, "x", cp.ones((900,), np.float32))
 
     assert type(error) is DeviceUnavailableError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpcaccum import Layout
-from hpcaccum.transfer import Transfer
+from hpcaccum.device.transfer import Transfer
 
 LAYOUT = Layout({"x": (300,), "y": (3, 5)}, "float32")
 

@@ -9,7 +9,8 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.group import Group, ranks_text
+from hpcaccum.errors import format_ranks
+from hpcaccum.mpi.group import Group
 
 from .acting import VAIN, at, everywhere, meet, same_bits
 from .support import WAIT
@@ -27,7 +28,7 @@ from .support import WAIT
     ],
 )
 def test_ranks_are_named_as_people_do(ranks, text):
-    assert ranks_text(ranks) == text
+    assert format_ranks(ranks) == text
 
 
 def test_communicator_has_one_group(comm, rank, size):
@@ -70,7 +71,7 @@ def test_single_node_is_what_mpi_says(comm, size):
 def test_meeting_brings_all_values_to_all(comm, rank, size):
     group = Group.of(comm)
     for turn in range(10):
-        values = group.meet((rank, turn, "x" * 2000 * rank), "turn")
+        values = group.allgather((rank, turn, "x" * 2000 * rank), "turn")
 
         assert values == [(r, turn, "x" * 2000 * r) for r in range(size)]
 
@@ -82,14 +83,14 @@ def test_who_does_not_come_to_a_meeting_is_named(comm, rank, size, monkeypatch):
     if rank < size - 1:
         told = f"dinner: .* for rank {size - 1} of {size} to make the same call"
         with pytest.raises(hpc.WaitTimeoutError, match=told):
-            group.meet(rank, "dinner")
+            group.allgather(rank, "dinner")
     meet()
     # Who comes too late hears of it at once, and all are in step again.
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     if rank == size - 1:
         with pytest.raises(hpc.WaitTimeoutError, match=r"gave up.*dinner: "):
-            group.meet(rank, "dinner")
-    assert group.meet(rank, "breakfast") == list(range(size))
+            group.allgather(rank, "dinner")
+    assert group.allgather(rank, "breakfast") == list(range(size))
 
 
 @pytest.mark.ranks(min=2)
@@ -98,13 +99,13 @@ def test_rank_0_that_does_not_come_is_named(comm, rank, size, monkeypatch):
     group = Group.of(comm)
     if rank > 0:
         with pytest.raises(hpc.WaitTimeoutError, match=r"dinner: .* rank 0 to answer"):
-            group.meet(rank, "dinner")
+            group.allgather(rank, "dinner")
     meet()
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     if rank == 0:
         with pytest.raises(hpc.WaitTimeoutError, match=r"rank \d gave up"):
-            group.meet(rank, "dinner")
-    assert group.meet(rank, "breakfast") == list(range(size))
+            group.allgather(rank, "dinner")
+    assert group.allgather(rank, "breakfast") == list(range(size))
 
 
 @pytest.mark.ranks(min=2)
@@ -113,32 +114,32 @@ def test_ranks_that_make_different_calls_hear_of_both_at_once(comm, rank, size):
     odd = size - 1
     for _ in range(3):
         with pytest.raises(hpc.DisagreementError) as caught:
-            group.meet(rank, "supper" if rank == odd else "lunch")
+            group.allgather(rank, "supper" if rank == odd else "lunch")
 
         assert " in 'lunch'" in str(caught.value)
         assert f"rank {odd} in 'supper'" in str(caught.value)
-        assert group.meet(rank, "again") == list(range(size))
+        assert group.allgather(rank, "again") == list(range(size))
 
 
 @pytest.mark.ranks(min=3)
 def test_a_slow_rank_hears_of_each_exchange_in_its_turn(comm, rank, size, monkeypatch):
     group = Group.of(comm)
-    answered = group.meetings._answered
+    answered = group.control._answered
 
     def slowly(call):
         # Long enough to receive that the next exchange has failed, too.
         limit = time.monotonic() + 0.2
         while time.monotonic() < limit:
-            group.meetings._receive_all()
+            group.control._receive_all()
         return answered(call)
 
     with monkeypatch.context() as patch:
         if rank == 1:
-            patch.setattr(group.meetings, "_answered", slowly)
-        assert group.meet(rank, "breakfast") == list(range(size))
+            patch.setattr(group.control, "_answered", slowly)
+        assert group.allgather(rank, "breakfast") == list(range(size))
     with pytest.raises(hpc.DisagreementError, match="rank 2 in 'supper'"):
-        group.meet(rank, "supper" if rank == 2 else "lunch")
-    assert group.meet(rank, "again") == list(range(size))
+        group.allgather(rank, "supper" if rank == 2 else "lunch")
+    assert group.allgather(rank, "again") == list(range(size))
 
 
 @pytest.mark.ranks(min=2)
@@ -160,7 +161,7 @@ def test_a_second_try_after_a_timeout_is_not_taken_for_the_first(
             build(3)
     with pytest.raises(hpc.DisagreementError, match="rank 0 has 3, rank 1 has 4"):
         build(3 if rank == 0 else 4)
-    assert group.meet(rank, "the end") == list(range(size))
+    assert group.allgather(rank, "the end") == list(range(size))
 
 
 @pytest.mark.ranks(min=2)
@@ -169,15 +170,18 @@ def test_large_values_do_not_make_a_rank_wait_in_silence(comm, rank, monkeypatch
     group = Group.of(comm)
     if rank > 0:
         with pytest.raises(hpc.WaitTimeoutError, match="rank 0 to answer"):
-            group.meet("x" * 10**6, "names")
+            group.allgather("x" * 10**6, "names")
     meet()
 
 
-def test_agreement_is_silent(comm):
-    group = Group.of(comm)
+def test_agreement_returns_what_was_checked(comm, rank):
+    group, facts = Group.of(comm), {"a": 1, "b": "x", "c": (2, None)}
 
-    assert group.agree("all", lambda: {"a": 1, "b": "x", "c": (2, None)}) is None
-    assert group.agree("nothing", dict) is None
+    assert group.agree("all", lambda: facts) is facts
+    assert group.agree("nothing", dict) == {}
+    assert group.agree("part", lambda: [rank], facts=lambda own: {"n": len(own)}) == [
+        rank
+    ]
 
 
 @pytest.mark.ranks(min=2)
@@ -229,7 +233,7 @@ def test_split_follows_the_lists(comm, rank, size):
 
     mine = next(shard for shard in shards if rank in shard)
     assert (part.size, part.rank) == (len(mine), mine.index(rank))
-    assert part.meet(rank, "names") == mine
+    assert part.allgather(rank, "names") == mine
     part.free()
 
 
@@ -237,8 +241,8 @@ def test_groups_of_parts_meet_apart(comm, rank, size):
     part = comm.Split(rank % 2, rank)
     group = Group.of(part)
     for _ in range(1 + rank % 2):
-        assert group.meet(rank, "apart") == list(range(rank % 2, size, 2))
-    assert Group.of(comm).meet(rank, "together") == list(range(size))
+        assert group.allgather(rank, "apart") == list(range(rank % 2, size, 2))
+    assert Group.of(comm).allgather(rank, "together") == list(range(size))
     part.Free()
 
 
@@ -246,7 +250,7 @@ def test_messages_of_the_user_are_not_taken(comm, rank, size):
     # The same tag that the group uses, on the user's communicator.
     request = comm.irecv(source=(rank - 1) % size, tag=1)
     comm.send("mine", (rank + 1) % size, tag=1)
-    assert Group.of(comm).meet(rank, "meeting") == list(range(size))
+    assert Group.of(comm).allgather(rank, "meeting") == list(range(size))
 
     assert request.wait() == "mine"
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from hpcaccum import helpers
-from hpcaccum.helpers import run_pieces
+from hpcaccum import worker_threads as helpers
+from hpcaccum.worker_threads import run_pieces
 
 from .acting import VAIN
 from .support import WAIT

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpcaccum as hpc
-from hpcaccum.layout import ALIGNMENT, float_dtype, wide_dtype
+from hpcaccum.dtypes import accumulation_dtype, float_dtype
+from hpcaccum.layout import ALIGNMENT
 
 from .acting import meet
 
@@ -97,7 +98,7 @@ def test_dtype_must_be_a_float_that_can_be_summed(dtype, error):
 
 def test_halves_are_widened():
     names = ["float16", "bfloat16", "float32", "float64"]
-    wide = [wide_dtype(float_dtype(name)).name for name in names]
+    wide = [accumulation_dtype(float_dtype(name)).name for name in names]
 
     assert wide == ["float32", "float32", "float32", "float64"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import node_memory as module
-from hpcaccum.group import Group
-from hpcaccum.node_memory import NodeMemory, check_room
+from hpcaccum.mpi import node_memory as module
+from hpcaccum.mpi.group import Group
+from hpcaccum.mpi.node_memory import NodeMemory, check_room
 
 from .acting import meet
 from .support import WAIT

@@ -48,7 +48,7 @@ def updates(kind, workers, calls):
     return {"SyncReplicas": 1, "DropStale": workers, "AGN": workers / 2}[kind] * calls
 
 
-# Where the centre is
+# Where the center is
 
 
 @pytest.mark.parametrize("where", ["first", "last"])

@@ -87,7 +87,7 @@ def test_the_learning_rate_is_that_of_the_inner_optimizer(comm, rank, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", ["SyncReplicas", "DropStale"])
-def test_the_host_decides_on_the_rate_of_the_centre(comm, rank, size, wrapper):
+def test_the_host_decides_on_the_rate_of_the_center(comm, rank, size, wrapper):
     w = variable()
     with WRAPPERS[wrapper](hpc.SGD(1), [w], comm, host=size - 1) as opt:
         opt.initialize([w])
@@ -98,7 +98,7 @@ def test_the_host_decides_on_the_rate_of_the_centre(comm, rank, size, wrapper):
     assert w.value == -(size + 1) * opt.global_step
 
 
-def test_a_rate_of_the_step_counts_local_steps_and_those_of_the_centre_apart(
+def test_a_rate_of_the_step_counts_local_steps_and_those_of_the_center_apart(
     comm, rank, size
 ):
     def rate(step):
@@ -112,8 +112,8 @@ def test_a_rate_of_the_step_counts_local_steps_and_those_of_the_centre_apart(
             opt.minimize(gives(1.0))
 
     own = [0, 1, 2, 3]
-    centre = list(range(2 * size)) if rank == 0 else []
-    assert sorted(seen) == sorted([*own, *centre])
+    center = list(range(2 * size)) if rank == 0 else []
+    assert sorted(seen) == sorted([*own, *center])
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -109,7 +109,7 @@ def test_rank_that_initializes_while_others_construct(comm, rank, size):
 
 @ALL
 def test_threads_may_have_an_order_of_their_own(maker, rank, monkeypatch):
-    monkeypatch.setattr("hpcaccum.meeting._PATIENCE", 0.0)
+    monkeypatch.setattr("hpcaccum.mpi.control._PATIENCE", 0.0)
     reducers = [maker(SHAPES, name="one"), maker(SHAPES, name="two")]
     order = [0, 1] if rank else [1, 0]
     results = []
@@ -134,7 +134,7 @@ def test_who_gave_up_a_reduction_is_in_no_call(maker, rank, size, monkeypatch):
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     if rank > 0:
         late(0.1)
-    assert group.meet(rank, "lunch") == list(range(size))
+    assert group.allgather(rank, "lunch") == list(range(size))
 
 
 @ALL
@@ -142,11 +142,11 @@ def test_call_of_an_exchange_that_failed_is_forgotten(maker, rank, size, monkeyp
     reducer, group = maker(SHAPES), maker.group
     monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.05")
     if rank == 0:
-        assert type(raised(group.meet, rank, "lunch")) is hpc.WaitTimeoutError
+        assert type(raised(group.allgather, rank, "lunch")) is hpc.WaitTimeoutError
     meet()
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     if rank > 0:
-        assert type(raised(group.meet, rank, "lunch")) is hpc.WaitTimeoutError
+        assert type(raised(group.allgather, rank, "lunch")) is hpc.WaitTimeoutError
         late(0.1)
     works(reducer, size)
 
@@ -156,10 +156,10 @@ def test_rank_that_is_only_late_is_no_mistake(maker, rank, size, monkeypatch):
     reducer = maker(SHAPES)
     group = Group.of(maker.group)
     # Every wait is reported at once.
-    monkeypatch.setattr("hpcaccum.meeting._PATIENCE", 0.0)
+    monkeypatch.setattr("hpcaccum.mpi.control._PATIENCE", 0.0)
     for odd in range(size):
         for turn in range(3):
             if rank == odd:
                 late(0.01)
             works(reducer, size)
-            assert group.meet(rank, f"turn {turn}") == list(range(size))
+            assert group.allgather(rank, f"turn {turn}") == list(range(size))

@@ -10,7 +10,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError, WaitTimeoutError
 from hpcaccum.deadline import Deadline
-from hpcaccum.update_lock import UpdateLock
+from hpcaccum.server.update_lock import UpdateLock
 
 from .acting import VAIN, until
 from .support import WAIT
@@ -28,7 +28,7 @@ def kind(request):
 
 
 @pytest.mark.ranks(min=2)
-def test_centres_of_several_variables_are_of_one_step(comm, rank, size):
+def test_centers_of_several_variables_are_of_one_step(comm, rank, size):
     variables = [variable(np.zeros(3), kind, kind) for kind in ("f2", "f4", "f8")]
     with ONE_SIDED["DropStale"](hpc.SGD(1), variables, comm) as opt:
         opt.initialize(variables)
@@ -46,7 +46,7 @@ def test_centres_of_several_variables_are_of_one_step(comm, rank, size):
     assert [array[0] for array in opt.center(variables)] == [-50 * (size - 1)] * 3
 
 
-def test_centres_of_what_is_not_known_are_refused(comm, kind):
+def test_centers_of_what_is_not_known_are_refused(comm, kind):
     w = variable()
     with ONE_SIDED[kind](hpc.SGD(1), [w], comm) as opt:
         opt.initialize([w])
@@ -76,7 +76,7 @@ class Halves(hpc.SGD):
         self.slot.value[2:] += 1
 
 
-def test_a_slot_of_the_centre_is_never_half_updated(comm, rank, size):
+def test_a_slot_of_the_center_is_never_half_updated(comm, rank, size):
     w, found = variable(), []
     inner = Halves(w)
     with hpc.DropStaleGradientOptimizer(inner, 9, comm=comm) as opt:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers import rule as rule_module
+from hpcaccum.optimizers import update_rule as rule_module
 from hpcaccum.optimizers.base import (
     Exchange,
     Optimizer,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from hpcaccum import selection
+from hpcaccum.reducer import selection
 
 from .reducing import (
     ALL,
@@ -195,7 +195,7 @@ def test_small_arrays_take_the_other_path_up_to_a_limit(maker, monkeypatch):
     monkeypatch.setattr(selection, "_EAGER", 4096)
     names = [type(maker({"x": (n,)})._schedule).__name__ for n in (1024, 1025)]
 
-    assert names == ["Eager", "Shared"]
+    assert names == ["OneShot", "Shared"]
 
 
 @ALL
@@ -322,8 +322,10 @@ def delayed(reducer, seed):
         for name in [*names.split(), "begin", "progress"]:
             if callable(call := getattr(part, name, None)):
                 setattr(part, name, slow(call))
-    for cells in [c for c in vars(schedule).values() if type(c).__name__ == "Cells"]:
-        cells.post = slow(cells.post)
+    for words in [
+        c for c in vars(schedule).values() if type(c).__name__ == "AtomicWords"
+    ]:
+        words.store = slow(words.store)
 
 
 @ALL

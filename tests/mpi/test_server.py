@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from hpcaccum import Group, InvalidArgumentError, WaitTimeoutError
-from hpcaccum import server as module
 from hpcaccum.deadline import Deadline
-from hpcaccum.inbox import MeanInbox
-from hpcaccum.mpi import MPI
-from hpcaccum.server import ParameterServer
-from hpcaccum.updates import UpdateQueue
+from hpcaccum.mpi.runtime import MPI
+from hpcaccum.server import server as module
+from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
+from hpcaccum.server.inbox import QuorumInbox
+from hpcaccum.server.server import ParameterServer
 
 from .support import WAIT
 from .training import meet, raised, turns, watch_copies
@@ -38,8 +38,8 @@ def start(comm, *, host=0, dedicated=False, quorum=None, shapes=None, updates=Tr
 
     def inbox(size, dtype):
         if quorum is None:
-            return UpdateQueue(group, host, size, dtype, workers=workers)
-        return MeanInbox(group, host, size, dtype, quorum, workers)
+            return BoundedStalenessInbox(group, host, size, dtype, workers=workers)
+        return QuorumInbox(group, host, size, dtype, quorum, workers)
 
     initial = {
         name: np.full(shape, float(group.rank))
@@ -51,7 +51,7 @@ def start(comm, *, host=0, dedicated=False, quorum=None, shapes=None, updates=Tr
 
     def update(grads):
         for name, grad in grads.items():
-            server.centre[name] -= grad
+            server.center[name] -= grad
 
     if server.is_host and updates:
         server.start(update)
@@ -68,7 +68,7 @@ def train(server, values):
 
 
 def read(server, name):
-    """Return a copy of one of the centre's arrays."""
+    """Return a copy of one of the center's arrays."""
     return server.read([name])[0]
 
 
@@ -457,5 +457,5 @@ def test_window_bytes_count_gradients_and_parameters(comm, size):
     held = sum(meet(server.window_bytes))
     server.free()
 
-    # Two copies of the centre; a gradient of each rank.
+    # Two copies of the center; a gradient of each rank.
     assert 8000 * (2 + size) <= held < 8000 * (2 + size) + 1024 * (1 + size)

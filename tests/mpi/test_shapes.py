@@ -6,23 +6,25 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.group import Group
-from hpcaccum.ledger import MAX_LAG, Ledger, Receipt
-from hpcaccum.shapes import (
+from hpcaccum.accumulator.receipts import MAX_LAG, Counters, Receipt
+from hpcaccum.accumulator.shapes import (
     ShapeTable,
     compatible,
     declared_shape,
     is_fixed,
     size_of,
 )
-from hpcaccum.window import Cells
+from hpcaccum.mpi.group import Group
+from hpcaccum.mpi.windows import AtomicWords
 
 from .acting import at, everywhere, meet
 
 
 @pytest.fixture
-def cells(comm):
-    made = Cells(Group.of(comm), 0, 2 + ShapeTable.words(4) + Ledger.words(comm.size))
+def words(comm):
+    made = AtomicWords(
+        Group.of(comm), 0, 2 + ShapeTable.words(4) + Counters.words(comm.size)
+    )
     yield made
     meet()
     made.free()
@@ -80,8 +82,8 @@ def test_size_is_the_product():
     assert [size_of(s) for s in [(), (3,), (2, 3), (4, 0)]] == [1, 3, 6, 0]
 
 
-def test_number_of_a_shape_is_understood_by_all(cells, rank):
-    table = ShapeTable(cells, 1, 4)
+def test_number_of_a_shape_is_understood_by_all(words, rank):
+    table = ShapeTable(words, 1, 4)
     shapes = [(), (2, 3), (1,) * 16, (0, 2**40)]
     numbers = [at(k, table.number, shape) for k, shape in enumerate(shapes)]
 
@@ -91,12 +93,12 @@ def test_number_of_a_shape_is_understood_by_all(cells, rank):
     assert all(told == 2 for told in everywhere(table.number, (2, 3)))
     with pytest.raises(hpc.InvalidArgumentError, match="more than 4 different shapes"):
         table.number((5,))
-    assert cells.read(0) == cells.read(1 + ShapeTable.words(4)) == 0
+    assert words.read(0) == words.read(1 + ShapeTable.words(4)) == 0
     meet()
 
 
-def test_one_shape_has_one_number_whichever_rank_asks(cells, size):
-    table = ShapeTable(cells, 1, 4)
+def test_one_shape_has_one_number_whichever_rank_asks(words, size):
+    table = ShapeTable(words, 1, 4)
     shapes = [(2, 3), (), (0,), (3, 2)]
     numbers = [at(k, table.number, shapes[k // 4]) for k in range(16)]
 
@@ -104,21 +106,21 @@ def test_one_shape_has_one_number_whichever_rank_asks(cells, size):
     assert everywhere(table.number, (2, 3)) == [1] * size
 
 
-def test_an_entry_that_is_not_filled_is_passed_over(cells):
-    table = ShapeTable(cells, 1, 4)
+def test_an_entry_that_is_not_filled_is_passed_over(words):
+    table = ShapeTable(words, 1, 4)
     # Somebody has taken the first entry for itself, and writes.
-    at(0, cells.add, 1, 1)
-    at(1, cells.write_range, table._entry(1) + 1, [2, 3])
+    at(0, words.fetch_add, 1, 1)
+    at(1, words.write_range, table._entry(1) + 1, [2, 3])
     assert at(0, table.number, (2,)) == 2
     assert at(1, table.number, (2, 3)) == 3
-    at(0, cells.write, table._entry(1), 3)
+    at(0, words.write, table._entry(1), 3)
     assert at(0, table.shape, 1) == at(1, table.shape, 1) == (2, 3)
     assert at(0, table.number, (2,)) == 2
 
 
-def test_two_numbers_of_one_shape_are_one_shape(cells, monkeypatch):
+def test_two_numbers_of_one_shape_are_one_shape(words, monkeypatch):
     # Two ranks look for it at the same time, and neither sees the other's entry.
-    table = ShapeTable(cells, 1, 4)
+    table = ShapeTable(words, 1, 4)
     monkeypatch.setattr(table, "_look", lambda: None)
     at(0, table._enter, (2, 3))
     at(1, table._enter, (2, 3))
@@ -138,12 +140,12 @@ def test_receipt_is_true_if_accepted():
     assert repr(dropped) == "Receipt(accepted=False, local_step=2, global_step=5)"
 
 
-def test_ledger_counts_receipts_of_all_ranks(cells, rank, size):
-    ledger = Ledger(cells, 1, rank, size)
+def test_ledger_counts_receipts_of_all_ranks(words, rank, size):
+    ledger = Counters(words, 1, rank, size)
     lags = [-4, 0, 1, MAX_LAG, MAX_LAG + 1, 10**12][: 4 + rank]
     for lag in lags:
         ledger.post(ledger.next(Receipt(lag <= 0, 100 - lag, 100)))
-        cells.flush()
+        words.flush()
     meet()
 
     tally = ledger.tally()
@@ -151,5 +153,5 @@ def test_ledger_counts_receipts_of_all_ranks(cells, rank, size):
     assert tally.accepted == (2,) * size
     assert tally.dropped == dropped
     assert tally.lags == {0: 2 * size, 1: size, MAX_LAG: sum(dropped) - size}
-    assert cells.read(0) == 0
+    assert words.read(0) == 0
     meet()

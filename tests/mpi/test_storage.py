@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import storage as module
-from hpcaccum.storage import add_in_order, divide, own_cores
+from hpcaccum import summation as module
+from hpcaccum.summation import add_in_order, divide
 
 from .acting import acc_fixture, at, make_fixture, meet, same_bits  # noqa: F401
 from .support import WAIT
@@ -118,21 +118,21 @@ def test_cores_are_shared_with_ranks_that_may_run_on_them(comm, monkeypatch):
     group, found = hpc.Group.of(comm), []
     ranks = group.node.size
     for cores in (ranks, 2 * ranks, 5 * ranks - 1, 1):
-        monkeypatch.delitem(group.shared, "cores", raising=False)
+        vars(group).pop("own_cores", None)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
-        found.append(own_cores(group))
-    monkeypatch.delitem(group.shared, "cores")
+        found.append(group.own_cores)
+    del vars(group)["own_cores"]
 
     assert found == [1, 2, 4, 1]
 
 
 def test_cores_of_ranks_that_are_bound_are_their_own(comm, rank, monkeypatch):
-    shared = hpc.Group.of(comm).shared
-    monkeypatch.delitem(shared, "cores", raising=False)
+    group = hpc.Group.of(comm)
+    vars(group).pop("own_cores", None)
     mine = set(range(3 * rank, 3 * rank + 3))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine)
-    assert own_cores(hpc.Group.of(comm)) == 3
-    monkeypatch.delitem(shared, "cores")
+    assert group.own_cores == 3
+    del vars(group)["own_cores"]
 
 
 # Where a take leaves its result

@@ -11,7 +11,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Group, InvalidArgumentError
 from hpcaccum.deadline import Deadline
-from hpcaccum.inbox import MeanInbox
+from hpcaccum.server.inbox import QuorumInbox
 
 from .support import WAIT
 from .training import Gate, computed, gives, meet, raised, turns, variable
@@ -169,7 +169,7 @@ def test_a_fast_worker_may_bring_more_than_its_part(make, size):
 
 
 def test_all_that_are_there_are_in_the_mean(comm, rank, size):
-    inbox = MeanInbox(Group.of(comm), 0, 3, np.float64, 1, size)
+    inbox = QuorumInbox(Group.of(comm), 0, 3, np.float64, 1, size)
     inbox.slot()[:] = [1, 2, 6, 3][rank]
     receipt = inbox.submit(0)
     meet()
@@ -183,7 +183,7 @@ def test_all_that_are_there_are_in_the_mean(comm, rank, size):
 
 
 def test_waiting_for_a_mean_ends_when_it_should(comm, rank, size):
-    inbox = MeanInbox(Group.of(comm), 0, 3, np.float64, size, size)
+    inbox = QuorumInbox(Group.of(comm), 0, 3, np.float64, size, size)
     if rank == 0:
         begun = time.monotonic()
         with pytest.raises(hpc.WaitTimeoutError):

@@ -26,8 +26,8 @@ def blobs():
     """Three classes that are easily told apart."""
     rng = np.random.default_rng(0)
     y = np.arange(300) % 3
-    centres = np.array([[0, 0, 3], [0, 3, 0], [3, 0, 0]])
-    return prepare("blobs", centres[y] + rng.standard_normal((300, 3)), y)
+    centers = np.array([[0, 0, 3], [0, 3, 0], [3, 0, 0]])
+    return prepare("blobs", centers[y] + rng.standard_normal((300, 3)), y)
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_ranks_that_left_are_not_missing(comm, rank, size, in_vain):
 @pytest.mark.parametrize("kind", ONE_SIDED)
 def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
     go, w, host = threading.Event(), variable(), size - 1
-    # Of AGN, whose inner optimizer makes local updates too, only the centre waits.
+    # Of AGN, whose inner optimizer makes local updates too, only the center waits.
     gate = Gate(lambda: None if threading.current_thread() is main else go.wait(WAIT))
     main = threading.current_thread()
     with ONE_SIDED[kind](gate, [w], comm, host=host) as opt:
@@ -135,12 +135,12 @@ def test_a_gradient_that_was_admitted_and_not_written_is_told(
         meet()
         if rank == 1:
             # As `submit` does, with a stop before the gradient is written.
-            assert inbox.cells.swap(0, 0, 1) == 0
+            assert inbox.words.compare_and_swap(0, 0, 1) == 0
         meet()
         message = in_vain(opt._server.pull, {}, at_least=1)
         meet()
         if rank == 1:
-            inbox.cells.write(10 + rank, 1)
+            inbox.words.write(10 + rank, 1)
     everybody = ranks(*range(size))
     assert f"one of {everybody}, whose gradient was admitted, to write it" in message
     assert opt.global_step == 1

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum import server
+from hpcaccum.server import server
 
 from .exchange import world
 

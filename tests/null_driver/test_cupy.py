@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import cuda_aware, cuda_kernels, device, int8
 from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.device_case import describe_device, device_facts, timed
 from hpcaccum.bench.options import Conditions
+from hpcaccum.device import arrays as device
+from hpcaccum.device import int8, kernels
+from hpcaccum.mpi import cuda_aware
 
 DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64"]
 ALL = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -53,9 +55,9 @@ def test_versions(cp):
     print(cp.__version__)
 
 
-@pytest.mark.parametrize("file", cuda_kernels.files())
+@pytest.mark.parametrize("file", kernels.files())
 def test_kernels_are_compiled(cp, file):
-    cuda_kernels._module(file, 0).compile()
+    kernels._module(file, 0).compile()
 
 
 def test_what_a_device_is_asked(cp):
@@ -158,9 +160,9 @@ KINDS = {
 def aware(monkeypatch):
     """Memory of this device is the host's: every MPI takes it."""
     monkeypatch.setenv(cuda_aware.VARIABLE, "1")
-    cuda_aware.cuda_aware.cache_clear()
+    cuda_aware.cuda_awareness.cache_clear()
     yield
-    cuda_aware.cuda_aware.cache_clear()
+    cuda_aware.cuda_awareness.cache_clear()
 
 
 @ALL

@@ -63,12 +63,13 @@ print("the end")
 HOST_ENDS_FIRST = """
 import numpy as np
 import hpcaccum as hpc
-from hpcaccum import storage
+from hpcaccum import summation
+from hpcaccum.mpi import Group
 from mpi4py import MPI
 
 # Sums that are short, on a machine of two cores, use threads all the same.
-storage._SHARE = 1000
-storage.own_cores = lambda group: 3
+summation._SHARE = 1000
+Group.own_cores = 3
 w = hpc.Variable(np.zeros(9000), "w")
 opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1)
 opt.initialize([w])

@@ -40,7 +40,7 @@ uses |= {
     "minimize": lambda: shard.minimize(one, var_list=[variable]),
     "minimize again": lambda: ready.minimize(one, var_list=[variable]),
     "update": lambda: dropping.minimize(one, var_list=[variable]),
-    "meet": lambda: group.meet(1, "x"),
+    "meet": lambda: group.allgather(1, "x"),
     "old group": lambda: hpc.Reducer(layout, group),
 }
 """

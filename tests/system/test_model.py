@@ -77,7 +77,7 @@ BUGS = {
 
 @pytest.fixture(scope="module")
 def search(request, tmp_path_factory):
-    """Search all states of the model with these macros; return what Spin says.
+    """Search all states of the model with these macros; return what SpinWait says.
 
     All that are wanted are begun at once, one for each core.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcaccum import device
+from hpcaccum.device import arrays as device
 
 from .conftest import REPOSITORY, run_program
 
@@ -130,10 +130,10 @@ def test_the_version_is_told_alike(installed):
 
 def test_the_installed_package_finds_its_own_kernels(installed):
     printed = installed.run("""
-        from hpcaccum import cuda_kernels
-        print(cuda_kernels.files())
-        print("accumulate_f32" in cuda_kernels.source("accumulate.cu"))
-        print(cuda_kernels._folder())
+        from hpcaccum import kernels
+        print(kernels.files())
+        print("accumulate_f32" in kernels.source("accumulate.cu"))
+        print(kernels._folder())
     """)
     files, found, folder = printed.splitlines()
 

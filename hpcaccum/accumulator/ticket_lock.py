@@ -1,0 +1,91 @@
+"""First come, first served among ranks, with places that can be given up.
+
+Lamport's bakery: a rank draws a ticket and waits until nobody has a lower one. A place
+in the line is one word of its own, so that giving it up is one store, and a rank that
+holds everybody up can be named.
+
+Source: L. Lamport, A New Solution of Dijkstra's Concurrent Programming Problem, 1974.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from hpcaccum.errors import format_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.mpi import AtomicWords
+
+T = TypeVar("T")
+
+_ABSENT, _DRAWING = 0, -1
+
+
+class TicketLock:
+    """A line of ranks before one counter.
+
+    Args:
+        words: Where the line is.
+        base: Index of its first cell; it takes ``1 + size``.
+        rank, size: This rank, and how many may stand in line.
+    """
+
+    def __init__(self, words: AtomicWords, base: int, rank: int, size: int) -> None:
+        self._words, self._rank, self._size = words, rank, size
+        self._ticket, self._places = base, base + 1
+        # Threads of one rank share its place. A dictionary is the lock between them: an
+        # exception cannot hide whether `setdefault` let a call in.
+        self._inside: dict[str, object] = {}
+
+    def hold(self, deadline: Deadline, do: Callable[[], T]) -> T:
+        """Wait for this rank's turn, call ``do``, and pass the turn on in the end.
+
+        Raises:
+            WaitTimeoutError: If it does not come in time; the place is given up.
+        """
+        me = object()
+        try:
+            self._enter(me, deadline)
+            self._stand(deadline)
+            return do()
+        finally:
+            # A signal handler may raise here too, and nobody else can leave for us.
+            try:
+                self._leave(me)
+            except BaseException:
+                self._leave(me)
+                raise
+
+    def _enter(self, me: object, deadline: Deadline) -> None:
+        deadline.wait(
+            lambda: self._inside.setdefault("call", me) is me or None,
+            lambda: "another thread of this rank to pass its turn on",
+        )
+
+    def _leave(self, me: object) -> None:
+        if self._inside.get("call") is me:
+            self._words.write(self._places + self._rank, _ABSENT)
+            del self._inside["call"]
+
+    def _stand(self, deadline: Deadline) -> None:
+        here = self._places + self._rank
+        # Between drawing and showing a ticket, a later one must not pass by.
+        self._words.write(here, _DRAWING)
+        ticket = self._words.fetch_add(self._ticket, 1) + 1
+        self._words.write(here, ticket)
+        deadline.wait(
+            lambda: None if self._before(ticket) else True,
+            lambda: f"{format_ranks(self._before(ticket))}, before this rank in line",
+        )
+
+    def _before(self, ticket: int) -> list[int]:
+        """Return the ranks that come before ``ticket``, or may yet."""
+        places = self._words.read_range(self._places, self._size)
+        return [
+            rank
+            for rank, place in enumerate(places)
+            if rank != self._rank and (place == _DRAWING or _ABSENT < place < ticket)
+        ]

@@ -1,0 +1,166 @@
+"""The words of one accumulator on its host: what they say, and who writes which."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpcaccum.accumulator.receipts import Counters
+from hpcaccum.accumulator.state import Packing, Record, State
+from hpcaccum.errors import InvalidArgumentError, format_ranks
+from hpcaccum.mpi import AtomicWords, Attempt
+
+if TYPE_CHECKING:
+    from hpcaccum.mpi import Group
+
+# Indices of host words. STATE is alone on its cache line.
+STATE, WANT, CLOSED, LEFT, HEAD = 0, 8, 9, 10, 11
+
+
+class RoundWords:
+    """The words of one accumulator on its host. Collective.
+
+    Args:
+        group: The ranks.
+        host: The rank whose memory holds the words.
+        what: Name for messages.
+        shaped: Whether rounds have a shape of their own.
+        extra: AtomicWords that the caller wants besides, at ``first_extra``.
+    """
+
+    def __init__(
+        self, group: Group, host: int, what: str, *, shaped: bool, extra: int = 0
+    ) -> None:
+        self._group, self._what, n = group, what, group.size
+        self.packing = Packing(shaped=shaped)
+        # How many ranks bring gradients, and may leave; if not all, not the host.
+        self.workers = n
+        self._records = HEAD + 1 + n
+        ledger = self._records + 2 * n
+        self._gone = ledger + Counters.words(n)
+        self.first_extra = self._gone + n
+        self.words = AtomicWords(group, host, self.first_extra + extra)
+        self.ledger = Counters(self.words, ledger, group.rank, n)
+        self._leaving = Attempt()
+
+    def state(self) -> State:
+        """Return the state now."""
+        return self.packing.unpack(self.words.read(STATE))
+
+    def holds(self, parity: int, rank: int) -> bool:
+        """Whether a round of this parity has something of this rank."""
+        return self.words.read(self._record(parity, rank)) != 0
+
+    def writes(self, parity: int) -> bool:
+        """Whether this rank's record says that it is still writing."""
+        index = self._record(parity, self._group.rank)
+        return bool(Record.of(self.words.read(index)).writing)
+
+    def writing(self, parity: int, record: Record) -> None:
+        """Say that this rank was admitted and begins to write."""
+        self.words.store(self._record(parity, self._group.rank), [record.word()])
+
+    def put_record(self, parity: int, record: Record | None) -> None:
+        """Say what this rank has in the round: that the payload is in place."""
+        index = self._record(parity, self._group.rank)
+        self.words.write(index, record.word() if record else 0)
+
+    def _record(self, parity: int, rank: int) -> int:
+        return self._records + parity * self._group.size + rank
+
+    def _read_records(self, parity: int) -> dict[int, Record]:
+        words = self.words.read_range(self._record(parity, 0), self._group.size)
+        return {rank: Record.of(word) for rank, word in enumerate(words) if word}
+
+    def quorum(self, required: int, left: int) -> int:
+        """Return how many gradients are enough now that ``left`` ranks have left."""
+        present = self.workers - left
+        if required <= self.workers:
+            return max(1, min(required, present))
+        return max(1, -(-required * present // self.workers))
+
+    def _swap(self, old: State, new: State) -> bool:
+        word = self.packing.pack(old)
+        return self.words.compare_and_swap(STATE, word, self.packing.pack(new)) == word
+
+    def _missing(self, wanted: int) -> str:
+        state = self.state()
+        records = self._read_records(state.parity)
+        had = self.count()
+        silent = set(range(self._group.size)) - set(records) - set(self.left())
+        if self.workers < self._group.size:
+            silent.discard(self.words.root)
+        return (
+            f"{wanted} gradients at step {state.step}, had {had} "
+            f"(nothing from {format_ranks(silent)})"
+        )
+
+    def awaited(self, required: int, step: int) -> str | None:
+        """Return what the round of a step lacks, if anything; any rank may ask."""
+        state = self.state()
+        if state.step <= step:
+            return self._missing(self.quorum(required, self.words.read(LEFT)))
+        records = self._read_records(1 - state.parity).values()
+        writing = any(record.writing for record in records)
+        return self._unfinished(1 - state.parity) if writing else None
+
+    def _unfinished(self, parity: int) -> str:
+        records = self._read_records(parity)
+        slow = [rank for rank, record in records.items() if record.writing]
+        if not slow:
+            return "a rank that was admitted to the round, to begin to write"
+        return f"{format_ranks(slow)}, admitted to the round, to finish writing"
+
+    def count(self) -> int:
+        """Return how many gradients no take has handed out.
+
+        Those of the open round, and of one that a take closed and could not finish.
+        """
+        bits = self.packing.max_count.bit_length()
+        while True:
+            want = self.words.read(WANT)
+            on_record = self._on_record()
+            state = self.state()
+            if not state.waiting:
+                return on_record + state.number
+            if self.words.read(WANT) == want:
+                return on_record + (want & (1 << bits) - 1) - state.number
+
+    def _on_record(self) -> int:
+        word = self.words.read(CLOSED)
+        if not word:
+            return 0
+        closed = self.packing.unpack(word)
+        records = self._read_records(closed.parity).values()
+        return closed.number - sum(record.given_up for record in records)
+
+    def set_step(self, step: int) -> int:
+        """Set the step, whatever it was; return what it was."""
+        # Half of what there is room for: takes go on from here.
+        limit = self.packing.max_step >> 1
+        if not -limit - 1 <= step <= limit:
+            raise InvalidArgumentError(
+                f"{self._what}: step must be within +-{limit}, got {step}"
+            )
+        while True:
+            state = self.state()
+            if self._swap(state, state._replace(step=step)):
+                return state.step
+
+    def leave(self) -> None:
+        """Say that this rank brings no more gradients; once is enough.
+
+        If an exception comes, call it again.
+        """
+        self.words.write(self._gone + self._group.rank, 1)
+        self.words.settle()
+        if not self._leaving.added:
+            self.words.fetch_add(LEFT, 1, self._leaving)
+
+    def left(self) -> list[int]:
+        """Return the ranks that have left."""
+        words = self.words.read_range(self._gone, self._group.size)
+        return [rank for rank, gone in enumerate(words) if gone]
+
+    def free(self) -> None:
+        """Free the words. Collective."""
+        self.words.free()

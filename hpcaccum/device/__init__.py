@@ -1,0 +1,46 @@
+"""CUDA devices: the arrays, the kernels, and transfers to and from host memory.
+
+`arrays` is the only module that imports CuPy, and does so when a device is used;
+`kernels` compiles and launches the sources in ``kernels/``; `PointerTable` launches one
+kernel for many arrays; `Transfer` moves named arrays between device and host.
+
+Imports `errors`, `dtypes` and `layout` only.
+"""
+
+from __future__ import annotations
+
+from hpcaccum.device.arrays import (
+    Pinned,
+    all_on_device,
+    check_array,
+    copyto,
+    cupy,
+    device_name,
+    is_device,
+    library,
+    release,
+    to_host,
+    use_device,
+)
+from hpcaccum.device.int8 import Int8Compressor, Int8Gradient
+from hpcaccum.device.multi_tensor import PointerTable, check_device_array
+from hpcaccum.device.transfer import Transfer
+
+__all__ = [
+    "Int8Compressor",
+    "Int8Gradient",
+    "Pinned",
+    "PointerTable",
+    "Transfer",
+    "all_on_device",
+    "check_array",
+    "check_device_array",
+    "copyto",
+    "cupy",
+    "device_name",
+    "is_device",
+    "library",
+    "release",
+    "to_host",
+    "use_device",
+]

@@ -1,0 +1,45 @@
+"""MPI itself: loaded lazily, and what the rest of the package builds on it.
+
+A `Group` is a private communicator with exchanges that name the ranks they wait for;
+`AtomicWords` and `Region` are the memory that ranks reach one-sidedly; `Freeable` is
+the lifetime of everything collective. Every call of a window is in this package.
+
+Imports `errors` and `deadline` only.
+"""
+
+from __future__ import annotations
+
+from hpcaccum.mpi.control import Track
+from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
+from hpcaccum.mpi.group import Group
+from hpcaccum.mpi.lifetime import Freeable, Opened
+from hpcaccum.mpi.node_memory import NodeMemory
+from hpcaccum.mpi.runtime import (
+    MPI,
+    abort_job,
+    check_running,
+    install_excepthook,
+    is_ending,
+    report_and_abort,
+)
+from hpcaccum.mpi.windows import AtomicWords, Attempt, Region, without_signals
+
+__all__ = [
+    "MPI",
+    "VARIABLE",
+    "AtomicWords",
+    "Attempt",
+    "Freeable",
+    "Group",
+    "NodeMemory",
+    "Opened",
+    "Region",
+    "Track",
+    "abort_job",
+    "check_running",
+    "cuda_awareness",
+    "install_excepthook",
+    "is_ending",
+    "report_and_abort",
+    "without_signals",
+]

@@ -1,0 +1,223 @@
+"""Memory that the ranks of a node share by plain loads and stores, without MPI.
+
+It is one file in /dev/shm that all of them map, not a window of MPI, for three reasons:
+
+- A NumPy view keeps the mapping, and so the memory, alive. A view of a window that was
+  freed is a segmentation fault.
+- The room is allocated at once, page by page, so that too little of it is an error.
+  MPICH allocates a window without a word, and the first touch is a SIGBUS.
+- It needs no communicator, of which MPICH has 2,048.
+
+The file has a name only until all ranks have it open, and no page before that: a rank
+that is killed leaves at most an empty file, ``hpcaccum-<uid>-<pid>-<random>``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import mmap
+import os
+import secrets
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from hpcaccum.mpi.group import Group
+
+Array = np.ndarray[Any, Any]
+
+_SHM = "/dev/shm"
+# Left free for each rank: MPI has mapped memory there that it has not touched yet, and
+# makes small windows without asking.
+_MARGIN = 1 << 20
+# Bytes allocated at once, in some 30 us. Small beside the margin, as ranks that
+# allocate at the same time may each take so much of it; and a system call that a signal
+# interrupts begins anew, of which a profiler may send many.
+_PIECE = 1 << 18
+_WHAT = "allocating shared memory"
+
+
+class NodeMemory:
+    """One part a rank and one common part, of ranks that share a node. Collective.
+
+    All bytes are 0. Parts begin on a page.
+
+    What a rank stores here is there for another that reads a word of
+    `windows.AtomicWords` set after the store; see there.
+
+    Args:
+        group: Ranks of one node.
+        sizes: Bytes of each rank's part; the same list on all ranks.
+        common: Bytes of the common part.
+        stripes: The bytes of the common part that this rank works on; all ranks'
+            together are all of it. The pages lie on the socket of the rank that
+            allocates them: each allocates its own part and these.
+
+    Attributes:
+        parts: The parts as bytes, in rank order.
+        common: The common part as bytes.
+
+    Raises:
+        InvalidArgumentError: On every rank, if the node has no room.
+        RuntimeError: On every rank, if a rank cannot open or map the memory.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        sizes: Sequence[int],
+        common: int = 0,
+        stripes: Iterable[slice] = (),
+    ) -> None:
+        begins, end = [], 0
+        for size in (*sizes, common):
+            begins.append(end)
+            end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        last, rank = begins.pop(), group.rank
+        mine = [slice(begins[rank], begins[rank] + sizes[rank])]
+        mine += [slice(last + each.start, last + each.stop) for each in stripes]
+        whole = _map(group, max(end, mmap.PAGESIZE), mine)
+        places = zip(begins, sizes, strict=True)
+        self.parts: list[Array] = [whole[at : at + size] for at, size in places]
+        self.common: Array = whole[last : last + common]
+
+    def free(self) -> None:
+        """Let go of the memory, which lives as long as views of it. Not collective."""
+        self.parts, self.common = [], np.empty(0, np.uint8)
+
+
+def _map(group: Group, nbytes: int, mine: Iterable[slice]) -> Array:
+    """Return new memory as bytes; this rank allocates its pieces. Collective."""
+    mapped: list[mmap.mmap] = []
+
+    def allocate() -> None:
+        for piece in mine:
+            for begin, size in pieces(piece.start, piece.stop, group.size):
+                os.posix_fallocate(file, begin, size)
+        mapped.append(_mmap(file, nbytes))
+
+    with _opened(group, nbytes) as file:
+        _together(group, nbytes, allocate)
+    return np.frombuffer(mapped[0], np.uint8)
+
+
+def _mmap(file: int, nbytes: int) -> mmap.mmap:
+    # No descriptor stays open, where Python can do without (since 3.13).
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(file, nbytes, trackfd=False)
+    return mmap.mmap(file, nbytes)
+
+
+@contextlib.contextmanager
+def _opened(group: Group, nbytes: int) -> Iterator[int]:
+    """Give the body the descriptor of a new file of all ranks. Collective."""
+    with contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as named:
+
+            def create() -> str | None:
+                if group.rank:
+                    return None
+                check_room(nbytes, group.size)
+                owner = f"hpcaccum-{os.getuid()}-{os.getpid()}"
+                new = f"{_SHM}/{owner}-{secrets.token_hex(8)}"
+                files.append(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+                named.callback(os.unlink, new)
+                os.ftruncate(files[0], nbytes)
+                return new
+
+            def join() -> None:
+                if group.rank:
+                    files.append(os.open(path, os.O_RDWR | os.O_NOFOLLOW))
+
+            files: list[int] = []
+            opened.callback(_close, files)
+            path = _together(group, nbytes, create)[0]
+            _together(group, nbytes, join)
+        yield files[0]
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _together(group: Group, nbytes: int, step: Callable[[], Any]) -> list[Any]:
+    """Return what a step returns on all ranks, or raise on all. Collective."""
+    value, failure = None, None
+    try:
+        value = step()
+    except OSError as error:
+        failure = explained(error, nbytes)
+    except InvalidArgumentError as error:
+        failure = error
+    return group.raise_together(_WHAT, failure, value)
+
+
+def explained(error: OSError, nbytes: int) -> Exception:
+    """Return the error that says why memory could not be allocated."""
+    # EFAULT is what a system call gets that cannot write to a page.
+    if error.errno in (errno.ENOSPC, errno.EFAULT):
+        return no_room(nbytes, "and others took them meanwhile")
+    reason = f"cannot share {nbytes} bytes in {_SHM}: {error}"
+    if error.errno == errno.ENOENT:
+        reason += f"; ranks of one node must have one {_SHM} (containers: --ipc=host)"
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        # Files (ulimit -n), address space (ulimit -v), mappings (vm.max_map_count).
+        reason += f"; {runtime.count_open()} objects of hpcaccum are open on this rank"
+    return RuntimeError(reason)
+
+
+def no_room(nbytes: int, why: str) -> InvalidArgumentError:
+    """Return the error of a node that has too little shared memory."""
+    return InvalidArgumentError(
+        f"this node needs {nbytes / 2**20:.1f} MiB of {_SHM}, {why} "
+        f"(containers: --shm-size)"
+    )
+
+
+def check_room(nbytes: int, ranks: int) -> None:
+    """Refuse to allocate what this node has no room for.
+
+    Args:
+        nbytes: Of the node.
+        ranks: That share it; something stays free for each.
+
+    Raises:
+        InvalidArgumentError: On this rank.
+    """
+    wanted, free = nbytes + ranks * _MARGIN, _free()
+    if wanted > free:
+        raise no_room(wanted, f"{free / 2**20:.1f} MiB are free")
+
+
+def pieces(begin: int, end: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and size of pieces to allocate, as long as enough stays free.
+
+    If all were taken, be it for a moment, MPI could not even report the error.
+
+    Raises:
+        OSError: If there is no room; others may have taken it since `check_room`.
+    """
+    for start in range(begin, end, _PIECE):
+        size = min(_PIECE, end - start)
+        if _free() < size + ranks * _MARGIN:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield start, size
+
+
+def _free() -> float:
+    """Return how many bytes of shared memory are free; infinity without a limit."""
+    try:
+        state = os.statvfs(_SHM)
+    except FileNotFoundError:
+        return math.inf
+    return state.f_bavail * state.f_frsize if state.f_blocks else math.inf

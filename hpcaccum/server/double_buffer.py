@@ -1,0 +1,122 @@
+"""Parameters that one rank publishes and all read, never half an update.
+
+There are two copies and two words. The publisher says which version it begins, writes
+the older copy, then says that it is done. A reader copies the newest complete version
+and looks whether the publisher has begun the next but one meanwhile, which would have
+overwritten what it read; if so, it reads again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.device import Pinned
+from hpcaccum.mpi import AtomicWords, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.mpi import Group
+
+Array = np.ndarray[Any, Any]
+
+_VERSION, _BEGUN = 0, 1
+
+
+class DoubleBuffer:
+    """A flat vector on the host, with a version that counts up from 0. Collective.
+
+    Args:
+        group: The ranks.
+        host: The rank that publishes.
+        size, dtype: Of the vector.
+    """
+
+    def __init__(self, group: Group, host: int, size: int, dtype: Any) -> None:
+        self._size, self._dtype = size, np.dtype(dtype)
+        self._stride = -(-size * self._dtype.itemsize // 64) * 64
+        with contextlib.ExitStack() as undo:
+            self._words = AtomicWords(group, host, 2)
+            undo.callback(self._words.free)
+            self._region = Region(group, host, 2 * self._stride, spread=False)
+            undo.pop_all()
+        self._scratch: Array | None = None
+        self._pinned: Pinned | None = None
+
+    def pin(self) -> None:
+        """Let the device read what `read` gives by itself."""
+        if self._pinned is None and self._region.direct:
+            whole = self._region.view(0, 0, 2 * self._stride, np.dtype(np.uint8))
+            self._pinned = Pinned(whole)
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of this rank that holds copies."""
+        return self._region.nbytes_here
+
+    def version(self) -> int:
+        """Return the newest complete version."""
+        return self._words.read(_VERSION)
+
+    def start(self, fill: Callable[[Array], None]) -> None:
+        """Write version 0; the host only, before anybody reads."""
+        fill(self._copy(0))
+        self._region.sync()
+        self._words.write(_VERSION, 0)
+
+    def publish(self, fill: Callable[[Array], None]) -> int:
+        """Make a new version; the host only.
+
+        Args:
+            fill: Writes all of the vector that it gets.
+
+        Returns:
+            The new version.
+        """
+        version = self._words.fetch_add(_BEGUN, 1) + 1
+        # Nothing may be overwritten before readers can know of it.
+        self._words.sync()
+        fill(self._copy(version))
+        self._region.sync()
+        self._words.write(_VERSION, version)
+        return version
+
+    def _copy(self, version: int) -> Array:
+        offset = version % 2 * self._stride
+        return self._region.view(0, offset, self._size, self._dtype)
+
+    def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
+        """Let ``use`` copy from the newest version; return which one that was.
+
+        Args:
+            use: Gets the vector, whose contents are only good if this was the last
+                call; so it must do nothing else than copy.
+            deadline: Passes if updates are published faster than they can be copied.
+        """
+        return deadline.wait(lambda: self._try(use), lambda: "two updates far apart")
+
+    def _try(self, use: Callable[[Array], None]) -> int | None:
+        version = self.version()
+        use(self._fetch(version))
+        # All is read before the word that says whether it was valid.
+        self._words.sync()
+        return version if self._words.read(_BEGUN) <= version + 1 else None
+
+    def _fetch(self, version: int) -> Array:
+        if self._region.direct:
+            return self._copy(version)
+        if self._scratch is None:
+            self._scratch = np.empty(self._size, self._dtype)
+        self._region.get(0, version % 2 * self._stride, self._scratch)
+        return self._scratch
+
+    def free(self) -> None:
+        """Free the memory. Collective."""
+        if self._pinned is not None:
+            self._pinned.free()
+        self._region.free()
+        self._words.free()

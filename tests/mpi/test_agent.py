@@ -1,0 +1,82 @@
+"""Progress: other nodes are served while the host computes."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import Group
+from hpcaccum.accumulator.state import Record
+from hpcaccum.mpi.agent import ProgressThread
+
+from .support import WAIT
+from .training import meet
+
+
+def multiply():
+    block = np.ones((300, 300), np.float32)
+    block @ block
+
+
+def count():
+    sum(number for number in range(20_000))
+
+
+@pytest.mark.parametrize("work", [multiply, count])
+@pytest.mark.ranks(min=2)
+def test_gradients_arrive_while_the_host_computes(comm, rank, size, work):
+    acc = hpc.ConditionalAccumulator("float32", (1 << 20,), storage="slots", comm=comm)
+    # The host's memory itself: between the two meetings it makes no MPI call.
+    words = np.frombuffer(acc._rounds.words._window.tomemory() or b"", np.int64)
+    records = None
+    grad, arrived = np.full(1 << 20, rank, np.float32), None
+    meet()
+    if rank == 0:
+        end = time.monotonic() + WAIT
+        records = words[acc._rounds._record(0, 1) :][: size - 1]
+        while arrived != size - 1 and time.monotonic() < end:
+            work()
+            arrived = sum(Record.of(int(word)).number for word in records)
+    else:
+        acc.apply_grad(grad)
+    meet()
+    if rank == 0:
+        mean = acc.take_grad(size - 1, timeout=WAIT)
+        assert (mean == size / 2).all()
+    del words, records
+    acc.free()
+
+    assert arrived in (None, size - 1)
+
+
+def test_threads_take_turns_more_often_while_it_runs(comm):
+    group, before = Group.of(comm), sys.getswitchinterval()
+    apart = not group.single_node
+    progress = [ProgressThread(comm, needed=apart) for _ in range(2)]
+    seen = []
+    for each, change in zip(
+        [0, 1, 0, 1], ["start", "start", "stop", "stop"], strict=True
+    ):
+        getattr(progress[each], change)()
+        seen.append(sys.getswitchinterval())
+
+    during = pytest.approx(1e-3 if apart else before)
+    assert seen == [during, during, during, pytest.approx(before)]
+
+
+def test_a_shorter_turn_of_the_users_is_kept(comm):
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    short = sys.getswitchinterval()
+    progress = ProgressThread(comm, needed=True)
+    progress.start()
+    during = sys.getswitchinterval()
+    progress.stop()
+    after = sys.getswitchinterval()
+    sys.setswitchinterval(before)
+
+    assert (during, after) == (short, short)

@@ -1,0 +1,243 @@
+"""The protocol by itself: writers that do not finish, takes that fail half-way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hpcaccum as hpc
+from hpcaccum.accumulator.state import Packing, Record, State
+from hpcaccum.deadline import Deadline
+
+from .acting import (  # noqa: F401
+    VAIN,
+    Background,
+    Take,
+    acc_fixture,
+    at,
+    make_fixture,
+    same_bits,
+    until,
+)
+from .support import WAIT
+
+
+def admit(acc, local_step=0):
+    """Be admitted, say so, and go no further; return where the gradient belongs."""
+    receipt, parity, _ = acc._rounds.admit(local_step, lambda fixed: 0)
+    assert receipt
+    acc._rounds.writing(parity, Record(0, 0, 1, 0))
+    acc._rounds.words.flush()
+    return parity
+
+
+def finish(acc, parity, gradient):
+    array = np.array(gradient, float)
+    acc._storage.write(parity, 0, array, True, False, [])
+    acc._rounds.put_record(parity, Record(0, 1, 0, 0))
+
+
+@pytest.mark.ranks(min=2)
+def test_round_that_was_closed_is_finished_by_a_later_take(acc):
+    at(0, acc.apply_grad, [1, 0])
+    parity = at(1, admit, acc)
+    assert at(0, acc.num_accumulated) == 2
+
+    told = r"waited 0\.\d+ s for rank 1, admitted to the round, to finish writing"
+    for taker in (0, 1, 0):
+        with pytest.raises(hpc.WaitTimeoutError, match=told):
+            at(taker, acc.take_grad, 1, timeout=VAIN)
+        assert at(1, lambda: acc.global_step) == 1
+    # Others go on meanwhile, in the next round.
+    assert not at(0, acc.apply_grad, [8, 8], 0)
+    at(0, acc.apply_grad, [5, 6], 1)
+    assert at(1, acc.num_accumulated) == 3
+
+    at(1, finish, acc, parity, [3, 0])
+    same_bits(at(1, acc.take_grad, 9, timeout=WAIT), [2.0, 0.0])
+    assert at(0, lambda: acc.global_step) == 1
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [5.0, 6.0])
+
+
+@pytest.mark.ranks(min=2)
+def test_take_waits_for_writers_that_were_admitted(acc):
+    parity = at(1, admit, acc)
+    take = Background(0, lambda: acc.take_grad(1, timeout=WAIT))
+    at(1, until, lambda: acc.global_step == 1)
+    assert not take.over()
+
+    at(1, finish, acc, parity, [3, 4])
+    same_bits(take.result(), [3.0, 4.0])
+
+
+@pytest.mark.ranks(min=2)
+def test_writer_does_not_wait_for_another(acc):
+    parity = at(1, admit, acc)
+
+    for _ in range(3):
+        assert at(0, acc.apply_grad, [1, 1])
+    at(1, finish, acc, parity, [5, 1])
+    same_bits(at(0, acc.take_grad, 4, timeout=WAIT), [2.0, 1.0])
+
+
+class Broken(Exception):
+    """What goes wrong in the midst of a reduction."""
+
+
+def take_in_vain(acc, deadline=None):
+    """Close a round, and fail to reduce it."""
+
+    def fail(closed):
+        raise Broken
+
+    with pytest.raises(Broken):
+        acc._rounds.take(1, deadline or Deadline(WAIT, "failing"), fail, pytest.fail)
+
+
+def test_reduction_that_fails_leaves_the_round_to_the_next_take(acc):
+    at(0, acc.apply_grad, [1, 2])
+    at(1, acc.apply_grad, [3, 4])
+
+    at(1, take_in_vain, acc)
+    at(0, acc.apply_grad, [9, 9], 1)
+    same_bits(at(2, acc.take_grad, 1, timeout=WAIT), [2.0, 3.0])
+    same_bits(at(1, acc.take_grad, 1, timeout=WAIT), [9.0, 9.0])
+
+
+@pytest.mark.parametrize("storage", ["slots", "sum"])
+def test_result_that_cannot_be_made_is_not_lost(make, storage, monkeypatch):
+    acc = make(storage=storage)
+    at(0, acc.apply_grad, [1, 2])
+    at(1, acc.apply_grad, [3, 4])
+    with monkeypatch.context() as patch:
+
+        def fail(total, count):
+            raise Broken
+
+        patch.setattr("hpcaccum.summation.divide", fail)
+        with pytest.raises(Broken):
+            at(1, acc.take_grad, 1, timeout=WAIT)
+
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [2.0, 3.0])
+
+
+class Interrupted(Deadline):
+    """As if somebody pressed Ctrl-C in the third wait: that for gradients."""
+
+    waits = 0
+
+    def wait(self, ready, missing):
+        self.waits += 1
+        if self.waits == 3:
+            assert ready() is None
+            raise KeyboardInterrupt
+        return super().wait(ready, missing)
+
+
+def test_interrupted_take_leaves_no_trace(acc):
+    at(0, acc.apply_grad, [1, 0])
+
+    def interrupt():
+        try:
+            deadline = Interrupted(WAIT, "interrupted")
+            acc._rounds.take(3, deadline, pytest.fail, pytest.fail)
+        except KeyboardInterrupt:
+            return acc._rounds.state()
+
+    assert at(1, interrupt)._replace(parity=0) == (0, 0, 0, 0, 1)
+    at(2, acc.apply_grad, [3, 0])
+    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [2.0, 0.0])
+
+
+def test_full_round_takes_no_more(make, monkeypatch):
+    acc = make()
+    monkeypatch.setattr(acc._rounds.packing, "max_count", 3)
+    for step in range(3):
+        for _ in range(3):
+            at(1, acc.apply_grad, [step, 0], step)
+        for rank in (0, 1):
+            with pytest.raises(hpc.InvalidArgumentError, match="holds at most 3 grad"):
+                at(rank, acc.apply_grad, [9, 9], step)
+        # Stale ones are dropped, full or not.
+        assert not at(0, acc.apply_grad, [9, 9], step - 1)
+
+        same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [float(step), 0.0])
+    with pytest.raises(hpc.InvalidArgumentError, match="num_required is at most 3"):
+        at(0, acc.take_grad, 4, timeout=WAIT)
+
+
+def test_take_of_a_full_round_can_be_waited_for(make, monkeypatch):
+    acc = make()
+    monkeypatch.setattr(acc._rounds.packing, "max_count", 3)
+    take = Take(acc, 0, 3)
+    for value in (1, 2, 6):
+        assert at(1, acc.apply_grad, [value, 0])
+
+    same_bits(take.result(), [3.0, 0.0])
+
+
+@pytest.mark.ranks(min=2)
+def test_old_knowledge_of_a_writer_is_not_trusted(acc):
+    # The last word that rank 1 saw is from two rounds ago, of the same parity.
+    assert at(1, acc.apply_grad, [1, 0], 0)
+    for step in range(2):
+        at(0, acc.apply_grad, [3, 0], step)
+        at(0, acc.take_grad, 1, timeout=WAIT)
+    at(0, acc.apply_grad, [5, 0], 2)
+
+    assert not at(1, acc.apply_grad, [9, 9], 1)
+    assert at(1, acc.apply_grad, [7, 0], 2)
+    same_bits(at(1, acc.take_grad, 2, timeout=WAIT), [6.0, 0.0])
+
+
+states = st.builds(
+    State,
+    step=st.integers(-(2**32), 2**32 - 1),
+    shape=st.integers(0, 2**10 - 1),
+    parity=st.integers(0, 1),
+    waiting=st.integers(0, 1),
+    number=st.integers(0, 2**18 - 1),
+)
+
+
+@given(states)
+def test_state_is_packed_into_one_word(state):
+    shaped, plain = Packing(shaped=True), Packing(shaped=False)
+    state = State(*state)
+
+    assert shaped.unpack(shaped.pack(state)) == state
+    assert plain.unpack(plain.pack(state._replace(shape=0))) == state._replace(shape=0)
+    assert -(2**63) <= shaped.pack(state) < 2**63
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+def test_limits_fill_the_word(shaped):
+    packing = Packing(shaped=shaped)
+    largest = State(packing.max_step, packing.max_shapes, 1, 1, packing.max_count)
+    lowest = State(-packing.max_step - 1, 0, 0, 0, 0)
+
+    assert packing.pack(largest) == 2**63 - 1
+    assert packing.pack(lowest) == -(2**63)
+    assert packing.unpack(packing.pack(largest)) == largest
+    assert packing.pack(State(0, 0, 0, 0, 0)) == 0
+
+
+@given(
+    st.builds(
+        Record,
+        st.integers(0, 1),
+        st.integers(0, 2**20 - 1),
+        st.integers(0, 1),
+        st.integers(0, 2**10 - 1),
+        st.integers(0, 2**20 - 1),
+    )
+)
+def test_record_is_one_word_and_never_nothing(record):
+    word = record.word()
+
+    assert Record.of(word) == record
+    assert word < 2**63
+    if record.writing or record.number or record.given_up:
+        assert word != 0

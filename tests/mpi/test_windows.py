@@ -1,0 +1,413 @@
+"""Windows: words that all ranks change, and memory that they reach."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcaccum as hpc
+from hpcaccum.accumulator.state import Closed, Record
+from hpcaccum.accumulator.storage import Slots
+from hpcaccum.mpi import windows as module
+from hpcaccum.mpi.group import Group
+from hpcaccum.mpi.lifetime import Opened
+from hpcaccum.mpi.windows import AtomicWords, Region
+
+from .acting import at, everywhere, meet, until
+from .support import WAIT
+
+
+@pytest.fixture(params=["first", "last"])
+def words(request, comm):
+    host = 0 if request.param == "first" else comm.size - 1
+    made = AtomicWords(Group.of(comm), host, 20)
+    yield made
+    meet()
+    made.free()
+
+
+def test_words_begin_at_0(words):
+    assert words.read_range(0, 20) == [0] * 20
+
+
+def test_word_that_is_written_is_there_for_all(words):
+    large, low = 2**63 - 1, -(2**63)
+    at(1, words.write, 3, large)
+    at(2, words.write_range, 4, [low, 7])
+
+    assert all(
+        found == [0, large, low, 7, 0] for found in everywhere(words.read_range, 2, 5)
+    )
+    assert everywhere(words.read, 4) == [low] * len(meet())
+
+
+def test_add_returns_what_was(words):
+    assert [at(1, words.fetch_add, 2, n) for n in (5, -7, 0)] == [0, 5, -2]
+    assert at(0, words.read, 2) == -2
+
+
+def test_swap_sets_only_what_is_expected(words):
+    assert at(1, words.compare_and_swap, 2, 0, 9) == 0
+    assert at(2, words.compare_and_swap, 2, 0, 5) == 9
+    assert at(0, words.compare_and_swap, 2, 9, -1) == 9
+    assert at(1, words.read, 2) == -1
+
+
+def test_posted_words_are_there_after_a_flush(words):
+    def post():
+        words.store(5, np.array([1, 2], np.int64))
+        words.flush()
+
+    at(1, post)
+    assert at(2, words.read_range, 5, 2) == [1, 2]
+
+
+class Spy:
+    """A window that remembers what was called."""
+
+    MOVES = ("Put", "Get", "Accumulate", "Get_accumulate")
+    ATOMICS = ("Fetch_and_op", "Compare_and_swap")
+
+    def __init__(self, window):
+        self.window, self.calls = window, []
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            self.calls.append(name)
+            return method(*args, **kwargs)
+
+        method = getattr(self.window, name)
+        return call
+
+    def during(self, call, *args):
+        self.calls.clear()
+        call(*args)
+        return list(self.calls)
+
+
+# Shared memory, and a network that is never busy, forgive what is missing.
+
+
+def test_words_have_moved_when_a_call_returns(words, monkeypatch):
+    spy = Spy(words._window)
+    monkeypatch.setattr(words, "_window", spy)
+    reads = [(words.read, 1), (words.read_range, 1, 3)]
+    writes = [(words.write, 1, 2), (words.write_range, 1, [2, 3])]
+    for call in [
+        *reads,
+        *writes,
+        (words.fetch_add, 1, 1),
+        (words.compare_and_swap, 1, 0, 0),
+    ]:
+        calls = spy.during(*call)
+        if any(name in (*Spy.MOVES, *Spy.ATOMICS) for name in calls):
+            assert calls[-1] == "Flush"
+        elif call in writes:
+            # What was done before is done when the words are seen.
+            assert calls == ["Sync", "Sync"]
+        else:
+            # What is read afterwards is as new as the words.
+            assert calls == ["Sync"]
+    assert spy.during(words.sync) == ["Sync"]
+    words.store(1, [4, 5])
+    assert spy.during(words.flush) == ([] if words.direct else ["Flush"])
+    meet()
+
+
+class Ordered(Spy):
+    """Words that remember when memory was stored to, and when it was ordered."""
+
+    def __getitem__(self, index):
+        self.calls.append("load")
+        return self.window[index]
+
+    def __setitem__(self, index, value):
+        self.calls.append("store")
+        self.window[index] = value
+
+
+def test_words_are_stored_after_a_fence_and_loaded_before_one(comm, monkeypatch):
+    words = AtomicWords(Group.of(comm), 0, 4)
+    if words.direct:
+        order = Ordered(words._words)
+        monkeypatch.setattr(words, "_words", order)
+        window = Spy(words._window)
+        window.calls = order.calls
+        monkeypatch.setattr(words, "_window", window)
+        assert order.during(words.read, 1) == ["load", "Sync"]
+        assert order.during(words.read_range, 1, 2) == ["load", "Sync"]
+        assert order.during(words.write, 1, 0) == ["Sync", "store", "Sync"]
+        assert order.during(words.store, 1, [0, 0])[:2] == ["Sync", "store"]
+    meet()
+    words.free()
+
+
+def test_vectors_have_moved_when_a_call_returns(comm, monkeypatch):
+    region = Region(Group.of(comm), 0, 80, spread=False, window=True)
+    spy = Spy(region._window)
+    monkeypatch.setattr(region, "_window", spy)
+    for move in (region.put, region.accumulate, region.get):
+        calls = spy.during(move, 0, 0, np.zeros(10))
+        assert calls[0] in Spy.MOVES
+        assert calls[-1] == "Flush"
+    assert spy.during(region.sync) == ["Sync"]
+    meet()
+    region.free()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_stores_and_loads_of_slots_are_ordered_with_those_of_others(
+    comm, rank, monkeypatch, first
+):
+    slots = Slots(Group.of(comm), 0, 10, np.dtype("f8"))
+    # Mapped memory is ordered by the words that are set and read next.
+    if not slots.region.mapped:
+        spy = Spy(slots.region._window)
+        monkeypatch.setattr(slots.region, "_window", spy)
+        for there in (False, True):
+            grad = slots.buffer(0) if there else np.ones(10)
+            calls = spy.during(
+                lambda g=grad, t=there: slots.write(0, 0, g, first, t, [])
+            )
+            assert calls[0] in Spy.MOVES
+            assert calls[-1] == "Flush"
+        records = {r: Record(0, 1, 0, 0) for r in range(comm.size)}
+        closed = Closed(0, comm.size, 0, records)
+        calls = spy.during(slots.total, closed, 1, np.empty(10))
+        assert calls[0] == "Sync"
+    meet()
+    slots.free()
+
+
+def test_additions_of_all_ranks_and_threads_count(words, size):
+    def add():
+        for _ in range(40):
+            words.fetch_add(1, 1)
+
+    def add_in_threads():
+        threads = [threading.Thread(target=add) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        add()
+        for thread in threads:
+            thread.join(WAIT)
+
+    everywhere(add_in_threads)
+    assert at(0, words.read, 1) == 120 * size
+
+
+def test_swaps_of_all_ranks_are_atomic(words, size):
+    def increment():
+        for _ in range(25):
+            word = words.read(1)
+            while (found := words.compare_and_swap(1, word, word + 1)) != word:
+                word = found
+                time.sleep(0)
+
+    everywhere(increment)
+    assert at(0, words.read, 1) == 25 * size
+
+
+@pytest.mark.ranks(min=2)
+def test_words_are_reached_while_the_host_computes(comm, rank):
+    words = AtomicWords(Group.of(comm), 0, 2)
+    progress = Group.of(comm).progress if rank == 0 else None
+    if progress:
+        progress.start()
+    meet()
+    if rank == 0:
+        block = np.ones((300, 300))
+        end = time.monotonic() + WAIT
+        # Plain memory of this process: no MPI call helps the others.
+        while not (told := meet_quickly(comm)) and time.monotonic() < end:
+            for _ in range(20):
+                block = block @ block / 300
+        assert told
+    else:
+        for _ in range(20):
+            words.fetch_add(0, 1)
+        meet_quickly(comm, done=True)
+    assert at(0, words.read, 0) == 20 * (comm.size - 1)
+    if progress:
+        progress.stop()
+    meet()
+    words.free()
+
+
+def meet_quickly(comm, done=False):
+    """Tell rank 0 that this rank is done; on rank 0, whether all are."""
+    if comm.rank:
+        comm.send(done, 0, 77)
+        return True
+    return all(comm.iprobe(rank, 77) for rank in range(1, comm.size)) and [
+        comm.recv(source=rank, tag=77) for rank in range(1, comm.size)
+    ]
+
+
+def spread_regions(comm):
+    """Yield regions of every kind."""
+    group, host = Group.of(comm), comm.size - 1
+    for spread, window in [(True, False), (False, False), (False, True)]:
+        region = Region(group, host, 100, spread=spread, window=window)
+        assert region.mapped is (group.single_node and not window)
+        yield region, comm.size if spread else 1
+        meet()
+        region.free()
+
+
+def test_region_begins_with_zeros(comm):
+    for region, parts in spread_regions(comm):
+        if region.direct:
+            for part in range(parts):
+                view = region.view(part, 0, 16, np.dtype("f8"))
+                np.testing.assert_array_equal(view, np.zeros(16))
+        meet()
+
+
+def test_memory_is_where_it_should_be(comm, size):
+    for region, parts in spread_regions(comm):
+        held = meet(region.nbytes_here)
+        assert sum(held) == parts * 128  # whole cache lines
+        if not Group.of(comm).single_node or parts == 1:
+            assert held[:-1] == [0] * (size - 1)
+
+
+def test_views_show_what_the_owner_stored(comm, rank):
+    region = Region(Group.of(comm), 0, 64, spread=True)
+    if region.direct:
+        region.view(rank, 8, 2, np.dtype("f4"))[:] = [rank, 0.5]
+        region.sync()
+    meet()
+    for part, direct in enumerate(meet(region.direct)):
+        if region.direct and direct:
+            region.sync()
+            found = region.view(part, 8, 2, np.dtype("f4"))
+            assert found.tolist() == [part, 0.5]
+    meet()
+    region.free()
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch):
+    # As those are that are larger than one MPI call moves.
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 40)
+    region = Region(Group.of(comm), comm.size - 1, 400, spread=False, window=True)
+    data = np.arange(37, dtype=dtype)
+    offset = 16
+
+    at(1, region.put, 0, offset, data)
+    everywhere(region.accumulate, 0, offset, data)
+    found = np.full(39, -1, dtype)
+    region.get(0, offset - data.itemsize, found)
+
+    expected = np.concatenate([[0], data * (1 + comm.size), [0]])
+    np.testing.assert_array_equal(found, expected.astype(dtype))
+    meet()
+    region.free()
+
+
+def test_empty_vectors_are_no_trouble(comm):
+    region = Region(Group.of(comm), 0, 0, spread=False, window=True)
+    nothing = np.empty(0)
+    for move in (region.put, region.accumulate, region.get):
+        everywhere(move, 0, 0, nothing)
+    meet()
+    region.free()
+
+
+def test_additions_at_once_are_all_counted(comm, rank, size):
+    region = Region(Group.of(comm), 0, 8 * 500, spread=False, window=True)
+    data = np.arange(500, dtype="f8")
+
+    def add():
+        for _ in range(10):
+            region.accumulate(0, 0, data)
+
+    everywhere(add)
+    found = np.empty(500)
+    region.get(0, 0, found)
+    np.testing.assert_array_equal(found, data * 10 * size)
+    meet()
+    region.free()
+
+
+HUGE = 2**50
+
+
+@pytest.mark.parametrize("host", [0, -1], ids=["first", "last"])
+def test_window_without_room_is_refused_on_every_rank(comm, host):
+    with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
+        AtomicWords(Group.of(comm), host % comm.size, HUGE // 8)
+
+
+def test_window_whose_room_others_take_is_refused_on_every_rank(comm, monkeypatch):
+    def full(*_):
+        # What the system says of a page that it cannot provide.
+        raise OSError(errno.EFAULT, "Bad address")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "pieces", full)
+        with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
+            AtomicWords(Group.of(comm), comm.size - 1, 8)
+    meet()
+
+
+def test_window_is_refused_where_mpi_can_make_no_communicator(comm, monkeypatch):
+    group = Group.of(comm)
+    real = group.comm
+
+    class Exhausted:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def Dup(self):
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "comm", Exhausted())
+        with pytest.raises(RuntimeError, match=r"\d+ objects of hpcaccum are open"):
+            AtomicWords(group, 0, 8)
+
+
+def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm):
+    group = Group.of(comm)
+    progress = group.progress
+    assert group.progress is progress
+    before = threading.active_count()
+    for _ in range(2):
+        progress.start()
+    started = threading.active_count() - before
+    assert started == (0 if group.single_node else 1)
+    progress.stop()
+    assert threading.active_count() == before + started
+    progress.stop()
+    until(lambda: threading.active_count() == before)
+    progress.start()
+    progress.stop()
+
+
+def test_what_is_open_is_freed_once(comm, monkeypatch):
+    freed = []
+    monkeypatch.setattr("hpcaccum.mpi.runtime._open", [])
+    monkeypatch.setattr("hpcaccum.mpi.runtime._ending", False)
+    from hpcaccum.mpi import runtime as mpi
+
+    group = Group.of(comm)
+    first = Opened(group, lambda: freed.append(1), "it")
+    second = Opened(group, lambda: freed.append(2), "it")
+    assert not first.closed
+    second.close()
+    second.close()
+    assert (freed, second.closed) == ([2], True)
+    third = Opened(group, lambda: freed.append(3), "it")
+    mpi._close_all()
+
+    assert freed == [2, 3, 1]
+    assert first.closed
+    third.close()
+    assert freed == [2, 3, 1]
