@@ -1,4 +1,9 @@
-"""Waiting: one `Deadline` is made at the public call and handed down."""
+"""The time limit of a call, and every wait of the package.
+
+A public call makes one `Deadline` and hands it down. Everything that waits calls
+`Deadline.wait` (to poll) or `Deadline.block` (for a call that blocks). So each wait has
+a limit and warnings, and its time can be observed (`observe_waits`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import logging
 import math
 import numbers
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,33 +20,60 @@ from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Observer = Callable[[str, float], None]
+
 logger = logging.getLogger("hpcaccum")
 
 T = TypeVar("T")
 
-# A wait that has no limit is never silent: who is missing is said after this many
-# seconds, then after twice as many, and so on.
+# A wait without a limit is never silent: a warning names the missing ranks after this
+# many seconds, then after twice as many, and so on.
 FIRST_WARNING = 60.0
 
-# How long to look again at once. Another rank's answer takes microseconds, a nap, be it
-# of 0 s, some 70 us; so no wait takes much more than three times as long as it must. In
-# between the core goes to whoever needs it: ranks may be more than cores.
+# For this long no nap is taken between two looks. Another rank's answer takes
+# microseconds, a nap, be it of 0 s, some 70 us; so no wait takes much more than three
+# times as long as necessary. Yielding leaves the core to other ranks, which may be more
+# than there are cores.
 _EAGER = 200e-6
 # Naps are short: a collective of several rounds waits for one after the other.
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 200e-6
 
+_observer: Observer | None = None
+
+
+def observe_waits(observer: Observer | None) -> Observer | None:
+    """Set the function that each wait is reported to; return the previous one.
+
+    Args:
+        observer: Called with the call that waited and the seconds, at the end of each
+            wait that was not over at the first look, also if it failed. It must not
+            raise, and threads may call it at the same time. None reports nothing.
+    """
+    global _observer
+    previous, _observer = _observer, observer
+    return previous
+
 
 class Deadline:
-    """The time limit of one public call, and what that call is for.
+    """The time limit of one public call.
 
     Args:
         timeout: Seconds; 0 looks once; None is the environment's HPCACCUM_TIMEOUT, or
             no limit.
-        what: The call, as the user knows it; begins every message.
+        what: The call, as the user knows it; begins every message. Its ``str`` is
+            taken for a message only.
+
+    Attributes:
+        waited: Seconds spent in `wait` and `block` so far. A wait that is over at the
+            first look adds nothing.
+
+    Raises:
+        TypeError: If ``timeout`` is not a number.
+        InvalidArgumentError: If ``timeout`` is negative, or HPCACCUM_TIMEOUT invalid.
     """
 
-    def __init__(self, timeout: float | None, what: str) -> None:
-        self.what = what
+    def __init__(self, timeout: float | None, what: object) -> None:
+        self.what, self.waited = what, 0.0
         self._begun = time.monotonic()
         self._limit = _seconds(timeout)
         self._next_warning = FIRST_WARNING
@@ -57,24 +90,59 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
-        """Whether the limit is over."""
+        """Whether the limit has passed."""
         return self.elapsed >= self._limit
 
-    def wait(self, ready: Callable[[], T | None], missing: Callable[[], str]) -> T:
-        """Call ``ready`` until it gives something other than None; return that.
+    def wait(
+        self,
+        ready: Callable[[], T | None],
+        missing: Callable[[], str],
+        *,
+        looks: int = 1,
+        between: Callable[[], object] | None = None,
+        check: Callable[[], object] | None = None,
+    ) -> T:
+        """Call ``ready`` until it returns something other than None; return that.
 
         Args:
-            ready: Looked at once at least, also when the time is over.
-            missing: Says what is waited for, and who; called for messages only.
+            ready: Called at least once, even if the limit has passed.
+            missing: Returns what is waited for, and which ranks; called for messages
+                only.
+            looks: Calls of ``ready`` that nothing but ``between`` interrupts, at the
+                beginning. For what takes microseconds, as neither the clock is read nor
+                the core yielded.
+            between: Called between these, such as `os.sched_yield`.
+            check: Called after each later look. It raises if the wait cannot succeed.
 
         Raises:
             WaitTimeoutError: If the limit passes first.
         """
         result = ready()
-        begun, naps = time.monotonic(), 0
+        if result is not None:
+            return result
+        begun = time.monotonic()
+        try:
+            for _ in range(looks - 1):
+                if between is not None:
+                    between()
+                if (result := ready()) is not None:
+                    return result
+            return self._poll(ready, missing, check)
+        finally:
+            self._report(begun)
+
+    def _poll(
+        self,
+        ready: Callable[[], T | None],
+        missing: Callable[[], str],
+        check: Callable[[], object] | None,
+    ) -> T:
+        """Wait, after a look that failed."""
+        begun, naps, result = time.monotonic(), 0, None
         while result is None:
-            if self.expired:
-                raise WaitTimeoutError(self._message(missing()))
+            if check is not None:
+                check()
+            self._check_limit(missing)
             if time.monotonic() - begun < _EAGER:
                 os.sched_yield()
             else:
@@ -84,10 +152,44 @@ class Deadline:
             result = ready()
         return result
 
+    def block(
+        self, attempt: Callable[[float], T | None], missing: Callable[[], str]
+    ) -> T:
+        """Do as `wait` with a call that blocks: of a lock, or of a thread.
+
+        Args:
+            attempt: Called with the seconds for which it may block, 0 at first; returns
+                something other than None when it has succeeded.
+            missing: Returns what is waited for; called for messages only.
+
+        Raises:
+            WaitTimeoutError: If the limit passes first.
+        """
+        result = attempt(0.0)
+        if result is not None:
+            return result
+        begun = time.monotonic()
+        try:
+            while result is None:
+                self._check_limit(missing)
+                self._warn(missing)
+                result = attempt(self._until_next_warning())
+            return result
+        finally:
+            self._report(begun)
+
+    def _check_limit(self, missing: Callable[[], str]) -> None:
+        if self.expired:
+            raise WaitTimeoutError(self._message(missing()))
+
     def _warn(self, missing: Callable[[], str]) -> None:
         if self.elapsed > self._next_warning:
             logger.warning("%s", self._message(missing()))
             self._next_warning *= 2
+
+    def _until_next_warning(self) -> float:
+        seconds = max(0.0, self._next_warning - self.elapsed)
+        return min(seconds, self.remaining, threading.TIMEOUT_MAX)
 
     def _nap(self, before: int) -> float:
         doubled = _SHORTEST_NAP * 2 ** min(before // 8, 16)
@@ -95,6 +197,12 @@ class Deadline:
 
     def _message(self, missing: str) -> str:
         return f"{self.what}: waited {self.elapsed:.3g} s for {missing}"
+
+    def _report(self, begun: float) -> None:
+        seconds = time.monotonic() - begun
+        self.waited += seconds
+        if _observer is not None:
+            _observer(str(self.what), seconds)
 
 
 def _seconds(timeout: float | None) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import deadline as module
-from hpcaccum.deadline import Deadline
+from hpcaccum.deadline import Deadline, observe_waits
 
 from .support import WAIT
 
@@ -180,3 +181,153 @@ def test_error_of_the_look_comes_through():
 
     with pytest.raises(KeyError):
         Deadline(None, "call").wait(broken, lambda: "rain")
+
+
+def test_first_looks_read_no_clock_and_run_no_check(monkeypatch):
+    deadline, looks, between = Deadline(WAIT, "call"), iter([None] * 9 + ["found"]), []
+    monkeypatch.setattr(deadline, "_poll", None)
+
+    found = deadline.wait(
+        lambda: next(looks), str, looks=10, between=lambda: between.append(1)
+    )
+
+    assert found == "found"
+    assert len(between) == 9
+
+
+def test_check_runs_after_each_later_look():
+    events = []
+
+    def ready():
+        events.append("look")
+        return True if len(events) > 6 else None
+
+    assert Deadline(WAIT, "call").wait(
+        ready, str, looks=3, check=lambda: events.append("check")
+    )
+    assert events == ["look"] * 3 + ["check", "look"] * 2
+
+
+def test_check_ends_a_wait_that_cannot_succeed():
+    def check():
+        raise KeyError("hopeless")
+
+    with pytest.raises(KeyError, match="hopeless"):
+        Deadline(0, "call").wait(never, lambda: "rain", check=check)
+
+
+def test_block_takes_a_free_lock_at_once():
+    lock = threading.Lock()
+
+    assert Deadline(0, "call").block(
+        lambda seconds: lock.acquire(timeout=seconds) or None, lambda: "the lock"
+    )
+    assert lock.locked()
+
+
+def test_block_ends_when_the_time_is_over():
+    lock, spans = threading.Lock(), []
+    lock.acquire()
+
+    def attempt(seconds):
+        spans.append(seconds)
+        return lock.acquire(timeout=seconds) or None
+
+    deadline = Deadline(0.05, "call")
+    with pytest.raises(hpc.WaitTimeoutError, match=r"call: waited .* s for the lock"):
+        deadline.block(attempt, lambda: "the lock")
+    assert spans[0] == 0
+    assert 0.05 <= deadline.elapsed < WAIT
+    # It sleeps until the limit, and does not poll.
+    assert len(spans) < 5
+
+
+def test_block_warns_while_it_waits(monkeypatch, caplog):
+    monkeypatch.setattr(module, "FIRST_WARNING", 0.01)
+    lock = threading.Lock()
+    lock.acquire()
+    with (
+        caplog.at_level(logging.WARNING, "hpcaccum"),
+        pytest.raises(hpc.WaitTimeoutError),
+    ):
+        Deadline(0.15, "call").block(
+            lambda seconds: lock.acquire(timeout=seconds) or None, lambda: "the lock"
+        )
+
+    assert 1 <= len(caplog.messages) <= 5
+    assert caplog.messages[0].endswith(" s for the lock")
+
+
+def test_block_without_a_limit_passes_seconds_that_a_lock_takes(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_WARNING", math.inf)
+    spans = []
+
+    def attempt(seconds):
+        spans.append(seconds)
+        return len(spans) == 2 or None
+
+    assert Deadline(math.inf, "call").block(attempt, str)
+    assert spans == [0, threading.TIMEOUT_MAX]
+
+
+def test_time_of_all_waits_of_a_call_is_added_up():
+    deadline = Deadline(0.03, "call")
+    assert deadline.wait(lambda: "at once", str) == "at once"
+    assert deadline.waited == 0
+
+    with pytest.raises(hpc.WaitTimeoutError):
+        deadline.wait(never, lambda: "rain")
+    first = deadline.waited
+    assert 0.02 < first <= deadline.elapsed
+
+    with pytest.raises(hpc.WaitTimeoutError):
+        deadline.block(lambda seconds: time.sleep(0.01), lambda: "rain")
+    assert deadline.waited >= first
+
+
+@pytest.fixture
+def observed():
+    """What the waits of a test report."""
+    reports = []
+    previous = observe_waits(lambda what, seconds: reports.append((what, seconds)))
+    yield reports
+    observe_waits(previous)
+
+
+def test_observer_gets_each_wait_that_took_time(observed):
+    Deadline(WAIT, "at once").wait(lambda: 1, str)
+    looks = iter([None, None, "found"])
+    Deadline(WAIT, "look").wait(lambda: next(looks), str)
+    looks = iter([None, "found"])
+    Deadline(WAIT, "spin").wait(lambda: next(looks), str, looks=100)
+    with pytest.raises(hpc.WaitTimeoutError):
+        Deadline(0.02, "late").wait(never, lambda: "rain")
+    with pytest.raises(hpc.WaitTimeoutError):
+        Deadline(0.02, "locked").block(time.sleep, lambda: "rain")
+
+    assert [what for what, _ in observed] == ["look", "spin", "late", "locked"]
+    assert all(seconds > 0.01 for what, seconds in observed[2:])
+
+
+def test_observer_can_be_replaced_and_removed(observed):
+    own = observe_waits(None)
+    with pytest.raises(hpc.WaitTimeoutError):
+        Deadline(0, "silent").wait(never, lambda: "rain")
+
+    assert observe_waits(own) is None
+    assert not observed
+
+
+def test_name_of_a_call_is_formatted_for_messages_only():
+    class Call:
+        def __str__(self):
+            names.append("asked")
+            return "call 7"
+
+    names = []
+    deadline = Deadline(0, Call())
+    deadline.wait(lambda: 1, str)
+    assert not names
+
+    with pytest.raises(hpc.WaitTimeoutError, match=r"^call 7: waited"):
+        deadline.wait(never, lambda: "rain")
