@@ -17,8 +17,10 @@ from hpcaccum.accumulator.device_rounds import (
     DeviceStatistics,
 )
 from hpcaccum.accumulator.device_rows import DeviceRowAccumulator
+from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Counts, Receipt, Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics
+from hpcaccum.accumulator.word_layout import WordLayout
 
 __all__ = [
     "AccumulatorStatistics",
@@ -30,6 +32,8 @@ __all__ = [
     "DeviceRounds",
     "DeviceRowAccumulator",
     "DeviceStatistics",
+    "Membership",
     "Receipt",
     "Tally",
+    "WordLayout",
 ]

@@ -384,7 +384,7 @@ class ConditionalAccumulator(Freeable):
             self._rounds.state().step,
             self._rounds.count(),
             self._rounds.ledger.tally(),
-            tuple(self._rounds.left()),
+            tuple(self._rounds.membership.left()),
             self._storage.name,
             self._storage.region.nbytes_here,
         )

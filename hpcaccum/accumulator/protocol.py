@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpcaccum.accumulator.receipts import Receipt
 from hpcaccum.accumulator.state import Closed, Record, State
-from hpcaccum.accumulator.ticket_lock import TicketLock
-from hpcaccum.accumulator.words import CLOSED, HEAD, LEFT, STATE, WANT, RoundWords
+from hpcaccum.accumulator.words import CLOSED, MEMBERS, STATE, WANT, RoundWords
 from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError, WaitTimeoutError
 from hpcaccum.mpi import Attempt
 
@@ -48,10 +47,16 @@ class Rounds(RoundWords):
     """What may be done with the words of one accumulator; see `RoundWords`."""
 
     def __init__(
-        self, group: Group, host: int, what: str, *, shaped: bool, extra: int = 0
+        self,
+        group: Group,
+        host: int,
+        what: str,
+        *,
+        workers: int,
+        shaped: bool,
+        extra: int = 0,
     ) -> None:
-        super().__init__(group, host, what, shaped=shaped, extra=extra)
-        self._line = TicketLock(self.words, HEAD, group.rank, group.size)
+        super().__init__(group, host, what, workers=workers, shaped=shaped, extra=extra)
         # The last word seen: a first guess, where reading it would cost a round trip.
         self._seen = 0
         # What an exception in the midst of a call is recovered from. Of the writer:
@@ -187,7 +192,7 @@ class Rounds(RoundWords):
             WaitTimeoutError: Says what was missing.
             EverybodyLeftError: If all ranks have left and no gradient is there.
         """
-        return self._line.hold(
+        return self.line.hold(
             deadline, lambda: self._take(required, deadline, reduce, clear)
         )
 
@@ -258,8 +263,8 @@ class Rounds(RoundWords):
             self._closing = self.packing.unpack(word)
             return self._closing
         while True:
-            left = self.words.read(LEFT)
-            wanted = self.quorum(required, left)
+            left = self.membership.num_left()
+            wanted = self.membership.quorum(required, left)
             state = self.state()
             # Before the swap: an exception may hide whether it succeeded.
             self._closing = closing = state._replace(number=max(wanted, state.number))
@@ -281,16 +286,16 @@ class Rounds(RoundWords):
             return False
 
         def look() -> bool | None:
-            words = self.words.read_range(STATE, LEFT + 1)
+            words = self.words.read_range(STATE, MEMBERS + 1)
             now = self.packing.unpack(words[STATE])
             if now.parity != state.parity:
                 return True
             if now.shape and now.number == wanted:
                 # The gradient that had this shape was given up.
                 self._swap(now, now._replace(shape=0))
-            if words[LEFT] >= self.workers:
+            if self.membership.all_left(words[MEMBERS]):
                 self._check_anything(state.parity, wanted)
-            return False if words[LEFT] != left else None
+            return False if words[MEMBERS] != left else None
 
         try:
             closed = deadline.wait(look, lambda: self._missing(wanted))
@@ -305,8 +310,8 @@ class Rounds(RoundWords):
         now = self.state()
         if now.parity == parity and now.number == wanted:
             raise EverybodyLeftError(
-                f"{self._what}: all {self.workers} ranks have left and no gradient is "
-                f"there"
+                f"{self._what}: all {self.membership.workers} ranks have left and no "
+                f"gradient is there"
             )
 
     def _announce(self, wanted: int) -> None:

@@ -53,14 +53,18 @@ class SharedAccumulator:
         make = Slots if kind == Slots.name else Sums
         with contextlib.ExitStack() as undo:
             self.rounds = Rounds(
-                group, settings.host, what, shaped=shaped, extra=ShapeTable.words(limit)
+                group,
+                settings.host,
+                what,
+                workers=settings.workers,
+                shaped=shaped,
+                extra=ShapeTable.words(limit),
             )
             undo.callback(self.rounds.free)
             self.storage: Slots | Sums = make(
                 group, settings.host, settings.capacity, wide
             )
             undo.pop_all()
-        self.rounds.workers = settings.workers
         self.shapes = ShapeTable(self.rounds.words, self.rounds.first_extra, limit)
         self.writer = Writer(self.rounds, self.storage, group.rank)
         self.progress = group.progress if group.rank == settings.host else None

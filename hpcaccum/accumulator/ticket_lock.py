@@ -29,7 +29,7 @@ class TicketLock:
 
     Args:
         words: Where the line is.
-        base: Index of its first cell; it takes ``1 + size``.
+        base: Index of the first of ``TicketLock.words(size)`` words.
         rank, size: This rank, and how many may stand in line.
     """
 
@@ -39,6 +39,11 @@ class TicketLock:
         # Threads of one rank share its place. A dictionary is the lock between them: an
         # exception cannot hide whether `setdefault` let a call in.
         self._inside: dict[str, object] = {}
+
+    @staticmethod
+    def words(size: int) -> int:
+        """Return the number of words for ``size`` ranks."""
+        return 1 + size
 
     def hold(self, deadline: Deadline, do: Callable[[], T]) -> T:
         """Wait for this rank's turn, call ``do``, and pass the turn on in the end.

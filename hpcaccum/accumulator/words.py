@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters
 from hpcaccum.accumulator.state import Packing, Record, State
+from hpcaccum.accumulator.ticket_lock import TicketLock
+from hpcaccum.accumulator.word_layout import WordLayout
 from hpcaccum.errors import InvalidArgumentError, format_ranks
-from hpcaccum.mpi import AtomicWords, Attempt
+from hpcaccum.mpi import AtomicWords
 
 if TYPE_CHECKING:
     from hpcaccum.mpi import Group
 
-# Indices of host words. STATE is alone on its cache line.
-STATE, WANT, CLOSED, LEFT, HEAD = 0, 8, 9, 10, 11
+# Every swap of STATE must not slow down those who read other words.
+_FIXED = WordLayout()
+STATE = _FIXED.take(own_lines=True)
+WANT = _FIXED.take()
+CLOSED = _FIXED.take()
+# The words of `Membership`. The first follows the others, for one read of all.
+MEMBERS = _FIXED.count
 
 
 class RoundWords:
@@ -23,24 +31,33 @@ class RoundWords:
         group: The ranks.
         host: The rank whose memory holds the words.
         what: Name for messages.
+        workers: How many ranks contribute. If not all, the host does not.
         shaped: Whether rounds have a shape of their own.
         extra: AtomicWords that the caller wants besides, at ``first_extra``.
     """
 
     def __init__(
-        self, group: Group, host: int, what: str, *, shaped: bool, extra: int = 0
+        self,
+        group: Group,
+        host: int,
+        what: str,
+        *,
+        workers: int,
+        shaped: bool,
+        extra: int = 0,
     ) -> None:
-        self._group, self._what, n = group, what, group.size
+        self._group, self._what, rank, n = group, what, group.rank, group.size
         self.packing = Packing(shaped=shaped)
-        # How many ranks bring gradients, and may leave; if not all, not the host.
-        self.workers = n
-        self._records = HEAD + 1 + n
-        ledger = self._records + 2 * n
-        self._gone = ledger + Counters.words(n)
-        self.first_extra = self._gone + n
-        self.words = AtomicWords(group, host, self.first_extra + extra)
-        self.ledger = Counters(self.words, ledger, group.rank, n)
-        self._leaving = Attempt()
+        layout = WordLayout(after=_FIXED)
+        members = layout.take(Membership.words(n))
+        line = layout.take(TicketLock.words(n))
+        self._records = layout.take(2 * n)
+        ledger = layout.take(Counters.words(n))
+        self.first_extra = layout.take(extra)
+        self.words = AtomicWords(group, host, layout.count)
+        self.membership = Membership(self.words, members, rank, n, workers)
+        self.line = TicketLock(self.words, line, rank, n)
+        self.ledger = Counters(self.words, ledger, rank, n)
 
     def state(self) -> State:
         """Return the state now."""
@@ -71,13 +88,6 @@ class RoundWords:
         words = self.words.read_range(self._record(parity, 0), self._group.size)
         return {rank: Record.of(word) for rank, word in enumerate(words) if word}
 
-    def quorum(self, required: int, left: int) -> int:
-        """Return how many gradients are enough now that ``left`` ranks have left."""
-        present = self.workers - left
-        if required <= self.workers:
-            return max(1, min(required, present))
-        return max(1, -(-required * present // self.workers))
-
     def _swap(self, old: State, new: State) -> bool:
         word = self.packing.pack(old)
         return self.words.compare_and_swap(STATE, word, self.packing.pack(new)) == word
@@ -86,9 +96,7 @@ class RoundWords:
         state = self.state()
         records = self._read_records(state.parity)
         had = self.count()
-        silent = set(range(self._group.size)) - set(records) - set(self.left())
-        if self.workers < self._group.size:
-            silent.discard(self.words.root)
+        silent = self.membership.present() - set(records)
         return (
             f"{wanted} gradients at step {state.step}, had {had} "
             f"(nothing from {format_ranks(silent)})"
@@ -98,7 +106,8 @@ class RoundWords:
         """Return what the round of a step lacks, if anything; any rank may ask."""
         state = self.state()
         if state.step <= step:
-            return self._missing(self.quorum(required, self.words.read(LEFT)))
+            members = self.membership
+            return self._missing(members.quorum(required, members.num_left()))
         records = self._read_records(1 - state.parity).values()
         writing = any(record.writing for record in records)
         return self._unfinished(1 - state.parity) if writing else None
@@ -145,21 +154,6 @@ class RoundWords:
             state = self.state()
             if self._swap(state, state._replace(step=step)):
                 return state.step
-
-    def leave(self) -> None:
-        """Say that this rank brings no more gradients; once is enough.
-
-        If an exception comes, call it again.
-        """
-        self.words.write(self._gone + self._group.rank, 1)
-        self.words.settle()
-        if not self._leaving.added:
-            self.words.fetch_add(LEFT, 1, self._leaving)
-
-    def left(self) -> list[int]:
-        """Return the ranks that have left."""
-        words = self.words.read_range(self._gone, self._group.size)
-        return [rank for rank, gone in enumerate(words) if gone]
 
     def free(self) -> None:
         """Free the words. Collective."""

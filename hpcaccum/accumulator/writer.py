@@ -52,7 +52,6 @@ class Writer:
     def __init__(self, rounds: Rounds, storage: Slots | Sums, rank: int) -> None:
         self._rounds, self._storage, self._rank = rounds, storage, rank
         self._lock = threading.Lock()
-        self._left = False
         # What this rank has in the round of each parity; None if surely nothing.
         self._mine: list[Record | None] = [None, None]
         self._last_parity = 0
@@ -108,7 +107,7 @@ class Writer:
     ) -> Receipt | None:
         """Submit; None if other threads' slots leave no buffer at the moment."""
         with self._lock:
-            if self._left:
+            if self._rounds.membership.has_left:
                 raise InvalidArgumentError(
                     f"rank {self._rank} has left and can apply no more gradients"
                 )
@@ -329,16 +328,7 @@ class Writer:
     def leave(self) -> None:
         """Promise that this rank brings no more gradients."""
         with self._lock:
-            try:
-                self._leave()
-            except BaseException:
-                # Half of it would make takes wait for this rank.
-                self._leave()
-                raise
-
-    def _leave(self) -> None:
-        self._left = True
-        self._rounds.leave()
+            self._rounds.membership.leave()
 
 
 _NOTHING = np.empty(0)

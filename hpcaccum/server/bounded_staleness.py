@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.accumulator import Counters, Receipt
+from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
 from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError, format_ranks
@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_STEP, _LEFT, _APPLIED, _HEAD = 0, 8, 9, 10
+# Every swap of _STEP must not slow down those who read other words.
+_FIXED = WordLayout()
+_STEP = _FIXED.take(own_lines=True)
+_APPLIED = _FIXED.take()
+# One place a rank; then the words of `Membership`.
+_HEAD = _FIXED.count
 
 
 class BoundedStalenessInbox:
@@ -63,25 +68,29 @@ class BoundedStalenessInbox:
     ) -> None:
         self._group, self._size, self._dtype = group, size, np.dtype(dtype)
         self._max_lag, n = max_lag, group.size
-        self._workers = n if workers is None else workers
-        self._gone = _HEAD + n
-        ledger = self._gone + n
+        layout = WordLayout(after=_FIXED)
+        layout.take(n)
+        # The first of these words follows the others, for one read of all.
+        self._members = layout.take(Membership.words(n))
+        ledger = layout.take(Counters.words(n))
         with contextlib.ExitStack() as undo:
-            self.words = AtomicWords(group, host, ledger + Counters.words(n))
+            self.words = AtomicWords(group, host, layout.count)
             undo.callback(self.words.free)
             nbytes = size * self._dtype.itemsize
             self._region = Region(group, host, nbytes, spread=True)
             undo.pop_all()
+        self.membership = Membership(
+            self.words, self._members, group.rank, n, n if workers is None else workers
+        )
         self.ledger = Counters(self.words, ledger, group.rank, n)
         # A rank may use its slot after `free`, which a window would not survive.
         mapped = self._region.mapped
         self._slot = self._place(group.rank) if mapped else np.zeros(size, self._dtype)
-        self._left = False
         self._pinned: Pinned | None = None
         # The step that this rank's last update makes.
         self._submitted = 0
         # What an exception in the midst of a call is recovered from.
-        self._admission, self._leaving = Attempt(), Attempt()
+        self._admission = Attempt()
         self._counts: Counts | None = None
 
     def _place(self, rank: int) -> Array:
@@ -120,7 +129,7 @@ class BoundedStalenessInbox:
 
         If it is accepted, its update makes step ``receipt.global_step + 1``.
         """
-        if self._left:
+        if self.membership.has_left:
             raise InvalidArgumentError(
                 f"rank {self._group.rank} has left and can submit no more gradients"
             )
@@ -205,19 +214,20 @@ class BoundedStalenessInbox:
         self.words.write(_APPLIED, step + 1)
 
     def _find(self, step: int) -> Array | None:
-        words = self.words.read_range(0, _HEAD + self._group.size)
-        places = words[_HEAD:]
+        words = self.words.read_range(_STEP, self._members + 1)
+        places = words[_HEAD : self._members]
         if step + 1 in places:
             return self._place(places.index(step + 1))
         if -(step + 1) in places:
             return np.zeros(self._size, self._dtype)
-        if words[_LEFT] >= self._workers and self.step == step:
-            raise EverybodyLeftError(f"all {self._workers} ranks have left")
+        everybody = self.membership.all_left(words[self._members])
+        if everybody and self.step == step:
+            raise EverybodyLeftError(f"all {self.membership.workers} ranks have left")
         return None
 
     def awaited(self, step: int) -> str | None:
         """Return whose gradient of a step is not there; None if it is."""
-        words = self.words.read_range(0, _HEAD + self._group.size)
+        words = self.words.read_range(_STEP, self._members)
         newest = [abs(word) for word in words[_HEAD:]]
         if step + 1 in newest or words[_APPLIED] > step:
             return None
@@ -233,10 +243,7 @@ class BoundedStalenessInbox:
     def _whose(self, step: int) -> str:
         if self.step > step:
             return "admitted, to be written"
-        present = set(range(self._group.size)) - set(self.left())
-        if self._workers < self._group.size:
-            present.discard(self.words.root)
-        return f"which may come from {format_ranks(present)}"
+        return f"which may come from {format_ranks(self.membership.present())}"
 
     def tally(self) -> Tally:
         """Return what was accepted and dropped so far, of all ranks."""
@@ -244,24 +251,11 @@ class BoundedStalenessInbox:
 
     def leave(self) -> None:
         """Promise that this rank submits no more; once is enough."""
-        try:
-            self._leave()
-        except BaseException:
-            # Half of it would make the host wait for this rank.
-            self._leave()
-            raise
-
-    def _leave(self) -> None:
-        self._left = True
-        self.words.write(self._gone + self._group.rank, 1)
-        self.words.settle()
-        if not self._leaving.added:
-            self.words.fetch_add(_LEFT, 1, self._leaving)
+        self.membership.leave()
 
     def left(self) -> list[int]:
         """Return the ranks that have left."""
-        words = self.words.read_range(self._gone, self._group.size)
-        return [rank for rank, gone in enumerate(words) if gone]
+        return self.membership.left()
 
     def free(self) -> None:
         """Free the memory. Collective."""

@@ -17,7 +17,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.accumulator.words import CLOSED, HEAD
+from hpcaccum.accumulator.words import CLOSED
 
 from .exchange import world
 from .support import WAIT
@@ -116,7 +116,8 @@ class Take(Background):
 
 def in_line(acc: hpc.ConditionalAccumulator, rank: int) -> bool:
     """Whether a rank has its place before the accumulator."""
-    return acc._rounds.words.read(HEAD + 1 + rank) > 0
+    line = acc._rounds.line
+    return line._words.read(line._places + rank) > 0
 
 
 def settle(acc: hpc.ConditionalAccumulator) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Group
-from hpcaccum.accumulator.words import CLOSED, LEFT
+from hpcaccum.accumulator.words import CLOSED
 from hpcaccum.deadline import Deadline
 from hpcaccum.server.bounded_staleness import _HEAD, BoundedStalenessInbox
 
@@ -316,22 +316,22 @@ def test_interrupted_call_for_a_slot_or_a_number_changes_nothing(acc, size):
 
 
 def test_interrupted_leave_counts_once(acc, size):
-    words, rounds, writer = acc._rounds.words, acc._rounds, acc._shared.writer
+    members = acc._rounds.membership
+    words, rank = acc._rounds.words, acc._rounds._group.rank
 
-    def come_back(rank):
-        words.write(rounds._gone + rank, 0)
-        words.write(LEFT, 0)
-        rounds._leaving.reset()
-        writer._left = False
+    def come_back():
+        words.write(members._base, 0)
+        words.write(members._base + 1 + rank, 0)
+        members._increment.reset()
+        members.has_left = False
 
     def trial(number):
-        rank = rounds._group.rank
         more = interrupt(acc.leave, number)
-        left = words.read(LEFT)
-        assert rounds.left() == [rank] * left
+        left = members.num_left()
+        assert members.left() == [rank] * left
         acc.leave()
-        assert (rounds.left(), words.read(LEFT)) == ([rank], 1)
-        come_back(rank)
+        assert (members.left(), members.num_left()) == ([rank], 1)
+        come_back()
         return more, left
 
     assert at(-1, at_each_point, trial, stride(acc)) == {0, 1}

@@ -245,9 +245,8 @@ def test_take_wants_no_more_than_ranks_are_left(rank, size):
         with pytest.raises(hpc.InvalidArgumentError, match=f"rank {size - 1} has left"):
             at(size - 1, acc.apply_grad, 1, 1)
         at(size - 1, acc.leave)
-        assert (
-            at(0, lambda: acc._rounds.quorum(size, len(acc._rounds.left()))) == size - 1
-        )
+        members = acc._rounds.membership
+        assert at(0, lambda: members.quorum(size, members.num_left())) == size - 1
         # It may take all the same.
         everywhere(lambda: acc.apply_grad(rank, 1) if rank < size - 1 else None)
         same_bits(at(-1, acc.take_grad, size, timeout=WAIT), np.array((size - 2) / 2))
@@ -288,11 +287,11 @@ def test_who_has_left_is_not_missing(size):
 
 
 def test_quorums_shrink_with_the_workers(make, monkeypatch):
-    rounds = make()._rounds
-    monkeypatch.setattr(rounds, "workers", 4)
+    members = make()._rounds.membership
+    monkeypatch.setattr(members, "workers", 4)
 
     def quorums(required):
-        return [rounds.quorum(required, left) for left in range(5)]
+        return [members.quorum(required, left) for left in range(5)]
 
     assert quorums(1) == [1, 1, 1, 1, 1]
     assert quorums(3) == [3, 3, 2, 1, 1]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import hpcaccum as hpc
 from hpcaccum.accumulator.state import Packing, Record, State
+from hpcaccum.accumulator.word_layout import WordLayout
 from hpcaccum.deadline import Deadline
 
 from .acting import (  # noqa: F401
@@ -241,3 +242,15 @@ def test_record_is_one_word_and_never_nothing(record):
     assert word < 2**63
     if record.writing or record.number or record.given_up:
         assert word != 0
+
+
+def test_words_are_assigned_one_after_the_other():
+    fixed = WordLayout()
+    assert [fixed.take(), fixed.take(own_lines=True), fixed.take(3)] == [0, 8, 16]
+    layout = WordLayout(after=fixed)
+    assert [layout.take(2), layout.take(9, own_lines=True), layout.take()] == [
+        19,
+        24,
+        40,
+    ]
+    assert (fixed.count, layout.count) == (19, 41)

@@ -1,0 +1,89 @@
+"""Which ranks contribute gradients, which have left, and which quorums remain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpcaccum.mpi import Attempt
+
+if TYPE_CHECKING:
+    from hpcaccum.mpi import AtomicWords
+
+
+class Membership:
+    """The ranks that contribute gradients, and those of them that have left.
+
+    A rank that leaves sets a word of its own, which names it, and increments the number
+    of ranks that have left, which a waiting rank reads.
+
+    Args:
+        words: The words of the object.
+        base: Index of the first of ``Membership.words(size)`` words. This one is the
+            number of ranks that have left, to be read together with the words before.
+        rank: This rank.
+        size: The number of ranks.
+        workers: How many of them contribute. If not all, the root does not.
+
+    Attributes:
+        workers: As given.
+        has_left: Whether this rank has left, or begun to.
+    """
+
+    def __init__(
+        self, words: AtomicWords, base: int, rank: int, size: int, workers: int
+    ) -> None:
+        self._words, self._base, self._rank, self._size = words, base, rank, size
+        self.workers, self.has_left = workers, False
+        # The increment that `leave` must not make twice.
+        self._increment = Attempt()
+
+    @staticmethod
+    def words(size: int) -> int:
+        """Return the number of words for ``size`` ranks."""
+        return 1 + size
+
+    def num_left(self) -> int:
+        """Return how many ranks have left."""
+        return self._words.read(self._base)
+
+    def left(self) -> list[int]:
+        """Return the ranks that have left."""
+        words = self._words.read_range(self._base + 1, self._size)
+        return [rank for rank, word in enumerate(words) if word]
+
+    def present(self) -> set[int]:
+        """Return the ranks that may still contribute."""
+        present = set(range(self._size)) - set(self.left())
+        if self.workers < self._size:
+            present.discard(self._words.root)
+        return present
+
+    def quorum(self, required: int, num_left: int) -> int:
+        """Return how many gradients suffice after ``num_left`` ranks have left."""
+        present = self.workers - num_left
+        if required <= self.workers:
+            return max(1, min(required, present))
+        return max(1, -(-required * present // self.workers))
+
+    def all_left(self, num_left: int) -> bool:
+        """Whether no rank will contribute after ``num_left`` ranks have left."""
+        return num_left >= self.workers
+
+    def leave(self) -> None:
+        """Promise that this rank contributes no more; only the first call counts.
+
+        An exception does not stop it: the rank has left when this returns or raises.
+        """
+        try:
+            self._leave()
+        except BaseException:
+            # After half of it, takes would still wait for this rank.
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        self.has_left = True
+        self._words.write(self._base + 1 + self._rank, 1)
+        self._words.settle()
+        if not self._increment.added:
+            self._words.fetch_add(self._base, 1, self._increment)

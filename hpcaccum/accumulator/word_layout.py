@@ -1,0 +1,42 @@
+"""Which words of one `AtomicWords` belong to which part of an object."""
+
+from __future__ import annotations
+
+# 64 bytes on every processor that is common in clusters.
+_WORDS_PER_LINE = 8
+
+
+class WordLayout:
+    """Assigns consecutive words to the parts of an object, in the order of the calls.
+
+    The words of one `take` are adjacent, and those of two calls follow each other, so
+    that one read can cover them.
+
+    Args:
+        after: A layout whose words come first, of words that every instance has.
+
+    Attributes:
+        count: Words assigned so far.
+    """
+
+    def __init__(self, after: WordLayout | None = None) -> None:
+        self.count: int = after.count if after else 0
+
+    def take(self, count: int = 1, *, own_lines: bool = False) -> int:
+        """Assign ``count`` words; return the index of the first.
+
+        Args:
+            count: Number of words.
+            own_lines: Share no cache line with other words, for one that is written
+                often.
+        """
+        if own_lines:
+            self._align()
+        index = self.count
+        self.count += count
+        if own_lines:
+            self._align()
+        return index
+
+    def _align(self) -> None:
+        self.count += -self.count % _WORDS_PER_LINE
