@@ -1,0 +1,117 @@
+"""What README.md and docs/ promise: programs run as printed, messages exist."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import numpy as np
+import pytest
+
+from .conftest import REPOSITORY
+
+PAGES = {
+    path.stem: path.read_text()
+    for path in (
+        REPOSITORY / "README.md",
+        REPOSITORY / "CONTRIBUTING.md",
+        *sorted((REPOSITORY / "docs").glob("*.md")),
+    )
+}
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+PROGRAMS = {
+    f"{page}-{number}": program
+    for page, text in PAGES.items()
+    for number, program in enumerate(PYTHON.findall(text))
+}
+ON_A_GPU = {name for name, program in PROGRAMS.items() if "import cupy" in program}
+SOURCES = [path.read_text() for path in (REPOSITORY / "hpcaccum").rglob("*.py")]
+
+
+def table(page, heading):
+    """Return the rows of the first table below a heading, without its head."""
+    _, _, below = PAGES[page].partition(f"\n## {heading}\n")
+    rows = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE).group().splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def test_there_is_a_program_for_each_part():
+    heading = re.compile(r"^## (\w+)\n(?:(?!^## |```).*\n)*```python", re.MULTILINE)
+    headings = heading.findall(PAGES["programs"])
+
+    assert headings == [
+        "CrossShardOptimizer",
+        "SyncReplicasOptimizer",
+        "DropStaleGradientOptimizer",
+        "AGNOptimizer",
+        "ConditionalAccumulator",
+        "Reducer",
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - ON_A_GPU))
+def test_program_runs_as_printed(mpirun, tmp_path, name, ranks):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAMS[name])
+
+    result = mpirun(ranks, path, env={"HPCACCUM_TIMEOUT": "20"}, cwd=tmp_path)
+
+    assert result.returncode == 0, result.stdout
+    if name == "README-0":
+        assert "step 150: loss 0.0" in result.stdout
+        np.testing.assert_allclose(np.load(tmp_path / "parameters.npz")["w"], 1, 1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", sorted(ON_A_GPU))
+def test_program_for_a_gpu_runs_as_printed(mpirun, tmp_path, simulator, name, ranks):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAMS[name])
+    paths = os.pathsep.join([str(REPOSITORY), simulator])
+
+    result = mpirun(ranks, path, env={"HPCACCUM_TIMEOUT": "20", "PYTHONPATH": paths})
+
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_is_short(name):
+    code = [line for line in PROGRAMS[name].splitlines() if line.strip()]
+    assert len(code) - sum(line.startswith(("import", "from")) for line in code) <= 16
+
+
+def test_every_environment_variable_is_listed():
+    used = set(re.findall(r"HPCACCUM_[A-Z_]+", "".join(SOURCES)))
+    listed = re.findall(r"`([A-Z_]+)`", str(table("README", "Environment variables")))
+
+    assert used == {name for name in listed if name.startswith("HPCACCUM_")}
+
+
+def test_messages_under_troubleshooting_exist():
+    # As the interpreter joins them; what is filled in is left out.
+    joined = re.sub(r'"\s*\n\s*f?"|\\\n', "", "".join(SOURCES))
+    joined = re.sub(r"\{[^{}]*\}", "...", joined)
+    quoted = [
+        re.findall(r"`([^`]+)`", row[0])
+        for row in table("README", "Troubleshooting")
+        if row[0].startswith("`")
+    ]
+
+    assert len(quoted) >= 8
+    for message in [part for row in quoted for part in row]:
+        for fragment in re.split(r"\.\.\.|\d+ s|rank \d", message):
+            assert fragment.strip() in joined, message
+
+
+def test_links_lead_to_files():
+    for page, text in PAGES.items():
+        folder = REPOSITORY if page.isupper() else REPOSITORY / "docs"
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (folder / target).is_file(), f"{page}: {target}"
+
+
+def test_files_that_a_contributor_is_sent_to_exist():
+    for path in re.findall(r"`((?:[\w.]+/)+[\w.]*)`", PAGES["CONTRIBUTING"]):
+        places = [REPOSITORY / path, REPOSITORY / "hpcaccum" / path]
+        assert any(place.exists() for place in places), path
