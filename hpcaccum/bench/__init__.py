@@ -1,6 +1,9 @@
-"""The command ``hpcaccum bench``: what each way of exchanging gradients costs here.
+"""The command ``hpcaccum bench``: the cost of each way to exchange gradients.
 
-Absolute times say little, as machines differ and are shared. So every figure stands
-beside two that were measured in the same run, in turns with it: the raw MPI call that
-does the same, and the memory floor, the bytes that must move over the rate of a copy.
+Machines differ and are shared, so absolute times mean little. Every figure is compared
+with two others of the same run, measured in turns: the raw MPI call that does the same,
+and the memory floor, the bytes that must move at the rate of a plain copy.
+
+Each benchmark is a `measure.Case`: one file, and one line in `options`. Imports
+everything below, also internal modules; nothing but the command line imports it.
 """

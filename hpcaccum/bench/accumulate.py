@@ -1,4 +1,4 @@
-"""The ConditionalAccumulator against MPI_Put and MPI_Accumulate."""
+"""The ConditionalAccumulator, compared with MPI_Put and MPI_Accumulate."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hpcaccum import Group
-    from hpcaccum.bench.measure import Run
-    from hpcaccum.bench.options import Conditions
+    from hpcaccum.bench.measure import Conditions, Run
 
 Array = np.ndarray[Any, Any]
 
-# A local step that is never stale, and one that always is.
+# A local step that is never stale, and one that is always stale.
 NEVER_STALE, _STALE = 1 << 30, -1
-# Seconds that a rank computes where one of them is late, and how much later that is.
+# Seconds that a rank computes in the rows with a late rank, and how many times longer
+# the late one computes.
 _COMPUTES, _LATE = 1e-3, 10
 
 
 class Accumulate:
-    """One accumulator, gradients of all ranks, rank 0 takes.
+    """One accumulator: all ranks apply gradients, rank 0 takes.
 
-    - ``round``: every rank applies a gradient that lies in its slot, rank 0 takes the
-      mean, the others see the next step. The time of rank 0: others go on while it
-      sums. It reads n gradients and writes one: n + 1 times the bytes.
-    - ``Accumulate``: the same with MPI_Accumulate into rank 0, a barrier, a copy out
-      of the mean, zeroing, a barrier.
-    - ``apply``: of a gradient from anywhere, all ranks at once. Each reads it and
-      writes it to its slot: 2 n times the bytes.
+    - ``round``: every rank applies a gradient in its slot, rank 0 takes the mean, and
+      the others see the next step. The time is that of rank 0, as the others continue
+      while it sums. It reads n gradients and writes one: n + 1 times the bytes.
+    - ``Accumulate``: the same with MPI_Accumulate into rank 0, a barrier, a copy of the
+      mean, zeroing, a barrier.
+    - ``apply``: all ranks apply a gradient that is not in a slot. Each rank reads it
+      and writes it to its slot: 2 n times the bytes.
     - ``Put``: the same bytes into rank 0 by MPI_Put and a flush.
-    - ``copy shared``: the same to memory of this rank that rank 0 reads between two
-      copies. A store to a cache line that another core has read must first take it
-      back, whoever does it; so this is what an apply cannot beat.
-    - ``copy``: the same to memory of this rank's own.
-    - ``in slot``: apply of a gradient that lies in its slot, which touches nothing of
-      it, with whatever in the cache the last round left there.
+    - ``copy shared``: a copy to memory of this rank that rank 0 reads between two
+      copies. A store to a cache line that another core has read must fetch it first, so
+      an apply cannot be faster than this.
+    - ``copy``: a copy to private memory of this rank.
+    - ``in slot``: apply of a gradient in its slot, which reads none of it; the cache is
+      as the previous round left it.
     - ``in slot warm``: the same after a small apply: the program is in the cache.
-    - ``stale``: an apply that is dropped, and sends nothing.
-    - ``writers``: all ranks apply as fast as they can, rank 0 also takes whenever
-      there are n; the time of n gradients. To compare with: ``Accumulate``.
-    - ``4 of 4``: each rank computes for 1 ms, the last one for 10; rank 0 takes the
+    - ``stale``: an apply that is dropped; it sends nothing.
+    - ``writers``: all ranks apply as fast as they can, and rank 0 takes whenever there
+      are n gradients; the time of n gradients. Compared with ``Accumulate``.
+    - ``4 of 4``: each rank computes for 1 ms, the last one for 10 ms; rank 0 takes the
       gradients of all.
-    - ``3 of 4``: the same, but rank 0 does not wait for the last one.
+    - ``3 of 4``: the same, but rank 0 does not wait for the last rank.
 
     Args:
         group: The ranks.
@@ -70,7 +70,7 @@ class Accumulate:
         self._own, self._mean = np.zeros_like(self._grad), np.zeros_like(self._grad)
         self._spread = (group.size - 1) / 2
         self._accumulator = ConditionalAccumulator("float32", (count,), comm=group)
-        # For the raw calls: a place of rank 0's for each rank.
+        # For the raw calls: rank 0 has one part for each rank.
         self._raw = Region(group, 0, nbytes * group.size, spread=False, window=True)
         self._shared: Region | None = None
         if group.single_node:
@@ -80,15 +80,15 @@ class Accumulate:
 
     def _rounds(self) -> list[Kind]:
         moves = (self._group.size + 1) * self._nbytes if self._shared else 0
-        ours, raw = self._on_host(self._round), self._on_host(self._raw_round)
+        ours, raw = self._on_root(self._round), self._on_root(self._raw_round)
         check = self._check_mean
         return [
             Kind("round", ours, check, raw="Accumulate", moves=moves),
             Kind("Accumulate", raw, check, reference=True, moves=moves),
         ]
 
-    def _on_host(self, operation: Callable[[], object]) -> Run:
-        """Return a run whose time is that of rank 0."""
+    def _on_root(self, operation: Callable[[], object]) -> Run:
+        """Return a run that reports the time of rank 0 only."""
 
         def run(inner: int) -> list[float]:
             seconds = repeated(operation)(inner)
@@ -161,7 +161,7 @@ class Accumulate:
             raise WrongAnswerError("a gradient of the current step was dropped")
 
     def _turn(self) -> None:
-        """End a round: rank 0 takes the mean, others wait for the next step."""
+        """End a round: rank 0 takes the mean, the others wait for the next step."""
         self._step += 1
         if self._group.rank == 0:
             self._take(self._group.size)
@@ -169,7 +169,7 @@ class Accumulate:
             self._wait_for(self._step)
 
     def _take(self, required: int) -> None:
-        # Into memory that is there, as MPI's calls do: new pages cost as much as a sum.
+        # Into existing memory, as MPI's calls do: new pages cost as much as a sum.
         self._mean = self._accumulator.take_grad(required, out=self._mean)
 
     def _wait_for(self, step: int) -> int:
@@ -225,7 +225,8 @@ class Accumulate:
     def _drop(self) -> None:
         self._dropped = not self._accumulator.apply_grad(self._grad, _STALE)
 
-    # Many gradients at once. Each ends with an empty accumulator, and all at its step.
+    # Many gradients at once. Each run ends with an empty accumulator, and all ranks at
+    # its step.
 
     def _empty(self) -> None:
         comm = self._group.comm
@@ -259,17 +260,17 @@ class Accumulate:
             step = self._wait_for(step + 1)
         seconds = time.perf_counter() - begun
         self._empty()
-        # The time of rank 0, which does not wait for the late one's last gradient.
+        # The time of rank 0, which does not wait for the late rank's last gradient.
         return [seconds / rounds] if rank == 0 else []
 
-    # What must have come out.
+    # Expected results.
 
     def _check_mean(self) -> None:
         if self._group.rank == 0:
             check_equal(self._mean, self._pattern + np.float32(self._spread))
 
     def _check_some(self) -> None:
-        """The mean of some of the gradients, which all differ by a constant."""
+        """Check the mean of some of the gradients, which differ by a constant."""
         if self._group.rank == 0:
             rest = self._mean - self._pattern
             if not 0 <= rest.min() <= rest.max() <= 2 * self._spread:
@@ -284,7 +285,7 @@ class Accumulate:
             raise WrongAnswerError("a stale gradient was accepted")
 
     def forget(self) -> None:
-        """Spoil the answers, and fill the slots with this rank's gradient."""
+        """Overwrite the results, and fill the slots with this rank's gradient."""
         self._mean[:] = np.nan
         self._dropped = False
         for _ in range(2):

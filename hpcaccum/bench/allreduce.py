@@ -1,4 +1,4 @@
-"""The reducer against MPI_Allreduce."""
+"""The reducer, compared with MPI_Allreduce."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcaccum.bench.memory import Memory
 
 if TYPE_CHECKING:
     from hpcaccum import Group
-    from hpcaccum.bench.options import Conditions
+    from hpcaccum.bench.measure import Conditions
 
 Array = np.ndarray[Any, Any]
 
@@ -20,23 +20,23 @@ _ARRAYS = 32
 
 
 class Allreduce:
-    """Sums of one vector over all ranks, by the reducer and by others.
+    """Sums of one vector over all ranks.
 
-    - ``zero-copy``: in place on the reducer's arrays. Each of n ranks reads a stripe of
-      all n vectors and writes it once: n + 1 times the bytes in all.
-    - ``copying``: from arrays of the caller and to others, ``reduce(mine, out=out)``.
-      Each rank reads its vector and writes the result, and what lies between may stay
-      in the cache: 2 n times the bytes.
+    - ``zero-copy``: in place in the reducer's arrays. Each of n ranks reads one stripe
+      of all n vectors and writes it once: n + 1 times the bytes in all.
+    - ``copying``: from arrays of the caller to others, ``reduce(mine, out=out)``. Each
+      rank reads its vector and writes the result, and intermediate data may stay in the
+      cache: 2 n times the bytes.
     - ``32 arrays``: the same bytes in 32 arrays, copying.
     - ``flat``: in place, by ``schedule="flat"``: the library's Iallreduce.
-    - ``MPI``: the library's Allreduce itself.
-    - ``gloo``: all_reduce of torch.distributed, in place, where it is asked for.
+    - ``MPI``: the library's Allreduce.
+    - ``gloo``: all_reduce of torch.distributed, in place, with ``--against gloo``.
     - ``copy``: a plain copy by all ranks at once.
 
     Args:
         group: The ranks.
         nbytes: Of a vector.
-        conditions: What to measure beside it.
+        conditions: Whether to measure gloo as well.
     """
 
     least_ranks: ClassVar[int] = 1
@@ -73,7 +73,7 @@ class Allreduce:
         reducer.arrays()["all"][:] = self._mine
 
     def _kinds(self, nbytes: int, n: int, single_node: bool) -> list[Kind]:
-        # Between nodes it is the wire that is the floor.
+        # Between nodes, the network is the limit, not memory.
         least = (n + 1) * nbytes if single_node else 0
         copied = 2 * n * nbytes if single_node else 0
         bus = 2 * (n - 1) / n
@@ -120,7 +120,7 @@ class Allreduce:
         check_equal(self._answer, self._expected)
 
     def forget(self) -> None:
-        """Spoil the answers outside of the reducers."""
+        """Overwrite the results outside of the reducers."""
         self._out[:] = np.nan
         self._answer = self._out
 

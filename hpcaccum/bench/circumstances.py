@@ -1,4 +1,4 @@
-"""What one must know to judge a figure: where, with what, and of which program."""
+"""The machine, the libraries and the version that figures were measured with."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hpcaccum.mpi import MPI
 if TYPE_CHECKING:
     from hpcaccum import Group
 
-# Settings of MPI libraries, and of what they are made of.
+# Settings of MPI libraries and of the libraries below them.
 _SETTINGS = ("MPIR_CVAR_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", "OMP_NUM_THREADS")
 
 
 def circumstances(group: Group) -> dict[str, Any]:
-    """Return the circumstances of this job, the same for all its rows. Collective."""
+    """Return the circumstances of this job, for all its rows. Collective."""
     names = group.allgather(MPI.Get_processor_name(), "names of the hosts")
     hosts = dict(Counter(names))
     vendor, version = MPI.get_vendor()
@@ -78,7 +78,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the checkout that this program runs from, if it does."""
+    """Return the commit, if this program runs from a checkout."""
     root = Path(hpcaccum.__file__).parents[1]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""From the command line to tables: the steps of ``hpcaccum bench``."""
+"""``hpcaccum bench``: from the command line to tables."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpcaccum.bench.circumstances import circumstances, describe
 from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.device_case import describe_device, device_facts
 from hpcaccum.bench.gloo import Gloo, check_usable
-from hpcaccum.bench.measure import Measurement, Row, rows
-from hpcaccum.bench.options import Conditions, Options, case_of, check_picture, resolve
+from hpcaccum.bench.measure import Conditions, Measurement, Row, rows
+from hpcaccum.bench.options import Options, case_of, check_picture, resolve
 from hpcaccum.output_files import check_apart, ending_the_job, open_output
 
 if TYPE_CHECKING:
@@ -24,38 +24,37 @@ if TYPE_CHECKING:
 
 
 def needs_mpi(args: argparse.Namespace) -> bool:
-    """Whether this call measures, and not only reads what was measured."""
+    """Whether this call measures, instead of comparing files."""
     return bool(args.benchmark != "compare")
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], int]:
-    """Check everything; return what is then to be done. Collective.
+    """Check all arguments; return the command, ready to call. Collective.
 
     Raises:
         InvalidArgumentError, DisagreementError: On every rank.
-        DeviceUnavailableError: If a device is to be measured, and there is none.
+        DeviceUnavailableError: If there is no device to be measured.
     """
     if not needs_mpi(args):
         check_apart({"--plot": args.plot}, {"old": args.old, "new": args.new})
         check_picture(args.plot)
         return comparison(args.old, args.new, args.tolerance, args.plot)
     group, options = Group.of(), resolve(args)
-    files: list[IO[str] | None] = []
 
-    def open_files() -> dict[str, object]:
+    def open_files() -> IO[str] | None:
         if options.gloo:
             check_usable()
         if options.on_device:
             device.use_device(group.node.rank)
-        if group.rank == 0:
-            check_apart({"--json": options.json, "--plot": options.plot}, {})
-            check_picture(options.plot)
-            files.append(open_output("--json", options.json))
-        return {}
+        if group.rank != 0:
+            return None
+        check_apart({"--json": options.json, "--plot": options.plot}, {})
+        check_picture(options.plot)
+        return open_output("--json", options.json)
 
     group.agree("options", lambda: asdict(options))
-    group.agree("hpcaccum bench", open_files)
-    return Bench(group, options, files[0] if files else None)
+    file = group.agree("hpcaccum bench", open_files, facts=lambda _: {})
+    return Bench(group, options, file)
 
 
 class Bench:
@@ -76,11 +75,11 @@ class Bench:
         """Measure and write; return the exit status. Collective."""
         options, group = self._options, self._group
         self._facts = circumstances(group)
-        told = describe(self._facts)
+        title = describe(self._facts)
         if options.on_device:
             self._facts.update(device_facts())
-            told += f"\n{describe_device(self._facts)}"
-        self._say(f"{told}\n{self._columns.legend}")
+            title += f"\n{describe_device(self._facts)}"
+        self._print(f"{title}\n{self._columns.legend}")
         gloo = Gloo(group) if options.gloo else None
         conditions = Conditions(options.seconds, gloo)
         measured = [
@@ -94,22 +93,22 @@ class Bench:
             from hpcaccum.bench.plot import draw
 
             with ending_the_job("--plot", options.plot):
-                draw(measured, told, options.plot)
-            self._say(f"\npicture: {options.plot}")
+                draw(measured, title, options.plot)
+            self._print(f"\npicture: {options.plot}")
         return 0
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._group.rank == 0:
             print(text, flush=True)
 
     def _run(self, name: str, conditions: Conditions) -> list[Row]:
-        self._say(report.head(name, self._columns))
+        self._print(report.head(name, self._columns))
         kind, measured = case_of(name), []
         for nbytes in self._options.sizes_of(name):
             what = f"{name} {report.size_text(nbytes)}"
             reason = self._obstacle(kind, nbytes)
             if reason:
-                self._say(f"{report.size_text(nbytes):>7} skipped: {reason}")
+                self._print(f"{report.size_text(nbytes):>7} skipped: {reason}")
                 continue
             found = self._measure(name, what, nbytes, conditions)
             measured += found
@@ -117,7 +116,7 @@ class Bench:
         return measured
 
     def _obstacle(self, case: type[Case], nbytes: int) -> str | None:
-        """Return why this size cannot be measured, or None. Collective."""
+        """Return why this size cannot be measured; None if it can. Collective."""
         if self._group.size < case.least_ranks:
             return f"needs {case.least_ranks} ranks"
         missing: str | None = case.memory.missing(self._group, nbytes)
@@ -134,7 +133,7 @@ class Bench:
 
     def _show(self, found: list[Row]) -> None:
         for line in report.lines(found, self._columns):
-            self._say(line)
+            self._print(line)
         for row in found if self._file else ():
             assert self._file is not None
             with ending_the_job("--json", self._options.json):

@@ -1,4 +1,4 @@
-"""``hpcaccum bench compare``: what became slower. Needs no MPI."""
+"""``hpcaccum bench compare``: what became slower. It needs no MPI."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Rows = dict[Key, "Measured"]
 
 _FIELDS = [field.name for field in dataclasses.fields(Row)]
-# Circumstances under which times are comparable, and what people call them.
+# Circumstances that must be the same for times to be comparable, and their names.
 _SAME = {
     "hosts": "hosts",
     "ranks_per_node": "ranks per node",
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What was measured before and after."""
+    """A row of the old file, and that of the new one."""
 
     old: Row
     new: Row
@@ -50,15 +50,15 @@ class Change(NamedTuple):
         return self.new.median_us / self.old.median_us
 
     def slower(self, tolerance: float) -> bool:
-        """Whether it is ours and takes longer than it may."""
+        """Whether hpcaccum became slower than allowed."""
         return not self.new.reference and self.ratio > 1 + tolerance
 
 
 def read(path: Path) -> Rows:
-    """Return the rows of a file that ``--json`` wrote; of two alike the last.
+    """Return the rows of a file that ``--json`` wrote; of equal ones the last.
 
     Raises:
-        InvalidArgumentError: If it cannot be read, or is something else.
+        InvalidArgumentError: If it cannot be read, or is not such a file.
     """
     try:
         lines = path.read_text().splitlines()
@@ -87,11 +87,11 @@ def read(path: Path) -> Rows:
 def comparison(
     old: Path, new: Path, tolerance: float, plot: Path | None
 ) -> Callable[[], int]:
-    """Return what compares two files and returns the exit status.
+    """Return a function that prints the comparison and returns the exit status.
 
-    That is 1 if a median of ours in the new file is longer than the old one's by more
-    than the share ``tolerance``, else 0. What others do, MPI's own calls and copies, is
-    shown, and says how alike the machines were.
+    The status is 1 if a median of hpcaccum in the new file is longer than the old one
+    by more than the fraction ``tolerance``, else 0. MPI's own calls and plain copies
+    are shown as well: they show how similar the machines were.
 
     Raises:
         InvalidArgumentError: If a file cannot be used, or they have no row in common.
@@ -113,7 +113,7 @@ def comparison(
 
 
 def _differences(before: Rows, after: Rows, common: list[Key]) -> Iterator[str]:
-    """Yield circumstances that are not the same."""
+    """Yield circumstances that differ."""
     for fact, name in _SAME.items():
         pairs = {
             (str(before[key].facts.get(fact)), str(after[key].facts.get(fact)))

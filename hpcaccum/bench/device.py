@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 
     from hpcaccum import Group
     from hpcaccum.bench.device_case import Buffers
-    from hpcaccum.bench.measure import Case
-    from hpcaccum.bench.options import Conditions
+    from hpcaccum.bench.measure import Case, Conditions
 
 
 class RoundsOnDevice(DeviceCase):

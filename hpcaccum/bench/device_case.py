@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpcaccum import Group
-    from hpcaccum.bench.measure import Run
-    from hpcaccum.bench.options import Conditions
+    from hpcaccum.bench.measure import Conditions, Run
 
 # Buffers that take turns hold so many times the device's cache together.
 _CACHES, _MOST_TURNS = 3, 32

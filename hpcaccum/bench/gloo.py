@@ -1,4 +1,4 @@
-"""torch.distributed with its CPU backend, measured beside ours if asked for."""
+"""The CPU backend of torch.distributed, for comparison."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Gloo:
         import torch.distributed as distributed
 
         self._torch, self._distributed = torch, distributed
-        # As many as everything else here uses.
+        # As many as the other kinds use.
         torch.set_num_threads(1)
         distributed.init_process_group(
             "gloo",
-            init_method=group.comm.bcast(_meeting_point(group)),
+            init_method=group.comm.bcast(_rendezvous(group)),
             rank=group.rank,
             world_size=group.size,
         )
@@ -51,8 +51,8 @@ class Gloo:
         self._distributed.destroy_process_group()
 
 
-def _meeting_point(group: Group) -> str | None:
-    """Return an address on rank 0 that is free."""
+def _rendezvous(group: Group) -> str | None:
+    """Return a free address on rank 0; None on the other ranks."""
     if group.rank != 0:
         return None
     host = "127.0.0.1" if group.node.size == group.size else MPI.Get_processor_name()

@@ -1,7 +1,7 @@
-"""The machinery: several ways to do one thing, verified, then timed in turns.
+"""Variants of one operation: each is verified, then all are timed in turns.
 
-All ways take turns, so that ratios between them hold whatever else the machine does
-meanwhile. All ranks take part in every decision.
+As they take turns, the ratios between them hold on a busy machine, too. All ranks take
+part in every decision.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from hpcaccum.mpi import MPI
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from hpcaccum.bench.gloo import Gloo
     from hpcaccum.mpi import Group
 
     Run = Callable[[int], list[float]]
 
 Array = np.ndarray[Any, Any]
 
-# Seconds that one sample lasts at least, far above what the clock itself costs.
+# Seconds of one sample at least, far above the cost of reading the clock.
 _SAMPLE = 200e-6
 _MAX_INNER = 1000
-# A way is measured well when its halves, of so many samples, agree so far.
+# A variant is measured well if both halves of at least so many samples agree: the
+# largest relative difference of their medians.
 _MIN_SAMPLES, _AGREEMENT = 10, 0.02
-# Samples that are taken even if the time is over.
+# Samples that are taken even if the time is up.
 _LEAST = 3
 
 
 class WrongAnswerError(RuntimeError):
-    """What was to be measured does not compute what it should."""
+    """Raised if the operation to be measured gives a wrong result."""
 
 
 class Times(NamedTuple):
@@ -49,27 +51,27 @@ class Times(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
-        """Return the statistics of samples, at least one."""
+        """Return the statistics of at least one sample."""
         low, median, p99, high = np.percentile(seconds, [0, 50, 99, 100])
         return cls(len(seconds), float(low), float(median), float(p99), float(high))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to do something.
+    """One variant of an operation.
 
     Attributes:
         name: Short, for a table.
-        run: Does it a number of times; returns samples, seconds for one operation each,
-            or none on a rank that only helps. Collective.
-        check: Raises WrongAnswerError on this rank if the last run was wrong.
+        run: Performs the operation a number of times. Returns samples, each in seconds
+            per operation; none on a rank that only assists. Collective.
+        check: Raises WrongAnswerError on this rank if the last result was wrong.
         raw: The name of the kind that does the same with a single MPI call.
-        reference: Whether this is not ours, but what ours is compared with.
-        moves: Bytes that all ranks together must move through memory, reads and writes;
-            0 for no floor.
+        reference: Whether this is not hpcaccum, but what it is compared with.
+        moves: Bytes that all ranks together must read and write in memory; 0 for no
+            floor.
         bus: Bus bandwidth over algorithm bandwidth, as nccl-tests define them; 0 where
-            a bandwidth says nothing.
-        figures: More numbers, from the medians of all kinds.
+            a bandwidth has no meaning.
+        figures: Returns more numbers, from the medians of all kinds.
     """
 
     name: str
@@ -82,44 +84,57 @@ class Kind:
     figures: Callable[[Mapping[str, float]], dict[str, float]] = lambda _: {}
 
 
-class Case(Protocol):
-    """What is measured at one size.
+@dataclass(frozen=True)
+class Conditions:
+    """How a case is measured, besides the ranks and the size.
 
     Attributes:
-        memory: What it needs; has ``missing(group, nbytes)``, as `Memory`.
-        least_ranks: Fewer cannot do it.
-        kinds: In the order of the table. The one called ``"copy"``, if any, is a plain
-            copy of ``nbytes`` by all ranks at once: the measure of the floor.
+        seconds: Approximate time for each size.
+        gloo: torch.distributed, if it is measured as well.
+    """
+
+    seconds: float
+    gloo: Gloo | None = None
+
+
+class Case(Protocol):
+    """The kinds of one benchmark at one size.
+
+    Attributes:
+        memory: How much it needs; has ``missing(group, nbytes)``, as `Memory`.
+        least_ranks: Minimum number of ranks.
+        kinds: In the order of the table. If one is named ``"copy"``, it is a plain copy
+            of ``nbytes`` by all ranks at once, and defines the floor.
     """
 
     memory: ClassVar[Any]
     least_ranks: ClassVar[int]
     kinds: list[Kind]
 
-    def __init__(self, group: Group, nbytes: int, conditions: Any) -> None:
-        """Make it for one size. Collective."""
+    def __init__(self, group: Group, nbytes: int, conditions: Conditions) -> None:
+        """Prepare one size. Collective."""
 
     def forget(self) -> None:
-        """Spoil all answers, so that only a new one is right. Collective."""
+        """Overwrite all results, so that only a new one is right. Collective."""
 
     def free(self) -> None:
-        """Free what was made. Collective."""
+        """Free everything. Collective."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way at one size: a line of the table, and of the JSON file.
+    """One kind at one size: a line of the table, and of the JSON file.
 
     Attributes:
         benchmark, name, bytes: What was measured.
         raw: What ``vs_mpi`` compares with.
-        reference: Whether this is not ours, but what ours is compared with.
+        reference: Whether this is not hpcaccum, but what it is compared with.
         samples: Over all ranks.
         min_us, median_us, p99_us, max_us: Of one operation, over ranks and repeats.
-        algbw, busbw: GB/s: bytes over the median, and that times nccl-tests' factor.
-        floor_us: What moving the bytes takes, at the rate of a copy by all ranks.
-        vs_mpi: Time of the raw call over ours; more than 1 is faster.
-        vs_floor: Our time over the floor; 1 is perfect.
+        algbw, busbw: In GB/s: bytes over the median; that times nccl-tests' factor.
+        floor_us: Time to move the bytes at the rate of a copy by all ranks.
+        vs_mpi: Time of the raw call over this time; above 1 is faster.
+        vs_floor: This time over the floor; 1 is optimal.
         figures: More numbers, by name.
     """
 
@@ -142,7 +157,7 @@ class Row:
 
 
 def repeated(operation: Callable[[], object]) -> Run:
-    """Return a `Kind.run` that does something again and again."""
+    """Return a `Kind.run` that repeats an operation."""
 
     def run(inner: int) -> list[float]:
         begun = time.perf_counter()
@@ -158,7 +173,7 @@ def apart(
     operation: Callable[[], object],
     after: Callable[[], object],
 ) -> Run:
-    """Return a `Kind.run` that times something without what must surround it."""
+    """Return a `Kind.run` that times an operation without its preparation and end."""
 
     def run(inner: int) -> list[float]:
         seconds = 0.0
@@ -174,7 +189,7 @@ def apart(
 
 
 def check_equal(actual: Array, expected: Any) -> None:
-    """Raise WrongAnswerError, with the first element that is not as it should be."""
+    """Raise WrongAnswerError if elements differ; show the first of them."""
     wrong = np.flatnonzero(actual != expected)
     if wrong.size:
         first = wrong[0]
@@ -186,7 +201,7 @@ def check_equal(actual: Array, expected: Any) -> None:
 
 
 def settled(seconds: Sequence[float]) -> bool:
-    """Whether more samples would hardly change the median."""
+    """Whether more samples would change the median little."""
     if not seconds:
         return True
     if len(seconds) < _MIN_SAMPLES:
@@ -202,7 +217,7 @@ class Measurement:
     Args:
         group: The ranks.
         what: Begins the messages.
-        case: What to time.
+        case: Its kinds are timed.
         seconds: When to stop if the times do not settle.
     """
 
@@ -214,8 +229,8 @@ class Measurement:
         """Verify, then time; return the statistics of each kind.
 
         Raises:
-            WrongAnswerError: On this rank if its answer is wrong, else a RuntimeError
-                that says whose is.
+            WrongAnswerError: On a rank whose result is wrong; on the others a
+                RuntimeError that names it.
         """
         inner = {kind.name: self._prepare(kind) for kind in self._case.kinds}
         mine = self._samples(inner)
@@ -226,10 +241,10 @@ class Measurement:
         }
 
     def _prepare(self, kind: Kind) -> int:
-        """Verify one kind; return how often a sample must repeat it."""
+        """Verify one kind; return how many operations a sample has."""
         self._case.forget()
         kind.run(1)
-        # One rank's answer may be another one's doing.
+        # The result of one rank may depend on the run of another.
         self._group.comm.Barrier()
         failure = None
         try:
@@ -237,14 +252,14 @@ class Measurement:
         except WrongAnswerError as error:
             failure = WrongAnswerError(f"{self._what}, {kind.name}: {error}")
         self._group.raise_together(f"{self._what}, {kind.name}", failure)
-        # The first run found nothing in its place; this one tells the time.
+        # The first run had cold caches; this one estimates the time.
         self._group.comm.Barrier()
         mine = max(kind.run(1), default=0.0)
         longest: float = self._group.comm.allreduce(mine, MPI.MAX)
         return min(math.ceil(_SAMPLE / max(longest, 1e-9)), _MAX_INNER)
 
     def _sample(self, kind: Kind, inner: int) -> list[float]:
-        # What the kind before it left in the cache is not what is measured.
+        # Do not measure what the previous kind left in the cache.
         kind.run(1)
         self._group.comm.Barrier()
         return kind.run(inner)
@@ -253,7 +268,7 @@ class Measurement:
         begun, kinds = time.perf_counter(), self._case.kinds
         samples: dict[str, list[float]] = {kind.name: [] for kind in kinds}
         for turn in itertools.count(1):
-            # In another order each time, as each kind may suffer from the one before.
+            # In another order each time, as a kind may slow down the next one.
             first = turn % len(kinds)
             for kind in [*kinds[first:], *kinds[:first]]:
                 samples[kind.name] += self._sample(kind, inner[kind.name])
@@ -263,7 +278,7 @@ class Measurement:
         return samples
 
     def _enough(self, samples: Mapping[str, Sequence[float]], over: bool) -> bool:
-        """Whether the time is over on one rank, or all times are settled on all."""
+        """Whether the time is up on one rank, or all times are settled on all."""
         unsettled = not all(settled(each) for each in samples.values())
         votes = np.array([over, unsettled], np.int32)
         self._group.comm.Allreduce(MPI.IN_PLACE, votes, MPI.MAX)
@@ -273,17 +288,17 @@ class Measurement:
 def rows(
     benchmark: str, nbytes: int, ranks: int, kinds: Sequence[Kind], times: Any
 ) -> list[Row]:
-    """Return what was measured at one size.
+    """Return the rows of one size.
 
     Args:
         benchmark: Its name.
         nbytes: The size.
-        ranks: That copied at once.
+        ranks: How many copied at once.
         kinds: Of the case.
         times: Name to `Times`.
     """
     medians = {name: each.median for name, each in times.items()}
-    # A copy reads each byte and writes it.
+    # A copy reads and writes each byte.
     rate = 2 * nbytes * ranks / medians["copy"] if "copy" in medians else math.inf
     made = []
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Whether a size fits into this node."""
+"""Whether a size fits into the memory of a node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hpcaccum import Group
 
 _SHM = "/dev/shm"
-# Left to others, and for what MPI itself allocates.
+# The rest is left to other programs and to MPI itself.
 _SPARE = 0.9
 
 
@@ -21,10 +21,10 @@ class Memory(NamedTuple):
     """What a benchmark needs, in multiples of its size.
 
     Attributes:
-        shared: In windows, for each rank.
-        shared_first: In windows of rank 0, beside that.
-        shared_all: In windows of rank 0, for each rank there is.
-        private: For each rank.
+        shared: Shared memory of each rank.
+        shared_first: Shared memory of rank 0, in addition.
+        shared_all: Shared memory of rank 0, in addition, times the number of ranks.
+        private: Private memory of each rank.
     """
 
     shared: float
@@ -40,12 +40,12 @@ class Memory(NamedTuple):
         private = self.private * nbytes
         shared, private = (group.node.allreduce(each) for each in (shared, private))
         problem = _problem(shared, private)
-        told = [each for each in group.allgather(problem, "memory") if each]
-        return told[0] if told else None
+        problems = [each for each in group.allgather(problem, "memory") if each]
+        return problems[0] if problems else None
 
 
 def _problem(shared: float, private: float) -> str | None:
-    # What is shared lies in memory too.
+    # Shared memory is memory, too.
     needs = {
         _SHM: (shared, _free_shared()),
         "memory": (shared + private, free_memory()),

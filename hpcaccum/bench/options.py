@@ -1,4 +1,4 @@
-"""The options of ``hpcaccum bench``: what they are called, and what they mean."""
+"""The options of ``hpcaccum bench``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from hpcaccum.bench.step import Step
 from hpcaccum.output_files import check_writable
 
 if TYPE_CHECKING:
-    from hpcaccum.bench.gloo import Gloo
     from hpcaccum.bench.measure import Case
 
 BENCHMARKS: dict[str, type[Case]] = {
@@ -37,13 +36,13 @@ _ON_DEVICE = "device"
 
 _HELP = {
     "accumulate": "the accumulator: applies, rounds, many writers, a late rank",
-    "allreduce": "the reducer beside the MPI library's Allreduce",
+    "allreduce": "the reducer, compared with the MPI library's Allreduce",
     "server": "the parameter server: pulls, publishing, whole updates",
-    "step": "a training step beside the reducer that it uses",
-    "progress": "what other ranks wait for while rank 0 computes",
-    "all": "all of these",
-    _ON_DEVICE: "kernels, accumulator and exchange on a CUDA device, beside CuPy",
-    "compare": "what became slower from one --json file to another",
+    "step": "a training step, compared with the reducer in it",
+    "progress": "how long other ranks wait while rank 0 computes",
+    "all": "all of the above",
+    _ON_DEVICE: "kernels, accumulator and exchange on a CUDA device, vs CuPy",
+    "compare": "what became slower between two --json files",
 }
 
 # 4 KiB to 256 MiB.
@@ -61,27 +60,15 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """What a benchmark must know beside the ranks and the size.
-
-    Attributes:
-        seconds: How long each size is measured, about.
-        gloo: To measure beside ours, or None.
-    """
-
-    seconds: float
-    gloo: Gloo | None = None
-
-
-@dataclass(frozen=True)
 class Options:
-    """What one call of ``hpcaccum bench`` measures, the same on all ranks.
+    """What one call of ``hpcaccum bench`` measures; the same on all ranks.
 
     Attributes:
         benchmarks: Names, in order.
-        sizes: Bytes; None are each benchmark's own.
-        seconds: How long each size is measured, about.
-        gloo: Whether to measure torch.distributed too.
+        sizes: In bytes; None selects the default of each benchmark.
+        seconds: Approximate time for each size.
+        gloo: Whether to measure torch.distributed as well.
+        json, plot: Files to write, or None.
     """
 
     benchmarks: tuple[str, ...]
@@ -93,21 +80,21 @@ class Options:
 
     @property
     def on_device(self) -> bool:
-        """Whether a device is measured, and not the host."""
+        """Whether a device is measured instead of the host."""
         return self.benchmarks[0] in DEVICE_BENCHMARKS
 
     def sizes_of(self, benchmark: str) -> tuple[int, ...]:
-        """Return the sizes at which a benchmark is to be measured."""
+        """Return the sizes at which to measure a benchmark."""
         return self.sizes or _DEFAULT_SIZES[benchmark]
 
 
 def case_of(benchmark: str) -> type[Case]:
-    """Return what measures a benchmark at one size."""
+    """Return the class that measures a benchmark at one size."""
     return {**BENCHMARKS, **DEVICE_BENCHMARKS}[benchmark]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Tell the parser the benchmarks, and the options of each."""
+    """Add the benchmarks, and the options of each, to the parser."""
     benchmarks = parser.add_subparsers(
         dest="benchmark", required=True, metavar="benchmark"
     )
@@ -125,13 +112,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _description(name: str, text: str) -> str:
-    """Return what the rows of a benchmark mean, from its docstring."""
+    """Return what the rows of a benchmark mean, as its docstring says."""
     if name == _ON_DEVICE:
         return (device_help or "").replace("``", "").strip()
     if name not in BENCHMARKS:
         return text
-    told = inspect.cleandoc(BENCHMARKS[name].__doc__ or "")
-    return told.partition("\nArgs:")[0].replace("``", "").strip()
+    text = inspect.cleandoc(BENCHMARKS[name].__doc__ or "")
+    return text.partition("\nArgs:")[0].replace("``", "").strip()
 
 
 def _add_measure(parser: argparse.ArgumentParser, *, with_gloo: bool) -> None:
@@ -147,13 +134,13 @@ def _add_measure(parser: argparse.ArgumentParser, *, with_gloo: bool) -> None:
         "--seconds",
         type=_seconds,
         default=2.0,
-        help="for each size, unless times settle before; not less than three runs (2)",
+        help="for each size, unless the times settle earlier; at least three runs (2)",
     )
     if with_gloo:
         parser.add_argument(
             "--against",
             choices=("gloo",),
-            help="measure torch.distributed beside ours",
+            help="measure torch.distributed as well",
         )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write a JSON line for each row"
@@ -168,7 +155,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=_tolerance,
         default=0.1,
-        help="by which share a median may be longer; more is exit status 1 (0.1)",
+        help="allowed slowdown of a median; more gives exit status 1 (0.1)",
     )
     _add_plot(parser, "draw the ratios over sizes")
 
@@ -181,7 +168,7 @@ def _add_plot(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def resolve(args: argparse.Namespace) -> Options:
-    """Return what is to be measured."""
+    """Return the options of a parsed command line."""
     name = args.benchmark
     several = {"all": tuple(BENCHMARKS), _ON_DEVICE: tuple(DEVICE_BENCHMARKS)}
     return Options(
@@ -195,15 +182,14 @@ def resolve(args: argparse.Namespace) -> Options:
 
 
 def check_picture(path: Path | None) -> None:
-    """Raise InvalidArgumentError if no picture can be drawn there."""
+    """Raise InvalidArgumentError if no picture can be written to ``path``."""
     if path is None:
         return
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InvalidArgumentError(
-            "--plot needs matplotlib, which is not installed: "
-            "pip install 'hpcaccum[demo]'"
+            "--plot needs matplotlib, which is not installed: pip install matplotlib"
         ) from None
     check_writable("--plot", path)
 
@@ -212,7 +198,7 @@ def _size(text: str) -> int:
     found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
     if not found:
         raise argparse.ArgumentTypeError(
-            f"must be a number with K, M, G or nothing behind it, got {text!r}"
+            f"must be a number, optionally with K, M or G, got {text!r}"
         )
     size = int(found[1]) << _UNITS[found[2].upper()]
     if size == 0 or size % _GRAIN:
@@ -227,7 +213,7 @@ def _seconds(text: str) -> float:
 
 
 def _tolerance(text: str) -> float:
-    return _number(text, -math.inf, "a share such as 0.1")
+    return _number(text, -math.inf, "a fraction such as 0.1")
 
 
 def _number(text: str, above: float, what: str) -> float:

@@ -1,4 +1,4 @@
-"""The pictures: what was measured over the sizes, and how two runs differ."""
+"""The pictures: times over sizes, and ratios between two runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Curve = Sequence[tuple[int, float]]
 
-# Okabe and Ito's, told apart by most people, and markers for those who cannot.
+# Okabe and Ito's colors, which most people can distinguish; markers for the others.
 _COLORS = (
     "#0072B2",
     "#D55E00",
@@ -46,7 +46,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     Args:
         rows: Of one run.
         title: A line or two.
-        path: Where to; the ending says which format.
+        path: File to write; its suffix selects the format.
     """
     panels = _by(rows, lambda row: row.benchmark)
     figure, axes = _figure(len(panels), title)
@@ -68,13 +68,13 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
 def draw_ratios(
     ratios: Sequence[tuple[Row, float]], tolerance: float, title: str, path: Path
 ) -> None:
-    """Draw how much longer each row takes than it did, a panel for each benchmark.
+    """Draw the ratio of new to old times, a panel for each benchmark.
 
     Args:
         ratios: Rows, and their time over the old one.
-        tolerance: Share by which one may be slower.
+        tolerance: Allowed slowdown, as a fraction.
         title: A line or two.
-        path: Where to; the ending says which format.
+        path: File to write; its suffix selects the format.
     """
     panels = _by(ratios, lambda pair: pair[0].benchmark)
     figure, axes = _figure(len(panels), title)
@@ -119,7 +119,7 @@ def _figure(panels: int, title: str) -> tuple[Any, list[Any]]:
 
 
 def _looks(rows: Sequence[Row]) -> dict[str, _Look]:
-    """Return a look for each name: ours, what it is compared with, plain copies."""
+    """Return a look for each name: hpcaccum, references, plain copies."""
     looks: dict[str, _Look] = {}
     ours = itertools.cycle(zip(_COLORS, _MARKERS, strict=True))
     others = itertools.cycle("sDv^")
@@ -154,7 +154,7 @@ def _line(axis: Any, name: str, curve: Curve, look: _Look) -> None:
 def _curves(
     rows: Sequence[Row], value: Callable[[Row], float | None]
 ) -> Iterator[tuple[str, Curve]]:
-    """Yield names and their values over sizes, where they have any."""
+    """Yield names and their values over sizes, if there are any."""
     for name, found in _by(rows, lambda row: row.name).items():
         pairs = [(row.bytes, value(row)) for row in found]
         curve = [(x, y) for x, y in pairs if y is not None]
@@ -209,7 +209,7 @@ def _limit(row: Row) -> float | None:
 
 
 def _ranges(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw median, and the range to the 99th percentile, where there is one size."""
+    """Draw the median and the range to the 99th percentile, for a single size."""
     looks = _looks(rows)
     for place, row in enumerate(reversed(rows)):
         color = looks[row.name].color
@@ -239,7 +239,7 @@ def _time_tick(microseconds: float) -> str:
 
 
 def _ticks(axis: Any, values: Sequence[float], text: Callable[[float], str]) -> None:
-    """Mark those values that are in sight, and the axis if too few are."""
+    """Mark the values in the visible range; use default ticks if there are too few."""
     low, high = axis.get_view_interval()
     shown = [value for value in values if low <= value <= high]
     if len(shown) < 2:
@@ -251,7 +251,7 @@ def _ticks(axis: Any, values: Sequence[float], text: Callable[[float], str]) -> 
 def _size_axis(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_xscale("log", base=2)
     sizes = sorted({row.bytes for row in rows})
-    # Every other one where all would touch each other.
+    # Every other label if all would overlap.
     shown = sizes[:: -(-len(sizes) // 6)]
     axis.set_xticks(shown, [size_text(size) for size in shown], fontsize=8)
     axis.set_xticks([], minor=True)

@@ -1,4 +1,4 @@
-"""What other ranks wait for a host that computes and does not enter MPI."""
+"""How long other ranks wait while the host rank computes and does not enter MPI."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum import Group
-    from hpcaccum.bench.options import Conditions
+    from hpcaccum.bench.measure import Conditions
 
 Array = np.ndarray[Any, Any]
 
-# Seconds for which the host computes at a time at most, and between two gradients.
+# Longest time that rank 0 computes, and the pause between two gradients, in seconds.
 _BUSY, _PAUSE = 1.0, 2e-3
 _MATRIX = 256
 
 
 class Progress:
-    """Rank 0 multiplies matrices for a second; all others send it gradients meanwhile.
+    """Rank 0 multiplies matrices for a second, while the others send it gradients.
 
-    - ``apply``: apply_grad of a gradient from anywhere; the last rank takes it out, so
-      that the next one finds a new round.
-    - ``Put``: the same bytes by MPI_Put and a flush, while no thread of ours lets MPI
+    - ``apply``: apply_grad of a gradient; the last rank takes it, so that the next one
+      is the first of its round.
+    - ``Put``: the same bytes by MPI_Put and a flush, without the thread that lets MPI
       progress.
 
-    On one node the memory is shared and nobody waits for the host.
+    On one node the memory is shared, and no rank waits for rank 0.
 
     Args:
         group: The ranks, at least 2.
         nbytes: Of a gradient.
-        conditions: How long to compute at a time.
+        conditions: How long to compute.
     """
 
     least_ranks: ClassVar[int] = 2
@@ -59,7 +59,7 @@ class Progress:
         ]
 
     def _apply(self, _: int) -> list[float]:
-        # Made each time, as its thread would help the raw call too.
+        # Made for each run: its thread would speed up the raw call, too.
         with ConditionalAccumulator(
             "float32", self._grad.shape, comm=self._group
         ) as accumulator:
@@ -71,7 +71,7 @@ class Progress:
             seconds = self._while_busy(
                 lambda: accumulator.apply_grad(self._grad, NEVER_STALE), take
             )
-            # What others brought since; the host's gradients, if any, are none.
+            # Gradients of the other ranks since the last take.
             if self._group.rank == 0 and accumulator.num_accumulated():
                 accumulator.take_grad(1)
         return seconds
@@ -85,7 +85,7 @@ class Progress:
     def _while_busy(
         self, send: Callable[[], object], after: Callable[[], None]
     ) -> list[float]:
-        """Compute on rank 0; elsewhere send again and again, and return the times."""
+        """Compute on rank 0; on the others send repeatedly, and return the times."""
         self._group.comm.Barrier()
         until, seconds = time.perf_counter() + self._busy, []
         while time.perf_counter() < until:
@@ -115,7 +115,7 @@ class Progress:
                 raise WrongAnswerError("a Put reached the place of another rank")
 
     def forget(self) -> None:
-        """Spoil the answers."""
+        """Overwrite the results."""
         self._mean = np.full_like(self._grad, np.nan)
 
     def free(self) -> None:

@@ -1,4 +1,4 @@
-"""The tables: plain lines of at most 80 columns, written as soon as a row is known."""
+"""The tables: plain lines of at most 80 columns, printed row by row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class Columns(NamedTuple):
-    """What the last columns of a table are.
+    """The last columns of a table.
 
     Attributes:
         legend: Explains them, in two lines.
-        titles: Of bandwidth, bus bandwidth, the ratio to another way, the last one.
-        last: Returns what is in the last one.
+        titles: Of bandwidth, bus bandwidth, the ratio to another kind, the last column.
+        last: Returns the value of the last column.
     """
 
     legend: str
@@ -31,8 +31,8 @@ HOST = Columns(
     lambda row: row.vs_floor,
 )
 DEVICE = Columns(
-    "one operation; GB/s of the median, and of all bytes that it must move\n"
-    "vsCuPy: times faster than plain CuPy; copy: share of the rate of a plain copy",
+    "one operation; GB/s of the median, and of all bytes that must move\n"
+    "vsCuPy: times faster than plain CuPy; copy: fraction of the rate of a plain copy",
     ("GB/s", "moved", "vsCuPy", "copy"),
     lambda row: 1 / row.vs_floor if row.vs_floor else None,
 )
@@ -41,7 +41,7 @@ _UNITS = ((1.0, "us"), (1e3, "ms"), (1e6, "s"))
 
 
 def size_text(nbytes: int) -> str:
-    """Return bytes in the unit that people use, such as ``4 KiB``."""
+    """Return bytes in a suitable unit, such as ``4 KiB``."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes >= 1 << power:
             return f"{nbytes / (1 << power):.4g} {unit}"
@@ -49,7 +49,7 @@ def size_text(nbytes: int) -> str:
 
 
 def time_text(microseconds: float) -> str:
-    """Return a time in the unit that people use, such as ``1.23 ms``."""
+    """Return a time in a suitable unit, such as ``1.23 ms``."""
     scale, unit = _unit(microseconds)
     return f"{number_text(microseconds / scale)} {unit}"
 
@@ -60,7 +60,7 @@ def _unit(microseconds: float) -> tuple[float, str]:
 
 
 def number_text(number: float | None) -> str:
-    """Return three digits of a number, an integer if it is large; ``-`` for None."""
+    """Return a number with three digits, an integer if it is large; ``-`` for None."""
     if number is None:
         return "-"
     if number < 9.995:
@@ -81,7 +81,7 @@ def head(benchmark: str, columns: Columns = HOST) -> str:
 
 
 def lines(rows: Sequence[Row], columns: Columns = HOST) -> Iterator[str]:
-    """Yield the lines of one size, and what is to be said below them."""
+    """Yield the lines of one size, then its other figures."""
     for number, row in enumerate(rows):
         size = size_text(row.bytes) if number == 0 else ""
         yield _line(row, size, columns.last(row))

@@ -1,4 +1,4 @@
-"""The parameter server against MPI_Put and MPI_Get."""
+"""The parameter server, compared with MPI_Put and MPI_Get."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum import Group, Optimizer
-    from hpcaccum.bench.options import Conditions
+    from hpcaccum.bench.measure import Conditions
 
 Array = np.ndarray[Any, Any]
 
-# So many updates late is never too late.
+# A staleness bound that no gradient reaches.
 _ALWAYS = 1 << 30
 
 
 class Server:
-    """Parameters on rank 0, and updates of them.
+    """Parameters on rank 0, and their updates.
 
     - ``pull new``: all ranks read parameters that rank 0 has just published: 2 n times
       the bytes.
-    - ``Get``: bytes that rank 0 has just written, by MPI_Get and a flush.
+    - ``Get``: the same bytes by MPI_Get and a flush, after rank 0 has written them.
     - ``pull old``: a pull when nothing is new.
     - ``publish``: rank 0 writes new parameters: 2 times the bytes.
     - ``cycle``: what a worker of the drop-stale optimizer does for an update, all ranks
-      at once: push a gradient computed in its slot, SGD on rank 0, publish, pull. For
-      each rank's update 2 are read and 1 is written, publish and pull read and write:
-      7 n times the bytes.
+      at once: push a gradient from its slot, SGD on rank 0, publish, pull. Each update
+      reads 2 and writes 1, publish and pull read and write: 7 n times the bytes.
     - ``Put Get``: a gradient to rank 0 by MPI_Put, parameters back by MPI_Get.
     - ``copy``: a plain copy by all ranks at once.
 
@@ -99,14 +98,14 @@ class Server:
         np.copyto(flat, self._source)
 
     def _publish_first(self) -> None:
-        self._on_host(lambda: self._parameters.publish(self._fill))
+        self._on_root(lambda: self._parameters.publish(self._fill))
 
     def _write_first(self) -> None:
-        self._on_host(lambda: self._raw.put(0, 0, self._source))
+        self._on_root(lambda: self._raw.put(0, 0, self._source))
 
-    def _on_host(self, write: Callable[[], object]) -> None:
+    def _on_root(self, write: Callable[[], object]) -> None:
         comm = self._group.comm
-        # Nobody reads any more what is now overwritten.
+        # No rank still reads what is overwritten now.
         comm.Barrier()
         if comm.rank == 0:
             write()
@@ -128,13 +127,13 @@ class Server:
         self._raw.put(0, self._group.rank * self._nbytes, self._source)
         self._raw.get(0, 0, self._into)
 
-    # What must have come out.
+    # Expected results.
 
     def _check_pulled(self) -> None:
         check_equal(self._into, np.float32(1))
 
     def _check_cycle(self) -> None:
-        """Compare this rank's variables with those after so many steps."""
+        """Compare this rank's variables with those expected at its step."""
         optimizer, step = self._cycle.optimizer, int(self._cycle.step.value)
         if not 0 < step <= optimizer.global_step:
             raise WrongAnswerError(f"step {step} of {optimizer.global_step}")
@@ -142,7 +141,7 @@ class Server:
             check_equal(variable.value, np.float32(-RATE * step))
 
     def forget(self) -> None:
-        """Spoil the answer of a pull."""
+        """Overwrite the result of a pull."""
         self._into[:] = np.nan
 
     def free(self) -> None:

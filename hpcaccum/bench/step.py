@@ -1,4 +1,4 @@
-"""A training step beside the reducer that it uses."""
+"""A training step, compared with the reducer in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hpcaccum import Group, Optimizer
-    from hpcaccum.bench.options import Conditions
+    from hpcaccum.bench.measure import Conditions
 
 Array = np.ndarray[Any, Any]
 
@@ -24,14 +24,14 @@ RATE = 2.0**-10
 
 
 class Step:
-    """Steps of the cross-shard optimizer, without what is the user's own.
+    """Steps of the cross-shard optimizer, without the user's part.
 
-    - ``step``: `minimize`, less the time inside of the loss function and of the inner
+    - ``step``: `minimize`, less the time inside the loss function and the inner
       optimizer; gradients are computed in `gradient_arrays`.
-    - ``reducer``: the same steps written by hand, of which only the reducer's time is
-      taken: what a step should cost. For both each of n ranks reads a stripe of all n
+    - ``reducer``: the same steps written by hand; only the reducer is timed, which is
+      what a step should cost. In both, each of n ranks reads one stripe of all n
       gradients and writes it once: n + 1 times the bytes in all.
-    - ``MPI``: the library's Allreduce of the same bytes, freshly written too.
+    - ``MPI``: the library's Allreduce of the same bytes, also freshly written.
     - ``copy``: a plain copy by all ranks at once.
 
     Args:
@@ -61,7 +61,7 @@ class Step:
 
     def _kinds(self, nbytes: int, group: Group) -> list[Kind]:
         n = group.size
-        # Between nodes it is the wire that is the floor.
+        # Between nodes, the network is the limit, not memory.
         moves = (n + 1) * nbytes if group.single_node else 0
         common: Any = {"raw": "MPI", "moves": moves, "bus": 2 * (n - 1) / n}
         reduce = apart(self._write, self._reduce, self._update)
@@ -93,7 +93,7 @@ class Step:
         self._means = self._reducer.reduce()
 
     def _update(self) -> None:
-        # Ranks leave it at different times, for which the next reduction waits.
+        # Ranks finish it at different times; the next reduction waits for the last.
         self._rule.apply_gradients([(self._means[v.name], v) for v in self._others])
 
     def _write_mine(self) -> None:
@@ -115,7 +115,7 @@ class Step:
         check_equal(self._out, np.float32(self._comm.size))
 
     def forget(self) -> None:
-        """Spoil the answers, but not those of the optimizer."""
+        """Overwrite the results, except those of the optimizer."""
         self._out[:] = np.nan
         self._means = {"": self._out}
 
@@ -129,12 +129,12 @@ class Step:
 class Optimizing:
     """Steps of an optimizer, without the user's part of the time. Collective.
 
-    The variables begin at 0, and every gradient is 1.
+    The variables are 0 at first, and every gradient is 1.
 
     Args:
         count: Elements of all variables.
-        make: Makes the optimizer of a rule.
-        without_rule: Whether the rule's updates are the user's too.
+        make: Returns the optimizer for a rule.
+        without_rule: Whether to leave out the time of the rule, too.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Optimizing:
         return 0.0, grads
 
     def run(self, inner: int) -> list[float]:
-        """Return the seconds of a step outside of the loss and the update."""
+        """Return the seconds of a step outside the loss, and outside the rule."""
         self._loss_seconds = self._rule.seconds = 0.0
         begun = time.perf_counter()
         for _ in range(inner):
@@ -184,7 +184,7 @@ def _network(count: int) -> dict[str, int]:
 
 
 class _TimedSGD(SGD):
-    """Says how long its updates take."""
+    """Measures the time of its updates."""
 
     def __init__(self, rate: float) -> None:
         super().__init__(rate)
