@@ -13,17 +13,19 @@ PYTEST  := $(BIN)/python -m pytest
 
 # More ranks than cores: threads of the linear algebra would only add to that.
 export OMP_NUM_THREADS ?= 1
+CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 ifeq ($(MPI),openmpi)
 include .ci/env.openmpi
 endif
 
-.PHONY: help demo test test-system test-device nvrtc test-cupy test-gpu \
+.PHONY: help demo test test-unit test-system test-device nvrtc test-cupy test-gpu \
         sanitize-gpu test-mpi lint venv clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
-	@echo "make test         all tests: whole programs, kernels, then on $(SIZES) ranks"
+	@echo "make test         all tests: units, programs, kernels, then on $(SIZES) ranks"
 	@echo "make test-4       the tests of tests/mpi on 4 ranks"
-	@echo "make test-mpi     the same on $(SIZES) ranks; test-system, test-device the others"
+	@echo "make test-mpi     the same on $(SIZES) ranks"
+	@echo "make test-unit    what needs no MPI; test-system, test-device: the others"
 	@echo "make nvrtc        install NVIDIA's compiler (400 MB), which test-device then uses"
 	@echo "make test-cupy    CuPy itself, oldest and newest, without a GPU; installs 700 MB"
 	@echo "make test-gpu     the tests with device arrays, on a real GPU; make sanitize-gpu"
@@ -34,20 +36,24 @@ help:
 demo: $(VENV)/.demo
 	$(MPIEXEC) -n 4 $(BIN)/hpcaccum train --compare --straggler 3:20 $(ARGS) </dev/null
 
-# All parts run even if one fails, and all results are told.
+# All parts run even if one fails, and all results are reported.  The first three are
+# single processes, which leave cores idle: two at a time.
 test: $(VENV)/.test
 	@status=0; \
-	$(MAKE) --no-print-directory test-system || status=1; \
-	$(MAKE) --no-print-directory test-device || status=1; \
+	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
+	    test-system test-device test-unit || status=1; \
 	$(MAKE) --no-print-directory test-mpi || status=1; \
 	exit $$status
+
+test-unit: $(VENV)/.test
+	$(PYTEST) tests/unit $(ARGS) </dev/null
 
 test-system: $(VENV)/.test
 	$(PYTEST) tests/system $(ARGS) </dev/null
 
-# CUDA kernels, run on the CPU by a simulated device.
+# CUDA kernels on the simulated device, and the simulator's own tests.
 test-device: $(VENV)/.test
-	$(PYTEST) tests/device $(ARGS) </dev/null
+	$(PYTEST) tests/device tests/simulator $(ARGS) </dev/null
 
 # From now on test-device compiles kernels with NVIDIA's compiler, too.
 nvrtc: $(VENV)/.nvrtc
@@ -87,7 +93,10 @@ test-mpi: $(VENV)/.test
 	done; \
 	printf "tests/mpi with $(MPI):$$summary\n"; test -z "$$failed"
 
+# Ranks of MPICH that poll on a shared core keep each other waiting for a time slice, some
+# 5 ms a barrier, unless they sleep between polls.
 test-%: $(VENV)/.test
+	MPIR_CVAR_ENABLE_HEAVY_YIELD=$$(($* > $(CORES))) \
 	$(MPIEXEC) -n $* $(PYTEST) tests/mpi $(ARGS) </dev/null
 
 lint: $(VENV)/.test

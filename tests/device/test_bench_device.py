@@ -14,8 +14,7 @@ import pytest
 from hpcaccum import Group
 from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.device_case import check_same, turns_of
-from hpcaccum.bench.measure import Measurement, WrongAnswerError, rows
-from hpcaccum.bench.options import Conditions
+from hpcaccum.bench.measure import Conditions, Measurement, WrongAnswerError, rows
 from hpcaccum.device import kernels
 
 from ..system.conftest import REPOSITORY, run_program

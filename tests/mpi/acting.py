@@ -12,18 +12,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
 from hpcaccum.accumulator.words import CLOSED
 
+from ..common import VAIN as VAIN
+from ..common import same_bits as same_bits
 from .exchange import world
 from .support import WAIT
-
-# Seconds of a wait that is meant to end in vain.
-VAIN = 0.05
 
 
 def meet(told: Any = None) -> list[Any]:
@@ -191,11 +189,3 @@ def acc_fixture(
 ) -> hpc.ConditionalAccumulator:
     """An accumulator of float64 vectors of 2, with either storage."""
     return make(storage=request.param)
-
-
-def same_bits(found: Any, expected: Any) -> None:
-    """Compare values, shape and dtype."""
-    expected = np.asarray(expected)
-    assert isinstance(found, np.ndarray)
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert found.tobytes() == expected.tobytes(), f"{found} is not {expected}"

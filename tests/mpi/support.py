@@ -10,11 +10,8 @@ from typing import Any
 import hypothesis.errors
 import pytest
 
+from ..common import WAIT as WAIT
 from .exchange import world
-
-# Seconds a test waits for something that takes milliseconds.  Long enough for slow
-# machines, well below the time limit of a test: the message should be the timeout's.
-WAIT = 20.0
 
 
 def together(test: Callable[..., None]) -> Callable[..., None]:

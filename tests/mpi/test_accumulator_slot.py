@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import numpy as np
@@ -18,6 +19,7 @@ from .acting import (  # noqa: F401
     attempt,
     everywhere,
     make_fixture,
+    meet,
     same_bits,
 )
 from .support import WAIT
@@ -349,3 +351,16 @@ def test_slot_of_a_thread_that_has_ended_is_given_to_another(acc):
 
     at(1, ask)
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])
+
+
+def test_slot_is_recognized_by_its_address(comm, size):
+    with hpc.ConditionalAccumulator("float64", (300,), comm=comm) as acc:
+        slot = acc.slot()
+        slot[...] = 1
+        memory = (ctypes.c_char * slot.nbytes).from_address(slot.ctypes.data)
+        acc.apply_grad(np.frombuffer(memory))
+
+        # The slot was used: it was not copied to the other one.
+        assert not np.may_share_memory(acc.slot(), slot)
+        meet()
+        assert (at(0, acc.take_grad, size) == 1).all()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator, Group, Reducer
-from hpcaccum.bench.measure import Measurement, rows
+from hpcaccum.bench.measure import Conditions, Measurement, rows
 from hpcaccum.bench.memory import Memory
-from hpcaccum.bench.options import BENCHMARKS, Conditions
+from hpcaccum.bench.options import BENCHMARKS
 from hpcaccum.server.double_buffer import DoubleBuffer
 
 SIZE = 4096

@@ -16,7 +16,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.device_case import describe_device, device_facts, timed
-from hpcaccum.bench.options import Conditions
+from hpcaccum.bench.measure import Conditions
 from hpcaccum.device import arrays as device
 from hpcaccum.device import int8, kernels
 from hpcaccum.mpi import cuda_aware

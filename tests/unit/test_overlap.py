@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 import hpcaccum as hpc
 from hpcaccum.overlap import bounds, crossing, overlap, same_elements, sharing
 
-from .acting import at, meet
-
 
 def foreign(array):
     """Return the same memory, without the array that owns it as a base."""
@@ -78,21 +76,6 @@ def test_same_elements_in_whatever_shape(dtype):
         assert not same_elements(other, flat)
     assert not same_elements(flat.reshape(3, 4).T, flat)
     assert same_elements(flat[::-1], flat[::-1])
-
-
-# Those who ask
-
-
-def test_a_slot_is_known_through_a_foreign_view(comm, size):
-    with hpc.ConditionalAccumulator("float64", (300,), comm=comm) as acc:
-        slot = acc.slot()
-        slot[...] = 1
-        acc.apply_grad(foreign(slot))
-
-        # It is used, not copied to the other one.
-        assert not overlap(acc.slot(), slot)
-        meet()
-        assert (at(0, acc.take_grad, size) == 1).all()
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -10,10 +10,7 @@ import pytest
 from hpcaccum import worker_threads as helpers
 from hpcaccum.worker_threads import run_pieces
 
-from .acting import VAIN
-from .support import WAIT
-
-pytestmark = pytest.mark.ranks(max=1)
+from ..common import VAIN, WAIT
 
 
 @pytest.fixture

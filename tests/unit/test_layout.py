@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,8 +15,6 @@ from hypothesis import strategies as st
 import hpcaccum as hpc
 from hpcaccum.dtypes import accumulation_dtype, float_dtype
 from hpcaccum.layout import ALIGNMENT
-
-from .acting import meet
 
 SHAPES = {"w": (3, 4), "b": (5,), "none": (0, 7), "scalar": ()}
 
@@ -74,7 +76,22 @@ def test_fingerprint_tells_layouts_apart():
     assert layout.fingerprint == hpc.Layout(dict(SHAPES), np.float64).fingerprint
     fingerprints = {layout.fingerprint, *(other.fingerprint for other in others)}
     assert len(fingerprints) == 6
-    assert len(set(meet(layout.fingerprint))) == 1  # no hash seed of one process
+
+
+def test_fingerprint_is_the_same_in_all_processes():
+    program = "import hpcaccum; print(hpcaccum.Layout({'w': (3,)}, 'f4').fingerprint)"
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    ]
+
+    assert printed == [hpc.Layout({"w": (3,)}, "f4").fingerprint] * 2
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import hpcaccum as hpc
 from hpcaccum import deadline as module
 from hpcaccum.deadline import Deadline, observe_waits
 
-from .support import WAIT
+from ..common import WAIT
 
 
 def never():

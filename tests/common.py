@@ -1,0 +1,22 @@
+"""What tests of all kinds share: how long to wait, how to compare. It needs no MPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+# Seconds a test waits for something that takes milliseconds.  Long enough for slow
+# machines, well below the time limit of a test: the message should be the timeout's.
+WAIT = 20.0
+
+# Seconds of a wait that is meant to time out.
+VAIN = 0.05
+
+
+def same_bits(found: Any, expected: Any) -> None:
+    """Compare values, shape and dtype."""
+    expected = np.asarray(expected)
+    assert isinstance(found, np.ndarray)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert found.tobytes() == expected.tobytes(), f"{found} is not {expected}"

@@ -1,0 +1,108 @@
+"""The sum of gradients: in rank order, by chunks, by several threads."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcaccum import summation as module
+from hpcaccum.summation import add_in_order, divide
+
+from ..common import same_bits
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Chunks of 64 elements, and a thread for every 100."""
+    monkeypatch.setattr(module, "_CHUNK", 64)
+    monkeypatch.setattr(module, "_SHARE", 100)
+
+
+def vectors(number, size=1001, dtype=np.float32):
+    rng = np.random.default_rng(number)
+    return [rng.normal(size=size).astype(dtype) for _ in range(number)]
+
+
+def in_order(parts, divisor, dtype):
+    """Return the sum by definition."""
+    total = parts[0].astype(dtype)
+    for part in parts[1:]:
+        total = total + part.astype(dtype)
+    return total / dtype(divisor)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_any_number_of_threads_gives_the_same_bits(small, threads, number, dtype):
+    parts = vectors(number, dtype=dtype)
+    wide = np.result_type(dtype, np.float32).type
+    for divisor in (1, 3, 4):
+        out = np.full(1001, np.nan, wide)
+        add_in_order(parts, out, divisor, threads)
+        same_bits(out, in_order(parts, divisor, wide))
+
+
+def test_each_thread_has_its_share(small, monkeypatch):
+    used, add = [], module._add_chunks
+
+    def watched(parts, out, divisor):
+        used.append(out.size)
+        add(parts, out, divisor)
+
+    monkeypatch.setattr(module, "_add_chunks", watched)
+    add_in_order(vectors(2), np.empty(1001, np.float32), 1, 4)
+    assert sorted(used) == [248, 251, 251, 251]
+    used.clear()
+    add_in_order(vectors(2, 100), np.empty(100, np.float32), 1, 4)
+    assert used == [100]
+
+
+def test_error_of_a_thread_is_raised(small, monkeypatch):
+    def broken(parts, out, divisor):
+        if out.size == 500:
+            raise MemoryError("of a thread")
+
+    monkeypatch.setattr(module, "_add_chunks", broken)
+    with pytest.raises(MemoryError, match="of a thread"):
+        add_in_order(vectors(2), np.empty(1001, np.float32), 1, 2)
+
+
+def test_threads_are_as_silent_about_infinity(small):
+    huge = np.full(1001, np.finfo(np.float32).max)
+    out = np.empty_like(huge)
+    with np.errstate(all="ignore"):
+        add_in_order([huge, huge], out, 1, 3)
+
+    assert np.isinf(out).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_narrower_result_is_rounded_once(small, dtype, threads):
+    parts = vectors(4)
+    out = np.empty(1001, dtype)
+    add_in_order(parts, out, 3, threads)
+
+    same_bits(out, in_order(parts, 3, np.float32).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("count", [1, 2, 3, 64, 1 << 20, (1 << 20) - 1])
+def test_division_is_true_division(dtype, count):
+    info = np.finfo(dtype)
+    edges = [
+        0,
+        -0.0,
+        info.max,
+        info.tiny,
+        info.smallest_subnormal,
+        np.inf,
+        3 * info.eps,
+    ]
+    total = np.concatenate([vectors(1, dtype=dtype)[0], np.array(edges, dtype)])
+    expected = total / dtype(count)
+    divide(total, count)
+
+    same_bits(total, expected)
