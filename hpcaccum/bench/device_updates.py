@@ -1,26 +1,22 @@
-"""Updates of variables by an optimizer's kernel, beside plain CuPy."""
+"""Updates of a variable by an optimizer, compared with plain CuPy."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.bench.device_case import (
-    Contest,
-    DeviceCase,
-    DeviceMemory,
-    check_same,
-    launch,
-)
+from hpcaccum.bench.device_case import Contest, DeviceCase, DeviceMemory, check_same
+from hpcaccum.optimizers import SGD, Adam, Variable
 
 if TYPE_CHECKING:
     from hpcaccum.bench.device_case import Buffers
 
-# As hpcaccum.Adam's, in the order of the kernel: beta1, 1 - beta1, beta2, ...
 _RATE, _BETA1, _BETA2, _EPSILON = 1e-3, 0.9, 0.999, 1e-8
-_SCALARS = (_RATE, 0.0, _BETA1, 1 - _BETA1, _BETA2, 1 - _BETA2, _EPSILON)
+# With the bias correction of the first update.
+_FIRST_RATE = _RATE * math.sqrt(1 - _BETA2) / (1 - _BETA1)
 
 
 class Updates(DeviceCase):
@@ -29,19 +25,27 @@ class Updates(DeviceCase):
     memory: ClassVar[DeviceMemory] = DeviceMemory(12)
 
     def make(self, count: int) -> Buffers:
-        """Return a gradient, a variable, and the state of an optimizer."""
+        """Return a gradient, a variable, and two optimizers with their state."""
         cupy, source = device.cupy(), self.normal(count)
-        names = "target", "value", "m", "v", "scratch"
-        return {"source": source, **{name: cupy.empty_like(source) for name in names}}
+        target, value, scratch = (cupy.empty_like(source) for _ in range(3))
+        variable = Variable(value, "value")
+        pairs = [(source, variable)]
+        sgd, adam = SGD(1), Adam(_RATE, _BETA1, _BETA2, _EPSILON)
+        adam.apply_gradients(pairs)
+        m, v, step = (each.value for each in adam.variables())
+        return {
+            **{"source": source, "target": target, "value": value, "scratch": scratch},
+            **{"m": m, "v": v, "step": step, "pairs": pairs, "sgd": sgd, "adam": adam},
+        }
 
     def spoil(self, buffers: Buffers) -> None:
-        """Fill the variable with 3, and forget all former gradients."""
+        """Fill the variable with 3 and reset the state."""
         buffers["value"].fill(3)
-        buffers["m"].fill(0)
-        buffers["v"].fill(0)
+        for name in ("m", "v", "step"):
+            buffers[name].fill(0)
 
     def compete(self, nbytes: int) -> list[Contest]:
-        """Return what is measured."""
+        """Return the measured operations."""
         return [
             Contest("sgd", _sgd, _cupy_sgd, 3 * nbytes, _check_sgd),
             Contest("adam", _adam, _cupy_adam, 7 * nbytes, _check_adam),
@@ -49,12 +53,11 @@ class Updates(DeviceCase):
 
 
 def _sgd(b: Buffers) -> None:
-    count = b["value"].size
-    launch("sgd_f32", count, b["value"], b["source"], np.int64(count), np.float32(1))
+    b["sgd"].apply_gradients(b["pairs"])
 
 
 def _cupy_sgd(b: Buffers) -> None:
-    # With a rate of 1 that is all; any other needs a second pass.
+    # Complete only with a rate of 1: any other needs a second pass.
     device.cupy().subtract(b["value"], b["source"], out=b["value"])
 
 
@@ -63,9 +66,7 @@ def _check_sgd(b: Buffers) -> None:
 
 
 def _adam(b: Buffers) -> None:
-    arrays = b["value"], b["source"], b["m"], b["v"]
-    count = b["value"].size
-    launch("adam_f32", count, *arrays, np.int64(count), *map(np.float32, _SCALARS))
+    b["adam"].apply_gradients(b["pairs"])
 
 
 def _cupy_adam(b: Buffers) -> None:
@@ -80,14 +81,14 @@ def _cupy_adam(b: Buffers) -> None:
     cupy.sqrt(v, out=scratch)
     cupy.add(scratch, _EPSILON, out=scratch)
     cupy.divide(m, scratch, out=scratch)
-    cupy.multiply(scratch, _RATE, out=scratch)
+    cupy.multiply(scratch, _FIRST_RATE, out=scratch)
     cupy.subtract(b["value"], scratch, out=b["value"])
 
 
 def _check_adam(b: Buffers) -> None:
-    """After one gradient, m and v are known, and so is the step."""
+    """Check m, v and the variable after one gradient."""
     grad = b["source"]
     check_same(b["m"], grad * np.float32(1 - _BETA1), 1e-6)
     check_same(b["v"], grad * grad * np.float32(1 - _BETA2), 1e-5)
     root = device.cupy().sqrt(b["v"]) + np.float32(_EPSILON)
-    check_same(b["value"], 3 - np.float32(_RATE) * b["m"] / root, 1e-6)
+    check_same(b["value"], 3 - np.float32(_FIRST_RATE) * b["m"] / root, 1e-6)

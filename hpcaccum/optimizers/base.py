@@ -283,7 +283,7 @@ class Optimizer(abc.ABC):
         check_gate(gate_gradients)
         variables = check_variables(self._variables if var_list is None else var_list)
         if self._variables is None:
-            self.initialize(variables)
+            self._remember(variables)
         factor = _grad_loss(grad_loss)
         grads = _call(loss, variables)
         pairs: list[tuple[Array | None, Variable]] = []
@@ -322,6 +322,13 @@ class Optimizer(abc.ABC):
             grad_loss=grad_loss,
         )
         return self.apply_gradients(pairs, global_step, name)
+
+    def _remember(self, variables: list[Variable]) -> None:
+        """Initialize with the variables of the first `compute_gradients`."""
+        self.initialize(variables)
+
+    def _release(self) -> None:
+        """Free memory that the next update would allocate again."""
 
     def get_name(self) -> str:
         """Return its name."""

@@ -1,7 +1,8 @@
-"""What all update rules have in common: state, pieces, checks.
+"""The base of the update rules: learning rate, state, updates in pieces.
 
-A rule changes arrays in place, in pieces that stay in the cache while it passes over
-them several times. Half precision is computed in float32, and so is its state.
+A rule changes arrays in place, in pieces that stay in the cache during the several
+passes over them. Half precision is computed in float32, and so is its state. Variables
+on a device are updated by `device_update`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hpcaccum.device import cupy, is_device, kernels
+from hpcaccum.device import cupy, is_device
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import (
@@ -26,7 +27,8 @@ from hpcaccum.optimizers.base import (
     check_pairs,
     count_step,
 )
-from hpcaccum.optimizers.variable import Variable
+from hpcaccum.optimizers.device_update import Updates
+from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.overlap import crossing, overlap
 
 _RATE = "learning_rate"
@@ -61,11 +63,11 @@ def _span(low: float, high: float) -> str:
 
 
 class _RateOfStep:
-    """A learning rate, checked: a number, or what a callable returns.
+    """A checked learning rate: a number, or the result of a callable.
 
     Raises:
-        InvalidArgumentError: If it is no number in range, nor a callable without
-            arguments or with one.
+        InvalidArgumentError: If it is neither a number in range nor a callable with at
+            most one required argument.
     """
 
     def __init__(self, rate: Any) -> None:
@@ -76,7 +78,7 @@ class _RateOfStep:
             self.given = checked_number(rate, _RATE, 0)
 
     def at(self, step: Callable[[], int]) -> float:
-        """Return the rate of an update; ``step`` says how many came before."""
+        """Return the rate of an update; ``step`` returns the number of earlier ones."""
         if not callable(self.given):
             return self.given  # type: ignore[no-any-return]
         rate = self.given(step()) if self.takes_step else self.given()
@@ -84,7 +86,7 @@ class _RateOfStep:
 
 
 def _takes_step(rate: Callable[..., Any]) -> bool:
-    """Whether a callable needs an argument; a default of its own is not replaced."""
+    """Whether a callable requires an argument; an optional one is left out."""
     try:
         signature = inspect.signature(rate)
     except (TypeError, ValueError):
@@ -111,66 +113,82 @@ class _Scratch(threading.local):
         return self._pieces[dtype]
 
 
-class _State:
-    """What a rule remembers about one variable."""
+class State:
+    """The state of one variable: its slots and the number of its updates.
 
-    def __init__(self, variable: Variable, rule: Rule) -> None:
+    All of it are Variables, whose values may be set.
+
+    Args:
+        variable: A variable of floats.
+        name: Of the rule; part of the names of the state.
+        starts: Name of each slot to its initial value.
+    """
+
+    def __init__(
+        self, variable: Variable, name: str, starts: dict[str, float]
+    ) -> None:
+        title = f"{variable.name}/{name}"
         dtype = accumulation_dtype(variable.dtype)
-        title = f"{variable.name}/{rule.get_name()}"
-        self.slots: dict[str, Variable] = {}
-        for name, start in rule._slots().items():
-            array = _filled(variable.value, start, dtype)
-            self.slots[name] = Variable(array, f"{title}/{name}", trainable=False)
-        # How many updates there were; for a learning rate that depends on it.
-        self.updates = 0
-        self.step: Variable | None = None
-        if rule._counts:
-            zero = np.zeros((), np.int64)
-            self.step = Variable(zero, f"{title}/step", trainable=False)
+        self.variable, self.on_device = variable, is_device(variable.value)
+        self.slots = {
+            slot: Variable(_filled(variable.value, start, dtype), f"{title}/{slot}", False)
+            for slot, start in starts.items()
+        }
+        self.step = Variable(np.zeros((), np.int64), f"{title}/step", trainable=False)
 
-    def variables(self) -> list[Variable]:
-        slots = list(self.slots.values())
-        return slots if self.step is None else [*slots, self.step]
+    @property
+    def updates(self) -> int:
+        """The number of updates of the variable."""
+        return self.step.value.item()  # type: ignore[no-any-return]
+
+    def count(self) -> int:
+        """Count an update; return its number, from 1."""
+        number = self.updates + 1
+        self.step.value[()] = number
+        return number
 
 
 class Rule(Optimizer):
     """An optimizer that changes each variable by its own gradient, on this rank.
 
-    Nothing is shared between variables: two threads may apply gradients to different
-    variables at the same time. The slots of half-precision variables are float32.
+    Variables are independent: two threads may apply gradients to different variables
+    at the same time. The slots of half-precision variables are float32.
 
-    Only the learning rate can be changed later. To set another attribute is an
-    AttributeError, so that a misspelt one is found.
+    Only the learning rate can be changed later. Setting another attribute raises
+    AttributeError, which reveals misspelt names.
 
     Args:
-        learning_rate: A number of at least 0; or a callable that returns one and is
-            called at each `apply_gradients`: without arguments or, if it needs one,
-            with the number of updates so far (of the variable that had most).
+        learning_rate: A number of at least 0; or a callable that returns one. It is
+            called at each `apply_gradients`: without arguments or, if it requires one,
+            with the number of earlier updates (the largest of these variables).
         name: Part of the names of its state.
 
     Raises:
-        InvalidArgumentError: If an argument is no number or out of its range.
+        InvalidArgumentError: If an argument is not a number or out of its range.
     """
 
-    __slots__ = ("_lock", "_rate", "_scratch", "_states")
+    __slots__ = ("_lock", "_made", "_on_device", "_rate", "_scratch", "_states")
 
-    # Whether the update depends on how many came before.
+    # Whether the update depends on the number of earlier ones.
     _counts: ClassVar[bool] = False
-    # The CUDA kernel that does the same, of kernels/update.cu.
+    # The kernel of kernels/update.cu for the same update.
     _kernel: str
 
     def __init__(self, learning_rate: Rate, name: str) -> None:
         super().__init__(name)
         self._rate = _RateOfStep(learning_rate)
-        self._states: dict[Variable, _State] = {}
+        # State made by `initialize`, and state of variables that have been updated.
+        self._made: dict[Variable, State] = {}
+        self._states: dict[Variable, State] = {}
+        self._on_device = Updates()
         self._lock = threading.Lock()
         self._scratch = _Scratch()
 
     @property
     def learning_rate(self) -> Rate:
-        """The number or callable that was given; may be set, at any time and thread.
+        """The given number or callable; may be set at any time, by any thread.
 
-        The next update uses it. It is checked as the constructor does.
+        The next update uses it. It is checked as in the constructor.
         """
         return self._rate.given  # type: ignore[no-any-return]
 
@@ -179,95 +197,141 @@ class Rule(Optimizer):
         self._rate = _RateOfStep(rate)
 
     def __repr__(self) -> str:
-        """Show the options; the same on ranks that were given the same ones."""
+        """Show the options: the same text on ranks with the same options."""
         rate = "callable" if callable(self.learning_rate) else self.learning_rate
         options = {"learning_rate": rate, **self._options(), "name": self._name}
         text = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return f"{type(self).__name__}({text})"
 
     def _options(self) -> dict[str, Any]:
-        """Return the arguments besides learning rate and name."""
+        """Return the arguments other than learning rate and name."""
         return {}
 
     def _slots(self) -> dict[str, float]:
-        """Return the names of the slots and what they are filled with at first."""
+        """Return the names of the slots and their initial values."""
         return {}
 
     def _numbers(self, rate: float, step: int) -> tuple[float, ...]:
-        """Return what one update needs besides arrays; ``step`` counts from 1."""
+        """Return the numbers of one update; ``step`` counts from 1.
+
+        Only the first may depend on the step.
+        """
         return (rate,)
 
     def _constants(self) -> tuple[float, ...]:
-        """Return what the kernel needs besides `_numbers`."""
+        """Return the numbers that the kernel needs after `_numbers`."""
         return ()
 
     def _update(self, value: Array, grad: Array, *rest: Any) -> None:
-        """Change a piece of the value and of the slots, vectors of one dtype.
+        """Update a piece of the value and of the slots, vectors of one dtype.
 
         Args:
-            value: It may be the same memory as the gradient, so it is changed last.
-            grad: Not to be changed.
+            value: May be the same memory as the gradient, so it is changed last.
+            grad: Must not be changed.
             rest: The slots, a scratch vector, and `_numbers`.
         """
         raise NotImplementedError
 
+    def initialize(self, var_list: Any) -> None:
+        """Remember the variables for calls without a list, and make their slots.
+
+        `get_slot` and `variables` return them from the first update on. Slots of other
+        variables are made at their first update.
+
+        Raises:
+            TypeError, InvalidArgumentError: As `check_variables`.
+        """
+        super().initialize(var_list)
+        new = [
+            variable
+            for variable in self._variables or []
+            if is_float(variable.dtype) and variable not in self._states
+        ]
+        for variable in new:
+            self._made.setdefault(variable, self._new_state(variable))
+        if any(is_device(variable.value) for variable in new):
+            # The first update may be on another stream.
+            cupy().cuda.get_current_stream().synchronize()
+
+    def _remember(self, variables: list[Variable]) -> None:
+        # No slots: a one-sided optimizer computes gradients on all ranks, but the
+        # variables that its inner one updates are those of the center.
+        super().initialize(variables)
+
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> None:
-        """Change the variables in place; never the gradients.
+        """Update the variables in place; the gradients are not changed.
 
         Args:
             grads_and_vars: Pairs (gradient or None, Variable); a variable with None is
-                left alone.
+                not changed.
             global_step: An integer Variable of shape (), increased by 1.
             name: Ignored.
 
         Raises:
             TypeError, InvalidArgumentError: As `check_pairs` and
-                `check_global_step`, or for what the learning rate's callable returns;
-                before anything is changed.
+                `check_global_step`, or for an invalid result of the learning rate's
+                callable; before any change.
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
-        given = _detached([(g, v) for g, v in pairs if g is not None])
+        given = [(grad, var) for grad, var in pairs if grad is not None]
         rate = self._rate.at(lambda: self._updates(given))
-        states = [self._state(variable) for _, variable in given]
-        for (grad, variable), state in zip(given, states, strict=True):
-            self._apply(variable, grad, state, rate)
+        updates = [(grad, self._state(var)) for grad, var in given]
+        on_device = [update for update in updates if update[1].on_device]
+        if len(on_device) < len(updates):
+            on_host = [update for update in updates if not update[1].on_device]
+            for grad, state in _detached(on_host):
+                self._apply(grad, state, rate)
+        if on_device:
+            self._apply_on_device(on_device, rate)
         count_step(global_step)
 
-    def _apply(
-        self, variable: Variable, grad: Array, state: _State, rate: float
-    ) -> None:
-        step = 0
-        state.updates += 1
-        if state.step is not None:
-            count_step(state.step)
-            step = int(state.step.value)
-        if variable.value.size == 0:
+    def _apply(self, grad: Array, state: State, rate: float) -> None:
+        step, value = state.count(), state.variable.value
+        if value.size == 0:
             return
         numbers_ = self._numbers(rate, step)
         slots = [slot.value for slot in state.slots.values()]
-        if is_device(variable.value):
-            constants = (*numbers_, *self._constants())
-            _launch(self._kernel, variable.value, grad, slots, constants)
-            return
-        dtype = accumulation_dtype(variable.dtype)
+        dtype = accumulation_dtype(value.dtype)
         scratch = self._scratch.piece(dtype)
-        with _pieces([variable.value, grad, *slots], dtype) as pieces:
-            for value, *others in pieces:
-                self._update(value, *others, scratch[: value.size], *numbers_)
+        with _pieces([value, grad, *slots], dtype) as pieces:
+            for piece, *others in pieces:
+                self._update(piece, *others, scratch[: piece.size], *numbers_)
+
+    def _apply_on_device(
+        self, updates: list[tuple[Array, State]], rate: float
+    ) -> None:
+        """Update variables on the device by one launch for each dtype."""
+        states = [state for _, state in updates]
+        plan = self._on_device.prepare(self._kernel, states)
+        steps = [state.count() for state in states]
+        numbers_ = {step: self._numbers(rate, step) for step in set(steps)}
+        _, *more = numbers_[steps[0]]
+        plan.launch(
+            [grad for grad, _ in updates],
+            [numbers_[step][0] for step in steps],
+            (*more, *self._constants()),
+        )
 
     def _updates(self, pairs: list[tuple[Array, Variable]]) -> int:
-        """Return how many updates the variable has had that had most."""
+        """Return the largest number of earlier updates of these variables."""
         states = [self._states.get(variable) for _, variable in pairs]
         return max(state.updates if state else 0 for state in states)
 
-    def _state(self, variable: Variable) -> _State:
+    def _new_state(self, variable: Variable) -> State:
+        return State(variable, self._name, self._slots())
+
+    def _state(self, variable: Variable) -> State:
+        """Return the state of a variable, which `get_slot` shows from now on."""
         state = self._states.get(variable)
         if state is None:
             with self._lock:
-                state = self._states.setdefault(variable, _State(variable, self))
+                state = self._states.get(variable)
+                if state is None:
+                    state = self._made.pop(variable, None) or self._new_state(variable)
+                    self._states[variable] = state
         return state
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
@@ -280,32 +344,27 @@ class Rule(Optimizer):
         return sorted(self._slots())
 
     def variables(self) -> list[Variable]:
-        """Return the slots, and steps where they matter, of all updated variables."""
+        """Return the slots of all updated variables, and the steps of a rule that counts.
+
+        In the order of the first updates.
+        """
         with self._lock:
             states = list(self._states.values())
-        return [variable for state in states for variable in state.variables()]
+        return [
+            variable
+            for state in states
+            for variable in (*state.slots.values(), *[state.step] * self._counts)
+        ]
 
-
-def _launch(
-    kernel: str,
-    value: Any,
-    grad: Any,
-    slots: list[Any],
-    numbers_: tuple[float, ...],
-) -> None:
-    """Change a value and slots on the device, in one pass; queued, not waited for."""
-    wide = accumulation_dtype(value.dtype).type
-    launch = kernels.kernel(f"{kernel}_{kernels.SUFFIXES[value.dtype]}")
-    grad = grad.astype(wide, copy=False)
-    scalars = (np.int64(value.size), *map(wide, numbers_))
-    launch(*kernels.streaming(value.size), (value, grad, *slots, *scalars))
+    def _release(self) -> None:
+        self._on_device.clear()
 
 
 def _pieces(arrays: list[Array], dtype: np.dtype[Any]) -> Any:
     """Iterate over pieces of all arrays at once: vectors of ``dtype``.
 
-    They are views where that is possible, otherwise buffers; all but the second, the
-    gradient, are written back. Any strides and any memory order will do.
+    They are views where that is possible, otherwise buffers. All but the second, the
+    gradient, are written back. Arrays may have any strides and memory order.
     """
     access: Any = [["readwrite", "overlap_assume_elementwise"] for _ in arrays]
     access[1][0] = "readonly"
@@ -319,27 +378,27 @@ def _pieces(arrays: list[Array], dtype: np.dtype[Any]) -> Any:
     )
 
 
-def _detached(pairs: list[tuple[Array, Variable]]) -> list[tuple[Array, Variable]]:
+def _detached(updates: list[tuple[Array, State]]) -> list[tuple[Array, State]]:
     """Copy the gradients that lie in the memory of a variable that changes earlier.
 
     The gradient of ``x * y`` by ``y`` is ``x``.
     """
-    if len(pairs) == 1:
-        return pairs
-    grads = [grad for grad, _ in pairs]
-    suspect = crossing(grads, [variable.value for _, variable in pairs])
+    if len(updates) == 1:
+        return updates
+    grads = [grad for grad, _ in updates]
+    suspect = crossing(grads, [state.variable.value for _, state in updates])
     return [
-        (_safe(grad, pairs[:i]) if suspect[i] else grad, variable)
-        for i, (grad, variable) in enumerate(pairs)
+        (_safe(grad, updates[:i]) if suspect[i] else grad, state)
+        for i, (grad, state) in enumerate(updates)
     ]
+
+
+def _safe(grad: Array, earlier: list[tuple[Array, State]]) -> Array:
+    shared = any(overlap(grad, state.variable.value) for _, state in earlier)
+    return grad.copy() if shared else grad
 
 
 def _filled(like: Array, number: float, dtype: np.dtype[Any]) -> Array:
     if is_device(like):
         return cupy().full(like.shape, number, dtype)  # type: ignore[no-any-return]
     return np.full_like(like, number, dtype, subok=False)
-
-
-def _safe(grad: Array, earlier: list[tuple[Array, Variable]]) -> Array:
-    shared = any(overlap(grad, variable.value) for _, variable in earlier)
-    return grad.copy() if shared else grad

@@ -67,6 +67,10 @@ class Wrapper(Freeable, Optimizer):
     def free(self) -> None:
         """Free what the exchange needs. Collective."""
         self._freed = True
+        self._release()
+
+    def _release(self) -> None:
+        self.inner._release()
 
     def _check_open(self) -> None:
         if self._freed:

@@ -51,6 +51,26 @@ def update():
         test_update.test_only_what_there_is_is_changed("f32", name, 33, 0)
 
 
+def update_of_chunks():
+    test_update.test_only_what_there_is_is_changed("f32", "sgd", 5003, 0)
+
+
+def update_with_a_rate_of_its_own():
+    test_update.test_only_what_there_is_is_changed("f32", "sgd", 33, 1)
+
+
+def update_of_all():
+    test_update.test_a_gradient_may_be_another_variable("sgd")
+
+
+def update_by_half():
+    test_update.test_only_what_there_is_is_changed_by_other_gradients("f16", "adam")
+
+
+def update_by_shifted_half():
+    test_update.test_gradients_of_all_dtypes_are_read_as_they_are("sgd", "f32", "f16")
+
+
 # What is wrong; in which file, what was right, what is wrong; who finds it, how built.
 FAULTS = {
     "ticket stays": (
@@ -192,6 +212,36 @@ FAULTS = {
             "held.slot[s].at[k] = state[0]",
         ),
         *(update, ""),
+    ),
+    "chunk past its variable": (
+        *("update.cu", "min(chunk, variable[3] - first)", "chunk"),
+        *(update_of_chunks, ""),
+    ),
+    "always the first chunk": (
+        *("update.cu", "reinterpret_cast<T *>(address) + first", "(T *)address"),
+        *(update_of_chunks, ""),
+    ),
+    "rate of another": (
+        *("update.cu", "rates ? rates[row] : rate", "rate"),
+        *(update_with_a_rate_of_its_own, ""),
+    ),
+    "gradient of another": (
+        *("update.cu", "gradients + 2 * row", "gradients"),
+        *(update_of_all, ""),
+    ),
+    "two halves as one float": (
+        *("update.cu", "case F16: return", "case 7: return"),
+        *(update_by_half, ""),
+    ),
+    "half gradient's chunk at a float's place": (
+        *("update.cu", "kind == F32 ? 4 : 2", "4"),
+        *(update_by_half, ""),
+    ),
+    "halves where they do not lie": (
+        "update.cu",
+        "return gradient.address % (gradient.bytes() * N) == 0;",
+        "return true;",
+        *(update_by_shifted_half, "undefined"),
     ),
     "rounded once instead of twice": (
         "update.cu",

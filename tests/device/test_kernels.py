@@ -106,7 +106,7 @@ def test_as_many_blocks_as_there_is_work_for(size):
 
 
 def test_a_python_number_is_not_a_float32():
-    kernel, array = kernels.kernel("sgd_f32"), cupy.ones(4, np.float32)
-    kernel((1,), (256,), (array, array, np.int64(4), 0.5))
+    kernel, table = kernels.kernel("sgd_f32"), cupy.zeros(4, np.int64)
+    kernel((1,), (256,), (table, table, table, np.int64(4), None, 0.5))
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="float64"):
         cupy.cuda.Device().synchronize()

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
+from hpcaccum.device import kernels
+from hpcaccum.optimizers import device_update
 
 from .launching import DTYPES, SIZES, SUMS, Watched, i64, launch, normal
 
@@ -18,8 +20,9 @@ RULES = {
     "adam": lambda: hpc.Adam(0.01),
     "adam with decay": lambda: hpc.Adam(0.01, weight_decay=0.1),
 }
-# Each kernel, by the rule whose line it is.
+# Each kernel, by the rule that it implements.
 KERNELS = [name for name in RULES if " " not in name]
+CHUNK = 1024
 
 
 def same_bits(found, expected):
@@ -27,22 +30,174 @@ def same_bits(found, expected):
     assert found.tobytes() == expected.tobytes()
 
 
+class Pair:
+    """One optimizer and its variables in host memory, and the same on the device."""
+
+    def __init__(self, rule, starts):
+        self.host, self.device = RULES[rule](), RULES[rule]()
+        self.starts = starts
+        self.here, self.there = (
+            [hpc.Variable(xp.array(start), f"w{i}") for i, start in enumerate(starts)]
+            for xp in (np, cupy)
+        )
+
+    def apply(self, grads, there=None):
+        """Update both by the same gradients, some of which may be None."""
+        if there is None:
+            there = [None if g is None else cupy.asarray(g) for g in grads]
+        self.host.apply_gradients(list(zip(grads, self.here, strict=True)))
+        self.device.apply_gradients(list(zip(there, self.there, strict=True)))
+
+    def check(self):
+        for host, device in zip(self.here, self.there, strict=True):
+            same_bits(device.value.get(), host.value)
+            for name in self.host.get_slot_names():
+                one, other = (
+                    opt.get_slot(var, name)
+                    for opt, var in ((self.host, host), (self.device, device))
+                )
+                assert (one is None) is (other is None)
+                if one is not None:
+                    same_bits(other.value.get(), one.value)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The names of the kernels that are launched."""
+    names, original = [], device_update.kernels.kernel
+
+    class Counting:
+        SUFFIXES, THREADS = kernels.SUFFIXES, kernels.THREADS
+        blocks = staticmethod(kernels.blocks)
+
+        @staticmethod
+        def kernel(name):
+            def start(*args):
+                names.append(name)
+                original(name)(*args)
+
+            return start
+
+    monkeypatch.setattr(device_update, "kernels", Counting)
+    return names
+
+
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_give_the_bits_of_the_host(kind, rule):
-    dtype = DTYPES[kind]
-    start = normal(1025, dtype, 9)
-    here, there = (hpc.Variable(xp.array(start), "w") for xp in (np, cupy))
-    host, device = RULES[rule](), RULES[rule]()
+    pair = Pair(rule, [normal(1025, DTYPES[kind], 9)])
     for step in range(3):
-        grad = normal(1025, dtype, step)
-        host.apply_gradients([(grad, here)])
-        device.apply_gradients([(cupy.asarray(grad), there)])
-    same_bits(there.value.get(), here.value)
-    for name in host.get_slot_names():
-        same_bits(
-            device.get_slot(there, name).value.get(), host.get_slot(here, name).value
-        )
+        pair.apply([normal(1025, DTYPES[kind], step)])
+    pair.check()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_variables_of_all_sizes_and_dtypes_are_updated_at_once(rule, launches):
+    sizes = [1, 40000, 0, 33, 16384, 5003, 2]
+    dtypes = [DTYPES[k] for k in ("f32", "f16")]
+    pair = Pair(rule, [normal(n, d, n) for n in sizes for d in dtypes])
+    for step in range(2):
+        grads = [
+            normal(start.size, dtype, step + i)
+            for i, (start, dtype) in enumerate(
+                zip(pair.starts, 4 * list(DTYPES.values()), strict=False)
+            )
+        ]
+        pair.apply(grads)
+    pair.check()
+    kernel = rule.split()[0]
+    assert launches == 2 * [f"{kernel}_f32", f"{kernel}_f16"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_variables_without_a_gradient_are_left_alone(rule, launches):
+    pair = Pair(rule, [normal(n, np.float32, n) for n in (300, 5, 70)])
+    grads = [normal(start.size, np.float32, 1) for start in pair.starts]
+    for which in ((0, 1, 2), (2,), (0, 2), (1, 0), (0, 1, 2)):
+        pair.apply([g if i in which else None for i, g in enumerate(grads)])
+    pair.check()
+    # The steps of the variables differ, as Adam's rates then do.
+    assert len(launches) == 5
+
+
+def test_tables_are_kept_for_gradients_at_the_same_addresses(monkeypatch):
+    uploads, upload = [], device_update._upload
+    monkeypatch.setattr(
+        device_update, "_upload", lambda *a: uploads.append(a) or upload(*a)
+    )
+    pair = Pair("adam", [normal(n, np.float32, n) for n in (300, 5)])
+    grads = [normal(start.size, np.float32, 1) for start in pair.starts]
+    places = [[cupy.asarray(g) for g in grads] for _ in range(3)]
+    counts = []
+    for there in (*places, *places, places[0]):
+        pair.apply(grads, there)
+        counts.append(len(uploads))
+    pair.check()
+    # Variables, chunks and gradients; then gradients only; then nothing.
+    assert counts == [3, 4, 5, 5, 5, 5, 5]
+
+
+def test_tables_belong_to_a_stream():
+    pair = Pair("momentum", [normal(300, np.float32)])
+    grads = [normal(300, np.float32, 1)]
+    there = [cupy.asarray(grads[0])]
+    cupy.cuda.Device().synchronize()
+    for _ in range(2):
+        pair.apply(grads, there)
+        cupy.cuda.Device().synchronize()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            pair.apply(grads, there)
+            stream.synchronize()
+    pair.check()
+
+
+def test_slots_of_initialize_are_ready_on_every_stream():
+    start, grad = normal(300, np.float32), normal(300, np.float32, 1)
+    pair = Pair("adagrad", [start])
+    there = cupy.asarray(grad)
+    pair.device.initialize(pair.there)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        pair.apply([grad], [there])
+        stream.synchronize()
+    pair.check()
+
+
+@pytest.mark.parametrize("of_grad", DTYPES)
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("rule", KERNELS)
+def test_gradients_of_all_dtypes_are_read_as_they_are(rule, kind, of_grad):
+    pair = Pair(rule, [normal(1029, DTYPES[kind], 9)])
+    memory = cupy.asarray(normal(1030, DTYPES[of_grad], 1))
+    # Aligned, and not.
+    for there in (memory[:1029], memory[1:]):
+        pair.apply([there.get()], [there])
+    pair.check()
+
+
+@pytest.mark.parametrize("of_grad", ["f16", "bf16", "f32"])
+def test_gradients_are_not_converted_first(of_grad, monkeypatch):
+    pair = Pair("adam", [normal(300, np.float32)])
+    grad = normal(300, DTYPES[of_grad], 1)
+    there = cupy.asarray(grad)
+    monkeypatch.setattr(
+        cupy.ndarray, "astype", lambda *a, **k: pytest.fail("is converted")
+    )
+    pair.apply([grad], [there])
+    monkeypatch.undo()
+    pair.check()
+
+
+def tables(target, source, watched, size, chunk=CHUNK):
+    """Return a kernel's tables for one variable."""
+    slots = [each.array.data.ptr for each in watched]
+    first, second, *_ = *slots, 0, 0
+    kinds = {dtype: k for k, dtype in enumerate(DTYPES.values())}
+    rows = [
+        [(target.array.data.ptr, first, second, size)],
+        [(source.array.data.ptr, kinds[source.array.dtype])],
+        [(0, first) for first in range(0, size, chunk)] or [(0, 0)],
+    ]
+    return [cupy.asarray(i64(each)) for each in rows]
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -50,16 +205,28 @@ def test_rules_give_the_bits_of_the_host(kind, rule):
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("size", SIZES)
 def test_only_what_there_is_is_changed(kind, name, size, shift):
+    check_surroundings(kind, kind, name, size, shift)
+
+
+@pytest.mark.parametrize("of_grad", DTYPES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_only_what_there_is_is_changed_by_other_gradients(of_grad, name):
+    check_surroundings("f32" if of_grad != "f64" else "f64", of_grad, name, 1025, 0)
+
+
+def check_surroundings(kind, of_grad, name, size, shift):
     wide = DTYPES[SUMS[kind]]
     rule = RULES[name]()
     slots = dict(sorted(rule._slots().items()))
-    value, grad = normal(size, DTYPES[kind], 1), normal(size, wide, 2)
+    value, grad = normal(size, DTYPES[kind], 1), normal(size, DTYPES[of_grad], 2)
     watched = [Watched(np.full(size, start, wide), shift) for start in slots.values()]
     target, source = Watched(value, shift), Watched(grad, 1 - shift)
-    scalars = map(
-        wide.type, (*rule._numbers(rule.learning_rate, 1), *rule._constants())
-    )
-    launch(f"{name}_{kind}", target, source, *watched, i64(size), *scalars, size=size)
+    given = tables(target, source, watched, size)
+    numbers = (*rule._numbers(rule.learning_rate, 1), *rule._constants())
+    # The rate of a table precedes the other.
+    rates = [None, cupy.asarray(np.array(numbers[:1], wide))][shift]
+    scalars = [wide.type(n) for n in ((9.0 if shift else numbers[0]), *numbers[1:])]
+    launch(f"{name}_{kind}", *given, i64(CHUNK), rates, *scalars, blocks=len(given[2]))
 
     variable = hpc.Variable(value.astype(DTYPES[kind]), "w")
     rule.apply_gradients([(grad, variable)])
@@ -70,14 +237,40 @@ def test_only_what_there_is_is_changed(kind, name, size, shift):
     same_bits(source.get(), grad)
 
 
+@pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_gradient_may_be_the_variable(name):
-    start = normal(1025, np.float32)
-    here, there = (hpc.Variable(xp.array(start), "w") for xp in (np, cupy))
-    for variable in (here, there):
-        RULES[name]().apply_gradients([(variable.value, variable)])
+def test_the_gradient_may_be_the_variable(name, kind):
+    pair = Pair(name, [normal(1025, DTYPES[kind]), normal(3, DTYPES[kind])])
+    pair.apply(*[[var.value for var in each] for each in (pair.here, pair.there)])
+    pair.check()
 
-    same_bits(there.value.get(), here.value)
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_gradient_may_be_another_variable(name):
+    # In one launch: neither may see the other's new value.
+    starts = [normal(20000, np.float32, seed) for seed in (1, 2)]
+    pair = Pair(name, starts)
+    there = [pair.there[1].value, pair.there[0].value]
+    pair.apply(starts[::-1], there)
+    pair.check()
+
+
+def test_a_gradient_may_lie_across_its_variable():
+    memory = cupy.asarray(np.arange(3000, dtype=np.float32))
+    w = hpc.Variable(memory[:2999], "w")
+    hpc.SGD(1).apply_gradients([(memory[1:], w)])
+
+    assert (w.value.get() == -1).all()
+
+
+def test_variables_that_share_memory_are_updated_one_after_the_other(launches):
+    memory = cupy.zeros(3000, np.float32)
+    both = [hpc.Variable(memory[:2000], "a"), hpc.Variable(memory[1000:], "b")]
+    grads = [cupy.ones(2000, np.float32) for _ in both]
+    hpc.SGD(1).apply_gradients(list(zip(grads, both, strict=True)))
+
+    assert memory.get().tolist() == 1000 * [-1] + 1000 * [-2] + 1000 * [-1]
+    assert len(launches) == 2
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -89,3 +282,35 @@ def test_what_is_no_number_stays_what_it_is(name):
     RULES[name]().apply_gradients([(cupy.asarray(values), there)])
 
     np.testing.assert_array_equal(there.value.get(), here.value)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_state_that_is_set_goes_on_with_the_same_bits(name):
+    pair = Pair(name, [normal(300, np.float32), normal(7, np.float16)])
+    grads = [normal(start.size, start.dtype, 1) for start in pair.starts]
+    for _ in range(3):
+        pair.apply(grads)
+    fresh = RULES[name]()
+    fresh.initialize(pair.there)
+    for var in pair.there:
+        old, new = pair.device._state(var), fresh._state(var)
+        new.step.value = old.step.value
+        for slot, variable in new.slots.items():
+            variable.value = old.slots[slot].value.get()
+    pair.device = fresh
+    pair.apply(grads)
+    pair.check()
+
+
+def test_tables_are_freed_on_request():
+    pair = Pair("sgd", [normal(300, np.float32)])
+    grads, pool = [normal(300, np.float32, 1)], cupy.get_default_memory_pool()
+    there = [cupy.asarray(grads[0])]
+    before = pool.used_bytes()
+    pair.apply(grads, there)
+    assert pool.used_bytes() > before
+    pair.device._release()
+
+    assert pool.used_bytes() == before
+    pair.apply(grads, there)
+    pair.check()

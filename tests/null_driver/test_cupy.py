@@ -148,6 +148,27 @@ def test_updates(cp, dtype, rule):
     assert str(one.dtype) in repr(one)
 
 
+@ALL
+def test_one_launch_updates_all_variables(cp, driver, dtype):
+    makers = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+    variables = [hpc.Variable(cp.zeros(n, dtype), f"w{n}") for n in range(40)]
+    opt = hpc.Momentum(0.1, 0.9)
+    opt.initialize(variables)
+    suffix = kernels.SUFFIXES[np.dtype(dtype)]
+
+    def launches():
+        return driver.null_driver_launches(f"momentum_{suffix}".encode())
+
+    before = launches()
+    for step in range(3):
+        grads = [cp.zeros(n, makers[n % 4]) if n != step else None for n in range(40)]
+        with cp.cuda.Stream(non_blocking=True):
+            opt.apply_gradients(zip(grads, variables, strict=True))
+        del grads
+    assert launches() == before + 3
+    opt._release()
+
+
 KINDS = {
     "eager": {"schedule": "shared"},
     "shared": {"schedule": "shared", "bucket_bytes": 1024},

@@ -1,0 +1,264 @@
+"""Updates of variables on a device: one launch for all variables of a dtype.
+
+A launch costs microseconds, as much as updating a megabyte, and a model has hundreds of
+small variables. The kernels of kernels/update.cu therefore read addresses from tables on
+the device. The tables are kept: they are copied to the device again only where a
+gradient lies at another address than before.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpcaccum.device import cupy, kernels
+from hpcaccum.dtypes import BFLOAT16, accumulation_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hpcaccum.optimizers.update_rule import State
+
+Array = np.ndarray[Any, Any]
+
+# Numbers of dtypes in a table of gradients (kernels/update.cu).
+_KINDS = {
+    np.dtype(np.float32): 0,
+    np.dtype(np.float64): 1,
+    np.dtype(np.float16): 2,
+    BFLOAT16: 3,
+}
+# Elements that one block updates: enough that its start is cheap, and fewer where whole
+# multiprocessors would have no work. A block moves _LEAST elements in one pass.
+_MOST, _LEAST = 16384, 1024
+# The same variables are updated at every step, or a few sets alternate; so do the
+# addresses of their gradients.
+_REMEMBERED = 8
+
+
+class Updates:
+    """Updates sets of variables by a rule's kernel; keeps the tables of recent sets.
+
+    Several threads may use it. Launches go to the current stream.
+    """
+
+    def __init__(self) -> None:
+        self._plan = functools.lru_cache(_REMEMBERED)(_Plan)
+
+    def prepare(self, kernel: str, states: Sequence[State]) -> _Plan:
+        """Return what updates these variables; compile the kernels.
+
+        Args:
+            kernel: Name in kernels/update.cu, without the suffix of the dtype.
+            states: Those of the variables, all on the current device.
+
+        Raises:
+            DeviceUnavailableError: If a kernel cannot be compiled.
+        """
+        # A table is on the device only for the stream that copied it, and each thread
+        # may have a default stream of the same address.
+        stream = cupy().cuda.get_current_stream().ptr, threading.get_ident()
+        return self._plan(kernel, tuple(states), stream)
+
+    def clear(self) -> None:
+        """Free all tables."""
+        self._plan.cache_clear()
+
+
+class _Group(NamedTuple):
+    """Variables of one dtype, which one launch updates.
+
+    Attributes:
+        kernel: Full name.
+        members: Their indices in the plan.
+        wide: Dtype of the arithmetic and of the slots.
+        variables: On the device; a row of 4 int64 for each: address of the value, of
+            slot 0 and slot 1, number of elements.
+        chunks: On the device; a row of 2 int64 for each: row of ``variables``, first
+            element.
+        chunk: Elements of a chunk at most.
+    """
+
+    kernel: str
+    members: list[int]
+    wide: np.dtype[Any]
+    variables: Any
+    chunks: Any
+    chunk: int
+
+    def launch(
+        self, gradients: Any, rates: list[float], more: tuple[float, ...]
+    ) -> None:
+        own = [rates[i] for i in self.members]
+        wide = self.wide.type
+        table = _upload(own, self.wide) if len(set(own)) > 1 else None
+        kernels.kernel(self.kernel)(
+            (len(self.chunks),),
+            (kernels.THREADS,),
+            (
+                self.variables,
+                gradients,
+                self.chunks,
+                np.int64(self.chunk),
+                table,
+                *map(wide, (own[0], *more)),
+            ),
+        )
+
+
+class _Plan:
+    """The tables for one set of variables on one stream."""
+
+    def __init__(
+        self, kernel: str, states: tuple[State, ...], stream: tuple[int, int]
+    ) -> None:
+        memory = _Memory(states)
+        self._wide = [accumulation_dtype(state.variable.dtype) for state in states]
+        groups = memory.separate(_by_dtype(states))
+        self._groups = [_group(kernel, states, members) for members in groups]
+        # No method of this object: a cycle would keep the tables until it is collected.
+        self._located: Callable[..., _Located] = functools.lru_cache(_REMEMBERED)(
+            functools.partial(_locate, memory, self._wide, self._groups)
+        )
+
+    def launch(
+        self, grads: list[Any], rates: list[float], more: tuple[float, ...]
+    ) -> None:
+        """Update all variables; queued, not waited for.
+
+        Args:
+            grads: Contiguous, of the variables' shapes, of any float dtypes.
+            rates: The kernel's first number, for each variable.
+            more: The kernel's other numbers.
+        """
+        located = self._located(*_places(grads))
+        if located.copied:
+            grads = list(grads)
+            for i in located.copied:
+                grads[i] = grads[i].astype(self._wide[i])
+            located = self._located(*_places(grads))
+        for group, gradients in zip(self._groups, located.tables, strict=True):
+            group.launch(gradients, rates, more)
+
+
+class _Located(NamedTuple):
+    """Gradients at certain addresses.
+
+    Attributes:
+        copied: Indices of those that must be copied; if any, there are no tables.
+        tables: On the device, for each group; a row of 2 int64 for each variable:
+            address and kind of dtype.
+    """
+
+    copied: list[int]
+    tables: list[Any]
+
+
+class _Memory:
+    """Where the values and slots of variables lie."""
+
+    def __init__(self, states: tuple[State, ...]) -> None:
+        self.values = [state.variable.value for state in states]
+        self.sizes = np.array([value.size for value in self.values])
+        slots = [slot.value for state in states for slot in state.slots.values()]
+        spans = sorted(
+            (array.data.ptr, array.data.ptr + array.nbytes)
+            for array in [*self.values, *slots]
+            if array.size
+        )
+        self._low = np.array([low for low, _ in spans], np.uint64)
+        # Of this span and of all before it.
+        high = np.array([high for _, high in spans], np.uint64)
+        self._high = np.maximum.accumulate(high) if len(high) else high
+
+    def separate(self, groups: list[list[int]]) -> list[list[int]]:
+        """Split groups into single variables if variables share memory.
+
+        Launches follow each other, blocks of one launch do not.
+        """
+        shared = (self._low[1:] < self._high[:-1]).any()
+        return [[i] for group in groups for i in group] if shared else groups
+
+    def crossing(self, places: tuple[int, ...], dtypes: tuple[Any, ...]) -> list[int]:
+        """Return which gradients share memory with a variable, unless it is their own.
+
+        Blocks that update that variable run at the same time. The gradient of ``x * y``
+        by ``y`` is ``x``.
+        """
+        begin = np.array(places, np.uint64)
+        sizes = self.sizes * [dtype.itemsize for dtype in dtypes]
+        last = np.searchsorted(self._low, begin + sizes.astype(np.uint64)) - 1
+        suspect = (last >= 0) & (self.sizes > 0)
+        suspect &= self._high[last] > begin if len(self._high) else False
+        return [i for i in np.flatnonzero(suspect) if not self._own(i, places, dtypes)]
+
+    def _own(self, i: int, places: tuple[int, ...], dtypes: tuple[Any, ...]) -> bool:
+        value = self.values[i]
+        return places[i] == value.data.ptr and dtypes[i] == value.dtype
+
+
+def _by_dtype(states: tuple[State, ...]) -> list[list[int]]:
+    """Return the indices of variables that have elements, for each dtype."""
+    groups: dict[np.dtype[Any], list[int]] = {}
+    for i, state in enumerate(states):
+        if state.variable.value.size:
+            groups.setdefault(state.variable.dtype, []).append(i)
+    return list(groups.values())
+
+
+def _group(kernel: str, states: tuple[State, ...], members: list[int]) -> _Group:
+    dtype = states[members[0]].variable.dtype
+    name = f"{kernel}_{kernels.SUFFIXES[dtype]}"
+    kernels.kernel(name)
+    sizes = [states[i].variable.value.size for i in members]
+    chunk = _chunk(sum(sizes))
+    chunks = [
+        (row, first) for row, size in enumerate(sizes) for first in range(0, size, chunk)
+    ]
+    variables = [_row(states[i]) for i in members]
+    wide = accumulation_dtype(dtype)
+    return _Group(name, members, wide, _upload(variables), _upload(chunks), chunk)
+
+
+def _chunk(elements: int) -> int:
+    """Return how many elements a block updates, so that all multiprocessors work."""
+    share = -(-elements // kernels.blocks(elements))
+    return max(_LEAST, min(_MOST, -(-share // _LEAST) * _LEAST))
+
+
+def _row(state: State) -> tuple[int, int, int, int]:
+    value = state.variable.value
+    slots = [slot.value.data.ptr for slot in state.slots.values()]
+    first, second, *_ = *slots, 0, 0
+    return value.data.ptr, first, second, value.size
+
+
+def _places(grads: list[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    return tuple([g.data.ptr for g in grads]), tuple([g.dtype for g in grads])
+
+
+def _locate(
+    memory: _Memory,
+    wide: list[np.dtype[Any]],
+    groups: list[_Group],
+    places: tuple[int, ...],
+    dtypes: tuple[Any, ...],
+) -> _Located:
+    copied = set(memory.crossing(places, dtypes))
+    # A kernel reads no gradient that is wider than its arithmetic.
+    copied |= {i for i, dtype in enumerate(dtypes) if dtype.itemsize > wide[i].itemsize}
+    if copied:
+        return _Located(sorted(copied), [])
+    tables = [
+        _upload([(places[i], _KINDS[dtypes[i]]) for i in group.members])
+        for group in groups
+    ]
+    return _Located([], tables)
+
+
+def _upload(rows: Sequence[Any], dtype: Any = np.int64) -> Any:
+    """Copy a table to the device; the host does not wait."""
+    return cupy().asarray(np.array(rows, dtype))
