@@ -1,9 +1,9 @@
 """Updates of variables on a device: one launch for all variables of a dtype.
 
-A launch costs microseconds, as much as updating a megabyte, and a model has hundreds of
-small variables. The kernels of kernels/update.cu therefore read addresses from tables on
-the device. The tables are kept: they are copied to the device again only where a
-gradient lies at another address than before.
+A launch takes microseconds, as long as the update of a megabyte, and a model has
+hundreds of small variables. The kernels of kernels/update.cu therefore read addresses
+from tables on the device. The tables are kept: of the same variables, only the table of
+gradients is copied again, and only if their addresses have changed.
 """
 
 from __future__ import annotations
@@ -161,9 +161,11 @@ class _Memory:
     """Where the values and slots of variables lie."""
 
     def __init__(self, states: tuple[State, ...]) -> None:
-        self.values = [state.variable.value for state in states]
+        self.values: list[Any] = [state.variable.value for state in states]
         self.sizes = np.array([value.size for value in self.values])
-        slots = [slot.value for state in states for slot in state.slots.values()]
+        slots: list[Any] = [
+            slot.value for state in states for slot in state.slots.values()
+        ]
         spans = sorted(
             (array.data.ptr, array.data.ptr + array.nbytes)
             for array in [*self.values, *slots]
@@ -193,11 +195,11 @@ class _Memory:
         last = np.searchsorted(self._low, begin + sizes.astype(np.uint64)) - 1
         suspect = (last >= 0) & (self.sizes > 0)
         suspect &= self._high[last] > begin if len(self._high) else False
-        return [i for i in np.flatnonzero(suspect) if not self._own(i, places, dtypes)]
-
-    def _own(self, i: int, places: tuple[int, ...], dtypes: tuple[Any, ...]) -> bool:
-        value = self.values[i]
-        return places[i] == value.data.ptr and dtypes[i] == value.dtype
+        return [
+            i
+            for i in np.flatnonzero(suspect).tolist()
+            if (places[i], dtypes[i]) != (self.values[i].data.ptr, self.values[i].dtype)
+        ]
 
 
 def _by_dtype(states: tuple[State, ...]) -> list[list[int]]:
@@ -216,7 +218,9 @@ def _group(kernel: str, states: tuple[State, ...], members: list[int]) -> _Group
     sizes = [states[i].variable.value.size for i in members]
     chunk = _chunk(sum(sizes))
     chunks = [
-        (row, first) for row, size in enumerate(sizes) for first in range(0, size, chunk)
+        (row, first)
+        for row, size in enumerate(sizes)
+        for first in range(0, size, chunk)
     ]
     variables = [_row(states[i]) for i in members]
     wide = accumulation_dtype(dtype)
@@ -230,10 +234,9 @@ def _chunk(elements: int) -> int:
 
 
 def _row(state: State) -> tuple[int, int, int, int]:
-    value = state.variable.value
-    slots = [slot.value.data.ptr for slot in state.slots.values()]
-    first, second, *_ = *slots, 0, 0
-    return value.data.ptr, first, second, value.size
+    arrays: list[Any] = [state.variable, *state.slots.values()]
+    value, first, second, *_ = *[each.value.data.ptr for each in arrays], 0, 0
+    return value, first, second, state.variable.value.size
 
 
 def _places(grads: list[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:

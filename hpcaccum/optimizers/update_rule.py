@@ -124,14 +124,14 @@ class State:
         starts: Name of each slot to its initial value.
     """
 
-    def __init__(
-        self, variable: Variable, name: str, starts: dict[str, float]
-    ) -> None:
+    def __init__(self, variable: Variable, name: str, starts: dict[str, float]) -> None:
         title = f"{variable.name}/{name}"
         dtype = accumulation_dtype(variable.dtype)
         self.variable, self.on_device = variable, is_device(variable.value)
         self.slots = {
-            slot: Variable(_filled(variable.value, start, dtype), f"{title}/{slot}", False)
+            slot: Variable(
+                _filled(variable.value, start, dtype), f"{title}/{slot}", False
+            )
             for slot, start in starts.items()
         }
         self.step = Variable(np.zeros((), np.int64), f"{title}/step", trainable=False)
@@ -300,9 +300,7 @@ class Rule(Optimizer):
             for piece, *others in pieces:
                 self._update(piece, *others, scratch[: piece.size], *numbers_)
 
-    def _apply_on_device(
-        self, updates: list[tuple[Array, State]], rate: float
-    ) -> None:
+    def _apply_on_device(self, updates: list[tuple[Array, State]], rate: float) -> None:
         """Update variables on the device by one launch for each dtype."""
         states = [state for _, state in updates]
         plan = self._on_device.prepare(self._kernel, states)
@@ -344,7 +342,7 @@ class Rule(Optimizer):
         return sorted(self._slots())
 
     def variables(self) -> list[Variable]:
-        """Return the slots of all updated variables, and the steps of a rule that counts.
+        """Return the slots of all updated variables; for Adam, their steps too.
 
         In the order of the first updates.
         """

@@ -120,11 +120,17 @@ def test_variables_without_a_gradient_are_left_alone(rule, launches):
     assert len(launches) == 5
 
 
-def test_tables_are_kept_for_gradients_at_the_same_addresses(monkeypatch):
-    uploads, upload = [], device_update._upload
+@pytest.fixture
+def uploads(monkeypatch):
+    """The tables that are copied to the device."""
+    tables, upload = [], device_update._upload
     monkeypatch.setattr(
-        device_update, "_upload", lambda *a: uploads.append(a) or upload(*a)
+        device_update, "_upload", lambda *a: tables.append(a) or upload(*a)
     )
+    return tables
+
+
+def test_tables_are_kept_for_gradients_at_the_same_addresses(uploads):
     pair = Pair("adam", [normal(n, np.float32, n) for n in (300, 5)])
     grads = [normal(start.size, np.float32, 1) for start in pair.starts]
     places = [[cupy.asarray(g) for g in grads] for _ in range(3)]
@@ -137,18 +143,19 @@ def test_tables_are_kept_for_gradients_at_the_same_addresses(monkeypatch):
     assert counts == [3, 4, 5, 5, 5, 5, 5]
 
 
-def test_tables_belong_to_a_stream():
+def test_tables_belong_to_a_stream(uploads):
     pair = Pair("momentum", [normal(300, np.float32)])
     grads = [normal(300, np.float32, 1)]
-    there = [cupy.asarray(grads[0])]
-    cupy.cuda.Device().synchronize()
-    for _ in range(2):
-        pair.apply(grads, there)
+    there, counts = [cupy.asarray(grads[0])], []
+    streams = [cupy.cuda.Stream.null, cupy.cuda.Stream(non_blocking=True)]
+    for stream in streams * 2:
         cupy.cuda.Device().synchronize()
-        with cupy.cuda.Stream(non_blocking=True) as stream:
+        with stream:
             pair.apply(grads, there)
-            stream.synchronize()
+        counts.append(len(uploads))
+    cupy.cuda.Device().synchronize()
     pair.check()
+    assert counts == [3, 6, 6, 6]
 
 
 def test_slots_of_initialize_are_ready_on_every_stream():
