@@ -1,7 +1,7 @@
 """The update rules: SGD, Momentum, Adagrad, Adam.
 
-Each is written twice: in NumPy here, and for the device in kernels/update.cu, operation
-by operation the same.
+Each has two implementations, with the same operations in the same order: in NumPy in
+this module, and in CUDA in kernels/update.cu.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Momentum(Rule):
     Args:
         learning_rate: As in `Rule`.
         momentum: A finite number.
-        use_nesterov: Which of the two.
+        use_nesterov: Whether to use Nesterov's form.
         name: As in `Rule`.
 
     Source: Sutskever et al., On the importance of initialization and momentum in deep
-    learning, 2013, in the form of TensorFlow's MomentumOptimizer, where the learning
-    rate is no part of the accumulator.
+    learning, 2013, in the form of TensorFlow's MomentumOptimizer, whose accumulator
+    does not contain the learning rate.
     """
 
     __slots__ = ("_kernel", "_momentum", "_use_nesterov")
@@ -95,7 +95,7 @@ class Momentum(Rule):
 
 
 class Adagrad(Rule):
-    """Steps that shrink with all gradients seen, for each element by itself.
+    """Gradient descent with steps scaled by each element's sum of squared gradients.
 
     ``accum += grad ** 2; value -= learning_rate * grad / sqrt(accum)``. The slot is
     "accumulator".
@@ -144,7 +144,7 @@ class Adagrad(Rule):
 class Adam(Rule):
     """Adam; with ``weight_decay``, AdamW.
 
-    With t updates of this variable, this one included::
+    With t the number of updates of this variable, including this one::
 
         m = beta1 * m + (1 - beta1) * grad
         v = beta2 * v + (1 - beta2) * grad ** 2
@@ -152,8 +152,8 @@ class Adam(Rule):
         value -= learning_rate * weight_decay * value
         value -= rate * m / (sqrt(v) + epsilon)
 
-    The slots are "m" and "v"; t is among `variables`. Epsilon is that of the paper's
-    section 2 ("epsilon hat"), not of its algorithm 1.
+    The slots are "m" and "v"; t is the variable "step" of `variables`. Epsilon is
+    that of the paper's section 2 ("epsilon hat"), not of its algorithm 1.
 
     Args:
         learning_rate: As in `Rule`.

@@ -1,4 +1,4 @@
-"""Variables, the interface of optimizers, and the update rules; no MPI in it."""
+"""Variables, the interface of optimizers, and the update rules."""
 
 from __future__ import annotations
 
@@ -308,6 +308,51 @@ def test_variables_are_all_state():
     assert list(state) == [f"{v}/Adam/{s}" for v in "ab" for s in ("m", "v", "step")]
     assert (state["a/Adam/step"], state["b/Adam/step"]) == (2, 1)
     assert SGD(1).variables() == []
+
+
+@pytest.mark.parametrize("rule", MAKERS)
+def test_slots_are_made_by_initialize_and_shown_from_the_first_update(rule):
+    opt, w, v = MAKERS[rule](), one(), one(name="v")
+    opt.initialize([w, v, Variable(0, "n")])
+    names = opt.get_slot_names()
+    made = {name: opt._made[w].slots[name] for name in names}
+    assert opt.variables() == []
+    assert [opt.get_slot(w, name) for name in names] == [None] * len(names)
+    steps(opt, w, [1])
+    opt.initialize([w, v])
+    steps(opt, w, [1])
+
+    assert {name: opt.get_slot(w, name) for name in names} == made
+    assert [opt.get_slot(v, name) for name in names] == [None] * len(names)
+    assert opt._state(w).updates == 2
+
+
+def test_gradients_are_computed_without_slots():
+    opt, w = Adam(), one()
+    opt.compute_gradients(lambda: (0, [1.0]), [w])
+
+    assert opt._made == {}
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+@pytest.mark.parametrize("rule", MAKERS)
+def test_a_state_that_is_set_goes_on_with_the_same_bits(rule, initialized):
+    old, new, w = MAKERS[rule](), MAKERS[rule](), one([1.0, 2.0])
+    for opt in (old, new):
+        opt.learning_rate = lambda step: 1 / (1 + step)
+    steps(old, w, [[1, 2], [3, 4]])
+    v = w.copy()
+    if initialized:
+        new.initialize([v])
+    state = new._state(v)
+    state.step.value = old._state(w).step.value
+    for name, slot in state.slots.items():
+        slot.value = old.get_slot(w, name).value
+
+    assert steps(new, v, [[5, 6]]) == steps(old, w, [[5, 6]])
+    for name in old.get_slot_names():
+        expected = old.get_slot(w, name).value.tolist()
+        assert new.get_slot(v, name).value.tolist() == expected
 
 
 def test_variables_of_one_name_have_slots_of_their_own():
