@@ -53,7 +53,7 @@ test-system: $(VENV)/.test
 
 # CUDA kernels on the simulated device, and the simulator's own tests.
 test-device: $(VENV)/.test
-	$(PYTEST) tests/device tests/simulator $(ARGS) </dev/null
+	$(PYTEST) tests/device tests/simulator/tests $(ARGS) </dev/null
 
 # From now on test-device compiles kernels with NVIDIA's compiler, too.
 nvrtc: $(VENV)/.nvrtc
@@ -66,7 +66,7 @@ test-cupy: $(VENV)/.nvrtc $(OLDEST_CUPY)/.installed
 	@status=0; set -x; \
 	$(NULL_DRIVER) || status=1; \
 	PYTHONPATH=$(OLDEST_CUPY) $(NULL_DRIVER) || status=1; \
-	PYTHONPATH=$(OLDEST_CUPY) $(PYTEST) tests/device/test_simulator_fidelity.py \
+	PYTHONPATH=$(OLDEST_CUPY) $(PYTEST) tests/simulator/tests/test_fidelity.py \
 	    $(ARGS) </dev/null || status=1; \
 	exit $$status
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-SIMULATOR = Path(__file__).parents[1] / "simulator"
-# What they test is the simulator, or needs none: no use of a GPU.
+from ..simulator import install, skip_reason
+
+# They test how kernels are compiled, or run only on the simulator.
 NOT_FOR_A_GPU = {
     "test_compile",
     "test_kernels",
     "test_faults",
     "test_sanitizers",
-    "test_simulator",
-    "test_simulator_arrays",
-    "test_simulator_fidelity",
-    "test_simulator_kernels",
 }
 collect_ignore: list[str] = []
-WITHOUT_SIMULATOR = {"test_compile", "test_simulator_fidelity"}
+WITHOUT_SIMULATOR = {"test_compile"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if on_gpu(config):
         collect_ignore.extend(f"{name}.py" for name in NOT_FOR_A_GPU)
     else:
-        sys.path.insert(0, str(SIMULATOR))
+        install()
 
 
 def pytest_collection_modifyitems(
@@ -40,8 +35,8 @@ def pytest_collection_modifyitems(
         for item in here:
             item.add_marker("gpu")
         return
-    if problem := _missing():
-        skip = pytest.mark.skip(reason=problem)
+    if here and (reason := skip_reason()):
+        skip = pytest.mark.skip(reason=reason)
         for item in here:
             if item.path.stem not in WITHOUT_SIMULATOR:
                 item.add_marker(skip)
@@ -49,12 +44,3 @@ def pytest_collection_modifyitems(
 
 def on_gpu(config: pytest.Config) -> bool:
     return config.option.markexpr.strip() == "gpu"
-
-
-def _missing() -> str:
-    import cpu_cuda
-
-    problem = cpu_cuda.missing()
-    if problem and os.environ.get("HPCACCUM_REQUIRE_KERNELS") == "1":
-        pytest.exit(f"HPCACCUM_REQUIRE_KERNELS=1, but {problem}", returncode=1)
-    return f"kernels cannot be built for the CPU: {problem}" if problem else ""

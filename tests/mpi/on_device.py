@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +9,7 @@ import pytest
 from hpcaccum.device import arrays as device
 from hpcaccum.mpi import cuda_aware
 
-SIMULATOR = Path(__file__).parents[1] / "simulator"
+from .. import simulator
 
 
 def wants_gpu(config: pytest.Config) -> bool:
@@ -24,12 +20,9 @@ def wants_gpu(config: pytest.Config) -> bool:
 def device_library(request: pytest.FixtureRequest) -> Any:
     """CuPy, or what stands in for it; the rank's own device is the current one."""
     if not wants_gpu(request.config):
-        if str(SIMULATOR) not in sys.path:
-            sys.path.insert(0, str(SIMULATOR))
-        missing = importlib.import_module("cpu_cuda").missing()
-        if missing and os.environ.get("HPCACCUM_REQUIRE_KERNELS") != "1":
-            pytest.skip(missing)
-        assert not missing, missing
+        simulator.install()
+        if reason := simulator.skip_reason():
+            pytest.skip(reason)
     from mpi4py import MPI
 
     device.use_device(MPI.COMM_WORLD.rank)

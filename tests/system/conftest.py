@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shutil
@@ -14,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from .. import simulator as simulated
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -44,13 +45,10 @@ def mpiexec() -> str:
 @pytest.fixture
 def simulator(monkeypatch: pytest.MonkeyPatch) -> str:
     """The folder from which `import cupy` is a simulated device."""
-    folder = str(REPOSITORY / "tests" / "simulator")
-    monkeypatch.syspath_prepend(folder)
-    missing = importlib.import_module("cpu_cuda").missing()
-    if missing and os.environ.get("HPCACCUM_REQUIRE_KERNELS") != "1":
-        pytest.skip(missing)
-    assert not missing, missing
-    return folder
+    monkeypatch.syspath_prepend(simulated.FOLDER)
+    if reason := simulated.skip_reason():
+        pytest.skip(reason)
+    return simulated.FOLDER
 
 
 @pytest.fixture
