@@ -20,13 +20,7 @@ from hpcaccum.accumulator.words import CLOSED
 
 from ..common import VAIN as VAIN
 from ..common import same_bits as same_bits
-from .exchange import world
-from .support import WAIT
-
-
-def meet(told: Any = None) -> list[Any]:
-    """Wait for all ranks; return what each told. Collective."""
-    return world("tests").gather(told)
+from .support import WAIT, meet
 
 
 def at(rank: int, do: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from mpi4py import MPI
 
 import hpcaccum
 
+from ..common import WAIT
 from .exchange import world
 from .on_device import aware, device_library, pinned, wants_gpu  # noqa: F401
 from .outcome import Outcome, merge
@@ -220,3 +221,9 @@ def size() -> int:
 def comm(request: pytest.FixtureRequest) -> MPI.Intracomm:
     """A communicator of all ranks that no other test has used."""
     return request.node.stash[COMM]
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait takes longer than a test may; some tests set a shorter limit."""
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))

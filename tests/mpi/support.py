@@ -14,6 +14,11 @@ from ..common import WAIT as WAIT
 from .exchange import world
 
 
+def meet(told: Any = None) -> list[Any]:
+    """Wait for all ranks; return what each of them passed. Collective."""
+    return world("tests").gather(told)
+
+
 def together(test: Callable[..., None]) -> Callable[..., None]:
     """Make one call of ``test`` fail on all ranks if it fails on one. Collective.
 

@@ -8,13 +8,7 @@ import pytest
 import hpcaccum as hpc
 
 from .acting import until
-from .support import WAIT
 from .training import ONE_SIDED, gives, meet, raised, variable
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 @pytest.fixture(params=ONE_SIDED)

@@ -25,11 +25,6 @@ from .training import meet, raised, turns
 SIZE = 5
 
 
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
-
-
 @pytest.fixture(params=["first", "last"])
 def host(request, size):
     if request.param == "last" and size == 1:

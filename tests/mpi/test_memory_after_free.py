@@ -17,11 +17,6 @@ from .training import ONE_SIDED, gives, meet, variable
 LARGE = 1 << 19
 
 
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
-
-
 def accumulator(storage):
     def hold(comm):
         acc = hpc.ConditionalAccumulator("f8", (LARGE,), comm=comm, storage=storage)

@@ -15,14 +15,8 @@ from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.node_memory import NodeMemory, check_room
 
 from .acting import meet
-from .support import WAIT
 
 HUGE = 2**50
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 @pytest.fixture

@@ -42,9 +42,7 @@ def test_kernel_that_fails_raises_when_somebody_waits():
 
     kernel()((1,), (32,), (x, 2.0, np.int64(2)))
 
-    with pytest.raises(
-        RuntimeFailure, match=r"factor.*float64.*test_kernels\.py:"
-    ):
+    with pytest.raises(RuntimeFailure, match=r"factor.*float64.*test_kernels\.py:"):
         cupy.cuda.get_current_stream().synchronize()
     np.testing.assert_array_equal(x.get(), [1, 2])
 
