@@ -312,5 +312,5 @@ def test_help_says_what_the_rows_are(tmp_path):
     result = run_program(command, timeout=60, cwd=tmp_path, env=env)
 
     assert result.returncode == 0, result.stdout
-    assert "- zero-copy: in place on the reducer's arrays." in result.stdout
+    assert "- zero-copy: in place in the reducer's arrays." in result.stdout
     assert "Args:" not in result.stdout
