@@ -35,11 +35,6 @@ from .support import WAIT
 ANY_STEP = 2**40
 
 
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
-
-
 def stride(acc):
     """Return how many points to go on: a trial is slow over a network."""
     return 1 if acc._rounds.words.direct else 13

@@ -8,13 +8,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError
 
-from .support import WAIT
 from .training import gives, meet, raised, turns, watch_copies
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 @pytest.fixture

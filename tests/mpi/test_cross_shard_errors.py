@@ -13,13 +13,7 @@ from hpcaccum import (
     Reduction,
 )
 
-from .support import WAIT
 from .training import gives, raised, variable
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 @pytest.fixture

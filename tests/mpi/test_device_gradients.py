@@ -9,15 +9,9 @@ import pytest
 from hpcaccum import ConditionalAccumulator, InvalidArgumentError
 from hpcaccum.dtypes import accumulation_dtype
 
-from .support import WAIT
 from .training import meet, raised
 
 N = 1000
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 @pytest.fixture(params=["slots", "sum"])

@@ -13,7 +13,6 @@ from hpcaccum import InvalidArgumentError
 from hpcaccum.mpi import cuda_aware
 
 from .on_device import Aware
-from .support import WAIT
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised
 
 RULES = {
@@ -25,11 +24,6 @@ RULES = {
     "AdamW": lambda: hpc.Adam(0.01, weight_decay=0.1),
 }
 SHAPES = {"w": (40, 5), "b": (5,), "none": (0,)}
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 def arrays(seed, dtype=np.float32):

@@ -8,13 +8,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError
 
-from .support import WAIT
 from .training import computed, gives, meet, raised, turns, variable
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 @pytest.fixture

@@ -11,15 +11,9 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, InvalidArgumentError
 
-from .support import WAIT
 from .training import ONE_SIDED, computed, gives, meet, raised, turns, variable
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 @pytest.fixture(params=ONE_SIDED)

@@ -9,7 +9,6 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError
 
-from .support import WAIT
 from .training import WRAPPERS, gives, meet, raised, variable
 
 INNER = {
@@ -22,11 +21,6 @@ INNER = {
 }
 KINDS = [*INNER, *WRAPPERS]
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 @pytest.fixture(params=KINDS)

@@ -7,13 +7,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, FreedError, InvalidArgumentError
 
-from .support import WAIT
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -17,11 +17,6 @@ from .support import WAIT
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
 
 
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
-
-
 @pytest.fixture(params=ONE_SIDED)
 def kind(request):
     return request.param

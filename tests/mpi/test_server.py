@@ -19,11 +19,6 @@ from .support import WAIT
 from .training import meet, raised, turns, watch_copies
 
 
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
-
-
 @pytest.fixture(params=["threaded", "dedicated"])
 def dedicated(request, size):
     if request.param == "dedicated" and size == 1:

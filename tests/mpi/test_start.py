@@ -12,14 +12,8 @@ import hpcaccum as hpc
 from hpcaccum import DisagreementError, InvalidArgumentError
 from hpcaccum.optimizers import start
 
-from .support import WAIT
 from .test_cross_shard import shards
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 def cross_shard(comm, **options):

@@ -17,11 +17,6 @@ from .support import WAIT
 from .training import Gate, computed, gives, meet, raised, turns, variable
 
 
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
-
-
 @pytest.fixture
 def make(comm):
     """Return a function that makes an optimizer; all are freed in the end."""

@@ -1,4 +1,4 @@
-"""The parts of ``hpcaccum train``: model, data and loop, without the command line."""
+"""The parts of ``hpcaccum train``: data and loop, without the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum.train.data import batches, load, prepare
 from hpcaccum.train.loop import Run
-from hpcaccum.train.model import MLP
 from hpcaccum.train.options import STRATEGIES, add_arguments, resolve
 
 
@@ -28,64 +27,6 @@ def blobs():
     y = np.arange(300) % 3
     centers = np.array([[0, 0, 3], [0, 3, 0], [3, 0, 0]])
     return prepare("blobs", centers[y] + rng.standard_normal((300, 3)), y)
-
-
-@pytest.fixture
-def mlp():
-    return MLP((4, 6, 5, 3), 0, hpc.Variable, np.float64)
-
-
-def test_gradients_are_those_of_finite_differences(mlp):
-    rng = np.random.default_rng(1)
-    x, y = rng.standard_normal((7, 4)), np.array([0, 1, 2, 0, 1, 2, 2])
-    for variable in mlp.variables:  # biases of 0 put dead units on ReLU's kink
-        variable.value[...] = rng.standard_normal(variable.shape)
-    _, gradients = mlp.loss_and_gradients(x, y)
-
-    assert len(gradients) == len(mlp.variables)
-    for variable, gradient in zip(mlp.variables, gradients, strict=True):
-        assert gradient.shape == variable.shape
-        for index in np.ndindex(variable.shape):
-            before = variable.value[index]
-            variable.value[index] = before + 1e-6
-            above, _ = mlp.loss_and_gradients(x, y)
-            variable.value[index] = before - 1e-6
-            below, _ = mlp.loss_and_gradients(x, y)
-            variable.value[index] = before
-            assert gradient[index] == pytest.approx((above - below) / 2e-6, abs=1e-7)
-
-
-def test_a_model_that_knows_nothing_has_the_loss_of_guessing(mlp):
-    for variable in mlp.variables:
-        variable.value[...] = 0
-    x, y = np.ones((10, 4)), np.zeros(10, int)
-
-    assert mlp.loss_and_gradients(x, y)[0] == pytest.approx(np.log(3))
-    assert mlp.evaluate(x, y) == pytest.approx((np.log(3), 1))
-
-
-def test_large_scores_do_not_overflow(mlp):
-    for variable in mlp.variables:
-        variable.value[...] *= 1e4
-    x, y = np.ones((10, 4)), np.zeros(10, int)
-
-    assert np.isfinite(mlp.loss_and_gradients(x, y)[0])
-
-
-def test_evaluation_in_pieces_is_the_same(mlp):
-    rng = np.random.default_rng(2)
-    x, y = rng.standard_normal((10_000, 4)), rng.integers(0, 3, 10_000)
-    loss, accuracy = mlp.evaluate(x, y)
-
-    assert loss == pytest.approx(mlp.loss_and_gradients(x, y)[0])
-    assert 0 < accuracy < 1
-
-
-def test_the_same_seed_gives_the_same_weights():
-    one, two, other = (MLP((4, 3), seed, hpc.Variable) for seed in (5, 5, 6))
-
-    assert np.array_equal(one.variables[0].value, two.variables[0].value)
-    assert not np.array_equal(one.variables[0].value, other.variables[0].value)
 
 
 def test_the_digits_are_the_same_on_all_ranks(comm):
@@ -106,14 +47,6 @@ def test_bad_data_is_told_to_all_ranks(comm, tmp_path):
 
     with pytest.raises(hpc.InvalidArgumentError, match="y must be integers"):
         load(path, hpc.Group.of(comm))
-
-
-def test_labels_may_be_any_integers():
-    data = prepare("", np.arange(20.0).reshape(-1, 1), np.repeat([-7, 900], 10))
-
-    assert data.classes == 2
-    assert data.y.tolist() == [0] * 8 + [1] * 8
-    assert data.y_test.tolist() == [0, 0, 1, 1]
 
 
 def test_ranks_share_an_epoch_without_gap_or_overlap(blobs):

@@ -15,11 +15,6 @@ from .support import WAIT
 from .training import ONE_SIDED, Gate, gives, meet, raised, variable
 
 
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
-
-
 @pytest.fixture
 def in_vain(monkeypatch):
     """Return what calls something that waits in vain, and gives the error."""
