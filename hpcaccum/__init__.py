@@ -23,7 +23,7 @@ from hpcaccum.errors import (
     WaitTimeoutError,
 )
 from hpcaccum.layout import Layout
-from hpcaccum.mpi import Group, install_excepthook
+from hpcaccum.mpi import Group, install_excepthook, launched_ranks
 from hpcaccum.optimizers import (
     SGD,
     Adagrad,
@@ -84,4 +84,7 @@ __all__ = [
     "get_variable",
 ]
 
-install_excepthook()
+# A rank that fails before it uses MPI must end the job, too: the others wait for it.
+# Without a launcher of several ranks, importing has no side effects.
+if launched_ranks() > 1:
+    install_excepthook()

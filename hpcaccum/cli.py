@@ -18,7 +18,7 @@ import hpcaccum
 from hpcaccum.bench import command as bench
 from hpcaccum.bench import options as bench_options
 from hpcaccum.errors import DeviceUnavailableError
-from hpcaccum.mpi import MPI, abort_job
+from hpcaccum.mpi import MPI, abort_job, install_excepthook
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
 
@@ -80,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after ``hpcaccum``; those of this process by default.
     """
+    install_excepthook()
     try:
         return _run(arguments)
     except KeyboardInterrupt:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from hpcaccum.mpi.control import Track
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.group import Group
+from hpcaccum.mpi.launcher import launched_ranks
 from hpcaccum.mpi.lifetime import Freeable, Opened
 from hpcaccum.mpi.node_memory import NodeMemory
-from hpcaccum.mpi.runtime import (
-    MPI,
+from hpcaccum.mpi.runtime import MPI, check_running
+from hpcaccum.mpi.shutdown import (
     abort_job,
-    check_running,
     install_excepthook,
     is_ending,
     report_and_abort,
@@ -40,6 +40,7 @@ __all__ = [
     "cuda_awareness",
     "install_excepthook",
     "is_ending",
+    "launched_ranks",
     "report_and_abort",
     "without_signals",
 ]

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import DisagreementError, WaitTimeoutError, format_ranks
-from hpcaccum.mpi.runtime import MPI, is_ending
+from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.shutdown import is_ending
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI

@@ -20,10 +20,10 @@ from hpcaccum.errors import (
     InvalidArgumentError,
     format_ranks,
 )
-from hpcaccum.mpi import runtime
 from hpcaccum.mpi.agent import ProgressThread
 from hpcaccum.mpi.control import ControlChannel
-from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.runtime import MPI, check_running
+from hpcaccum.mpi.shutdown import is_ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class Group:
             TypeError: If ``comm`` is something else.
             FreedError: After MPI.Finalize().
         """
-        runtime.check_running(MPI)
+        check_running(MPI)
         if isinstance(comm, Group):
             return comm
         comm = MPI.COMM_WORLD if comm is None else comm
@@ -141,7 +141,7 @@ class Group:
         Raises:
             DisagreementError, WaitTimeoutError: As `ControlChannel.gather`.
         """
-        runtime.check_running(MPI)
+        check_running(MPI)
         return self.control.gather(value, what)
 
     def agree(
@@ -250,7 +250,7 @@ class Group:
         """Free the private communicators. Collective."""
         if self.__dict__.get("leaders") is not None:
             self.__dict__["leaders"].Free()
-        if not runtime.is_ending():
+        if not is_ending():
             self.control.drain()
         self.node.Free()
         self.comm.Free()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcaccum.errors import FreedError
-from hpcaccum.mpi import runtime
+from hpcaccum.mpi import shutdown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ class Freeable:
         self.label = f"{what} (number {group.next_number()})"
         group.retain()
         self._group_in_use = group
-        runtime.at_exit(self._free_once)
+        shutdown.at_exit(self._free_once)
 
     @property
     def freed(self) -> bool:
@@ -54,7 +54,7 @@ class Freeable:
     def free(self) -> None:
         """Free it. Collective. Calling it again does nothing."""
         self._free_once()
-        runtime.forget(self._free_once)
+        shutdown.forget(self._free_once)
 
     def _free_once(self) -> None:
         if self._freed:
@@ -100,7 +100,7 @@ class Opened:
         self._group, self._free = group, free
         self.label = f"{what} (number {group.next_number()})"
         group.retain()
-        runtime.at_exit(self._close)
+        shutdown.at_exit(self._close)
         self.closed = False
 
     def _close(self) -> None:
@@ -112,4 +112,4 @@ class Opened:
     def close(self) -> None:
         """Run it, if it did not run yet."""
         self._close()
-        runtime.forget(self._close)
+        shutdown.forget(self._close)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import runtime
+from hpcaccum.mpi.shutdown import count_open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -172,7 +172,7 @@ def explained(error: OSError, nbytes: int) -> Exception:
         reason += f"; ranks of one node must have one {_SHM} (containers: --ipc=host)"
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
         # Files (ulimit -n), address space (ulimit -v), mappings (vm.max_map_count).
-        reason += f"; {runtime.count_open()} objects of hpcaccum are open on this rank"
+        reason += f"; {count_open()} objects of hpcaccum are open on this rank"
     return RuntimeError(reason)
 
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from hpcaccum.errors import FreedError
-from hpcaccum.mpi import runtime
 from hpcaccum.mpi.node_memory import NodeMemory, check_room, explained, pieces
 from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.shutdown import count_open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -418,7 +418,7 @@ def _check_communicators(group: Group) -> None:
     except MPI.Exception as error:
         reason = str(error).strip().splitlines()[-1]
         raise RuntimeError(
-            f"MPI can make no window, {runtime.count_open()} objects of hpcaccum are "
+            f"MPI can make no window, {count_open()} objects of hpcaccum are "
             f"open on this rank; free those that are not needed, or let one hold "
             f"several arrays: {reason}"
         ) from None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 from mpi4py import MPI
 
-from hpcaccum.mpi import runtime as mpi
+from hpcaccum.mpi import launcher, runtime, shutdown
 
 from .acting import at
 
@@ -17,6 +18,53 @@ PROGRAMS = {
         import hpcaccum, sys
         acc = hpcaccum.ConditionalAccumulator
         assert "mpi4py.MPI" not in sys.modules
+    """,
+    "no side effects": """
+        import atexit, logging, os, signal, sys, threading
+        # What these do is their own affair.
+        import ml_dtypes, numpy
+
+        def state():
+            return {
+                "excepthook": sys.excepthook,
+                "excepthook of threads": threading.excepthook,
+                "callbacks at exit": atexit._ncallbacks(),
+                "threads": threading.active_count(),
+                "switch interval": sys.getswitchinterval(),
+                "signals": [signal.getsignal(n) for n in signal.valid_signals()],
+                "handlers of the log": list(logging.root.handlers),
+                "environment": dict(os.environ),
+                "floating-point errors": numpy.geterr(),
+            }
+
+        before = state()
+        import hpcaccum
+        changed = [name for name, fact in state().items() if fact != before[name]]
+        assert not changed, changed
+        assert sys.excepthook is sys.__excepthook__
+    """,
+    "import under a launcher": """
+        import atexit, os, sys
+        import ml_dtypes, numpy
+        os.environ["PMI_SIZE"] = "2"
+        before = atexit._ncallbacks()
+        import hpcaccum
+        assert sys.excepthook is hpcaccum.mpi.shutdown.report_and_abort
+        assert atexit._ncallbacks() == before
+        assert "mpi4py.MPI" not in sys.modules
+        sys.excepthook = sys.__excepthook__
+    """,
+    "first use": """
+        import atexit, sys
+        import hpcaccum
+        from mpi4py import MPI
+        before, finalize = atexit._ncallbacks(), MPI.Finalize
+        hpcaccum.Group.of(MPI.COMM_SELF)
+        assert sys.excepthook is hpcaccum.mpi.shutdown.report_and_abort
+        assert atexit._ncallbacks() == before + 1
+        assert MPI.Finalize is not finalize
+        hpcaccum.Group.of(MPI.COMM_WORLD)
+        assert atexit._ncallbacks() == before + 1
     """,
     "lazy": """
         import sys
@@ -38,13 +86,23 @@ PROGRAMS = {
 }
 
 
+def environment_without_launcher():
+    """Return the environment of a program that no launcher has started."""
+    prefixes = ("PMI", "OMPI_", "PMIX", "PALS_", "SLURM_", "HYDI_", "MPI_LOCAL")
+    return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_package_works_without_mpi_until_it_is_used(program):
     def run():
         lines = PROGRAMS[program].strip().splitlines()
         text = "\n".join(line.removeprefix(" " * 8) for line in lines)
         return subprocess.run(
-            [sys.executable, "-c", text], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", text],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment_without_launcher(),
         )
 
     done = at(0, run)
@@ -52,10 +110,10 @@ def test_package_works_without_mpi_until_it_is_used(program):
 
 
 def test_stand_in_gives_what_mpi4py_does():
-    assert mpi.MPI.COMM_WORLD is MPI.COMM_WORLD
-    assert mpi.MPI.SUM is MPI.SUM
+    assert runtime.MPI.COMM_WORLD is MPI.COMM_WORLD
+    assert runtime.MPI.SUM is MPI.SUM
     with pytest.raises(AttributeError):
-        mpi.MPI.NO_SUCH_THING  # noqa: B018
+        runtime.MPI.NO_SUCH_THING  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -76,14 +134,14 @@ def test_stand_in_gives_what_mpi4py_does():
     ],
 )
 def test_launcher_that_does_not_know_the_mpi_is_noticed(env, size, right):
-    assert (mpi.launcher_problem(env, size, "MPICH") is None) == right
+    assert (launcher.launcher_problem(env, size, "MPICH") is None) == right
 
 
 @pytest.mark.parametrize(
     ("vendor", "plugin"), [("MPICH", "pmi2"), ("Open MPI", "pmix")]
 )
 def test_right_line_for_slurm_is_told(vendor, plugin):
-    problem = mpi.launcher_problem({"SLURM_STEP_NUM_TASKS": "3"}, 1, vendor)
+    problem = launcher.launcher_problem({"SLURM_STEP_NUM_TASKS": "3"}, 1, vendor)
 
     assert f"srun --mpi={plugin} " in problem
     assert "SLURM_STEP_NUM_TASKS=3 says that 3 ranks were started together" in problem
@@ -91,16 +149,16 @@ def test_right_line_for_slurm_is_told(vendor, plugin):
 
 
 def test_what_is_open_is_closed_last_first(monkeypatch):
-    monkeypatch.setattr(mpi, "_open", [])
-    monkeypatch.setattr(mpi, "_ending", False)
+    monkeypatch.setattr(shutdown, "_open", [])
+    monkeypatch.setattr(shutdown, "_ending", False)
     closed = []
     closers = [lambda k=k: closed.append(k) for k in range(3)]
     for close in closers:
-        mpi.at_exit(close)
-    mpi.forget(closers[1])
-    mpi.forget(closers[1])
-    mpi._close_all()
-    mpi._close_all()
+        shutdown.at_exit(close)
+    shutdown.forget(closers[1])
+    shutdown.forget(closers[1])
+    shutdown._close_all()
+    shutdown._close_all()
 
     assert closed == [2, 0]
 
@@ -110,14 +168,14 @@ def test_hook_of_somebody_else_is_left_alone(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(sys, "excepthook", other)
-    mpi.install_excepthook()
+    shutdown.install_excepthook()
     assert sys.excepthook is other
 
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    mpi.install_excepthook()
-    assert sys.excepthook is mpi.report_and_abort
+    shutdown.install_excepthook()
+    assert sys.excepthook is shutdown.report_and_abort
 
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    mpi.install_excepthook()
+    shutdown.install_excepthook()
     assert sys.excepthook is sys.__excepthook__

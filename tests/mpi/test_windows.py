@@ -393,9 +393,9 @@ def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm):
 
 def test_what_is_open_is_freed_once(comm, monkeypatch):
     freed = []
-    monkeypatch.setattr("hpcaccum.mpi.runtime._open", [])
-    monkeypatch.setattr("hpcaccum.mpi.runtime._ending", False)
-    from hpcaccum.mpi import runtime as mpi
+    monkeypatch.setattr("hpcaccum.mpi.shutdown._open", [])
+    monkeypatch.setattr("hpcaccum.mpi.shutdown._ending", False)
+    from hpcaccum.mpi import shutdown as mpi
 
     group = Group.of(comm)
     first = Opened(group, lambda: freed.append(1), "it")

@@ -1,0 +1,157 @@
+"""The end of a program: free what is open, or abort the job.
+
+MPI_Finalize hangs on a window that was not freed, so all open objects are closed
+before it (`at_exit`). A rank that ends with an exception leaves the others waiting
+without end, so an uncaught exception aborts the job (`install_excepthook`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from hpcaccum.errors import DisagreementError, WaitTimeoutError
+from hpcaccum.mpi.launcher import launched_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+# Seconds that a launcher needs to forward a traceback, with a margin.
+_FORWARDING = 0.2
+
+_open: list[Callable[[], None]] = []
+_ending = False
+
+
+def prepare_shutdown(module: Any) -> None:
+    """Install what ends a program that uses MPI. Called once, when MPI is loaded.
+
+    Args:
+        module: mpi4py.MPI. Its ``Finalize`` is replaced, for programs that call it. An
+            attribute of COMM_SELF, which MPI_Finalize deletes first, would come too
+            late: a thread of ours that still calls MPI then makes MPICH fail.
+    """
+    finalize = module.Finalize
+
+    def close_and_finalize() -> None:
+        _close_all()
+        finalize()
+
+    module.Finalize = close_and_finalize
+    atexit.register(_close_all)
+    install_excepthook()
+
+
+def install_excepthook() -> None:
+    """Make an uncaught exception of this process end the whole MPI job.
+
+    This happens when hpcaccum first uses MPI; and when it is imported, if a launcher
+    that it knows has started several ranks. A program that fails earlier, or under
+    another launcher, may call this first.
+
+    An interactive session, and a hook that the program has set, are left alone.
+    """
+    if sys.excepthook is sys.__excepthook__ and not hasattr(sys, "ps1"):
+        sys.excepthook = report_and_abort
+
+
+def at_exit(close: Callable[[], None]) -> None:
+    """Have ``close`` called before MPI_Finalize, last registered first."""
+    _open.append(close)
+
+
+def forget(close: Callable[[], None]) -> None:
+    """Undo an `at_exit`; do nothing if ``close`` has been called already."""
+    if close in _open:
+        _open.remove(close)
+
+
+def count_open() -> int:
+    """Return how many objects of this process are to be closed."""
+    return len(_open)
+
+
+def is_ending() -> bool:
+    """Whether this program has come to its end, and closes what it left open."""
+    return _ending
+
+
+def _close_all() -> None:
+    """Close all open objects. Collective, as all ranks close in the same order."""
+    global _ending
+    _ending = True
+    while _open and not sys.modules["mpi4py.MPI"].Is_finalized():
+        close = _open.pop()
+        try:
+            close()
+        except (DisagreementError, WaitTimeoutError) as error:
+            # MPI_Finalize would hang on windows that the other ranks do not free.
+            _report(f" at the end of its program: {error}\n")
+            abort_job()
+        except BaseException:
+            report_and_abort(*sys.exc_info())
+
+
+def abort_job(status: int = 1) -> None:
+    """End all ranks now if there are others; return if this rank is alone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    module = _running() or _started_to_abort()
+    if module is not None and module.COMM_WORLD.size > 1:
+        # Launchers drop what they have not forwarded yet when a rank aborts.
+        time.sleep(_FORWARDING)
+        module.COMM_WORLD.Abort(status)
+    # This process ends without an abort, and nobody is left to free windows with.
+    _open.clear()
+
+
+def _running() -> Any:
+    """Return mpi4py's module if MPI is initialized and not finalized."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return None
+    return module
+
+
+def _started_to_abort() -> Any:
+    """Return MPI, initialized only to abort the job.
+
+    MPICH's mpiexec leaves ranks waiting in MPI_Init for one that exited before it.
+    """
+    if "mpi4py.MPI" in sys.modules or launched_ranks() == 1:
+        return None
+    with contextlib.suppress(ImportError, RuntimeError):
+        from mpi4py import MPI
+
+        return MPI
+    return None
+
+
+def report_and_abort(
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """Print an exception with the number of the rank, then end the job."""
+    text = "\n" + "".join(traceback.format_exception(kind, error, trace))
+    if isinstance(error, KeyboardInterrupt):
+        # Ctrl-C interrupts all ranks: one line from each is enough.
+        text = " KeyboardInterrupt\n"
+    _report(text)
+    abort_job()
+
+
+def _report(text: str) -> None:
+    """Print why this rank ends the job."""
+    module = _running()
+    if module is not None:
+        rank, size = module.COMM_WORLD.rank, module.COMM_WORLD.size
+        if size > 1:
+            text = f"rank {rank} of {size} failed, ending the job:{text}"
+    # One write, as other ranks may print at the same time.
+    sys.stderr.write(text.lstrip())
