@@ -44,7 +44,7 @@ PROGRAMS = {
         assert sys.excepthook is sys.__excepthook__
     """,
     "import under a launcher": """
-        import atexit, os, sys
+        import atexit, logging, os, sys
         import ml_dtypes, numpy
         os.environ["PMI_SIZE"] = "2"
         before = atexit._ncallbacks()
