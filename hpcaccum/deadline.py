@@ -1,8 +1,9 @@
 """The time limit of a call, and every wait of the package.
 
-A public call makes one `Deadline` and hands it down. Everything that waits calls
-`Deadline.wait` (to poll) or `Deadline.block` (for a call that blocks). So each wait has
-a limit and warnings, and its time can be observed (`observe_waits`).
+A public call makes one `Deadline` and hands it down. Everything that waits for
+others calls `Deadline.wait` (to poll), `Deadline.block` (for a call that blocks) or
+`Deadline.join`. So each wait has a limit and warnings, and its time can be observed
+(`observe_waits`).
 """
 
 from __future__ import annotations
@@ -177,6 +178,19 @@ class Deadline:
             return result
         finally:
             self._report(begun)
+
+    def join(self, thread: threading.Thread, missing: Callable[[], str]) -> None:
+        """Wait until a thread has ended.
+
+        Raises:
+            WaitTimeoutError: If the limit passes first.
+        """
+
+        def attempt(seconds: float) -> bool | None:
+            thread.join(seconds)
+            return None if thread.is_alive() else True
+
+        self.block(attempt, missing)
 
     def _check_limit(self, missing: Callable[[], str]) -> None:
         if self.expired:

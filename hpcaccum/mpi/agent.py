@@ -1,13 +1,15 @@
-"""Progress between nodes, while a rank computes."""
+"""Progress of MPI between nodes while a rank computes."""
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING
 
+from hpcaccum.deadline import Deadline
 from hpcaccum.mpi.runtime import MPI
 
 if TYPE_CHECKING:
@@ -15,21 +17,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hpcaccum")
 
-# How often a host that computes lets MPI serve the other nodes. A gradient takes half a
-# dozen such turns; the thread takes some 3 % of one core, at 0.1 ms up to a tenth.
+# Seconds between two calls of MPI. A gradient takes half a dozen of them; the thread
+# takes some 3 % of one core, at 0.1 ms up to a tenth.
 _NAP = 3e-4
-# For how long a host that computes in Python keeps the thread waiting, at most.
-_TURN = 1e-3
-# A tag that no message of ours carries.
+# Switch interval of Python's threads: the longest that a computation in Python delays
+# this thread.
+_SWITCH_INTERVAL = 1e-3
+# A tag that no message carries.
 _NO_TAG = 2
 
 
 class ProgressThread:
-    """Lets MPI serve other nodes, if there are any, while this rank computes.
+    """Calls MPI while this rank computes, so that other nodes reach its windows.
 
     Between nodes a one-sided call may wait until the target enters MPI. A thread that
-    probes for a message that nobody sends is enough; there is one a group. While one
-    runs, threads of Python take turns more often than every 5 ms.
+    probes for a message which no rank sends is enough; each group has one. While one
+    runs, the switch interval of Python's threads is shorter than its default of 5 ms.
+
+    Args:
+        comm: Communicator on which to probe.
+        needed: Whether a thread is needed: whether there are other nodes.
     """
 
     _running, _interval = 0, 0.0
@@ -46,8 +53,8 @@ class ProgressThread:
             return
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             logger.warning(
-                "MPI gives no MPI_THREAD_MULTIPLE: ranks on other nodes wait while "
-                "the host computes"
+                "MPI does not provide MPI_THREAD_MULTIPLE: ranks on other nodes wait "
+                "while this rank computes"
             )
             return
         self._stopped = False
@@ -55,8 +62,8 @@ class ProgressThread:
         self._thread.start()
         if ProgressThread._running == 0:
             ProgressThread._interval = sys.getswitchinterval()
-            if ProgressThread._interval > _TURN:
-                sys.setswitchinterval(_TURN)
+            if ProgressThread._interval > _SWITCH_INTERVAL:
+                sys.setswitchinterval(_SWITCH_INTERVAL)
         ProgressThread._running += 1
 
     def _run(self) -> None:
@@ -65,13 +72,14 @@ class ProgressThread:
             self._comm.Iprobe(MPI.ANY_SOURCE, _NO_TAG)
 
     def stop(self) -> None:
-        """Count a user less; the last one ends the thread."""
+        """Count a user less; the last one stops the thread."""
         self._users -= 1
         if self._users > 0 or self._thread is None:
             return
         self._stopped = True
-        self._thread.join()
+        # A thread of this rank: no limit of the user's applies.
+        Deadline(math.inf, "progress").join(self._thread, lambda: "its thread to end")
         self._thread = None
         ProgressThread._running -= 1
-        if ProgressThread._running == 0 and ProgressThread._interval > _TURN:
+        if ProgressThread._running == 0 and ProgressThread._interval > _SWITCH_INTERVAL:
             sys.setswitchinterval(ProgressThread._interval)

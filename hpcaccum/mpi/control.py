@@ -18,6 +18,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import DisagreementError, WaitTimeoutError, format_ranks
 from hpcaccum.mpi.runtime import MPI
@@ -136,6 +138,8 @@ class ControlChannel:
         self._reported, self._unseen = (0, 0), False
         self._requests: list[Any] = []
         self._sent, self._received = [0] * self._size, [0] * self._size
+        # The request and the result of the exchange of `_sent`, when it has begun.
+        self._counts: tuple[Any, Any] | None = None
 
     # Tracks
 
@@ -399,14 +403,30 @@ class ControlChannel:
             self._calls[source] = message
 
     def drain(self) -> None:
-        """Receive what is left before the communicator goes. Collective.
+        """Receive all messages before the communicator is freed. Collective.
 
-        MPI gives the number of a communicator to a later one, and old messages with it.
+        MPI may give its context id to a later communicator, with messages that were not
+        received.
+
+        Raises:
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
         """
-        expected = self._comm.alltoall(self._sent)
-        while self._received != expected:
+        if self._counts is None:
+            # Kept after a timeout, as MPI still uses the arrays.
+            sent, expected = np.array(self._sent), np.zeros(self._size, np.int64)
+            self._counts = self._comm.Ialltoall(sent, expected), expected
+        counted, expected = self._counts
+
+        def drained() -> bool | None:
+            if not counted.Test():
+                return None
             self._receive_all()
-        MPI.Request.Waitall(self._requests)
+            complete = self._received == expected.tolist()
+            return (complete and MPI.Request.Testall(self._requests)) or None
+
+        Deadline(None, "freeing a communicator").wait(
+            drained, lambda: f"all {self._size} ranks to free it"
+        )
 
 
 def _reason(error: BaseException) -> str:

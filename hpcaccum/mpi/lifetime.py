@@ -1,4 +1,4 @@
-"""What is freed once: when asked to, at the end of a ``with`` block, or at exit."""
+"""The lifetime of a collective object: it is freed once, at the latest by the end."""
 
 from __future__ import annotations
 
@@ -17,38 +17,44 @@ if TYPE_CHECKING:
 
 
 class Freeable:
-    """An object whose `free` is collective, and happens once.
+    """An object whose `free` is collective, and has an effect once.
 
-    A subclass overrides `_free`. Once it is complete it may call `_register`: it is
-    then freed before MPI_Finalize if nobody freed it.
+    A subclass overrides `_free`, and `_describe` for messages. If it must be freed
+    before MPI_Finalize, it calls `_register` when it is complete.
+
+    Attributes:
+        label: Name with a number, which tells objects of one name apart and is the same
+            on all ranks. Set by `_register`.
     """
 
+    label: str
     _freed = False
-    _group_in_use: Group | None = None
+    _retained: Group | None = None
 
     def _register(self, group: Group, what: str) -> None:
-        """Keep the group's communicators, and free this object at the end.
+        """Have the object freed before MPI_Finalize. Collective.
 
         Args:
-            group: Whose communicators `_free` needs.
-            what: Name for messages; gets a number.
+            group: Its communicators are kept until the object is freed.
+            what: Name for messages.
         """
         self.label = f"{what} (number {group.next_number()})"
         group.retain()
-        self._group_in_use = group
+        self._retained = group
         shutdown.at_exit(self._free_once)
 
     @property
     def freed(self) -> bool:
-        """Whether it was freed."""
+        """Whether it has been freed."""
         return self._freed
 
     def _check_open(self) -> None:
+        """Raise FreedError if it has been freed."""
         if self._freed:
             raise FreedError(f"{self._describe()} was freed")
 
     def _describe(self) -> str:
-        """Return how messages call it."""
+        """Return what messages call the object."""
         return type(self).__name__
 
     def free(self) -> None:
@@ -61,11 +67,11 @@ class Freeable:
             return
         self._free()
         self._freed = True
-        if self._group_in_use is not None:
-            self._group_in_use.release()
+        if self._retained is not None:
+            self._retained.release()
 
     def _free(self) -> None:
-        """Free what it holds; if that raises, it is still open."""
+        """Free what it holds. If this raises, the object is still open."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -78,7 +84,7 @@ class Freeable:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Free it; after an exception the others may not come, so leave it open."""
+        """Free it. After an exception leave it open: other ranks may not free it."""
         if kind is None:
             self.free()
 
@@ -87,13 +93,13 @@ class Opened:
     """Frees something collective once: when asked to, or before MPI_Finalize.
 
     Args:
-        group: Whose communicators are needed until then.
-        free: Frees it; if that raises, it is still open.
-        what: Its name.
+        group: Its communicators are kept until then.
+        free: Frees it. If that raises, it is still open.
+        what: Name for messages.
 
     Attributes:
-        label: The name, with a number that is its own.
-        closed: Whether it was freed.
+        label: The name, with a number.
+        closed: Whether it has been freed.
     """
 
     def __init__(self, group: Group, free: Callable[[], None], what: str) -> None:
@@ -110,6 +116,6 @@ class Opened:
             self._group.release()
 
     def close(self) -> None:
-        """Run it, if it did not run yet."""
+        """Free it, if it has not been freed."""
         self._close()
         shutdown.forget(self._close)

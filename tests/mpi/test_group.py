@@ -204,6 +204,23 @@ def test_fact_that_one_rank_lacks_is_a_disagreement(comm, rank, odd, told):
         Group.of(comm).agree("opening", lambda: facts)
 
 
+@pytest.mark.ranks(min=2)
+def test_rank_that_does_not_free_a_communicator_is_no_silent_wait(
+    comm, rank, size, monkeypatch
+):
+    part = comm.Dup()
+    group = Group.of(part)
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+    if rank == 0:
+        with pytest.raises(hpc.WaitTimeoutError, match=f"all {size} ranks to free it"):
+            group.control.drain()
+    meet()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    part.Free()
+
+    assert group.comm == MPI.COMM_NULL
+
+
 @pytest.mark.parametrize(
     ("raised", "heard"),
     [

@@ -15,7 +15,6 @@ from hpcaccum.accumulator.state import Closed, Record
 from hpcaccum.accumulator.storage import Slots
 from hpcaccum.mpi import windows as module
 from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.lifetime import Opened
 from hpcaccum.mpi.windows import AtomicWords, Region
 
 from .acting import at, everywhere, meet, until
@@ -389,25 +388,3 @@ def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm):
     until(lambda: threading.active_count() == before)
     progress.start()
     progress.stop()
-
-
-def test_what_is_open_is_freed_once(comm, monkeypatch):
-    freed = []
-    monkeypatch.setattr("hpcaccum.mpi.shutdown._open", [])
-    monkeypatch.setattr("hpcaccum.mpi.shutdown._ending", False)
-    from hpcaccum.mpi import shutdown as mpi
-
-    group = Group.of(comm)
-    first = Opened(group, lambda: freed.append(1), "it")
-    second = Opened(group, lambda: freed.append(2), "it")
-    assert not first.closed
-    second.close()
-    second.close()
-    assert (freed, second.closed) == ([2], True)
-    third = Opened(group, lambda: freed.append(3), "it")
-    mpi._close_all()
-
-    assert freed == [2, 3, 1]
-    assert first.closed
-    third.close()
-    assert freed == [2, 3, 1]

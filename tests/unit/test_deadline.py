@@ -331,3 +331,16 @@ def test_name_of_a_call_is_formatted_for_messages_only():
 
     with pytest.raises(hpc.WaitTimeoutError, match=r"^call 7: waited"):
         deadline.wait(never, lambda: "rain")
+
+
+def test_join_waits_for_a_thread():
+    begin = threading.Event()
+    thread = threading.Thread(target=begin.wait, args=(WAIT,))
+    thread.start()
+    with pytest.raises(hpc.WaitTimeoutError, match=r"call: waited .* s for the thread"):
+        Deadline(0.02, "call").join(thread, lambda: "the thread")
+    begin.set()
+    Deadline(WAIT, "call").join(thread, lambda: "the thread")
+
+    assert not thread.is_alive()
+    Deadline(0, "call").join(thread, lambda: "the thread")

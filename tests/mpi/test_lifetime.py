@@ -1,0 +1,156 @@
+"""Objects that are freed once: by a call, by a ``with`` block, or at the end."""
+
+from __future__ import annotations
+
+import pytest
+from mpi4py import MPI
+
+import hpcaccum as hpc
+from hpcaccum.mpi import Freeable, shutdown
+from hpcaccum.mpi.group import Group
+from hpcaccum.mpi.lifetime import Opened
+
+from .acting import meet
+
+
+class Thing(Freeable):
+    """Appends its name to a list when it is freed, or raises an error."""
+
+    def __init__(self, name, freed, group=None, error=None):
+        self.name, self.list, self.error = name, freed, error
+        if group is not None:
+            self._register(group, name)
+
+    def _describe(self):
+        return f"thing {self.name!r}"
+
+    def _free(self):
+        if self.error is not None:
+            raise self.error
+        self.list.append(self.name)
+
+
+@pytest.fixture(autouse=True)
+def own_list(monkeypatch):
+    """A list of open objects for this test; as if the program were not ending."""
+    monkeypatch.setattr(shutdown, "_open", [])
+    monkeypatch.setattr(shutdown, "_ending", False)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_it_is_freed_once(comm, registered):
+    freed = []
+    thing = Thing("a", freed, Group.of(comm) if registered else None)
+    assert not thing.freed
+    thing._check_open()
+
+    for _ in range(3):
+        thing.free()
+
+    assert thing.freed
+    assert freed == ["a"]
+    with pytest.raises(hpc.FreedError, match=r"^thing 'a' was freed$"):
+        thing._check_open()
+
+
+def test_messages_use_the_type_by_default():
+    class Other(Freeable):
+        def _free(self):
+            pass
+
+    other = Other()
+    other.free()
+    with pytest.raises(hpc.FreedError, match=r"^Other was freed$"):
+        other._check_open()
+
+
+def test_it_is_open_if_freeing_it_failed(comm):
+    freed = []
+    thing = Thing("a", freed, Group.of(comm), ValueError("not yet"))
+    with pytest.raises(ValueError, match="not yet"):
+        thing.free()
+    assert not thing.freed
+    assert shutdown.count_open() == 1
+
+    thing.error = None
+    thing.free()
+    assert thing.freed
+    assert freed == ["a"]
+    assert shutdown.count_open() == 0
+
+
+def test_with_frees_it(comm):
+    freed = []
+    with Thing("a", freed, Group.of(comm)) as thing:
+        assert not thing.freed
+
+    assert thing.freed
+    assert freed == ["a"]
+
+
+def test_with_leaves_it_open_after_an_exception(comm):
+    freed = []
+    thing = Thing("a", freed, Group.of(comm))
+    with pytest.raises(KeyError), thing:
+        raise KeyError
+
+    assert not thing.freed
+    shutdown._close_all()
+    assert thing.freed
+    assert freed == ["a"]
+
+
+def test_what_is_open_at_the_end_is_freed_last_registered_first(comm):
+    group, freed = Group.of(comm), []
+    first, second, third = (Thing(name, freed, group) for name in "abc")
+    Thing("unregistered", freed)
+    second.free()
+    shutdown._close_all()
+    shutdown._close_all()
+
+    assert freed == ["b", "c", "a"]
+    assert first.freed
+    assert third.freed
+    first.free()
+    assert freed == ["b", "c", "a"]
+
+
+def test_the_communicators_stay_until_the_last_object_is_freed(comm, rank, size):
+    part = comm.Dup()
+    group, freed = Group.of(part), []
+    things = [Thing(name, freed, group) for name in "ab"]
+    part.Free()
+    assert group.allgather(rank, "still there") == list(range(size))
+    things[0].free()
+    things[0].free()
+    assert group.allgather(rank, "still there") == list(range(size))
+    things[1].free()
+
+    assert group.comm == MPI.COMM_NULL
+
+
+def test_labels_tell_objects_apart_and_are_the_same_on_all_ranks(comm):
+    group = Group.of(comm)
+    labels = [Thing("a", [], group).label for _ in range(3)]
+
+    assert labels == [f"a (number {n})" for n in (1, 2, 3)]
+    assert meet(labels) == [labels] * len(meet())
+    shutdown._close_all()
+
+
+def test_opened_is_freed_once(comm):
+    freed = []
+    group = Group.of(comm)
+    first = Opened(group, lambda: freed.append(1), "it")
+    second = Opened(group, lambda: freed.append(2), "it")
+    assert not first.closed
+    second.close()
+    second.close()
+    assert (freed, second.closed) == ([2], True)
+    third = Opened(group, lambda: freed.append(3), "it")
+    shutdown._close_all()
+
+    assert freed == [2, 3, 1]
+    assert first.closed
+    third.close()
+    assert freed == [2, 3, 1]
