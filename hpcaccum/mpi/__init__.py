@@ -15,6 +15,7 @@ from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import launched_ranks
 from hpcaccum.mpi.lifetime import Freeable, Opened
 from hpcaccum.mpi.node_memory import NodeMemory
+from hpcaccum.mpi.region import Region
 from hpcaccum.mpi.runtime import MPI, check_running
 from hpcaccum.mpi.shutdown import (
     abort_job,
@@ -22,7 +23,7 @@ from hpcaccum.mpi.shutdown import (
     is_ending,
     report_and_abort,
 )
-from hpcaccum.mpi.windows import AtomicWords, Attempt, Region, without_signals
+from hpcaccum.mpi.windows import AtomicWords, Attempt, without_signals
 
 __all__ = [
     "MPI",

@@ -13,9 +13,11 @@ from mpi4py import MPI
 import hpcaccum as hpc
 from hpcaccum.accumulator.state import Closed, Record
 from hpcaccum.accumulator.storage import Slots
+from hpcaccum.mpi import region as region_module
 from hpcaccum.mpi import windows as module
 from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.windows import AtomicWords, Region
+from hpcaccum.mpi.region import Region
+from hpcaccum.mpi.windows import AtomicWords
 
 from .acting import at, everywhere, meet, until
 from .support import WAIT
@@ -294,7 +296,7 @@ def test_views_show_what_the_owner_stored(comm, rank):
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch):
     # As those are that are larger than one MPI call moves.
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 40)
+    monkeypatch.setattr(region_module, "_CHUNK_BYTES", 40)
     region = Region(Group.of(comm), comm.size - 1, 400, spread=False, window=True)
     data = np.arange(37, dtype=dtype)
     offset = 16
