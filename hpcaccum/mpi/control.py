@@ -1,28 +1,26 @@
 """Collective exchanges of small objects, and checks that all ranks make the same call.
 
-The ranks of a group make their collective calls in one order. A rank that leaves it
-out of step would make the others wait, each for another call. So every call has a
-name and a number: rank 0 collects what the others send, compares, and answers. A rank
-that waits for long in a call of another kind (a `Track`: the reductions of a reducer)
-reports that to rank 0 too. Two calls that wait for each other are then an error on
-every rank that waits.
+All ranks of a group must make the same collective calls in the same order. Otherwise
+they would wait for each other in different calls, without end. So every exchange has a
+name and a number. Rank 0 collects the values, compares the names, and sends the answer.
 
-Messages of one rank arrive in the order in which they were sent, so a message that
-rank 0 has received is known to be all that its sender had to say before the next one.
+Reductions are collective calls without rank 0 (a `Track` counts those of a reducer). A
+rank that waits long in one reports it to rank 0. If two calls wait for each other, rank
+0 raises an error, and sends it to every rank that waits.
+
+Messages of one rank arrive in order. So rank 0 knows the place of a rank from the last
+message alone.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import DisagreementError, WaitTimeoutError, format_ranks
-from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.shutdown import is_ending
 
 if TYPE_CHECKING:
@@ -30,23 +28,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TAG = 1
-# Seconds in another collective call after which a rank reports it to rank 0. A rank
-# has at most one report under way, so they cost nothing where a rank is just slow.
+# Seconds after which a rank that waits in a call of a track reports it to rank 0. A
+# rank has at most one report in flight, so reports cost little if a rank is just slow.
 _PATIENCE = 0.2
-# Seconds for rank 0 to name the missing ranks, after the limit of another one.
+# Seconds that a rank whose limit has passed waits for rank 0 to name the missing ranks.
 _GRACE = 0.2
 
 
 @dataclass
 class Track:
-    """Collective calls of one kind, which all ranks count.
+    """A series of collective calls, which every rank counts.
 
     Attributes:
         number: Identifies the track in its group; the same on all ranks.
-        what: For messages.
-        calls: Calls that are complete on this rank.
-        thread: The thread of this rank that made the last one.
+        what: Name for messages.
+        calls: Number of complete calls on this rank.
+        thread: The thread of this rank that made the last call.
     """
 
     number: int
@@ -55,51 +52,51 @@ class Track:
     thread: int = field(default_factory=threading.get_ident)
 
     def __str__(self) -> str:
-        """Name the call that comes next."""
+        """Name the next call."""
         return f"{self.what} {self.calls + 1}"
 
 
 class _Call(NamedTuple):
-    """A rank has come to an exchange. ``passed``: complete calls, by track."""
+    """A rank has entered exchange ``number``, after its complete calls by track."""
 
     number: int
     what: str
     ending: bool
     value: Any
-    passed: dict[int, int]
+    complete: dict[int, int]
 
     def __str__(self) -> str:
         return self.what + (" (at the end of its program)" if self.ending else "")
 
 
 class _Report(NamedTuple):
-    """A rank waits in call ``number`` of a track; track 0 if it gave up."""
+    """A rank waits in call ``number`` of a track; in none if that is track 0."""
 
     track: int
     number: int
     what: str
-    passed: dict[int, int]
+    complete: dict[int, int]
 
     def __str__(self) -> str:
         return self.what
 
 
 class _GaveUp(NamedTuple):
-    """A rank waits no more for the answer to an exchange."""
+    """A rank has stopped waiting for the answer to an exchange."""
 
     number: int
     reason: str
 
 
 class _Answer(NamedTuple):
-    """What all ranks brought to an exchange."""
+    """The values of all ranks in an exchange."""
 
     number: int
     values: list[Any]
 
 
 class _Failure(NamedTuple):
-    """No rank gets an answer to exchange ``number``, nor one of these tracks."""
+    """Exchange ``number`` has failed on all ranks, as have calls of these tracks."""
 
     number: int
     tracks: tuple[int, ...]
@@ -108,7 +105,7 @@ class _Failure(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Rank 0 has received a report; the next one may be sent."""
+    """Rank 0 has received a report; the rank may send the next one."""
 
 
 class ControlChannel:
@@ -119,32 +116,28 @@ class ControlChannel:
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
-        self._comm, self._rank, self._size = comm, comm.rank, comm.size
-        # The last exchange that this rank has come to, and the last one that is over.
-        self._number = self._over = 0
+        self._mailbox, self._rank, self._size = Mailbox(comm), comm.rank, comm.size
+        # The last exchange that this rank has entered, and the last that has ended.
+        self._number = self._ended = 0
         self._tracks: dict[int, Track] = {}
         self._made = 0
-        # Several threads of a rank may wait, each in a call of its own.
+        # Several threads of a rank may wait in different calls.
         self._lock = threading.RLock()
-        # What rank 0 has received last, by rank.
+        # On rank 0: the last messages of each rank.
         self._calls: dict[int, _Call] = {}
         self._reports: dict[int, _Report] = {}
         self._gave_up: dict[int, _GaveUp] = {}
-        # What the others have received: failures by exchange and by track.
+        # On the other ranks: the last answer, and failures by exchange and by track.
         self._answer: _Answer | None = None
         self._failures: dict[int, _Failure] = {}
         self._lost: dict[int, _Failure] = {}
-        # The call that this rank has reported, and whether that is under way.
+        # The call that this rank has reported, and whether that is still in flight.
         self._reported, self._unseen = (0, 0), False
-        self._requests: list[Any] = []
-        self._sent, self._received = [0] * self._size, [0] * self._size
-        # The request and the result of the exchange of `_sent`, when it has begun.
-        self._counts: tuple[Any, Any] | None = None
 
     # Tracks
 
     def open_track(self, what: str) -> Track:
-        """Return a new track; in the same order on all ranks."""
+        """Return a new track. All ranks must open their tracks in the same order."""
         self._made += 1
         track = self._tracks[self._made] = Track(self._made, what)
         return track
@@ -154,14 +147,15 @@ class ControlChannel:
         self._tracks.pop(track.number, None)
 
     def check(self, track: Track, deadline: Deadline) -> None:
-        """Raise if the next call of a track, in which this rank waits, is impossible.
+        """Raise if the next call of a track, in which this rank waits, cannot complete.
 
         Args:
-            track: Of the call.
-            deadline: Of the wait.
+            track: The track of the call.
+            deadline: The deadline of the wait.
 
         Raises:
-            DisagreementError: If another rank waits in a call that waits for this rank.
+            DisagreementError: If a rank that has not made the call waits for this rank
+                in another one.
         """
         with self._lock:
             self._receive_all()
@@ -172,10 +166,10 @@ class ControlChannel:
                 self._report(track, deadline)
 
     def depart(self, track: Track) -> None:
-        """Take back that this rank waits in the next call of a track."""
+        """Withdraw the report that this rank waits in the next call of a track."""
         with self._lock:
             if self._reported == (track.number, track.calls + 1):
-                self._send(0, _Report(0, 0, "", {}))
+                self._mailbox.send(0, _Report(0, 0, "", {}))
 
     def _report(self, track: Track, deadline: Deadline) -> None:
         limit = deadline.elapsed + deadline.remaining
@@ -183,29 +177,29 @@ class ControlChannel:
         place = track.number, track.calls + 1
         if self._unseen or early or self._reported == place:
             return
-        self._send(0, _Report(*place, str(track), self._passed()))
+        self._mailbox.send(0, _Report(*place, str(track), self._complete_calls()))
         self._reported, self._unseen = place, True
 
-    def _passed(self) -> dict[int, int]:
-        """Return how many calls are complete, of the tracks of this thread.
+    def _complete_calls(self) -> dict[int, int]:
+        """Return the numbers of complete calls of the tracks that this thread uses.
 
-        Another thread of this rank may still come to its own.
+        Another thread of this rank may still make calls of its own tracks.
         """
         mine = threading.get_ident()
         return {n: t.calls for n, t in self._tracks.items() if t.thread == mine}
 
     def _check_others(self, track: Track) -> None:
-        """Look for ranks that wait for this one and have not made its call."""
+        """On rank 0, raise if ranks wait for it in calls other than its own."""
         awaited = track.calls + 1
         places: dict[int, object] = {
             rank: call
             for rank, call in self._calls.items()
-            if call.passed.get(track.number, awaited) < awaited
+            if call.complete.get(track.number, awaited) < awaited
         }
         waiting = {
             rank: report
             for rank, report in self._impossible().items()
-            if report.passed.get(track.number, awaited) < awaited
+            if report.complete.get(track.number, awaited) < awaited
             and (report.track, report.number) != (track.number, awaited)
         }
         if places or waiting:
@@ -213,8 +207,11 @@ class ControlChannel:
             self._fail(str(track), places | waiting, tracks)
 
     def _impossible(self) -> dict[int, _Report]:
-        """Return the calls in which others wait for this thread, which is elsewhere."""
-        mine = self._passed()
+        """Return the calls of ranks that wait for this thread, which has not made them.
+
+        Only this thread makes them, and it waits in another call.
+        """
+        mine = self._complete_calls()
         return {
             rank: report
             for rank, report in self._reports.items()
@@ -223,18 +220,18 @@ class ControlChannel:
 
     def _check_failure(self, track: Track) -> None:
         if failure := self._lost.get(track.number):
-            # This rank need not come to that exchange any more.
+            # This rank need not enter that exchange any more.
             self._number = max(self._number, failure.number)
             raise failure.kind(failure.text)
 
     def _fail(self, own: str, places: dict[int, object], tracks: set[int]) -> None:
-        """Raise on every rank that waits: they make different calls."""
+        """Raise on every rank that waits that the ranks make different calls."""
         by_call = {own: [0]}
         for rank, place in places.items():
             by_call.setdefault(str(place), []).append(rank)
         listed = ", ".join(f"{format_ranks(r)} in {c!r}" for c, r in by_call.items())
         error = DisagreementError(f"ranks make different calls: {listed}")
-        # Those that have come to an exchange get no answer, either.
+        # The exchanges that other ranks have entered fail, too.
         self._number = max([self._number, *(c.number for c in self._calls.values())])
         self._spread(error, tracks)
         raise error
@@ -247,19 +244,19 @@ class ControlChannel:
         Raises:
             DisagreementError: On every rank that waits, if some wait in another call.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on every rank that waits,
-                and on those that come later; names who is missing.
+                and on those that make the call later; names the missing ranks.
         """
         if self._size == 1:
             return [value]
         deadline = Deadline(None, what)
         with self._lock:
             self._number += 1
-            call = _Call(self._number, what, is_ending(), value, self._passed())
+            call = _Call(self._number, what, is_ending(), value, self._complete_calls())
         return (self._ask if self._rank else self._collect)(call, deadline)
 
     def _collect(self, call: _Call, deadline: Deadline) -> list[Any]:
         try:
-            deadline.wait(lambda: self._complete(call), lambda: self._absent(call))
+            deadline.wait(lambda: self._all_entered(call), lambda: self._absent(call))
         except DisagreementError:
             raise
         except BaseException as error:
@@ -269,15 +266,15 @@ class ControlChannel:
             values = [call.value, *(self._calls[r].value for r in range(1, self._size))]
             self._end()
             answer = _Answer(call.number, values)
-            sent = [self._send(rank, answer) for rank in range(1, self._size)]
+            sent = [self._mailbox.send(rank, answer) for rank in range(1, self._size)]
         deadline.wait(
             lambda: all(request.Test() for request in sent) or None,
             lambda: "the other ranks to receive the answer",
         )
         return values
 
-    def _complete(self, call: _Call) -> bool | None:
-        """Return True when all ranks have come; raise if one never will."""
+    def _all_entered(self, call: _Call) -> bool | None:
+        """Return True when all ranks have made the call; raise if one never will."""
         with self._lock:
             self._receive_all()
             for rank, other in self._gave_up.items():
@@ -287,28 +284,28 @@ class ControlChannel:
                         f"for {self._absent(call)}"
                     )
             present = self._present(call)
-            elsewhere: dict[int, object] = {
+            others: dict[int, object] = {
                 rank: other
                 for rank, other in present.items()
                 if other.what != call.what
             }
             waiting = self._impossible()
-            if elsewhere or waiting:
+            if others or waiting:
                 tracks = {report.track for report in waiting.values()}
-                self._fail(str(call), elsewhere | waiting, tracks)
+                self._fail(str(call), others | waiting, tracks)
             return len(present) == self._size - 1 or None
 
     def _present(self, call: _Call) -> dict[int, _Call]:
         return {r: c for r, c in self._calls.items() if c.number == call.number}
 
     def _absent(self, call: _Call) -> str:
-        # With all others there, one of them gave up before this rank came.
+        # If no other is missing, one of them gave up before this rank made the call.
         missing = set(range(1, self._size)) - set(self._present(call)) or {0}
         return f"{format_ranks(missing)} of {self._size} to make the same call"
 
     def _ask(self, call: _Call, deadline: Deadline) -> list[Any]:
         with self._lock:
-            self._send(0, call)
+            self._mailbox.send(0, call)
         try:
             return deadline.wait(
                 lambda: self._answered(call), lambda: "rank 0 to answer"
@@ -316,13 +313,17 @@ class ControlChannel:
         except BaseException as error:
             if self._failed(call):
                 raise
-            self._send(0, _GaveUp(call.number, type(error).__name__))
+            self._mailbox.send(0, _GaveUp(call.number, type(error).__name__))
             if not isinstance(error, WaitTimeoutError):
                 raise
             return self._last_look(call, error)
 
     def _last_look(self, call: _Call, error: WaitTimeoutError) -> list[Any]:
-        """Return an answer that was late; else raise, what rank 0 knows if it waits."""
+        """Return the answer if it arrives soon.
+
+        Otherwise raise the error of rank 0, which names the missing ranks, or ``error``
+        if rank 0 does not answer.
+        """
         try:
             grace = Deadline(_GRACE, call.what)
             return grace.wait(lambda: self._answered(call), lambda: "rank 0")
@@ -331,7 +332,7 @@ class ControlChannel:
         raise known from None
 
     def _answered(self, call: _Call) -> list[Any] | None:
-        """Return the answer of rank 0 if it is there; raise if that is an error."""
+        """Return the answer of rank 0 if it has arrived; raise it if it is an error."""
         with self._lock:
             self._receive_all()
             if self._answer is not None and self._answer.number == call.number:
@@ -345,7 +346,7 @@ class ControlChannel:
         return self._failures.get(call.number)
 
     def _spread(self, error: BaseException, tracks: set[int]) -> None:
-        """Have the other ranks raise what rank 0 raises."""
+        """Send the error that rank 0 raises to all other ranks."""
         kind: type[Exception] = DisagreementError
         text = _reason(error)
         if not isinstance(error, DisagreementError):
@@ -355,33 +356,21 @@ class ControlChannel:
             self._end()
             self._reports.clear()
             for rank in range(1, self._size):
-                self._send(rank, failure)
+                self._mailbox.send(rank, failure)
 
     def _end(self) -> None:
-        """Forget the exchange that is over."""
-        self._over = self._number
-        self._calls = {r: c for r, c in self._calls.items() if c.number > self._over}
+        """Forget the exchange that has ended."""
+        self._ended = self._number
+        self._calls = {r: c for r, c in self._calls.items() if c.number > self._ended}
 
     # Messages
 
-    def _send(self, rank: int, message: Any) -> Any:
-        # Never blocking: a large message stays here until it is received.
-        request = self._comm.isend(message, rank, _TAG)
-        self._requests = [each for each in self._requests if not each.Test()]
-        self._requests.append(request)
-        self._sent[rank] += 1
-        return request
-
     def _receive_all(self) -> None:
-        status = MPI.Status()
-        probe = functools.partial(self._comm.improbe, MPI.ANY_SOURCE, _TAG, status)
-        while (message := probe()) is not None:
-            source = status.Get_source()
-            self._received[source] += 1
-            self._note(source, message.recv())
+        for source, message in self._mailbox.receive():
+            self._note(source, message)
 
     def _note(self, source: int, message: Any) -> None:
-        """Remember a message, and forget what is over by it."""
+        """Store a message, and discard what it supersedes."""
         if isinstance(message, _Answer):
             self._answer = message
         elif isinstance(message, _Failure):
@@ -396,37 +385,15 @@ class ControlChannel:
         self._reports.pop(source, None)
         if isinstance(message, _Report):
             self._reports[source] = message
-            self._send(source, _Seen())
+            self._mailbox.send(source, _Seen())
         elif isinstance(message, _GaveUp):
             self._gave_up[source] = message
-        elif message.number > self._over:
+        elif message.number > self._ended:
             self._calls[source] = message
 
     def drain(self) -> None:
-        """Receive all messages before the communicator is freed. Collective.
-
-        MPI may give its context id to a later communicator, with messages that were not
-        received.
-
-        Raises:
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
-        """
-        if self._counts is None:
-            # Kept after a timeout, as MPI still uses the arrays.
-            sent, expected = np.array(self._sent), np.zeros(self._size, np.int64)
-            self._counts = self._comm.Ialltoall(sent, expected), expected
-        counted, expected = self._counts
-
-        def drained() -> bool | None:
-            if not counted.Test():
-                return None
-            self._receive_all()
-            complete = self._received == expected.tolist()
-            return (complete and MPI.Request.Testall(self._requests)) or None
-
-        Deadline(None, "freeing a communicator").wait(
-            drained, lambda: f"all {self._size} ranks to free it"
-        )
+        """Discard all messages before the communicator is freed. Collective."""
+        self._mailbox.drain()
 
 
 def _reason(error: BaseException) -> str:

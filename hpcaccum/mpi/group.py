@@ -1,7 +1,7 @@
-"""Ranks that work together: a private communicator, and meetings that cannot hang.
+"""A private communicator, with collectives that name the ranks they wait for.
 
-`Group.of` gives one `Group` for each communicator of the user; everything built on
-that communicator shares it.
+`Group.of` returns one `Group` for each communicator of the user; all objects that are
+made on that communicator share it.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ T = TypeVar("T")
 
 @functools.cache
 def _keyval() -> int:
-    # The private duplicate lives as long as the user's communicator does.
+    # MPI calls `close` when the user's communicator is freed.
     return int(
         MPI.Comm.Create_keyval(delete_fn=lambda _comm, _key, group: group.close())
     )
 
 
 class Group:
-    """A private duplicate of a communicator, and what belongs to its ranks.
+    """A private duplicate of a communicator, and what its ranks share.
 
     Attributes:
-        comm: The private communicator: no message of the user's can be mistaken for
-            one of ours.
-        rank, size: This process in it, and how many there are.
+        comm: The private communicator, so that messages of the user and of hpcaccum
+            are never confused.
+        rank: Rank of this process.
+        size: Number of ranks.
         node: Communicator of the ranks that share memory with this one.
         shared: Objects that several users of the group hold together, by name.
-        control: The group's exchanges of small objects, and its order of calls.
+        control: The exchanges of small objects, and the order of collective calls.
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
@@ -60,9 +61,9 @@ class Group:
         self.rank, self.size = comm.rank, comm.size
         self.node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         self.shared: dict[str, Any] = {}
-        # The first sum of objects stops all threads of a rank until the others come,
-        # a server among them, so it happens here. Source: mpi4py duplicates a
-        # communicator for its sums of objects, and holds the interpreter lock.
+        # The first sum of objects on a communicator stops all threads of a rank, a
+        # server among them, until all ranks have called it. So it is done now. Source:
+        # mpi4py duplicates the communicator then, and holds the interpreter lock.
         comm.allreduce(0)
         self.node.allreduce(0)
         self.control = ControlChannel(comm)
@@ -71,15 +72,17 @@ class Group:
 
     @classmethod
     def of(cls, comm: mpi4py_MPI.Comm | Group | None = None) -> Group:
-        """Return the group of a communicator, made at the first call. Collective.
+        """Return the group of a communicator; make it at the first call. Collective.
 
         Args:
-            comm: An intracommunicator, or None for COMM_WORLD; a `Group` is returned
-                as it is.
+            comm: An intracommunicator, or None for COMM_WORLD. A `Group` is returned
+                unchanged.
 
         Raises:
             TypeError: If ``comm`` is something else.
             FreedError: After MPI.Finalize().
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if not all ranks make the
+                first call.
         """
         check_running(MPI)
         if isinstance(comm, Group):
@@ -91,7 +94,7 @@ class Group:
         if group is None:
             group = cls(_duplicate(comm))
             for each in (comm, MPI.COMM_WORLD):
-                # Those that the user's own sums of objects may use.
+                # The user may sum objects on these.
                 if each.size == comm.size:
                     each.allreduce(0)
             comm.Set_attr(_keyval(), group)
@@ -110,9 +113,9 @@ class Group:
 
     @functools.cached_property
     def own_cores(self) -> int:
-        """How many cores this rank has for itself, at least 1. Collective at first use.
+        """This rank's share of the cores of its node, at least 1.
 
-        Cores that several ranks of a node may run on are shared evenly.
+        Collective at first use. Ranks that may run on the same cores share them evenly.
         """
         mine = os.sched_getaffinity(0)
         sharing = [cores for cores in self.node.allgather(mine) if cores & mine]
@@ -120,12 +123,15 @@ class Group:
 
     @functools.cached_property
     def progress(self) -> ProgressThread:
-        """What lets MPI serve other nodes while this rank computes."""
+        """The thread that calls MPI for other nodes while this rank computes."""
         return ProgressThread(self.comm, needed=not self.single_node)
 
     @functools.cached_property
     def leaders(self) -> mpi4py_MPI.Intracomm | None:
-        """The first rank of each node, None on the others. Collective at first use."""
+        """Communicator of the first rank of each node; None on the other ranks.
+
+        Collective at first use.
+        """
         color = 0 if self.node.rank == 0 else MPI.UNDEFINED
         leaders = self.comm.Split(color, self.rank)
         if leaders == MPI.COMM_NULL:
@@ -135,11 +141,16 @@ class Group:
     def allgather(self, value: T, what: str) -> list[T]:
         """Return the values of all ranks, in rank order. Collective.
 
-        Like MPI's allgather of small objects, but a rank that does not come is named,
-        and ranks that make different calls, by ``what``, get an error.
+        Unlike MPI's allgather it names the ranks that it waits for, and ranks that make
+        different calls get an error.
+
+        Args:
+            value: Any object that can be pickled, of this rank.
+            what: Name of the call; the same on all ranks.
 
         Raises:
-            DisagreementError, WaitTimeoutError: As `ControlChannel.gather`.
+            DisagreementError: On every rank that waits, if ranks make different calls.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if a rank is missing.
         """
         check_running(MPI)
         return self.control.gather(value, what)
@@ -154,32 +165,30 @@ class Group:
         """Check this rank's arguments, and that all ranks pass the same. Collective.
 
         Args:
-            what: What is being made; begins the messages.
-            check: Checks this rank's arguments and returns them; what it raises is
-                raised on every rank.
-            facts: Selects what must be the same on all ranks, compared by its ``repr``.
-                By default all of it: the items of a mapping, else the attributes.
-            call: Names the call, the same on all ranks; ``what`` if that is.
+            what: The object or call that they are for; begins the messages.
+            check: Checks this rank's arguments and returns them, or raises an error.
+            facts: Selects from them what must be the same on all ranks, by name. Values
+                are compared by their ``repr``. The default is everything: the items of
+                a mapping, or the attributes of another object.
+            call: Name of the call, the same on all ranks. The default is ``what``.
 
         Returns:
             What ``check`` returned on this rank.
 
         Raises:
             DisagreementError: On every rank, if a fact differs.
-            Exception: On every rank, what ``check`` raised on one; other ranks see the
-                same type (if it is one of ours or a TypeError) and which rank it was.
+            Exception: On every rank, if ``check`` raised an error on one; see
+                `raise_together`.
         """
-        checked: list[T] = []
-        report: dict[str, str] = {}
-        failure: Exception | None = None
         try:
-            checked.append(check())
-            found = (facts or _items)(checked[0])
+            checked = check()
+            found = (facts or _items)(checked)
             report = {name: repr(fact) for name, fact in found.items()}
         except Exception as error:
-            failure = error
-        self.compare(what, self.raise_together(what, failure, report, call))
-        return checked[0]
+            self.raise_together(what, error, call=call)
+            raise
+        self.compare(what, self.raise_together(what, None, report, call))
+        return checked
 
     def raise_together(
         self,
@@ -188,10 +197,18 @@ class Group:
         value: Any = None,
         call: str | None = None,
     ) -> list[Any]:
-        """Raise on every rank what failed on one; else return all values. Collective.
+        """Raise on every rank if one has failed; else return all values. Collective.
 
-        A rank that did not fail itself raises an error of the same type, if it is one
-        of ours or a TypeError, that says which rank failed.
+        Args:
+            what: Begins the messages.
+            failure: The error of this rank, or None.
+            value: The value of this rank.
+            call: Name of the call, the same on all ranks. The default is ``what``.
+
+        Raises:
+            Exception: ``failure`` on a rank that has one. On the others an error that
+                names a rank that failed, of the same type if that is an argument or
+                device error of hpcaccum or a TypeError, else a RuntimeError.
         """
         reports = self.allgather((_portable(failure), value), call or what)
         if failure is not None:
@@ -202,7 +219,12 @@ class Group:
         return [each for _, each in reports]
 
     def compare(self, what: str, reports: Sequence[Mapping[str, str]]) -> None:
-        """Raise DisagreementError unless what the ranks report is the same."""
+        """Raise DisagreementError unless the reports of all ranks are the same.
+
+        Args:
+            what: Begins the message.
+            reports: Facts by name, of each rank; the same list on all ranks.
+        """
         for name in {name: None for report in reports for name in report}:
             values = [report.get(name, "nothing") for report in reports]
             others = [r for r, value in enumerate(values) if value != values[0]]
@@ -214,22 +236,25 @@ class Group:
                 )
 
     def split(self, shards: Sequence[Sequence[int]]) -> Group:
-        """Return the group of those ranks that are in one list with this. Collective.
+        """Return the group of the ranks that are in one list with this. Collective.
 
         Args:
-            shards: Lists of ranks; together they name each rank once. The order inside
-                a list is the order of the ranks in the new group.
+            shards: Lists of ranks, which contain each rank once. The order in a list is
+                the order of the ranks in the new group.
         """
         color = next(c for c, ranks in enumerate(shards) if self.rank in ranks)
         key = list(shards[color]).index(self.rank)
         return Group(cast("mpi4py_MPI.Intracomm", self.comm.Split(color, key)))
 
     def next_number(self) -> int:
-        """Return a number that tells objects of one name apart, alike on all ranks."""
+        """Return a number that no other object of this group has.
+
+        It is the same on all ranks if they make objects in the same order.
+        """
         return next(self._numbers)
 
     def retain(self) -> None:
-        """Keep the private communicators, whatever becomes of the user's."""
+        """Keep the private communicators, also if the user frees the original."""
         self._retained += 1
 
     def release(self) -> None:
@@ -238,7 +263,7 @@ class Group:
         self._free_if_unused()
 
     def close(self) -> None:
-        """The user's communicator goes: free the private ones after the last use."""
+        """Free the private communicators, after the last `release`."""
         self._closed = True
         self._free_if_unused()
 
@@ -261,16 +286,16 @@ def _items(value: Any) -> Mapping[str, object]:
 
 
 def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
-    """Return a type that every rank has, and the message."""
+    """Return an error as a type that can be pickled, and its message."""
     if error is None:
         return None
-    told = (InvalidArgumentError, TypeError, DeviceUnavailableError)
-    known = isinstance(error, told)
-    return (type(error) if known else RuntimeError, str(error))
+    known = (InvalidArgumentError, TypeError, DeviceUnavailableError)
+    kind = type(error) if isinstance(error, known) else RuntimeError
+    return kind, str(error)
 
 
 def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:
-    """Duplicate, but do not wait in silence for a rank that never comes."""
+    """Duplicate a communicator; warn, or time out, if ranks are missing."""
     duplicate, request = comm.Idup()
     Deadline(None, "first use of a communicator").wait(
         lambda: request.Test() or None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -176,12 +177,41 @@ def test_large_values_do_not_make_a_rank_wait_in_silence(comm, rank, monkeypatch
 
 def test_agreement_returns_what_was_checked(comm, rank):
     group, facts = Group.of(comm), {"a": 1, "b": "x", "c": (2, None)}
+    arguments = SimpleNamespace(a=1, b="x")
 
     assert group.agree("all", lambda: facts) is facts
+    assert group.agree("attributes", lambda: arguments) is arguments
     assert group.agree("nothing", dict) == {}
-    assert group.agree("part", lambda: [rank], facts=lambda own: {"n": len(own)}) == [
-        rank
-    ]
+    own = group.agree("part", lambda: [rank], facts=lambda own: {"n": len(own)})
+    assert own == [rank]
+
+
+@pytest.mark.ranks(min=2)
+def test_attributes_of_an_object_are_compared(comm, rank):
+    with pytest.raises(hpc.DisagreementError, match="opening: b must be the same"):
+        Group.of(comm).agree("opening", lambda: SimpleNamespace(a=1, b=rank))
+
+
+@pytest.mark.ranks(min=2)
+def test_what_differs_may_be_in_the_name_of_an_agreement_but_not_in_its_call(
+    comm, rank, size
+):
+    group = Group.of(comm)
+    with pytest.raises(hpc.DisagreementError, match=rf"^w{rank}: a must be the same"):
+        group.agree(f"w{rank}", lambda: {"a": rank}, call="opening")
+    with pytest.raises(hpc.DisagreementError, match="ranks make different calls"):
+        group.agree(f"w{rank}", lambda: {"a": 1})
+    assert group.allgather(rank, "again") == list(range(size))
+
+
+@pytest.mark.ranks(min=2)
+def test_facts_that_cannot_be_selected_are_an_error_on_every_rank(comm, rank):
+    def select(own):
+        return {"first": own[rank]}
+
+    with pytest.raises(IndexError if rank else RuntimeError, match="range") as caught:
+        Group.of(comm).agree("opening", lambda: [1], facts=select)
+    assert rank or str(caught.value).startswith("opening: rank 1: ")
 
 
 @pytest.mark.ranks(min=2)
