@@ -1,4 +1,4 @@
-"""Checks of what a caller passes: each returns the plain value or raises at once."""
+"""Checks of arguments. Each returns the checked value, or raises an error."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hpcaccum.device import check_array, is_device
 from hpcaccum.dtypes import FLOATS, accumulation_dtype, float_dtype
 from hpcaccum.errors import InvalidArgumentError
 
-# Bytes that one MPI call moves at most: it counts them in 32 bits.
+# Bytes that one MPI call moves at most: counts are of 32 bits.
 _MAX_BUCKET = 1 << 30
 
 Array = np.ndarray[Any, Any]
 
 
 def step_number(value: Any, name: str) -> int:
-    """Return one number as a step; fractions are cut off towards zero.
+    """Return a number as a step, rounded toward zero.
 
     Raises:
-        InvalidArgumentError: If it is not exactly one real, finite number.
+        InvalidArgumentError: If it is not one real, finite number within 64 bits.
     """
     try:
         if type(value) is not int:
@@ -42,7 +42,7 @@ def positive_count(value: Any, name: str) -> int:
 
     Raises:
         TypeError: If it is a float or text.
-        InvalidArgumentError: If it is less than 1, or None, or several numbers.
+        InvalidArgumentError: If it is less than 1, None, or several numbers.
     """
     if value is None or np.ndim(value) != 0:
         raise InvalidArgumentError(f"{name} must be one integer, got {value!r}")
@@ -59,8 +59,8 @@ def rank_number(value: Any, size: int, name: str) -> int:
     """Return a rank of a communicator of ``size``.
 
     Raises:
-        TypeError: If it is no integer.
-        InvalidArgumentError: If there is no such rank.
+        TypeError: If it is not an integer.
+        InvalidArgumentError: If the communicator has no such rank.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a rank, got {value!r}")
@@ -73,10 +73,11 @@ def rank_number(value: Any, size: int, name: str) -> int:
 
 
 def result_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Return the array for a result: ``out``, or a new one if it is None.
+    """Return the array for a result: ``out``, or a new one if that is None.
 
     Raises:
-        InvalidArgumentError: If a result of this dtype and shape cannot lie there.
+        InvalidArgumentError: If ``out`` has another dtype or shape, or is not
+            contiguous, or not writable.
     """
     if out is None:
         return np.empty(shape, dtype)
@@ -94,11 +95,11 @@ def result_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Arra
 
 
 def gradient_array(grad: Any, dtype: np.dtype[Any]) -> Array:
-    """Return a gradient as an array, which is not yet converted to ``dtype``.
+    """Return a gradient as an array that can be converted to ``dtype``.
 
     Raises:
-        InvalidArgumentError: If it is None, ragged, or not of real numbers; or lies on
-            a device in a way that kernels cannot read.
+        InvalidArgumentError: If it is None, ragged, or not of real numbers; or a device
+            array that kernels cannot read.
     """
     if grad is None:
         raise InvalidArgumentError("gradient must be an array, got None")
@@ -119,7 +120,11 @@ def gradient_array(grad: Any, dtype: np.dtype[Any]) -> Array:
 
 
 def fitting(what: str, given: Any, own: Array) -> Array:
-    """Return what can be copied to ``own`` or from it: its shape, any real dtype."""
+    """Return an array of the shape of ``own`` and of any real dtype, for a copy.
+
+    Raises:
+        InvalidArgumentError: If ``given`` is not such an array.
+    """
     try:
         array = gradient_array(given, own.dtype)
     except InvalidArgumentError as error:
@@ -132,13 +137,13 @@ def fitting(what: str, given: Any, own: Array) -> Array:
 
 
 def one_of(what: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise InvalidArgumentError unless a value is one of those allowed."""
+    """Raise InvalidArgumentError unless a value is one of the allowed ones."""
     if value not in allowed:
         raise InvalidArgumentError(f"{what} must be one of {allowed}, got {value!r}")
 
 
 def bucket_size(nbytes: Any) -> int | None:
-    """Return the bytes of a bucket, None for what suits."""
+    """Check ``bucket_bytes``; None selects the default of the schedule."""
     if nbytes is None:
         return None
     if not isinstance(nbytes, int) or not 1 << 10 <= nbytes <= _MAX_BUCKET:
@@ -149,7 +154,7 @@ def bucket_size(nbytes: Any) -> int | None:
 
 
 def wire_format(wire_dtype: Any, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return the dtype in which sums of ``dtype`` travel, None for their own."""
+    """Return the dtype in which sums of ``dtype`` are sent; None for their own."""
     if wire_dtype is None:
         return None
     wire, wide = float_dtype(wire_dtype), accumulation_dtype(dtype)
@@ -161,6 +166,6 @@ def wire_format(wire_dtype: Any, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 
 def converted(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array of ``dtype``; what is too large for it becomes infinity."""
+    """Return an array as ``dtype``; values that are too large become infinity."""
     with np.errstate(all="ignore"):
         return array.astype(dtype, copy=False)

@@ -1,4 +1,4 @@
-"""Dtypes that can be accumulated, and the dtype in which each is summed."""
+"""The dtypes of gradients, and the dtype in which each is summed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ FLOATS = (*HALVES, np.dtype(np.float32), np.dtype(np.float64))
 
 
 def float_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return the NumPy dtype that ``dtype`` names, one that can be accumulated.
+    """Return ``dtype`` as a NumPy dtype that can be accumulated.
 
     Raises:
-        TypeError: If it names no dtype, or bool, or text.
-        InvalidArgumentError: If it is numeric but not float16/32/64 or bfloat16.
+        TypeError: If it is not a dtype, or not a number type.
+        InvalidArgumentError: If it is a number type but not float16, float32, float64
+            or bfloat16.
     """
     try:
         found: np.dtype[Any] = np.dtype(dtype)
@@ -36,6 +37,6 @@ def float_dtype(dtype: Any) -> np.dtype[Any]:
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which gradients of ``dtype`` are summed.
 
-    Half precision loses a sum: 2100 ones average to 0.975 in float16.
+    Half precision is summed in float32: in float16, the mean of 2100 ones is 0.975.
     """
     return np.dtype(np.float32) if dtype in HALVES else dtype

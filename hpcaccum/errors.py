@@ -1,4 +1,7 @@
-"""The error types, each also a builtin that a caller would guess; ranks in messages."""
+"""The error types of the package, and the format of ranks in messages.
+
+Each type is also the builtin type that fits best, so that callers may catch that.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +12,35 @@ if TYPE_CHECKING:
 
 
 class InvalidArgumentError(ValueError):
-    """Raised for an argument that cannot be used, before anything is changed."""
+    """Raised for an invalid argument, before anything is changed."""
 
 
 class DisagreementError(ValueError):
-    """Raised on every rank when ranks pass different arguments to one call."""
+    """Raised on every rank if arguments, or calls, differ between ranks."""
 
 
 class WaitTimeoutError(TimeoutError):
-    """Raised when a wait takes longer than its timeout; says who is missing."""
+    """Raised when a wait exceeds its timeout; the message names the missing ranks."""
 
 
 class EverybodyLeftError(WaitTimeoutError):
-    """Raised at once by a take when all ranks have left and no gradient is there."""
+    """Raised by a take, without waiting, if all ranks have left and it has no gradient."""
 
 
 class FreedError(RuntimeError):
-    """Raised by any use of an object after its ``free()``."""
+    """Raised by the use of an object after its ``free()``."""
 
 
 class MPIUnavailableError(ImportError):
-    """Raised when MPI is needed and no MPI library can be loaded."""
+    """Raised at the first use of MPI if no MPI library can be loaded."""
 
 
 class DeviceUnavailableError(RuntimeError):
-    """Raised when a CUDA device is needed and cannot be used; says what is missing."""
+    """Raised if no CUDA device can be used; the message says what is missing."""
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks as people do: ``rank 3``, ``ranks 0, 2``, ``ranks 0-7, 9``."""
+    """Return ranks as text: ``rank 3``, ``ranks 0, 2``, ``ranks 0-7, 9``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

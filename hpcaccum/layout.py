@@ -1,4 +1,4 @@
-"""Named arrays laid out one after the other in a flat buffer."""
+"""Named arrays, one after the other in a flat buffer."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from hpcaccum.dtypes import accumulation_dtype, float_dtype
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-# Every array begins on a cache line: two ranks that work on neighbours do not
-# fight for one, and vector loads are aligned.
+# Bytes of a cache line, on which every array begins: ranks that write to neighboring
+# arrays share no line, and vector loads are aligned.
 ALIGNMENT = 64
 
 
 class Layout:
-    """Where each of several named arrays lies in one flat buffer.
+    """The places of named arrays in one flat buffer.
 
     Args:
         shapes: Name to shape, in the order of the buffer.
-        dtype: The one dtype of the buffer.
+        dtype: The dtype of the buffer, and so of all arrays.
 
     Attributes:
-        size: Elements of the buffer, padding included.
-        nbytes: Bytes of the buffer.
+        dtype: The dtype.
+        shapes: Name to shape.
+        offsets: Name to first element in the buffer.
+        size: Number of elements of the buffer, with padding.
+        nbytes: Number of bytes of the buffer.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: Any) -> None:
@@ -45,7 +48,7 @@ class Layout:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Layout:
-        """Lay out arrays like these, in the dtype that holds all of theirs."""
+        """Return the layout of sums of arrays, in a dtype that holds each of them."""
         dtypes = [accumulation_dtype(array.dtype) for array in arrays.values()]
         shapes = {name: array.shape for name, array in arrays.items()}
         return cls(shapes, np.result_type(*dtypes) if dtypes else np.float32)
@@ -55,7 +58,7 @@ class Layout:
         return iter(self.shapes)
 
     def __len__(self) -> int:
-        """Return how many arrays there are."""
+        """Return the number of arrays."""
         return len(self.shapes)
 
     def __repr__(self) -> str:
@@ -64,7 +67,7 @@ class Layout:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of names, shapes, order and dtype: the same on ranks that agree."""
+        """A hash of names, shapes, order and dtype, for comparison between ranks."""
         text = repr((list(self.shapes.items()), str(self.dtype)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -78,16 +81,16 @@ class Layout:
         }
 
     def place(self, name: str) -> slice:
-        """Return where an array lies in the buffer."""
+        """Return the place of an array in the buffer."""
         start = self.offsets[name]
         return slice(start, start + math.prod(self.shapes[name]))
 
     def overlaps(self, piece: slice) -> list[tuple[str, slice, slice]]:
-        """Return what lies in a piece of the buffer.
+        """Return the arrays that overlap a piece of the buffer.
 
         Returns:
-            Names, the elements of each array (as a vector) that lie in the piece, and
-            where in the piece they lie.
+            For each array its name, the elements (of the array as a vector) that are in
+            the piece, and their place in the piece.
         """
         found = []
         names = list(self.shapes)

@@ -1,7 +1,7 @@
-"""Whether arrays share memory, by their addresses.
+"""Find out whether arrays share memory, by their addresses.
 
-The base of an array says too little: a view by way of `memoryview`, `numpy.frombuffer`
-or DLPack has another one. Addresses of host and device memory are of one space.
+The base of an array is not enough, as a view by `memoryview`, `numpy.frombuffer` or
+DLPack has another one. CPU and device memory have one address space.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Span = tuple[int, int]
 
-# Effort of the exact answer for two arrays with strides; beyond it the answer is yes.
+# Limit of the effort of an exact answer for two strided arrays; beyond, assume overlap.
 _WORK = 10_000
 
 
 def address(array: Any) -> int:
-    """Return where the first element of an array lies."""
+    """Return the address of the first element of an array."""
     if is_device(array):
         return int(array.data.ptr)
     return int(array.__array_interface__["data"][0])
 
 
 def bounds(array: Any) -> Span:
-    """Return the address of the lowest byte of an array, and that behind the highest.
+    """Return the address of an array's lowest byte, and of the byte after its highest.
 
-    They are the same if it is empty.
+    They are equal if the array is empty.
     """
     low = high = address(array)
     if array.size == 0:
@@ -45,7 +45,7 @@ def bounds(array: Any) -> Span:
 
 
 def overlap(one: Any, other: Any) -> bool:
-    """Whether two arrays may have bytes in common: whether their bounds overlap."""
+    """Whether the bounds of two arrays overlap, so that they may share memory."""
     if type(one) is type(other) is np.ndarray:
         return np.may_share_memory(one, other)
     (low, high), (begin, end) = bounds(one), bounds(other)
@@ -53,7 +53,7 @@ def overlap(one: Any, other: Any) -> bool:
 
 
 def same_elements(one: Any, other: Any) -> bool:
-    """Whether two arrays are the same elements in one order, in whatever shape."""
+    """Whether two arrays are the same elements in the same order; shapes may differ."""
     if one is other:
         return True
     if one.dtype != other.dtype or one.size != other.size or not overlap(one, other):
@@ -64,7 +64,7 @@ def same_elements(one: Any, other: Any) -> bool:
 
 
 def sharing(arrays: Mapping[Hashable, Any]) -> tuple[Any, Any] | None:
-    """Return the keys of two arrays that have a byte in common; None if none have."""
+    """Return the keys of two arrays that share memory, or None."""
     owners = [_owner(array) for array in arrays.values()]
     if None not in owners and len(set(owners)) == len(owners):
         return None
@@ -86,13 +86,13 @@ def crossing(arrays: Collection[Any], others: Collection[Any]) -> list[bool]:
     if None not in owners and None not in mine:
         return [owner in owners for owner in mine]
     spans = _merged([bounds(other) for other in others])
-    return [_meets(spans, bounds(array)) for array in arrays]
+    return [_overlaps_any(spans, bounds(array)) for array in arrays]
 
 
 def _owner(array: Any) -> int | None:
-    """Return the identity of the NumPy array whose own memory this is; None if of none.
+    """Return the identity of the NumPy array that owns the memory, or None.
 
-    NumPy gives no two arrays that own their memory the same.
+    Two arrays that own their memory never share it.
     """
     while type(array) is np.ndarray:
         if array.base is None:
@@ -102,16 +102,16 @@ def _owner(array: Any) -> int | None:
 
 
 def _exactly(one: Any, other: Any) -> bool:
-    """Whether two arrays whose bounds overlap have a byte in common."""
+    """Whether two arrays with overlapping bounds share a byte."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        # NumPy's annotations know only two efforts.
+        # NumPy's annotations of max_work allow two values only.
         answer: Any = np.may_share_memory
         return bool(answer(one, other, max_work=_WORK))
     return True
 
 
 def _merged(spans: list[Span]) -> list[Span]:
-    """Return spans in order, those that overlap or touch as one; without empty ones."""
+    """Return the union of spans as sorted, disjoint spans that are not empty."""
     merged: list[Span] = []
     for low, high in sorted(spans):
         if merged and low <= merged[-1][1]:
@@ -121,8 +121,8 @@ def _merged(spans: list[Span]) -> list[Span]:
     return merged
 
 
-def _meets(spans: list[Span], span: Span) -> bool:
-    """Whether a span overlaps one of several that are in order and apart."""
+def _overlaps_any(spans: list[Span], span: Span) -> bool:
+    """Whether a span overlaps one of several sorted, disjoint spans."""
     low, high = span
     place = bisect.bisect_left(spans, (high,))
     return low < high and place > 0 and spans[place - 1][1] > low

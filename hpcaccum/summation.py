@@ -1,4 +1,4 @@
-"""Sums of vectors at the speed of memory, in a fixed order."""
+"""Sums of vectors in a fixed order, at the bandwidth of memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# Elements that are summed while they are in the cache.
+# Elements of a chunk that stays in the cache while it is summed.
 _CHUNK = 1 << 16
-# Elements for which one more thread is worth the time that it takes to wake it.
+# Elements for which another thread saves more time than waking it takes.
 _SHARE = 1 << 20
 
 
 def add_in_order(
     parts: Sequence[Array], out: Array, divisor: int = 1, threads: int = 1
 ) -> None:
-    """Set ``out`` to the sum of vectors, from the first to the last, over ``divisor``.
+    """Set ``out`` to the sum of vectors divided by ``divisor``.
 
-    By chunks that stay in the cache. Whichever is wider, the dtype of the parts or that
-    of ``out``, is the one in which they are added and divided. The bits are the same
-    with any number of threads; a short vector has one.
+    The parts are added from the first to the last, by chunks that stay in the cache, in
+    the wider of their dtype and that of ``out``. The bits of the result do not depend
+    on the number of threads.
+
+    Args:
+        parts: Vectors of one dtype and of the size of ``out``.
+        out: Gets the result.
+        divisor: At least 1.
+        threads: Threads to use at most; a short vector uses one.
     """
     if threads == 1 or out.size <= _SHARE:
         _add_chunks(parts, out, divisor)
@@ -35,7 +41,7 @@ def add_in_order(
 
     def add(start: int) -> None:
         piece = slice(start, start + share)
-        # Each thread has an error state of its own.
+        # NumPy's error state is per thread.
         with np.errstate(all="ignore"):
             _add_chunks([part[piece] for part in parts], out[piece], divisor)
 
@@ -60,7 +66,7 @@ def _add_chunks(parts: Sequence[Array], out: Array, divisor: int) -> None:
 
 
 def add_at_once(parts: Sequence[Array], out: Array, divisor: int) -> None:
-    """Do as `add_in_order` for vectors so short that they stay in the cache."""
+    """Do what `add_in_order` does, for vectors that fit in the cache."""
     dtype = out.dtype
     if len(parts) == 1:
         out[...] = parts[0]
@@ -72,9 +78,9 @@ def add_at_once(parts: Sequence[Array], out: Array, divisor: int) -> None:
 
 
 def divide(total: Array, count: int) -> None:
-    """Divide a vector in place by a count, as one true division in its dtype."""
+    """Divide a vector in place by a count, with one rounding in its dtype."""
     if count & (count - 1):
         np.divide(total, total.dtype.type(count), out=total)
     elif count != 1:
-        # By a power of 2: the same bits, in less time.
+        # For a power of 2 the product has the same bits, and is faster.
         np.multiply(total, total.dtype.type(1 / count), out=total)

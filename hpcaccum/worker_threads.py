@@ -1,7 +1,7 @@
-"""Threads that help with the pieces of one call.
+"""Threads that share the work of one call.
 
-Those of concurrent.futures take no work once the interpreter begins to end, but a
-server makes updates until all ranks have left, and windows are freed after that.
+Those of concurrent.futures accept no work once the interpreter begins to shut down. A
+server makes updates even then, until all ranks have left.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _starting = threading.Lock()
 
 
 def run_pieces(act: Callable[[Any], None], items: Iterable[Any], helpers: int) -> None:
-    """Call ``act`` for each item, on this thread and on helpers; wait for all.
+    """Call ``act`` for each item, on this thread and on helpers; wait for all calls.
 
     Args:
-        act: May be called at the same time for different items.
-        items: One at least.
-        helpers: Threads besides this one. It does their work if none can be started,
-            as while the interpreter ends.
+        act: Called at the same time for different items. It must not wait for other
+            items.
+        items: At least one.
+        helpers: Number of threads besides this one. If none can be started, as during
+            interpreter shutdown, this thread makes all calls.
     """
     own, *others = items
     alone = not _start(helpers)
@@ -41,14 +42,14 @@ def run_pieces(act: Callable[[Any], None], items: Iterable[Any], helpers: int) -
 
 
 class _Piece(Future[None]):
-    """One call, made by the first thread that is free."""
+    """One call, made by the first free thread."""
 
     def __init__(self, act: Callable[[Any], None], item: Any) -> None:
         super().__init__()
         self._act, self._item = act, item
 
     def run(self) -> None:
-        """Make the call, unless the other thread has taken it back."""
+        """Make the call, unless the caller has cancelled it."""
         if not self.set_running_or_notify_cancel():
             return
         try:
@@ -57,7 +58,7 @@ class _Piece(Future[None]):
             self.set_exception(error)
 
     def finish(self) -> None:
-        """Make the call if nobody has begun it; else wait, and raise what it raised."""
+        """Make the call if no helper has begun it; else wait, and raise its error."""
         if self.cancel():
             self._act(self._item)
         else:
@@ -65,9 +66,9 @@ class _Piece(Future[None]):
 
 
 def _start(count: int) -> int:
-    """Have ``count`` helpers, or as many as can be started; return how many."""
+    """Start helpers until there are ``count``, if possible; return their number."""
     with _starting:
-        # None is alive after a fork.
+        # After a fork no thread is alive.
         _threads[:] = [thread for thread in _threads if thread.is_alive()]
         with contextlib.suppress(RuntimeError):
             while len(_threads) < count:

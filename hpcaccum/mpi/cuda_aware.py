@@ -1,7 +1,7 @@
-"""Whether device memory may be handed to the MPI library that is loaded.
+"""Find out whether the MPI library accepts device memory.
 
-To an MPI that is not CUDA-aware a device pointer is a bad host address: the rank dies
-of a segmentation fault, not of an exception. So nothing is ever guessed.
+For a library that is not CUDA-aware, a device pointer is an invalid address: the rank
+ends with a segmentation fault, not with an exception. So the answer is never a guess.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBRARIES = ("libmpi.so", "libmpi_abi.so", "libmpich.so", "libmpi_cray.so")
 
 
 class Answer(NamedTuple):
-    """Whether MPI takes device memory, and who says so."""
+    """Whether the MPI library accepts device memory, and the source of that."""
 
     aware: bool
     reason: str
@@ -29,10 +29,10 @@ class Answer(NamedTuple):
 
 @functools.cache
 def cuda_awareness() -> Answer:
-    """Ask the library that is loaded; HPCACCUM_CUDA_AWARE=0 or 1 answers for it.
+    """Ask the MPI library; HPCACCUM_CUDA_AWARE=0 or 1 overrides its answer.
 
     Raises:
-        InvalidArgumentError: If the variable is something else.
+        InvalidArgumentError: If the variable has another value.
 
     Source: MPIX_Query_cuda_support of Open MPI and MPICH; "mpi_memory_alloc_kinds" of
     MPI-4.1, 11.4.3; MPICH_GPU_SUPPORT_ENABLED of Cray MPICH.
@@ -45,18 +45,18 @@ def cuda_awareness() -> Answer:
     info = MPI.COMM_WORLD.Get_info()  # loads the library
     if (query := getattr(_loaded(), "MPIX_Query_cuda_support", None)) is not None:
         return Answer(bool(query()), "MPIX_Query_cuda_support")
-    # Never by a session: Open MPI echoes there what it was asked for.
+    # Not from the info of a session: Open MPI returns what was requested there.
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
     if any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")):
         return Answer(True, f"mpi_memory_alloc_kinds={kinds}")
     if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
         return Answer(True, "MPICH_GPU_SUPPORT_ENABLED=1")
-    return Answer(False, "the library does not say so")
+    return Answer(False, "the library does not declare support")
 
 
 def _loaded() -> ctypes.CDLL | None:
-    """Return the MPI library of this process; never load another one."""
+    """Return the MPI library of this process, without loading another one."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
         if Path(path).name.startswith(_LIBRARIES):

@@ -1,15 +1,15 @@
 """Memory that the ranks of a node share by plain loads and stores, without MPI.
 
-It is one file in /dev/shm that all of them map, not a window of MPI, for three reasons:
+It is one file in /dev/shm that all of them map, not an MPI window, for three reasons:
 
 - A NumPy view keeps the mapping, and so the memory, alive. A view of a window that was
   freed is a segmentation fault.
-- The room is allocated at once, page by page, so that too little of it is an error.
-  MPICH allocates a window without a word, and the first touch is a SIGBUS.
+- All pages are allocated at construction, so that too little memory is an error. MPICH
+  allocates a window without a check, and the first touch is a SIGBUS.
 - It needs no communicator, of which MPICH has 2,048.
 
-The file has a name only until all ranks have it open, and no page before that: a rank
-that is killed leaves at most an empty file, ``hpcaccum-<uid>-<pid>-<random>``.
+The file is unlinked when all ranks have opened it, and gets its pages after that. So a
+rank that is killed leaves an empty file, ``hpcaccum-<uid>-<pid>-<random>``, or none.
 """
 
 from __future__ import annotations
@@ -36,38 +36,36 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 _SHM = "/dev/shm"
-# Left free for each rank: MPI has mapped memory there that it has not touched yet, and
-# makes small windows without asking.
+# Bytes left free for each rank: MPI has mapped memory in /dev/shm that it has not
+# touched yet, and makes small windows without a check.
 _MARGIN = 1 << 20
-# Bytes allocated at once, in some 30 us. Small beside the margin, as ranks that
-# allocate at the same time may each take so much of it; and a system call that a signal
-# interrupts begins anew, of which a profiler may send many.
+# Bytes allocated by one system call, in some 30 us. Small beside the margin, as each
+# rank may take so much of it at the same time. And a call that a signal interrupts is
+# restarted from the beginning; a profiler may send many signals.
 _PIECE = 1 << 18
 _WHAT = "allocating shared memory"
 
 
 class NodeMemory:
-    """One part a rank and one common part, of ranks that share a node. Collective.
+    """A part for each rank, and a common part, for ranks of one node. Collective.
 
-    All bytes are 0. Parts begin on a page.
-
-    What a rank stores here is there for another that reads a word of
-    `windows.AtomicWords` set after the store; see there.
+    All bytes are 0 at first. Parts begin on a page. `windows.AtomicWords` order the
+    stores of a rank with the loads of other ranks.
 
     Args:
         group: Ranks of one node.
         sizes: Bytes of each rank's part; the same list on all ranks.
         common: Bytes of the common part.
-        stripes: The bytes of the common part that this rank works on; all ranks'
-            together are all of it. The pages lie on the socket of the rank that
-            allocates them: each allocates its own part and these.
+        stripes: The bytes of the common part that this rank works on. Those of all
+            ranks together cover it. Each rank allocates its part and its stripes, which
+            places their pages on its socket.
 
     Attributes:
         parts: The parts as bytes, in rank order.
         common: The common part as bytes.
 
     Raises:
-        InvalidArgumentError: On every rank, if the node has no room.
+        InvalidArgumentError: On every rank, if the node has too little memory.
         RuntimeError: On every rank, if a rank cannot open or map the memory.
     """
 
@@ -91,7 +89,7 @@ class NodeMemory:
         self.common: Array = whole[last : last + common]
 
     def free(self) -> None:
-        """Let go of the memory, which lives as long as views of it. Not collective."""
+        """Drop the memory, which lives as long as views of it. Not collective."""
         self.parts, self.common = [], np.empty(0, np.uint8)
 
 
@@ -111,7 +109,7 @@ def _map(group: Group, nbytes: int, mine: Iterable[slice]) -> Array:
 
 
 def _mmap(file: int, nbytes: int) -> mmap.mmap:
-    # No descriptor stays open, where Python can do without (since 3.13).
+    # Since Python 3.13 the mapping needs no open descriptor.
     if sys.version_info >= (3, 13):
         return mmap.mmap(file, nbytes, trackfd=False)
     return mmap.mmap(file, nbytes)
@@ -119,7 +117,7 @@ def _mmap(file: int, nbytes: int) -> mmap.mmap:
 
 @contextlib.contextmanager
 def _opened(group: Group, nbytes: int) -> Iterator[int]:
-    """Give the body the descriptor of a new file of all ranks. Collective."""
+    """Yield the descriptor of a new file that all ranks have opened. Collective."""
     with contextlib.ExitStack() as opened:
         with contextlib.ExitStack() as named:
 
@@ -151,7 +149,7 @@ def _close(files: list[int]) -> None:
 
 
 def _together(group: Group, nbytes: int, step: Callable[[], Any]) -> list[Any]:
-    """Return what a step returns on all ranks, or raise on all. Collective."""
+    """Return the results of a step on all ranks, or raise on all. Collective."""
     value, failure = None, None
     try:
         value = step()
@@ -163,10 +161,10 @@ def _together(group: Group, nbytes: int, step: Callable[[], Any]) -> list[Any]:
 
 
 def explained(error: OSError, nbytes: int) -> Exception:
-    """Return the error that says why memory could not be allocated."""
-    # EFAULT is what a system call gets that cannot write to a page.
+    """Return an error that explains why memory could not be allocated."""
+    # A system call that cannot write to a page returns EFAULT.
     if error.errno in (errno.ENOSPC, errno.EFAULT):
-        return no_room(nbytes, "and others took them meanwhile")
+        return no_room(nbytes, "which another process has taken meanwhile")
     reason = f"cannot share {nbytes} bytes in {_SHM}: {error}"
     if error.errno == errno.ENOENT:
         reason += f"; ranks of one node must have one {_SHM} (containers: --ipc=host)"
@@ -177,7 +175,7 @@ def explained(error: OSError, nbytes: int) -> Exception:
 
 
 def no_room(nbytes: int, why: str) -> InvalidArgumentError:
-    """Return the error of a node that has too little shared memory."""
+    """Return the error for a node with too little shared memory."""
     return InvalidArgumentError(
         f"this node needs {nbytes / 2**20:.1f} MiB of {_SHM}, {why} "
         f"(containers: --shm-size)"
@@ -185,14 +183,14 @@ def no_room(nbytes: int, why: str) -> InvalidArgumentError:
 
 
 def check_room(nbytes: int, ranks: int) -> None:
-    """Refuse to allocate what this node has no room for.
+    """Check that this node has enough shared memory.
 
     Args:
-        nbytes: Of the node.
-        ranks: That share it; something stays free for each.
+        nbytes: Bytes that all its ranks need together.
+        ranks: Number of its ranks; some memory stays free for each.
 
     Raises:
-        InvalidArgumentError: On this rank.
+        InvalidArgumentError: On this rank, if there is too little.
     """
     wanted, free = nbytes + ranks * _MARGIN, _free()
     if wanted > free:
@@ -200,12 +198,12 @@ def check_room(nbytes: int, ranks: int) -> None:
 
 
 def pieces(begin: int, end: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and size of pieces to allocate, as long as enough stays free.
+    """Yield begin and size of the pieces to allocate, while enough memory stays free.
 
-    If all were taken, be it for a moment, MPI could not even report the error.
+    If no memory were free, even for a moment, MPI could not report the error.
 
     Raises:
-        OSError: If there is no room; others may have taken it since `check_room`.
+        OSError: If there is too little; others may have taken it since `check_room`.
     """
     for start in range(begin, end, _PIECE):
         size = min(_PIECE, end - start)
@@ -215,7 +213,7 @@ def pieces(begin: int, end: int, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _free() -> float:
-    """Return how many bytes of shared memory are free; infinity without a limit."""
+    """Return the free bytes of shared memory; infinity without a limit."""
     try:
         state = os.statvfs(_SHM)
     except FileNotFoundError:

@@ -207,7 +207,7 @@ def test_room_that_others_take_meanwhile_is_missed_in_time(
         enough, little = 2**40, module._PIECE + size * module._MARGIN
         frees = iter([enough, enough, little, little - 1][rank != 0 :])
         monkeypatch.setattr(module, "_free", lambda: next(frees, 0))
-    with pytest.raises(hpc.InvalidArgumentError, match="others took them meanwhile"):
+    with pytest.raises(hpc.InvalidArgumentError, match="another process has taken"):
         NodeMemory(node, [4 * module._PIECE] * size)
 
 
