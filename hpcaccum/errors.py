@@ -24,7 +24,7 @@ class WaitTimeoutError(TimeoutError):
 
 
 class EverybodyLeftError(WaitTimeoutError):
-    """Raised by a take, without waiting, if all ranks have left and it has no gradient."""
+    """Raised by a take at once, if all ranks have left and there is no gradient."""
 
 
 class FreedError(RuntimeError):
