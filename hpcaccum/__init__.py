@@ -1,4 +1,4 @@
-"""Gradient exchange for clusters that speak MPI."""
+"""Gradient exchange for clusters that run MPI."""
 
 from __future__ import annotations
 

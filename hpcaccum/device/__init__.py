@@ -1,8 +1,8 @@
-"""CUDA devices: the arrays, the kernels, and transfers to and from host memory.
+"""CUDA devices: arrays, kernels, and transfers to and from CPU memory.
 
-`arrays` is the only module that imports CuPy, and does so when a device is used;
-`kernels` compiles and launches the sources in ``kernels/``; `PointerTable` launches one
-kernel for many arrays; `Transfer` moves named arrays between device and host.
+`arrays` is the only module that imports CuPy, when a device is first used. `kernels`
+compiles and launches the sources in ``kernels/``. `PointerTable` launches one kernel
+for many arrays. `Transfer` copies named arrays between device and CPU memory.
 
 Imports `errors`, `dtypes` and `layout` only.
 """

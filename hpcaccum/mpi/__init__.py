@@ -1,8 +1,9 @@
-"""MPI itself: loaded lazily, and what the rest of the package builds on it.
+"""MPI, loaded at its first use, and what the other packages build on.
 
-A `Group` is a private communicator with exchanges that name the ranks they wait for;
-`AtomicWords` and `Region` are the memory that ranks reach one-sidedly; `Freeable` is
-the lifetime of everything collective. Every call of a window is in this package.
+A `Group` is a private communicator with exchanges that name the ranks they wait for.
+`AtomicWords` and `Region` are memory that ranks reach one-sidedly; `NodeMemory` is
+memory that the ranks of a node have mapped. `Freeable` is the base class of collective
+objects. All calls of MPI windows are in this package.
 
 Imports `errors` and `deadline` only.
 """
