@@ -1,4 +1,4 @@
-"""Progress: other nodes are served while the host computes."""
+"""Progress: gradients of other nodes arrive while the host rank computes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def count():
 @pytest.mark.ranks(min=2)
 def test_gradients_arrive_while_the_host_computes(comm, rank, size, work):
     acc = hpc.ConditionalAccumulator("float32", (1 << 20,), storage="slots", comm=comm)
-    # The host's memory itself: between the two meetings it makes no MPI call.
+    # The memory of the host rank, which makes no MPI call between the two exchanges.
     words = np.frombuffer(acc._rounds.words._window.tomemory() or b"", np.int64)
     records = None
     grad, arrived = np.full(1 << 20, rank, np.float32), None
@@ -53,7 +53,7 @@ def test_gradients_arrive_while_the_host_computes(comm, rank, size, work):
     assert arrived in (None, size - 1)
 
 
-def test_threads_take_turns_more_often_while_it_runs(comm):
+def test_switch_interval_is_short_while_it_runs(comm):
     group, before = Group.of(comm), sys.getswitchinterval()
     apart = not group.single_node
     progress = [ProgressThread(comm, needed=apart) for _ in range(2)]
@@ -68,7 +68,7 @@ def test_threads_take_turns_more_often_while_it_runs(comm):
     assert seen == [during, during, during, pytest.approx(before)]
 
 
-def test_a_shorter_turn_of_the_users_is_kept(comm):
+def test_shorter_switch_interval_of_the_user_is_kept(comm):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     short = sys.getswitchinterval()

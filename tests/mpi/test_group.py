@@ -1,4 +1,4 @@
-"""Groups: private communicators, meetings, agreements."""
+"""Groups: private communicators, exchanges, agreements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .support import WAIT
         (range(64), "ranks 0-63"),
     ],
 )
-def test_ranks_are_named_as_people_do(ranks, text):
+def test_ranks_are_written_as_ranges(ranks, text):
     assert format_ranks(ranks) == text
 
 
@@ -69,7 +69,7 @@ def test_single_node_is_what_mpi_says(comm, size):
     assert group.single_node == (nodes == [size] * size)
 
 
-def test_meeting_brings_all_values_to_all(comm, rank, size):
+def test_exchange_returns_all_values_on_all_ranks(comm, rank, size):
     group = Group.of(comm)
     for turn in range(10):
         values = group.allgather((rank, turn, "x" * 2000 * rank), "turn")
@@ -78,15 +78,15 @@ def test_meeting_brings_all_values_to_all(comm, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-def test_who_does_not_come_to_a_meeting_is_named(comm, rank, size, monkeypatch):
+def test_rank_that_is_missing_in_an_exchange_is_named(comm, rank, size, monkeypatch):
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     group = Group.of(comm)
     if rank < size - 1:
-        told = f"dinner: .* for rank {size - 1} of {size} to make the same call"
-        with pytest.raises(hpc.WaitTimeoutError, match=told):
+        text = f"dinner: .* for rank {size - 1} of {size} to make the same call"
+        with pytest.raises(hpc.WaitTimeoutError, match=text):
             group.allgather(rank, "dinner")
     meet()
-    # Who comes too late hears of it at once, and all are in step again.
+    # A rank that is too late gets the error at once; then all are in step again.
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     if rank == size - 1:
         with pytest.raises(hpc.WaitTimeoutError, match=r"gave up.*dinner: "):
@@ -95,7 +95,7 @@ def test_who_does_not_come_to_a_meeting_is_named(comm, rank, size, monkeypatch):
 
 
 @pytest.mark.ranks(min=2)
-def test_rank_0_that_does_not_come_is_named(comm, rank, size, monkeypatch):
+def test_rank_0_that_is_missing_is_named(comm, rank, size, monkeypatch):
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     group = Group.of(comm)
     if rank > 0:
@@ -110,7 +110,7 @@ def test_rank_0_that_does_not_come_is_named(comm, rank, size, monkeypatch):
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_make_different_calls_hear_of_both_at_once(comm, rank, size):
+def test_ranks_that_make_different_calls_get_an_error_that_names_both(comm, rank, size):
     group = Group.of(comm)
     odd = size - 1
     for _ in range(3):
@@ -123,12 +123,12 @@ def test_ranks_that_make_different_calls_hear_of_both_at_once(comm, rank, size):
 
 
 @pytest.mark.ranks(min=3)
-def test_a_slow_rank_hears_of_each_exchange_in_its_turn(comm, rank, size, monkeypatch):
+def test_slow_rank_gets_each_result_in_order(comm, rank, size, monkeypatch):
     group = Group.of(comm)
     answered = group.control._answered
 
     def slowly(call):
-        # Long enough to receive that the next exchange has failed, too.
+        # Long enough to also receive the failure of the next exchange.
         limit = time.monotonic() + 0.2
         while time.monotonic() < limit:
             group.control._receive_all()
@@ -144,7 +144,7 @@ def test_a_slow_rank_hears_of_each_exchange_in_its_turn(comm, rank, size, monkey
 
 
 @pytest.mark.ranks(min=2)
-def test_a_second_try_after_a_timeout_is_not_taken_for_the_first(
+def test_retry_after_a_timeout_is_not_mistaken_for_the_first_call(
     comm, rank, size, monkeypatch
 ):
     def build(number):
@@ -166,7 +166,7 @@ def test_a_second_try_after_a_timeout_is_not_taken_for_the_first(
 
 
 @pytest.mark.ranks(min=2)
-def test_large_values_do_not_make_a_rank_wait_in_silence(comm, rank, monkeypatch):
+def test_wait_with_large_values_has_a_limit(comm, rank, monkeypatch):
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     group = Group.of(comm)
     if rank > 0:
@@ -227,17 +227,15 @@ def test_disagreement_names_both_sides_on_every_rank(comm, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize(("odd", "told"), [(0, "extra"), (1, "extra")])
-def test_fact_that_one_rank_lacks_is_a_disagreement(comm, rank, odd, told):
+@pytest.mark.parametrize("odd", [0, 1])
+def test_fact_that_one_rank_lacks_is_a_disagreement(comm, rank, odd):
     facts = {"common": 1} if rank == odd else {"common": 1, "extra": 2}
-    with pytest.raises(hpc.DisagreementError, match=told):
+    with pytest.raises(hpc.DisagreementError, match="extra"):
         Group.of(comm).agree("opening", lambda: facts)
 
 
 @pytest.mark.ranks(min=2)
-def test_rank_that_does_not_free_a_communicator_is_no_silent_wait(
-    comm, rank, size, monkeypatch
-):
+def test_wait_for_a_rank_that_frees_nothing_has_a_limit(comm, rank, size, monkeypatch):
     part = comm.Dup()
     group = Group.of(part)
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
@@ -252,14 +250,14 @@ def test_rank_that_does_not_free_a_communicator_is_no_silent_wait(
 
 
 @pytest.mark.parametrize(
-    ("raised", "heard"),
+    ("raised", "elsewhere"),
     [
         (hpc.InvalidArgumentError, hpc.InvalidArgumentError),
         (TypeError, TypeError),
         (KeyError, RuntimeError),
     ],
 )
-def test_error_of_one_rank_is_raised_on_all(comm, rank, size, raised, heard):
+def test_error_of_one_rank_is_raised_on_all(comm, rank, size, raised, elsewhere):
     wrong = size - 1
 
     def facts():
@@ -267,7 +265,9 @@ def test_error_of_one_rank_is_raised_on_all(comm, rank, size, raised, heard):
             raise raised("too bad")
         return {"a": 1}
 
-    with pytest.raises(raised if rank == wrong else heard, match="too bad") as caught:
+    with pytest.raises(
+        raised if rank == wrong else elsewhere, match="too bad"
+    ) as caught:
         Group.of(comm).agree("opening", facts)
     if rank != wrong:
         assert str(caught.value).startswith(f"opening: rank {wrong}: ")
@@ -284,7 +284,7 @@ def test_split_follows_the_lists(comm, rank, size):
     part.free()
 
 
-def test_groups_of_parts_meet_apart(comm, rank, size):
+def test_groups_of_parts_are_independent(comm, rank, size):
     part = comm.Split(rank % 2, rank)
     group = Group.of(part)
     for _ in range(1 + rank % 2):
@@ -297,7 +297,7 @@ def test_messages_of_the_user_are_not_taken(comm, rank, size):
     # The same tag that the group uses, on the user's communicator.
     request = comm.irecv(source=(rank - 1) % size, tag=1)
     comm.send("mine", (rank + 1) % size, tag=1)
-    assert Group.of(comm).allgather(rank, "meeting") == list(range(size))
+    assert Group.of(comm).allgather(rank, "exchange") == list(range(size))
 
     assert request.wait() == "mine"
 

@@ -1,4 +1,4 @@
-"""Ranks that make different collective calls hear of it at once, and of both calls."""
+"""Ranks that make different collective calls get an error that names both calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def starting(reducer):
 
 
 def late(seconds):
-    """Let the others wait, for so short a time that the result cannot depend on it."""
+    """Make the others wait, for a time too short to change the result."""
     time.sleep(seconds)
 
 
@@ -108,7 +108,7 @@ def test_rank_that_initializes_while_others_construct(comm, rank, size):
 
 
 @ALL
-def test_threads_may_have_an_order_of_their_own(maker, rank, monkeypatch):
+def test_threads_may_call_in_different_order(maker, rank, monkeypatch):
     monkeypatch.setattr("hpcaccum.mpi.control._PATIENCE", 0.0)
     reducers = [maker(SHAPES, name="one"), maker(SHAPES, name="two")]
     order = [0, 1] if rank else [1, 0]
@@ -125,7 +125,7 @@ def test_threads_may_have_an_order_of_their_own(maker, rank, monkeypatch):
 
 
 @ALL
-def test_who_gave_up_a_reduction_is_in_no_call(maker, rank, size, monkeypatch):
+def test_rank_that_gave_up_a_reduction_waits_in_no_call(maker, rank, size, monkeypatch):
     reducer, group = maker(SHAPES), maker.group
     monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.2")
     if rank > 0:
@@ -152,7 +152,7 @@ def test_call_of_an_exchange_that_failed_is_forgotten(maker, rank, size, monkeyp
 
 
 @ALL
-def test_rank_that_is_only_late_is_no_mistake(maker, rank, size, monkeypatch):
+def test_rank_that_is_only_late_is_no_error(maker, rank, size, monkeypatch):
     reducer = maker(SHAPES)
     group = Group.of(maker.group)
     # Every wait is reported at once.

@@ -1,4 +1,4 @@
-"""How MPI is loaded, and what is done at the end of a program."""
+"""How MPI is loaded, and what happens at the end of a program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAMS = {
     """,
     "no side effects": """
         import atexit, logging, os, signal, sys, threading
-        # What these do is their own affair.
+        # Import these first, as they may have side effects.
         import ml_dtypes, numpy
 
         def state():
@@ -109,7 +109,7 @@ def test_package_works_without_mpi_until_it_is_used(program):
     assert done.returncode == 0, done.stderr
 
 
-def test_stand_in_gives_what_mpi4py_does():
+def test_lazy_module_has_the_attributes_of_mpi4py():
     assert runtime.MPI.COMM_WORLD is MPI.COMM_WORLD
     assert runtime.MPI.SUM is MPI.SUM
     with pytest.raises(AttributeError):
@@ -140,7 +140,7 @@ def test_launcher_that_does_not_know_the_mpi_is_noticed(env, size, right):
 @pytest.mark.parametrize(
     ("vendor", "plugin"), [("MPICH", "pmi2"), ("Open MPI", "pmix")]
 )
-def test_right_line_for_slurm_is_told(vendor, plugin):
+def test_problem_names_the_right_line_for_slurm(vendor, plugin):
     problem = launcher.launcher_problem({"SLURM_STEP_NUM_TASKS": "3"}, 1, vendor)
 
     assert f"srun --mpi={plugin} " in problem
@@ -163,7 +163,7 @@ def test_what_is_open_is_closed_last_first(monkeypatch):
     assert closed == [2, 0]
 
 
-def test_hook_of_somebody_else_is_left_alone(monkeypatch):
+def test_excepthook_of_the_program_is_kept(monkeypatch):
     def other(*args):
         raise AssertionError
 

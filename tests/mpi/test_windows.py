@@ -1,4 +1,4 @@
-"""Windows: words that all ranks change, and memory that they reach."""
+"""Windows: words that all ranks change, and memory that they reach one-sidedly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_words_begin_at_0(words):
     assert words.read_range(0, 20) == [0] * 20
 
 
-def test_word_that_is_written_is_there_for_all(words):
+def test_word_that_is_written_is_read_by_all(words):
     large, low = 2**63 - 1, -(2**63)
     at(1, words.write, 3, large)
     at(2, words.write_range, 4, [low, 7])
@@ -59,7 +59,7 @@ def test_swap_sets_only_what_is_expected(words):
     assert at(1, words.read, 2) == -1
 
 
-def test_posted_words_are_there_after_a_flush(words):
+def test_stored_words_are_complete_after_a_flush(words):
     def post():
         words.store(5, np.array([1, 2], np.int64))
         words.flush()
@@ -91,7 +91,7 @@ class Spy:
         return list(self.calls)
 
 
-# Shared memory, and a network that is never busy, forgive what is missing.
+# Shared memory, and a network without load, would hide a missing flush or fence.
 
 
 def test_words_have_moved_when_a_call_returns(words, monkeypatch):
@@ -109,10 +109,10 @@ def test_words_have_moved_when_a_call_returns(words, monkeypatch):
         if any(name in (*Spy.MOVES, *Spy.ATOMICS) for name in calls):
             assert calls[-1] == "Flush"
         elif call in writes:
-            # What was done before is done when the words are seen.
+            # A rank that sees the words also sees all earlier stores.
             assert calls == ["Sync", "Sync"]
         else:
-            # What is read afterwards is as new as the words.
+            # Later loads are at least as new as the words.
             assert calls == ["Sync"]
     assert spy.during(words.sync) == ["Sync"]
     words.store(1, [4, 5])
@@ -170,10 +170,10 @@ def test_stores_and_loads_of_slots_are_ordered_with_those_of_others(
     if not slots.region.mapped:
         spy = Spy(slots.region._window)
         monkeypatch.setattr(slots.region, "_window", spy)
-        for there in (False, True):
-            grad = slots.buffer(0) if there else np.ones(10)
+        for in_slot in (False, True):
+            grad = slots.buffer(0) if in_slot else np.ones(10)
             calls = spy.during(
-                lambda g=grad, t=there: slots.write(0, 0, g, first, t, [])
+                lambda g=grad, t=in_slot: slots.write(0, 0, g, first, t, [])
             )
             assert calls[0] in Spy.MOVES
             assert calls[-1] == "Flush"
@@ -225,10 +225,10 @@ def test_words_are_reached_while_the_host_computes(comm, rank):
         block = np.ones((300, 300))
         end = time.monotonic() + WAIT
         # Plain memory of this process: no MPI call helps the others.
-        while not (told := meet_quickly(comm)) and time.monotonic() < end:
+        while not (done := meet_quickly(comm)) and time.monotonic() < end:
             for _ in range(20):
                 block = block @ block / 300
-        assert told
+        assert done
     else:
         for _ in range(20):
             words.fetch_add(0, 1)
@@ -346,7 +346,7 @@ def test_window_without_room_is_refused_on_every_rank(comm, host):
         AtomicWords(Group.of(comm), host % comm.size, HUGE // 8)
 
 
-def test_window_whose_room_others_take_is_refused_on_every_rank(comm, monkeypatch):
+def test_window_whose_memory_others_take_is_refused_on_every_rank(comm, monkeypatch):
     def full(*_):
         # What the system says of a page that it cannot provide.
         raise OSError(errno.EFAULT, "Bad address")

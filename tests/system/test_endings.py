@@ -1,4 +1,4 @@
-"""Ranks that leave a program early, or too late, do not leave the others waiting."""
+"""Ranks that exit early, or late, do not leave the others waiting."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_rank_that_exits_ends_the_job_for_those_that_wait(
     assert ("enough" in result.stdout) == ("enough" in end)
 
 
-def test_nobody_waits_for_gradients_of_a_rank_that_exits(mpirun, script):
+def test_take_does_not_wait_for_gradients_of_a_rank_that_exits(mpirun, script):
     result = mpirun(3, script(LEAVES_A_TAKE), timeout=SOON)
 
     assert "enough" in result.stdout

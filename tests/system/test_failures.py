@@ -1,4 +1,4 @@
-"""One rank that fails ends the job; windows that are left open end it properly."""
+"""A rank that fails ends the job; windows that are left open are freed."""
 
 from __future__ import annotations
 

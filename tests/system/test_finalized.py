@@ -1,4 +1,4 @@
-"""After MPI.Finalize() every use is an error of ours: MPI would end the job."""
+"""After MPI.Finalize() every use raises FreedError, where MPI would end the job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ uses |= {
     "minimize": lambda: shard.minimize(one, var_list=[variable]),
     "minimize again": lambda: ready.minimize(one, var_list=[variable]),
     "update": lambda: dropping.minimize(one, var_list=[variable]),
-    "meet": lambda: group.allgather(1, "x"),
+    "exchange": lambda: group.allgather(1, "x"),
     "old group": lambda: hpc.Reducer(layout, group),
 }
 """

@@ -1,4 +1,4 @@
-"""More objects than MPI has communicators for: an error on every rank, no crash."""
+"""With too few communicators, construction raises on every rank and does not crash."""
 
 from __future__ import annotations
 
