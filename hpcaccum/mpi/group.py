@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI as mpi4py_MPI
 
+    from hpcaccum.mpi.lifetime import Freeable
+
 logger = logging.getLogger("hpcaccum")
 
 T = TypeVar("T")
@@ -52,7 +54,7 @@ class Group:
         rank: Rank of this process.
         size: Number of ranks.
         node: Communicator of the ranks that share memory with this one.
-        shared: Objects that several users of the group hold together, by name.
+        named: Objects that several users of the group share, by name.
         control: The exchanges of small objects, and the order of collective calls.
     """
 
@@ -60,7 +62,7 @@ class Group:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
         self.node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-        self.shared: dict[str, Any] = {}
+        self.named: dict[str, Freeable] = {}
         # The first sum of objects on a communicator stops all threads of a rank, a
         # server among them, until all ranks have called it. So it is done now. Source:
         # mpi4py duplicates the communicator then, and holds the interpreter lock.
@@ -105,6 +107,11 @@ class Group:
         if MPI.Is_finalized():
             return f"Group(rank {self.rank} of {self.size}, finalized)"
         return f"Group(rank {self.rank} of {self.size}, {self.node.size} on its node)"
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The same as `named`, its former name."""
+        return cast("dict[str, Any]", self.named)
 
     @functools.cached_property
     def single_node(self) -> bool:
