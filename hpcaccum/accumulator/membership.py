@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Attempt
 
 if TYPE_CHECKING:
@@ -68,6 +69,17 @@ class Membership:
     def all_left(self, num_left: int) -> bool:
         """Whether no rank will contribute after ``num_left`` ranks have left."""
         return num_left >= self.workers
+
+    def check_present(self, verb: str) -> None:
+        """Raise InvalidArgumentError if this rank has left.
+
+        Args:
+            verb: What it is about to do with a gradient, for the message.
+        """
+        if self.has_left:
+            raise InvalidArgumentError(
+                f"rank {self._rank} has left and can {verb} no more gradients"
+            )
 
     def leave(self) -> None:
         """Promise that this rank contributes no more; only the first call counts.

@@ -1,125 +1,199 @@
-"""The admission protocol: which round a gradient belongs to, and when a round closes.
+"""The admission protocol: which round a gradient joins, and when a round closes.
 
-No lock is held while a gradient travels. One 64-bit word, STATE, decides by
-compare-and-swap who is admitted to which round; the payload moves afterwards. Each rank
-has a record of each round, a word that only it writes: how many of its gradients have
-arrived. Rounds have a parity: while one is being reduced, the other parity is open. A
-taker clears the records of a parity before it passes the turn on, hence before that
-parity can be opened again.
+No lock is held while a gradient is copied. One 64-bit word, STATE, decides by
+compare-and-swap which gradient is admitted to which round; the payload is copied
+afterwards. Each rank has one record per round, a word that only it writes: how many of
+its gradients have arrived. Rounds alternate between two parities: while one is being
+reduced, the other is open. A take clears the records of a parity before it passes its
+turn on, hence before that parity can be opened again.
 
-A take that finds too few gradients does not watch the count: it turns the count in
-STATE into the number still missing. The writer that brings it to zero closes the round
-in the same compare-and-swap, so no gradient can slip in between the last one that was
-wanted and the close; this is how TensorFlow's queue behaves.
+A take that finds too few gradients does not poll the count. It replaces the count in
+STATE by the number still missing. The writer that decrements it to zero closes the
+round in the same compare-and-swap, so no gradient can be admitted between the last one
+required and the close. TensorFlow's queue behaves in the same way.
 
-An exception may come at any point: a timeout, too little memory, a signal handler that
-raises. A gradient that was admitted and cannot be written is taken out of the count
-while its round is open; afterwards its rank's record says that it was given up, and the
-take leaves it out. A take that fails goes back to waiting for nothing; if its round is
-closed by then, the round stays on record in CLOSED and the next take resumes it.
+An exception may occur at any point: a timeout, a MemoryError, a signal handler that
+raises. A gradient that was admitted and cannot be written is subtracted from the count
+while its round is open. After that, its rank's record marks it as given up, and the
+take leaves it out. A take that fails withdraws its request. If its round is closed by
+then, the round is recorded in CLOSED, and the next take resumes it.
 
-The protocol is model-checked: tests/model/accumulator.pml.
+`AdmissionProtocol` has the words and what writers do with them; `taker` has what takes
+do. The protocol is model-checked: tests/model/accumulator.pml.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from hpcaccum.accumulator.receipts import Receipt
-from hpcaccum.accumulator.state import Closed, Record, State
-from hpcaccum.accumulator.words import CLOSED, MEMBERS, STATE, WANT, RoundWords
-from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError, WaitTimeoutError
-from hpcaccum.mpi import Attempt
+from hpcaccum.accumulator.membership import Membership
+from hpcaccum.accumulator.receipts import Counters, Receipt
+from hpcaccum.accumulator.shapes import ShapeTable, is_fixed, shape_policy
+from hpcaccum.accumulator.state import Packing, Record, State
+from hpcaccum.accumulator.ticket_lock import TicketLock
+from hpcaccum.accumulator.word_layout import WordLayout
+from hpcaccum.errors import InvalidArgumentError, format_ranks
+from hpcaccum.mpi import AtomicWords, Attempt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import numpy as np
 
-    from hpcaccum.deadline import Deadline
+    from hpcaccum.accumulator.settings import Settings
     from hpcaccum.mpi import Group
-
-T = TypeVar("T")
 
 # The receipt of a gradient, the parity of its round, the number of the round's shape.
 Admitted = tuple[Receipt, int, int]
 
+# Writes to STATE must not invalidate the cache line of other words.
+_FIXED = WordLayout()
+STATE = _FIXED.take(own_lines=True)
+# How many gradients the waiting take requires, with a tag; see `announce`.
+WANT = _FIXED.take()
+# The STATE of a closed round whose take failed; 0 if there is none.
+CLOSED = _FIXED.take()
+# The words of `Membership`. The first one follows the others: one read covers them.
+MEMBERS = _FIXED.count
 
-class Rounds(RoundWords):
-    """What may be done with the words of one accumulator; see `RoundWords`."""
 
-    def __init__(
-        self,
-        group: Group,
-        host: int,
-        what: str,
-        *,
-        workers: int,
-        shaped: bool,
-        extra: int = 0,
-    ) -> None:
-        super().__init__(group, host, what, workers=workers, shaped=shaped, extra=extra)
-        # The last word seen: a first guess, where reading it would cost a round trip.
+class AdmissionProtocol:
+    """The words of one accumulator on its root, and the admission of gradients.
+
+    Collective.
+
+    Args:
+        group: The ranks.
+        settings: Of the accumulator.
+        what: Name for messages.
+
+    Attributes:
+        words: All words.
+        shapes: The shape policy.
+        membership: Which ranks contribute.
+        line: The lock that takes hold, first come, first served.
+        counters: What happened to the gradients of each rank.
+        admission: The compare-and-swap that admits this rank's gradient.
+    """
+
+    def __init__(self, group: Group, settings: Settings, what: str) -> None:
+        self._what, self._rank, self._size = what, group.rank, group.size
+        rank, n = group.rank, group.size
+        self.packing = Packing(shaped=not is_fixed(settings.shape))
+        layout = WordLayout(after=_FIXED)
+        members = layout.take(Membership.words(n))
+        line = layout.take(TicketLock.words(n))
+        self._records = layout.take(2 * n)
+        counters = layout.take(Counters.words(n))
+        limit = self.packing.max_shapes
+        table = layout.take(ShapeTable.words(limit))
+        self.words = words = AtomicWords(group, settings.host, layout.count)
+        self.membership = Membership(words, members, rank, n, settings.workers)
+        self.line = TicketLock(words, line, rank, n)
+        self.counters = Counters(words, counters, rank, n)
+        self.shapes = shape_policy(settings, what, ShapeTable(words, table, limit))
+        # The last word seen: a first guess, where reading it costs a round trip.
         self._seen = 0
-        # What an exception in the midst of a call is recovered from. Of the writer:
-        self.admission, self._fitted = Attempt(), 0
-        # Of the take that has the turn: the round that it means to close, as it will be
-        # then; and what is known of it once nothing may be added or lost any more.
-        self._closing: State | None = None
-        self._complete: Closed | None = None
+        # After an exception in `admit`, these hold the outcome.
+        self.admission, self._shape = Attempt(), 0
 
-    # Writers
+    def state(self) -> State:
+        """Return the state now."""
+        return self.packing.unpack(self.words.read(STATE))
+
+    def swap(self, old: State, new: State, attempt: Attempt | None = None) -> bool:
+        """Replace the state if it is ``old``; return whether it was."""
+        word = self.packing.pack(old)
+        return (
+            self.words.compare_and_swap(STATE, word, self.packing.pack(new), attempt)
+            == word
+        )
+
+    def set_step(self, step: int) -> int:
+        """Set the step; return what it was before."""
+        # Half of the range, so that takes can advance it further.
+        limit = self.packing.max_step >> 1
+        if not -limit - 1 <= step <= limit:
+            raise InvalidArgumentError(
+                f"{self._what}: step must be within +-{limit}, got {step}"
+            )
+        while True:
+            state = self.state()
+            if self.swap(state, state._replace(step=step)):
+                return state.step
+
+    def free(self) -> None:
+        """Free the words. Collective."""
+        self.words.free()
+
+    # Admission
 
     def admit(
-        self, local_step: int, fit: Callable[[int], int], only: int | None = None
+        self, grad: np.ndarray[Any, Any], local_step: int, only: int | None = None
     ) -> Admitted | None:
         """Admit a gradient to the open round, or find it stale.
 
         Args:
-            local_step: The step the gradient was computed at.
-            fit: Gets the number of the round's shape (0: none yet) and returns that of
-                the gradient's; raises if they differ.
+            grad: The gradient, of which only dtype and shape are read.
+            local_step: The step at which the gradient was computed.
             only: Parity to which the gradient may be admitted, if not to both.
 
         Returns:
             None if the parity that is open is not ``only``.
+
+        Raises:
+            InvalidArgumentError: If the shape does not fit, or the round is full.
         """
-        word, fresh = self._seen, False
-        if self.words.direct:
-            word, fresh = self.words.read(STATE), True
+        fresh = self.words.direct
+        word = self.words.read(STATE) if fresh else self._seen
         while True:
             state = self.packing.unpack(word)
-            try:
-                stale = local_step < state.step
-                shape = -1 if stale else fit(state.shape)
-                new = 0 if stale else self._next(state, shape)
-            except InvalidArgumentError:
-                if fresh:
-                    raise
-                shape = -1
-            if shape < 0 and not fresh:
-                # What speaks against the gradient must be true now.
-                word, fresh = self.words.read(STATE), True
-                continue
-            if shape < 0:
+            shape = self._shape_if_admissible(grad, local_step, state)
+            if shape is not None and only in (None, state.parity):
+                new = self.packing.pack(state.admitted(shape))
+                self._shape = shape
+                found = self.words.compare_and_swap(STATE, word, new, self.admission)
+                if found == word:
+                    self._seen = new
+                    return Receipt(True, local_step, state.step), state.parity, shape
+                word, fresh = found, True
+            elif fresh:
                 self._seen = word
-                return Receipt(False, local_step, state.step), state.parity, 0
-            if only is not None and only != state.parity:
-                if fresh:
-                    return None
+                return self._refuse(grad, local_step, state)
+            else:
+                # Reject only on a fresh read of STATE, never on the cached word.
                 word, fresh = self.words.read(STATE), True
-                continue
-            self._fitted = shape
-            found = self.words.compare_and_swap(STATE, word, new, self.admission)
-            if found == word:
-                self._seen = new
-                return Receipt(True, local_step, state.step), state.parity, shape
-            word, fresh = found, True
+
+    def _shape_if_admissible(
+        self, grad: np.ndarray[Any, Any], local_step: int, state: State
+    ) -> int | None:
+        """Return the number of the gradient's shape; None if it is not admitted."""
+        if local_step < state.step or self._is_full(state):
+            return None
+        return self.shapes.number(grad.shape, state.shape)
+
+    def _is_full(self, state: State) -> bool:
+        return state.number >= self.packing.max_count and not state.waiting
+
+    def _refuse(
+        self, grad: np.ndarray[Any, Any], local_step: int, state: State
+    ) -> Admitted | None:
+        """Return or raise the reason why a gradient is not admitted to ``state``."""
+        if local_step < state.step:
+            return Receipt(False, local_step, state.step), state.parity, 0
+        if self.shapes.number(grad.shape, state.shape) is None:
+            raise self.shapes.misfit(grad, state.shape)
+        if self._is_full(state):
+            raise InvalidArgumentError(
+                f"{self._what}: a round holds at most {self.packing.max_count} "
+                f"gradients; take them first"
+            )
+        return None
 
     def is_stale(self, local_step: int, *, ask: bool) -> bool:
-        """Whether a gradient is stale by the last word seen; of now, if that is near.
+        """Return whether a gradient is stale, by the last word seen.
 
         Args:
-            local_step: The step the gradient was computed at.
-            ask: Whether to ask the host if it is not near.
+            local_step: The step at which the gradient was computed.
+            ask: Read STATE first, also where that costs a round trip.
         """
         if ask or self.words.direct:
             self._seen = self.words.read(STATE)
@@ -135,212 +209,128 @@ class Rounds(RoundWords):
         if not self.admission.swapped:
             return None
         state = self.packing.unpack(int(self.admission.compare[0]))
-        return Receipt(True, local_step, state.step), state.parity, self._fitted
+        return Receipt(True, local_step, state.step), state.parity, self._shape
 
     def withdraw(self, parity: int, record: Record | None, attempt: Attempt) -> bool:
-        """Take the admission of this rank's last gradient back; False if too late.
+        """Revoke the admission of this rank's last gradient.
 
         Args:
-            parity: Of the round. It cannot have been opened again: without the gradient
-                it is not complete.
-            record: What this rank has in the round without that gradient.
-            attempt: Holds the outcome, if an exception comes.
+            parity: Of the round. It cannot have been opened again, because the round is
+                not complete without the gradient.
+            record: This rank's record of the round without that gradient.
+            attempt: Holds the outcome after an exception.
+
+        Returns:
+            False if the round is closed already.
         """
         while True:
             state = self.state()
             if state.parity != parity:
                 return False
-            # First: as soon as nobody waits for this rank any more, the round may go.
+            # First: after the swap the round may be taken without this rank.
             self.put_record(parity, record)
-            word, new = self.packing.pack(state), self.packing.pack(state.withdrawn())
-            if self.words.compare_and_swap(STATE, word, new, attempt) == word:
+            if self.swap(state, state.withdrawn(), attempt):
                 return True
 
-    def _next(self, state: State, shape: int) -> int:
-        if not state.waiting and state.number >= self.packing.max_count:
-            raise InvalidArgumentError(
-                f"{self._what}: a round holds at most {self.packing.max_count} "
-                f"gradients; take them first"
-            )
-        return self.packing.pack(state.admitted(shape))
+    # Records
 
-    # Takers
+    def _record(self, parity: int, rank: int) -> int:
+        return self._records + parity * self._size + rank
 
-    def take(
-        self,
-        required: int,
-        deadline: Deadline,
-        reduce: Callable[[Closed], T],
-        clear: Callable[[Closed], object],
-    ) -> T:
-        """Close a round of ``required`` gradients or more; reduce it.
+    def holds_gradient(self, parity: int) -> bool:
+        """Return whether this rank has a record of the round of this parity."""
+        return self.words.read(self._record(parity, self._rank)) != 0
 
-        If it fails before ``clear`` is called, or the admitted writers do not finish in
-        time, the round stays on record and the next take resumes it.
+    def is_writing(self, parity: int) -> bool:
+        """Return whether this rank's record says that it is still writing."""
+        word = self.words.read(self._record(parity, self._rank))
+        return bool(Record.of(word).writing)
 
-        Args:
-            required: Gradients to wait for.
-            deadline: Of the call.
-            reduce: Gets the round and returns its result; may fail.
-            clear: Makes room for the next round of this parity, without fail; is called
-                again if a signal handler raises in it.
+    def mark_writing(self, parity: int, record: Record) -> None:
+        """Publish that this rank was admitted and begins to write."""
+        self.words.store(self._record(parity, self._rank), [record.word()])
 
-        Returns:
-            What ``reduce`` returned.
+    def put_record(self, parity: int, record: Record | None) -> None:
+        """Publish what this rank has in the round; its payload is in place."""
+        index = self._record(parity, self._rank)
+        self.words.write(index, record.word() if record else 0)
 
-        Raises:
-            WaitTimeoutError: Says what was missing.
-            EverybodyLeftError: If all ranks have left and no gradient is there.
-        """
-        return self.line.hold(
-            deadline, lambda: self._take(required, deadline, reduce, clear)
-        )
+    def read_records(self, parity: int) -> dict[int, Record]:
+        """Return the records of the ranks that have one."""
+        words = self.words.read_range(self._record(parity, 0), self._size)
+        return {rank: Record.of(word) for rank, word in enumerate(words) if word}
 
-    def _take(
-        self,
-        required: int,
-        deadline: Deadline,
-        reduce: Callable[[Closed], T],
-        clear: Callable[[Closed], object],
-    ) -> T:
-        self._closing = self._complete = None
-        try:
-            while True:
-                closing = self._close(required, deadline)
-                closed = self._await_writers(closing, deadline)
-                if closed.count:
-                    result = reduce(closed)
-                self._complete = closed
-                self._finish(closing, closed, clear)
-                if closed.count:
-                    return result
-                # All of them were given up: there is nothing to return.
-                self._closing = self._complete = None
-        except BaseException:
-            # A signal handler may raise here too, and nobody else can do this.
-            try:
-                self._put_back(clear)
-            except BaseException:
-                self._put_back(clear)
-                raise
-            raise
+    def clear_records(self, parity: int) -> None:
+        """Clear the records of all ranks."""
+        self.words.write_range(self._record(parity, 0), [0] * self._size)
 
-    def _put_back(self, clear: Callable[[Closed], object]) -> None:
-        """Leave a take that failed as if it had not begun, or was over."""
-        self.words.settle()
-        closing, complete = self._closing, self._complete
-        if closing and complete:
-            self._finish(closing, complete, clear)
-        elif closing and self._is_closed(closing):
-            self.words.write(CLOSED, self.packing.pack(closing))
+    # The take that has the turn, as other ranks see it
 
-    def _is_closed(self, closing: State) -> bool:
-        state = self.state()
-        if state.parity == closing.parity and state.waiting:
-            return self._stand_down(closing.parity, closing.number)
-        return state.parity != closing.parity
-
-    def _finish(
-        self, closing: State, closed: Closed, clear: Callable[[Closed], object]
-    ) -> None:
-        if closed.count:
-            clear(closed)
-        else:
-            self._step_back(closing)
-        # All before the turn is passed on: then this parity may be opened again.
-        self.words.write_range(self._record(closed.parity, 0), [0] * self._group.size)
-        self.words.write(CLOSED, 0)
-
-    def _step_back(self, closing: State) -> None:
-        """Undo the step of a round that came to nothing, unless it was set since."""
-        while (state := self.state()).step == closing.step + 1:
-            if self._swap(state, state._replace(step=closing.step)):
-                return
-
-    def _close(self, required: int, deadline: Deadline) -> State:
-        """Return a round that is closed, as it was then; this rank has the turn."""
-        if word := self.words.read(CLOSED):
-            self._closing = self.packing.unpack(word)
-            return self._closing
-        while True:
-            left = self.membership.num_left()
-            wanted = self.membership.quorum(required, left)
-            state = self.state()
-            # Before the swap: an exception may hide whether it succeeded.
-            self._closing = closing = state._replace(number=max(wanted, state.number))
-            if state.number < wanted:
-                if self._stand(state, wanted, left, deadline):
-                    return closing
-            elif self._swap(state, state.closed()):
-                return closing
-
-    def _stand(self, state: State, wanted: int, left: int, deadline: Deadline) -> bool:
-        """Ask writers to close the round at ``wanted``; return whether they did.
-
-        False if the round changed before it could be asked, or a rank left meanwhile.
-        """
-        self._announce(wanted)
-        if not self._swap(
-            state, state._replace(waiting=1, number=wanted - state.number)
-        ):
-            return False
-
-        def look() -> bool | None:
-            words = self.words.read_range(STATE, MEMBERS + 1)
-            now = self.packing.unpack(words[STATE])
-            if now.parity != state.parity:
-                return True
-            if now.shape and now.number == wanted:
-                # The gradient that had this shape was given up.
-                self._swap(now, now._replace(shape=0))
-            if self.membership.all_left(words[MEMBERS]):
-                self._check_anything(state.parity, wanted)
-            return False if words[MEMBERS] != left else None
-
-        try:
-            closed = deadline.wait(look, lambda: self._missing(wanted))
-        except WaitTimeoutError:
-            if self._stand_down(state.parity, wanted):
-                return True
-            raise
-        return closed or self._stand_down(state.parity, wanted)
-
-    def _check_anything(self, parity: int, wanted: int) -> None:
-        # Only a STATE that is read after all have left has all of their gradients.
-        now = self.state()
-        if now.parity == parity and now.number == wanted:
-            raise EverybodyLeftError(
-                f"{self._what}: all {self.membership.workers} ranks have left and no "
-                f"gradient is there"
-            )
-
-    def _announce(self, wanted: int) -> None:
-        # Each request has its own tag: whoever reads the same word twice around
-        # STATE knows that both belong together.
+    def announce(self, wanted: int) -> None:
+        """Publish how many gradients the take requires before it waits for them."""
+        # Each request has its own tag: if WANT is the same before and after a read of
+        # STATE, the two belong together.
         bits = self.packing.max_count.bit_length()
         tag = (self.words.read(WANT) >> bits) + 1
         self.words.write(WANT, tag << bits | wanted)
 
-    def _stand_down(self, parity: int, wanted: int) -> bool:
-        """Take the request back; return True if the round was closed all the same."""
+    def put_closed(self, closing: State | None) -> None:
+        """Record a closed round that the next take must resume; None: there is none."""
+        self.words.write(CLOSED, self.packing.pack(closing) if closing else 0)
+
+    def closed(self) -> State | None:
+        """Return the closed round that the next take must resume, if there is one."""
+        word = self.words.read(CLOSED)
+        return self.packing.unpack(word) if word else None
+
+    def count(self) -> int:
+        """Return how many gradients no take has returned yet.
+
+        These are the gradients of the open round, and those of a round that a take
+        closed and could not finish.
+        """
+        bits = self.packing.max_count.bit_length()
         while True:
+            want = self.words.read(WANT)
+            resumable = self._count_closed()
             state = self.state()
-            if state.parity != parity:
-                return True
-            if self._swap(state, state.stood_down(wanted)):
-                return False
+            if not state.waiting:
+                return resumable + state.number
+            if self.words.read(WANT) == want:
+                return resumable + (want & (1 << bits) - 1) - state.number
 
-    def _await_writers(self, closing: State, deadline: Deadline) -> Closed:
-        """Return the round once all that were admitted have written, or given up."""
+    def _count_closed(self) -> int:
+        closed = self.closed()
+        if not closed:
+            return 0
+        records = self.read_records(closed.parity).values()
+        return closed.number - sum(record.given_up for record in records)
 
-        def look() -> Closed | None:
-            records = self._read_records(closing.parity)
-            given_up = sum(record.given_up for record in records.values())
-            count = sum(record.number for record in records.values())
-            if count + given_up != closing.number:
-                return None
-            full = {rank: record for rank, record in records.items() if record.number}
-            shape = max((record.shape for record in full.values()), default=0)
-            return Closed(closing.parity, count, shape, full)
+    def awaited(self, required: int, step: int) -> str | None:
+        """Return what the round of a step lacks, None if nothing; on any rank."""
+        state = self.state()
+        if state.step <= step:
+            members = self.membership
+            return self.missing(members.quorum(required, members.num_left()))
+        records = self.read_records(1 - state.parity).values()
+        writing = any(record.writing for record in records)
+        return self.unfinished(1 - state.parity) if writing else None
 
-        return deadline.wait(look, lambda: self._unfinished(closing.parity))
+    def missing(self, wanted: int) -> str:
+        """Return which ranks have no gradient in the open round, for messages."""
+        state = self.state()
+        records = self.read_records(state.parity)
+        had = self.count()
+        silent = self.membership.present() - set(records)
+        return (
+            f"{wanted} gradients at step {state.step}, had {had} "
+            f"(nothing from {format_ranks(silent)})"
+        )
+
+    def unfinished(self, parity: int) -> str:
+        """Return which ranks were admitted and have not written, for messages."""
+        records = self.read_records(parity)
+        slow = [rank for rank, record in records.items() if record.writing]
+        if not slow:
+            return "a rank that was admitted to the round, to begin to write"
+        return f"{format_ranks(slow)}, admitted to the round, to finish writing"

@@ -1,4 +1,4 @@
-"""What happened to every gradient: the `Receipt` of one, the `Counters` of all."""
+"""What happened to each gradient: the `Receipt` of one, the `Counters` of all."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MAX_LAG = 31
 
 @dataclass(frozen=True)
 class Receipt:
-    """What became of one gradient; true if it was accepted.
+    """The outcome for one gradient; true if it was accepted.
 
     Attributes:
-        accepted: Whether it counts.
-        local_step: The step it was computed at.
-        global_step: The step it met.
+        accepted: Whether it was added.
+        local_step: The step at which it was computed.
+        global_step: The accumulator's step when it arrived.
     """
 
     accepted: bool
@@ -34,21 +34,21 @@ class Receipt:
 
     @property
     def lag(self) -> int:
-        """How many steps it was late."""
+        """How many steps the gradient was late."""
         return self.global_step - self.local_step
 
 
 @dataclass(frozen=True)
 class Tally:
-    """How many gradients each rank had accepted and dropped, and how late they were.
+    """How many gradients of each rank were accepted and dropped, and their lags.
 
     Attributes:
-        accepted, dropped: One number a rank.
+        accepted, dropped: One number per rank.
         lags: How many accepted and dropped gradients of all ranks had each lag. A
             negative lag counts as 0, one above `MAX_LAG` as `MAX_LAG`.
-        given_up: One number a rank: gradients that were admitted but could not be
-            written, because of an exception in the midst of the call. They are part of
-            no mean. Empty on a device, which has none.
+        given_up: One number per rank: gradients that were admitted but could not be
+            written because of an exception during the call. They are part of no mean.
+            Empty for a device, which has none.
     """
 
     accepted: tuple[int, ...]
@@ -57,22 +57,23 @@ class Tally:
     given_up: tuple[int, ...] = ()
 
 
-# Columns of a row, and what they are to be.
+# Columns of a row, and their new values.
 Counts = tuple[tuple[int, int], ...]
 
 _ACCEPTED, _DROPPED, _GIVEN_UP, _LAGS = range(4)
 
 
 class Counters:
-    """One row of counters a rank, in the host's words; each rank writes its own.
+    """One row of counters per rank; each rank writes its own row only.
 
-    Counting has two steps, so that it can be done again after an exception: `next`
-    says what the counters will be, `post` sets them.
+    Counting has two steps, so that it can be repeated after an exception: `next`
+    computes the new values, `post` sets them.
 
     Args:
-        words: Where the rows are.
-        base: Index of the first; the ledger takes ``Counters.words(size)`` words.
-        rank, size: Whose row is written, and how many rows there are.
+        words: The words.
+        base: Index of the first of ``Counters.words(size)`` words.
+        rank: Whose row is written.
+        size: The number of rows.
     """
 
     _WIDTH = _LAGS + MAX_LAG + 1
@@ -102,6 +103,15 @@ class Counters:
         for column, number in counts:
             self._row[column] = number
             self._words.store_unordered(self._index + column, number)
+
+    def row(self) -> list[int]:
+        """Return a copy of this rank's counters, to be passed to `restore`."""
+        return self._row.copy()
+
+    def restore(self, row: list[int]) -> None:
+        """Set this rank's counters to those that `row` returned."""
+        self.post(tuple(enumerate(row)))
+        self._words.flush()
 
     def tally(self) -> Tally:
         """Return the counts of all ranks."""

@@ -1,4 +1,4 @@
-"""What a gradient's shape may be, and numbers for shapes that ranks agree on."""
+"""Which shapes gradients may have, and numbers for shapes that all ranks understand."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from hpcaccum.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+
+    from hpcaccum.accumulator.settings import Settings
     from hpcaccum.mpi import AtomicWords
 
 Shape = tuple[int, ...]
@@ -24,7 +27,7 @@ def declared_shape(shape: Any) -> PartialShape | None:
     """Return a declared shape as a tuple; None entries and None itself are unknown.
 
     Raises:
-        TypeError: If it is no integer, list or tuple.
+        TypeError: If it is not an integer, a list or a tuple.
         InvalidArgumentError: If a dimension is negative, or there are too many.
     """
     if shape is None:
@@ -37,12 +40,14 @@ def declared_shape(shape: Any) -> PartialShape | None:
     if any(dim is not None and dim < 0 for dim in dims):
         raise InvalidArgumentError(f"shape must have no negative dimension, got {dims}")
     if len(dims) > MAX_DIMS:
-        raise InvalidArgumentError(f"shape has {len(dims)} dimensions, at most 16")
+        raise InvalidArgumentError(
+            f"shape has {len(dims)} dimensions, at most {MAX_DIMS}"
+        )
     return dims
 
 
 def is_fixed(declared: PartialShape | None) -> bool:
-    """Whether every dimension is known."""
+    """Return whether every dimension is known."""
     return declared is not None and None not in declared
 
 
@@ -57,7 +62,7 @@ def size_of(shape: Sequence[int | None]) -> int:
 
 
 def compatible(shape: Shape, declared: PartialShape | None) -> bool:
-    """Whether a shape fits a declared one; there is no broadcasting."""
+    """Return whether a shape fits a declared one, without broadcasting."""
     if declared is None:
         return True
     return len(shape) == len(declared) and all(
@@ -65,18 +70,156 @@ def compatible(shape: Shape, declared: PartialShape | None) -> bool:
     )
 
 
-class ShapeTable:
-    """Shapes that ranks have used, numbered from 1, in the host's words.
+class ShapePolicy:
+    """Which shapes the gradients of an accumulator may have.
 
-    A rank that needs a number looks for the shape among the entries. If there is none,
-    it takes the next entry for itself alone, fills it and only then uses the number:
-    nobody waits for anybody. Two ranks that do so at the same time give one shape two
-    numbers, hence shapes are compared, never numbers.
+    STATE and the records name a shape by its number. Number 0 in STATE means that the
+    round has no shape yet, or that all rounds have the same one.
 
     Args:
-        words: Where the table is.
-        base: Index of its first cell; it takes ``ShapeTable.words(limit)``.
-        limit: Most entries.
+        settings: Of the accumulator.
+        what: Name for messages.
+
+    Attributes:
+        only: The shape of every round; None if rounds differ.
+    """
+
+    only: Shape | None = None
+
+    def __init__(self, settings: Settings, what: str) -> None:
+        self._settings, self._what = settings, what
+
+    def number(self, shape: Shape, of_round: int) -> int | None:
+        """Return the number of a gradient's shape; None if it does not fit.
+
+        Args:
+            shape: Of the gradient.
+            of_round: Number of the round's shape.
+        """
+        raise NotImplementedError
+
+    def shape(self, number: int) -> Shape:
+        """Return the shape of a number."""
+        raise NotImplementedError
+
+    def misfit(self, grad: np.ndarray[Any, Any], of_round: int) -> InvalidArgumentError:
+        """Return the error for a gradient that has no number."""
+        return InvalidArgumentError(
+            f"{self._what}: gradient must be {self._settings.dtype} "
+            f"{self._expected(grad, of_round)}, got {grad.dtype} {grad.shape}"
+        )
+
+    def _expected(self, grad: np.ndarray[Any, Any], of_round: int) -> str:
+        return str(self._settings.shape)
+
+    def slot_shape(self, shape: Any) -> Shape:
+        """Return the shape of a slot.
+
+        Raises:
+            TypeError, InvalidArgumentError: If no gradient may have this shape.
+        """
+        settings, wanted = self._settings, declared_shape(shape)
+        if wanted is None or not is_fixed(wanted):
+            raise InvalidArgumentError(
+                f"{self._what}: slot needs a shape, as that of the accumulator is "
+                f"{settings.shape}"
+            )
+        fits = compatible(known(wanted), settings.shape)
+        if not fits or size_of(wanted) > settings.capacity:
+            raise InvalidArgumentError(
+                f"{self._what}: slot must have shape {settings.shape} and at most "
+                f"{settings.capacity} elements, got {wanted}"
+            )
+        return known(wanted)
+
+
+class FixedShape(ShapePolicy):
+    """All gradients have the declared shape."""
+
+    only: Shape
+
+    def __init__(self, settings: Settings, what: str) -> None:
+        super().__init__(settings, what)
+        self.only = known(settings.shape)
+
+    def number(self, shape: Shape, of_round: int) -> int | None:
+        """Return 0 for the declared shape."""
+        return 0 if shape == self.only else None
+
+    def shape(self, number: int) -> Shape:
+        """Return the declared shape."""
+        return self.only
+
+    def slot_shape(self, shape: Any) -> Shape:
+        """Return the shape of a slot; None is the declared one."""
+        return self.only if shape is None else super().slot_shape(shape)
+
+
+class ShapePerRound(ShapePolicy):
+    """The first gradient of a round fixes the shape of that round.
+
+    Args:
+        settings: Of the accumulator.
+        what: Name for messages.
+        table: The numbers of the shapes.
+    """
+
+    def __init__(self, settings: Settings, what: str, table: ShapeTable) -> None:
+        super().__init__(settings, what)
+        self._table = table
+
+    def number(self, shape: Shape, of_round: int) -> int | None:
+        """Return the number of a gradient's shape; None if it does not fit."""
+        if of_round:
+            return of_round if shape == self._table.shape(of_round) else None
+        return self._table.number(shape) if self._is_declared(shape) else None
+
+    def _is_declared(self, shape: Shape) -> bool:
+        return (
+            len(shape) <= MAX_DIMS
+            and size_of(shape) <= self._settings.capacity
+            and compatible(shape, self._settings.shape)
+        )
+
+    def shape(self, number: int) -> Shape:
+        """Return the shape of a number."""
+        return self._table.shape(number)
+
+    def misfit(self, grad: np.ndarray[Any, Any], of_round: int) -> InvalidArgumentError:
+        """Return the error for a gradient that has no number."""
+        if not of_round and self._is_declared(grad.shape):
+            return self._table.full()
+        return super().misfit(grad, of_round)
+
+    def _expected(self, grad: np.ndarray[Any, Any], of_round: int) -> str:
+        if of_round:
+            return f"{self._table.shape(of_round)}, as the others of this round"
+        if not compatible(grad.shape, self._settings.shape):
+            return str(self._settings.shape)
+        if grad.ndim > MAX_DIMS:
+            return f"of at most {MAX_DIMS} dimensions"
+        return f"of at most {self._settings.capacity} elements"
+
+
+def shape_policy(settings: Settings, what: str, table: ShapeTable) -> ShapePolicy:
+    """Return the policy for a declared shape; see `ShapePerRound` for the arguments."""
+    if is_fixed(settings.shape):
+        return FixedShape(settings, what)
+    return ShapePerRound(settings, what, table)
+
+
+class ShapeTable:
+    """Shapes that ranks have used, numbered from 1, in words that all ranks reach.
+
+    A rank that needs a number searches the entries for the shape. If there is none, it
+    reserves the next entry, fills it, and only then uses the number: no rank waits for
+    another. Two ranks that do so at the same time give one shape two numbers, hence
+    shapes are compared, never numbers.
+
+    Args:
+        words: The words.
+        base: Index of the first of ``ShapeTable.words(limit)`` words.
+        limit: Maximum number of entries.
     """
 
     _WIDTH = 1 + MAX_DIMS
@@ -85,7 +228,7 @@ class ShapeTable:
         self._words, self._base, self._limit = words, base, limit
         self._shapes: dict[int, Shape] = {}
         self._numbers: dict[Shape, int] = {}
-        # How many entries were looked at, and which of them were not filled then.
+        # How many entries were read, and which of them were not filled then.
         self._seen = 0
         self._unfilled: list[int] = []
 
@@ -101,36 +244,36 @@ class ShapeTable:
             self._remember(number, tuple(words[1 : words[0]]))
         return self._shapes[number]
 
-    def number(self, shape: Shape) -> int:
-        """Return a number for a shape.
-
-        Raises:
-            InvalidArgumentError: If the table is full.
-        """
+    def number(self, shape: Shape) -> int | None:
+        """Return a number for a shape; None if it has none and the table is full."""
         if shape not in self._numbers:
-            self._look()
+            self._read_new()
         if shape not in self._numbers:
-            self._enter(shape)
-        return self._numbers[shape]
+            self._add(shape)
+        return self._numbers.get(shape)
 
-    def _look(self) -> None:
-        """Read the entries that others have filled."""
+    def full(self) -> InvalidArgumentError:
+        """Return the error for a shape that has no number."""
+        return InvalidArgumentError(
+            f"more than {self._limit} different shapes in one accumulator"
+        )
+
+    def _read_new(self) -> None:
+        """Read the entries that other ranks have filled."""
         used = min(self._words.read(self._base), self._limit)
         unfilled = []
         for number in [*self._unfilled, *range(self._seen + 1, used + 1)]:
-            # Once the first word is there, the others are; see `_enter`.
+            # The first word of an entry is written last; see `_add`.
             if self._words.read(self._entry(number)):
                 self.shape(number)
             else:
                 unfilled.append(number)
         self._seen, self._unfilled = used, unfilled
 
-    def _enter(self, shape: Shape) -> None:
+    def _add(self, shape: Shape) -> None:
         number = self._words.fetch_add(self._base, 1) + 1
         if number > self._limit:
-            raise InvalidArgumentError(
-                f"more than {self._limit} different shapes in one accumulator"
-            )
+            return
         entry = self._entry(number)
         if shape:
             self._words.write_range(entry + 1, shape)

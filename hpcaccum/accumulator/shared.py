@@ -1,4 +1,4 @@
-"""What all handles of one `ConditionalAccumulator` have in common."""
+"""What all handles of one `ConditionalAccumulator` share."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpcaccum.accumulator.protocol import Rounds
+from hpcaccum.accumulator.protocol import AdmissionProtocol
 from hpcaccum.accumulator.settings import Settings
-from hpcaccum.accumulator.shapes import ShapeTable, is_fixed
-from hpcaccum.accumulator.state import Packing
-from hpcaccum.accumulator.storage import Slots, Sums, choose
+from hpcaccum.accumulator.storage import make_storage
+from hpcaccum.accumulator.taker import Taker
 from hpcaccum.accumulator.writer import Writer
-from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi import Group, Opened, is_ending
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import Freeable, Group, is_ending
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.receipts import Tally
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AccumulatorStatistics:
-    """A look at an accumulator.
+    """The numbers of an accumulator.
 
     Attributes:
         global_step: The step now.
-        num_accumulated: Gradients that no take has handed out yet.
+        num_accumulated: Gradients that no take has returned yet.
         tally: Gradients accepted and dropped so far, by rank, and their lags.
         left: Ranks that have left.
         storage: ``"slots"`` or ``"sum"``.
-        window_bytes: Memory of this rank that holds gradients.
+        window_bytes: Bytes of this rank's memory that hold gradients.
     """
 
     global_step: int
@@ -40,47 +39,95 @@ class AccumulatorStatistics:
     window_bytes: int
 
 
-class SharedAccumulator:
-    """What all handles of one accumulator have in common. Collective."""
+class SharedAccumulator(Freeable):
+    """The accumulator behind its handles, freed with the last one. Collective.
+
+    Args:
+        group: The ranks.
+        settings: The checked arguments.
+        what: Name for messages, that of the first handle.
+
+    Attributes:
+        group, settings: As given.
+        protocol: Admits gradients.
+        storage: Has them until they are taken.
+        writer, taker: This rank's gradients, and its takes.
+    """
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
-        self.group, self.settings, self.users = group, settings, 0
-        shaped = not is_fixed(settings.shape)
-        limit = Packing(shaped=shaped).max_shapes
-        wide = accumulation_dtype(settings.dtype)
-        nbytes = settings.capacity * wide.itemsize
-        kind = choose(settings.storage, group, settings.host, nbytes)
-        make = Slots if kind == Slots.name else Sums
+        self.group, self.settings, self._what = group, settings, what
+        self._handles = 0
         with contextlib.ExitStack() as undo:
-            self.rounds = Rounds(
+            self.protocol = AdmissionProtocol(group, settings, what)
+            undo.callback(self.protocol.free)
+            self.storage = make_storage(
+                settings.storage,
                 group,
                 settings.host,
-                what,
-                workers=settings.workers,
-                shaped=shaped,
-                extra=ShapeTable.words(limit),
-            )
-            undo.callback(self.rounds.free)
-            self.storage: Slots | Sums = make(
-                group, settings.host, settings.capacity, wide
+                settings.capacity,
+                settings.dtype,
             )
             undo.pop_all()
-        self.shapes = ShapeTable(self.rounds.words, self.rounds.first_extra, limit)
-        self.writer = Writer(self.rounds, self.storage, group.rank)
-        self.progress = group.progress if group.rank == settings.host else None
-        if self.progress:
-            self.progress.start()
-        all_bring = settings.workers == group.size
-        self.brings = all_bring or group.rank != settings.host
-        self.opened = Opened(group, self._free, what)
+        self.writer = Writer(self.protocol, self.storage)
+        self.taker = Taker(self.protocol, self.storage, settings, what)
+        self._progress = group.progress if group.rank == settings.host else None
+        if self._progress:
+            self._progress.start()
+        self._register(group, what)
+
+    @classmethod
+    def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:
+        """Return the accumulator for one more handle. Collective.
+
+        It is the existing one of this shared name, if there is one.
+
+        Raises:
+            InvalidArgumentError: On every rank, if that has other settings.
+        """
+        key = _key(settings)
+        shared: SharedAccumulator | None = group.shared.get(key)
+        if shared is None:
+            shared = cls(group, settings, what)
+            if settings.shared_name:
+                group.shared[key] = shared
+        shared._check_same(settings)
+        shared._handles += 1
+        return shared
+
+    def _check_same(self, settings: Settings) -> None:
+        for field, value in vars(settings).items():
+            old = getattr(self.settings, field)
+            if old != value:
+                raise InvalidArgumentError(
+                    f"accumulator with shared_name {settings.shared_name!r} exists "
+                    f"with {field} {old}, got {value}"
+                )
+
+    def detach(self) -> None:
+        """Drop one handle; free the accumulator with the last one. Collective."""
+        if self._handles == 1:
+            self.free()
+            self.group.shared.pop(_key(self.settings), None)
+        self._handles -= 1
+
+    def _describe(self) -> str:
+        return f"accumulator {self._what!r}"
 
     def _free(self) -> None:
-        if is_ending() and self.brings:
-            # Nobody waits for a gradient of a rank whose program is over.
+        if is_ending() and self._contributes():
+            # No take must wait for a gradient of a rank whose program has ended.
             self.writer.leave()
-        self.group.allgather(None, f"{self.opened.label}: free")
-        if self.progress:
-            self.progress.stop()
+        self.group.allgather(None, f"{self.label}: free")
+        if self._progress:
+            self._progress.stop()
         self.writer.free()
         self.storage.free()
-        self.rounds.free()
+        self.protocol.free()
+
+    def _contributes(self) -> bool:
+        all_ranks = self.settings.workers == self.group.size
+        return all_ranks or self.group.rank != self.settings.host
+
+
+def _key(settings: Settings) -> str:
+    return f"accumulator {settings.shared_name}"

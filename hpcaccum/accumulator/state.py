@@ -1,22 +1,22 @@
-"""The words of the admission protocol: what they say, and how they lie in 64 bits."""
+"""The words of the admission protocol: their fields, packed into 64 bits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Gradients of one rank in one round.
+# Gradients of one rank in one round: 20 bits.
 _MAX_NUMBER = (1 << 20) - 1
 
 
 class State(NamedTuple):
-    """The word that decides.
+    """The word STATE, which decides about admission.
 
     Attributes:
         step: The accumulator's step.
         shape: Number of the shape that the round has; 0 while it has none.
         parity: Of the open round.
-        waiting: Whether a take stands at the head and wants more.
+        waiting: Whether a take waits for more gradients.
         number: Gradients admitted to the round; if ``waiting``, those still missing.
     """
 
@@ -40,13 +40,13 @@ class State(NamedTuple):
         return State(self.step + 1, 0, 1 - self.parity, 0, 0)
 
     def withdrawn(self) -> State:
-        """Return the state after one gradient less."""
+        """Return the state after one gradient was withdrawn."""
         if self.waiting:
             return self._replace(number=self.number + 1)
         return self._replace(number=self.number - 1)._unshaped()
 
-    def stood_down(self, wanted: int) -> State:
-        """Return the state after a take that waits for ``wanted`` gives up."""
+    def not_waiting(self, wanted: int) -> State:
+        """Return the state after the take that waits for ``wanted`` stops waiting."""
         return self._replace(waiting=0, number=wanted - self.number)._unshaped()
 
     def _unshaped(self) -> State:
@@ -54,12 +54,15 @@ class State(NamedTuple):
 
 
 class Packing:
-    """How a `State` lies in 64 bits: step | shape | parity | waiting | count.
+    """The layout of a `State` in 64 bits: step | shape | parity | waiting | number.
+
+    Args:
+        shaped: Whether each round has a shape of its own.
 
     Attributes:
-        max_count: Most gradients in one round.
-        max_step: Steps lie between -max_step - 1 and this.
-        max_shapes: Most different shapes; 0 if the shape is fixed.
+        max_count: Maximum number of gradients in one round.
+        max_step: Steps are between ``-max_step - 1`` and ``max_step``.
+        max_shapes: Maximum number of different shapes; 0 if the shape is fixed.
     """
 
     def __init__(self, *, shaped: bool) -> None:
@@ -88,11 +91,13 @@ class Packing:
 
 
 class Record(NamedTuple):
-    """What one rank has in one round: a buffer with the sum of ``number`` gradients.
+    """What one rank has in one round: a buffer with the sum of its gradients.
 
     Attributes:
+        buffer: 0 or 1.
+        number: Gradients in the sum.
         writing: Whether one more was admitted and is not completely written.
-        shape: Number of the shape; 0 if all rounds have one.
+        shape: Number of the shape; 0 if all rounds have the same one.
         given_up: Gradients that were admitted and will not be written.
     """
 
@@ -103,13 +108,13 @@ class Record(NamedTuple):
     given_up: int = 0
 
     def word(self) -> int:
-        """Return it as one word."""
+        """Return the record as one word, never 0."""
         counts = (self.shape << 20 | self.given_up) << 20 | self.number
         return (counts << 1 | self.writing) << 1 | self.buffer
 
     @classmethod
     def of(cls, word: int) -> Record:
-        """Return it from its word."""
+        """Return the record of a word."""
         counts = word >> 2
         number, given_up = counts & _MAX_NUMBER, counts >> 20 & _MAX_NUMBER
         return cls(word & 1, number, word >> 1 & 1, counts >> 40, given_up)
@@ -117,13 +122,13 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Closed:
-    """A round that nobody can join any more.
+    """A closed round, of which all gradients are written.
 
     Attributes:
-        parity: Where its records are.
+        parity: Of the round.
         count: The gradients in it, without those that were given up.
-        shape: Number of its shape; 0 if all rounds have one.
-        records: Rank to record, of the ranks that have gradients; in rank order.
+        shape: Number of its shape; 0 if all rounds have the same one.
+        records: The records of the ranks that have gradients, in rank order.
     """
 
     parity: int

@@ -1,7 +1,7 @@
-"""Where admitted gradients lie until they are taken: `Slots` or `Sums`.
+"""Where admitted gradients are stored until they are taken: `Slots` or `Sums`.
 
-Both store in the wide dtype (float32 for half precision), know nothing of rounds, and
-may be used by several ranks at once as long as each keeps to its own buffers.
+Both store in the accumulation dtype (float32 for half precision), know nothing of the
+protocol, and may be used by several ranks at once if each uses its own buffers only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import device
+from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import Region, without_signals
 from hpcaccum.summation import add_in_order
 
@@ -24,46 +25,49 @@ Array = np.ndarray[Any, Any]
 
 
 class Slots:
-    """Two buffers a rank; a gradient stays apart from those of other ranks.
+    """Two buffers per rank; the gradients of different ranks are stored separately.
 
     The sum is formed at the take, in rank order: the same gradients give the same bits
-    whatever the order of arrival.
+    in any order of arrival.
 
     Args:
         group: The ranks.
-        host: The rank that holds the slots where the ranks do not share a node.
-        capacity: Elements of a gradient at most.
-        dtype: Wide dtype.
+        root: The rank that has all slots if the ranks are on several nodes.
+        capacity: Maximum number of elements of a gradient.
+        dtype: Accumulation dtype.
+
+    Attributes:
+        region: The memory of the slots.
+        sends: Whether MPI sends what `write` gets.
     """
 
     name = "slots"
 
     def __init__(
-        self, group: Group, host: int, capacity: int, dtype: np.dtype[Any]
+        self, group: Group, root: int, capacity: int, dtype: np.dtype[Any]
     ) -> None:
         self._rank, self._capacity, self._dtype = group.rank, capacity, dtype
-        # Buffers begin on a cache line.
-        self._stride = -(-capacity * dtype.itemsize // 64) * 64
-        self.region = Region(group, host, 2 * self._stride, spread=True)
-        # Whether MPI sends what `write` gets.
+        self._stride = _aligned(capacity * dtype.itemsize)
+        self.region = Region(group, root, 2 * self._stride, spread=True)
         self.sends = not self.region.mapped
         self._threads = group.own_cores
         self._staging: dict[int, Array] = {}
-        # This rank's buffers, once it brought a gradient of a device.
+        # This rank's buffers, after its first gradient from a device.
         self._pinned: device.Pinned | None = None
 
     def pin(self) -> None:
-        """Let the device reach this rank's buffers by itself; only if they are here."""
+        """Pin this rank's buffers for DMA; a no-op if they are on another node."""
         if self._pinned is None and self.region.mapped:
             nbytes, whole = 2 * self._stride, np.dtype(np.uint8)
             memory = self.region.view(self._rank, 0, nbytes, whole)
             self._pinned = device.Pinned(memory)
 
     def buffer(self, index: int) -> Array:
-        """Return this rank's buffer, flat, where a gradient may be computed.
+        """Return this rank's buffer as a vector, in which a gradient may be computed.
 
-        Across nodes it is memory of this rank that `write` will send from, also on the
-        host: the caller may use it after `free`, which a window would not survive.
+        Across nodes it is memory of this rank from which `write` sends, also on the
+        root: the caller may use it after `free`, and the memory of a window is gone by
+        then.
         """
         if self.region.mapped:
             return self._view(self._rank, index, self._capacity)
@@ -73,7 +77,7 @@ class Slots:
         return self.region.view(rank, index * self._stride, count, self._dtype)
 
     def prepare(self, grad: Array) -> Array:
-        """Return what `write` is to get: across nodes a vector that MPI can send."""
+        """Return the argument for `write`: across nodes a vector that MPI can send."""
         if device.is_device(grad):
             self.pin()
         return grad if self.region.mapped else _flat(grad, self._dtype)
@@ -84,17 +88,17 @@ class Slots:
         index: int,
         grad: Array,
         first: bool,
-        there: bool,
+        in_place: bool,
         added: list[None],
     ) -> None:
-        """Put a gradient into this rank's buffer, or add it to what is there.
+        """Store a gradient in this rank's buffer, or add it to the sum there.
 
         Args:
-            parity: Of the round; slots do not care.
+            parity: Of the round; unused.
             index: The buffer.
             grad: What `prepare` returned.
-            first: Whether the buffer has nothing of this round yet.
-            there: Whether ``grad`` is that very `buffer`.
+            first: Whether the buffer has no gradient of this round yet.
+            in_place: Whether ``grad`` is the `buffer` itself.
             added: Gets an entry for each part that was added to a sum. If it has some
                 after an exception, a second call with the same list adds the rest.
         """
@@ -105,17 +109,17 @@ class Slots:
             else:
                 self.region.accumulate(self._rank, offset, grad, added)
             return
-        if not there:
+        if not in_place:
             self._store(index, grad, first, added)
 
     def _store(self, index: int, grad: Array, first: bool, added: list[None]) -> None:
         place = self._view(self._rank, index, grad.size).reshape(grad.shape)
-        # Infinity is for the user to see, as the value that it is.
+        # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
             if first:
                 device.copyto(place, grad)
             elif not added:
-                # Converted first, then added, as a lone gradient is.
+                # Converted before the addition, as a single gradient is.
                 add = functools.partial(
                     np.add,
                     place,
@@ -127,10 +131,10 @@ class Slots:
                 without_signals(add, functools.partial(added.append, None))
 
     def total(self, closed: Closed, divisor: int, out: Array) -> None:
-        """Set a vector to the sum of a round's gradients, over ``divisor``.
+        """Set a vector to the sum of a round's gradients, divided by ``divisor``.
 
-        On one node every gradient is read once, where it lies, and the result written
-        once.
+        On one node every gradient is read once, from its slot, and the result is
+        written once.
         """
         self.region.sync()
         records, size = closed.records.items(), out.size
@@ -147,7 +151,7 @@ class Slots:
         add_in_order([total], out, divisor, self._threads)
 
     def clear(self, parity: int, size: int) -> None:
-        """Nothing to do: the first gradient of a round overwrites."""
+        """Do nothing: the first gradient of a round overwrites."""
 
     def free(self) -> None:
         """Free the memory. Collective."""
@@ -158,20 +162,21 @@ class Slots:
 
 
 class Sums:
-    """Two sums on the host, to which MPI_Accumulate adds; in order of arrival.
+    """Two sums on the root, to which MPI_Accumulate adds in the order of arrival.
 
-    2 gradients of memory on the host, none elsewhere, however many ranks there are.
+    They take the memory of two gradients on the root and none on other ranks, for any
+    number of ranks. The arguments and attributes are those of `Slots`.
     """
 
     name, sends = "sum", True
 
     def __init__(
-        self, group: Group, host: int, capacity: int, dtype: np.dtype[Any]
+        self, group: Group, root: int, capacity: int, dtype: np.dtype[Any]
     ) -> None:
         self._capacity, self._dtype = capacity, dtype
-        self._stride = -(-capacity * dtype.itemsize // 64) * 64
+        self._stride = _aligned(capacity * dtype.itemsize)
         nbytes = 2 * self._stride
-        self.region = Region(group, host, nbytes, spread=False, window=True)
+        self.region = Region(group, root, nbytes, spread=False, window=True)
         self._threads = group.own_cores
         self._staging: dict[int, Array] = {}
 
@@ -180,10 +185,10 @@ class Sums:
         return _staged(self._staging, index, self._capacity, self._dtype)
 
     def pin(self) -> None:
-        """Nothing to do: gradients are converted on their way."""
+        """Do nothing: a gradient is converted before it is sent."""
 
     def prepare(self, grad: Array) -> Array:
-        """Return what `write` is to get: a vector that MPI can send."""
+        """Return the argument for `write`: a vector that MPI can send."""
         return _flat(grad, self._dtype)
 
     def write(
@@ -192,14 +197,14 @@ class Sums:
         index: int,
         grad: Array,
         first: bool,
-        there: bool,
+        in_place: bool,
         added: list[None],
     ) -> None:
         """Add a gradient to the sum of a parity; see `Slots.write`."""
         self.region.accumulate(0, parity * self._stride, grad, added)
 
     def total(self, closed: Closed, divisor: int, out: Array) -> None:
-        """Set a vector to the sum of a round's gradients, over ``divisor``."""
+        """Set a vector to the sum of a round's gradients, divided by ``divisor``."""
         offset = closed.parity * self._stride
         if self.region.direct:
             self.region.sync()
@@ -210,7 +215,7 @@ class Sums:
         add_in_order([total], out, divisor, self._threads)
 
     def clear(self, parity: int, size: int) -> None:
-        """Make the sum of a parity zero."""
+        """Set the sum of a parity to zero."""
         offset = parity * self._stride
         if self.region.direct:
             self.region.view(0, offset, size, self._dtype)[:] = 0
@@ -224,19 +229,45 @@ class Sums:
         self.region.free()
 
 
-def choose(storage: str, group: Group, host: int, nbytes: int) -> str:
-    """Return what ``"auto"`` means here. Collective.
+Storage = Slots | Sums
 
-    Slots if all ranks share a node, or if two gradients a rank take at most half of
-    the memory that the host has free.
+
+def make_storage(
+    kind: str, group: Group, root: int, capacity: int, dtype: np.dtype[Any]
+) -> Storage:
+    """Return a new storage. Collective.
+
+    Args:
+        kind: ``"slots"``, ``"sum"`` or ``"auto"``.
+        group: The ranks.
+        root: The rank that has the memory if the ranks are on several nodes.
+        capacity: Maximum number of elements of a gradient.
+        dtype: Of the gradients.
     """
-    if storage != "auto":
-        return storage
+    dtype = accumulation_dtype(dtype)
+    kind = choose(kind, group, root, capacity * dtype.itemsize)
+    make = Slots if kind == Slots.name else Sums
+    return make(group, root, capacity, dtype)
+
+
+def choose(kind: str, group: Group, root: int, nbytes: int) -> str:
+    """Return the kind of storage that ``"auto"`` selects. Collective.
+
+    Slots if all ranks share a node, or if two gradients of ``nbytes`` for each rank
+    take at most half of the free memory of the root.
+    """
+    if kind != "auto":
+        return kind
     if group.single_node:
         return Slots.name
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    fits = 2 * nbytes * group.size <= pages // 2
-    return Slots.name if group.comm.bcast(fits, host) else Sums.name
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    fits = 2 * nbytes * group.size <= free // 2
+    return Slots.name if group.comm.bcast(fits, root) else Sums.name
+
+
+def _aligned(nbytes: int) -> int:
+    """Round up to whole cache lines, so that the second buffer begins on one."""
+    return -(-nbytes // 64) * 64
 
 
 def _flat(grad: Array, dtype: np.dtype[Any]) -> Array:
@@ -248,7 +279,7 @@ def _flat(grad: Array, dtype: np.dtype[Any]) -> Array:
 def _staged(
     staging: dict[int, Array], index: int, capacity: int, dtype: np.dtype[Any]
 ) -> Array:
-    """Return memory of this rank, made when it is first asked for."""
+    """Return memory of this rank, allocated at the first use."""
     if index not in staging:
         staging[index] = np.zeros(capacity, dtype)
     return staging[index]

@@ -1,8 +1,8 @@
-"""First come, first served among ranks, with places that can be given up.
+"""A lock that ranks hold first come, first served; a rank can give up its place.
 
-Lamport's bakery: a rank draws a ticket and waits until nobody has a lower one. A place
-in the line is one word of its own, so that giving it up is one store, and a rank that
-holds everybody up can be named.
+Lamport's bakery: a rank draws a ticket and waits until no other has a lower one. The
+place of a rank in the line is a word that only this rank writes. So giving up is one
+store, and a rank that keeps others waiting can be named.
 
 Source: L. Lamport, A New Solution of Dijkstra's Concurrent Programming Problem, 1974.
 """
@@ -25,19 +25,20 @@ _ABSENT, _DRAWING = 0, -1
 
 
 class TicketLock:
-    """A line of ranks before one counter.
+    """A lock among ranks, with one line before it.
 
     Args:
-        words: Where the line is.
+        words: The words.
         base: Index of the first of ``TicketLock.words(size)`` words.
-        rank, size: This rank, and how many may stand in line.
+        rank: This rank.
+        size: The number of ranks.
     """
 
     def __init__(self, words: AtomicWords, base: int, rank: int, size: int) -> None:
         self._words, self._rank, self._size = words, rank, size
         self._ticket, self._places = base, base + 1
         # Threads of one rank share its place. A dictionary is the lock between them: an
-        # exception cannot hide whether `setdefault` let a call in.
+        # exception cannot hide whether `setdefault` succeeded.
         self._inside: dict[str, object] = {}
 
     @staticmethod
@@ -46,18 +47,18 @@ class TicketLock:
         return 1 + size
 
     def hold(self, deadline: Deadline, do: Callable[[], T]) -> T:
-        """Wait for this rank's turn, call ``do``, and pass the turn on in the end.
+        """Wait for this rank's turn, call ``do``, and pass the turn on afterwards.
 
         Raises:
-            WaitTimeoutError: If it does not come in time; the place is given up.
+            WaitTimeoutError: If the turn does not come in time; the place is given up.
         """
         me = object()
         try:
             self._enter(me, deadline)
-            self._stand(deadline)
+            self._wait_in_line(deadline)
             return do()
         finally:
-            # A signal handler may raise here too, and nobody else can leave for us.
+            # A signal handler may raise again, and no other rank can do this.
             try:
                 self._leave(me)
             except BaseException:
@@ -75,19 +76,19 @@ class TicketLock:
             self._words.write(self._places + self._rank, _ABSENT)
             del self._inside["call"]
 
-    def _stand(self, deadline: Deadline) -> None:
-        here = self._places + self._rank
-        # Between drawing and showing a ticket, a later one must not pass by.
-        self._words.write(here, _DRAWING)
+    def _wait_in_line(self, deadline: Deadline) -> None:
+        place = self._places + self._rank
+        # A rank with a later ticket must not pass before this ticket is published.
+        self._words.write(place, _DRAWING)
         ticket = self._words.fetch_add(self._ticket, 1) + 1
-        self._words.write(here, ticket)
+        self._words.write(place, ticket)
         deadline.wait(
             lambda: None if self._before(ticket) else True,
             lambda: f"{format_ranks(self._before(ticket))}, before this rank in line",
         )
 
     def _before(self, ticket: int) -> list[int]:
-        """Return the ranks that come before ``ticket``, or may yet."""
+        """Return the ranks that come before ``ticket``, or may do so."""
         places = self._words.read_range(self._places, self._size)
         return [
             rank

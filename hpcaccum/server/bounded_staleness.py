@@ -17,7 +17,7 @@ import numpy as np
 from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
-from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError, format_ranks
+from hpcaccum.errors import EverybodyLeftError, format_ranks
 from hpcaccum.mpi import AtomicWords, Attempt, Region
 
 if TYPE_CHECKING:
@@ -129,10 +129,7 @@ class BoundedStalenessInbox:
 
         If it is accepted, its update makes step ``receipt.global_step + 1``.
         """
-        if self.membership.has_left:
-            raise InvalidArgumentError(
-                f"rank {self._group.rank} has left and can submit no more gradients"
-            )
+        self.membership.check_present("submit")
         self._admission.reset()
         self._counts = None
         try:

@@ -16,7 +16,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.accumulator.words import CLOSED
+from hpcaccum.accumulator.protocol import CLOSED
 
 from ..common import VAIN as VAIN
 from ..common import same_bits as same_bits
@@ -108,18 +108,35 @@ class Take(Background):
 
 def in_line(acc: hpc.ConditionalAccumulator, rank: int) -> bool:
     """Whether a rank has its place before the accumulator."""
-    line = acc._rounds.line
+    line = acc._protocol.line
     return line._words.read(line._places + rank) > 0
 
 
 def settle(acc: hpc.ConditionalAccumulator) -> None:
     """Wait until every take that can be served has been. Collective."""
-    ranks = range(acc._rounds._group.size)
+    ranks = range(acc._shared.group.size)
 
     def settled() -> bool:
-        return acc._rounds.state().waiting or not any(in_line(acc, r) for r in ranks)
+        return acc._protocol.state().waiting or not any(in_line(acc, r) for r in ranks)
 
     at(0, until, lambda: bool(settled()))
+
+
+class Broken(Exception):
+    """Raised in the midst of a reduction."""
+
+
+def close_unreduced(acc: hpc.ConditionalAccumulator) -> None:
+    """Close a round and fail to reduce it, so that it stays on record."""
+
+    def fail(*_: Any) -> None:
+        raise Broken
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acc._storage, "total", fail)
+        patch.setattr(acc._storage, "clear", pytest.fail)
+        with pytest.raises(Broken):
+            acc.take_grad(1, timeout=WAIT)
 
 
 class Makers:
@@ -157,14 +174,14 @@ class Makers:
 
 def is_left(acc: hpc.ConditionalAccumulator) -> bool:
     """Whether a take would get something, be it what one that gave up had closed."""
-    return bool(acc.num_accumulated() or acc._rounds.words.read(CLOSED))
+    return bool(acc.num_accumulated() or acc._protocol.words.read(CLOSED))
 
 
 def renew(acc: hpc.ConditionalAccumulator) -> None:
     """Empty an accumulator and set its step to 0; a closed round may be left over."""
     while is_left(acc):
         acc.take_grad(1, timeout=1.0)
-    acc._rounds.set_step(0)
+    acc._protocol.set_step(0)
 
 
 MAKERS = Makers()

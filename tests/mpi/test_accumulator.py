@@ -181,6 +181,14 @@ def test_dimensions_that_are_known_must_be_right(make):
     assert at(0, acc.apply_grad, np.ones((2, 0)), local_step=1)
 
 
+def test_a_shape_has_at_most_16_dimensions(make):
+    acc = make(shape=None, capacity=4)
+    with pytest.raises(INVALID, match=r"of at most 16 dimensions, got .*1, 1\)"):
+        at(1, acc.apply_grad, np.ones((1,) * 17))
+    assert at(0, acc.apply_grad, np.ones((1,) * 16))
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.ones((1,) * 16))
+
+
 def test_take_in_vain_does_not_change_the_shape_of_the_round(make):
     acc = make(shape=None, capacity=4)
     with pytest.raises(hpc.WaitTimeoutError):
@@ -345,6 +353,6 @@ def test_large_gradients_arrive_whole(make, storage, size):
 def test_gradient_that_is_no_longer_stale_is_added(acc, monkeypatch):
     # The step was lowered after the first look.
     with monkeypatch.context() as patch:
-        patch.setattr(acc._rounds, "is_stale", lambda *_, **__: True)
+        patch.setattr(acc._protocol, "is_stale", lambda *_, **__: True)
         assert at(-1, acc.apply_grad, [2, 4])
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [2.0, 4.0])

@@ -14,7 +14,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Group
-from hpcaccum.accumulator.words import CLOSED
+from hpcaccum.accumulator.protocol import CLOSED
 from hpcaccum.deadline import Deadline
 from hpcaccum.server.bounded_staleness import _HEAD, BoundedStalenessInbox
 
@@ -37,12 +37,12 @@ ANY_STEP = 2**40
 
 def stride(acc):
     """Return how many points to go on: a trial is slow over a network."""
-    return 1 if acc._rounds.words.direct else 13
+    return 1 if acc._protocol.words.direct else 13
 
 
 def tallied(acc):
     """Return what this rank had accepted, dropped and given up."""
-    tally, rank = acc.statistics().tally, acc._rounds._group.rank
+    tally, rank = acc.statistics().tally, acc._shared.group.rank
     assert sum(tally.lags.values()) == sum(tally.accepted) + sum(tally.dropped)
     return tally.accepted[rank], tally.dropped[rank], tally.given_up[rank]
 
@@ -55,8 +55,8 @@ def check_sum(acc, there, total):
     found = acc.take_grad(there + 1, timeout=WAIT)
     same_bits(found, np.array([total + 1000, there + 1.0]) / (there + 1))
     assert (acc.num_accumulated(), acc.global_step) == (0, step + 1)
-    assert not acc._rounds.words.read(CLOSED)
-    assert not acc._rounds.state().waiting
+    assert not acc._protocol.words.read(CLOSED)
+    assert not acc._protocol.state().waiting
 
 
 def use_from_all_ranks(acc, size):
@@ -185,7 +185,7 @@ def test_gradient_that_closed_the_round_and_is_given_up_is_left_out(acc, size):
 def test_round_of_which_all_is_given_up_is_not_taken(acc, size):
     take = Take(acc, 0, 1)
     at(-1, failing, acc, 0)
-    at(0, until, lambda: acc._rounds.state().waiting)
+    at(0, until, lambda: acc._protocol.state().waiting)
     assert not take.over()
     assert at(1, acc.num_accumulated) == 0
     # Who waits for the next step would wait for ever.
@@ -231,7 +231,7 @@ def test_shape_of_a_gradient_that_is_given_up_binds_nobody(make, size):
 
     take = Take(acc, 0, 2)
     at(1, failing, acc)
-    at(0, until, lambda: not acc._rounds.state().shape)
+    at(0, until, lambda: not acc._protocol.state().shape)
     assert at(1, acc.apply_grad, [1, 2, 3, 4], 1)
     with pytest.raises(hpc.InvalidArgumentError, match="as the others of this round"):
         at(0, acc.apply_grad, [1, 2, 3], 1)
@@ -247,7 +247,7 @@ def test_interrupted_take_takes_all_or_nothing(acc, size):
         more = interrupt(lambda: acc.take_grad(2, timeout=WAIT), number)
         there = acc.num_accumulated()
         assert there in ((0, 2) if more else (0,))
-        if acc._rounds.words.read(CLOSED) or not there:
+        if acc._protocol.words.read(CLOSED) or not there:
             assert acc.global_step == step + 1
         else:
             assert acc.global_step == step
@@ -311,8 +311,8 @@ def test_interrupted_call_for_a_slot_or_a_number_changes_nothing(acc, size):
 
 
 def test_interrupted_leave_counts_once(acc, size):
-    members = acc._rounds.membership
-    words, rank = acc._rounds.words, acc._rounds._group.rank
+    members = acc._protocol.membership
+    words, rank = acc._protocol.words, acc._shared.group.rank
 
     def come_back():
         words.write(members._base, 0)
@@ -335,13 +335,13 @@ def test_interrupted_leave_counts_once(acc, size):
 
 def test_interrupted_number_of_a_shape_is_a_number_less(make, size):
     acc = make(shape=None, capacity=500)
-    shapes = acc._shared.shapes
+    table = acc._protocol.shapes._table
 
     def trial(number):
         shape = (number, 1)
         # Without the look at all entries: those that are lost here make it long.
-        more = interrupt(lambda: shapes._enter(shape), number)
-        assert shapes.shape(shapes.number(shape)) == shape
+        more = interrupt(lambda: table._add(shape), number)
+        assert table.shape(table.number(shape)) == shape
         acc.apply_grad(np.ones(shape), ANY_STEP)
         same_bits(acc.take_grad(1, timeout=WAIT), np.ones(shape))
         return more, None

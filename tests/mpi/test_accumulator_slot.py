@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.deadline import Deadline
 
 from .acting import (  # noqa: F401
     VAIN,
@@ -17,6 +16,7 @@ from .acting import (  # noqa: F401
     acc_fixture,
     at,
     attempt,
+    close_unreduced,
     everywhere,
     make_fixture,
     meet,
@@ -136,20 +136,6 @@ def test_slot_that_was_lent_is_not_taken_by_another_thread(acc, monkeypatch):
 
     assert at(1, apply_both)
     same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [5.5, 10.5])
-
-
-class Given(Exception):
-    """Given up in the midst of a take."""
-
-
-def close_unreduced(acc):
-    """Leave a closed round on record."""
-
-    def fail(closed):
-        raise Given
-
-    with pytest.raises(Given):
-        acc._rounds.take(1, Deadline(WAIT, "closing"), fail, pytest.fail)
 
 
 def test_slot_is_awaited_while_both_buffers_are_held(acc):

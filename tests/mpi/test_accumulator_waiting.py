@@ -245,7 +245,7 @@ def test_take_wants_no_more_than_ranks_are_left(rank, size):
         with pytest.raises(hpc.InvalidArgumentError, match=f"rank {size - 1} has left"):
             at(size - 1, acc.apply_grad, 1, 1)
         at(size - 1, acc.leave)
-        members = acc._rounds.membership
+        members = acc._protocol.membership
         assert at(0, lambda: members.quorum(size, members.num_left())) == size - 1
         # It may take all the same.
         everywhere(lambda: acc.apply_grad(rank, 1) if rank < size - 1 else None)
@@ -287,7 +287,7 @@ def test_who_has_left_is_not_missing(size):
 
 
 def test_quorums_shrink_with_the_workers(make, monkeypatch):
-    members = make()._rounds.membership
+    members = make()._protocol.membership
     monkeypatch.setattr(members, "workers", 4)
 
     def quorums(required):

@@ -31,13 +31,13 @@ def count():
 def test_gradients_arrive_while_the_host_computes(comm, rank, size, work):
     acc = hpc.ConditionalAccumulator("float32", (1 << 20,), storage="slots", comm=comm)
     # The memory of the host rank, which makes no MPI call between the two exchanges.
-    words = np.frombuffer(acc._rounds.words._window.tomemory() or b"", np.int64)
+    words = np.frombuffer(acc._protocol.words._window.tomemory() or b"", np.int64)
     records = None
     grad, arrived = np.full(1 << 20, rank, np.float32), None
     meet()
     if rank == 0:
         end = time.monotonic() + WAIT
-        records = words[acc._rounds._record(0, 1) :][: size - 1]
+        records = words[acc._protocol._record(0, 1) :][: size - 1]
         while arrived != size - 1 and time.monotonic() < end:
             work()
             arrived = sum(Record.of(int(word)).number for word in records)

@@ -12,9 +12,11 @@ from hpcaccum.deadline import Deadline
 from .acting import (  # noqa: F401
     VAIN,
     Background,
+    Broken,
     Take,
     acc_fixture,
     at,
+    close_unreduced,
     make_fixture,
     same_bits,
     until,
@@ -24,17 +26,17 @@ from .support import WAIT
 
 def admit(acc, local_step=0):
     """Be admitted, say so, and go no further; return where the gradient belongs."""
-    receipt, parity, _ = acc._rounds.admit(local_step, lambda fixed: 0)
+    receipt, parity, _ = acc._protocol.admit(np.zeros(2), local_step)
     assert receipt
-    acc._rounds.writing(parity, Record(0, 0, 1, 0))
-    acc._rounds.words.flush()
+    acc._protocol.mark_writing(parity, Record(0, 0, 1, 0))
+    acc._protocol.words.flush()
     return parity
 
 
 def finish(acc, parity, gradient):
     array = np.array(gradient, float)
     acc._storage.write(parity, 0, array, True, False, [])
-    acc._rounds.put_record(parity, Record(0, 1, 0, 0))
+    acc._protocol.put_record(parity, Record(0, 1, 0, 0))
 
 
 @pytest.mark.ranks(min=2)
@@ -80,25 +82,11 @@ def test_writer_does_not_wait_for_another(acc):
     same_bits(at(0, acc.take_grad, 4, timeout=WAIT), [2.0, 1.0])
 
 
-class Broken(Exception):
-    """What goes wrong in the midst of a reduction."""
-
-
-def take_in_vain(acc, deadline=None):
-    """Close a round, and fail to reduce it."""
-
-    def fail(closed):
-        raise Broken
-
-    with pytest.raises(Broken):
-        acc._rounds.take(1, deadline or Deadline(WAIT, "failing"), fail, pytest.fail)
-
-
 def test_reduction_that_fails_leaves_the_round_to_the_next_take(acc):
     at(0, acc.apply_grad, [1, 2])
     at(1, acc.apply_grad, [3, 4])
 
-    at(1, take_in_vain, acc)
+    at(1, close_unreduced, acc)
     at(0, acc.apply_grad, [9, 9], 1)
     same_bits(at(2, acc.take_grad, 1, timeout=WAIT), [2.0, 3.0])
     same_bits(at(1, acc.take_grad, 1, timeout=WAIT), [9.0, 9.0])
@@ -140,9 +128,9 @@ def test_interrupted_take_leaves_no_trace(acc):
     def interrupt():
         try:
             deadline = Interrupted(WAIT, "interrupted")
-            acc._rounds.take(3, deadline, pytest.fail, pytest.fail)
+            acc._shared.taker.take(3, deadline, None)
         except KeyboardInterrupt:
-            return acc._rounds.state()
+            return acc._protocol.state()
 
     assert at(1, interrupt)._replace(parity=0) == (0, 0, 0, 0, 1)
     at(2, acc.apply_grad, [3, 0])
@@ -151,7 +139,7 @@ def test_interrupted_take_leaves_no_trace(acc):
 
 def test_full_round_takes_no_more(make, monkeypatch):
     acc = make()
-    monkeypatch.setattr(acc._rounds.packing, "max_count", 3)
+    monkeypatch.setattr(acc._protocol.packing, "max_count", 3)
     for step in range(3):
         for _ in range(3):
             at(1, acc.apply_grad, [step, 0], step)
@@ -168,7 +156,7 @@ def test_full_round_takes_no_more(make, monkeypatch):
 
 def test_take_of_a_full_round_can_be_waited_for(make, monkeypatch):
     acc = make()
-    monkeypatch.setattr(acc._rounds.packing, "max_count", 3)
+    monkeypatch.setattr(acc._protocol.packing, "max_count", 3)
     take = Take(acc, 0, 3)
     for value in (1, 2, 6):
         assert at(1, acc.apply_grad, [value, 0])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.accumulator.receipts import MAX_LAG, Counters, Receipt
+from hpcaccum.accumulator.receipts import MAX_LAG, Counters, Receipt, Tally
 from hpcaccum.accumulator.shapes import (
     ShapeTable,
     compatible,
@@ -91,8 +91,7 @@ def test_number_of_a_shape_is_understood_by_all(words, rank):
     assert [table.shape(number) for number in numbers] == shapes
     # Known by now, from having read it.
     assert all(told == 2 for told in everywhere(table.number, (2, 3)))
-    with pytest.raises(hpc.InvalidArgumentError, match="more than 4 different shapes"):
-        table.number((5,))
+    assert table.number((5,)) is None
     assert words.read(0) == words.read(1 + ShapeTable.words(4)) == 0
     meet()
 
@@ -121,9 +120,9 @@ def test_an_entry_that_is_not_filled_is_passed_over(words):
 def test_two_numbers_of_one_shape_are_one_shape(words, monkeypatch):
     # Two ranks look for it at the same time, and neither sees the other's entry.
     table = ShapeTable(words, 1, 4)
-    monkeypatch.setattr(table, "_look", lambda: None)
-    at(0, table._enter, (2, 3))
-    at(1, table._enter, (2, 3))
+    monkeypatch.setattr(table, "_read_new", lambda: None)
+    at(0, table._add, (2, 3))
+    at(1, table._add, (2, 3))
 
     assert [table.shape(number) for number in (1, 2)] == [(2, 3), (2, 3)]
 
@@ -154,4 +153,16 @@ def test_ledger_counts_receipts_of_all_ranks(words, rank, size):
     assert tally.dropped == dropped
     assert tally.lags == {0: 2 * size, 1: size, MAX_LAG: sum(dropped) - size}
     assert words.read(0) == 0
+    meet()
+
+
+def test_counters_of_a_rank_are_restored(words, rank, size):
+    counters = Counters(words, 1, rank, size)
+    counters.post(counters.next(Receipt(True, 3, 4)))
+    row = counters.row()
+    counters.post(counters.next(Receipt(False, 3, 7)))
+    counters.restore(row)
+    meet()
+
+    assert counters.tally() == Tally((1,) * size, (0,) * size, {1: size}, (0,) * size)
     meet()

@@ -1,0 +1,176 @@
+"""One rank's two buffers: which rounds hold them, and who has them as slots."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpcaccum.device import is_device
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.overlap import overlap, same_elements
+
+if TYPE_CHECKING:
+    from hpcaccum.accumulator.protocol import AdmissionProtocol
+    from hpcaccum.accumulator.state import Record
+    from hpcaccum.accumulator.storage import Storage
+
+Array = np.ndarray[Any, Any]
+
+
+class Lent(NamedTuple):
+    """A buffer that a thread has got as a slot and has not applied yet."""
+
+    array: Array
+    thread: threading.Thread
+
+
+class Buffers:
+    """The two buffers of this rank. The caller serializes all calls.
+
+    A buffer is not tied to a parity. While a round that is being reduced holds one, the
+    other serves the open round; a gradient that was computed in a slot is admitted to
+    the round that is open by then.
+
+    Args:
+        protocol: Has this rank's records.
+        storage: Has the memory.
+    """
+
+    def __init__(self, protocol: AdmissionProtocol, storage: Storage) -> None:
+        self._protocol, self._storage = protocol, storage
+        # This rank's record of the round of each parity; None if it surely has none.
+        self._records: list[Record | None] = [None, None]
+        self._last_parity = 0
+        # By buffer: who has it now, and the memory of every slot since the start.
+        self._lent: dict[int, Lent] = {}
+        self._slots: dict[int, Array] = {}
+
+    def record(self, parity: int) -> Record | None:
+        """Return this rank's record of the open round, which has this parity."""
+        if parity != self._last_parity:
+            # The other parity was open in between, so this record was cleared.
+            self._records[parity], self._last_parity = None, parity
+        elif self._records[parity] and not self._protocol.holds_gradient(parity):
+            # The parity may have changed twice since this rank's last gradient.
+            self._records[parity] = None
+        return self._records[parity]
+
+    def choose(self, array: Array, slot: int | None, parity: int) -> tuple[int, bool]:
+        """Choose a buffer that no round holds.
+
+        Args:
+            array: The gradient.
+            slot: What `slot_of` returned for it.
+            parity: Of its round.
+
+        Returns:
+            The buffer, and whether the gradient is in it already.
+        """
+        if slot is not None and same_elements(array, self._lent[slot].array):
+            return slot, True
+        other = self._records[1 - parity]
+        free = [1 - other.buffer] if other else [0, 1]
+        if self._lent:
+            others = self._of_others(slot)
+            free = [buffer for buffer in free if buffer not in others]
+            # Prefer a buffer that the calling thread does not have as a slot.
+            free.sort(key=self._lent.__contains__)
+            self._take_back(free[0])
+        return free[0], False
+
+    def settle(self, parity: int, record: Record, slot: int | None) -> None:
+        """Note this rank's record; take back the slots of the calling thread."""
+        self._records[parity] = record
+        if self._lent:
+            for index in self._lent.keys() - self._of_others(slot):
+                self._take_back(index)
+
+    def _take_back(self, index: int) -> None:
+        """End the loan of a slot: NumPy refuses to write to the array from now on."""
+        if index in self._lent:
+            self._lent[index].array.flags.writeable = False
+            del self._lent[index]
+
+    def slot_of(self, array: Array) -> int | None:
+        """Return the slot that contains an array; None if it is elsewhere.
+
+        Raises:
+            InvalidArgumentError: If the slot is no longer the caller's.
+        """
+        if not self._slots or array.base is None or is_device(array):
+            return None
+        for index, lent in self._lent.items():
+            if array is lent.array:
+                return index
+        for index, memory in self._slots.items():
+            if overlap(array, memory):
+                if index in self._lent:
+                    return index
+                raise InvalidArgumentError(
+                    "the gradient lies in a slot of this rank that is no longer the "
+                    "caller's, because a gradient was applied since: call slot() again "
+                    "for each gradient"
+                )
+        return None
+
+    def has_room(self, slot: int | None) -> bool:
+        """Return whether a gradient in ``slot``, or in none, has a buffer."""
+        if len(self._lent) <= (slot is not None):
+            return True
+        others = self._of_others(slot)
+        return not others or bool({0, 1} - others - self._held())
+
+    def joined(self) -> int | None:
+        """Return the open parity if this rank has a gradient in the open round."""
+        parity = self._protocol.state().parity
+        record = self._records[parity]
+        held = record is not None and self._protocol.holds_gradient(parity)
+        return parity if held else None
+
+    def _of_others(self, slot: int | None = None) -> set[int]:
+        """Return the slots of other threads that are alive."""
+        if self._lent.keys() <= {slot}:
+            return set()
+        me = threading.current_thread()
+        return {
+            index
+            for index, lent in self._lent.items()
+            if index != slot and lent.thread is not me and lent.thread.is_alive()
+        }
+
+    def _held(self) -> set[int]:
+        """Return the buffers that rounds hold."""
+        for parity, record in enumerate(self._records):
+            if record and not self._protocol.holds_gradient(parity):
+                self._records[parity] = None
+        return {record.buffer for record in self._records if record}
+
+    def lend(self, shape: tuple[int, ...]) -> Array | None:
+        """Return a buffer that no round holds, as a slot; None if there is none."""
+        free = {0, 1} - self._held() - self._of_others()
+        if not free:
+            return None
+        # A second call without an apply returns the same slot.
+        index = min(free, key=lambda each: (each not in self._lent, each))
+        me, lent = threading.current_thread(), self._lent.get(index)
+        if lent and lent.thread is me and lent.array.shape == shape:
+            return lent.array
+        self._take_back(index)
+        memory = self._slots[index] = self._storage.buffer(index)
+        array = memory[: math.prod(shape)].reshape(shape)
+        self._lent[index] = Lent(array, me)
+        return array
+
+    def missing(self) -> str:
+        """Return what `lend` waits for, for messages."""
+        if self._of_others():
+            return "another thread of this rank to apply the slot that it holds"
+        return "the take that is reducing both buffers of this rank"
+
+    def free(self) -> None:
+        """Drop the references to the memory of slots."""
+        self._lent.clear()
+        self._slots.clear()

@@ -1,0 +1,236 @@
+"""Takes: close a round, wait for its writers, reduce it, and make room for the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.accumulator.protocol import MEMBERS, STATE
+from hpcaccum.accumulator.shapes import size_of
+from hpcaccum.accumulator.state import Closed
+from hpcaccum.arguments import result_array
+from hpcaccum.device import copyto, is_device
+from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
+
+if TYPE_CHECKING:
+    from hpcaccum.accumulator.protocol import AdmissionProtocol
+    from hpcaccum.accumulator.settings import Settings
+    from hpcaccum.accumulator.state import State
+    from hpcaccum.accumulator.storage import Storage
+    from hpcaccum.deadline import Deadline
+
+Array = np.ndarray[Any, Any]
+
+
+class Taker:
+    """The takes of one rank.
+
+    Args:
+        protocol: Admits gradients; see there how a take that waits or fails behaves.
+        storage: Where the gradients are.
+        settings: Of the accumulator.
+        what: Name for messages.
+    """
+
+    def __init__(
+        self,
+        protocol: AdmissionProtocol,
+        storage: Storage,
+        settings: Settings,
+        what: str,
+    ) -> None:
+        self._protocol, self._storage, self._what = protocol, storage, what
+        self._dtype, self._mean = settings.dtype, settings.reduction == "MEAN"
+        # After an exception these say how far a take has come: the round that it means
+        # to close, as it will be then; and what the round has once it is final.
+        self._closing: State | None = None
+        self._complete: Closed | None = None
+
+    def take(self, required: int, deadline: Deadline, out: Array | None) -> Array:
+        """Close a round of ``required`` gradients or more; return their reduction.
+
+        If it fails before the result is complete, or the admitted writers do not finish
+        in time, the round stays on record and the next take resumes it.
+
+        Args:
+            required: Gradients to wait for.
+            deadline: Of the call.
+            out: Array for the result; None for a new one.
+
+        Raises:
+            InvalidArgumentError: If the result does not fit ``out``.
+            WaitTimeoutError: Names what is missing.
+            EverybodyLeftError: If all ranks have left and no gradient is in the round.
+        """
+        return self._protocol.line.hold(
+            deadline, lambda: self._take(required, deadline, out)
+        )
+
+    def _take(self, required: int, deadline: Deadline, out: Array | None) -> Array:
+        self._closing = self._complete = None
+        try:
+            while True:
+                closing = self._close(required, deadline)
+                closed = self._await_writers(closing, deadline)
+                if closed.count:
+                    result = self._reduce(closed, out)
+                self._complete = closed
+                self._finish(closing, closed)
+                if closed.count:
+                    return result
+                # All of them were given up: there is nothing to return.
+                self._closing = self._complete = None
+        except BaseException:
+            # A signal handler may raise again, and no other rank can do this.
+            try:
+                self._put_back()
+            except BaseException:
+                self._put_back()
+                raise
+            raise
+
+    # Closing
+
+    def _close(self, required: int, deadline: Deadline) -> State:
+        """Return a closed round, as it was when it closed."""
+        protocol, members = self._protocol, self._protocol.membership
+        if closing := protocol.closed():
+            self._closing = closing
+            return closing
+        while True:
+            num_left = members.num_left()
+            wanted = members.quorum(required, num_left)
+            state = protocol.state()
+            # Before the swap: an exception may hide whether it succeeded.
+            self._closing = closing = state._replace(number=max(wanted, state.number))
+            if state.number < wanted:
+                if self._request(state, wanted, num_left, deadline):
+                    return closing
+            elif protocol.swap(state, state.closed()):
+                return closing
+
+    def _request(
+        self, state: State, wanted: int, num_left: int, deadline: Deadline
+    ) -> bool:
+        """Have writers close the round at ``wanted`` gradients; wait until they do.
+
+        Returns:
+            False if the round changed before the request, or a rank left meanwhile.
+        """
+        protocol = self._protocol
+        protocol.announce(wanted)
+        if not protocol.swap(
+            state, state._replace(waiting=1, number=wanted - state.number)
+        ):
+            return False
+        try:
+            closed = deadline.wait(
+                lambda: self._is_requested_closed(state.parity, wanted, num_left),
+                lambda: protocol.missing(wanted),
+            )
+        except WaitTimeoutError:
+            if self._withdraw_request(state.parity, wanted):
+                return True
+            raise
+        return closed or self._withdraw_request(state.parity, wanted)
+
+    def _is_requested_closed(
+        self, parity: int, wanted: int, num_left: int
+    ) -> bool | None:
+        """Return whether the round is closed, False if a rank left; None: neither."""
+        protocol = self._protocol
+        words = protocol.words.read_range(STATE, MEMBERS + 1)
+        now = protocol.packing.unpack(words[STATE])
+        if now.parity != parity:
+            return True
+        if now.shape and now.number == wanted:
+            # The gradient that had this shape was given up.
+            protocol.swap(now, now._replace(shape=0))
+        if protocol.membership.all_left(words[MEMBERS]):
+            self._check_nonempty(parity, wanted)
+        return False if words[MEMBERS] != num_left else None
+
+    def _check_nonempty(self, parity: int, wanted: int) -> None:
+        # Only a STATE that is read after all have left has all of their gradients.
+        now = self._protocol.state()
+        if now.parity == parity and now.number == wanted:
+            raise EverybodyLeftError(
+                f"{self._what}: all {self._protocol.membership.workers} ranks have "
+                f"left and the round has no gradient"
+            )
+
+    def _withdraw_request(self, parity: int, wanted: int) -> bool:
+        """Stop waiting; return True if the round was closed nevertheless."""
+        while True:
+            state = self._protocol.state()
+            if state.parity != parity:
+                return True
+            if self._protocol.swap(state, state.not_waiting(wanted)):
+                return False
+
+    # Reducing
+
+    def _await_writers(self, closing: State, deadline: Deadline) -> Closed:
+        """Return the round once all that were admitted have written, or given up."""
+
+        def complete() -> Closed | None:
+            records = self._protocol.read_records(closing.parity)
+            given_up = sum(record.given_up for record in records.values())
+            count = sum(record.number for record in records.values())
+            if count + given_up != closing.number:
+                return None
+            full = {rank: record for rank, record in records.items() if record.number}
+            shape = max((record.shape for record in full.values()), default=0)
+            return Closed(closing.parity, count, shape, full)
+
+        return deadline.wait(
+            complete, lambda: self._protocol.unfinished(closing.parity)
+        )
+
+    def _reduce(self, closed: Closed, out: Array | None) -> Array:
+        shape = self._protocol.shapes.shape(closed.shape)
+        found = result_array(out, self._dtype, shape)
+        result = np.empty(shape, self._dtype) if is_device(found) else found
+        divisor = closed.count if self._mean else 1
+        # No warning: an overflow shows up as inf in the result.
+        with np.errstate(all="ignore"):
+            self._storage.total(closed, divisor, result.reshape(-1))
+        if found is not result:
+            copyto(found, result)
+        return found
+
+    def _finish(self, closing: State, closed: Closed) -> None:
+        """Make room for the next round of this parity. May be called twice."""
+        if closed.count:
+            shape = self._protocol.shapes.shape(closed.shape)
+            self._storage.clear(closed.parity, size_of(shape))
+        else:
+            self._step_back(closing)
+        # Before the turn is passed on: the next take may open this parity again.
+        self._protocol.clear_records(closed.parity)
+        self._protocol.put_closed(None)
+
+    def _step_back(self, closing: State) -> None:
+        """Undo the step of a round without gradients, unless it was set since."""
+        while (state := self._protocol.state()).step == closing.step + 1:
+            if self._protocol.swap(state, state._replace(step=closing.step)):
+                return
+
+    # After an exception. May be called twice.
+
+    def _put_back(self) -> None:
+        """Restore the state before the take, or complete it if it has its result."""
+        self._protocol.words.settle()
+        closing, complete = self._closing, self._complete
+        if closing and complete:
+            self._finish(closing, complete)
+        elif closing and self._is_closed(closing):
+            self._protocol.put_closed(closing)
+
+    def _is_closed(self, closing: State) -> bool:
+        """Return whether the take has closed its round; withdraw its request if not."""
+        state = self._protocol.state()
+        if state.parity == closing.parity and state.waiting:
+            return self._withdraw_request(closing.parity, closing.number)
+        return state.parity != closing.parity
