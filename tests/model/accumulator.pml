@@ -1,29 +1,30 @@
 /*
- * The protocol of hpcaccum.ConditionalAccumulator: hpcaccum/rounds.py, line.py,
- * writer.py.
+ * The protocol of hpcaccum.ConditionalAccumulator. In hpcaccum/accumulator: protocol.py,
+ * writer.py, buffers.py, taker.py, ticket_lock.py, membership.py.
  *
  * tests/system/test_model.py runs it through Spin. A configuration is a set of macros:
  *
  *   WRITERS, GRADS     ranks that apply gradients, and how many each applies
- *   TAKERS, TAKES      ranks that take, and how often; a take wants 1 to NEED gradients
- *   FINE               each access to a shared word is a step of its own: see 5
- *   STALE              a gradient carries the step read before it was computed;
- *                      without, none is ever stale (more rounds from as many gradients)
- *   TIMEOUTS           a take may fail: in line, for want of gradients, because
- *                      admitted writers do not finish, because its caller cannot use
- *                      the result
- *   KNOWN              a writer reads its own header only if it was last admitted to
- *                      the same parity, as writer.py does; without, always
- *   SETTER             somebody sets the step: to 0, then to 2
- *   OBSERVER           somebody asks for the number of accumulated gradients
+ *   TAKERS, TAKES      ranks that take, and how often; a take requires 1 to NEED
+ *                      gradients
+ *   FINE               each access to a shared word is a separate step: see 5
+ *   STALE              a gradient carries the step that was read before it was computed;
+ *                      without STALE no gradient is stale (more rounds from as many
+ *                      gradients)
+ *   TIMEOUTS           a take may fail: in line, for lack of gradients, because admitted
+ *                      writers do not finish, because its caller cannot use the result
+ *   KNOWN              a writer reads its record only if it was last admitted to the
+ *                      same parity, as buffers.py does; without, always
+ *   SETTER             a process sets the step: to 0, then to 2
+ *   OBSERVER           a process reads the number of accumulated gradients
  *   LEAVE              writers leave when they are done, and quorums shrink
  *   GIVE_UP            a writer may fail after it was admitted, while it writes the
  *                      first gradient that it has in a round
  *   BUG_...            one planted bug each: search for the name
  *
- * Proven: what the assertions say. Those of Monitor hold in every final state; it also
- * checks that nothing waits there but a take that really has too few gradients, and
- * takes in line behind it. So there is no deadlock.
+ * What is proven: the assertions. Those of Monitor hold in every final state. Monitor
+ * also checks that nothing waits in a final state but a take that has too few
+ * gradients, and the takes in line behind it. So there is no deadlock.
  *
  * Not modelled: storage="sum", the number of the round's shape in STATE, quorums of
  * more gradients than writers, overflow of a field, a rank that dies.
@@ -31,49 +32,49 @@
  * Abstractions, and why they hide no error:
  *
  * 1. A gradient is one bit; a buffer is two words that hold sets of bits, written in
- *    separate steps. A gradient too many, too few or half there is a wrong set, or two
- *    sets that differ. The protocol never looks at payloads. A buffer that no header
- *    names holds all bits: who takes it for a sum has a wrong set.
+ *    separate steps. A gradient too many, too few or half written is a wrong set, or two
+ *    sets that differ. The protocol never reads payloads. A buffer that no record names
+ *    holds all bits: to use it as a sum gives a wrong set.
  * 2. A rank that applies and takes at the same time is two processes. Takes of one rank
  *    queue inside it, and so do its applies.
  * 3. Memory is sequentially consistent: the code waits for each operation on a word, or
  *    loads and stores it between two MPI_Win_sync, which are taken to be full fences.
- *    (The mark `writing` may arrive later than here, but never after the header that
- *    follows it: MPI keeps the order of accumulates to one place. Only messages depend
- *    on it.)
+ *    (The mark `writing` may arrive later than in the model, but never after the record
+ *    that follows it: MPI keeps the order of accumulates to one place. Only messages
+ *    depend on it.)
  * 4. Local variables commute with all steps of others, and ghosts decide nothing: a
  *    step (a statement or d_step) may work on them besides its access to shared memory.
- * 5. Without FINE, accesses that nobody can tell apart are one step:
+ * 5. Without FINE, accesses that no process can distinguish are one step:
  *    - Reading STATE and swapping it. A swap that succeeds proves that STATE is what
  *      was read, whenever that was; one that fails changes nothing.
- *    - What only the head touches (CLOSED; WANT, if nobody asks). That there is only
- *      one head is asserted.
- *    - A writer's own header of the round it was admitted to: nobody else touches it
- *      until it counts the gradient. Asserted through `read_now`.
- *    - The taker's reads of a complete round. Nobody writes what it reads, from the
- *      moment it has seen that all is there until it clears: asserted through
- *      `read_now`.
- *    - Clearing. A writer that finds its header of the other parity cleared early may
- *      do what it may do if it finds it late, and more.
+ *    - Accesses to words that only the taker with the turn uses (CLOSED; WANT, without
+ *      an observer). That only one taker has the turn is asserted.
+ *    - A writer's record of the round to which it was admitted: no other process
+ *      accesses it until it counts the gradient. Asserted through `read_now`.
+ *    - The taker's reads of a complete round. From the moment at which it has seen that
+ *      the round is complete until it clears, no process writes what it reads: asserted
+ *      through `read_now`.
+ *    - Clearing. A writer that finds its record of the other parity cleared early may do
+ *      what it may do if it finds it late, and more.
  *    - Choosing a buffer and beginning to write. If the other one becomes free between,
  *      the two are alike.
  *    The FINE configurations, which are smaller, do not rely on this.
- *    In all of them the taker reads the headers of all ranks in one step to see whether
+ *    In all of them the taker reads the records of all ranks in one step to see whether
  *    the round is complete. Their sum is at most the number of the closed round and
  *    only grows: it is that number only if each was read when it was final.
- * 6. Buffers that no header names are alike: a writer takes the first one. Takers are
+ * 6. Buffers that no record names are alike: a writer takes the first one. Takers are
  *    alike: they draw their first tickets in rank order.
  * 7. Timeouts may strike whenever a take could wait: time is not modelled. How many
- *    gradients a take wants is decided when it needs to know.
- * 8. After a failed compare-and-swap STATE is read anew; the code uses the word that
- *    the swap returned, which is the case that nothing happens in between. The word
- *    that a writer remembers as a first guess is not modelled: see 5; and the code
- *    drops a gradient only on a new word.
+ *    gradients a take requires is decided when it needs to know.
+ * 8. After a failed compare-and-swap STATE is read anew. The code uses the word that the
+ *    swap returned, which is the case that nothing happens in between. The word that a
+ *    writer remembers as a first guess is not modelled: see 5; and the code drops a
+ *    gradient only on a fresh read.
  * 9. A writer that fails has not begun to add to what it has in the round: the code
- *    completes a gradient of which something was added. Exceptions that the code
- *    recovers from without a trace for others are not modelled.
+ *    completes a gradient of which something was added. Exceptions from which the code
+ *    recovers without a trace for others are not modelled.
  * 10. A place in the line is passed as soon as it is seen to be no obstacle, in any
- *    order. The code wants to see all of them at once, which allows less.
+ *    order. The code requires that it sees all of them at once, which allows less.
  */
 
 #ifndef WRITERS
@@ -95,7 +96,7 @@
 #define REMEMBERS
 #endif
 
-/* Says, once, that the search came here: a proof about what never happens is none. */
+/* Prints, once, that the search reached this: to prove that nothing happens is easy. */
 #define HAPPENS(what) \
     c_code { static int before; if (!before++) printf("happens: %s\n", #what); }
 
@@ -116,16 +117,16 @@ byte LINE[TAKERS];              /* ticket + 1, or: */
 byte WANT;                      /* tag << 2 | wanted */
 byte LEFT;
 
-/* Of each rank, per parity: given up << 5 | number << 3 | writing << 2 | buffer (1 or 2),
+/* Of each rank, by parity: given up << 5 | number << 3 | writing << 2 | buffer (1 or 2),
  * or 0. */
-byte header[WRITERS * 2];
-#define HEADER(rank, parity) header[(rank) * 2 + (parity)]
+byte records[WRITERS * 2];
+#define RECORD(rank, parity) records[(rank) * 2 + (parity)]
 #define BUFFER(word)  ((word) & 3)
 #define WRITING(word) ((word) >> 2 & 1)
 #define NUMBER(word)  ((word) >> 3 & 3)
 #define GIVEN_UP(word) ((word) >> 5)
 #define ARRIVED(rank, parity) \
-    (NUMBER(HEADER(rank, parity)) + GIVEN_UP(HEADER(rank, parity)))
+    (NUMBER(RECORD(rank, parity)) + GIVEN_UP(RECORD(rank, parity)))
 #if WRITERS == 1
 #define ALL_ARRIVED(parity) ARRIVED(0, parity)
 #elif WRITERS == 2
@@ -135,7 +136,7 @@ byte header[WRITERS * 2];
     (ARRIVED(0, parity) + ARRIVED(1, parity) + ARRIVED(2, parity))
 #endif
 
-/* Of each rank, per buffer: two words. */
+/* Of each rank, by buffer: two words. */
 #define NOTHING 255
 byte payload[WRITERS * 4] = NOTHING;
 #define PAYLOAD(rank, buffer, i) payload[(rank) * 4 + (buffer) * 2 - 2 + (i)]
@@ -146,8 +147,8 @@ bit open_now;                   /* parity of the open round */
 byte admitted[2];               /* gradients of the round of each parity: the set, */
 byte tally[2];                  /* and how many */
 byte accepted;                  /* all gradients ever admitted */
-byte taken;                     /* all gradients ever handed out */
-byte wanted_now;                /* by the take that stands at the head */
+byte taken;                     /* all gradients ever returned by takes */
+byte wanted_now;                /* by the take that waits for gradients */
 byte head;                      /* 1 + the taker whose turn it is */
 byte next_ticket;               /* lower ones must not have their turn any more */
 bit read_now[2];                /* whether a taker reads the round of this parity */
@@ -200,7 +201,7 @@ inline join(word) {
     HAPPENS(a gradient joins another)
 }
 
-/* A buffer that the other round has not. */
+/* A buffer that the other round does not hold. */
 inline choose() {
 #ifdef BUG_ANY_BUFFER
     buffer = 1
@@ -208,24 +209,24 @@ inline choose() {
     mine[p] = 0;
     buffer = (BUFFER(mine[1 - p]) == 1 -> 2 : 1)
 #else
-    buffer = (BUFFER(HEADER(me, 1 - p)) == 1 -> 2 : 1)
+    buffer = (BUFFER(RECORD(me, 1 - p)) == 1 -> 2 : 1)
 #endif
 }
 
 inline store(i) {
-    assert(!(read_now[0] && BUFFER(HEADER(me, 0)) == buffer));
-    assert(!(read_now[1] && BUFFER(HEADER(me, 1)) == buffer));
+    assert(!(read_now[0] && BUFFER(RECORD(me, 0)) == buffer));
+    assert(!(read_now[1] && BUFFER(RECORD(me, 1)) == buffer));
     PAYLOAD(me, buffer, i) = (number -> PAYLOAD(me, buffer, i) | gradient : gradient)
 }
 
 inline name(writing) {
     assert(!read_now[p]);
-    HEADER(me, p) = number + 1 - writing << 3 | writing << 2 | buffer
+    RECORD(me, p) = number + 1 - writing << 3 | writing << 2 | buffer
 }
 
 inline done() {
 #ifdef REMEMBERS
-    mine[p] = HEADER(me, p);
+    mine[p] = RECORD(me, p);
 #endif
     next()
 }
@@ -250,11 +251,11 @@ inline withdraw() {
     next()
 }
 
-/* Too late: the take is to leave it out. */
+/* Too late: the take must leave it out. */
 inline leave_out() {
     HAPPENS(a gradient is given up);
 #ifndef BUG_NOT_SAID
-    HEADER(me, p) = 1 << 5;
+    RECORD(me, p) = 1 << 5;
 #endif
     forget();
     s = 0;
@@ -275,7 +276,7 @@ proctype Writer(byte me) {
     bit p;
 #ifdef REMEMBERS
     bit known, last_parity;
-    byte mine[2];               /* the last header written; 0: surely none */
+    byte mine[2];               /* the last record written; 0: surely none */
 #endif
 
 begin:
@@ -329,25 +330,25 @@ swap:
     :: d_step { !known -> join(mine[p]); store(0) }
     :: d_step { known -> known = 0; choose(); store(0) }
 #elif defined(KNOWN)
-    :: d_step { !known && HEADER(me, p) -> join(mine[p]); store(0) }
-    :: d_step { !known && !HEADER(me, p) -> HAPPENS(a writer does not know) };
+    :: d_step { !known && RECORD(me, p) -> join(mine[p]); store(0) }
+    :: d_step { !known && !RECORD(me, p) -> HAPPENS(a writer does not know) };
        d_step { choose(); store(0) }
-    :: d_step { known && mine[p] && !HEADER(me, p) -> HAPPENS(a writer knows) };
+    :: d_step { known && mine[p] && !RECORD(me, p) -> HAPPENS(a writer knows) };
        d_step { known = 0; choose(); store(0) }
-    :: d_step { known && !mine[p] && !HEADER(me, p) -> known = 0; choose(); store(0) }
+    :: d_step { known && !mine[p] && !RECORD(me, p) -> known = 0; choose(); store(0) }
 #elif defined(FINE)
 #if GRADS > 1
-    :: d_step { HEADER(me, p) -> join(HEADER(me, p)) };
+    :: d_step { RECORD(me, p) -> join(RECORD(me, p)) };
        d_step { name(1) };
        d_step { store(0) }
 #endif
-    :: !HEADER(me, p) ->
+    :: !RECORD(me, p) ->
        d_step { choose() };
        d_step { name(1) };
        d_step { store(0) }
 #else
-    :: d_step { HEADER(me, p) -> join(HEADER(me, p)); store(0) }
-    :: d_step { !HEADER(me, p) -> choose(); store(0) }
+    :: d_step { RECORD(me, p) -> join(RECORD(me, p)); store(0) }
+    :: d_step { !RECORD(me, p) -> choose(); store(0) }
 #endif
     fi;
 #ifdef BUG_DONE_EARLY
@@ -358,7 +359,7 @@ swap:
     if
     :: d_step { true -> store(1) }
 #ifdef GIVE_UP
-    :: d_step { !number -> HEADER(me, p) = 0 } goto give_up
+    :: d_step { !number -> RECORD(me, p) = 0 } goto give_up
 #endif
     fi;
 #ifdef FINE
@@ -440,7 +441,7 @@ inline want() {
 #endif
 }
 
-/* Ask for gradients: WANT, of which only the head makes a new one. */
+/* Publish the request in WANT, which only the taker that has the turn changes. */
 inline announce() {
     assert(!WAITING(s));
 #ifdef OBSERVER
@@ -466,7 +467,7 @@ inline close() {
     closed(COUNT(s))
 }
 
-inline stand() {
+inline request() {
     assert(!WAITING(s));
     check_state();
     wanted_now = wanted;
@@ -474,7 +475,7 @@ inline stand() {
     check_state()
 }
 
-inline stand_down() {
+inline withdraw_request() {
     STATE = WORD(STEP(s), PARITY(s), 0, wanted - COUNT(s));
     check_state();
     wanted_now = 0;
@@ -488,21 +489,21 @@ inline stand_down() {
 
 inline collect(i) {
     sum[i] = sum[i] |
-        (NUMBER(HEADER(rank, p)) -> PAYLOAD(rank, BUFFER(HEADER(rank, p)), i) : 0)
+        (NUMBER(RECORD(rank, p)) -> PAYLOAD(rank, BUFFER(RECORD(rank, p)), i) : 0)
 }
 
 inline collect_all() {
     do
-    :: rank < WRITERS && HEADER(rank, p) ->
+    :: rank < WRITERS && RECORD(rank, p) ->
         collect(0); collect(1);
         total = total + ARRIVED(rank, p);
         rank++
-    :: rank < WRITERS && !HEADER(rank, p) -> rank++
+    :: rank < WRITERS && !RECORD(rank, p) -> rank++
     :: rank == WRITERS -> break
     od
 }
 
-/* Everything that was admitted to the round is there, and nothing else. */
+/* The sum has everything that was admitted to the round, and nothing else. */
 inline check_sum() {
     assert(sum[0] == admitted[p] && sum[1] == admitted[p]);
     assert(total == number && number == tally[p]);
@@ -514,7 +515,7 @@ inline check_sum() {
 
 #ifdef GIVE_UP
 #define NOTHING_LEFT (!admitted[p])
-/* All was given up: the step goes back, and the take goes on waiting. */
+/* All gradients were given up: undo the step, and wait again. */
 inline step_back() {
     HAPPENS(a round comes to nothing);
     check_state();
@@ -546,12 +547,12 @@ inline hand_out() {
 
 inline clear() {
     if
-    :: NUMBER(HEADER(rank, p)) ->
-        PAYLOAD(rank, BUFFER(HEADER(rank, p)), 0) = NOTHING;
-        PAYLOAD(rank, BUFFER(HEADER(rank, p)), 1) = NOTHING
+    :: NUMBER(RECORD(rank, p)) ->
+        PAYLOAD(rank, BUFFER(RECORD(rank, p)), 0) = NOTHING;
+        PAYLOAD(rank, BUFFER(RECORD(rank, p)), 1) = NOTHING
     :: else
     fi;
-    HEADER(rank, p) = 0;
+    RECORD(rank, p) = 0;
     rank++
 }
 
@@ -564,8 +565,8 @@ inline clear_all() {
     CLOSED = 0
 }
 
-/* The round stays for the next take. */
-inline record() {
+/* The next take resumes the round. */
+inline put_closed() {
 #ifdef BUG_NOT_ON_RECORD
     skip
 #else
@@ -643,13 +644,13 @@ look:
     :: d_step { COUNT(s) < wanted -> announce() }
     fi;
     if
-    :: d_step { STATE == s -> stand() }
+    :: d_step { STATE == s -> request() }
     :: d_step { STATE != s -> s = 0 } goto look
     fi;
 #else
     if
     :: d_step { COUNT(STATE) >= wanted -> s = STATE; close() } goto await
-    :: d_step { COUNT(STATE) < wanted -> s = STATE; stand() }
+    :: d_step { COUNT(STATE) < wanted -> s = STATE; request() }
     fi;
 #endif
 
@@ -695,13 +696,13 @@ back:
     fi;
     if
 #ifdef BUG_BLIND_GIVE_UP
-    :: d_step { true -> stand_down() }
+    :: d_step { true -> withdraw_request() }
 #else
-    :: d_step { STATE == s -> stand_down() }
+    :: d_step { STATE == s -> withdraw_request() }
     :: STATE != s -> goto back
 #endif
 #else
-    :: d_step { PARITY(STATE) == PARITY(s) -> s = STATE; stand_down() }
+    :: d_step { PARITY(STATE) == PARITY(s) -> s = STATE; withdraw_request() }
 #endif
     fi;
     if
@@ -716,15 +717,15 @@ await:
     if
     :: d_step { ALL_ARRIVED(p) == number -> read_now[p] = 1 }
 #ifdef TIMEOUTS
-    :: d_step { true -> record(); HAPPENS(a take gives up after closing) } goto leave
+    :: d_step { true -> put_closed(); HAPPENS(a take gives up after closing) } goto leave
 #endif
     fi;
 #ifdef FINE
     do
-    :: d_step { rank < WRITERS && !HEADER(rank, p) -> rank++ }
+    :: d_step { rank < WRITERS && !RECORD(rank, p) -> rank++ }
     :: d_step {
-           rank < WRITERS && HEADER(rank, p) ->
-           assert(!WRITING(HEADER(rank, p)));
+           rank < WRITERS && RECORD(rank, p) ->
+           assert(!WRITING(RECORD(rank, p)));
            total = total + ARRIVED(rank, p)
        };
        d_step { collect(0) };
@@ -737,7 +738,7 @@ await:
     :: d_step {
            rank == WRITERS && !NOTHING_LEFT ->
            check_sum();
-           record();
+           put_closed();
            HAPPENS(the caller fails)
        }
        goto leave
@@ -780,7 +781,7 @@ await:
            !NOTHING_LEFT ->
            collect_all();
            check_sum();
-           record();
+           put_closed();
            HAPPENS(the caller fails)
        }
 #endif
@@ -850,22 +851,22 @@ proctype Observer() {
 inline check_round(parity) {
     found = 0; number = 0; rank = 0;
     do
-    :: rank < WRITERS && HEADER(rank, parity) && !NUMBER(HEADER(rank, parity)) ->
+    :: rank < WRITERS && RECORD(rank, parity) && !NUMBER(RECORD(rank, parity)) ->
         number = number + ARRIVED(rank, parity);
         rank++
-    :: rank < WRITERS && NUMBER(HEADER(rank, parity)) ->
-        assert(!(found & PAYLOAD(rank, BUFFER(HEADER(rank, parity)), 0)));
-        found = found | PAYLOAD(rank, BUFFER(HEADER(rank, parity)), 0);
+    :: rank < WRITERS && NUMBER(RECORD(rank, parity)) ->
+        assert(!(found & PAYLOAD(rank, BUFFER(RECORD(rank, parity)), 0)));
+        found = found | PAYLOAD(rank, BUFFER(RECORD(rank, parity)), 0);
         number = number + ARRIVED(rank, parity);
         rank++
-    :: rank < WRITERS && !HEADER(rank, parity) -> rank++
+    :: rank < WRITERS && !RECORD(rank, parity) -> rank++
     :: rank == WRITERS -> break
     od;
     assert(found == admitted[parity]);
     assert(number == tally[parity])
 }
 
-/* Nobody is in line. */
+/* No taker is in line. */
 inline check_line() {
     rank = 0;
     do

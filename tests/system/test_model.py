@@ -36,7 +36,7 @@ CONFIGURATIONS = {
     "giving up, every access": "WRITERS=2 GIVE_UP FINE TIMEOUTS",
 }
 
-# What the search must have met, or it proves nothing; by macro.
+# What the search must have reached, or it proves nothing; by macro.
 HAPPENINGS = {
     "": {"a writer closes the round", "a take gets more than it wants"},
     "GRADS": {"a gradient joins another"},
@@ -77,9 +77,9 @@ BUGS = {
 
 @pytest.fixture(scope="module")
 def search(request, tmp_path_factory):
-    """Search all states of the model with these macros; return what SpinWait says.
+    """Search all states of the model with these macros; return what Spin prints.
 
-    All that are wanted are begun at once, one for each core.
+    All searches start at once, as many at a time as there are cores.
     """
     missing = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
     if missing:
@@ -107,7 +107,7 @@ def search(request, tmp_path_factory):
 
 
 def _wanted(request: pytest.FixtureRequest) -> list[str]:
-    """Return the macros of the tests that are to run, in their order."""
+    """Return the macros of the selected tests, in their order."""
     wanted = []
     for item in request.session.items:
         if item.path == request.path:
@@ -138,35 +138,35 @@ def _output(command: list[str | Path], folder: Path) -> str:
 def test_the_protocol_has_no_error(search, name):
     macros = CONFIGURATIONS[name]
 
-    said = search(macros)
+    output = search(macros)
 
-    assert ", errors: 0\n" in said
-    assert_complete(said)
+    assert ", errors: 0\n" in output
+    assert_complete(output)
     names = {"", *(macro.partition("=")[0] for macro in macros.split())}
     expected = set().union(*(HAPPENINGS.get(name, set()) for name in names))
-    assert set(re.findall(r"^happens: (.*)$", said, re.MULTILINE)) >= expected
+    assert set(re.findall(r"^happens: (.*)$", output, re.MULTILINE)) >= expected
 
 
-def assert_complete(said: str) -> None:
+def assert_complete(output: str) -> None:
     for flaw in ("not completed", "max search depth too small", "out of memory"):
-        assert flaw not in said
-    assert "Full statespace search" in said
-    assert re.search(r"invalid end states\s+\+", said)
-    unreached = re.findall(r"^unreached in (.*)\n\s+(.*)$", said, re.MULTILINE)
+        assert flaw not in output
+    assert "Full statespace search" in output
+    assert re.search(r"invalid end states\s+\+", output)
+    unreached = re.findall(r"^unreached in (.*)\n\s+(.*)$", output, re.MULTILINE)
     assert {who for who, _ in unreached} >= {"proctype Writer", "proctype Taker"}
     for who, what in unreached:
-        assert what.startswith("(0 of "), f"{who} never comes to {what}"
+        assert what.startswith("(0 of "), f"{who} never reaches {what}"
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(search, bug):
     _, assertion = BUGS[bug]
 
-    said = search(_macros(bug=bug))
+    output = search(_macros(bug=bug))
 
-    assert re.search(r"errors: [1-9]", said)
-    violated = re.search(r"^pan:1: assertion violated (.*) \(at", said, re.MULTILINE)
-    assert violated, said
+    assert re.search(r"errors: [1-9]", output)
+    violated = re.search(r"^pan:1: assertion violated (.*) \(at", output, re.MULTILINE)
+    assert violated, output
     assert assertion in violated[1]
 
 
