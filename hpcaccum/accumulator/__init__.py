@@ -1,8 +1,10 @@
 """Accumulators: gradients are admitted if they are not stale, and summed until taken.
 
-A gradient enters through `ConditionalAccumulator.apply_grad`, is admitted by
-`protocol`, written by `writer` to `storage`, and summed there by the take. The
-`DeviceAccumulator` does the same on one CUDA device, without MPI.
+`ConditionalAccumulator` is the public face of `shared`, which has the parts: `protocol`
+admits a gradient, `writer` writes it to `storage`, `taker` closes the round and sums
+it. `membership`, `ticket_lock`, `receipts` and `shapes` keep their state in words that
+`word_layout` assigns; `state` packs the words of the protocol, without MPI.
+`DeviceAccumulator` accumulates on one CUDA device, in one process.
 
 Imports `mpi`, `device` and the modules below them; never `reducer`.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.accumulator.protocol import AdmissionProtocol
 from hpcaccum.accumulator.settings import Settings
@@ -16,6 +16,18 @@ from hpcaccum.mpi import Freeable, Group, is_ending
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.receipts import Tally
+
+
+class Snapshot(NamedTuple):
+    """What an accumulator must remember of its past, gradients excepted.
+
+    Attributes:
+        step: The step.
+        counters: This rank's row of `Counters`.
+    """
+
+    step: int
+    counters: list[int]
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,15 @@ class SharedAccumulator(Freeable):
             self.free()
             self.group.shared.pop(_key(self.settings), None)
         self._handles -= 1
+
+    def snapshot(self) -> Snapshot:
+        """Return step and counters, of one moment if no rank applies or takes."""
+        return Snapshot(self.protocol.state().step, self.protocol.counters.row())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Set step and counters; on every rank, before any gradient is applied."""
+        self.protocol.set_step(snapshot.step)
+        self.protocol.counters.restore(snapshot.counters)
 
     def _describe(self) -> str:
         return f"accumulator {self._what!r}"

@@ -1,4 +1,4 @@
-"""Scripts that all ranks follow, in which one rank acts, or all do.
+"""Scripts that all ranks run, in which one rank acts, or all do.
 
 `at` makes one rank act while the others wait for it, so that a test reads like a
 program of one process although its lines run on different ranks. What the rank returned
@@ -24,23 +24,23 @@ from .support import WAIT, meet
 
 
 def at(rank: int, do: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Have one rank (modulo their number) do something. Collective."""
+    """Have one rank (modulo their number) act. Collective."""
     rank %= MPI.COMM_WORLD.size
-    told = attempt(do, *args, **kwargs) if MPI.COMM_WORLD.rank == rank else None
-    result, error = meet(told)[rank]
+    outcome = attempt(do, *args, **kwargs) if MPI.COMM_WORLD.rank == rank else None
+    result, error = meet(outcome)[rank]
     if error is not None:
         raise error
     return result
 
 
 def everywhere(do: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Have all ranks do something at the same time; return the results. Collective."""
+    """Have all ranks act at the same time; return the results. Collective."""
     meet()
-    told = meet(attempt(do, *args, **kwargs))
-    for _, error in told:
+    outcome = meet(attempt(do, *args, **kwargs))
+    for _, error in outcome:
         if error is not None:
             raise error
-    return [result for result, _ in told]
+    return [result for result, _ in outcome]
 
 
 def attempt(do: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -61,36 +61,36 @@ def until(fact: Callable[[], Any]) -> Any:
 
 
 class Background:
-    """Something that a thread of one rank does while the ranks go on. Collective."""
+    """A call in a thread of one rank while the ranks continue. Collective."""
 
     def __init__(self, rank: int, do: Callable[[], Any]) -> None:
         self.rank = rank % MPI.COMM_WORLD.size
-        self.told: tuple[Any, Any] | None = None
+        self.outcome: tuple[Any, Any] | None = None
         self.thread = threading.Thread(target=self._run, args=(do,), daemon=True)
         if MPI.COMM_WORLD.rank == self.rank:
             self.thread.start()
 
     def _run(self, do: Callable[[], Any]) -> None:
-        self.told = attempt(do)
+        self.outcome = attempt(do)
 
     def over(self) -> bool:
         """Whether it has ended. Collective."""
-        return meet(self.told is not None)[self.rank]
+        return meet(self.outcome is not None)[self.rank]
 
     def result(self) -> Any:
-        """Wait for its end; return or raise what came of it. Collective."""
+        """Wait for its end; return its result or raise its exception. Collective."""
         if MPI.COMM_WORLD.rank == self.rank:
             self.thread.join(2 * WAIT)
-        told = meet(self.told)[self.rank]
-        assert told is not None, f"a thread of rank {self.rank} does not end"
-        result, error = told
+        outcome = meet(self.outcome)[self.rank]
+        assert outcome is not None, f"a thread of rank {self.rank} does not end"
+        result, error = outcome
         if error is not None:
             raise error
         return result
 
 
 class Take(Background):
-    """A take that waits on one rank; in line, and served if it can be, on return."""
+    """A take on one rank; on return it waits in line, or for gradients, or is over."""
 
     def __init__(
         self,
@@ -101,13 +101,13 @@ class Take(Background):
     ) -> None:
         super().__init__(rank, lambda: acc.take_grad(required, timeout=timeout))
         if MPI.COMM_WORLD.rank == self.rank:
-            until(lambda: self.told or in_line(acc, self.rank))
+            until(lambda: self.outcome or in_line(acc, self.rank))
         meet()
         settle(acc)
 
 
 def in_line(acc: hpc.ConditionalAccumulator, rank: int) -> bool:
-    """Whether a rank has its place before the accumulator."""
+    """Return whether a rank has a place in the line of takes."""
     line = acc._protocol.line
     return line._words.read(line._places + rank) > 0
 
@@ -140,12 +140,12 @@ def close_unreduced(acc: hpc.ConditionalAccumulator) -> None:
 
 
 class Makers:
-    """Makes accumulators, and uses each again: to make one takes some 100 ms."""
+    """Makes accumulators and reuses them: to make one takes some 100 ms."""
 
     def __init__(self) -> None:
         self._made: dict[str, hpc.ConditionalAccumulator] = {}
         self._used: dict[str, hpc.ConditionalAccumulator] = {}
-        # What a test left in a state of which nothing can be taken. Freed at the end.
+        # Accumulators from which nothing can be taken any more. Freed at the end.
         self._ruined: list[hpc.ConditionalAccumulator] = []
 
     def __call__(
@@ -161,10 +161,10 @@ class Makers:
         return acc
 
     def take_back(self) -> None:
-        """Make those that were used like new, if they are well. Collective."""
+        """Empty the accumulators that were used, if that is possible. Collective."""
         for key, acc in self._used.items():
-            told = attempt(renew, acc) if MPI.COMM_WORLD.rank == 0 else None
-            _, error = meet(told)[0]
+            outcome = attempt(renew, acc) if MPI.COMM_WORLD.rank == 0 else None
+            _, error = meet(outcome)[0]
             if error is None:
                 self._made[key] = acc
             else:
@@ -173,7 +173,7 @@ class Makers:
 
 
 def is_left(acc: hpc.ConditionalAccumulator) -> bool:
-    """Whether a take would get something, be it what one that gave up had closed."""
+    """Return whether a take would return something, or resume a closed round."""
     return bool(acc.num_accumulated() or acc._protocol.words.read(CLOSED))
 
 

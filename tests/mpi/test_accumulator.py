@@ -1,4 +1,4 @@
-"""ConditionalAccumulator, one operation at a time, each by another rank."""
+"""ConditionalAccumulator: one operation at a time, each on another rank."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_rounds_follow_each_other(acc):
 
 
 def test_ranks_that_skip_rounds_are_not_confused(acc):
-    # Rank 1 comes in every second round only: always to the same parity.
+    # Rank 1 applies in every second round only: always to the same parity.
     for step in range(6):
         at(0, acc.apply_grad, [1, 0], local_step=step)
         if step % 2:
@@ -101,7 +101,7 @@ def test_mean_is_one_true_division_of_the_sum_in_rank_order(make, size):
     for rank in (2, 0, 1):
         at(rank, acc.apply_grad, parts[rank])
 
-    # Of fewer ranks, rank 0 brought the first two; those of one rank are summed first.
+    # With fewer ranks, two are of rank 0; the gradients of one rank are summed first.
     first, second, third = (parts[i] for i in ((0, 1, 2) if size > 2 else (2, 0, 1)))
     total = first + second + third
     assert (total / 3 != total * (1 / 3)).any()
@@ -171,7 +171,7 @@ def test_dimensions_that_are_known_must_be_right(make):
         with pytest.raises(INVALID, match=r"must be float64 \(2, None\)"):
             at(1, acc.apply_grad, wrong)
     at(0, acc.apply_grad, np.ones((2, 4)))
-    # The shape of the round speaks before the declared one.
+    # The shape of the round is checked before the declared one.
     with pytest.raises(INVALID, match=r"\(2, 4\), as the others"):
         at(1, acc.apply_grad, np.ones(7))
 
@@ -249,7 +249,7 @@ def test_nan_and_infinity_stay_in_their_round(make, storage):
     acc = make("float32", (4,), storage=storage)
 
     def strictly(do, *args):
-        # As somebody does who looks for errors of their own.
+        # As users do to find errors in their code.
         with np.errstate(all="raise"):
             return do(*args)
 
@@ -351,7 +351,7 @@ def test_large_gradients_arrive_whole(make, storage, size):
 
 
 def test_gradient_that_is_no_longer_stale_is_added(acc, monkeypatch):
-    # The step was lowered after the first look.
+    # The step was lowered after the first check.
     with monkeypatch.context() as patch:
         patch.setattr(acc._protocol, "is_stale", lambda *_, **__: True)
         assert at(-1, acc.apply_grad, [2, 4])

@@ -1,7 +1,7 @@
 """Many ranks and threads at once: nothing is lost, counted twice, or torn.
 
 Gradients are small integers in float64, so sums are exact. The first element of each is
-1: in a sum it says how many there were.
+1: its sum is the number of gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gradient(rank, value):
 
 
 def drain(acc):
-    """Take what is left; return the sum of it."""
+    """Take the remaining gradients; return their sum."""
     total = np.zeros((5, WIDTH))
     while is_left(acc):
         total += acc.take_grad(1, timeout=WAIT)
@@ -47,7 +47,7 @@ def drain(acc):
 
 
 def take_while(acc, going_on, required=1, timeout=0.01):
-    """Take again and again; return the sum of all and the number of takes."""
+    """Take repeatedly; return the sum of all gradients and the number of takes."""
     total, takes = np.zeros((5, WIDTH)), 0
     while going_on():
         try:
@@ -61,21 +61,21 @@ def take_while(acc, going_on, required=1, timeout=0.01):
 
 def in_threads(*jobs):
     """Run jobs at once; return their results."""
-    told = {}
+    outcomes = {}
 
     def run(index, job):
-        told[index] = attempt(job)
+        outcomes[index] = attempt(job)
 
     threads = [threading.Thread(target=run, args=job) for job in enumerate(jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * WAIT)
-    assert len(told) == len(jobs), "a thread does not end"
-    for _, error in told.values():
+    assert len(outcomes) == len(jobs), "a thread does not end"
+    for _, error in outcomes.values():
         if error is not None:
             raise error
-    return [told[index][0] for index in range(len(jobs))]
+    return [outcomes[index][0] for index in range(len(jobs))]
 
 
 @BOTH

@@ -1,4 +1,4 @@
-"""What is refused: on every rank, with nothing changed, and nobody left waiting."""
+"""Invalid arguments: an error on every rank, nothing changed, no rank waits."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_bad_argument_of_one_rank(options, error, text, rank, size):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "expected"),
     [
         ("name", "other", "name must be .* rank 0 has '.*', rank {} has 'other'"),
         ("dtype", "float64", "dtype .* has dtype..float32.., rank {} has .*float64"),
@@ -90,9 +90,9 @@ def test_bad_argument_of_one_rank(options, error, text, rank, size):
         ("workers", 1, r"workers .* rank 0 has \d, rank {} has 1"),
     ],
 )
-def test_ranks_that_disagree_all_hear_of_both_sides(field, value, told, rank, size):
+def test_ranks_that_disagree_all_hear_of_both_sides(field, value, expected, rank, size):
     odd = size - 1
-    with pytest.raises(hpc.DisagreementError, match=told.format(odd)) as caught:
+    with pytest.raises(hpc.DisagreementError, match=expected.format(odd)) as caught:
         construct({field: value} if rank == odd else {})
     assert str(caught.value).endswith(f"(rank {odd} unlike rank 0)")
 
@@ -139,7 +139,7 @@ def test_window_without_room_leaves_no_other_window_behind(monkeypatch):
 
 
 def test_refusals_leave_nothing_behind():
-    # After all of the above the ranks still understand each other.
+    # After all these errors the ranks still agree on the order of calls.
     with construct({"shared_name": "after refusals"}) as acc:
         at(1, acc.apply_grad, [1, 2])
         same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.float32([1, 2]))
@@ -270,7 +270,7 @@ def test_after_free_every_use_is_an_error():
             use()
     assert repr(acc) == "<ConditionalAccumulator 'conditional_accumulator', freed>"
     assert (acc.name, acc.dtype) == ("conditional_accumulator", np.float32)
-    assert all(told == acc.name for told in meet(acc.name))
+    assert all(expected == acc.name for expected in meet(acc.name))
 
 
 def test_errors_are_what_a_caller_would_guess():

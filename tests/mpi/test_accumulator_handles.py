@@ -195,7 +195,7 @@ def test_group_serves_as_communicator(comm):
 
 
 def test_exception_in_a_with_block_does_not_wait_for_others(rank):
-    # Freeing is collective, and the others may not come.
+    # Freeing is collective, and other ranks may not call it.
     acc = hpc.ConditionalAccumulator("float64", ())
     if rank == 0:
         with pytest.raises(KeyError), acc:
@@ -213,3 +213,23 @@ def test_accumulator_that_nobody_holds_is_warned_of_and_does_no_harm():
 
     with hpc.ConditionalAccumulator("float64", ()) as other:
         assert at(0, other.num_accumulated) == 0
+
+
+def test_a_snapshot_continues_in_another_accumulator(rank, size):
+    options = {"dtype": "float64", "shape": (2,)}
+    with hpc.ConditionalAccumulator(**options) as acc:
+        acc.apply_grad([1, 2], 0)
+        meet()
+        at(0, acc.set_global_step, 7)
+        acc.apply_grad([1, 2], 5) if rank == size - 1 else None
+        meet()
+        before, snapshot = at(0, acc.statistics), acc._shared.snapshot()
+    with hpc.ConditionalAccumulator(**options) as acc:
+        acc._shared.restore(snapshot)
+        meet()
+        found = at(1, acc.statistics)
+        assert (found.global_step, found.tally) == (before.global_step, before.tally)
+        assert (found.global_step, found.num_accumulated) == (7, 0)
+        acc.apply_grad([1, 2], 7)
+        meet()
+        assert at(0, acc.statistics).tally.accepted == (2,) * size

@@ -36,19 +36,19 @@ ANY_STEP = 2**40
 
 
 def stride(acc):
-    """Return how many points to go on: a trial is slow over a network."""
+    """Return the distance of the points that are tried: a network makes a trial slow."""
     return 1 if acc._protocol.words.direct else 13
 
 
 def tallied(acc):
-    """Return what this rank had accepted, dropped and given up."""
+    """Return the numbers of accepted, dropped and given up gradients of this rank."""
     tally, rank = acc.statistics().tally, acc._shared.group.rank
     assert sum(tally.lags.values()) == sum(tally.accepted) + sum(tally.dropped)
     return tally.accepted[rank], tally.dropped[rank], tally.given_up[rank]
 
 
 def check_sum(acc, there, total):
-    """Take what is there and one gradient more; look at all that can be seen."""
+    """Take all gradients and one more; check everything that can be observed."""
     assert acc.num_accumulated() == there
     assert acc.apply_grad([1000, 1], ANY_STEP)
     step = acc.global_step
@@ -60,7 +60,7 @@ def check_sum(acc, there, total):
 
 
 def use_from_all_ranks(acc, size):
-    """Apply and take on each rank, with old knowledge of what went before."""
+    """Apply and take on each rank, which remembers an earlier state."""
     for taker in range(size):
         step = at(0, lambda: acc.global_step)
         for rank in range(size):
@@ -115,7 +115,7 @@ def test_interrupted_apply_of_a_stale_gradient_adds_nothing(acc, size):
 
 
 class NoMemory(MemoryError):
-    """What a write fails with."""
+    """Raised by a write."""
 
 
 def fail(*args, **kwargs):
@@ -188,7 +188,7 @@ def test_round_of_which_all_is_given_up_is_not_taken(acc, size):
     at(0, until, lambda: acc._protocol.state().waiting)
     assert not take.over()
     assert at(1, acc.num_accumulated) == 0
-    # Who waits for the next step would wait for ever.
+    # A rank that waits for the next step would never return.
     assert at(1, lambda: acc.global_step) == 0
 
     assert at(-1, acc.apply_grad, [5, 1], 0)
@@ -273,7 +273,7 @@ def test_interrupted_take_that_waits_stands_for_nothing(acc, size):
 
 
 def test_interrupted_apply_that_closes_a_round(make, size):
-    # A take of another rank waits for it, and gets it or the next one.
+    # A take of another rank waits for the gradient, and gets it or the next one.
     acc = make(storage="slots")
     number, more, seen = 0, True, set()
     while more:
@@ -339,7 +339,7 @@ def test_interrupted_number_of_a_shape_is_a_number_less(make, size):
 
     def trial(number):
         shape = (number, 1)
-        # Without the look at all entries: those that are lost here make it long.
+        # Without reading all entries: those that this test loses make that slow.
         more = interrupt(lambda: table._add(shape), number)
         assert table.shape(table.number(shape)) == shape
         acc.apply_grad(np.ones(shape), ANY_STEP)

@@ -36,7 +36,7 @@ class Model:
     served: dict[int, np.ndarray] = field(default_factory=dict)
 
     def apply(self, rank: int, gradient: np.ndarray, local_step: int) -> Any:
-        """Say what apply_grad returns: (accepted, lag), or the error's type."""
+        """Return what apply_grad returns: (accepted, lag), or the error's type."""
         if local_step < self.step:
             return (False, self.step - local_step)
         if self.round and self.round[0][1].shape != gradient.shape:
@@ -51,7 +51,7 @@ class Model:
         return receipt
 
     def take(self, required: int) -> Any:
-        """Say what take_grad returns that does not wait."""
+        """Return what take_grad returns if it need not wait."""
         if required < 1:
             return hpc.InvalidArgumentError
         if self.line or len(self.round) < required:
@@ -59,7 +59,7 @@ class Model:
         return self._reduce()
 
     def wait(self, rank: int, required: int) -> None:
-        """Do a take that waits if it must."""
+        """Take, and wait if too few gradients are present."""
         if self.line or len(self.round) < required:
             self.line.append((rank, required))
         else:
@@ -95,7 +95,7 @@ operations = st.one_of(
 
 
 class Run:
-    """Does what is drawn to an accumulator and to the model, and compares."""
+    """Applies random operations to an accumulator and to the model, and compares."""
 
     def __init__(self, acc: hpc.ConditionalAccumulator, declared: Any) -> None:
         self.acc, self.model = acc, Model(declared)
@@ -147,7 +147,7 @@ class Run:
             found = self.takes.pop(rank).result()
             np.testing.assert_array_equal(found, expected, strict=True)
         self.model.served.clear()
-        alive = meet(any(t.told for t in self.takes.values()))
+        alive = meet(any(t.outcome for t in self.takes.values()))
         assert not any(alive), "a take ended that should wait"
 
     def check(self) -> None:

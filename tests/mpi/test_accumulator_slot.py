@@ -1,4 +1,4 @@
-"""Slots: gradients that are computed where they are read."""
+"""Slots: gradients computed in the memory from which a take reads them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_slot_is_awaited_while_both_buffers_are_held(acc):
 
     with pytest.raises(hpc.WaitTimeoutError, match=r"slot: waited .* both buffers"):
         at(1, acc.slot, timeout=VAIN)
-    # A gradient that lies elsewhere needs none.
+    # A gradient in other memory needs no slot.
     assert at(1, acc.apply_grad, [5, 6], 1)
     waiting = Background(1, lambda: acc.slot(timeout=WAIT))
     assert not waiting.over()
@@ -224,7 +224,7 @@ def test_slot_that_was_applied_is_no_longer_the_callers(acc):
         assert acc.apply_grad(slot)
         with pytest.raises(ValueError, match=READ_ONLY):
             slot[:] = [3, 4]
-        # A view may be written to; what lies there is refused all the same.
+        # A view of it may be writable; a gradient in it is rejected nevertheless.
         for again in (slot, slot[::-1], view, slot.reshape(1, 2)):
             with pytest.raises(hpc.InvalidArgumentError, match=AGAIN):
                 acc.apply_grad(again)
@@ -253,11 +253,11 @@ def test_slot_is_the_callers_until_the_next_apply_of_something_else(acc):
 
 def in_thread(do):
     """Do something in another thread; return the result or raise what it raised."""
-    told = []
-    thread = threading.Thread(target=lambda: told.append(attempt(do)))
+    outcome = []
+    thread = threading.Thread(target=lambda: outcome.append(attempt(do)))
     thread.start()
     thread.join(2 * WAIT)
-    [(result, error)] = told
+    [(result, error)] = outcome
     if error is not None:
         raise error
     return result
@@ -296,7 +296,7 @@ def test_slots_of_two_threads_are_two(acc):
         thread.start()
         assert holding.wait(WAIT)
         mine[:] = [3, 4]
-        # With two buffers, both lent, a third thread gets none.
+        # Both buffers are lent, so a third thread gets none.
         with pytest.raises(hpc.WaitTimeoutError, match="another thread of this rank"):
             in_thread(lambda: acc.slot(timeout=VAIN))
         assert acc.apply_grad(mine)

@@ -36,7 +36,7 @@ def test_take_waits_until_enough_are_there(acc):
 
 
 def test_last_gradient_wanted_closes_the_round(acc):
-    # Not the take when it looks next: the gradient after that is of the next round.
+    # The writer closes the round, not the take: the next gradient is of the next round.
     take = Take(acc, 0, 2)
 
     def burst():
@@ -135,10 +135,10 @@ def test_taking_in_vain_says_who_is_missing(make, size):
     at(1, acc.apply_grad, [1, 0], 4)
     at(0, acc.set_global_step, 4)
 
-    told = (
+    expected = (
         r"gradients: take_grad\(3\): waited 0\.\d+ s for 3 gradients at step 4, had 1"
     )
-    with pytest.raises(hpc.WaitTimeoutError, match=told) as caught:
+    with pytest.raises(hpc.WaitTimeoutError, match=expected) as caught:
         at(0, acc.take_grad, 3, timeout=VAIN)
     missing = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2-3"}[size]
     assert str(caught.value).endswith(f"(nothing from {missing})")
@@ -227,7 +227,7 @@ def test_timeout_is_seconds(make, timeout, error):
         at(1, acc.take_grad, 1, timeout=timeout)
 
 
-# Accumulators of their own: a rank that has left does not come back.
+# Each makes its accumulator: a rank that has left does not come back.
 
 
 @pytest.mark.ranks(min=2)
@@ -247,7 +247,7 @@ def test_take_wants_no_more_than_ranks_are_left(rank, size):
         at(size - 1, acc.leave)
         members = acc._protocol.membership
         assert at(0, lambda: members.quorum(size, members.num_left())) == size - 1
-        # It may take all the same.
+        # It may still take.
         everywhere(lambda: acc.apply_grad(rank, 1) if rank < size - 1 else None)
         same_bits(at(-1, acc.take_grad, size, timeout=WAIT), np.array((size - 2) / 2))
 
@@ -296,7 +296,7 @@ def test_quorums_shrink_with_the_workers(make, monkeypatch):
     assert quorums(1) == [1, 1, 1, 1, 1]
     assert quorums(3) == [3, 3, 2, 1, 1]
     assert quorums(4) == [4, 3, 2, 1, 1]
-    # More than one a worker: in proportion.
+    # More than one per worker: in proportion.
     assert quorums(10) == [10, 8, 5, 3, 1]
 
 

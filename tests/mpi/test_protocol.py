@@ -1,4 +1,4 @@
-"""The protocol by itself: writers that do not finish, takes that fail half-way."""
+"""The admission protocol: writers that do not finish, takes that fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .support import WAIT
 
 
 def admit(acc, local_step=0):
-    """Be admitted, say so, and go no further; return where the gradient belongs."""
+    """Be admitted and do not write; return the parity of the round."""
     receipt, parity, _ = acc._protocol.admit(np.zeros(2), local_step)
     assert receipt
     acc._protocol.mark_writing(parity, Record(0, 0, 1, 0))
@@ -45,12 +45,12 @@ def test_round_that_was_closed_is_finished_by_a_later_take(acc):
     parity = at(1, admit, acc)
     assert at(0, acc.num_accumulated) == 2
 
-    told = r"waited 0\.\d+ s for rank 1, admitted to the round, to finish writing"
+    expected = r"waited 0\.\d+ s for rank 1, admitted to the round, to finish writing"
     for taker in (0, 1, 0):
-        with pytest.raises(hpc.WaitTimeoutError, match=told):
+        with pytest.raises(hpc.WaitTimeoutError, match=expected):
             at(taker, acc.take_grad, 1, timeout=VAIN)
         assert at(1, lambda: acc.global_step) == 1
-    # Others go on meanwhile, in the next round.
+    # Other ranks continue in the next round.
     assert not at(0, acc.apply_grad, [8, 8], 0)
     at(0, acc.apply_grad, [5, 6], 1)
     assert at(1, acc.num_accumulated) == 3
@@ -110,7 +110,7 @@ def test_result_that_cannot_be_made_is_not_lost(make, storage, monkeypatch):
 
 
 class Interrupted(Deadline):
-    """As if somebody pressed Ctrl-C in the third wait: that for gradients."""
+    """Raises KeyboardInterrupt in the third wait, which is for gradients."""
 
     waits = 0
 

@@ -1,4 +1,4 @@
-"""Shapes of gradients, the numbers that ranks give them, and the ledger of receipts."""
+"""Shapes of gradients, their numbers, and the counters of receipts."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_number_of_a_shape_is_understood_by_all(words, rank):
 
     assert numbers == [1, 2, 3, 4]
     assert [table.shape(number) for number in numbers] == shapes
-    # Known by now, from having read it.
-    assert all(told == 2 for told in everywhere(table.number, (2, 3)))
+    # Known since it was read.
+    assert all(found == 2 for found in everywhere(table.number, (2, 3)))
     assert table.number((5,)) is None
     assert words.read(0) == words.read(1 + ShapeTable.words(4)) == 0
     meet()
@@ -107,7 +107,7 @@ def test_one_shape_has_one_number_whichever_rank_asks(words, size):
 
 def test_an_entry_that_is_not_filled_is_passed_over(words):
     table = ShapeTable(words, 1, 4)
-    # Somebody has taken the first entry for itself, and writes.
+    # Another rank has reserved the first entry and is writing it.
     at(0, words.fetch_add, 1, 1)
     at(1, words.write_range, table._entry(1) + 1, [2, 3])
     assert at(0, table.number, (2,)) == 2
@@ -118,7 +118,7 @@ def test_an_entry_that_is_not_filled_is_passed_over(words):
 
 
 def test_two_numbers_of_one_shape_are_one_shape(words, monkeypatch):
-    # Two ranks look for it at the same time, and neither sees the other's entry.
+    # Two ranks search for it at the same time, and neither sees the other's entry.
     table = ShapeTable(words, 1, 4)
     monkeypatch.setattr(table, "_read_new", lambda: None)
     at(0, table._add, (2, 3))
@@ -139,7 +139,7 @@ def test_receipt_is_true_if_accepted():
     assert repr(dropped) == "Receipt(accepted=False, local_step=2, global_step=5)"
 
 
-def test_ledger_counts_receipts_of_all_ranks(words, rank, size):
+def test_counters_count_receipts_of_all_ranks(words, rank, size):
     ledger = Counters(words, 1, rank, size)
     lags = [-4, 0, 1, MAX_LAG, MAX_LAG + 1, 10**12][: 4 + rank]
     for lag in lags:

@@ -1,4 +1,4 @@
-"""The line of takers: first come, first served."""
+"""TicketLock: first come, first served."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def line(words, rank, size):
 
 
 class Holder(Background):
-    """Holds the turn on one rank until it is told to let go. Collective."""
+    """Holds the lock on one rank until `let_go`. Collective."""
 
     def __init__(self, line, words, rank):
         self.turn, self.release = threading.Event(), threading.Event()
@@ -97,8 +97,8 @@ def test_place_that_is_given_up_holds_nobody_up(line, words):
     first = Holder(line, words, 0)
 
     def give_up():
-        told = "call: waited .* s for rank 0, before this rank in line"
-        with pytest.raises(hpc.WaitTimeoutError, match=told):
+        expected = "call: waited .* s for rank 0, before this rank in line"
+        with pytest.raises(hpc.WaitTimeoutError, match=expected):
             line.hold(Deadline(VAIN, "call"), lambda: pytest.fail("had the turn"))
 
     at(1, give_up)
