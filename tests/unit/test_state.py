@@ -1,0 +1,72 @@
+"""The words of the admission protocol: packing, limits, and their assignment."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcaccum.accumulator.state import Packing, Record, State
+from hpcaccum.accumulator.word_layout import WordLayout
+
+states = st.builds(
+    State,
+    step=st.integers(-(2**32), 2**32 - 1),
+    shape=st.integers(0, 2**10 - 1),
+    parity=st.integers(0, 1),
+    waiting=st.integers(0, 1),
+    number=st.integers(0, 2**18 - 1),
+)
+
+
+@given(states)
+def test_state_is_packed_into_one_word(state):
+    shaped, plain = Packing(shaped=True), Packing(shaped=False)
+    state = State(*state)
+
+    assert shaped.unpack(shaped.pack(state)) == state
+    assert plain.unpack(plain.pack(state._replace(shape=0))) == state._replace(shape=0)
+    assert -(2**63) <= shaped.pack(state) < 2**63
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+def test_limits_fill_the_word(shaped):
+    packing = Packing(shaped=shaped)
+    largest = State(packing.max_step, packing.max_shapes, 1, 1, packing.max_count)
+    lowest = State(-packing.max_step - 1, 0, 0, 0, 0)
+
+    assert packing.pack(largest) == 2**63 - 1
+    assert packing.pack(lowest) == -(2**63)
+    assert packing.unpack(packing.pack(largest)) == largest
+    assert packing.pack(State(0, 0, 0, 0, 0)) == 0
+
+
+@given(
+    st.builds(
+        Record,
+        st.integers(0, 1),
+        st.integers(0, 2**20 - 1),
+        st.integers(0, 1),
+        st.integers(0, 2**10 - 1),
+        st.integers(0, 2**20 - 1),
+    )
+)
+def test_record_is_one_word_and_never_nothing(record):
+    word = record.word()
+
+    assert Record.of(word) == record
+    assert word < 2**63
+    if record.writing or record.number or record.given_up:
+        assert word != 0
+
+
+def test_words_are_assigned_one_after_the_other():
+    fixed = WordLayout()
+    assert [fixed.take(), fixed.take(own_lines=True), fixed.take(3)] == [0, 8, 16]
+    layout = WordLayout(after=fixed)
+    assert [layout.take(2), layout.take(9, own_lines=True), layout.take()] == [
+        19,
+        24,
+        40,
+    ]
+    assert (fixed.count, layout.count) == (19, 41)
