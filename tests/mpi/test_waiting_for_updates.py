@@ -9,6 +9,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import WaitTimeoutError
+from hpcaccum.server.bounded_staleness import _HEAD, _STEP
 
 from .acting import VAIN, Background, until
 from .support import WAIT
@@ -130,12 +131,12 @@ def test_a_gradient_that_was_admitted_and_not_written_is_told(
         meet()
         if rank == 1:
             # As `submit` does, with a stop before the gradient is written.
-            assert inbox.words.compare_and_swap(0, 0, 1) == 0
+            assert inbox.words.compare_and_swap(_STEP, 0, 1) == 0
         meet()
         message = in_vain(opt._server.pull, {}, at_least=1)
         meet()
         if rank == 1:
-            inbox.words.write(10 + rank, 1)
+            inbox.words.write(_HEAD + rank, 1)
     everybody = ranks(*range(size))
     assert f"one of {everybody}, whose gradient was admitted, to write it" in message
     assert opt.global_step == 1
