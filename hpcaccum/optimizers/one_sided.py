@@ -139,7 +139,7 @@ class OneSidedOptimizer(Wrapper):
             what=self.get_name(),
             finish=self._finish,
         )
-        if self._server.is_host:
+        if self._server.is_root:
             self._serve_with(self._server)
         self._pull()
         # Nobody trains before all have the same variables.

@@ -1,8 +1,9 @@
 """The parameter server: takes gradients, updates the center, publishes parameters.
 
-`ParameterServer` is one object on every rank. Gradients travel through an `Inbox`, of
-which there are two: `QuorumInbox` and `BoundedStalenessInbox`. Parameters travel
-through a `DoubleBuffer`.
+`ParameterServer` is one object on every rank: a `client`, and on the root the
+`update_loop`. Gradients travel through an `Inbox`, of which there are two:
+`QuorumInbox` and `BoundedStalenessInbox`. Parameters travel through a `DoubleBuffer`.
+`wire_format` maps both between names and flat vectors.
 
 Imports `accumulator`, `mpi`, `device` and the modules below them.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 from hpcaccum.server.double_buffer import DoubleBuffer
-from hpcaccum.server.inbox import Inbox, QuorumInbox
-from hpcaccum.server.server import ParameterServer, gradients_by_name
+from hpcaccum.server.inbox import Inbox
+from hpcaccum.server.quorum import QuorumInbox
+from hpcaccum.server.server import ParameterServer, ServerState
+from hpcaccum.server.wire_format import gradients_by_name
 
 __all__ = [
     "BoundedStalenessInbox",
@@ -20,5 +23,6 @@ __all__ = [
     "Inbox",
     "ParameterServer",
     "QuorumInbox",
+    "ServerState",
     "gradients_by_name",
 ]

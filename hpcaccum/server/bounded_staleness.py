@@ -106,6 +106,11 @@ class BoundedStalenessInbox:
         """Memory of this rank that holds gradients."""
         return self._region.nbytes_here
 
+    def start(self, step: int) -> None:
+        """Set the step of the first update; the root only, before any submission."""
+        self.words.write(_APPLIED, step)
+        self.words.write(_STEP, step)
+
     def slot(self) -> Array:
         """Return where this rank's next gradient is to be written; always the same.
 

@@ -48,7 +48,7 @@ def start(comm, *, host=0, dedicated=False, quorum=None, shapes=None, updates=Tr
         for name, grad in grads.items():
             server.center[name] -= grad
 
-    if server.is_host and updates:
+    if server.is_root and updates:
         server.start(update)
     return server
 

@@ -1,0 +1,242 @@
+"""The client of a parameter server: pushes gradients, pulls parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.device import Transfer, all_on_device
+from hpcaccum.errors import InvalidArgumentError, format_ranks
+from hpcaccum.mpi import Freeable
+from hpcaccum.server.double_buffer import DoubleBuffer
+from hpcaccum.server.update_lock import UpdateLock
+from hpcaccum.server.wire_format import WireFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from hpcaccum.accumulator import Receipt
+    from hpcaccum.mpi import Group
+    from hpcaccum.server.inbox import Inbox
+
+Array = np.ndarray[Any, Any]
+
+
+class Client(Freeable):
+    """One rank's connection to the center. Collective.
+
+    Makes the memory through which gradients and parameters travel. A rank pushes and
+    pulls from one thread at a time, but any thread may `read`.
+
+    Args:
+        group: The ranks.
+        root: The rank that holds the center.
+        variables: Name to array, the same names and shapes on all ranks.
+        inbox: Makes the inbox, given the size and the dtype of a flat gradient.
+        what: Name for messages.
+
+    Attributes:
+        waited: Seconds that this rank has waited in `push` and `pull`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        root: int,
+        variables: Mapping[str, Array],
+        inbox: Callable[[int, np.dtype[Any]], Inbox],
+        what: str,
+    ) -> None:
+        self._group, self._root, self._what = group, root, what
+        self._wire = WireFormat(variables)
+        gradients, parameters = self._wire.gradients, self._wire.parameters
+        with contextlib.ExitStack() as undo:
+            self._inbox = inbox(gradients.size, gradients.dtype)
+            undo.callback(self._inbox.free)
+            self._parameters = DoubleBuffer(
+                group, root, parameters.size, parameters.dtype
+            )
+            undo.pop_all()
+        # Held by the updates of this rank, if it makes any.
+        self._update_lock = UpdateLock()
+        # This rank's slot from the first request to the push, and all views of it that
+        # `gradient_arrays` has returned.
+        self._lent: Array | None = None
+        self._views: list[Array] = []
+        self._transfer: Transfer | None = None
+        self.waited = 0.0
+
+    def _describe(self) -> str:
+        return self._what
+
+    @property
+    def step(self) -> int:
+        """The step of the newest parameters."""
+        return self._parameters.version()
+
+    def pull(
+        self, into: Mapping[str, Array], *, at_least: int = 0, known: int = -1
+    ) -> int:
+        """Copy the newest parameters; return their step.
+
+        They are copied once, directly from the root's memory, if the ranks share a
+        node.
+
+        Args:
+            into: Name to array; only these are copied.
+            at_least: Wait for this step.
+            known: The step of ``into``; nothing is copied if it is the newest.
+
+        Raises:
+            WaitTimeoutError: If the step does not come in time; says what it lacks.
+            InvalidArgumentError: If this thread would wait for updates that it has
+                paused.
+        """
+        newest = self.step
+        if newest == known and newest >= at_least:
+            return known
+        deadline = Deadline(None, f"{self._what}: pull")
+        if newest < at_least:
+            self._wait_for(at_least, deadline)
+        if all_on_device(self._what, into.values()):
+            return self._parameters.read(self._fetch_to(into), deadline)
+        return self._parameters.read(
+            lambda flat: self._wire.read_parameters(flat, into), deadline
+        )
+
+    def _wait_for(self, step: int, deadline: Deadline) -> None:
+        self._check_not_paused("a pull")
+        begun = time.monotonic()
+        try:
+            deadline.wait(
+                lambda: self.step >= step or None, lambda: self._missing(step)
+            )
+        finally:
+            self.waited += time.monotonic() - begun
+
+    def _missing(self, step: int) -> str:
+        """Describe what the next update waits for, by the words on the root."""
+        made = self.step
+        lacks = self._inbox.awaited(made)
+        if lacks is None:
+            lacks = f"rank {self._root}, which has all gradients that it needs"
+        left = self._inbox.left()
+        gone = f"{format_ranks(left)} {'has' if len(left) == 1 else 'have'} left"
+        return (
+            f"update {step} by rank {self._root}, is at {made}; the next one waits for "
+            f"{lacks}; {gone if left else 'no rank has left'}"
+        )
+
+    def _check_not_paused(self, call: str) -> None:
+        """Refuse a call that would wait for updates that this thread has paused."""
+        if self._update_lock.is_read_by_this_thread():
+            raise InvalidArgumentError(
+                f"{self._what}: {call} waits for updates, which are paused; call it "
+                f"after the block of paused()"
+            )
+
+    def read(self, names: Iterable[str]) -> list[Array]:
+        """Return copies of the newest parameters of these names, all of one step."""
+        shapes, dtypes = self._wire.parameters.shapes, self._wire.dtypes
+        copies = {name: np.empty(shapes[name], dtypes[name]) for name in names}
+        self.pull(copies)
+        return [copies[name] for name in names]
+
+    def gradient_arrays(self) -> dict[str, Array]:
+        """Return memory for this rank's next gradients, by name, until `push`.
+
+        Waits until the last gradients are applied. After the push the arrays are
+        read-only.
+        """
+        arrays, _ = self._wire.gradient_views(self._slot())
+        self._views += arrays.values()
+        return arrays
+
+    def _slot(self) -> Array:
+        if self._lent is None:
+            self._check_not_paused("a push")
+            begun = time.monotonic()
+            self._lent = self._inbox.slot()
+            self.waited += time.monotonic() - begun
+        return self._lent
+
+    def push(self, grads: Mapping[str, Array], local_step: int) -> Receipt:
+        """Submit gradients, by name. Variables may be missing.
+
+        Args:
+            grads: Name to array, all in CPU memory or all on a device. Those that lie
+                in their places of `gradient_arrays` are not copied.
+            local_step: The step of the parameters that they were computed with.
+
+        Returns:
+            Whether they were accepted. If so, their update makes step
+            ``receipt.global_step + 1``.
+        """
+        slot = self._slot()
+        on_device = all_on_device(self._what, grads.values())
+        self._wire.write_gradients(
+            grads,
+            slot,
+            clear=self._inbox.adds,
+            send=self._send if on_device else None,
+        )
+        receipt = self._inbox.submit(local_step)
+        self._lent = None
+        for view in self._views:
+            # NumPy refuses writes from now on: they would corrupt a gradient.
+            view.flags.writeable = False
+        self._views.clear()
+        return receipt
+
+    def missed(self, receipt: Receipt) -> int:
+        """Return the least step at which a dropped gradient would be accepted."""
+        return self._inbox.missed(receipt)
+
+    # The device. A push and a pull have one buffer there: each of them waits until the
+    # device is done, so they never overlap.
+
+    def _buffer(self) -> Transfer:
+        """Return what copies to and from the device; allocates at the first call."""
+        if self._transfer is None:
+            gradients = self._wire.gradients
+            self._transfer = Transfer(gradients, gradients.dtype, gradients.dtype)
+        return self._transfer
+
+    def _send(self, grads: Mapping[str, Any], slot: Array) -> None:
+        """Copy gradients from the device to a slot; overwrites all of the slot."""
+        self._inbox.pin()
+        buffer = self._buffer()
+        # A pull that was interrupted may still write to the buffer.
+        buffer.settle()
+        for event in buffer.send(grads, slot):
+            event.synchronize()
+
+    def _fetch_to(self, into: Mapping[str, Any]) -> Callable[[Array], None]:
+        """Return a function that copies a vector of parameters to device arrays."""
+        self._parameters.pin()
+        buffer, whole = self._buffer(), slice(0, self._wire.parameters.size)
+
+        def copy(flat: Array) -> None:
+            buffer.fetch(flat, whole)
+            buffer.deliver(into)
+            buffer.settle()
+
+        return copy
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of this rank that holds gradients and parameters for others."""
+        return self._inbox.window_bytes + self._parameters.window_bytes
+
+    def _free(self) -> None:
+        self._lent = None
+        self._views.clear()
+        if self._transfer is not None:
+            self._transfer.free()
+            self._transfer = None
+        self._inbox.free()
+        self._parameters.free()

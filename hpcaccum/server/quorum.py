@@ -1,0 +1,103 @@
+"""The inbox of synchronous updates: the mean of a quorum of gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.accumulator import ConditionalAccumulator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpcaccum.accumulator import Receipt, Tally
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.mpi import Group
+
+Array = np.ndarray[Any, Any]
+
+
+class QuorumInbox:
+    """Admits gradients of the current step; returns the mean of a quorum. Collective.
+
+    Args:
+        group, root: The ranks, and the one that serves.
+        size, dtype: Of a gradient, a flat vector.
+        quorum: Gradients of one update, at least.
+        workers: Number of ranks that submit, and may leave.
+    """
+
+    adds = True
+
+    def __init__(
+        self, group: Group, root: int, size: int, dtype: Any, quorum: int, workers: int
+    ) -> None:
+        self._quorum = quorum
+        self._accumulator = ConditionalAccumulator(
+            dtype, (size,), name="gradients", comm=group, host=root, workers=workers
+        )
+        self._slot: Array | None = None
+        # The memory of each mean, allocated once; on the root only.
+        self._mean: Array | None = None
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of this rank that holds gradients."""
+        return self._accumulator.statistics().window_bytes
+
+    def start(self, step: int) -> None:
+        """Set the step of the first update; the root only, before any submission."""
+        self._accumulator.set_global_step(step)
+
+    def slot(self) -> Array:
+        """Return the memory for this rank's next gradient."""
+        self._slot = self._accumulator.slot()
+        return self._slot
+
+    def pin(self) -> None:
+        """Pin this rank's slots for DMA."""
+        self._accumulator.pin_slots()
+
+    def submit(self, local_step: int) -> Receipt:
+        """Submit the gradient in the slot, unless it is of an earlier step."""
+        return self._accumulator.apply_grad(self._slot, local_step)
+
+    def missed(self, receipt: Receipt) -> int:
+        """Return the least step at which a dropped gradient would be accepted."""
+        return receipt.global_step
+
+    @contextlib.contextmanager
+    def next(self, step: int, deadline: Deadline) -> Iterator[Array]:
+        """Wait for the mean that makes step ``step + 1``; the root only.
+
+        Raises:
+            WaitTimeoutError: If too few gradients arrive in time.
+            EverybodyLeftError: If all ranks have left and no gradient is left.
+        """
+        self._mean = self._accumulator.take_grad(
+            self._quorum, timeout=deadline.remaining, out=self._mean
+        )
+        yield self._mean
+
+    def awaited(self, step: int) -> str | None:
+        """Return what the mean of a step lacks; None if it is complete."""
+        return self._accumulator.awaited(self._quorum, step)
+
+    def tally(self) -> Tally:
+        """Return the gradients accepted and dropped so far, of all ranks."""
+        return self._accumulator.statistics().tally
+
+    def leave(self) -> None:
+        """Promise that this rank submits no more gradients."""
+        self._accumulator.leave()
+
+    def left(self) -> list[int]:
+        """Return the ranks that have left."""
+        return list(self._accumulator.statistics().left)
+
+    def free(self) -> None:
+        """Free the memory. Collective."""
+        self._slot = None
+        self._accumulator.free()
