@@ -110,13 +110,12 @@ class Client(Freeable):
 
     def _wait_for(self, step: int, deadline: Deadline) -> None:
         self._check_not_paused("a pull")
-        begun = time.monotonic()
         try:
             deadline.wait(
                 lambda: self.step >= step or None, lambda: self._missing(step)
             )
         finally:
-            self.waited += time.monotonic() - begun
+            self.waited += deadline.waited
 
     def _missing(self, step: int) -> str:
         """Describe what the next update waits for, by the words on the root."""

@@ -1,12 +1,10 @@
-"""A lock between updates and those who read several things of one step."""
+"""A lock between updates and those who read several values of one step."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from typing import TYPE_CHECKING
-
-from hpcaccum.errors import WaitTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,9 +15,9 @@ if TYPE_CHECKING:
 class UpdateLock:
     """Held by a server during each update, and by readers between two updates.
 
-    A reader that waits comes before the next update, however busy the server is: it
-    holds a gate that the server has to pass. A thread that holds the lock may read
-    again, so what an update calls (a learning rate) may read too.
+    A waiting reader comes before the next update, however busy the server is: it holds
+    a gate that the server must pass. The thread that holds the lock may read again, so
+    a function that an update calls (a learning rate) may read too.
     """
 
     def __init__(self) -> None:
@@ -27,24 +25,32 @@ class UpdateLock:
         self._gate, self._lock = threading.RLock(), threading.RLock()
         self._reader: int | None = None
 
-    def __enter__(self) -> None:
-        """Begin an update."""
-        with self._gate:
-            self._lock.acquire()
+    @contextlib.contextmanager
+    def updating(self, deadline: Deadline) -> Iterator[None]:
+        """Hold the lock during an update.
 
-    def __exit__(self, *error: object) -> None:
-        """End an update."""
-        self._lock.release()
+        Raises:
+            WaitTimeoutError: If a reader does not end in time.
+        """
+        _acquire(self._gate, deadline, _READ)
+        try:
+            _acquire(self._lock, deadline, _READ)
+        finally:
+            self._gate.release()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     @contextlib.contextmanager
     def reading(self, deadline: Deadline) -> Iterator[None]:
-        """Keep updates from beginning.
+        """Hold the lock between two updates.
 
         Raises:
             WaitTimeoutError: If an update, or another reader, does not end in time.
         """
-        # Without the gate if this thread holds the lock: a second reader may hold the
-        # gate and wait for this one.
+        # Without the gate if this thread holds the lock: another reader may hold the
+        # gate while it waits for this one.
         if not self._lock.acquire(blocking=False):
             self._wait(deadline)
         before, self._reader = self._reader, threading.get_ident()
@@ -55,21 +61,21 @@ class UpdateLock:
             self._lock.release()
 
     def _wait(self, deadline: Deadline) -> None:
-        if not self._gate.acquire(timeout=_seconds(deadline)):
-            raise WaitTimeoutError(f"{deadline.what}: another thread reads")
+        _acquire(self._gate, deadline, "a read by another thread of this rank to end")
         try:
-            if not self._lock.acquire(timeout=_seconds(deadline)):
-                raise WaitTimeoutError(
-                    f"{deadline.what}: waited {deadline.elapsed:.3g} s for an update "
-                    f"of this rank to end"
-                )
+            _acquire(self._lock, deadline, "an update of this rank to end")
         finally:
             self._gate.release()
 
     def is_read_by_this_thread(self) -> bool:
-        """Whether this thread keeps updates from beginning."""
+        """Whether this thread prevents updates."""
         return self._reader == threading.get_ident()
 
 
-def _seconds(deadline: Deadline) -> float:
-    return min(deadline.remaining, threading.TIMEOUT_MAX)
+_READ = "a read of this rank between two updates to end"
+
+
+def _acquire(lock: threading.RLock, deadline: Deadline, missing: str) -> None:
+    deadline.block(
+        lambda seconds: lock.acquire(timeout=seconds) or None, lambda: missing
+    )

@@ -75,9 +75,12 @@ class UpdateLoop:
         assert self.update is not None
         try:
             for step in itertools.count(self._parameters.version()):
+                call = f"{self._what}: update {step + 1}"
                 # Those who wait for an update have a limit; an idle server has none.
-                deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
-                with self._inbox.next(step, deadline) as flat, self._lock:
+                with (
+                    self._inbox.next(step, Deadline(math.inf, call)) as flat,
+                    self._lock.updating(Deadline(math.inf, call)),
+                ):
                     # Empty if a rank was admitted and then failed to write.
                     if grads := self._wire.read_gradients(flat):
                         self.update(grads)
@@ -94,12 +97,15 @@ class UpdateLoop:
         Raises:
             WaitTimeoutError: If its last updates take too long.
         """
-        thread = self._thread
-        if thread is not None:
-            deadline.wait(
-                lambda: None if thread.is_alive() else True,
-                lambda: (
-                    f"the last updates of this rank, which is at step "
-                    f"{self._parameters.version()}"
-                ),
-            )
+        if self._thread is not None:
+            deadline.block(self._has_ended, self._unfinished)
+
+    def _has_ended(self, seconds: float) -> bool | None:
+        assert self._thread is not None
+        self._thread.join(seconds)
+        return None if self._thread.is_alive() else True
+
+    def _unfinished(self) -> str:
+        step = self._parameters.version()
+        lacks = self._inbox.awaited(step) or "the update itself"
+        return f"the last updates of this rank, is at {step}; waits for {lacks}"

@@ -178,7 +178,7 @@ def test_a_reader_comes_before_the_next_update():
 
     reader = threading.Thread(target=read, daemon=True)
     for number in range(1000):
-        with lock:
+        with lock.updating(Deadline(WAIT, "update")):
             updates.append(number)
             if number == 0:
                 reader.start()
@@ -193,7 +193,7 @@ def test_a_read_that_waits_too_long_says_for_what():
     lock, begun, over = UpdateLock(), threading.Event(), threading.Event()
 
     def update():
-        with lock:
+        with lock.updating(Deadline(WAIT, "update")):
             begun.set()
             assert over.wait(WAIT)
 
@@ -215,4 +215,4 @@ def test_a_read_that_waits_too_long_says_for_what():
 
     assert [type(error) for error in errors] == [WaitTimeoutError] * 2
     assert "for an update of this rank to end" in str(errors[0])
-    assert "another thread reads" in str(errors[1])
+    assert "for a read by another thread of this rank" in str(errors[1])

@@ -10,9 +10,9 @@ import pytest
 from hpcaccum import Group, InvalidArgumentError, WaitTimeoutError
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi.runtime import MPI
-from hpcaccum.server import server as module
+from hpcaccum.server import client
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
-from hpcaccum.server.inbox import QuorumInbox
+from hpcaccum.server.quorum import QuorumInbox
 from hpcaccum.server.server import ParameterServer
 
 from .support import WAIT
@@ -134,7 +134,7 @@ def test_nothing_is_copied_when_there_is_nothing_new(comm, rank):
 def test_a_pull_without_news_prepares_no_wait(comm, monkeypatch):
     server, waits = start(comm, updates=False), []
     with monkeypatch.context() as patch:
-        patch.setattr(module, "Deadline", lambda *limit: waits.append(limit))
+        patch.setattr(client, "Deadline", lambda *limit: waits.append(limit))
         assert server.pull({}, known=0) == 0
     server.free()
 

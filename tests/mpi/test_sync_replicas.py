@@ -11,7 +11,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Group, InvalidArgumentError
 from hpcaccum.deadline import Deadline
-from hpcaccum.server.inbox import QuorumInbox
+from hpcaccum.server.quorum import QuorumInbox
 
 from .support import WAIT
 from .training import Gate, computed, gives, meet, raised, turns, variable

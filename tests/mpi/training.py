@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.server import server
+from hpcaccum.server import wire_format
 
 from .exchange import world
 
@@ -54,7 +54,7 @@ def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def watch_copies(monkeypatch: Any) -> list[str]:
     """Return a list to which each push adds the names of what it copies."""
     copied: list[str] = []
-    bring = server._bring
+    copy = wire_format._copy_gradients
 
     def watched(grads, places, slot):
         names = {id(view): name for name, view in places.items()}
@@ -64,10 +64,10 @@ def watch_copies(monkeypatch: Any) -> list[str]:
             np.copyto(place, *args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(server, "np", Namespace(np, copyto=copyto))
-            bring(grads, places, slot)
+            patch.setattr(wire_format, "np", Namespace(np, copyto=copyto))
+            copy(grads, places, slot)
 
-    monkeypatch.setattr(server, "_bring", watched)
+    monkeypatch.setattr(wire_format, "_copy_gradients", watched)
     return copied
 
 
