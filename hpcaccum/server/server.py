@@ -11,7 +11,7 @@ import numpy as np
 from hpcaccum.accumulator import Tally
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 from hpcaccum.mpi import MPI
 from hpcaccum.server.client import Client
 from hpcaccum.server.update_loop import UpdateLoop
@@ -208,10 +208,7 @@ class ParameterServer(Client):
         call = f"{self.label}: free"
         self.leave()
         self._group.allgather(None, call)
-        if self._loop is not None:
-            self._loop.join(Deadline(None, call))
-        # The root's last update is published before any rank pulls it.
-        self._group.allgather(None, call)
+        self._end_updates(call)
         self._finish()
         names = list(self._wire.parameters)
         center = self.center or dict(zip(names, self.read(names), strict=True))
@@ -220,6 +217,16 @@ class ParameterServer(Client):
         if self._loop is not None:
             self._group.progress.stop()
         super()._free()
+
+    def _end_updates(self, call: str) -> None:
+        """Wait for the last update, which all ranks pull; fail on all ranks or none."""
+        failure = None
+        if self._loop is not None:
+            try:
+                self._loop.join(Deadline(None, call))
+            except WaitTimeoutError as error:
+                failure = error
+        self._group.raise_together(call, failure)
 
 
 def _check_threads() -> None:

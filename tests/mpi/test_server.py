@@ -7,14 +7,12 @@ import time
 import numpy as np
 import pytest
 
-from hpcaccum import Group, InvalidArgumentError, WaitTimeoutError
+from hpcaccum import InvalidArgumentError, WaitTimeoutError
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.server import client
-from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
-from hpcaccum.server.quorum import QuorumInbox
-from hpcaccum.server.server import ParameterServer
 
+from .serving import read, start, train
 from .support import WAIT
 from .training import meet, raised, turns, watch_copies
 
@@ -24,47 +22,6 @@ def dedicated(request, size):
     if request.param == "dedicated" and size == 1:
         pytest.skip("a dedicated host needs 2 ranks")
     return request.param == "dedicated"
-
-
-def start(comm, *, host=0, dedicated=False, quorum=None, shapes=None, updates=True):
-    """Return a server whose updates subtract; quorum None: each by itself."""
-    group = Group.of(comm)
-    workers = group.size - dedicated
-
-    def inbox(size, dtype):
-        if quorum is None:
-            return BoundedStalenessInbox(group, host, size, dtype, workers=workers)
-        return QuorumInbox(group, host, size, dtype, quorum, workers)
-
-    initial = {
-        name: np.full(shape, float(group.rank))
-        for name, shape in (shapes or {"w": (3,)}).items()
-    }
-    server = ParameterServer(
-        group, host, initial, inbox, dedicated=dedicated, what="server"
-    )
-
-    def update(grads):
-        for name, grad in grads.items():
-            server.center[name] -= grad
-
-    if server.is_root and updates:
-        server.start(update)
-    return server
-
-
-def train(server, values):
-    """Push one gradient after the other, waiting for each; return the receipts."""
-    receipts, out = [], np.zeros(3)
-    for value in values:
-        receipts.append(server.push({"w": np.full(3, float(value))}, server.step))
-        server.pull({"w": out}, at_least=receipts[-1].global_step + 1)
-    return receipts
-
-
-def read(server, name):
-    """Return a copy of one of the center's arrays."""
-    return server.read([name])[0]
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
