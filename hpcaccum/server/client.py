@@ -62,7 +62,7 @@ class Client(Freeable):
             )
             undo.pop_all()
         # Held by the updates of this rank, if it makes any.
-        self._update_lock = UpdateLock()
+        self._update_lock = UpdateLock(what)
         # This rank's slot from the first request to the push, and all views of it that
         # `gradient_arrays` has returned.
         self._lent: Array | None = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from typing import TYPE_CHECKING
 
+from hpcaccum.deadline import Deadline
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from hpcaccum.deadline import Deadline
 
 
 class UpdateLock:
@@ -18,29 +19,34 @@ class UpdateLock:
     A waiting reader comes before the next update, however busy the server is: it holds
     a gate that the server must pass. The thread that holds the lock may read again, so
     a function that an update calls (a learning rate) may read too.
+
+    Args:
+        what: Name for messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        self._what = what
         # Reentrant, also for a signal handler that reads.
         self._gate, self._lock = threading.RLock(), threading.RLock()
         self._reader: int | None = None
 
-    @contextlib.contextmanager
-    def updating(self, deadline: Deadline) -> Iterator[None]:
-        """Hold the lock during an update.
-
-        Raises:
-            WaitTimeoutError: If a reader does not end in time.
-        """
-        _acquire(self._gate, deadline, _READ)
+    def __enter__(self) -> None:
+        """Begin an update. Without a limit, as ranks that wait for it have one."""
+        self._pass(self._gate)
         try:
-            _acquire(self._lock, deadline, _READ)
+            self._pass(self._lock)
         finally:
             self._gate.release()
-        try:
-            yield
-        finally:
-            self._lock.release()
+
+    def _pass(self, lock: threading.RLock) -> None:
+        # Both are free for almost every update, which needs no deadline then.
+        if not lock.acquire(blocking=False):
+            deadline = Deadline(math.inf, f"{self._what}: update")
+            _acquire(lock, deadline, "a read of this rank between two updates to end")
+
+    def __exit__(self, *error: object) -> None:
+        """End an update."""
+        self._lock.release()
 
     @contextlib.contextmanager
     def reading(self, deadline: Deadline) -> Iterator[None]:
@@ -70,9 +76,6 @@ class UpdateLock:
     def is_read_by_this_thread(self) -> bool:
         """Whether this thread prevents updates."""
         return self._reader == threading.get_ident()
-
-
-_READ = "a read of this rank between two updates to end"
 
 
 def _acquire(lock: threading.RLock, deadline: Deadline, missing: str) -> None:

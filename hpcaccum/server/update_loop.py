@@ -75,12 +75,9 @@ class UpdateLoop:
         assert self.update is not None
         try:
             for step in itertools.count(self._parameters.version()):
-                call = f"{self._what}: update {step + 1}"
                 # Those who wait for an update have a limit; an idle server has none.
-                with (
-                    self._inbox.next(step, Deadline(math.inf, call)) as flat,
-                    self._lock.updating(Deadline(math.inf, call)),
-                ):
+                deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
+                with self._inbox.next(step, deadline) as flat, self._lock:
                     # Empty if a rank was admitted and then failed to write.
                     if grads := self._wire.read_gradients(flat):
                         self.update(grads)

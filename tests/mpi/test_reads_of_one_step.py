@@ -169,7 +169,7 @@ def waits(lock):
 
 
 def test_a_reader_comes_before_the_next_update():
-    lock, updates, found = UpdateLock(), [], []
+    lock, updates, found = UpdateLock("test"), [], []
 
     def read():
         with lock.reading(Deadline(WAIT, "read")):
@@ -178,7 +178,7 @@ def test_a_reader_comes_before_the_next_update():
 
     reader = threading.Thread(target=read, daemon=True)
     for number in range(1000):
-        with lock.updating(Deadline(WAIT, "update")):
+        with lock:
             updates.append(number)
             if number == 0:
                 reader.start()
@@ -190,10 +190,10 @@ def test_a_reader_comes_before_the_next_update():
 
 
 def test_a_read_that_waits_too_long_says_for_what():
-    lock, begun, over = UpdateLock(), threading.Event(), threading.Event()
+    lock, begun, over = UpdateLock("test"), threading.Event(), threading.Event()
 
     def update():
-        with lock.updating(Deadline(WAIT, "update")):
+        with lock:
             begun.set()
             assert over.wait(WAIT)
 
