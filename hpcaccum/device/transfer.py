@@ -1,8 +1,9 @@
-"""Named arrays on their way between the device and flat host memory.
+"""Copies of named arrays between the device and flat host memory.
 
-One launch packs all arrays into a flat buffer on the device; that is copied to the
-host by pieces, so that whoever waits for the first need not wait for the last; and the
-other way round. Each way has a stream of its own: a device copies both ways at once.
+One launch packs all arrays into a flat buffer on the device. The buffer is copied to
+the host in pieces, so that the first piece can be used before the last one arrives. The
+way back is the same in reverse order. Each direction has its own stream: a device can
+copy in both directions at once.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ Array = np.ndarray[Any, Any]
 
 
 class Transfer:
-    """Moves the arrays of a layout between the current device and host memory.
+    """Copies the arrays of a layout between the current device and host memory.
 
-    The caller's streams are never waited for by the host, only by the copies.
+    The copies wait for the caller's current stream; the host does not. Not for several
+    threads at once.
 
     Args:
         layout: Of the flat buffers.
-        sent: Dtype of what goes to the host.
-        received: Dtype of what comes back.
+        sent: Dtype of the copies to the host.
+        received: Dtype of the copies from the host. If it is the same, both directions
+            share one buffer on the device.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class Transfer:
         module = cupy()
         self._table = PointerTable(layout)
         self._leaving: Any = module.zeros(layout.size, sent)
-        # A piece comes back after it left, so there is room for it.
+        # A piece may come back only after it has left, so its place is free.
         self._coming: Any = self._leaving
         if received != sent:
             self._coming = module.zeros(layout.size, received)
@@ -49,16 +52,16 @@ class Transfer:
         self._whole = [slice(0, layout.size)]
         self._pinned: dict[int, Pinned] = {}
         self._read = False
-        # When the caller's stream is done with the flat buffers.
+        # Recorded when the caller's stream no longer needs the flat buffers.
         self._free_from = _stream().record()
 
     def compile(self) -> None:
-        """Compile the kernels now, not in the middle of the first transfer."""
+        """Compile the kernels now instead of during the first transfer."""
         for packed in (self._leaving.dtype, self._coming.dtype):
             self._table.compile(packed, self._coming.dtype)
 
     def pin(self, memory: Array) -> None:
-        """Let the device reach this host memory by itself until `free`."""
+        """Pin host memory for DMA, until `free`. Idempotent."""
         address = memory.ctypes.data
         if address not in self._pinned:
             self._pinned[address] = Pinned(memory)
@@ -72,14 +75,14 @@ class Transfer:
         """Begin to copy arrays to the host.
 
         Args:
-            arrays: Checked; on return they may be changed by what is queued on the
-                current stream. They must stay until one of the events is done.
-            host: Flat; pinned, if the host is not to wait.
-            pieces: Of ``host``, in the order in which they are wanted; one by default.
-                What lies there beside the arrays becomes arbitrary.
+            arrays: Name to array, checked. On return, work on the current stream may
+                change them. They must exist until one of the events is complete.
+            host: A flat buffer; pinned, unless the host may wait.
+            pieces: Parts of ``host`` in the order in which they are needed; by default
+                all of it. Elements of no array become arbitrary.
 
         Returns:
-            An event for each piece: after ``synchronize()`` it is there.
+            One event per piece. After its ``synchronize()`` the piece is complete.
         """
         self._pack(self._leaving, arrays)
         self._out.wait_event(_stream().record())
@@ -91,9 +94,9 @@ class Transfer:
         return events
 
     def pack(self, arrays: Mapping[str, Any]) -> Any:
-        """Copy arrays to the buffer in which results come back, and return it.
+        """Copy arrays to the buffer for results, on the device; return the buffer.
 
-        Queued on the current stream, as all that uses the buffer must be.
+        Queued on the current stream, on which the buffer must be used.
         """
         self._pack(self._coming, arrays)
         return self._coming
@@ -114,12 +117,12 @@ class Transfer:
         self._read = True
 
     def deliver(self, arrays: Mapping[str, Any]) -> None:
-        """Copy what came back to arrays; queued on the current stream."""
+        """Copy what `fetch` has copied to arrays; queued on the current stream."""
         _stream().wait_event(self._back.record())
         self.unpack(arrays)
 
     def divide(self, divisor: int) -> None:
-        """Divide what lies in the buffer that `pack` returned."""
+        """Divide the buffer that `pack` returned."""
         if divisor != 1:
             flat = self._coming
             np.divide(flat, flat.dtype.type(divisor), out=flat)
@@ -130,7 +133,7 @@ class Transfer:
         self._free_from = _stream().record()
 
     def settle(self) -> None:
-        """Wait until host memory that `fetch` reads may be changed."""
+        """Wait until the host memory that `fetch` reads may be changed."""
         if self._read:
             self._back.synchronize()
             self._read = False
@@ -142,13 +145,13 @@ class Transfer:
         return not self._read
 
     def free(self) -> None:
-        """Give everything back, after waiting for what uses it."""
+        """Free all memory, after waiting for the copies that use it."""
         with contextlib.ExitStack() as all_of_them:
             for pinned in self._pinned.values():
                 all_of_them.callback(pinned.free)
             self.settle()
             self._out.synchronize()
-            # The memory is another array's as soon as it is given up.
+            # Once released, the memory may belong to another array.
             self._free_from.synchronize()
         self._pinned.clear()
         self._leaving = self._coming = None

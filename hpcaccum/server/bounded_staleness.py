@@ -1,9 +1,8 @@
-"""Gradients that are updates by themselves, applied in the order of admission.
+"""The inbox of asynchronous updates: each gradient is one update.
 
-Where each gradient is an update (DropStale, AGN), admission itself advances the step:
-the order of admission is the order of application, and the lag of a second worker's
-gradient already counts the first one's, admitted but not yet applied. So the check and
-the update are one unit.
+Admission advances the step, so gradients are applied in the order of their admission.
+The lag of a gradient counts all that were admitted before it, also those that are not
+applied yet. The check and the update are therefore one atomic operation.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# Every swap of _STEP must not slow down those who read other words.
+# On a cache line of its own: swaps of _STEP must not slow down reads of other words.
 _FIXED = WordLayout()
 _STEP = _FIXED.take(own_lines=True)
 _APPLIED = _FIXED.take()
-# One place a rank; then the words of `Membership`.
+# One place per rank, followed by the words of `Membership`.
 _HEAD = _FIXED.count
 
 
 class BoundedStalenessInbox:
-    """A queue of gradients on the host, one place a rank. Collective.
+    """A queue of gradients on the root, with one place per rank. Collective.
 
-    A rank submits, then waits until its gradient was applied; only then may it write
-    into its slot again. The host takes the gradients one after the other.
+    A rank submits, then waits until its gradient is applied; only then may it write to
+    its slot again. The root takes one gradient after the other.
 
-    If `submit` fails after the gradient was admitted, it is given up: its update comes
-    all the same, as one of zeros.
+    If `submit` fails after its gradient was admitted, the gradient is given up: its
+    update is made with zeros instead.
 
     Args:
         group: The ranks.
-        host: The rank that applies.
+        root: The rank that applies the gradients.
         size, dtype: Of a gradient, a flat vector.
-        max_lag: A gradient is admitted if it is at most this many steps late; infinity
-            admits all.
-        workers: How many ranks submit, and may leave; if not all, not the host.
+        max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
+        workers: Number of ranks that submit, and may leave; all by default. If not
+            all, the root does not submit.
     """
 
     adds = False
@@ -59,7 +58,7 @@ class BoundedStalenessInbox:
     def __init__(
         self,
         group: Group,
-        host: int,
+        root: int,
         size: int,
         dtype: Any,
         *,
@@ -70,26 +69,26 @@ class BoundedStalenessInbox:
         self._max_lag, n = max_lag, group.size
         layout = WordLayout(after=_FIXED)
         layout.take(n)
-        # The first of these words follows the others, for one read of all.
+        # The first of these words follows the places, so that one read returns both.
         self._members = layout.take(Membership.words(n))
         ledger = layout.take(Counters.words(n))
         with contextlib.ExitStack() as undo:
-            self.words = AtomicWords(group, host, layout.count)
+            self.words = AtomicWords(group, root, layout.count)
             undo.callback(self.words.free)
             nbytes = size * self._dtype.itemsize
-            self._region = Region(group, host, nbytes, spread=True)
+            self._region = Region(group, root, nbytes, spread=True)
             undo.pop_all()
         self.membership = Membership(
             self.words, self._members, group.rank, n, n if workers is None else workers
         )
         self.ledger = Counters(self.words, ledger, group.rank, n)
-        # A rank may use its slot after `free`, which a window would not survive.
+        # A rank may use its slot after `free`: it must not lie in a window.
         mapped = self._region.mapped
         self._slot = self._place(group.rank) if mapped else np.zeros(size, self._dtype)
         self._pinned: Pinned | None = None
-        # The step that this rank's last update makes.
+        # The step that the update of this rank's last gradient makes.
         self._submitted = 0
-        # What an exception in the midst of a call is recovered from.
+        # What `submit` has done, for the recovery from an exception.
         self._admission = Attempt()
         self._counts: Counts | None = None
 
@@ -98,7 +97,7 @@ class BoundedStalenessInbox:
 
     @property
     def step(self) -> int:
-        """Gradients admitted so far."""
+        """The number of gradients admitted so far, plus the first step."""
         return self.words.read(_STEP)
 
     @property
@@ -112,9 +111,9 @@ class BoundedStalenessInbox:
         self.words.write(_STEP, step)
 
     def slot(self) -> Array:
-        """Return where this rank's next gradient is to be written; always the same.
+        """Return the memory for this rank's next gradient; always the same.
 
-        Waits until the last one was applied, for a rank that gave up waiting for it.
+        Waits until the last one is applied, which a rank may not have waited for.
         """
         Deadline(None, "slot").wait(
             lambda: self.words.read(_APPLIED) >= self._submitted or None,
@@ -125,14 +124,17 @@ class BoundedStalenessInbox:
         return self._slot
 
     def pin(self) -> None:
-        """Let the device reach this rank's slot by itself."""
+        """Pin this rank's slot for DMA."""
         if self._pinned is None:
             self._pinned = Pinned(self._slot)
 
     def submit(self, local_step: int) -> Receipt:
-        """Submit the gradient that lies in `slot`, unless it is too late.
+        """Submit the gradient in the slot, unless it is stale.
 
         If it is accepted, its update makes step ``receipt.global_step + 1``.
+
+        Raises:
+            InvalidArgumentError: If this rank has left.
         """
         self.membership.check_present("submit")
         self._admission.reset()
@@ -140,7 +142,7 @@ class BoundedStalenessInbox:
         try:
             return self._submit(local_step)
         except BaseException:
-            # A signal handler may raise here too, and nobody else can do this.
+            # A signal handler may raise here too, and no other rank can recover this.
             try:
                 self._recover(local_step)
             except BaseException:
@@ -153,7 +155,7 @@ class BoundedStalenessInbox:
         if receipt:
             if not self._region.mapped:
                 self._region.put(self._group.rank, 0, self._slot)
-            # Update k makes step k + 1; 0 is the place of a rank that submitted none.
+            # The step that the update makes. 0 means that there was no gradient yet.
             self._submitted = receipt.global_step + 1
             self.words.store(_HEAD + self._group.rank, [self._submitted])
         self._count(self.ledger.next(receipt))
@@ -165,7 +167,7 @@ class BoundedStalenessInbox:
         self.ledger.post(counts)
 
     def _recover(self, local_step: int) -> None:
-        """Give up what was admitted, unless the host can see it; may be done twice."""
+        """Give up an admitted gradient unless the root can see it. Idempotent."""
         self.words.settle()
         place, admission = _HEAD + self._group.rank, self._admission
         if admission.swapped:
@@ -191,27 +193,28 @@ class BoundedStalenessInbox:
         return Receipt(False, local_step, step)
 
     def missed(self, receipt: Receipt) -> int:
-        """Return the least step whose gradient would have been admitted instead.
+        """Return the least step at which a dropped gradient would be accepted.
 
-        If none would (negative ``max_lag``), there is nothing to wait for.
+        With a negative ``max_lag`` no step would do, and the current one is returned.
         """
         return receipt.global_step - int(max(self._max_lag, 0))
 
     @contextlib.contextmanager
     def next(self, step: int, deadline: Deadline) -> Iterator[Array]:
-        """Give the body the gradient admitted at ``step``; the host only.
+        """Wait for the gradient admitted at ``step``; the root only.
 
-        It is a vector of zeros if the gradient was given up.
+        It is a vector of zeros if the gradient was given up. At the end of the block,
+        its rank may write the next one.
 
         Raises:
-            WaitTimeoutError: If it does not come in time.
-            EverybodyLeftError: If all ranks have left and none is there.
+            WaitTimeoutError: If it does not arrive in time.
+            EverybodyLeftError: If all ranks have left and no gradient is left.
         """
         gradient = deadline.wait(
             lambda: self._find(step), lambda: f"update {step + 1}, {self._whose(step)}"
         )
         self._region.sync()
-        # The number of the update stays in its place: it is never looked for again.
+        # Its number stays in the place, as later steps have other numbers.
         yield gradient
         self.words.write(_APPLIED, step + 1)
 
@@ -228,14 +231,14 @@ class BoundedStalenessInbox:
         return None
 
     def awaited(self, step: int) -> str | None:
-        """Return whose gradient of a step is not there; None if it is."""
+        """Return which ranks a step waits for; None if its gradient has arrived."""
         words = self.words.read_range(_STEP, self._members)
         newest = [abs(word) for word in words[_HEAD:]]
         if step + 1 in newest or words[_APPLIED] > step:
             return None
         if words[_STEP] <= step:
             return f"a gradient, {self._whose(step)}"
-        # One that was admitted and has not written has no other that waits.
+        # The newest gradient of the rank that has not written is of an earlier step.
         idle = {rank for rank, last in enumerate(newest) if last <= step}
         return (
             f"one of {format_ranks(idle - set(self.left()))}, whose gradient was "
@@ -248,11 +251,11 @@ class BoundedStalenessInbox:
         return f"which may come from {format_ranks(self.membership.present())}"
 
     def tally(self) -> Tally:
-        """Return what was accepted and dropped so far, of all ranks."""
+        """Return the gradients accepted and dropped so far, of all ranks."""
         return self.ledger.tally()
 
     def leave(self) -> None:
-        """Promise that this rank submits no more; once is enough."""
+        """Promise that this rank submits no more gradients."""
         self.membership.leave()
 
     def left(self) -> list[int]:
