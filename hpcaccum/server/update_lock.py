@@ -31,7 +31,7 @@ class UpdateLock:
         self._reader: int | None = None
 
     def __enter__(self) -> None:
-        """Begin an update. Without a limit, as ranks that wait for it have one."""
+        """Begin an update. No time limit: the ranks that wait for it have one."""
         self._pass(self._gate)
         try:
             self._pass(self._lock)
@@ -39,10 +39,10 @@ class UpdateLock:
             self._gate.release()
 
     def _pass(self, lock: threading.RLock) -> None:
-        # Both are free for almost every update, which needs no deadline then.
+        # Almost always free: a deadline would cost more than the lock.
         if not lock.acquire(blocking=False):
             deadline = Deadline(math.inf, f"{self._what}: update")
-            _acquire(lock, deadline, "a read of this rank between two updates to end")
+            _acquire(lock, deadline, "a read of this rank to end")
 
     def __exit__(self, *error: object) -> None:
         """End an update."""

@@ -105,4 +105,4 @@ class UpdateLoop:
     def _unfinished(self) -> str:
         step = self._parameters.version()
         lacks = self._inbox.awaited(step) or "the update itself"
-        return f"the last updates of this rank, is at {step}; waits for {lacks}"
+        return f"the last updates of this rank, at step {step}, which waits for {lacks}"

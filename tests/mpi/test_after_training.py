@@ -1,4 +1,4 @@
-"""What is left after a one-sided optimizer: the final center, on all ranks."""
+"""After `free` of a one-sided optimizer, all ranks have the final center."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_host_that_only_serves_ends_with_what_was_trained(
     assert opt.global_step > 0
 
 
-def test_what_was_kept_is_told_afterwards(comm, kind, rank, size):
+def test_the_final_state_can_be_read_after_free(comm, kind, rank, size):
     w = variable(np.zeros(3))
     opt = ONE_SIDED[kind](hpc.Momentum(1, 0.5), [w], comm)
     opt.initialize([w])
@@ -75,15 +75,15 @@ def test_what_was_kept_is_told_afterwards(comm, kind, rank, size):
     opt.free()
     w.value[...] = 7
     opt.free()
-    told = opt.global_step, opt.statistics(), bits(opt.center(w), *opt.center([w]))
+    final = opt.global_step, opt.statistics(), bits(opt.center(w), *opt.center([w]))
     opt.center(w)[...] = 9
     slot = opt.get_slot(w, "momentum")
 
-    assert all(each == told for each in meet(told))
+    assert all(each == final for each in meet(final))
     assert (w.value == 7).all()
-    assert told[0] == sum(told[1].accepted) // (size if kind == "SyncReplicas" else 1)
+    assert final[0] == sum(final[1].accepted) // (size if kind == "SyncReplicas" else 1)
     assert (opt.center(w) < 0).all()
-    assert bits(opt.center(w)) == told[2][:1]
+    assert bits(opt.center(w)) == final[2][:1]
     if kind == "DropStale":
         assert opt.stale_counter == 0
     if rank == 0 or kind == "AGN":
@@ -92,7 +92,7 @@ def test_what_was_kept_is_told_afterwards(comm, kind, rank, size):
         assert type(raised(use)) is hpc.FreedError
 
 
-def test_what_never_began_has_nothing_to_tell(comm, kind):
+def test_an_optimizer_without_variables_has_no_final_state(comm, kind):
     w = variable()
     opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)
     opt.free()
@@ -137,7 +137,7 @@ def test_a_rate_may_ask_for_the_step_to_the_last_update(
         opt.serve()
     elif rank > 0:
         if not dedicated:
-            # The host is in free() by now.
+            # The host has called free() by now.
             until(lambda: 0 in opt._server._inbox.left())
         for _ in range(4):
             opt.minimize(gives(1.0))
@@ -157,8 +157,8 @@ def test_a_rate_may_ask_for_the_step_while_the_last_one_frees(comm, size, rank):
         hpc.SGD(lambda: 1.0 + opt.global_step), 2 * size, comm=comm
     )
     opt.initialize([w])
-    # The rank's share is two: it does not wait. Who leaves shrinks the quorum, so that
-    # free() makes the updates.
+    # The share of each rank is two gradients, so it does not wait after the first. The
+    # ranks that leave shrink the quorum: the updates are made in free().
     opt.minimize(gives(1.0))
     opt.free()
 

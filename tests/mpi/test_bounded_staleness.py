@@ -34,7 +34,7 @@ def host(request, size):
 
 @pytest.fixture
 def make(comm, host):
-    """Return a function that makes a queue; all are freed in the end."""
+    """Return a function that makes an inbox; all are freed at the end."""
     made = []
 
     def make(dtype=np.float64, **options):
@@ -122,7 +122,7 @@ def test_a_dropped_gradient_changes_nothing_but_the_count(make, host, rank, size
     ("max_lag", "least"), [(2, 5), (0, 7), (-1, 7), (-3, 7), (7, 0)]
 )
 def test_step_at_which_a_gradient_would_have_been_in_time(make, max_lag, least):
-    # Nothing is in time where the bound is negative, so nobody waits for more.
+    # With a negative bound no gradient is in time, so no rank waits for a later step.
     queue = make(max_lag=max_lag)
 
     assert queue.missed(Receipt(False, 0, 7)) == least
@@ -186,7 +186,9 @@ def test_a_slot_is_free_again_when_it_was_applied(make, host, rank, size, monkey
     meet()
 
 
-def test_what_is_admitted_and_not_written_is_waited_for(make, host, rank, size):
+def test_a_gradient_that_is_admitted_and_not_written_is_waited_for(
+    make, host, rank, size
+):
     queue = make()
     if rank == size - 1:
         queue._admit(0)
@@ -199,7 +201,7 @@ def test_what_is_admitted_and_not_written_is_waited_for(make, host, rank, size):
     meet()
 
 
-def test_nothing_is_lost_when_nobody_waits_for_turns(make, comm, host, rank, size):
+def test_nothing_is_lost_when_all_ranks_submit_at_will(make, comm, host, rank, size):
     queue, calls = make(), 30
     done = DoubleBuffer(Group.of(comm), host, 1, np.float64)
     found = []
@@ -270,7 +272,7 @@ def test_leaving_twice_counts_once(make, host, rank, size):
     meet()
 
 
-def test_who_has_left_submits_no_more(make, rank):
+def test_a_rank_that_has_left_submits_no_more(make, rank):
     queue = make()
     queue.leave()
 
@@ -281,7 +283,7 @@ def test_who_has_left_submits_no_more(make, rank):
 
 
 @pytest.mark.ranks(min=2)
-def test_who_does_not_submit_need_not_leave(make, host, rank, size):
+def test_a_rank_that_does_not_submit_need_not_leave(make, host, rank, size):
     queue = make(workers=size - 1)
     if rank != host:
         queue.leave()
@@ -291,7 +293,7 @@ def test_who_does_not_submit_need_not_leave(make, host, rank, size):
     meet()
 
 
-def test_timeout_says_who_may_come(make, host, rank, size):
+def test_timeout_names_the_ranks_that_may_submit(make, host, rank, size):
     queue = make()
     if rank == host:
         error = raised(applied, queue, 0, timeout=0)

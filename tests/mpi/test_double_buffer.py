@@ -1,4 +1,4 @@
-"""Parameters: readers never see half an update."""
+"""DoubleBuffer: readers never see half an update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def host(request, size):
 
 @pytest.fixture
 def make(comm, host, rank):
-    """Return a function that makes parameters; all are freed in the end."""
+    """Return a function that makes buffers; all are freed at the end."""
     made = []
 
     def make(size=SIZE, dtype=np.float64):
@@ -75,9 +75,11 @@ def test_nothing_at_all_can_be_published(make, host, rank):
 
 
 def overtaken(parameters, host, rank, size, publish):
-    """Return what the host's neighbour reads while the host publishes, and the tries.
+    """Return what the rank after the root reads while the root publishes.
 
-    Alone, the host reads itself.
+    Returns:
+        The version, the vector, and the number of copies; None on other ranks. With
+        one rank, the root reads.
     """
     calls, out = [], np.zeros(SIZE)
 
@@ -153,15 +155,15 @@ def test_a_copy_that_is_being_written_over_is_made_again(make, host, rank, size)
         def unfinished(flat):
             flat.fill(2)
             meet()  # the reader goes on
-            meet()  # and has read
+            meet()  # the reader has read
 
         parameters.publish(fill(1))
         parameters.publish(unfinished)
 
     found = overtaken(parameters, host, rank, size, publish)
     if rank != host:
-        meet()  # has read
-        meet()  # the host has published
+        meet()  # the reader has read
+        meet()  # the root has published
 
     if found:
         version, out, calls = found

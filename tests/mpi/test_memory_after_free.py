@@ -1,4 +1,4 @@
-"""Arrays that users hold when an object is freed: memory still, but of nobody else."""
+"""Arrays that outlive the object they came from: valid, and used by nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import hpcaccum as hpc
 from .support import WAIT
 from .training import ONE_SIDED, gives, meet, variable
 
-# An allocator gives the memory of large arrays back at once.
+# Allocators return the memory of large arrays to the system immediately.
 LARGE = 1 << 19
 
 
@@ -84,14 +84,14 @@ HOLDERS = {
 
 
 def mapped():
-    """Return how much memory of nodes this rank has mapped."""
+    """Return how many bytes of node memory this rank has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ours = [line.split()[0].split("-") for line in lines if "/hpcaccum-" in line]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ours)
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
-def test_arrays_outlive_what_they_were_of(comm, kind):
+def test_arrays_outlive_their_object(comm, kind):
     freed, held = HOLDERS[kind](comm)
     meet()
     for array in held:
@@ -100,14 +100,14 @@ def test_arrays_outlive_what_they_were_of(comm, kind):
             assert (array == 5).all()
         else:
             assert np.isfinite(array).all()
-    # Nobody else has that memory by now.
+    # That memory is in use by no other object.
     with hpc.ConditionalAccumulator("f8", (LARGE,), comm=comm) as other:
         assert not other.slot().any()
     del freed
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
-def test_memory_of_freed_objects_is_given_back(comm, kind):
+def test_memory_of_freed_objects_is_released(comm, kind):
     gc.collect()
     before = mapped()
     freed, held = HOLDERS[kind](comm)

@@ -1,4 +1,4 @@
-"""Several things read from a busy server are of one step."""
+"""Several values that are read from a busy server are of one step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, WaitTimeoutError
+from hpcaccum import InvalidArgumentError, WaitTimeoutError, deadline
 from hpcaccum.deadline import Deadline
 from hpcaccum.server.update_lock import UpdateLock
 
@@ -41,7 +41,7 @@ def test_centers_of_several_variables_are_of_one_step(comm, rank, size):
     assert [array[0] for array in opt.center(variables)] == [-50 * (size - 1)] * 3
 
 
-def test_centers_of_what_is_not_known_are_refused(comm, kind):
+def test_the_center_of_an_unknown_variable_is_refused(comm, kind):
     w = variable()
     with ONE_SIDED[kind](hpc.SGD(1), [w], comm) as opt:
         opt.initialize([w])
@@ -51,11 +51,11 @@ def test_centers_of_what_is_not_known_are_refused(comm, kind):
 
 
 class Halves(hpc.SGD):
-    """SGD(1) with a slot that it changes by halves, with a stop in between."""
+    """SGD(1) with a slot whose halves it changes one after the other, with a stop."""
 
     def __init__(self, own):
         super().__init__(1)
-        # This rank's own variable has no slot.
+        # The variable of this rank, which has no slot, unlike that of the center.
         self.own = own
         self.slot = hpc.Variable(np.zeros(4), "slot")
         self.stopped, self.go = threading.Event(), threading.Event()
@@ -121,7 +121,7 @@ def test_updates_wait_while_they_are_paused(comm, rank, size):
     assert opt.global_step == 2 * size - 1
 
 
-def test_what_would_wait_for_a_paused_update_is_refused(comm, kind, rank):
+def test_a_call_that_would_wait_for_a_paused_update_is_refused(comm, kind, rank):
     w = variable()
     opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)
     opt.initialize([w])
@@ -189,7 +189,7 @@ def test_a_reader_comes_before_the_next_update():
     assert not lock.is_read_by_this_thread()
 
 
-def test_a_read_that_waits_too_long_says_for_what():
+def test_a_read_that_waits_too_long_names_what_it_waits_for():
     lock, begun, over = UpdateLock("test"), threading.Event(), threading.Event()
 
     def update():
@@ -216,3 +216,23 @@ def test_a_read_that_waits_too_long_says_for_what():
     assert [type(error) for error in errors] == [WaitTimeoutError] * 2
     assert "for an update of this rank to end" in str(errors[0])
     assert "for a read by another thread of this rank" in str(errors[1])
+
+
+def test_an_update_that_waits_for_a_reader_is_reported(monkeypatch, caplog):
+    monkeypatch.setattr(deadline, "FIRST_WARNING", VAIN)
+    lock, entered = UpdateLock("w"), threading.Event()
+
+    def update():
+        with lock:
+            entered.set()
+
+    server = threading.Thread(target=update, daemon=True)
+    with lock.reading(Deadline(WAIT, "w: paused")):
+        server.start()
+        until(lambda: caplog.messages)
+        assert not entered.is_set()
+    server.join(WAIT)
+
+    assert entered.is_set()
+    assert caplog.messages[0].startswith("w: update: waited ")
+    assert caplog.messages[0].endswith(" for a read of this rank to end")

@@ -1,4 +1,4 @@
-"""ParameterServer: in a thread or alone, with ranks that come and go as they like."""
+"""ParameterServer: in a thread or alone, with ranks that push and leave at will."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_pull_waits_for_the_step_it_wants(comm, rank, size):
     assert rank == 0 or waited > 0.05
 
 
-def test_a_pull_that_waits_too_long_says_for_what(comm, size, monkeypatch):
+def test_a_pull_that_waits_too_long_names_what_is_missing(comm, size, monkeypatch):
     server = start(comm, host=size - 1)
     monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.1")
     error = raised(server.pull, {}, at_least=3)
@@ -132,7 +132,7 @@ def test_a_pull_that_waits_too_long_says_for_what(comm, size, monkeypatch):
     server.free()
 
     assert type(error) is WaitTimeoutError
-    assert f"for update 3 by rank {size - 1}, is at 0" in str(error)
+    assert f"for update 3 by rank {size - 1}, which is at step 0" in str(error)
 
 
 def test_a_dedicated_host_is_not_waited_for(comm, size, monkeypatch, dedicated):
@@ -216,7 +216,7 @@ def test_a_mean_is_over_the_ranks_that_have_a_gradient(comm, rank, size):
 
 @pytest.fixture
 def copied(monkeypatch):
-    """Names of the gradients that pushes of this rank copy."""
+    """The names of the gradients that pushes of this rank copy."""
     return watch_copies(monkeypatch)
 
 
@@ -249,7 +249,7 @@ def test_a_slot_is_kept_until_its_push_and_no_longer(comm, rank, size, copied):
         arrays["w"][:] = value
         server.push(arrays, 0)
     later = server.gradient_arrays()
-    # The round is being reduced, or was: it must not see this.
+    # The first round is being reduced, or was: this must not change its mean.
     later["w"][:] = 100
     server.pull({}, at_least=1)
     meet()
@@ -282,7 +282,7 @@ def test_arrays_that_were_pushed_are_read_only(comm, size, quorum):
 
 @pytest.mark.parametrize("quorum", [False, True], ids=["each", "mean"])
 def test_what_lies_elsewhere_is_copied_once(comm, rank, size, quorum, copied):
-    # In the slot, but each in the other's place; or reversed in its own.
+    # In the slot, but in the place of another gradient, or reversed in its own.
     quorum = size if quorum else None
     server = start(comm, quorum=quorum, shapes={"w": (3,), "v": (3,), "u": (3,)})
     arrays = server.gradient_arrays()
@@ -325,7 +325,7 @@ def test_what_is_left_in_the_slot_of_a_missing_one_does_not_count(
 @pytest.mark.parametrize("leaver", ["first", "last"])
 @pytest.mark.ranks(min=2)
 def test_a_rank_may_leave_while_others_go_on(comm, rank, size, leaver):
-    # Also the host: it then only serves.
+    # Also the root: it then only serves.
     leaver = 0 if leaver == "first" else size - 1
     server = start(comm, quorum=size)
     train(server, [size])
@@ -361,7 +361,7 @@ def test_a_rank_that_leaves_frees_those_that_wait_for_it(comm, rank, size):
 
 
 @pytest.mark.parametrize("quorum", [None, 1])
-def test_free_waits_for_those_who_still_train(comm, rank, size, quorum):
+def test_free_waits_for_ranks_that_still_train(comm, rank, size, quorum):
     server = start(comm, quorum=quorum)
     if rank == size - 1:
         time.sleep(0.05)
@@ -373,7 +373,7 @@ def test_free_waits_for_those_who_still_train(comm, rank, size, quorum):
         assert (found == -3).all()
 
 
-def test_nobody_needs_to_train_at_all(comm, dedicated):
+def test_no_rank_has_to_train(comm, dedicated):
     server = start(comm, dedicated=dedicated)
     if server.only_serves:
         server.serve()

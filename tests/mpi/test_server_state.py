@@ -185,7 +185,7 @@ def test_a_last_update_that_takes_too_long_is_named(comm, rank, size, monkeypatc
 
     assert type(error) is (WaitTimeoutError if rank == 0 else RuntimeError)
     assert "free: waited" in str(error)
-    assert "for the last updates of this rank, is at 0; waits for" in str(error)
+    assert "for the last updates of this rank, at step 0, which waits for" in str(error)
     assert server.step == 1
 
 

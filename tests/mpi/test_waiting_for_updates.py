@@ -1,4 +1,4 @@
-"""A worker that waits too long for an update says what the server knows."""
+"""The error of a worker that waits too long for an update names what is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .training import ONE_SIDED, Gate, gives, meet, raised, variable
 
 @pytest.fixture
 def in_vain(monkeypatch):
-    """Return what calls something that waits in vain, and gives the error."""
+    """Return a function that makes a call time out, and returns the message."""
 
     def call(do, *args, **kwargs):
         monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
@@ -47,10 +47,11 @@ def test_ranks_whose_gradients_are_missing_are_named(comm, rank, size, in_vain):
         meet()
         if rank == late:
             opt.minimize(gives(1.0))
-        # Who leaves before would shrink the quorum.
+        # A rank that leaves before would shrink the quorum.
         meet()
     if rank != late:
-        assert f"for update 2 by rank {late}, is at 1; the next one waits" in message
+        assert f"for update 2 by rank {late}, which is at step 1; the " in message
+        assert "the next one waits for" in message
         assert f"{size} gradients at step 1, had {size - 1} " in message
         assert f"(nothing from rank {late}); no rank has left" in message
     assert w.value == -2
@@ -78,7 +79,7 @@ def test_ranks_that_left_are_not_missing(comm, rank, size, in_vain):
 @pytest.mark.parametrize("kind", ONE_SIDED)
 def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
     go, w, host = threading.Event(), variable(), size - 1
-    # Of AGN, whose inner optimizer makes local updates too, only the center waits.
+    # The inner optimizer of AGN makes local updates too: only the center waits.
     gate = Gate(lambda: None if threading.current_thread() is main else go.wait(WAIT))
     main = threading.current_thread()
     with ONE_SIDED[kind](gate, [w], comm, host=host) as opt:
@@ -87,8 +88,8 @@ def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
         message = in_vain(lambda: [opt.minimize(gives(1.0)) for _ in range(2)])
         meet()
         go.set()
-    behind = f"by rank {host}, is at 0; the next one waits for rank {host}, which has"
-    assert behind in message
+    assert f"by rank {host}, which is at step 0; the next one waits" in message
+    assert f"for rank {host}, which has all gradients that it needs;" in message
 
 
 @pytest.mark.ranks(min=2)
@@ -117,11 +118,11 @@ def test_a_rank_that_does_not_finish_writing_is_named(
         go.set()
         push.result()
     assert f"waits for rank {slow}, admitted to the round, to finish writing" in seen
-    assert rank == slow or "for update 1 by rank 0, is at 0" in message
+    assert rank == slow or "for update 1 by rank 0, which is at step 0;" in message
 
 
 @pytest.mark.ranks(min=2)
-def test_a_gradient_that_was_admitted_and_not_written_is_told(
+def test_a_gradient_that_was_admitted_and_not_written_is_reported(
     comm, rank, size, in_vain
 ):
     w = variable()
@@ -143,7 +144,7 @@ def test_a_gradient_that_was_admitted_and_not_written_is_told(
 
 
 @pytest.mark.ranks(min=2)
-def test_a_gradient_that_nobody_brings_is_told(comm, rank, size, in_vain):
+def test_a_gradient_that_no_rank_submits_is_reported(comm, rank, size, in_vain):
     w = variable()
     with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=comm) as opt:
         opt.initialize([w])
