@@ -27,7 +27,9 @@ Array = np.ndarray[Any, Any]
 
 
 class ServerState(NamedTuple):
-    """What a server has after a number of updates; enough to start another from it.
+    """A server after a number of updates, from which another one can continue.
+
+    The slots of the optimizer that makes the updates are not part of it.
 
     Attributes:
         step: The number of updates.
