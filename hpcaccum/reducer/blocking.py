@@ -1,4 +1,4 @@
-"""The MPI library's blocking allreduce, for memory of a device."""
+"""The MPI library's blocking allreduce, for device memory."""
 
 from __future__ import annotations
 
@@ -7,45 +7,42 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.mpi import MPI
-from hpcaccum.reducer.call import copy, copy_in
-from hpcaccum.reducer.schedules import Agreement, Flat
+from hpcaccum.reducer.schedule import MessageSchedule
+from hpcaccum.reducer.signature import Agreement
 
 if TYPE_CHECKING:
-    from hpcaccum.reducer.call import Call
+    from hpcaccum.reducer.schedule import Call
 
 
-class Blocking(Flat):
-    """The MPI library's allreduce, bucket by bucket, where MPI takes device memory.
+class Blocking(MessageSchedule):
+    """The MPI library's blocking allreduce, which may be given device memory.
 
-    Open MPI takes it in blocking collective calls only. Such a call has no deadline, so
-    the ranks wait for each other before, and compare their signatures. A rank gives
-    memory of its device or of the host, as it likes.
+    Open MPI takes device memory in blocking collective calls only. Such a call has no
+    time limit, so all ranks first wait for each other and compare their signatures.
+    Each rank passes device or CPU memory, independently of the others.
     """
 
-    def offer(self, count: int) -> None:
-        """Do nothing: no rank begins before all are there."""
+    name = "flat"
+    takes_device_memory = True
 
-    def finish(self, call: Call) -> bool:
+    def complete(self, call: Call) -> bool:
         """Wait for all ranks, then reduce all buckets."""
-        copy_in(call.brought, self.arrays, self.sent)
-        if call.ready is not None:
-            for number in range(len(self._buckets)):
-                call.ready(number)
-        agreement = Agreement(self._comm, call.signature)
-        self._spin(agreement.request.Test, call.wait)
-        if not agreement.reached:
+        if not self._reached(Agreement(self._comm, call.signature)):
             return False
-        for number, bucket in enumerate(self._buckets):
-            self._reduce(bucket, call.buffer)
-            if call.arrived is not None:
-                call.arrived(number)
-        copy(self.results, call.out)
+        self._collect_all(call)
         return True
 
-    def _reduce(self, bucket: slice, buffer: Any) -> None:
-        if buffer is not None:
-            self._comm.Allreduce(MPI.IN_PLACE, buffer[bucket])
-            return
+    def collect(self, number: int) -> None:
+        """Reduce a bucket in CPU memory."""
+        bucket = self.buckets[number]
         np.copyto(self.received[bucket], self.sent[bucket])
         self._comm.Allreduce(MPI.IN_PLACE, self.received[bucket])
         self._divide(bucket)
+
+    def reduce_device(self, signature: int, buffer: Any) -> bool:
+        """Wait for all ranks, then sum the buffer in place."""
+        if not self._reached(Agreement(self._comm, signature)):
+            return False
+        for bucket in self.buckets:
+            self._comm.Allreduce(MPI.IN_PLACE, buffer[bucket])
+        return True

@@ -1,4 +1,4 @@
-"""Reduction over several nodes: inside each of them, then between them."""
+"""Sums over several nodes: inside each node first, then between nodes."""
 
 from __future__ import annotations
 
@@ -10,146 +10,143 @@ import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import MPI
-from hpcaccum.reducer.call import copy, copy_in
-from hpcaccum.reducer.node_sum import NodeSum
-from hpcaccum.reducer.schedules import Agreement
-from hpcaccum.reducer.spin_wait import SpinWait
+from hpcaccum.reducer.schedule import MessageSchedule
+from hpcaccum.reducer.signature import Agreement
+from hpcaccum.reducer.two_shot import NodeSum
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
-    from hpcaccum.reducer.call import Call
-    from hpcaccum.reducer.schedules import Plan
+    from hpcaccum.reducer.schedule import Call, Case, Plan
 
 Array = np.ndarray[Any, Any]
 
+# Bytes below which the library's allreduce is faster, measured with two nodes of two
+# ranks.
+_LEAST_BYTES = 512 << 10
 
-class Hierarchical:
+
+class Hierarchical(MessageSchedule):
     """Stripes are summed inside each node, then between the nodes.
 
     The order of summation is fixed: ranks in their order inside a node, then nodes in
     the order of their first ranks.
     """
 
+    name = "hierarchical"
+    takes_wire_dtype = True
+    fallback = "shared"
+
+    @classmethod
+    def fits(cls, case: Case) -> bool:
+        """Whether there is anything to do between nodes."""
+        return case.nodes > 1
+
+    @classmethod
+    def preferred(cls, case: Case) -> bool:
+        """Where a node has several ranks and the arrays are large; for ``wire_dtype``.
+
+        No other schedule between nodes takes a ``wire_dtype``.
+        """
+        large = case.nodes < case.ranks and case.nbytes >= _LEAST_BYTES
+        return large or case.wire_dtype is not None
+
     def __init__(self, plan: Plan) -> None:
-        group, layout = plan.group, plan.layout
+        group = plan.group
         nodes = node_ranks(group)
-        # With nodes of different size, some ranks of the larger ones only bring.
-        stripes = min(map(len, nodes))
+        # With nodes of different size, some ranks of the larger ones sum nothing.
+        summing = min(map(len, nodes))
         self._inside = group.split(nodes)
-        self._comm = group.comm.Dup()
         place = self._inside.rank
         number = next(n for n, ranks in enumerate(nodes) if group.rank in ranks)
-        color = place if place < stripes else MPI.UNDEFINED
+        color = place if place < summing else MPI.UNDEFINED
         peers: Any = group.comm.Split(color, number)
-        self._peers, self._spin = Peers(peers, plan), SpinWait(group)
-        self._sum = NodeSum(self._inside, layout, plan.buckets, stripes, self._progress)
-        self.arrays, self.results = self._sum.arrays, self._sum.results
-        self.sent, self.received = self._sum.sent, self._sum.received
-        self.window_bytes = self._sum.window_bytes
+        self._peers = Peers(peers, plan)
+        wait = plan.wait.progressing(self._progress)
+        self._sum = NodeSum(self._inside, plan.layout, plan.buckets, summing, wait)
+        super().__init__(plan, self._sum.sent, self._sum.received)
         self.result_bytes = self._sum.result_bytes
 
     def _progress(self) -> None:
         self._peers.progress()
         self._comm.Iprobe()
 
-    @property
-    def divisor(self) -> int:
-        """Of the sums over all nodes."""
-        return self._peers.divisor
-
-    @divisor.setter
-    def divisor(self, divisor: int) -> None:
-        self._peers.divisor = divisor
-
     def offer(self, count: int) -> None:
-        """Sum inside the node what is ready there, and send it on its way."""
-        self._sum.offer(count)
+        """Sum inside the node what all its ranks have contributed, and send it."""
+        self._sum.offer(count, 1)
         self._send()
 
     def _send(self) -> None:
         for number in range(self._peers.begun, self._sum.summed):
-            self._peers.begin(self._sum.stripes[number])
+            self._peers.begin(self._sum.stripes[number], self.divisor)
         self._peers.progress()
 
-    def finish(self, call: Call) -> bool:
-        """Sum the other buckets and compare the signatures."""
-        count = len(self._sum.buckets)
-        copy_in(call.brought, self.arrays, self.sent)
-        if call.ready is not None:
-            for number in range(count):
-                call.ready(number)
-                self.offer(number + 1)
-        self._sum.bring(count)
-        while self._sum.summed < count:
-            self._sum.sum_next(call.wait)
+    def complete(self, call: Call) -> bool:
+        """Sum the other buckets, and compare the signatures."""
+        while self._sum.summed < len(self.buckets):
+            self._sum.sum_next(1)
             self._send()
         agreement = Agreement(self._comm, call.signature)
-        self._spin(
-            lambda: self._peers.progress() and agreement.request.Test(), call.wait
-        )
-        # Inside a node all signatures are one, as other nodes would not hear of it.
+        self._wait(lambda: self._peers.progress() and agreement.request.Test())
+        # Inside a node all pass the same signature: `agreement` covers all nodes.
         self._sum.report(0)
-        self._sum.end(0, call.wait)
+        self._sum.end(0)
         self._peers.begun = 0
-        # Not earlier: a bucket is complete when all ranks of the node say so.
-        call.tell(count)
-        copy(self.results, call.out)
+        # Not earlier: a bucket is complete when all ranks of the node have reported.
+        if call.reduced is not None:
+            for number in range(len(self.buckets)):
+                call.reduced(number)
         return agreement.reached
 
-    def late(self) -> list[int] | None:
-        """Return None: a rank of another node may be the one."""
-        return None
-
     def free(self, *, abandoned: bool = False) -> None:
-        """Free windows and communicators. Collective."""
+        """Do as `Schedule.free`."""
         self._sum.free()
-        self.sent = self.received = self._sum.sent
-        self.arrays, self.results = {}, {}
         if not abandoned:
             self._peers.free()
-            self._comm.Free()
+        super().free(abandoned=abandoned)
         self._inside.free()
 
 
 class _Transfer(NamedTuple):
     request: Any
     vector: Array
+    divisor: int
     buffers: tuple[Array, Array]
 
 
 class Peers:
     """Sums of vectors over ranks of different nodes, in the order of the ranks.
 
-    Each rank gets a piece of everybody's vector, sums these, and gives the sum to all.
-    That moves no more bytes than the best allreduce, and the order is ours.
+    Each rank receives a piece of the vector of every rank, sums these pieces, and sends
+    the sum to all: a reduce-scatter and an allgather. This moves no more bytes than the
+    best allreduce, and fixes the order of summation.
 
     Args:
-        comm: The ranks, COMM_NULL on one that takes no part; freed by `free`.
-        plan: Of the reducer.
+        comm: The ranks, COMM_NULL on a rank that takes no part; freed by `free`.
+        plan: Of the schedule.
 
     Attributes:
         begun: Vectors begun in this call.
-        divisor: Of the sums.
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm, plan: Plan) -> None:
-        self._comm, self.divisor = comm, 1
+        self._comm, self.begun = comm, 0
         self._threads = plan.group.own_cores
-        self._dtype = (
-            accumulation_dtype(plan.layout.dtype) if plan.wire is None else plan.wire
-        )
-        self.begun = 0
-        # Two, as ranks may be at different vectors with one and the same step.
+        own = accumulation_dtype(plan.layout.dtype)
+        self._dtype = own if plan.wire_dtype is None else plan.wire_dtype
+        # Two communicators, as ranks may be at different vectors in the same step.
         self._gather = comm.Dup() if comm else comm
         self._scattering: deque[_Transfer] = deque()
         self._gathering: deque[_Transfer] = deque()
         self._buffers: dict[int, tuple[Array, Array]] = {}
 
-    def begin(self, vector: Array) -> None:
-        """Begin to replace a vector by the sum of all; in the same order on all."""
+    def begin(self, vector: Array, divisor: int) -> None:
+        """Begin to replace a vector by the sum over all ranks, over ``divisor``.
+
+        All ranks begin their vectors in the same order.
+        """
         number = self.begun
         self.begun += 1
         if not vector.size or self._comm.size == 1:
@@ -163,10 +160,10 @@ class Peers:
             [_bytes(sent), counts, places, MPI.BYTE],
             [_bytes(received), mine, None, MPI.BYTE],
         )
-        self._scattering.append(_Transfer(request, vector, buffers))
+        self._scattering.append(_Transfer(request, vector, divisor, buffers))
 
     def _room(self, number: int, vector: Array) -> tuple[Array, Array]:
-        """Return what is sent of a vector, and where the pieces of it arrive."""
+        """Return the buffers to send a vector from, and to receive its pieces in."""
         if number not in self._buffers:
             own = vector.dtype == self._dtype
             sent = vector if own else np.empty(vector.size, self._dtype)
@@ -184,31 +181,31 @@ class Peers:
         return vector[bounds[self._comm.rank] : bounds[self._comm.rank + 1]]
 
     def _pieces(self, vector: Array) -> tuple[list[int], list[int]]:
-        """Return bytes and byte offsets of all pieces of what is sent."""
+        """Return sizes and offsets in bytes of the pieces of a vector to send."""
         bounds = [bound * self._dtype.itemsize for bound in self._bounds(vector)]
         return [b - a for a, b in itertools.pairwise(bounds)], bounds[:-1]
 
     def progress(self) -> bool:
-        """Go on with what has arrived; return whether nothing is under way."""
+        """Continue what has arrived; return whether nothing is under way."""
         while self._scattering and self._scattering[0].request.Test():
             self._sum(self._scattering.popleft())
         while self._gathering and self._gathering[0].request.Test():
-            _, vector, (sent, _) = self._gathering.popleft()
+            _, vector, _, (sent, _) = self._gathering.popleft()
             if sent is not vector:
                 np.copyto(vector, sent)
         return not self._scattering and not self._gathering
 
     def _sum(self, transfer: _Transfer) -> None:
-        _, vector, (sent, received) = transfer
+        _, vector, divisor, (sent, received) = transfer
         piece = self._mine(vector)
         with np.errstate(all="ignore"):
-            add_in_order(list(received), piece, self.divisor, self._threads)
+            add_in_order(list(received), piece, divisor, self._threads)
         if sent is not vector:
             _narrow(piece, self._mine(sent))
         request = self._gather.Iallgatherv(
             MPI.IN_PLACE, [_bytes(sent), *self._pieces(vector), MPI.BYTE]
         )
-        self._gathering.append(_Transfer(request, vector, (sent, received)))
+        self._gathering.append(_Transfer(request, vector, divisor, (sent, received)))
 
     def free(self) -> None:
         """Free the communicators. Collective."""
@@ -219,7 +216,7 @@ class Peers:
 
 
 def _narrow(wide: Array, narrow: Array) -> None:
-    """Round to a narrower dtype; what is too large becomes infinity."""
+    """Round to a narrower dtype; an overflow becomes infinity."""
     with np.errstate(all="ignore"):
         np.copyto(narrow, wide, casting="same_kind")
 
@@ -229,7 +226,7 @@ def _bytes(array: Array) -> Array:
 
 
 def node_ranks(group: Group) -> list[list[int]]:
-    """Return the ranks of each node, nodes in the order of their first. Collective."""
+    """Return the ranks of each node, nodes by their first rank. Collective."""
     first = group.node.bcast(group.rank)
     nodes: dict[int, list[int]] = {}
     for rank, node in enumerate(group.comm.allgather(first)):

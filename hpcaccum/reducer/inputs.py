@@ -1,4 +1,4 @@
-"""What a caller may bring to a reducer and take from it, by name."""
+"""Checks of the arrays that a caller passes to a reducer, by name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Array = np.ndarray[Any, Any]
 
 
 class Inputs:
-    """Checks the arrays of one call. A set of names is a number, with a bit for each.
+    """Checks the inputs and targets of a call. A set of names is an int of bits.
 
     Args:
         what: Begins messages.
-        arrays: The reducer's own, by name.
-        results: Their memory, flat and of the wide dtype.
+        arrays: The reducer's own arrays.
+        results: The memory of its results, flat, of the dtype of sums.
 
     Attributes:
         all: The set of all names.
@@ -33,7 +33,7 @@ class Inputs:
 
     def __init__(self, what: str, arrays: Mapping[str, Array], results: Array) -> None:
         self._what, self._results, self._wide = what, results, results.dtype
-        # Targets that were found apart from each other and from the results.
+        # Targets that share no memory with each other, nor with the results.
         self._apart: dict[str, weakref.ref[Array]] = {}
         self._known = {
             name: (array, array.shape, array.dtype, 1 << number)
@@ -46,7 +46,7 @@ class Inputs:
             return self._known[name]
         except KeyError:
             raise InvalidArgumentError(
-                f"{self._what}: no array is named {name!r}, there are "
+                f"{self._what}: no array is named {name!r}, the names are "
                 f"{', '.join(map(repr, self._known))}"
             ) from None
 
@@ -55,10 +55,21 @@ class Inputs:
         known = self._known.items()
         return [name for name, (_, _, _, bit) in known if members & bit]
 
-    def brought(
+    def check(
         self, arrays: Mapping[str, Any], started: int
     ) -> tuple[dict[str, Array], int]:
-        """Return what is to be copied in, and the set of what is there then."""
+        """Check the inputs of a call.
+
+        Args:
+            arrays: By name; the reducer's own array means that it holds the input.
+            started: The set of names that were started.
+
+        Returns:
+            The arrays to copy in, and the set of all names in ``arrays``.
+
+        Raises:
+            InvalidArgumentError: If an array does not fit, or was started already.
+        """
         found, members, plain = {}, 0, True
         for name, given in arrays.items():
             own, shape, dtype, bit = self._own(name)
@@ -69,7 +80,7 @@ class Inputs:
             members |= bit
             if given is own:
                 continue
-            # The check of the usual case; the other one takes microseconds.
+            # The usual case; the full check takes microseconds.
             fits = type(given) is np.ndarray and given.dtype is dtype
             if not fits or given.shape != shape:
                 given = fitting(f"{self._what}: {name!r}", given, own)
@@ -83,7 +94,15 @@ class Inputs:
         return found, members
 
     def targets(self, out: Mapping[str, Array], members: int) -> Mapping[str, Array]:
-        """Return where results are to be copied, checked."""
+        """Check the arrays that results are copied to, and return them.
+
+        Args:
+            out: By name.
+            members: The set of names that the call reduces.
+
+        Raises:
+            InvalidArgumentError: If an array cannot take its result.
+        """
         plain = True
         for name, array in out.items():
             own, shape, _, bit = self._own(name)
@@ -106,8 +125,9 @@ class Inputs:
         return out
 
     def _check_apart(self, out: Mapping[str, Array]) -> None:
-        """Refuse targets that lie in each other or in the memory of results."""
-        # Most callers have the same ones each time; to look takes a microsecond each.
+        """Refuse targets that share memory with each other or with the results."""
+        # Most callers pass the same targets in each call, and a check takes a
+        # microsecond each.
         for name, array in out.items():
             known = self._apart.get(name)
             if known is None or known() is not array:
@@ -120,7 +140,7 @@ class Inputs:
             name = next(each for each in found if each is not None)
             raise InvalidArgumentError(
                 f"{self._what}: out {name!r} is the memory of this reducer's results; "
-                f"pass other arrays, or none and read the results where they lie"
+                f"pass other arrays, or none and read the results in place"
             )
         if found is not None:
             raise InvalidArgumentError(
@@ -129,13 +149,13 @@ class Inputs:
         self._apart = {name: weakref.ref(array) for name, array in out.items()}
 
     def free(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._known, self._results = {}, np.empty(0)
 
     def exact(self, out: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return the targets to which a schedule copies results by itself.
+        """Return the targets that a schedule copies results to.
 
-        Those on the device, and those of the dtype of results.
+        These are on the device, or have the dtype of the results.
         """
         return {
             name: array

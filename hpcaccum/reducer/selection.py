@@ -1,78 +1,118 @@
-"""Which schedule a `Reducer` takes, and how it is made."""
+"""The list of schedules, and which of them a `Reducer` uses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hpcaccum.arguments import one_of
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import VARIABLE, cuda_awareness
 from hpcaccum.reducer.blocking import Blocking
+from hpcaccum.reducer.buckets import cut
+from hpcaccum.reducer.flat import Flat
 from hpcaccum.reducer.hierarchical import Hierarchical
 from hpcaccum.reducer.one_shot import OneShot
-from hpcaccum.reducer.schedules import Flat, Plan, Shared, cut
+from hpcaccum.reducer.schedule import Plan, Schedule
+from hpcaccum.reducer.two_shot import TwoShot
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Iterable
 
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
-    from hpcaccum.reducer.schedules import Schedule
+    from hpcaccum.reducer.schedule import Case
+    from hpcaccum.reducer.spin_wait import SpinWait
 
-SCHEDULES = ("auto", "shared", "hierarchical", "flat")
+AUTO = "auto"
 
-# Pieces that travel between nodes, and those that stay in the cache of one.
-_BUCKET, _SHARED_BUCKET = 8 << 20, 2 << 20
-# Bytes below which the library's allreduce over several nodes is faster, measured with
-# two nodes of two ranks.
-_FLAT = 512 << 10
-# Bytes up to which on one node each rank sums everything itself.
-_EAGER = 32 << 10
+# In the order in which they are tried.
+SCHEDULES: list[type[Schedule]] = [OneShot, TwoShot, Hierarchical, Flat, Blocking]
 
 
-def choose(schedule: str, group: Group, nodes: int, nbytes: int, *, wired: bool) -> str:
+def check_name(schedule: str) -> None:
+    """Raise InvalidArgumentError unless this is the name of a schedule."""
+    one_of("schedule", schedule, (AUTO, *_names(SCHEDULES)))
+
+
+def check_wire(schedule: str) -> None:
+    """Raise InvalidArgumentError unless a schedule of this name takes wire_dtype."""
+    taking = _names(each for each in SCHEDULES if each.takes_wire_dtype)
+    if schedule not in (AUTO, *taking):
+        raise InvalidArgumentError(
+            f"wire_dtype is for schedule {_listed([AUTO, *taking])}, not {schedule!r}"
+        )
+
+
+def check_direct(direct: bool, schedule: str) -> None:
+    """Raise InvalidArgumentError if MPI is to be given memory that it cannot take."""
+    if not direct:
+        return
+    taking = _names(each for each in SCHEDULES if each.takes_device_memory)
+    if schedule not in taking:
+        raise InvalidArgumentError(
+            f"cuda_aware=True is for schedule {_listed(taking)}, got {schedule!r}: the "
+            f"others sum in CPU memory"
+        )
+    answer = cuda_awareness()
+    if not answer.aware:
+        raise InvalidArgumentError(
+            f"cuda_aware=True, but this MPI cannot take device memory, by "
+            f"{answer.reason}; {VARIABLE}=1 declares that it can"
+        )
+
+
+def choose(schedule: str, case: Case) -> type[Schedule]:
     """Return the schedule to use.
 
     Args:
-        schedule: That was asked for.
-        group: The ranks.
-        nodes: On how many nodes they are.
-        nbytes: Of the arrays.
-        wired: Whether sums travel in a dtype of their own.
+        schedule: Its name, or ``"auto"``.
+        case: What it is used for.
 
     Raises:
-        InvalidArgumentError: On every rank, for ``"shared"`` on several nodes.
+        InvalidArgumentError: On every rank, if no schedule of this name can be used.
     """
-    if schedule == "shared" and nodes > 1:
+    named = [s for s in SCHEDULES if s.name == schedule]
+    if schedule == AUTO:
+        named = [s for s in SCHEDULES if s.preferred(case)]
+    for each in named:
+        if _possible(each, case):
+            return each
+    for each in named:
+        if each.fallback is not None:
+            return choose(each.fallback, case)
+    if case.nodes > 1 and all(each.needs_one_node for each in named):
         raise InvalidArgumentError(
-            f"schedule 'shared' needs all ranks on one node, they are on {nodes}"
+            f"schedule {schedule!r} needs all ranks on one node, they are on "
+            f"{case.nodes}"
         )
-    if schedule == "flat":
-        return schedule
-    # With one node there is nothing to do between nodes.
-    if nodes == 1:
-        return "shared"
-    flat = nodes == group.size or nbytes < _FLAT
-    return "flat" if schedule == "auto" and flat and not wired else "hierarchical"
+    raise InvalidArgumentError(f"schedule {schedule!r} cannot be used for {case}")
+
+
+def _possible(schedule: type[Schedule], case: Case) -> bool:
+    """Whether a schedule can be used, by the properties that it states."""
+    return (
+        (case.nodes == 1 or not schedule.needs_one_node)
+        and (case.wire_dtype is None or schedule.takes_wire_dtype)
+        and case.cuda_aware == schedule.takes_device_memory
+        and schedule.fits(case)
+    )
 
 
 def make(
-    schedule: str,
-    group: Group,
-    layout: Layout,
-    bucket_bytes: int | None,
-    wire: np.dtype[Any] | None,
-    *,
-    cuda_aware: bool,
-) -> tuple[Schedule, list[slice]]:
-    """Return the schedule itself, and the buckets in which it works. Collective."""
-    shared, wide = schedule == "shared", accumulation_dtype(layout.dtype)
-    nbytes = bucket_bytes or (_SHARED_BUCKET if shared else _BUCKET)
+    kind: type[Schedule], case: Case, group: Group, layout: Layout, wait: SpinWait
+) -> Schedule:
+    """Return a schedule that was chosen. Collective."""
+    nbytes = case.bucket_bytes or kind.default_bucket_bytes
     # Whole cache lines, also of half precision.
-    buckets = cut(layout.size, nbytes // wide.itemsize // 32 * 32)
-    plan = Plan(group, layout, buckets, wire)
-    if shared and layout.nbytes <= _EAGER and bucket_bytes is None:
-        return OneShot(group, layout), buckets
-    if shared:
-        return Shared(plan), buckets
-    flat = Blocking if cuda_aware else Flat
-    return (flat if schedule == "flat" else Hierarchical)(plan), buckets
+    most = nbytes // accumulation_dtype(layout.dtype).itemsize // 32 * 32
+    return kind(Plan(group, layout, cut(layout.size, most), case.wire_dtype, wait))
+
+
+def _names(schedules: Iterable[type[Schedule]]) -> list[str]:
+    return list(dict.fromkeys(each.name for each in schedules))
+
+
+def _listed(names: list[str]) -> str:
+    *first, last = map(repr, names)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,7 +1,8 @@
-"""Waiting for what takes microseconds, before a nap would cost more than it saves."""
+"""Waiting for what takes microseconds, when sleeping would cost more than it saves."""
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import TYPE_CHECKING
 
@@ -9,48 +10,56 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.mpi import Group
+    from hpcaccum.reducer.call_sequence import CallSequence
 
     Ready = Callable[[], bool]
 
-# About a millisecond where each rank has a core of its own; a few turns for the others
-# where it has not.
+# About a millisecond where each rank has its own core; where ranks share cores, only a
+# few, which leave the core to the others.
 _LOOKS, _CROWDED_LOOKS = 3000, 100
 
 
 class SpinWait:
-    """Looks again and again whether the other ranks of a node are there. Collective.
+    """Waits for other ranks in a reducer's call: spins at first. Collective.
 
     Args:
-        group: The ranks, of one node or of several.
-        progress: Called between two looks, for MPI's sake: a rank that looks at memory
-            only stops those of other nodes that need its library's help.
+        group: The ranks, on one node or on several.
+        calls: What this rank waits in. It has the time limit, and names the missing
+            ranks.
     """
 
-    def __init__(
-        self, group: Group, progress: Callable[[], object] | None = None
-    ) -> None:
+    def __init__(self, group: Group, calls: CallSequence) -> None:
         cores = group.node.allgather(os.sched_getaffinity(0))
         crowded = len(set().union(*cores)) < group.node.size
         self._looks = _CROWDED_LOOKS if crowded else _LOOKS
-        # Beside the way to another node, a microsecond for others is little.
-        self._yields = crowded or progress is not None or not group.single_node
-        self._progress = progress
+        yields = crowded or not group.single_node
+        self._between = os.sched_yield if yields else None
+        self._calls = calls
+        self._progress: Callable[[], object] | None = None
 
-    def __call__(self, ready: Ready, wait: Callable[[Ready], None]) -> None:
-        """Return when ``ready`` is true; leave it to ``wait`` if that takes long."""
-        if self._progress is not None:
-            ready = _with(self._progress, ready)
-        for _ in range(self._looks):
-            if ready():
-                return
-            if self._yields:
-                os.sched_yield()
-        wait(ready)
+    def progressing(self, progress: Callable[[], object]) -> SpinWait:
+        """Return one that also calls ``progress`` before each look.
 
+        A rank that only reads memory makes no progress in MPI, which ranks of other
+        nodes may depend on.
+        """
+        other = copy.copy(self)
+        other._progress = progress
+        # Beside the time of a message to another node, yielding costs little.
+        other._between = os.sched_yield
+        return other
 
-def _with(progress: Callable[[], object], ready: Ready) -> Ready:
-    def look() -> bool:
-        progress()
-        return ready()
+    def __call__(self, ready: Ready) -> None:
+        """Wait until ``ready`` returns True.
 
-    return look
+        Raises:
+            DisagreementError, WaitTimeoutError: As `CallSequence.wait`.
+        """
+        progress = self._progress
+
+        def look() -> bool | None:
+            if progress is not None:
+                progress()
+            return ready() or None
+
+        self._calls.wait(look, self._looks, self._between)

@@ -1,4 +1,4 @@
-"""The numbers of a `Reducer`."""
+"""The statistics of a `Reducer`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReducerStatistics:
-    """The numbers of a reducer.
+    """What a reducer uses and has done.
 
     Attributes:
-        schedule: What is used; never ``"auto"``.
-        ranks, nodes: Of the group.
-        buckets: Pieces in which data travel.
-        wire_dtype: In which sums travel between nodes; None if none do.
-        calls: Reductions so far.
+        schedule: The schedule in use; never ``"auto"``.
+        ranks, nodes: Size of the group.
+        buckets: Number of pieces in which data travel.
+        wire_dtype: Dtype in which sums travel between nodes; None if it is theirs.
+        calls: Complete reductions.
         waited: Seconds that this rank has spent in them.
-        window_bytes: Of this rank's gradients.
-        result_bytes: Of results, as far as they lie in this rank's memory: on a node
-            that shares them, those of its first rank.
+        window_bytes: Bytes of this rank's gradients.
+        result_bytes: Bytes of the results in this rank's memory. On a node that shares
+            them, they are counted on its first rank.
     """
 
     schedule: str

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from hpcaccum import Group, Layout, Reducer
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.reducer import schedules
+from hpcaccum.reducer import staging
 
 from .support import WAIT
 
@@ -75,7 +75,7 @@ class Maker:
         options = KINDS[self.kind] | options
         # Arrays of which size are copied bucket by bucket.
         coarse = 0 if self.kind == "staged" else 1 << 40
-        with mock.patch.object(schedules, "_COARSE", coarse):
+        with mock.patch.object(staging, "_COARSE", coarse):
             self._made.append(Reducer(Layout(shapes, dtype), self.group, **options))
         return self._made[-1]
 

@@ -100,7 +100,7 @@ def test_memory_that_is_not_shared_is_refused_on_all(comm):
 
 
 WRONG = {
-    "name": ({"z": 1}, r"no array is named 'z', there are 'x', 'y'"),
+    "name": ({"z": 1}, r"no array is named 'z', the names are 'x', 'y'"),
     "shape": ({"x": np.ones(899)}, r"'x' must have shape \(900,\), got \(899,\)"),
     "rank": ({"x": np.ones((900, 1))}, r"'x' must have shape"),
     "broadcast": ({"x": 1.0}, r"'x' must have shape"),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from hpcaccum.reducer import selection
+from hpcaccum.reducer import one_shot
 
 from .reducing import (
     ALL,
@@ -192,10 +192,10 @@ def test_any_number_of_buckets(maker, rank, size, length):
 
 @pytest.mark.parametrize("maker", ["eager"], indirect=True)
 def test_small_arrays_take_the_other_path_up_to_a_limit(maker, monkeypatch):
-    monkeypatch.setattr(selection, "_EAGER", 4096)
+    monkeypatch.setattr(one_shot, "_MOST_BYTES", 4096)
     names = [type(maker({"x": (n,)})._schedule).__name__ for n in (1024, 1025)]
 
-    assert names == ["OneShot", "Shared"]
+    assert names == ["OneShot", "TwoShot"]
 
 
 @ALL
@@ -296,12 +296,13 @@ def test_what_is_too_large_becomes_infinity(maker, size):
 # Ranks at different places
 
 
-STAGES = """finish offer _meet _quiet bring _sum fill drain report read end _send
-begin progress"""
+# Methods of schedules and of their parts.
+STEPS = """finish offer complete collect _all_agree _quiet contribute _sum sum_next fill
+drain report wait_until_summed end _send begin progress""".split()
 
 
 def delayed(reducer, seed):
-    """Make this rank late at random in all that others could depend on."""
+    """Delay this rank at random in all that other ranks could depend on."""
     chance = random.Random(seed)
 
     def slow(call):
@@ -313,19 +314,14 @@ def delayed(reducer, seed):
         return run
 
     schedule = reducer._schedule
-    names = "finish offer _meet _quiet bring _sum fill drain report read end _send"
-    for part in (
-        schedule,
-        getattr(schedule, "_sum", None),
-        getattr(schedule, "_peers", 0),
-    ):
-        for name in [*names.split(), "begin", "progress"]:
+    names = "_sum", "_peers", "_staging"
+    parts = [schedule, *(getattr(schedule, name, None) for name in names)]
+    for part in filter(None, parts):
+        for name in STEPS:
             if callable(call := getattr(part, name, None)):
                 setattr(part, name, slow(call))
-    for words in [
-        c for c in vars(schedule).values() if type(c).__name__ == "AtomicWords"
-    ]:
-        words.store = slow(words.store)
+        if hasattr(part, "_words"):
+            part._words.store = slow(part._words.store)
 
 
 @ALL

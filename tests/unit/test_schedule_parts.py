@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcaccum import Layout
-from hpcaccum.reducer.node_sum import stripe
-from hpcaccum.reducer.schedules import Readiness, cut
+from hpcaccum.reducer.buckets import Readiness, cut
+from hpcaccum.reducer.two_shot import stripe
 
 
 @given(st.integers(0, 5000), st.integers(1, 700))

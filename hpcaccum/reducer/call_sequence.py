@@ -1,0 +1,113 @@
+"""The sequence of a reducer's calls: their numbers, and waiting for other ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.errors import WaitTimeoutError, format_ranks
+from hpcaccum.reducer.arrivals import Arrivals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.mpi import Group
+
+    Ready = Callable[[], bool | None]
+
+
+class CallSequence:
+    """Counts the calls of one reducer, and waits in them for the other ranks.
+
+    Calls of different ranks are paired in their order. The first one may begin after
+    `watch` and `open`.
+
+    Args:
+        group: The ranks.
+        name: Of the reducer; begins messages.
+
+    Attributes:
+        begun: Calls that this rank has begun.
+        given_up: Whether this rank left a call before it was complete. Other ranks may
+            then still read and write this rank's memory.
+        waited: Seconds that this rank has spent in calls.
+        track: The order of these calls among the other collective calls of the group;
+            counts the complete ones.
+    """
+
+    def __init__(self, group: Group, name: str) -> None:
+        self._group, self._name = group, name
+        self.begun, self.waited, self.given_up = 0, 0.0, False
+        self._arrivals: Arrivals | None = None
+
+    def watch(self, late: Callable[[], list[int] | None]) -> None:
+        """Set how missing ranks are found. Collective.
+
+        Args:
+            late: Returns the ranks that this one waits for; None if it cannot know.
+                Then the ranks announce their calls.
+        """
+        self._late = late
+        if late() is None:
+            self._arrivals = Arrivals(self._group)
+
+    def open(self, label: str) -> None:
+        """Begin to count; in the same order on all ranks.
+
+        Args:
+            label: Identifies the reducer in messages of the group.
+        """
+        self.track = self._group.control.open_track(f"{label}: reduction")
+
+    def __str__(self) -> str:
+        """Name the call that comes next."""
+        return f"{self._name}: reduction {self.track.calls + 1}"
+
+    def check_usable(self) -> None:
+        """Raise WaitTimeoutError if a call was given up."""
+        if self.given_up:
+            raise WaitTimeoutError(
+                f"{self} was given up, and the ranks cannot be paired again; make a "
+                f"new reducer"
+            )
+
+    def wait(
+        self, ready: Ready, looks: int, between: Callable[[], object] | None
+    ) -> None:
+        """Wait in the next call until ``ready`` returns something other than None.
+
+        Args:
+            ready: See `Deadline.wait`, as for the other arguments.
+            looks: How often to look before other ranks are considered late.
+            between: Called between these looks.
+
+        Raises:
+            DisagreementError: If a missing rank waits for this one in another call.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names the missing ranks.
+        """
+        deadline, control = Deadline(None, self), self._group.control
+
+        def check() -> None:
+            if self._arrivals is not None:
+                self._arrivals.announce(self.track.calls + 1, deadline)
+            control.check(self.track, deadline)
+
+        try:
+            deadline.wait(
+                ready, self._missing, looks=looks, between=between, check=check
+            )
+        except BaseException:
+            control.depart(self.track)
+            raise
+
+    def _missing(self) -> str:
+        late = self._late()
+        if self._arrivals is not None:
+            late = self._arrivals.missing(self.track.calls + 1)
+        return f"{format_ranks(late or [])} of {self._group.size} to make the same call"
+
+    def close(self) -> None:
+        """Forget the calls. Collective; no rank may wait in one any more."""
+        self._group.control.close_track(self.track)
+        if self._arrivals is not None:
+            self._arrivals.free()

@@ -1,0 +1,263 @@
+"""The contract of a schedule: how a `Reducer` moves and sums its arrays.
+
+A schedule works on two flat buffers, one of this rank's arrays and one of the results.
+They are cut into buckets, which all ranks process in the same order.
+
+To add a schedule, write a subclass in a file of its own and add it to the list in
+`selection`. A subclass of `MessageSchedule` overrides
+
+- `Schedule.offer`: begin to reduce the buckets that are ready, without waiting;
+- `MessageSchedule.collect`: wait until a bucket is reduced;
+
+and states its properties as class variables. `Schedule` copies arrays in and out, and
+calls these two in turn. A schedule without messages overrides `Schedule.complete`. One
+that reads or writes the caller's arrays bucket by bucket, while others are reduced,
+overrides `Schedule.finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.reducer.buckets import Readiness
+from hpcaccum.reducer.signature import Agreement
+from hpcaccum.reducer.staging import copy, copy_in
+from hpcaccum.summation import add_in_order
+
+if TYPE_CHECKING:
+    from hpcaccum.layout import Layout
+    from hpcaccum.mpi import Group
+    from hpcaccum.reducer.spin_wait import SpinWait
+
+Array = np.ndarray[Any, Any]
+
+
+class Case(NamedTuple):
+    """What a schedule is selected for; the same on all ranks.
+
+    Attributes:
+        ranks, nodes: Size of the group.
+        nbytes: Bytes of the arrays of one rank.
+        wire_dtype: Dtype in which sums are to travel between nodes; None for theirs.
+        bucket_bytes: Bytes of a bucket, if the user set them.
+        cuda_aware: Whether MPI is to be given device memory.
+    """
+
+    ranks: int
+    nodes: int
+    nbytes: int
+    wire_dtype: np.dtype[Any] | None
+    bucket_bytes: int | None
+    cuda_aware: bool
+
+
+class Plan(NamedTuple):
+    """What a schedule is made from.
+
+    Attributes:
+        group: The ranks.
+        layout: Of the arrays.
+        buckets: Pieces of the buffer, in the order of work.
+        wire_dtype: Dtype in which sums travel between nodes; None for theirs.
+        wait: Waits for other ranks.
+    """
+
+    group: Group
+    layout: Layout
+    buckets: list[slice]
+    wire_dtype: np.dtype[Any] | None
+    wait: SpinWait
+
+
+class Call(NamedTuple):
+    """One reduction, as this rank makes it.
+
+    Attributes:
+        signature: Must be the same on all ranks.
+        inputs: Arrays to copy in. What is missing lies in `Schedule.arrays` already.
+        out: Arrays to copy results to.
+        ready: Waits until the inputs of a bucket, by its number, are in
+            `Schedule.sent`; called in order. None if they all are.
+        reduced: Called with the number of each bucket whose results are in
+            `Schedule.received`, in order.
+    """
+
+    signature: int
+    inputs: Mapping[str, Array]
+    out: Mapping[str, Array]
+    ready: Callable[[int], None] | None = None
+    reduced: Callable[[int], None] | None = None
+
+
+class Schedule:
+    """Moves and sums the arrays of one rank. Collective.
+
+    Args:
+        plan: What it is made from.
+        sent, received: Memory for the attributes of these names; by default it is
+            allocated.
+
+    Attributes:
+        name: By which users select it; several schedules may share one.
+        needs_one_node: Whether all ranks must be on one node.
+        takes_wire_dtype: Whether sums that travel between nodes can be narrowed, or
+            none do.
+        takes_device_memory: Whether it gives device memory to MPI, for
+            ``cuda_aware=True``. It then overrides `reduce_device`.
+        default_bucket_bytes: Bytes of a bucket, if the user sets none.
+        fallback: Name of the schedule to use where this one does not fit.
+        arrays: This rank's arrays, of the layout's dtype.
+        results: The reduced arrays, of the dtype of sums.
+        sent, received: The flat memory of these two.
+        window_bytes: Bytes of gradients in this rank's memory.
+        result_bytes: Bytes of results in this rank's memory.
+        divisor: Of the sums of a call; set before it begins.
+        buckets: Pieces of the buffers, in the order of work.
+    """
+
+    name: ClassVar[str]
+    needs_one_node: ClassVar[bool] = False
+    takes_wire_dtype: ClassVar[bool] = False
+    takes_device_memory: ClassVar[bool] = False
+    default_bucket_bytes: ClassVar[int] = 8 << 20
+    fallback: ClassVar[str | None] = None
+
+    @classmethod
+    def fits(cls, case: Case) -> bool:
+        """Whether it can be used, beyond what the properties above demand."""
+        return True
+
+    @classmethod
+    def preferred(cls, case: Case) -> bool:
+        """Whether ``"auto"`` selects it, if it can be used."""
+        return False
+
+    def __init__(
+        self, plan: Plan, sent: Array | None = None, received: Array | None = None
+    ) -> None:
+        layout, wide = plan.layout, accumulation_dtype(plan.layout.dtype)
+        self.sent = np.zeros(layout.size, layout.dtype) if sent is None else sent
+        self.received = np.zeros(layout.size, wide) if received is None else received
+        self.arrays, self.results = layout.views(self.sent), layout.views(self.received)
+        self.window_bytes, self.result_bytes = self.sent.nbytes, self.received.nbytes
+        self.buckets, self.divisor = plan.buckets, 1
+        self._wait = plan.wait
+        self._threads = plan.group.own_cores
+        self._readiness = Readiness(layout, plan.buckets)
+
+    # Before a call
+
+    def add(self, name: str) -> None:
+        """Offer the buckets that are ready now that one more of `arrays` is."""
+        self.offer(self._readiness.add(name))
+
+    def reset(self) -> None:
+        """Forget which arrays are ready, after a call."""
+        self._readiness.reset()
+
+    def offer(self, count: int) -> None:
+        """Do what can be done now that the first ``count`` buckets are in `sent`.
+
+        Called with counts that never decrease during a call, at last with all buckets.
+        Must not wait: other ranks may compute. Does nothing by default.
+        """
+
+    # The call
+
+    def finish(self, call: Call) -> bool:
+        """Reduce the rest and wait for it; return whether all ranks make this call."""
+        copy_in(call.inputs, self.arrays, self.sent)
+        if call.ready is not None:
+            for number in range(len(self.buckets)):
+                call.ready(number)
+                self.offer(number + 1)
+        self.offer(len(self.buckets))
+        agreed = self.complete(call)
+        if agreed:
+            copy(self.results, call.out)
+        return agreed
+
+    def complete(self, call: Call) -> bool:
+        """Wait until all buckets are reduced and all signatures are compared.
+
+        Call ``call.reduced`` for each bucket, if it is not None. All ranks must return,
+        also if signatures differ: they then raise the same error.
+
+        Returns:
+            Whether all ranks have the same signature.
+        """
+        raise NotImplementedError
+
+    def reduce_device(self, signature: int, buffer: Any) -> bool:
+        """Sum a flat buffer on the device in place; do as `finish` otherwise."""
+        raise NotImplementedError
+
+    def late(self) -> list[int] | None:
+        """Return the ranks that this one waits for; None if it cannot know."""
+        return None
+
+    def _divide(self, piece: slice) -> None:
+        """Divide a piece of `received` by `divisor`."""
+        if self.divisor != 1:
+            part = self.received[piece]
+            add_in_order([part], part, self.divisor, self._threads)
+
+    # The end
+
+    def free(self, *, abandoned: bool = False) -> None:
+        """Free windows and communicators, and release the memory. Collective.
+
+        Args:
+            abandoned: Whether a rank gave up a call. Its messages may still be under
+                way, and MPI may reuse the context id. So a communicator with such
+                messages must not be freed then.
+        """
+        self.sent = self.received = np.empty(0, self.received.dtype)
+        self.arrays, self.results = {}, {}
+
+
+class MessageSchedule(Schedule):
+    """A schedule that exchanges signatures by messages.
+
+    They travel on a private communicator, `_comm`, as may other collective calls: MPI
+    pairs these by their order alone, which is the order of the buckets.
+    """
+
+    def __init__(
+        self, plan: Plan, sent: Array | None = None, received: Array | None = None
+    ) -> None:
+        super().__init__(plan, sent, received)
+        self._comm = plan.group.comm.Dup()
+
+    def collect(self, number: int) -> None:
+        """Wait until the sums of a bucket are in `received`, divided by `divisor`.
+
+        Called for each bucket in order, after all were offered. Waits with `_wait`.
+        """
+        raise NotImplementedError
+
+    def complete(self, call: Call) -> bool:
+        """Collect all buckets while the signatures are compared."""
+        agreement = Agreement(self._comm, call.signature)
+        self._collect_all(call)
+        return self._reached(agreement)
+
+    def _collect_all(self, call: Call) -> None:
+        for number in range(len(self.buckets)):
+            self.collect(number)
+            if call.reduced is not None:
+                call.reduced(number)
+
+    def _reached(self, agreement: Agreement) -> bool:
+        self._wait(agreement.request.Test)
+        return agreement.reached
+
+    def free(self, *, abandoned: bool = False) -> None:
+        """Do as `Schedule.free`."""
+        super().free(abandoned=abandoned)
+        if not abandoned:
+            self._comm.Free()

@@ -1,0 +1,265 @@
+"""Sums of large arrays over the ranks of a node, with two synchronizations.
+
+Each rank has its arrays in shared memory. It sums one stripe of each bucket over all
+ranks; then all ranks read the results in place. So no byte is moved that the
+arithmetic does not need.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.layout import ALIGNMENT
+from hpcaccum.mpi import AtomicWords, NodeMemory
+from hpcaccum.reducer.quiet import Quiet
+from hpcaccum.reducer.schedule import Schedule
+from hpcaccum.reducer.signature import BITS, agree
+from hpcaccum.reducer.staging import Copies, Staging, copy, copy_in, stages
+from hpcaccum.summation import add_in_order
+
+if TYPE_CHECKING:
+    from hpcaccum.layout import Layout
+    from hpcaccum.mpi import Group
+    from hpcaccum.reducer.schedule import Call, Case, Plan
+    from hpcaccum.reducer.spin_wait import SpinWait
+
+Array = np.ndarray[Any, Any]
+
+
+def stripe(bucket: slice, part: int, parts: int, itemsize: int) -> slice:
+    """Return one of several parts of a bucket; they begin on cache lines."""
+    line = ALIGNMENT // itemsize
+    width = -(-(bucket.stop - bucket.start) // (parts * line)) * line
+    begin = min(bucket.start + part * width, bucket.stop)
+    return slice(begin, min(begin + width, bucket.stop))
+
+
+class TwoShot(Schedule):
+    """Large arrays on one node: each rank sums a stripe of each bucket.
+
+    The caller's arrays are copied in a pipeline: a bucket is copied in while the one
+    before is summed, and the results of the one before that are copied out.
+    """
+
+    name = "shared"
+    needs_one_node = True
+    takes_wire_dtype = True
+    default_bucket_bytes = 2 << 20
+
+    @classmethod
+    def preferred(cls, case: Case) -> bool:
+        """Whenever it can be used."""
+        return True
+
+    def __init__(self, plan: Plan) -> None:
+        group, layout = plan.group, plan.layout
+        self._sum = NodeSum(group, layout, plan.buckets, group.size, plan.wait)
+        sent, received = self._sum.sent, self._sum.received
+        super().__init__(plan, sent, received)
+        self.result_bytes = self._sum.result_bytes
+        self._pipelined = group.size > 1
+        self._staging = Staging(
+            layout, plan.buckets, self._sum.stripe_slices, sent, received
+        )
+
+    def offer(self, count: int) -> None:
+        """Contribute these buckets, and sum those that all ranks have contributed."""
+        self._sum.offer(count, self.divisor)
+
+    def finish(self, call: Call) -> bool:
+        """Sum the other buckets, and copy in and out meanwhile."""
+        count, copies = len(self.buckets), Copies({}, {}, call.out)
+        if self._pipelined:
+            copies = self._staging.select(call.inputs, call.out)
+        if not copies.inputs:
+            copy_in(call.inputs, self.arrays, self.sent)
+            if call.ready is None:
+                self._sum.contribute(count)
+        if self._sum.summed or not count:
+            self._sum.report(call.signature)
+        for number in range(count + 2):
+            if number < count:
+                self._contribute_next(number, copies, call)
+            if self._sum.summed < min(number, count):
+                direct = self._staging.direct(self._sum.summed, copies.inputs)
+                self._sum.sum_next(self.divisor, direct)
+                self._sum.report(call.signature)
+            if number >= 2:
+                self._copy_out(number - 2, copies, call)
+        agreed = self._sum.end(call.signature)
+        copy(self.results, copies.rest)
+        return agreed
+
+    def _contribute_next(self, number: int, copies: Copies, call: Call) -> None:
+        if call.ready is not None:
+            call.ready(number)
+            self._sum.contribute(number + 1)
+        if copies.inputs:
+            self._staging.fill(number, copies.inputs)
+            self._sum.contribute(number + 1, staged=True)
+
+    def _copy_out(self, number: int, copies: Copies, call: Call) -> None:
+        """Copy one bucket of the results, when all ranks have summed their stripes."""
+        # All ranks have also read the inputs, so that their stage can be filled again.
+        if copies.inputs or copies.out or call.reduced is not None:
+            self._sum.wait_until_summed(number + 1)
+        if copies.inputs or copies.out:
+            self._staging.drain(number, copies.out)
+        if call.reduced is not None:
+            call.reduced(number)
+
+    def late(self) -> list[int]:
+        """Return the ranks that this one waits for."""
+        return self._sum.late()
+
+    def free(self, *, abandoned: bool = False) -> None:
+        """Do as `Schedule.free`."""
+        super().free(abandoned=abandoned)
+        self._staging.free()
+        self._sum.free()
+
+
+class NodeSum:
+    """Sums of large arrays over the ranks of a node.
+
+    Two words for each rank count over all calls: one the buckets that it has
+    contributed, and whether they are staged; one the stripes that it has summed, with
+    the signature of the call.
+
+    Args:
+        group: The ranks of the node.
+        layout: Of the arrays.
+        buckets: Pieces of the buffer, in the order of work.
+        summing: How many ranks, the first ones, sum a stripe of each bucket.
+        wait: Waits for the other ranks.
+
+    Attributes:
+        sent: This rank's arrays, flat.
+        received: The results of the last call, flat, the same memory on all ranks.
+        stripe_slices: The piece of each bucket that this rank sums.
+        stripes: The same as arrays, of the results.
+        summed: Number of buckets of which this rank has summed its stripe.
+        result_bytes: Bytes of the results, counted on the first rank of the node.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        layout: Layout,
+        buckets: list[slice],
+        summing: int,
+        wait: SpinWait,
+    ) -> None:
+        self._rank, self._size, self._count = group.rank, group.size, len(buckets)
+        wide = accumulation_dtype(layout.dtype)
+        mine = [stripe(b, group.rank, summing, wide.itemsize) for b in buckets]
+        common = layout.size * wide.itemsize
+        self._memory = NodeMemory(
+            group,
+            [layout.nbytes] * group.size,
+            common,
+            [_bytes(each, wide.itemsize) for each in mine],
+        )
+        parts = [part.view(layout.dtype) for part in self._memory.parts]
+        self.sent, self.received = parts[group.rank], self._memory.common.view(wide)
+        self.result_bytes = common if group.rank == 0 else 0
+        self.stripe_slices = mine
+        self.stripes = [self.received[each] for each in mine]
+        # The inputs of all ranks to this rank's stripes: in place, and staged.
+        moved = map(_moved, mine, buckets, stages(buckets))
+        self._inputs = [
+            ([part[piece] for part in parts], [part[stage] for part in parts])
+            for piece, stage in zip(mine, moved, strict=True)
+        ]
+        self._words = AtomicWords(group, 0, 2 * group.size)
+        self._wait, self._quiet, self._threads = wait, Quiet(), group.own_cores
+        # The counts at the beginning of this call, and this rank's since then.
+        self._base = self._contributed = self.summed = 0
+
+    def contribute(self, count: int, *, staged: bool = False) -> None:
+        """Publish that this rank's inputs of the first ``count`` buckets are ready."""
+        if count > self._contributed:
+            self._contributed = count
+            self._words.store(self._rank, [self._base + count << 1 | staged])
+
+    def offer(self, count: int, divisor: int) -> None:
+        """Contribute buckets, and sum those that all ranks have contributed."""
+        self.contribute(count)
+        words = self._words.read_range(0, self._size)
+        least = (min(words) >> 1) - self._base
+        while self.summed < min(least, self._count):
+            self._sum(words, divisor, None)
+
+    def sum_next(self, divisor: int, direct: Array | None = None) -> None:
+        """Wait until all ranks have contributed one more bucket, and sum it.
+
+        Args:
+            divisor: Of the sums.
+            direct: This rank's input, if it is not in `sent`.
+        """
+        size, least = self._size, self._base + self.summed + 1 << 1
+        read = self._words.read_range
+        if min(words := read(0, size)) < least:
+            self._wait(lambda: min(read(0, size)) >= least)
+            words = read(0, size)
+        self._sum(words, divisor, direct)
+
+    def _sum(self, words: list[int], divisor: int, direct: Array | None) -> None:
+        out, inputs = self.stripes[self.summed], self._inputs[self.summed]
+        parts = [inputs[word & 1][rank] for rank, word in enumerate(words)]
+        if direct is not None:
+            parts[self._rank] = direct
+        self.summed += 1
+        if out.size:
+            self._quiet(add_in_order, parts, out, divisor, self._threads)
+
+    def report(self, signature: int) -> None:
+        """Publish how many stripes this rank has summed, and whether these are all."""
+        count = self.summed + (self.summed == self._count)
+        word = self._base + count << BITS | signature
+        self._words.store(self._size + self._rank, [word])
+
+    def wait_until_summed(self, count: int) -> list[int]:
+        """Wait until all ranks have summed that many stripes; return their words."""
+        size, least = self._size, self._base + count << BITS
+        read = self._words.read_range
+        if min(words := read(size, size)) < least:
+            self._wait(lambda: min(read(size, size)) >= least)
+            words = read(size, size)
+        return words
+
+    def end(self, signature: int) -> bool:
+        """Wait for all results; return whether all ranks have the same signature."""
+        words = self.wait_until_summed(self._count + 1)
+        self._base += self._count + 1
+        self._contributed = self.summed = 0
+        return agree(words, self._base << BITS | signature)
+
+    def late(self) -> list[int]:
+        """Return the ranks that this one waits for."""
+        size, complete = self._size, self._base + self._count
+        words = self._words.read_range(0, 2 * size)
+        if (done := self._base + self.summed) < complete:
+            # Ranks that wait themselves have not contributed all buckets, either.
+            return [r for r in range(size) if words[r] >> 1 <= done]
+        return [r for r in range(size) if words[size + r] >> BITS <= complete]
+
+    def free(self) -> None:
+        """Free the words, and release the memory. Collective."""
+        self.sent = self.received = np.empty(0, self.received.dtype)
+        self._inputs, self.stripes = [], []
+        self._memory.free()
+        self._words.free()
+
+
+def _bytes(elements: slice, itemsize: int) -> slice:
+    return slice(elements.start * itemsize, elements.stop * itemsize)
+
+
+def _moved(piece: slice, bucket: slice, stage: slice) -> slice:
+    """Return a piece of a bucket, after the bucket was moved to a stage."""
+    shift = stage.start - bucket.start
+    return slice(piece.start + shift, piece.stop + shift)
