@@ -56,6 +56,9 @@ class SpinWait:
             DisagreementError, WaitTimeoutError: As `CallSequence.wait`.
         """
         progress = self._progress
+        # A deadline costs microseconds, and often there is nothing to wait for.
+        if progress is None and ready():
+            return
 
         def look() -> bool | None:
             if progress is not None:

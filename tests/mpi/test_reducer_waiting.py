@@ -8,6 +8,7 @@ import time
 import pytest
 
 from hpcaccum import WaitTimeoutError
+from hpcaccum.deadline import observe_waits
 
 from .reducing import (
     ALL,
@@ -113,3 +114,21 @@ def test_what_was_given_up_does_not_turn_up_in_later_sums(
             mine = {name: value * array for name, array in ONES.items()}
             assert (reducer.reduce(mine)["x"] == value).all()
         maker.free()
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+def test_every_wait_is_reported_with_its_call(maker, rank, size):
+    reducer, reports = maker(SHAPES), []
+    reducer.reduce(ONES)
+    meet()
+    previous = observe_waits(lambda what, seconds: reports.append((what, seconds)))
+    try:
+        if rank == 0:
+            time.sleep(0.1)
+        reducer.reduce(ONES)
+    finally:
+        observe_waits(previous)
+
+    waits = [seconds for what, seconds in reports if what == "reducer: reduction 2"]
+    assert rank == 0 or 0.05 < sum(waits) <= reducer.waited

@@ -297,8 +297,25 @@ def test_what_is_too_large_becomes_infinity(maker, size):
 
 
 # Methods of schedules and of their parts.
-STEPS = """finish offer complete collect _all_agree _quiet contribute _sum sum_next fill
-drain report wait_until_summed end _send begin progress""".split()
+STEPS = [
+    "finish",
+    "offer",
+    "complete",
+    "collect",
+    "_all_agree",
+    "_quiet",
+    "contribute",
+    "_sum",
+    "sum_next",
+    "fill",
+    "drain",
+    "report",
+    "wait_until_summed",
+    "end",
+    "_send",
+    "begin",
+    "progress",
+]
 
 
 def delayed(reducer, seed):

@@ -1,0 +1,230 @@
+"""A schedule is added by one class, with two methods, and one line in the list."""
+
+from __future__ import annotations
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcaccum import (
+    DisagreementError,
+    InvalidArgumentError,
+    Layout,
+    Reducer,
+    WaitTimeoutError,
+)
+from hpcaccum.reducer import selection
+from hpcaccum.reducer.schedule import MessageSchedule, Schedule
+
+from .on_device import empty_like, to_device
+from .reducing import (
+    KINDS,
+    NODES,
+    ONES,
+    SHAPES,
+    SMALL,
+    Maker,
+    limit_fixture,  # noqa: F401
+    made_up,
+    works,
+)
+from .test_schedules import SHAPES as VARIED
+from .test_schedules import WAYS, check, parts_of
+from .training import meet, raised
+
+
+class Toy(MessageSchedule):
+    """Gathers each bucket to rank 0, sums it there, and broadcasts the sums."""
+
+    name = "toy"
+    default_bucket_bytes = 2 * SMALL
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self._gathering = []
+
+    def offer(self, count):
+        for bucket in self.buckets[len(self._gathering) : count]:
+            mine = self.sent[bucket].astype(self.received.dtype)
+            parts = np.empty((self._comm.size, mine.size), mine.dtype)
+            self._gathering.append((self._comm.Igather(mine, parts), mine, parts))
+
+    def collect(self, number):
+        request, _, parts = self._gathering[number]
+        self._wait(request.Test)
+        total = self.received[self.buckets[number]]
+        if self._comm.rank == 0:
+            with np.errstate(all="ignore"):
+                total[...] = functools.reduce(np.add, parts)
+        self._wait(self._comm.Ibcast(total).Test)
+        self._divide(self.buckets[number])
+        if number + 1 == len(self.buckets):
+            self._gathering.clear()
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    """The list of schedules with one more."""
+    monkeypatch.setattr(selection, "SCHEDULES", [*selection.SCHEDULES, Toy])
+
+
+@pytest.fixture
+def maker(comm, monkeypatch):
+    monkeypatch.setitem(KINDS, "toy", {"schedule": "toy", "bucket_bytes": SMALL})
+    maker = Maker(comm, "toy")
+    maker.nodes = [range(comm.size)]
+    yield maker
+    maker.free()
+
+
+# What users see
+
+
+def test_it_is_selected_by_its_name(comm):
+    layout = Layout({"x": (3 * SMALL,)}, "float32")
+    with Reducer(layout, comm, schedule="toy") as reducer:
+        found = reducer.reduce({"x": np.ones(3 * SMALL)})
+        statistics = reducer.statistics()
+
+        assert (found["x"] == 1).all()
+        assert "toy: 1 calls" in repr(reducer)
+    # Its own default size of a bucket.
+    assert (statistics.schedule, statistics.buckets) == ("toy", 6)
+    assert statistics.window_bytes == statistics.result_bytes == layout.nbytes
+
+
+def test_it_is_not_selected_by_auto_unless_it_is_preferred(comm, monkeypatch):
+    layout = Layout(SHAPES, "float32")
+    with Reducer(layout, comm) as reducer:
+        assert reducer.statistics().schedule != "toy"
+
+    monkeypatch.setattr(Toy, "preferred", classmethod(lambda cls, case: True))
+    monkeypatch.setattr(selection, "SCHEDULES", [Toy, *selection.SCHEDULES])
+    with Reducer(layout, comm) as reducer:
+        assert reducer.statistics().schedule == "toy"
+
+
+def test_messages_list_its_name(comm):
+    with pytest.raises(InvalidArgumentError, match=r"schedule must be one of .*'toy'"):
+        Reducer(Layout(SHAPES, "float32"), comm, schedule="ring")
+
+
+# What it states
+
+
+def test_options_that_it_does_not_take_are_refused(comm):
+    wire = raised(
+        Reducer, Layout(SHAPES, "float32"), comm, schedule="toy", wire_dtype="float16"
+    )
+    aware = raised(
+        Reducer, Layout(SHAPES, "float32"), comm, schedule="toy", cuda_aware=True
+    )
+
+    assert type(wire) is type(aware) is InvalidArgumentError
+    assert "wire_dtype is for schedule 'auto', " in str(wire)
+    assert "not 'toy'" in str(wire)
+    assert "cuda_aware=True is for schedule 'flat', got 'toy'" in str(aware)
+
+
+@pytest.mark.ranks(min=2)
+def test_it_may_need_one_node(comm, size, monkeypatch):
+    monkeypatch.setattr(Toy, "needs_one_node", True)
+    group = made_up(comm, NODES["halves"])
+    error = raised(Reducer, Layout(SHAPES, "float32"), group, schedule="toy")
+    group.free()
+
+    assert type(error) is InvalidArgumentError
+    assert "schedule 'toy' needs all ranks on one node, they are on 2" in str(error)
+
+
+def test_another_one_is_used_where_it_does_not_fit(comm, monkeypatch):
+    limit = classmethod(lambda cls, case: case.nbytes > 4096)
+    monkeypatch.setattr(Toy, "fits", limit)
+    error = raised(Reducer, Layout({"x": (8,)}, "float32"), comm, schedule="toy")
+    assert "schedule 'toy' cannot be used for" in str(error)
+
+    monkeypatch.setattr(Toy, "fallback", "flat")
+    for count, expected in ((8, "flat"), (8192, "toy")):
+        layout = Layout({"x": (count,)}, "float32")
+        with Reducer(layout, comm, schedule="toy") as reducer:
+            assert reducer.statistics().schedule == expected
+
+
+# What it computes
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", ml_dtypes.bfloat16], ids=str
+)
+def test_its_means_equal_numpy_however_ranks_contribute(maker, rank, size, dtype):
+    reducer = maker(VARIED, dtype)
+    for call, way in enumerate(WAYS):
+        parts = parts_of(VARIED, size, call, dtype=dtype)
+        check(maker, way(reducer, parts[rank]), parts, dtype)
+    for call in range(6):
+        parts = parts_of(VARIED, size, 100 + call, dtype=dtype)
+        way = WAYS[(3 * rank + 7 * call) % len(WAYS)]
+        check(maker, way(reducer, parts[rank]), parts, dtype)
+
+
+def test_it_reduces_arrays_of_the_device(cp, maker, rank, size):
+    reducer, parts = maker(VARIED), parts_of(VARIED, size, 0, dtype=np.float32)
+    mine, out = to_device(cp, parts[rank]), empty_like(cp, VARIED, np.float32)
+    reducer.reduce(mine, out=out)
+    for name in mine:
+        reducer.start(name, mine[name])
+    reducer.wait(out=mine)
+
+    for found in (out, mine):
+        check(maker, {n: a.get() for n, a in found.items()}, parts, np.float32)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_differ_are_an_error_on_all(maker, rank, size):
+    reducer = maker(SHAPES)
+    step = raised(reducer.reduce, ONES, step=int(rank == 0))
+    absent = raised(reducer.reduce, {"x": ONES["x"]} if rank == 0 else ONES)
+
+    assert type(step) is type(absent) is DisagreementError
+    assert "step must be the same" in str(step)
+    assert "gradient of y must be the same" in str(absent)
+    works(reducer, size)
+
+
+def test_a_failure_of_one_rank_is_raised_on_all(maker, rank, size):
+    reducer = maker(SHAPES)
+    if rank == size - 1:
+        error = raised(reducer.fail, InvalidArgumentError("no"))
+    else:
+        reducer.start("y", ONES["y"])
+        error = raised(reducer.reduce, {"x": ONES["x"]})
+
+    assert type(error) is InvalidArgumentError
+    assert "no" in str(error)
+    works(reducer, size)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_does_not_come_is_named(maker, rank, size, monkeypatch):
+    reducer = maker(SHAPES)
+    reducer.reduce(ONES)
+    meet()
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.25")
+    error = raised(reducer.reduce, ONES) if rank != size - 1 else None
+    meet()
+
+    if rank != size - 1:
+        assert type(error) is WaitTimeoutError
+        assert f"for rank {size - 1} of {size} to make the same call" in str(error)
+
+
+# The contract
+
+
+@pytest.mark.parametrize("kind", selection.SCHEDULES, ids=lambda kind: kind.__name__)
+def test_every_schedule_states_what_it_is(kind):
+    assert issubclass(kind, Schedule)
+    assert kind.name in ("shared", "hierarchical", "flat")
+    assert 1 << 20 <= kind.default_bucket_bytes <= 1 << 30
