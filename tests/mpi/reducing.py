@@ -1,4 +1,4 @@
-"""What the tests of reducers share: all schedules, made-up nodes, a plain model."""
+"""Shared by the tests of reducers: all schedules, simulated nodes, a plain model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Arrays = Mapping[str, Any]
 # The smallest buckets: 256 elements of float32, so that few elements are many buckets.
 SMALL = 1024
 
-# Which node of a made-up cluster a rank is on.
+# Which node of a simulated cluster a rank is on.
 NODES: dict[str, Callable[[int, int], int]] = {
     "halves": lambda rank, size: 2 * rank // size,
     "apart": lambda rank, size: rank % 2,
@@ -30,9 +30,9 @@ NODES: dict[str, Callable[[int, int], int]] = {
     "uneven": lambda rank, size: int(rank == size - 1),
 }
 
-# Name to what makes a reducer use that path.
+# Name to the options with which a reducer uses that path.
 KINDS: dict[str, dict[str, Any]] = {
-    "eager": {"schedule": "shared"},
+    "one-shot": {"schedule": "shared"},
     "shared": {"schedule": "shared", "bucket_bytes": SMALL},
     "staged": {"schedule": "shared", "bucket_bytes": SMALL},
     "flat": {"schedule": "flat", "bucket_bytes": SMALL},
@@ -41,17 +41,17 @@ KINDS: dict[str, dict[str, Any]] = {
 ALL = pytest.mark.parametrize("maker", KINDS, indirect=True)
 
 
-# What calls that go wrong are tried with.
+# The arrays of tests of invalid calls.
 SHAPES = {"x": (900,), "y": (300,)}
 ONES = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 
 
 class Maker:
-    """Makes reducers of one kind, on nodes that the test chooses.
+    """Makes reducers of one kind, on simulated nodes if the test names them.
 
     Attributes:
         nodes: The ranks of each node.
-        exact: Whether the order of summation is promised.
+        exact: Whether the order of summation is fixed.
     """
 
     def __init__(self, comm: MPI.Intracomm, kind: str, nodes: str = "halves") -> None:
@@ -73,18 +73,18 @@ class Maker:
     def __call__(self, shapes: Any, dtype: Any = np.float32, **options: Any) -> Reducer:
         """Return a reducer. Collective."""
         options = KINDS[self.kind] | options
-        # Arrays of which size are copied bucket by bucket.
+        # The size from which on arrays are copied bucket by bucket.
         coarse = 0 if self.kind == "staged" else 1 << 40
         with mock.patch.object(staging, "_COARSE", coarse):
             self._made.append(Reducer(Layout(shapes, dtype), self.group, **options))
         return self._made[-1]
 
     def expected(self, parts: Sequence[Any], dtype: Any, **options: Any) -> Any:
-        """Return what becomes of one array that all ranks brought."""
+        """Return the reduction of one array, from the inputs of all ranks."""
         return model(parts, self.nodes, dtype, **options)
 
     def check(self, found: Any, expected: Any) -> None:
-        """Compare: bits, where the order is promised."""
+        """Compare; bit by bit, if the order of summation is fixed."""
         assert found.dtype == expected.dtype, f"{found.dtype}, not {expected.dtype}"
         assert found.shape == expected.shape
         if self.exact:
@@ -104,7 +104,7 @@ class Maker:
 
 
 def made_up(comm: MPI.Intracomm, node: Callable[[int, int], int]) -> Group:
-    """Return a group of its own whose ranks are on several nodes, or so it thinks."""
+    """Return a new group that believes its ranks to be on several nodes."""
     group = Group(comm.Dup())
     group.node.Free()
     group.node = comm.Split(node(comm.rank, comm.size), comm.rank)
@@ -120,16 +120,16 @@ def model(
     mean: bool = True,
     wire: Any = None,
 ) -> Any:
-    """Sum the ranks of each node in their order, then the nodes; with NumPy alone."""
+    """Sum the ranks of each node in their order, then the nodes, with NumPy only."""
     wide = accumulation_dtype(np.dtype(dtype))
 
     def rounded(array: Any) -> Any:
         return array if wire is None else array.astype(wire).astype(wide)
 
     with np.errstate(all="ignore"):
-        brought = [np.asarray(part).astype(dtype).astype(wide) for part in parts]
+        inputs = [np.asarray(part).astype(dtype).astype(wide) for part in parts]
         sums = [
-            rounded(functools.reduce(np.add, [brought[rank] for rank in ranks]))
+            rounded(functools.reduce(np.add, [inputs[rank] for rank in ranks]))
             for ranks in nodes
         ]
         total = np.asarray(functools.reduce(np.add, sums))
@@ -137,7 +137,7 @@ def model(
 
 
 def drawn(shapes: Any, *seed: int, dtype: Any = np.float64) -> dict[str, Any]:
-    """Return arrays that depend on the seed alone, the same on every rank."""
+    """Return arrays that depend on the seed only, the same on every rank."""
     random = np.random.default_rng(seed)
     return {
         name: np.asarray(random.normal(size=shape)).astype(dtype)
@@ -146,7 +146,7 @@ def drawn(shapes: Any, *seed: int, dtype: Any = np.float64) -> dict[str, Any]:
 
 
 def works(reducer, size):
-    """Check that a reducer is as good as new."""
+    """Check that a reducer still works, after an error."""
     for given in (ONES, None):
         if given is None:
             for name, array in reducer.arrays().items():
@@ -160,7 +160,7 @@ def works(reducer, size):
 
 @pytest.fixture(name="maker")
 def maker_fixture(comm: MPI.Intracomm, request: pytest.FixtureRequest) -> Any:
-    """Makes reducers of the kind that the test names, and frees them."""
+    """Make reducers of the kind that the test names, and free them."""
     kind, *nodes = request.param.split()
     maker = Maker(comm, kind, *nodes)
     yield maker
@@ -169,5 +169,5 @@ def maker_fixture(comm: MPI.Intracomm, request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(name="limit", autouse=True)
 def limit_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No wait takes longer than a test may."""
+    """Limit every wait to the time of a test."""
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))

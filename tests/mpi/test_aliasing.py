@@ -1,4 +1,4 @@
-"""Reducer: arrays that lie in each other's memory, or in the reducer's own."""
+"""Reducer: arrays that share memory with each other or with the reducer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUT = Layout(SHAPES, "float32")
 
 
 def at(address, count, dtype=np.float32):
-    """Return memory as an array, by its address alone."""
+    """Return memory as an array, by its address."""
     dtype = np.dtype(dtype)
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return np.frombuffer(memory, dtype)
@@ -36,7 +36,7 @@ def address(array):
 
 
 def filled(array, *seed):
-    """Fill with numbers that are ordinary ones also if they are read as float64."""
+    """Fill with numbers that are finite also if they are read as float64."""
     array[...] = 1 + np.random.default_rng(seed).random(array.shape)
 
 
@@ -49,8 +49,8 @@ FORMS = {
     "float64": lambda f, start: at(address(f) + start * 4, COUNT, np.float64),
 }
 STARTS = st.sampled_from([0, 512, 1024, 1, 250, 500])
-# Where all that is brought lies, and in which forms. Not often in the reducer's own
-# memory, and dense: that is copied by pieces.
+# The memory and the forms of all inputs. Most are dense and outside the reducer's own
+# memory: these are copied by pieces.
 WHERE = st.sampled_from([["user"], ["user", "own"], ["user", "results"]])
 DENSE = ["plain", "memoryview", "address"]
 
@@ -61,17 +61,17 @@ def places(where, forms):
 
 @st.composite
 def drawn_calls(draw):
-    """Draw where each array lies, where targets lie, and what is started first."""
+    """Draw the place of each input and target, and how many inputs are started."""
     started = draw(st.sampled_from([0, 0, 0, 1, 3]))
-    # Once something is started, the last results are no more.
+    # `start` overwrites the last results.
     where = draw(WHERE if not started else st.just(["user", "own"]))
     forms = draw(st.sampled_from([DENSE, DENSE, [*FORMS]]))
     place = places(where, forms)
-    brought = {name: draw(place) for name in draw(st.permutations("xyz"))}
-    same = st.sampled_from([*brought.values()])
+    inputs = {name: draw(place) for name in draw(st.permutations("xyz"))}
+    same = st.sampled_from([*inputs.values()])
     anywhere = st.one_of(same, same, places(["user", "own", "results"], forms))
     targets = draw(st.dictionaries(st.sampled_from("xyz"), anywhere))
-    return brought, targets, started
+    return inputs, targets, started
 
 
 class Memory:
@@ -90,7 +90,7 @@ class Memory:
         meet()
 
     def array(self, place):
-        """Return the array at a place, as much further ahead as it must to fit."""
+        """Return the array at a place; it is moved to the front if necessary."""
         if place not in self.made:
             self.made[place] = self.make(place)
         return self.made[place]
@@ -103,22 +103,22 @@ class Memory:
         return FORMS[form](self.flat[where], start)
 
     def refuses(self, out):
-        """Whether targets lie in the results, or in each other."""
+        """Whether targets share memory with the results or with each other."""
         arrays = [*out.values()]
         pairs = [(a, b) for i, a in enumerate(arrays) for b in arrays[:i]]
         pairs += [(a, self.flat["results"]) for a in arrays]
         return any(np.shares_memory(a, b) for a, b in pairs)
 
 
-def reduced(reducer, started, brought, out):
-    """Reduce; return what this rank brought, and what came of it."""
+def reduced(reducer, started, inputs, out):
+    """Reduce; return what this rank contributed, and the results or the error."""
     parts = {}
     for name, array in started.items():
         parts[name] = np.array(array, np.float32)
         reducer.start(name, array)
-    parts |= {name: np.array(array, np.float32) for name, array in brought.items()}
+    parts |= {name: np.array(array, np.float32) for name, array in inputs.items()}
     try:
-        found = reducer.reduce(brought, out=out)
+        found = reducer.reduce(inputs, out=out)
     except InvalidArgumentError as error:
         return parts, error
     return parts, {name: array.copy() for name, array in found.items()}
@@ -136,13 +136,13 @@ def test_any_aliasing_is_right_or_refused(maker, comm, rank, drawn):
 
 
 def right_or_refused(maker, comm, reducer, memory, places, targets, first=0):
-    """Make one call; compare with what NumPy says of copies made before it."""
+    """Make one call; compare with NumPy's results from copies made before it."""
     names = [*places]
     arrays = {name: memory.array(place) for name, place in places.items()}
     started = {name: arrays[name] for name in names[:first]}
-    brought = {name: arrays[name] for name in names[first:]}
+    inputs = {name: arrays[name] for name in names[first:]}
     out = {name: memory.array(place) for name, place in targets.items()}
-    parts, found = reduced(reducer, started, brought, out)
+    parts, found = reduced(reducer, started, inputs, out)
     everybody = comm.allgather(parts)
 
     refused = isinstance(found, InvalidArgumentError)
@@ -175,7 +175,7 @@ def test_arrays_may_change_places(maker, comm, rank, where, turn):
 
 
 @ALL
-def test_one_array_may_be_brought_twice_and_be_a_target(maker, comm, rank):
+def test_one_array_may_be_contributed_twice_and_be_a_target(maker, comm, rank):
     reducer = maker(SHAPES)
     memory = Memory(reducer, rank)
     places = {
@@ -220,7 +220,7 @@ def test_targets_that_share_memory_are_refused_on_all(maker, rank, size):
 
 
 @ALL
-def test_targets_are_looked_at_again_when_they_change(maker, size):
+def test_targets_are_checked_again_when_they_change(maker, size):
     reducer = maker(SHAPES)
     flat = np.zeros((3, COUNT), np.float32)
     mine = {name: np.ones(COUNT, np.float32) for name in SHAPES}

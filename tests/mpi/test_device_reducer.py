@@ -1,4 +1,4 @@
-"""Reducer with arrays of a device: the same results, nothing waited for too little."""
+"""Reducer with device arrays: the same results, with all necessary waits."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
 
 @pytest.fixture(autouse=True)
 def all_pinned(monkeypatch):
-    # Copies to other memory wait by themselves.
+    # Copies to memory that is not pinned always wait.
     monkeypatch.setattr(device_exchange, "_PIN", 0)
 
 
-def brought(dtype, size, call):
+def contributions(dtype, size, call):
     return [drawn(SHAPES, rank, call, dtype=dtype) for rank in range(size)]
 
 
@@ -53,7 +53,7 @@ def check(maker, found, parts, dtype, **options):
 def test_out_of_the_device_and_back(cp, maker, rank, size, dtype):
     reducer, wide = maker(SHAPES, dtype), accumulation_dtype(np.dtype(dtype))
     for call in range(3):
-        parts = brought(dtype, size, call)
+        parts = contributions(dtype, size, call)
         mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, wide)
         found = reducer.reduce(mine, out=out)
 
@@ -64,8 +64,8 @@ def test_out_of_the_device_and_back(cp, maker, rank, size, dtype):
 
 
 @ALL
-def test_results_may_replace_what_was_brought(cp, maker, rank, size):
-    reducer, parts = maker(SHAPES), brought(np.float32, size, 0)
+def test_results_may_replace_the_inputs(cp, maker, rank, size):
+    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
     mine = to_device(cp, parts[rank])
     reducer.reduce(mine, out=mine)
 
@@ -74,7 +74,7 @@ def test_results_may_replace_what_was_brought(cp, maker, rank, size):
 
 @ALL
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_any_float_dtype_comes_and_goes(cp, maker, size, dtype):
+def test_inputs_and_results_of_any_float_dtype(cp, maker, size, dtype):
     reducer = maker(SHAPES)
     ones = {n: np.ones(shape, dtype) for n, shape in SHAPES.items()}
     out = empty_like(cp, SHAPES, dtype)
@@ -84,8 +84,8 @@ def test_any_float_dtype_comes_and_goes(cp, maker, size, dtype):
 
 
 @ALL
-def test_from_the_device_to_the_host(cp, maker, rank, size):
-    reducer, parts = maker(SHAPES), brought(np.float32, size, 0)
+def test_from_the_device_to_cpu_memory(cp, maker, rank, size):
+    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
     found = reducer.reduce(to_device(cp, parts[rank]))
     check(maker, found, parts, np.float32)
     out = {name: np.full(shape, -7, np.float32) for name, shape in SHAPES.items()}
@@ -94,8 +94,8 @@ def test_from_the_device_to_the_host(cp, maker, rank, size):
 
 
 @ALL
-def test_from_the_host_to_the_device(cp, maker, rank, size):
-    reducer, parts = maker(SHAPES), brought(np.float32, size, 0)
+def test_from_cpu_memory_to_the_device(cp, maker, rank, size):
+    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
     out = empty_like(cp, SHAPES, np.float32)
     reducer.reduce(parts[rank], out=out)
 
@@ -106,7 +106,7 @@ def test_from_the_host_to_the_device(cp, maker, rank, size):
 def test_some_ranks_may_have_none(cp, maker, rank, size):
     reducer = maker(SHAPES)
     for call in range(2):
-        parts, out = brought(np.float32, size, call), None
+        parts, out = contributions(np.float32, size, call), None
         mine = parts[rank]
         if rank % 2 == call:
             mine, out = to_device(cp, mine), empty_like(cp, SHAPES, np.float32)
@@ -115,7 +115,7 @@ def test_some_ranks_may_have_none(cp, maker, rank, size):
 
 @ALL
 def test_a_part_of_the_arrays(cp, maker, rank, size):
-    reducer, parts = maker(SHAPES), brought(np.float32, size, 0)
+    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
     mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
     names = ["vector", "scalar"]
     reducer.reduce({n: mine[n] for n in names}, out={n: out[n] for n in names})
@@ -125,10 +125,10 @@ def test_a_part_of_the_arrays(cp, maker, rank, size):
 
 
 @ALL
-def test_one_after_the_other(cp, maker, rank, size):
+def test_arrays_are_started_one_by_one(cp, maker, rank, size):
     reducer = maker(SHAPES)
     for call in range(2):
-        parts = brought(np.float32, size, call)
+        parts = contributions(np.float32, size, call)
         mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
         for name in reversed(mine):
             reducer.start(name, mine[name])
@@ -140,7 +140,7 @@ def test_one_after_the_other(cp, maker, rank, size):
 def test_on_streams_of_the_callers(cp, maker, rank, size):
     reducer = maker(SHAPES)
     for call in range(4):
-        parts = brought(np.float32, size, call)
+        parts = contributions(np.float32, size, call)
         with cp.cuda.Stream(non_blocking=True):
             mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
             for array in mine.values():
@@ -155,7 +155,7 @@ def test_on_streams_of_the_callers(cp, maker, rank, size):
 def test_calls_with_and_without_the_device_take_turns(cp, maker, rank, size):
     reducer = maker(SHAPES)
     for call in range(6):
-        parts = brought(np.float32, size, call)
+        parts = contributions(np.float32, size, call)
         mine, out = parts[rank], empty_like(cp, SHAPES, np.float32)
         if call % 2:
             check(maker, reducer.reduce(mine), parts, np.float32)
@@ -168,12 +168,12 @@ def test_calls_with_and_without_the_device_take_turns(cp, maker, rank, size):
 def test_results_are_not_waited_for_but_right(cp, maker, rank, size):
     reducer, outs = maker(SHAPES), []
     for call in range(4):
-        # What comes from the device waits for it; what comes from the host does not.
-        mine = brought(np.float32, size, call)[rank]
+        # Calls with device inputs wait for the device; those with CPU inputs do not.
+        mine = contributions(np.float32, size, call)[rank]
         mine = mine if call % 2 else to_device(cp, mine)
         outs.append(reducer.reduce(mine, out=empty_like(cp, SHAPES, np.float32)))
     for call, out in enumerate(outs):
-        check(maker, out, brought(np.float32, size, call), np.float32)
+        check(maker, out, contributions(np.float32, size, call), np.float32)
 
 
 @ALL
@@ -182,11 +182,11 @@ def test_streams_may_change_from_call_to_call(cp, maker, rank, size):
     for call in range(4):
         streams.append(cp.cuda.Stream(non_blocking=True))
         with streams[-1]:
-            mine = to_device(cp, brought(np.float32, size, call)[rank])
+            mine = to_device(cp, contributions(np.float32, size, call)[rank])
             outs.append(reducer.reduce(mine, out=empty_like(cp, SHAPES, np.float32)))
     cp.cuda.Device().synchronize()
     for call, out in enumerate(outs):
-        check(maker, out, brought(np.float32, size, call), np.float32)
+        check(maker, out, contributions(np.float32, size, call), np.float32)
 
 
 # A CUDA-aware MPI
@@ -204,13 +204,13 @@ def test_an_mpi_that_takes_device_memory_gets_it(
     comm, buckets = Aware.of(reducer), reducer.statistics().buckets
     wide = accumulation_dtype(np.dtype(dtype))
     for call in range(3):
-        parts = brought(dtype, size, call)
+        parts = contributions(dtype, size, call)
         mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, wide)
         reducer.reduce(mine, out=out)
         check(maker, out, parts, dtype, mean=kind == "MEAN")
         assert comm.given == (call + 1) * buckets
     assert not any(array.any() for array in reducer.arrays().values())
-    parts = brought(dtype, size, 3)
+    parts = contributions(dtype, size, 3)
     found = reducer.reduce(to_device(cp, parts[rank]))
     check(maker, found, parts, dtype, mean=kind == "MEAN")
 
@@ -219,7 +219,7 @@ def test_an_mpi_that_takes_device_memory_gets_it(
 def test_an_mpi_that_takes_device_memory_is_not_given_it_unasked(
     cp, aware, maker, rank, size
 ):
-    reducer, parts = maker(SHAPES), brought(np.float32, size, 0)
+    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
     comm, out = Aware.of(reducer), empty_like(cp, SHAPES, np.float32)
     reducer.reduce(to_device(cp, parts[rank]), out=out)
 
@@ -233,7 +233,7 @@ def test_ranks_without_a_device_take_part(cp, aware, maker, rank, size, dtype):
     reducer = maker(SHAPES, dtype, cuda_aware=True)
     Aware.of(reducer)
     for call in range(4):
-        parts = brought(dtype, size, call)
+        parts = contributions(dtype, size, call)
         mine, out = parts[rank], None
         if (rank + call) % 2:
             mine, out = to_device(cp, mine), empty_like(cp, SHAPES, np.float32)
@@ -242,11 +242,13 @@ def test_ranks_without_a_device_take_part(cp, aware, maker, rank, size, dtype):
 
 @FLAT
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_what_is_started_may_also_go_by_that_mpi(cp, aware, maker, rank, size, dtype):
+def test_started_arrays_may_also_be_given_to_that_mpi(
+    cp, aware, maker, rank, size, dtype
+):
     reducer = maker(SHAPES, dtype, cuda_aware=True)
     Aware.of(reducer)
     for call in range(4):
-        parts = brought(dtype, size, call)
+        parts = contributions(dtype, size, call)
         mine = parts[rank] if (rank + call) % 2 else to_device(cp, parts[rank])
         out = empty_like(cp, SHAPES, np.float32)
         for name in mine if call else list(mine)[:2]:
@@ -257,7 +259,7 @@ def test_what_is_started_may_also_go_by_that_mpi(cp, aware, maker, rank, size, d
 
 @FLAT
 @pytest.mark.ranks(min=2)
-def test_nobody_enters_a_blocking_call_before_all_are_there(
+def test_no_rank_enters_a_blocking_call_before_all_have_arrived(
     cp, aware, maker, rank, size, monkeypatch
 ):
     reducer = maker({"x": (900,)}, cuda_aware=True)
@@ -277,7 +279,7 @@ def test_nobody_enters_a_blocking_call_before_all_are_there(
 
 @FLAT
 @pytest.mark.ranks(min=2)
-def test_nobody_enters_a_blocking_call_with_another_step(cp, aware, maker, rank, size):
+def test_no_rank_enters_a_blocking_call_with_another_step(cp, aware, maker, rank, size):
     reducer = maker({"x": (900,), "y": (300,)}, cuda_aware=True)
     comm = Aware.of(reducer)
     mine = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
@@ -303,7 +305,7 @@ def test_an_mpi_that_does_not_take_it_never_gets_it(cp, monkeypatch, comm, kind)
     assert expected in str(error)
 
 
-def test_what_the_variable_may_say(monkeypatch):
+def test_values_of_the_variable(monkeypatch):
     monkeypatch.setenv(cuda_aware.VARIABLE, "yes")
     cuda_aware.cuda_awareness.cache_clear()
     with pytest.raises(InvalidArgumentError, match="must be 0 or 1, got 'yes'"):
@@ -312,7 +314,7 @@ def test_what_the_variable_may_say(monkeypatch):
     assert cuda_aware.cuda_awareness().reason
 
 
-# What goes wrong on one rank
+# Errors on one rank
 
 
 def bad_arrays(cp):
@@ -331,12 +333,12 @@ def bad_arrays(cp):
 @pytest.mark.parametrize(
     "case", ["mixed", "strided", "integers", "complex", "shape", "name"]
 )
-@pytest.mark.parametrize("where", ["brought", "out"])
+@pytest.mark.parametrize("where", ["inputs", "out"])
 def test_bad_arrays_are_an_error_everywhere(cp, maker, rank, size, case, where):
     reducer = maker({"x": (900,), "y": (300,)})
     bad, message = bad_arrays(cp)[case]
     good = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
-    mine, out = (bad, good) if where == "brought" else (good, bad)
+    mine, out = (bad, good) if where == "inputs" else (good, bad)
     if rank != size - 1:
         mine, out = good, None
     with pytest.raises(InvalidArgumentError, match=message):
@@ -347,8 +349,8 @@ def test_bad_arrays_are_an_error_everywhere(cp, maker, rank, size, case, where):
 
 
 @ALL
-@pytest.mark.parametrize("where", ["brought", "out"])
-def test_a_device_that_fails_on_one_rank_is_told_to_all(
+@pytest.mark.parametrize("where", ["inputs", "out"])
+def test_a_device_that_fails_on_one_rank_is_an_error_on_all(
     cp, maker, rank, size, where, monkeypatch
 ):
     def fails(name):
@@ -359,7 +361,7 @@ def test_a_device_that_fails_on_one_rank_is_told_to_all(
     with monkeypatch.context() as patch:
         if rank == size - 1:
             patch.setattr(kernels, "kernel", fails)
-        arrays, out = (mine, None) if where == "brought" else (None, mine)
+        arrays, out = (mine, None) if where == "inputs" else (None, mine)
         error = raised(reducer.reduce, arrays, out=out)
     assert type(error) is DeviceUnavailableError
     assert "no compiler" in str(error)

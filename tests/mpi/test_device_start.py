@@ -1,4 +1,4 @@
-"""Reducer.start with arrays of a device, for which no host waits, and Reducer.free."""
+"""Reducer.start with device arrays, which does not wait, and Reducer.free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 
 @pytest.fixture
 def waits(cp, monkeypatch):
-    """What the host waits for; on a real device, nobody knows. Nothing runs early."""
+    """Waits for the simulated device, which runs nothing early.
+
+    On a real device they cannot be observed.
+    """
     found = []
     if not cp.__version__.endswith("simulated"):
         return found
@@ -45,7 +48,7 @@ def counted(function, calls):
     return wait
 
 
-def brought(size, call):
+def contributions(size, call):
     return [drawn(SHAPES, rank, call, dtype=np.float32) for rank in range(size)]
 
 
@@ -63,7 +66,7 @@ def test_start_does_not_wait_for_the_device(
     monkeypatch.setattr(device_exchange, "_PIN", pinned_from)
     reducer, outs = maker(SHAPES), []
     for call in range(6):
-        mine = brought(size, call)[rank]
+        mine = contributions(size, call)[rank]
         outs.append(empty_like(cp, SHAPES, np.float32))
         with cp.cuda.Stream(non_blocking=True):
             # Results of the call before may still be on their way to the device.
@@ -74,7 +77,7 @@ def test_start_does_not_wait_for_the_device(
                 assert len(waits) == so_far
         reducer.wait(out=outs[-1])
     for call, out in enumerate(outs):
-        check(maker, out, brought(size, call))
+        check(maker, out, contributions(size, call))
 
 
 @ALL
@@ -82,7 +85,7 @@ def test_start_does_not_wait_for_the_device(
 def test_what_was_started_may_be_deleted_or_written(cp, waits, maker, rank, size, what):
     reducer = maker(SHAPES)
     for call in range(2):
-        parts = brought(size, call)
+        parts = contributions(size, call)
         mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
         cp.cuda.Device().synchronize()
         others, computing = [], cp.cuda.get_current_stream()
@@ -100,10 +103,10 @@ def test_what_was_started_may_be_deleted_or_written(cp, waits, maker, rank, size
 
 
 @pytest.mark.parametrize("maker", ["shared", "flat", "hierarchical"], indirect=True)
-def test_buckets_are_offered_when_they_are_there(
+def test_buckets_are_offered_when_they_are_copied(
     cp, waits, maker, rank, size, monkeypatch
 ):
-    reducer, parts, offered = maker(SHAPES), brought(size, 0), []
+    reducer, parts, offered = maker(SHAPES), contributions(size, 0), []
     mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
     offer = reducer._schedule.offer
     with monkeypatch.context() as patch:
@@ -114,7 +117,7 @@ def test_buckets_are_offered_when_they_are_there(
         assert not offered or not cp.__version__.endswith("simulated")
         cp.cuda.Device().synchronize()
         reducer.start("vector", mine["vector"])
-        # Those of the last array, which are the first.
+        # Those of the last array are the first buckets.
         assert offered[0] >= 6
     reducer.start("scalar", parts[rank]["scalar"])
     reducer.start("empty")
@@ -123,10 +126,10 @@ def test_buckets_are_offered_when_they_are_there(
 
 
 @ALL
-def test_the_rest_may_come_with_the_call(cp, waits, maker, rank, size):
+def test_the_other_arrays_may_be_passed_to_the_call(cp, waits, maker, rank, size):
     reducer = maker(SHAPES)
     for call in range(3):
-        parts = brought(size, call)
+        parts = contributions(size, call)
         mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
         rest = mine if call else parts[rank]
         reducer.start("vector", mine.pop("vector"))
@@ -146,7 +149,7 @@ def test_what_was_started_does_not_outlive_a_failure(cp, waits, maker, rank, siz
 
 
 @ALL
-def test_a_device_that_fails_when_started_is_told_here(
+def test_a_device_that_fails_in_start_is_an_error_on_this_rank(
     cp, maker, rank, size, monkeypatch
 ):
     def fails(name):
@@ -163,7 +166,7 @@ def test_a_device_that_fails_when_started_is_told_here(
 
 @ALL
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_free_gives_the_memory_of_the_device_back(cp, pinned, maker, rank, dtype):
+def test_free_releases_the_memory_of_the_device(cp, pinned, maker, rank, dtype):
     mine, pool = empty_like(cp, SHAPES, dtype), cp.get_default_memory_pool()
     gc.collect()
     before = pool.used_bytes()
@@ -182,7 +185,7 @@ def test_free_gives_the_memory_of_the_device_back(cp, pinned, maker, rank, dtype
 
 @ALL
 def test_free_waits_for_results(cp, waits, maker, rank, size):
-    reducer, parts = maker(SHAPES), brought(size, 1)
+    reducer, parts = maker(SHAPES), contributions(size, 1)
     first = empty_like(cp, SHAPES, np.float32)
     # Memory of the device is allocated on the first call's stream.
     reducer.reduce(first, out=first)

@@ -1,4 +1,4 @@
-"""Reducer: what it hands out, what it promises of it, and what it counts."""
+"""Reducer: its arrays and results, and its statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def group(comm):
 
 
 @pytest.mark.parametrize("given", ["group", "communicator", "nothing"])
-def test_it_reduces_over_whatever_group_it_is_given(comm, rank, size, given):
+def test_it_reduces_over_the_group_that_it_is_given(comm, rank, size, given):
     ranks = {"group": Group.of(comm), "communicator": comm, "nothing": None}[given]
     with Reducer(Layout({"x": (3,)}, "float64"), ranks) as reducer:
         assert reducer.reduce({"x": [rank] * 3})["x"].tolist() == [(size - 1) / 2] * 3
@@ -137,7 +137,7 @@ def test_a_call_may_ask_for_another_reduction(maker, size, kind):
 
 
 @ALL
-def test_what_nobody_brings_is_left_out(maker, size):
+def test_arrays_that_no_rank_contributes_are_left_out(maker, size):
     reducer = maker({"x": (400,), "y": (400,), "z": ()}, reduction_type="SUM")
     assert [*reducer.reduce({"y": np.ones(400)})] == ["y"]
     reducer.start("z", 2)
@@ -214,7 +214,7 @@ def test_a_group_of_one_is_its_own_mean(group, rank, options):
 
 
 @ALL
-def test_two_reducers_may_be_between_their_calls(maker, size):
+def test_calls_of_two_reducers_may_overlap(maker, size):
     one, two = (maker({"x": (700,)}, reduction_type="SUM") for _ in range(2))
     one.start("x", np.ones(700))
     found = two.reduce({"x": np.full(700, 2)})["x"]
@@ -289,7 +289,9 @@ def test_all_ranks_of_a_node_read_one_result(maker, rank):
     ids=str,
 )
 @pytest.mark.ranks(min=3)
-def test_the_schedule_that_suits_the_nodes(comm, nodes, size_kib, options, expected):
+def test_the_schedule_is_selected_by_nodes_and_size(
+    comm, nodes, size_kib, options, expected
+):
     group = real = Group.of(comm)
     if nodes != "singles" and not real.single_node:
         pytest.skip("the ranks do not share memory")
@@ -305,7 +307,7 @@ def test_the_schedule_that_suits_the_nodes(comm, nodes, size_kib, options, expec
 
 @ALL
 @pytest.mark.ranks(min=2)
-def test_waiting_for_others_is_counted(maker, rank):
+def test_time_spent_waiting_for_others_is_counted(maker, rank):
     reducer = maker({"x": (3,)})
     meet()
     if rank == 0:
@@ -319,7 +321,7 @@ def test_waiting_for_others_is_counted(maker, rank):
 
 
 @ALL
-def test_a_freed_reducer_is_of_no_use(maker):
+def test_a_freed_reducer_refuses_every_call(maker):
     reducer = maker({"x": (3,)})
     reducer.free()
     reducer.free()
@@ -360,7 +362,7 @@ def test_arrays_may_change_places(maker, rank, size):
 
 
 @ALL
-def test_results_may_go_where_other_arrays_come_from(maker, size):
+def test_results_may_be_copied_over_other_inputs(maker, size):
     reducer = maker({"a": (5000,), "b": (5000,)}, reduction_type="SUM")
     both = np.repeat(np.float32([1, 10]), 5000)
     a, b = both[:5000], both[5000:]

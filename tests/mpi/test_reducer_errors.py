@@ -1,4 +1,4 @@
-"""Reducer: every way in which ranks fail to match, and what all of them are told."""
+"""Reducer: every way in which ranks can disagree, and the errors on all of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from .training import meet, raised
     ids=str,
 )
 @pytest.mark.parametrize("who", ["all", "last"])
-def test_options_that_cannot_be_are_refused_on_all(
+def test_invalid_options_are_refused_on_all(
     comm, rank, size, options, error, message, who
 ):
     wrong = options if who == "all" or rank == size - 1 else {}
@@ -96,7 +96,7 @@ def test_memory_that_is_not_shared_is_refused_on_all(comm):
     maker.free()
 
 
-# Arguments of a call: one rank errs, all hear of it, and go on
+# Arguments of a call: invalid on one rank, an error on all, which continue
 
 
 WRONG = {
@@ -123,7 +123,7 @@ WRONG_OUT = {
 }
 
 
-def told(error, message, failing, rank):
+def check_error(error, message, failing, rank):
     assert type(error) is InvalidArgumentError
     assert re.search(message, str(error))
     assert rank == failing or f"rank {failing}" in str(error)
@@ -136,7 +136,7 @@ def test_an_array_that_does_not_fit_is_refused_on_all(maker, rank, size, which):
     reducer = maker(SHAPES)
     for given, message in WRONG.values():
         call = {**ONES, **given} if rank == failing else ONES
-        told(raised(reducer.reduce, call), message, failing, rank)
+        check_error(raised(reducer.reduce, call), message, failing, rank)
     works(reducer, size)
 
 
@@ -151,7 +151,7 @@ def test_an_out_that_does_not_fit_is_refused_on_all(maker, rank, size, call):
             error = raised(reducer.wait, out=out if rank == 0 else None)
         else:
             error = raised(reducer.reduce, ONES, out=out if rank == 0 else None)
-        told(error, message, 0, rank)
+        check_error(error, message, 0, rank)
     works(reducer, size)
 
 
@@ -161,7 +161,7 @@ def test_an_unknown_reduction_is_refused_on_all(maker, rank, size):
     kind = "mean" if rank == 0 else "MEAN"
     error = raised(reducer.reduce, ONES, reduction_type=kind)
 
-    told(error, "reduction_type must be one of", 0, rank)
+    check_error(error, "reduction_type must be one of", 0, rank)
     works(reducer, size)
 
 
@@ -180,7 +180,7 @@ def test_a_step_that_is_no_number_is_refused_on_all(
             error = raised(reducer.wait, step=mine)
         else:
             error = raised(reducer.reduce, ONES, step=mine)
-        told(error, "step must be one number", 0, rank)
+        check_error(error, "step must be one number", 0, rank)
     works(reducer, size)
 
 
@@ -199,9 +199,9 @@ def test_what_cannot_be_converted_is_refused_on_all(maker, rank, size, monkeypat
     given = {name: array.astype(ml_dtypes.bfloat16) for name, array in ONES.items()}
     found = raised(reducer.reduce, given if rank == 0 else ONES)
 
-    # Either it is converted, or all hear of it.
+    # It is converted, or an error on all ranks.
     if isinstance(found, Exception):
-        told(found, "cannot be cast", 0, rank)
+        check_error(found, "cannot be cast", 0, rank)
     else:
         assert (found["x"] == 1).all()
     works(reducer, size)
@@ -224,7 +224,7 @@ def test_start_refuses_on_this_rank_and_changes_nothing(maker, rank, size):
 
 
 @ALL
-def test_an_array_that_was_started_cannot_be_brought_again(maker, rank, size):
+def test_a_started_array_cannot_be_contributed_again(maker, rank, size):
     reducer = maker(SHAPES)
     reducer.start("y", ONES["y"])
     error = raised(reducer.reduce, ONES)
@@ -235,7 +235,7 @@ def test_an_array_that_was_started_cannot_be_brought_again(maker, rank, size):
 
 
 @ALL
-def test_what_was_started_is_not_reduced_in_another_way(maker, rank, size):
+def test_started_arrays_are_not_reduced_in_another_way(maker, rank, size):
     reducer = maker(SHAPES)
     for name, array in ONES.items():
         reducer.start(name, array)
@@ -245,13 +245,15 @@ def test_what_was_started_is_not_reduced_in_another_way(maker, rank, size):
     works(reducer, size)
 
 
-# Ranks that do not match
+# Ranks that disagree
 
 
 @ALL
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("which", ["first", "last"])
-def test_an_array_that_only_some_bring_is_an_error_on_all(maker, rank, size, which):
+def test_an_array_that_only_some_contribute_is_an_error_on_all(
+    maker, rank, size, which
+):
     absent = 0 if which == "first" else size - 1
     reducer = maker(SHAPES)
     error = raised(reducer.reduce, {"x": ONES["x"]} if rank == absent else ONES)
@@ -283,7 +285,7 @@ def test_a_rank_at_another_step_is_found(maker, rank, size):
 
 
 class Interrupted(dict):
-    """What a rank brings when Ctrl-C finds it between two lines."""
+    """Inputs of a rank that is interrupted by Ctrl-C while it checks them."""
 
     def items(self):
         raise KeyboardInterrupt

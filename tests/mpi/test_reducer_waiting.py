@@ -1,4 +1,4 @@
-"""Reducer: ranks that come late, or never, and what is left of it."""
+"""Reducer: ranks that arrive late or never, and the reducer after that."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def starting(reducer):
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("call", [copying, in_place, starting])
 @pytest.mark.parametrize("which", ["first", "last"])
-def test_a_rank_that_does_not_come_is_named(
+def test_a_rank_that_does_not_arrive_is_named(
     maker, rank, size, which, call, monkeypatch
 ):
     late = 0 if which == "first" else size - 1
     reducer = maker(SHAPES)
     call(reducer)
-    # In lockstep, as a timeout of one rank must not be the news of another.
+    # In lockstep, so that no rank is informed of the timeout of another.
     meet()
     monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.25")
     error = raised(call, reducer) if rank != late else None
@@ -78,7 +78,7 @@ def test_a_rank_that_is_only_late_is_waited_for(maker, rank, size):
 
 @ALL
 @pytest.mark.ranks(min=3)
-def test_only_those_are_named_that_are_late(maker, rank, size, monkeypatch):
+def test_only_late_ranks_are_named(maker, rank, size, monkeypatch):
     reducer = maker(SHAPES)
     ways = [copying, in_place, starting]
     ways[rank % 3](reducer)
@@ -93,7 +93,7 @@ def test_only_those_are_named_that_are_late(maker, rank, size, monkeypatch):
 
 @pytest.mark.ranks(min=3)
 @pytest.mark.parametrize("kind", ["hierarchical", "flat"])
-def test_what_was_given_up_does_not_turn_up_in_later_sums(
+def test_inputs_of_a_call_that_was_given_up_are_not_in_later_sums(
     comm, rank, size, kind, monkeypatch
 ):
     for late in (0, size - 1):

@@ -207,7 +207,7 @@ def test_a_failure_of_one_rank_is_raised_on_all(maker, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_that_does_not_come_is_named(maker, rank, size, monkeypatch):
+def test_a_rank_that_does_not_arrive_is_named(maker, rank, size, monkeypatch):
     reducer = maker(SHAPES)
     reducer.reduce(ONES)
     meet()

@@ -1,4 +1,4 @@
-"""Schedules: sums against NumPy, however gradients come in and results go out."""
+"""Schedules: sums against NumPy, for all ways to pass gradients and read results."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def by_columns(reducer, arrays):
 
 
 def narrowed(reducer, arrays):
-    # The values are such that nothing is rounded.
+    # These values are not rounded.
     return reducer.reduce({n: a.astype(np.float64) for n, a in arrays.items()})
 
 
@@ -143,12 +143,12 @@ def check(maker, found, parts, dtype, **options):
 @pytest.mark.parametrize(
     "dtype", ["float32", "float64", "float16", ml_dtypes.bfloat16], ids=str
 )
-def test_means_equal_numpy_however_ranks_bring(maker, rank, size, dtype):
+def test_means_equal_numpy_however_ranks_contribute(maker, rank, size, dtype):
     reducer = maker(SHAPES, dtype)
     for call, way in enumerate(WAYS):
         parts = parts_of(SHAPES, size, call, dtype=dtype)
         check(maker, way(reducer, parts[rank]), parts, dtype)
-    # Each rank in a way of its own.
+    # Each rank in another way.
     for call in range(6):
         parts = parts_of(SHAPES, size, 100 + call, dtype=dtype)
         way = WAYS[(3 * rank + 7 * call) % len(WAYS)]
@@ -165,7 +165,7 @@ def test_sums_are_not_divided(maker, rank, size):
 
 
 @ALL
-def test_integers_and_truth_values_are_brought_as_numbers(maker, rank, size):
+def test_integers_and_booleans_are_converted_to_floats(maker, rank, size):
     reducer = maker({"i": (300,), "b": (2,)}, reduction_type="SUM")
     found = reducer.reduce({"i": np.arange(300) + rank, "b": [True, False]})
 
@@ -190,8 +190,8 @@ def test_any_number_of_buckets(maker, rank, size, length):
         check(maker, way(reducer, parts[rank]), parts, np.float32)
 
 
-@pytest.mark.parametrize("maker", ["eager"], indirect=True)
-def test_small_arrays_take_the_other_path_up_to_a_limit(maker, monkeypatch):
+@pytest.mark.parametrize("maker", ["one-shot"], indirect=True)
+def test_small_arrays_are_reduced_in_one_shot(maker, monkeypatch):
     monkeypatch.setattr(one_shot, "_MOST_BYTES", 4096)
     names = [type(maker({"x": (n,)})._schedule).__name__ for n in (1024, 1025)]
 
@@ -266,7 +266,7 @@ def test_sums_travel_in_the_wire_format(maker, rank, size, wire, dtype):
 
 
 @ALL
-def test_infinity_and_nan_are_numbers_like_others(maker, rank, size):
+def test_infinity_and_nan_are_summed_like_other_numbers(maker, rank, size):
     reducer = maker({"x": (400,)}, "float32")
     mine = np.ones(400, np.float32)
     mine[:3] = np.inf, -np.inf if rank == 0 else np.inf, np.nan
@@ -281,7 +281,7 @@ def test_infinity_and_nan_are_numbers_like_others(maker, rank, size):
 
 
 @ALL
-def test_what_is_too_large_becomes_infinity(maker, size):
+def test_an_overflow_becomes_infinity(maker, size):
     reducer = maker({"x": (300,)}, reduction_type="SUM")
     out = {"x": np.zeros(300, np.float16)}
     found = reducer.reduce({"x": np.full(300, 1e300)}, out=out)
@@ -293,7 +293,7 @@ def test_what_is_too_large_becomes_infinity(maker, size):
     assert (reducer.wait()["x"] == -np.inf).all()
 
 
-# Ranks at different places
+# Ranks that are late
 
 
 # Methods of schedules and of their parts.
@@ -351,7 +351,7 @@ def test_late_ranks_do_not_change_a_sum(maker, rank, size):
         found = chance.choice(WAYS)(reducer, parts[rank])
         check(maker, found, parts, np.float32)
         time.sleep(chance.choice([0, 0, 0.001, 0.01]))
-        # Others may have begun the next call long ago.
+        # Other ranks may have begun the next call.
         check(maker, found, parts, np.float32)
 
 
@@ -385,7 +385,7 @@ def test_ranks_that_compute_between_starts(maker, rank, size):
         check(maker, reducer.wait(), parts, np.float32)
 
 
-# Anything
+# Random layouts and calls
 
 
 @st.composite
@@ -405,7 +405,7 @@ def cases(draw):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_layout_brought_in_any_way(comm, rank, size, kind):
+def test_any_layout_contributed_in_any_way(comm, rank, size, kind):
     Maker(comm, kind).free()  # may skip
 
     @settings(max_examples=6)
@@ -413,7 +413,7 @@ def test_any_layout_brought_in_any_way(comm, rank, size, kind):
     @together
     def run(case):
         maker = Maker(comm, kind)
-        options = {} if kind == "eager" else {"bucket_bytes": case["bucket"]}
+        options = {} if kind == "one-shot" else {"bucket_bytes": case["bucket"]}
         options["reduction_type"] = "MEAN" if case["mean"] else "SUM"
         reducer = maker(case["shapes"], case["dtype"], **options)
         for call, (ways, names) in enumerate(case["calls"]):

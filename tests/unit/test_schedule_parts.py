@@ -1,4 +1,4 @@
-"""Buckets and stripes: what schedules cut a buffer into."""
+"""Buckets and stripes: the pieces into which schedules cut a buffer."""
 
 from __future__ import annotations
 
