@@ -258,6 +258,7 @@ class MessageSchedule(Schedule):
 
     def free(self, *, abandoned: bool = False) -> None:
         """Do as `Schedule.free`."""
-        super().free(abandoned=abandoned)
+        # MPI may still read and write the memory of a call that was given up.
         if not abandoned:
+            super().free()
             self._comm.Free()
