@@ -126,8 +126,8 @@ class Client(Freeable):
         left = self._inbox.left()
         gone = f"{format_ranks(left)} {'has' if len(left) == 1 else 'have'} left"
         return (
-            f"update {step} by rank {self._root}, which is at step {made}; the next one "
-            f"waits for {lacks}; {gone if left else 'no rank has left'}"
+            f"update {step} by rank {self._root}, which is at step {made}; the next "
+            f"one waits for {lacks}; {gone if left else 'no rank has left'}"
         )
 
     def _check_not_paused(self, call: str) -> None:

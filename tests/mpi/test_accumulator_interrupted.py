@@ -36,7 +36,7 @@ ANY_STEP = 2**40
 
 
 def stride(acc):
-    """Return the distance of the points that are tried: a network makes a trial slow."""
+    """Return the distance of the points tried: a trial over a network is slow."""
     return 1 if acc._protocol.words.direct else 13
 
 
