@@ -50,7 +50,7 @@ class Freeable:
 
     def _check_open(self) -> None:
         """Raise FreedError if it has been freed."""
-        if self._freed:
+        if self.freed:
             raise FreedError(f"{self._describe()} was freed")
 
     def _describe(self) -> str:

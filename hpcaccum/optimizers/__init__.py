@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpcaccum.optimizers.agn import AGNCustomGetter, AGNOptimizer, get_variable
 from hpcaccum.optimizers.base import Optimizer
+from hpcaccum.optimizers.checks import check_groups
 from hpcaccum.optimizers.cross_shard import CrossShardOptimizer, Reduction
 from hpcaccum.optimizers.drop_stale import DropStaleGradientOptimizer
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
@@ -23,5 +24,6 @@ __all__ = [
     "Reduction",
     "SyncReplicasOptimizer",
     "Variable",
+    "check_groups",
     "get_variable",
 ]

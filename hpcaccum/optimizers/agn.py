@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,14 +10,8 @@ from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, copyto, cupy, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.base import (
-    Optimizer,
-    check_global_step,
-    check_pairs,
-    check_variables,
-    listed,
-    set_global_step,
-)
+from hpcaccum.optimizers.base import Optimizer, set_global_step
+from hpcaccum.optimizers.checks import check_global_step, check_pairs
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
@@ -30,24 +23,26 @@ if TYPE_CHECKING:
 
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.base import Loss
+    from hpcaccum.optimizers.base import Pairs
+    from hpcaccum.optimizers.checks import Array, Loss
     from hpcaccum.server import Inbox, ParameterServer
-
-Array = np.ndarray[Any, Any]
 
 
 class UnknownVariableError(InvalidArgumentError, KeyError):
-    """Raised for a variable that was not made with the optimizer's getter."""
+    """Raised for a variable that was not created with the optimizer's getter."""
 
     __str__ = ValueError.__str__
 
 
 class AGNCustomGetter:
-    """Collects the trainable variables that `get_variable` makes with it.
+    """Collects the trainable variables that `get_variable` creates with it.
 
     Args:
         comm: Communicator of the ranks; COMM_WORLD by default.
         host: The rank that holds the center.
+
+    Attributes:
+        variables: The variables, by name.
     """
 
     def __init__(
@@ -57,10 +52,10 @@ class AGNCustomGetter:
         self.variables: dict[str, Variable] = {}
 
     def register(self, var: Variable) -> None:
-        """Remember a variable if it is trainable.
+        """Add a variable if it is trainable.
 
         Raises:
-            InvalidArgumentError: If there is one of this name.
+            InvalidArgumentError: If a variable has the same name.
         """
         if var.name in self.variables:
             raise InvalidArgumentError(f"variable {var.name!r} exists already")
@@ -75,7 +70,7 @@ def get_variable(
     trainable: bool = True,
     custom_getter: AGNCustomGetter,
 ) -> Variable:
-    """Return a new variable that the getter, and so its `AGNOptimizer`, knows."""
+    """Return a new variable, registered with the getter of an `AGNOptimizer`."""
     var = Variable(initial_value, name, trainable)
     custom_getter.register(var)
     return var
@@ -87,25 +82,25 @@ class AGNOptimizer(OneSidedOptimizer):
     One call with gradient g, local variable x, center c, sum a, period T::
 
         x := inner(x, g);  a := a + g
-        every T-th call:   c := inner(c, a / T), on the host;  x := c;  a := 0
+        every T-th call:   c := inner(c, a / T), on the host rank;  x := c;  a := 0
 
     Pushes of several workers are applied one after the other; none is dropped. The
-    step counts pushes of all workers. Slots are apart for x and c, and those of x are
-    kept at a push.
+    step counts the pushes of all workers. x and c have separate slots; a push keeps
+    those of x.
 
     Args:
-        optimizer: Makes the local updates and, on the host, those of the center.
-        num_worker: Number of workers; the original ignores it, and so do we.
-        custom_getter: Knows the variables, the communicator and the host.
+        optimizer: Makes the local updates and, on the host rank, those of the center.
+        num_worker: Number of workers; checked but not used, as in the original.
+        custom_getter: Holds the variables, the communicator and the host rank.
         communication_period: T, at least 1.
         use_locking: Ignored.
-        name: For messages.
+        name: Name for messages.
         dedicated: See `OneSidedOptimizer`.
 
     Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
         behaviour of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
-        parameter differences. Unlike there, Adam's bias correction of the center counts
-        the center's updates.
+        parameter differences. One deviation: Adam's bias correction of the center
+        counts the center's updates.
     """
 
     def __init__(
@@ -123,36 +118,36 @@ class AGNOptimizer(OneSidedOptimizer):
             raise TypeError(
                 f"custom_getter must be an AGNCustomGetter, got {custom_getter!r}"
             )
-        options = {
-            "communication_period": lambda: positive_count(
-                communication_period, "communication_period"
-            ),
-            "num_worker": lambda: positive_count(num_worker, "num_worker"),
-        }
+
+        def check() -> dict[str, int]:
+            period = positive_count(communication_period, "communication_period")
+            workers = positive_count(num_worker, "num_worker")
+            return {"communication_period": period, "num_worker": workers}
+
         super().__init__(
             optimizer,
             name,
-            options,
+            check,
             comm=custom_getter.comm,
             host=custom_getter.host,
             dedicated=dedicated,
         )
         self._getter = custom_getter
-        self._period = operator.index(communication_period)
+        self._period: int = self._options["communication_period"]
         self._calls = 0
-        # The variables whose sum has something.
+        # Names of the variables whose sum is not zero.
         self._summed: set[str] = set()
-        # Sums of gradients on a device, by plain CuPy expressions: no kernel of ours
-        # would move fewer bytes.
+        # Sums of gradients on a device. Plain CuPy expressions add to them: a kernel
+        # would move as many bytes.
         self._on_device: dict[str, Array] = {}
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
         return BoundedStalenessInbox(
-            self._group, self._host, size, dtype, workers=self._workers
+            self._group, self._root, size, dtype, workers=self._workers
         )
 
     def initialize(self, var_list: Any = None) -> None:
-        """Set the center to the host's variables, and all ranks' to it. Collective.
+        """Set the center and all ranks' variables to the host rank's. Collective.
 
         Args:
             var_list: Variables of the getter; all of them by default.
@@ -161,27 +156,30 @@ class AGNOptimizer(OneSidedOptimizer):
             var_list = list(self._getter.variables.values())
         super().initialize(var_list)
 
-    def _check_usable(self, variables: list[Variable]) -> None:
+    def _check_start(self, var_list: Any) -> list[Variable]:
+        variables = super()._check_start(var_list)
+        self._check_registered(variables)
+        return variables
+
+    def _check_registered(self, variables: Iterable[Variable]) -> None:
         for var in variables:
             if self._getter.variables.get(var.name) is not var:
                 raise UnknownVariableError(
-                    f"variable {var.name!r} was not made with the custom getter of "
-                    f"{self.get_name()}, which knows {sorted(self._getter.variables)}"
+                    f"variable {var.name!r} was not created with the custom getter of "
+                    f"{self.get_name()}, which has {sorted(self._getter.variables)}"
                 )
 
-    def _check_known(self, var_list: Any) -> None:
-        self._check_usable([] if var_list is None else check_variables(var_list))
-        super()._check_known(var_list)
+    def _check_known(self, variables: Iterable[Variable]) -> None:
+        variables = list(variables)
+        self._check_registered(variables)
+        super()._check_known(variables)
 
     def compute_gradients(
         self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
-    ) -> list[tuple[Array | None, Variable]]:
+    ) -> Pairs:
         """Compute the gradients at this rank's own variables; nothing is pulled."""
-        var_list = listed(var_list)
-        if self._server is None or var_list is not None:
-            self.initialize(var_list)
-        self._training()
-        return Optimizer.compute_gradients(self, loss, var_list, *args, **kwargs)
+        variables = self._prepare(var_list)
+        return Optimizer.compute_gradients(self, loss, variables, *args, **kwargs)
 
     def apply_gradients(
         self,
@@ -191,18 +189,19 @@ class AGNOptimizer(OneSidedOptimizer):
     ) -> Receipt | None:
         """Make a local step; at every T-th call, push and take the new center.
 
-        A variable with a gradient of None is left out: not updated, pushed or pulled.
+        A variable with a gradient of None is neither updated, nor pushed, nor pulled.
 
         Returns:
-            What became of the push; None if this call made none.
+            The receipt of the push; None if this call made none.
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
-        self._check_usable([var for _, var in pairs])
+        variables = [var for _, var in pairs]
+        self._check_registered(variables)
         if self._server is None:
             self.initialize()
-        server = self._training()
-        self._check_known([var for _, var in pairs])
+        server = self._training_server()
+        self._check_known(variables)
         self.inner.apply_gradients(pairs)
         grads = gradients_by_name(pairs)
         self._add(self._sums(server), grads)
@@ -214,10 +213,10 @@ class AGNOptimizer(OneSidedOptimizer):
         return receipt
 
     def _sums(self, server: ParameterServer) -> Mapping[str, Array]:
-        """Return where gradients are summed: where they are sent, or on the device."""
-        if not all_on_device("variables", self._local.values()):
+        """Return the sums of gradients: this rank's slot, or device memory."""
+        if not all_on_device("variables", self._values.values()):
             return server.gradient_arrays()
-        for name, value in self._local.items():
+        for name, value in self._values.items():
             if name not in self._on_device:
                 dtype = accumulation_dtype(value.dtype)
                 self._on_device[name] = cupy().zeros(value.shape, dtype)
@@ -232,47 +231,49 @@ class AGNOptimizer(OneSidedOptimizer):
         self._summed.update(grads)
 
     def _communicate(self, server: ParameterServer, names: Iterable[str]) -> Receipt:
-        """Push the means of some variables, which are formed where they are sent."""
+        """Push the mean gradients of some variables; pull these variables."""
         sums = self._sums(server)
         means = {name: sums[name] for name in names}
         for total in means.values():
             np.divide(total, total.dtype.type(self._period), out=total)
         receipt = server.push(means, self._step)
-        # The others' sums stay in the slot and go on.
+        # Variables without a gradient in this call keep their sums.
         self._summed.difference_update(means)
         self._useful = receipt.global_step + 1
-        self._pull({name: self._local[name] for name in means})
+        self._pull({name: self._values[name] for name in means})
         return receipt
 
     def gradient_arrays(self) -> dict[str, Array]:
-        """Return memory in which a loss can compute its next gradients, by name.
+        """Return arrays in which a loss can compute its next gradients, by name.
 
-        The slot, or memory on the device, holds their sum.
+        They are not those in which gradients are summed.
+
+        Raises:
+            InvalidArgumentError: Before `initialize`.
         """
         return Optimizer.gradient_arrays(self)
 
-    def free(self) -> None:
-        """Leave, wait until all ranks have, stop the server. Collective."""
-        super().free()
+    def _free(self) -> None:
+        super()._free()
         release(self._on_device)
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
         """Return a callable that sets this rank's variables to the center's.
 
-        The sums begin at zero again. Collective if nothing was initialized yet.
+        It resets the sums to zero. It is collective if it initializes the optimizer.
 
         Args:
             task_index: Ignored.
 
         Raises:
-            InvalidArgumentError: If the getter knows no variable.
+            InvalidArgumentError: If the getter has no variable.
         """
         if not self._getter.variables:
-            raise InvalidArgumentError("the custom getter knows no trainable variable")
+            raise InvalidArgumentError("the custom getter has no trainable variable")
 
         def init() -> None:
             self.initialize()
-            self._pull(self._local)
+            self._pull(self._values)
             self._summed.clear()
 
         return init
@@ -283,14 +284,14 @@ class AGNOptimizer(OneSidedOptimizer):
 
 
 class AGNHook:
-    """Runs an optimizer's init op after ``begin``, as TensorFlow's session hooks do."""
+    """Runs an optimizer's init op as a session hook of TensorFlow does."""
 
     def __init__(self, optimizer: AGNOptimizer, task_index: int) -> None:
         self._optimizer, self._task_index = optimizer, task_index
         self._init: Callable[[], None] | None = None
 
     def begin(self) -> None:
-        """Make the init op."""
+        """Create the init op."""
         self._init = self._optimizer.get_init_op(self._task_index)
 
     def after_create_session(self, session: Any = None, coord: Any = None) -> None:

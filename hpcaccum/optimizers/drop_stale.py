@@ -1,45 +1,42 @@
-"""DropStaleGradientOptimizer: every gradient an update, unless it is too late."""
+"""DropStaleGradientOptimizer: one update for each gradient that is not too stale."""
 
 from __future__ import annotations
 
 import operator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.server import BoundedStalenessInbox
 
 if TYPE_CHECKING:
+    import numpy as np
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.base import Loss, Optimizer
-    from hpcaccum.optimizers.variable import Variable
+    from hpcaccum.optimizers.base import Optimizer, Pairs
+    from hpcaccum.optimizers.checks import Loss
     from hpcaccum.server import Inbox
-
-Array = np.ndarray[Any, Any]
 
 
 class DropStaleGradientOptimizer(OneSidedOptimizer):
-    """Applies each gradient by itself if it is at most ``staleness`` updates late.
+    """Applies each gradient as one update if its lag is at most ``staleness``.
 
-    A worker's lag is the number of updates admitted since it pulled the parameters
-    that its gradient was computed with: in its last `compute_gradients` or, if it never
-    calls that, when its variables were refreshed last. The check and the update are one
-    unit, for all variables together: accepted, every variable is updated and the step
-    rises by one; dropped, nothing changes but `stale_counter`.
+    A gradient's lag is the number of updates admitted since the worker pulled the
+    parameters that it was computed with: in its last `compute_gradients` or, if it
+    never calls that, at the last pull. Check and update are atomic, for all variables
+    together: an accepted gradient updates every variable and increments the step; a
+    dropped one changes only `stale_counter`.
 
     Args:
-        opt: The optimizer that makes the updates, on the host.
+        opt: Makes the updates, on the host rank.
         staleness: Largest lag accepted; -1 drops everything.
         use_locking: Ignored.
-        name: For messages.
+        name: Name for messages.
         comm, host, dedicated: See `OneSidedOptimizer`.
 
     Source: the behaviour of ``tf.contrib.opt``'s optimizer of this name, whose check
-        and update are not one unit.
+        and update are not atomic.
     """
 
     def __init__(
@@ -53,28 +50,34 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         host: int = 0,
         dedicated: bool = False,
     ) -> None:
-        options = {"staleness": lambda: _bound(staleness)}
-        super().__init__(opt, name, options, comm=comm, host=host, dedicated=dedicated)
-        self._staleness = _bound(staleness)
+        super().__init__(
+            opt,
+            name,
+            lambda: {"staleness": _integer(staleness)},
+            comm=comm,
+            host=host,
+            dedicated=dedicated,
+        )
+        # The step of the parameters in the last compute_gradients; None before it.
         self._computed_at: int | None = None
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
         return BoundedStalenessInbox(
             self._group,
-            self._host,
+            self._root,
             size,
             dtype,
-            max_lag=self._staleness,
+            max_lag=self._options["staleness"],
             workers=self._workers,
         )
 
     def compute_gradients(
         self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
-    ) -> list[tuple[Array | None, Variable]]:
+    ) -> Pairs:
         """Pull the newest parameters, then compute the gradients with them.
 
-        The step of these parameters is that of all gradients applied until the next
-        call: applied a second time, a gradient is late by its own first update.
+        Their step is that of all gradients applied until the next call: a gradient that
+        is applied twice lags behind its own first update.
         """
         pairs = super().compute_gradients(loss, var_list, *args, **kwargs)
         self._computed_at = self._step
@@ -86,11 +89,11 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
 
     @property
     def stale_counter(self) -> int:
-        """Gradients dropped so far, over all workers."""
+        """Number of gradients dropped so far, of all workers."""
         return sum(self.statistics().dropped)
 
 
-def _bound(staleness: Any) -> int:
+def _integer(staleness: Any) -> int:
     if staleness is None:
         raise InvalidArgumentError("staleness must be an integer, got None")
     try:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
-
 from hpcaccum.arguments import rank_number
-from hpcaccum.device import all_on_device, release
+from hpcaccum.device import all_on_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
-from hpcaccum.optimizers.base import (
-    Exchange,
-    Optimizer,
+from hpcaccum.optimizers.base import Exchange, Optimizer, set_global_step
+from hpcaccum.optimizers.checks import (
     check_global_step,
     check_pairs,
     check_variables,
     listed,
-    set_global_step,
 )
-from hpcaccum.optimizers.start import check_floats, warn_of_wider
+from hpcaccum.optimizers.start import signature, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper
 from hpcaccum.server import ParameterServer, gradients_by_name
@@ -28,31 +24,34 @@ from hpcaccum.server import ParameterServer, gradients_by_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import numpy as np
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.accumulator import Receipt, Tally
-    from hpcaccum.optimizers.base import Loss
+    from hpcaccum.optimizers.base import Pairs
+    from hpcaccum.optimizers.checks import Array, Loss
     from hpcaccum.server import Inbox
-
-Array = np.ndarray[Any, Any]
 
 
 class OneSidedOptimizer(Wrapper):
-    """An optimizer whose inner one runs on the host's parameters. Collective.
+    """An optimizer whose updates run on the parameters of one rank. Collective.
 
-    The host's copy of the variables, the center, is updated there, in host memory;
-    every rank pulls it into its own variables, which may be on a device. Ranks call
-    `compute_gradients` and `apply_gradients` when they want to.
+    The host rank keeps a copy of the variables in CPU memory, the center, and the inner
+    optimizer updates it there. Every rank pulls the center into its own variables,
+    which may be on a device. Ranks call `compute_gradients` and `apply_gradients`
+    independently of each other.
 
-    Variables of several dtypes may go together, but gradients and parameters travel in
-    the widest of their dtypes; a warning then says which variables have it.
+    Variables may have different dtypes, but gradients and parameters are sent in the
+    widest of them; a warning then lists the variables of that dtype.
 
     Args:
-        opt: The optimizer that makes the updates; a local one.
-        name: Of this optimizer.
-        options: Name to check of what must be the same on all ranks.
-        comm, host: The ranks, and which of them holds the center.
-        dedicated: Whether the host only serves; it then calls `serve` after
+        opt: Makes the updates; a local optimizer.
+        name: Name of this optimizer.
+        check: Checks the options of this rank; returns those that must be the same on
+            all ranks, by name.
+        comm: Communicator of the ranks; COMM_WORLD by default.
+        host: The rank that holds the center.
+        dedicated: Whether the host rank only serves; it then calls `serve` after
             `initialize`. Otherwise it serves in a thread beside its own training.
 
     Raises:
@@ -65,7 +64,7 @@ class OneSidedOptimizer(Wrapper):
         self,
         opt: Optimizer,
         name: str,
-        options: Mapping[str, Callable[[], object]],
+        check: Callable[[], Mapping[str, Any]],
         *,
         comm: mpi4py_MPI.Comm | Group | None,
         host: int,
@@ -73,8 +72,7 @@ class OneSidedOptimizer(Wrapper):
     ) -> None:
         group = Group.of(comm)
 
-        def facts() -> dict[str, object]:
-            Wrapper.__init__(self, opt, name)
+        def check_all() -> dict[str, Any]:
             if dedicated and group.size == 1:
                 raise InvalidArgumentError(
                     "dedicated=True needs 2 ranks, one serves and others train; got 1"
@@ -83,78 +81,60 @@ class OneSidedOptimizer(Wrapper):
                 "optimizer": opt,
                 "host": rank_number(host, group.size, "host"),
                 "dedicated": bool(dedicated),
-                **{option: check() for option, check in options.items()},
+                **check(),
             }
 
-        group.agree(type(self).__name__, facts)
-        self._group, self._host, self._dedicated = group, host, dedicated
+        super().__init__(opt, name, group, check_all)
+        self._root: int = self._options["host"]
+        self._dedicated: bool = self._options["dedicated"]
+        self._workers = group.size - self._dedicated
         self._server: ParameterServer | None = None
-        self._local: dict[str, Array] = {}
+        # The center's variables, on the root.
         self._center: dict[str, Variable] = {}
-        # The step of this rank's variables, and the least one that is of use next.
+        # The step of this rank's variables, and the first one worth waiting for.
         self._step, self._useful = -1, 0
 
-    @property
-    def _workers(self) -> int:
-        return self._group.size - bool(self._dedicated)
-
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
-        """Return the inbox that makes the difference between the optimizers."""
+        """Return the inbox, in which the one-sided optimizers differ."""
         raise NotImplementedError
 
     def initialize(self, var_list: Any) -> None:
-        """Set the center to the host's variables, and all ranks' to it. Collective.
+        """Set the center and all ranks' variables to the host rank's. Collective.
 
-        Done by the first `compute_gradients` otherwise. Again, it must be given the
-        same variables and does nothing.
+        The first `compute_gradients` calls it if the user does not. A second call has
+        no effect; it must pass the same variables.
 
         Raises:
-            TypeError, InvalidArgumentError, DisagreementError: On every rank, for
-                something else than variables, or different ones on different ranks.
+            TypeError, InvalidArgumentError, DisagreementError: On every rank, if
+                ``var_list`` does not contain variables, or they differ between ranks.
         """
         self._check_open()
         if self._server is not None:
-            self._check_known(var_list)
+            self._check_known([] if var_list is None else check_variables(var_list))
             return
-        checked: list[Variable] = []
-
-        def facts() -> dict[str, object]:
-            checked.extend(check_variables(var_list))
-            check_floats(checked)
-            all_on_device("variables", [var.value for var in checked])
-            self._check_usable(checked)
-            return {"variables": [(v.name, v.shape, str(v.dtype)) for v in checked]}
-
-        self._group.agree(f"{self.get_name()}: initialize", facts)
+        what = f"{self.get_name()}: initialize"
+        variables = self._group.agree(
+            what,
+            lambda: self._check_start(var_list),
+            lambda variables: {"variables": signature(variables)},
+        )
         if self._group.rank == 0:
-            warn_of_wider(self.get_name(), checked)
-        super().initialize(checked)
-        self._local = {var.name: var.value for var in checked}
+            warn_of_wider(self.get_name(), variables)
+        self._start(variables)
         self._server = ParameterServer(
             self._group,
-            self._host,
-            self._local,
+            self._root,
+            self._values,
             self._make_inbox,
             dedicated=self._dedicated,
             what=self.get_name(),
-            finish=self._finish,
+            finish=self._pull_all,
         )
         if self._server.is_root:
             self._serve_with(self._server)
         self._pull()
-        # Nobody trains before all have the same variables.
-        self._group.allgather(None, f"{self.get_name()}: initialize")
-
-    def _check_usable(self, variables: list[Variable]) -> None:
-        """Refuse variables that this optimizer cannot have."""
-
-    def _check_known(self, var_list: Any) -> None:
-        for var in [] if var_list is None else check_variables(var_list):
-            if self._local.get(var.name) is not var.value:
-                raise InvalidArgumentError(
-                    f"{self.get_name()} was initialized without this variable "
-                    f"{var.name!r}, with {sorted(self._local)}"
-                )
+        # No rank may train before all have the same variables.
+        self._group.allgather(None, what)
 
     def _serve_with(self, server: ParameterServer) -> None:
         center = self._center = {
@@ -168,10 +148,10 @@ class OneSidedOptimizer(Wrapper):
         server.start(update)
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Return a slot of this rank's variable, else on the host of the center's.
+        """Return a slot of this rank's variable or, on the host rank, of the center's.
 
-        One of the center's is a copy of one step. To read several of the same step, see
-        `paused`.
+        A slot of the center is a copy, taken between two updates. Use `paused` to read
+        several of the same step.
         """
         own = self.inner.get_slot(var, name)
         if own is not None or var.name not in self._center:
@@ -182,21 +162,22 @@ class OneSidedOptimizer(Wrapper):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[int]:
-        """Make no update while the block runs, whose reads are of one step; host only.
+        """Suspend updates during the block, to read one step; host rank only.
 
-        ``with opt.paused() as step:`` waits for the update that is being made. Then
-        `center`, `get_slot` and `variables` are those of ``step`` until the block ends.
-        All ranks wait for their updates meanwhile, so copy and leave. Not collective.
+        ``with opt.paused() as step:`` waits for the update in progress. `center`,
+        `get_slot` and `variables` return the values of ``step`` until the block ends.
+        Meanwhile all ranks wait for their updates, so keep the block short. Not
+        collective.
 
         Raises:
             InvalidArgumentError: On other ranks, which hold no slots. In the block, for
                 a call of this thread that would wait for an update.
         """
-        with self._asked().paused() as step:
+        with self._any_server().paused() as step:
             yield step
 
-    def _asked(self) -> ParameterServer:
-        """Return the server, which may have been freed, to ask it something."""
+    def _any_server(self) -> ParameterServer:
+        """Return the server; a freed one still answers questions."""
         if self._server is None:
             self._check_open()
             raise InvalidArgumentError(
@@ -205,78 +186,77 @@ class OneSidedOptimizer(Wrapper):
             )
         return self._server
 
-    def _opened(self) -> ParameterServer:
+    def _open_server(self) -> ParameterServer:
         self._check_open()
-        return self._asked()
+        return self._any_server()
 
-    def _training(self) -> ParameterServer:
-        server = self._opened()
+    def _training_server(self) -> ParameterServer:
+        server = self._open_server()
         if server.only_serves:
             raise InvalidArgumentError(
-                f"rank {self._host} is the dedicated host of {self.get_name()} and "
+                f"rank {self._root} is the dedicated host of {self.get_name()} and "
                 f"does not train: call serve()"
             )
         return server
 
     def serve(self) -> None:
-        """Serve until all other ranks have left; on the host of ``dedicated=True``.
+        """Serve until all other ranks have left; host rank of ``dedicated=True`` only.
 
-        In the end this rank's variables are those of the final center.
+        On return, this rank's variables are those of the final center.
         """
-        self._opened().serve()
+        self._open_server().serve()
         self._pull_all()
 
     @property
     def _local_step(self) -> int:
-        """The step that this rank's gradients are said to be computed at."""
+        """The step of the parameters that this rank's gradients were computed with."""
         return self._step
 
     def _pull(self, into: Mapping[str, Array] | None = None) -> None:
-        """Bring the newest center into this rank's variables."""
-        self._step = self._opened().pull(
-            self._local if into is None else into,
+        """Copy the newest center to this rank's variables, or to those in ``into``."""
+        self._step = self._open_server().pull(
+            self._values if into is None else into,
             at_least=self._useful,
             known=self._step if into is None else -1,
         )
 
     def _pull_all(self) -> None:
-        """Make this rank's variables the center's, whatever they were."""
-        self._step = self._opened().pull(self._local)
-
-    def _finish(self) -> None:
-        # The server makes no more updates, which may ask for the step.
-        self._pull_all()
-        self._freed = True
+        """Set this rank's variables to the center's, whatever their step."""
+        self._step = self._open_server().pull(self._values)
 
     def gradient_arrays(self) -> dict[str, Array]:
-        """Return memory in which a loss can compute its next gradients, by name.
+        """Return arrays in which a loss can compute its next gradients, by name.
 
-        It is this rank's slot on the host: gradients that lie there are sent without a
-        copy. They are of the dtype in which gradients are added, for half precision
-        float32. After `apply_gradients` it is no longer the loss's: ask again. For
-        variables on a device it is memory there.
+        They are this rank's slot on the server: gradients written to them are sent
+        without a copy. Their dtype is that in which gradients are added: float32 for
+        half precision. After `apply_gradients` they are read-only; call this method
+        again. For variables on a device they are device memory.
 
         Raises:
             InvalidArgumentError: Before `initialize`.
         """
-        server = self._training()
-        if all_on_device("variables", self._local.values()):
+        server = self._training_server()
+        if all_on_device("variables", self._values.values()):
             return Optimizer.gradient_arrays(self)
         return server.gradient_arrays()
 
-    def compute_gradients(
-        self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
-    ) -> list[tuple[Array | None, Variable]]:
-        """Pull the newest parameters, then compute the gradients with them.
-
-        Waits only if every gradient computed now were certain to be dropped.
-        """
+    def _prepare(self, var_list: Any) -> Any:
+        """Initialize if necessary; return the variables to compute gradients of."""
         var_list = listed(var_list)
         if self._server is None or var_list is not None:
             self.initialize(var_list)
-        self._training()
+        self._training_server()
+        return self._variables if var_list is None else var_list
+
+    def compute_gradients(
+        self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
+    ) -> Pairs:
+        """Pull the newest parameters, then compute the gradients with them.
+
+        Waits only while every gradient computed now would certainly be dropped.
+        """
+        variables = self._prepare(var_list)
         self._pull()
-        variables = self._variables if var_list is None else var_list
         return self.inner.compute_gradients(loss, variables, *args, **kwargs)
 
     def apply_gradients(
@@ -285,17 +265,17 @@ class OneSidedOptimizer(Wrapper):
         global_step: Variable | None = None,
         name: str | None = None,
     ) -> Receipt | None:
-        """Send the gradients to the host; wait for what the optimizer promises.
+        """Send the gradients to the host rank; wait as the optimizer promises.
 
         Args:
-            grads_and_vars: Pairs as `compute_gradients` gives them. A gradient of None
-                leaves its variable alone.
+            grads_and_vars: Pairs as `compute_gradients` returns them. A variable with
+                a gradient of None is not updated.
             global_step: An integer Variable, set to the number of updates that this
-                rank's variables have.
+                rank's variables contain.
             name: Ignored.
 
         Returns:
-            What became of the gradients.
+            Whether the gradients were accepted, and at which step.
 
         Raises:
             InvalidArgumentError, TypeError: On this rank; nothing is sent.
@@ -303,14 +283,14 @@ class OneSidedOptimizer(Wrapper):
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
         self.initialize([var for _, var in pairs])
-        server = self._training()
+        server = self._training_server()
         receipt = server.push(gradients_by_name(pairs), self._local_step)
         self._after(server, receipt)
         set_global_step(global_step, self._step)
         return receipt
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:
-        """Get new parameters after a push: with its update, or at once if dropped."""
+        """Pull after a push: wait for its update, or do not wait if it was dropped."""
         if receipt:
             self._useful = receipt.global_step + 1
             self._pull()
@@ -320,12 +300,12 @@ class OneSidedOptimizer(Wrapper):
 
     @property
     def global_step(self) -> int:
-        """The number of updates that the center has now, or had in the end."""
-        return self._asked().step
+        """Number of updates of the center so far; after `free`, in total."""
+        return self._any_server().step
 
     @property
     def waited(self) -> float:
-        """Seconds that this rank has waited for others."""
+        """Seconds that this rank has waited for other ranks."""
         return 0.0 if self._server is None else self._server.waited
 
     @overload
@@ -333,41 +313,48 @@ class OneSidedOptimizer(Wrapper):
     @overload
     def center(self, var: Sequence[Variable]) -> list[Array]: ...
     def center(self, var: Variable | Sequence[Variable]) -> Array | list[Array]:
-        """Return a copy of the host's current value of a variable; not collective.
+        """Return a copy of the center's value of a variable. Not collective.
 
         Args:
-            var: A variable; or a list or tuple of them, whose copies are of one step.
+            var: A variable; or a list or tuple of variables, copied at the same step.
 
         Returns:
-            An array in host memory; for a list, a list of them. After `free`, the
+            An array in CPU memory; for a list, a list of arrays. After `free`, the
             values of the last update.
         """
-        server = self._asked()
+        server = self._any_server()
         several = isinstance(var, (list, tuple))
         variables: Any = var if several else [var]
-        self._check_known(variables)
+        self._check_known(check_variables(variables))
         copies = server.read([each.name for each in variables])
         return copies if several else copies[0]
 
     def statistics(self) -> Tally:
-        """Return what happened to the gradients of all ranks, so far or in all."""
-        return self._asked().tally()
+        """Return how many gradients of each rank were accepted and dropped so far."""
+        return self._any_server().tally()
 
     def leave(self) -> None:
-        """Say that this rank brings no more gradients. Not collective.
+        """Declare that this rank contributes no more gradients. Not collective.
 
-        Nobody waits for it any more; quorums shrink.
+        Other ranks stop waiting for it; quorums shrink.
         """
-        self._opened().leave()
+        self._open_server().leave()
 
     def free(self) -> None:
-        """Leave, wait until all ranks have, and end with the final center. Collective.
+        """Leave, wait until all ranks have left, and pull the final center. Collective.
 
-        Afterwards the variables of all ranks are those of the last update, also of
+        Afterwards the variables of all ranks are those of the last update, also on
         ranks that left early or only served. `center`, `global_step`, `statistics` and
-        `get_slot` go on telling of it.
+        `get_slot` remain available.
         """
+        super().free()
+
+    @property
+    def freed(self) -> bool:
+        """Whether it was freed, by `free` or with its server before MPI_Finalize."""
+        return self._freed or (self._server is not None and self._server.freed)
+
+    def _free(self) -> None:
         if self._server is not None:
             self._server.free()
-        super().free()
-        release(self._gradients)
+        super()._free()

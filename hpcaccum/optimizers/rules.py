@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.base import Array
+from hpcaccum.optimizers.checks import Array
 from hpcaccum.optimizers.update_rule import Rate, Rule, checked_number
 
 

@@ -1,4 +1,4 @@
-"""How training begins: dtypes that can be exchanged, the same values on all ranks."""
+"""The start of training: the same variables, with the same values, on all ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto, to_host
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.errors import DisagreementError, InvalidArgumentError, format_ranks
+from hpcaccum.errors import DisagreementError, format_ranks
 from hpcaccum.layout import Layout
-from hpcaccum.optimizers.variable import is_float
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,31 +26,26 @@ logger = logging.getLogger("hpcaccum")
 
 Array = np.ndarray[Any, Any]
 
-# Some MPIs count the elements of a message in 32 bits.
+# MPI libraries before MPI-4 count the elements of a message in 32 bits.
 _CHUNK_BYTES = 1 << 30
-# Names that a message lists.
+# Number of names that a message lists.
 _SHOWN = 5
 
 
-def check_floats(variables: Iterable[Variable]) -> None:
-    """Raise InvalidArgumentError if a variable has no gradient, being of integers."""
-    for var in variables:
-        if not is_float(var.dtype):
-            raise InvalidArgumentError(
-                f"variable {var.name!r} is of {var.dtype} and cannot be trained; leave "
-                f"it out of var_list"
-            )
+def signature(variables: Iterable[Variable]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return what must be the same on all ranks: names, shapes and dtypes."""
+    return [(var.name, var.shape, str(var.dtype)) for var in variables]
 
 
 def warn_of_wider(what: str, variables: Sequence[Variable]) -> None:
-    """Log which variables make all gradients travel in a dtype wider than their own."""
+    """Warn if some variables force the gradients of others into a wider dtype."""
     dtype = Layout.of({var.name: var.value for var in variables}).dtype
     wider = [var.name for var in variables if accumulation_dtype(var.dtype) == dtype]
     if len(wider) < len(variables):
         more = ", ..." if len(wider) > _SHOWN else ""
         logger.warning(
             "%s: all gradients are exchanged as %s, the dtype of %s%s (%d of %d "
-            "variables); convert these, or give them an optimizer of their own",
+            "variables); convert these, or give them a separate optimizer",
             what,
             dtype,
             ", ".join(map(repr, wider[:_SHOWN])),
@@ -64,13 +58,13 @@ def warn_of_wider(what: str, variables: Sequence[Variable]) -> None:
 def broadcast(group: Group, variables: Iterable[Variable], what: str) -> None:
     """Set the variables of all ranks to those of the group's rank 0. Collective."""
     for var in variables:
-        host = _copy(var)
-        data = _bytes(host)
+        buffer = _copy(var)
+        data = _bytes(buffer)
         for start in range(0, data.size, _CHUNK_BYTES):
             piece = data[start : start + _CHUNK_BYTES]
             _wait(group.comm.Ibcast(piece, 0), f"{what}: broadcast of {var.name!r}")
         if group.rank != 0:
-            copyto(var.value, host)
+            copyto(var.value, buffer)
 
 
 def _wait(request: mpi4py_MPI.Request, what: str) -> None:
@@ -85,9 +79,9 @@ def compare(
     """Raise unless the variables have the same bytes on all ranks. Collective.
 
     Args:
-        group: The ranks that compare.
-        variables: The same names on all.
-        ranks: What the messages call the group's ranks.
+        group: The ranks to compare.
+        variables: The same names on all ranks.
+        ranks: The group's ranks as the user numbers them, for messages.
         what: Begins the messages.
 
     Raises:
@@ -106,7 +100,7 @@ def compare(
         ]
         if odd:
             raise DisagreementError(
-                f"{what}: variable {var.name!r} must begin with the same values on all "
+                f"{what}: variable {var.name!r} must start with the same values on all "
                 f"ranks of a group: {format_ranks(odd)} unlike rank {ranks[0]}; or use "
                 f"sync=True"
             )

@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 class SyncReplicasOptimizer(OneSidedOptimizer):
     """Updates with the mean of ``replicas_to_aggregate`` gradients of one step.
 
-    A gradient that was computed before the last update is dropped. With a quorum less
-    than the number of workers the rest are backups: the first gradients win, nobody
-    waits for a straggler. The decision is one for all variables.
+    A gradient computed before the last update is dropped. If the quorum is smaller than
+    the number of workers, the others are backups: the first gradients are used, and
+    stragglers are not waited for. A gradient is accepted or dropped for all variables
+    together.
 
-    After an accepted gradient a worker waits for the update that it is part of. If the
-    quorum is more than there are workers, each brings its share of gradients first.
+    After an accepted gradient a worker waits for the update that contains it. If the
+    quorum is larger than the number of workers, each worker first contributes its share
+    of gradients.
 
     Args:
-        opt: The optimizer that makes the updates, on the host.
-        replicas_to_aggregate: Gradients of one update, at least.
+        opt: Makes the updates, on the host rank.
+        replicas_to_aggregate: Least number of gradients in an update.
         total_num_replicas: Number of workers; accepted for compatibility, the
-            communicator knows it.
+            communicator determines it.
         use_locking: Ignored.
-        name: For messages.
+        name: Name for messages.
         comm, host, dedicated: See `OneSidedOptimizer`.
 
     Source: Chen et al., Revisiting Distributed Synchronous SGD, 2016
@@ -54,32 +56,29 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         host: int = 0,
         dedicated: bool = False,
     ) -> None:
-        options = {
-            "replicas_to_aggregate": lambda: positive_count(
-                replicas_to_aggregate, "replicas_to_aggregate"
-            ),
-            "total_num_replicas": lambda: (
-                None
-                if total_num_replicas is None
-                else positive_count(total_num_replicas, "total_num_replicas")
-            ),
-        }
-        super().__init__(opt, name, options, comm=comm, host=host, dedicated=dedicated)
-        self._quorum = int(replicas_to_aggregate)
-        # How many gradients of one step each worker may bring.
+        def check() -> dict[str, int | None]:
+            quorum = positive_count(replicas_to_aggregate, "replicas_to_aggregate")
+            total = total_num_replicas
+            if total is not None:
+                total = positive_count(total, "total_num_replicas")
+            return {"replicas_to_aggregate": quorum, "total_num_replicas": total}
+
+        super().__init__(opt, name, check, comm=comm, host=host, dedicated=dedicated)
+        self._quorum: int = self._options["replicas_to_aggregate"]
+        # Gradients of one step that each worker may contribute.
         self._share = -(-self._quorum // self._workers)
-        # The step of the last one accepted, and how many were of that step.
-        self._round, self._brought = -1, 0
+        # The step at which the last gradient arrived, and how many were accepted there.
+        self._round, self._accepted = -1, 0
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
         return QuorumInbox(
-            self._group, self._host, size, dtype, self._quorum, self._workers
+            self._group, self._root, size, dtype, self._quorum, self._workers
         )
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:
         if receipt.global_step != self._round:
-            self._round, self._brought = receipt.global_step, 0
-        self._brought += bool(receipt)
-        if receipt and self._brought < self._share and server.step == self._step:
+            self._round, self._accepted = receipt.global_step, 0
+        self._accepted += bool(receipt)
+        if receipt and self._accepted < self._share and server.step == self._step:
             return
         super()._after(server, receipt)

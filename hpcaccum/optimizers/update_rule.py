@@ -20,13 +20,8 @@ import numpy as np
 from hpcaccum.device import cupy, is_device
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.base import (
-    Array,
-    Optimizer,
-    check_global_step,
-    check_pairs,
-    count_step,
-)
+from hpcaccum.optimizers.base import Optimizer, count_step
+from hpcaccum.optimizers.checks import Array, check_global_step, check_pairs
 from hpcaccum.optimizers.device_update import Updates
 from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.overlap import crossing, overlap

@@ -1,45 +1,77 @@
-"""What all optimizers that hold another one have in common."""
+"""What all optimizers have in common that hold another one."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpcaccum.errors import FreedError
+from hpcaccum.device import all_on_device, release
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable
 from hpcaccum.optimizers.base import Optimizer, check_inner
-from hpcaccum.optimizers.variable import Variable
+from hpcaccum.optimizers.checks import (
+    check_name,
+    check_trainable,
+    check_variables,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from hpcaccum.mpi import Group
+    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.optimizers.variable import Variable
 
 
 class Wrapper(Freeable, Optimizer):
-    """Exchanges gradients and leaves the updates to another optimizer.
+    """Exchanges gradients and delegates the updates to another optimizer. Collective.
 
     Args:
-        inner: What makes the updates; its state is shown as this one's.
-        name: Of this one.
+        inner: Makes the updates; its state is shown as this optimizer's.
+        name: Name of this optimizer.
+        group: The ranks.
+        check: Checks the other options of this rank; returns those that must be the
+            same on all ranks, by name.
+
+    Attributes:
+        inner: The other optimizer.
 
     Raises:
-        TypeError: If ``inner`` is no optimizer.
-        InvalidArgumentError: If ``inner`` exchanges gradients in a way that cannot
-            happen inside of this one.
+        TypeError: On every rank, if ``inner`` is not an optimizer.
+        InvalidArgumentError: On every rank, if ``inner`` exchanges gradients in a way
+            that this optimizer does not allow.
+        DisagreementError: On every rank, if an option differs.
     """
 
-    def __init__(self, inner: Optimizer, name: str) -> None:
+    def __init__(
+        self,
+        inner: Optimizer,
+        name: str,
+        group: Group,
+        check: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        def check_all() -> Mapping[str, Any]:
+            check_name(name)
+            check_inner(inner, self)
+            return check()
+
+        # What all ranks agreed on, by name.
+        self._options = group.agree(type(self).__name__, check_all)
         super().__init__(name)
-        check_inner(inner, self)
-        self.inner = inner
-        self._freed = False
+        self.inner, self._group = inner, group
+        # Arrays of the variables, by name; empty before `initialize`.
+        self._values: dict[str, Array] = {}
 
     def __repr__(self) -> str:
-        """Show the inner optimizer; the same on ranks that were given the same one."""
+        """Show the inner optimizer; identical on ranks that were given the same one."""
         return f"{type(self).__name__}({self.inner!r}, name={self.get_name()!r})"
 
     @property
     def learning_rate(self) -> Any:
-        """That of the inner optimizer, where it makes the updates; may be set.
+        """The learning rate of the inner optimizer; may be set.
 
-        With a one-sided optimizer the host makes those of the center: set it there. On
-        other ranks it has no effect on the center. With a collective one, set it on
-        all ranks of a group alike.
+        With a one-sided optimizer, set it on the host, which updates the center; on
+        other ranks it has no effect on the center. With a collective optimizer, set it
+        to the same value on all ranks of a group.
 
         Raises:
             AttributeError: If the inner optimizer has none.
@@ -48,7 +80,7 @@ class Wrapper(Freeable, Optimizer):
 
     @learning_rate.setter
     def learning_rate(self, rate: Any) -> None:
-        # Checked first: the user's own optimizer would take any attribute.
+        # Read it first: a user's optimizer would accept any attribute.
         _ = self.learning_rate
         self.inner.learning_rate = rate  # type: ignore[attr-defined]
 
@@ -64,14 +96,32 @@ class Wrapper(Freeable, Optimizer):
         """Return the state variables of the inner optimizer."""
         return self.inner.variables()
 
-    def free(self) -> None:
-        """Free what the exchange needs. Collective."""
-        self._freed = True
+    def _check_start(self, var_list: Any) -> list[Variable]:
+        """Return the variables that an optimizer can be initialized with."""
+        variables = check_variables(var_list)
+        check_trainable(variables)
+        all_on_device("variables", [var.value for var in variables])
+        return variables
+
+    def _start(self, variables: list[Variable]) -> None:
+        Optimizer.initialize(self, variables)
+        self._values = {var.name: var.value for var in variables}
+
+    def _check_known(self, variables: Iterable[Variable]) -> None:
+        """Raise InvalidArgumentError unless it was initialized with these variables."""
+        for var in variables:
+            if self._values.get(var.name) is not var.value:
+                raise InvalidArgumentError(
+                    f"{self.get_name()} was initialized without this variable "
+                    f"{var.name!r}, with {sorted(self._values)}"
+                )
+
+    def _describe(self) -> str:
+        return f"optimizer {self.get_name()!r}"
+
+    def _free(self) -> None:
+        release(self._gradients)
         self._release()
 
     def _release(self) -> None:
         self.inner._release()
-
-    def _check_open(self) -> None:
-        if self._freed:
-            raise FreedError(f"optimizer {self.get_name()!r} was freed")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.optimizers.cross_shard import check_groups
+from hpcaccum.optimizers import check_groups
 
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn")
 

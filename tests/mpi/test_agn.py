@@ -310,7 +310,7 @@ def test_variables_of_others_are_unknown(make, comm):
         for error in errors:
             assert isinstance(error, KeyError)
             assert isinstance(error, InvalidArgumentError)
-            assert f"'{other.name}' was not made with" in str(error)
+            assert f"'{other.name}' was not created with" in str(error)
         assert x.value == other.value == 0
 
 

@@ -107,7 +107,7 @@ def test_other_bytes_are_refused_by_all_of_a_group(comm, rank, size):
         assert type(error) is DisagreementError
         first = mine[0]
         others = [last] if first != last else sorted(set(mine) - {last})
-        assert "variable 'w' must begin with the same values" in str(error)
+        assert "variable 'w' must start with the same values" in str(error)
         assert f"{start.format_ranks(others)} unlike rank {first};" in str(error)
         assert before == np.array([0.0, -0.0 if rank == last else 0.0]).tobytes()
 

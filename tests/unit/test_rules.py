@@ -15,11 +15,10 @@ from hpcaccum.optimizers.base import (
     Exchange,
     Optimizer,
     check_inner,
-    check_pairs,
-    check_variables,
     scaled,
     set_global_step,
 )
+from hpcaccum.optimizers.checks import check_pairs, check_variables
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
 from hpcaccum.optimizers.variable import Variable
 
@@ -683,9 +682,9 @@ def test_what_is_no_array_or_name():
         with pytest.raises(TypeError, match="must be a NumPy or CuPy array, got"):
             Variable(array)
     for name in (None, "", 3):
-        with pytest.raises(TypeError, match="name must be a text"):
+        with pytest.raises(TypeError, match="name must be a non-empty string"):
             Variable(0.0, name)
-        with pytest.raises(TypeError, match="name must be a text"):
+        with pytest.raises(TypeError, match="name must be a non-empty string"):
             SGD(1, name=name)
 
 

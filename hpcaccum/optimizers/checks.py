@@ -1,0 +1,289 @@
+"""Checks of what callers pass to optimizers; each returns the value or raises."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from hpcaccum.arguments import gradient_array
+from hpcaccum.device import is_device
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.optimizers.variable import Variable, is_float, is_integer
+
+Array = np.ndarray[Any, Any]
+Loss = Callable[[], tuple[Any, Any]]
+
+
+def check_name(name: Any) -> str:
+    """Return a name; raise TypeError unless it is a string that is not empty."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a non-empty string, got {name!r}")
+    return name
+
+
+# Variables
+
+
+def check_variables(var_list: Any) -> list[Variable]:
+    """Return the variables as a list.
+
+    Raises:
+        TypeError: If ``var_list`` is not a list, or one of its items not a Variable.
+        InvalidArgumentError: If it is None or empty, or two variables share a name.
+    """
+    if var_list is None:
+        raise InvalidArgumentError(
+            "no variables are known: pass var_list, or call initialize(var_list) first"
+        )
+    if isinstance(var_list, (str, bytes, Variable)) or not isinstance(
+        var_list, Iterable
+    ):
+        raise TypeError(f"var_list must be a list of Variables, got {var_list!r}")
+    variables = list(var_list)
+    for number, variable in enumerate(variables):
+        if not isinstance(variable, Variable):
+            raise TypeError(
+                f"var_list must hold Variables, got {type(variable).__name__} "
+                f"at index {number}"
+            )
+    if not variables:
+        raise InvalidArgumentError("var_list is empty")
+    _check_unique([variable.name for variable in variables])
+    return variables
+
+
+def _check_unique(names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise InvalidArgumentError(
+            f"{names.count(name)} variables are named {name!r}; names must be unique"
+        )
+
+
+def check_trainable(variables: Iterable[Variable]) -> None:
+    """Raise InvalidArgumentError if a variable has integers, hence no gradient."""
+    for var in variables:
+        if not is_float(var.dtype):
+            raise InvalidArgumentError(
+                f"variable {var.name!r} is of {var.dtype} and cannot be trained; leave "
+                f"it out of var_list"
+            )
+
+
+def listed(var_list: Any) -> Any:
+    """Return an iterator as a list, which can be read twice; other values as is."""
+    return list(var_list) if isinstance(var_list, Iterator) else var_list
+
+
+# Gradients
+
+
+def check_gradient(grad: Any, variable: Variable) -> Array:
+    """Return a gradient as an array, neither copied nor converted to another dtype.
+
+    Raises:
+        InvalidArgumentError: If it does not fit the variable, or the variable has
+            integers.
+    """
+    dtype, shape = variable.dtype, variable.shape
+    if not is_float(dtype):
+        raise InvalidArgumentError(
+            f"{variable.name!r} is of {dtype} and cannot be trained"
+        )
+    # The common case first: every gradient is checked several times in a step.
+    usual = type(grad) is type(variable.value) is np.ndarray
+    if usual and grad.dtype is dtype and grad.shape == shape:
+        return grad  # type: ignore[no-any-return]
+    try:
+        array = gradient_array(grad, dtype)
+    except InvalidArgumentError as error:
+        text = f"gradient of {variable.name!r}: {error}"
+        raise InvalidArgumentError(text) from None
+    if is_device(array) is not is_device(variable.value):
+        where = ["in host memory", "on the device"]
+        raise InvalidArgumentError(
+            f"gradient of {variable.name!r} is {where[is_device(array)]}, the variable "
+            f"is not"
+        )
+    if array.shape != shape:
+        raise InvalidArgumentError(
+            f"gradient of {variable.name!r} must have shape {shape}, got {array.shape}"
+        )
+    return array
+
+
+def check_pairs(grads_and_vars: Any) -> list[tuple[Array | None, Variable]]:
+    """Return gradients and variables as a list of checked pairs.
+
+    Args:
+        grads_and_vars: Pairs (gradient or None, Variable); an iterator is consumed.
+
+    Raises:
+        TypeError: If it does not consist of such pairs.
+        InvalidArgumentError: If it is empty, contains a variable twice or no gradient
+            at all, or a gradient does not fit its variable.
+    """
+    if not isinstance(grads_and_vars, Iterable):
+        raise TypeError(
+            "grads_and_vars must be a list of pairs (gradient, Variable), "
+            f"got {type(grads_and_vars).__name__}"
+        )
+    pairs = [_pair(item, i) for i, item in enumerate(grads_and_vars)]
+    if not pairs:
+        raise InvalidArgumentError("no variables provided")
+    names = [variable.name for _, variable in pairs]
+    if len({variable for _, variable in pairs}) < len(pairs):
+        raise InvalidArgumentError(f"a variable is given twice in {names}")
+    if all(grad is None for grad, _ in pairs):
+        raise InvalidArgumentError(f"no gradients provided for any variable: {names}")
+    return [
+        (None if grad is None else check_gradient(grad, variable), variable)
+        for grad, variable in pairs
+    ]
+
+
+def _pair(item: Any, index: int) -> tuple[Any, Variable]:
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise TypeError(
+            "grads_and_vars must hold pairs (gradient, Variable), got "
+            f"{type(item).__name__} at index {index}"
+        )
+    if not isinstance(item[1], Variable):
+        raise TypeError(
+            "grads_and_vars must hold pairs (gradient, Variable), got "
+            f"{type(item[1]).__name__} as the variable at index {index}"
+        )
+    return item[0], item[1]
+
+
+# What a loss is and returns
+
+
+def check_loss(loss: Any) -> Loss:
+    """Return a loss; raise TypeError unless it is callable."""
+    if not callable(loss):
+        raise TypeError(
+            "loss must be callable without arguments and return (value, gradients), "
+            f"got {type(loss).__name__}"
+        )
+    return loss  # type: ignore[no-any-return]
+
+
+def check_loss_result(result: Any, variables: list[Variable]) -> list[Any]:
+    """Return the gradients that a loss returned, in the order of the variables.
+
+    Raises:
+        TypeError: If the result is not a pair (value, gradients), or the gradients are
+            neither a list nor a mapping.
+        InvalidArgumentError: If their number or names do not match the variables.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"loss must return (value, gradients), got {type(result).__name__}"
+        )
+    grads = result[1]
+    names = [variable.name for variable in variables]
+    if isinstance(grads, Mapping):
+        unknown = [name for name in grads if name not in names]
+        if unknown:
+            raise InvalidArgumentError(
+                f"loss returned gradients for {unknown}, the variables are {names}"
+            )
+        return [grads.get(name) for name in names]
+    if not isinstance(grads, (list, tuple)):
+        raise TypeError(
+            "loss must return gradients as a list or a mapping by name, "
+            f"got {type(grads).__name__}"
+        )
+    if len(grads) != len(names):
+        raise InvalidArgumentError(
+            f"loss returned {len(grads)} gradients for {len(names)} variables: {names}"
+        )
+    return list(grads)
+
+
+# Options
+
+
+def check_global_step(global_step: Any) -> Variable | None:
+    """Return a global step, which may be None.
+
+    Raises:
+        TypeError: If it is neither None nor an integer Variable of shape ().
+    """
+    if global_step is None:
+        return None
+    if not isinstance(global_step, Variable):
+        raise TypeError(
+            "global_step must be an integer Variable of shape (), "
+            f"got {type(global_step).__name__}"
+        )
+    if global_step.shape != () or not is_integer(global_step.dtype):
+        raise TypeError(
+            "global_step must be an integer Variable of shape (), "
+            f"got {global_step.dtype} {global_step.shape}"
+        )
+    return global_step
+
+
+def check_gate(gate_gradients: Any) -> None:
+    """Raise InvalidArgumentError unless it is GATE_NONE, GATE_OP or GATE_GRAPH."""
+    if isinstance(gate_gradients, bool) or gate_gradients not in (0, 1, 2):
+        raise InvalidArgumentError(
+            "gate_gradients must be GATE_NONE, GATE_OP or GATE_GRAPH (0, 1 or 2), "
+            f"got {gate_gradients!r}"
+        )
+
+
+def check_grad_loss(grad_loss: Any) -> float | None:
+    """Return the factor of the gradients; None if there is none.
+
+    Raises:
+        InvalidArgumentError: If it is not one number.
+    """
+    if grad_loss is None:
+        return None
+    try:
+        return float(grad_loss)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(
+            f"grad_loss must be one number, got {grad_loss!r}"
+        ) from None
+
+
+def check_groups(groups: Any, size: int) -> list[list[int]]:
+    """Return a group assignment; None becomes an empty list.
+
+    Args:
+        groups: Lists of ranks, or None.
+        size: Number of ranks.
+
+    Raises:
+        InvalidArgumentError: If it is not a list of lists of ranks, or the groups
+            overlap, omit a rank, or differ in size.
+    """
+    if groups is None or (isinstance(groups, list) and not groups):
+        return []
+    if not isinstance(groups, list) or not all(isinstance(g, list) for g in groups):
+        raise InvalidArgumentError(
+            f"group_assignment must be a list of lists of ranks, got {groups!r}"
+        )
+    ranks = [rank for group in groups for rank in group]
+    if not all(isinstance(rank, numbers.Integral) for rank in ranks):
+        raise InvalidArgumentError(
+            f"group_assignment must contain ranks, got {groups!r}"
+        )
+    if sorted(ranks) != list(range(size)):
+        raise InvalidArgumentError(
+            f"group_assignment must contain each rank of 0 to {size - 1} once, "
+            f"got {groups}"
+        )
+    if len({len(group) for group in groups}) != 1:
+        raise InvalidArgumentError(
+            f"groups of group_assignment must have the same size, got sizes "
+            f"{[len(group) for group in groups]}"
+        )
+    return groups
