@@ -1,8 +1,8 @@
-"""The command ``hpcaccum``: which commands there are, and how they end.
+"""The command ``hpcaccum``: its subcommands and their exit.
 
-Started by mpiexec or srun, the ranks read one command line and should end alike. What
-all of them find wrong is said once, by rank 0. An exception on one rank ends the job
-with that rank's traceback (`hpcaccum.mpi.install_excepthook`).
+Under mpiexec or srun all ranks read the same command line. Rank 0 prints an error that
+all ranks find. An exception on one rank ends the job with that rank's traceback
+(`hpcaccum.mpi.install_excepthook`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """One of the commands.
+    """A subcommand.
 
     Attributes:
         help: One line.
-        add_arguments: Tells a parser the options.
-        prepare: Collective; checks everything and returns what is then to be done,
-            which may return an exit status. A ValueError is raised on all ranks alike,
-            and shown as one line.
-        needs_mpi: Whether MPI must be loaded for these arguments.
+        add_arguments: Adds the options to a parser.
+        prepare: Checks the arguments and returns the job, which may return an exit
+            status. Collective. It raises a ValueError on all ranks, which is printed as
+            one line.
+        needs_mpi: Whether these arguments need MPI.
     """
 
     help: str
@@ -46,19 +46,19 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        "train a network on all ranks, with one way of exchanging gradients or all",
+        "train a network on all ranks with one strategy of gradient exchange, or all",
         train_options.add_arguments,
         train.prepare,
     ),
     "bench": Command(
-        "measure what exchanging gradients costs here, beside MPI's own calls",
+        "measure the cost of gradient exchange, beside MPI's own calls",
         bench_options.add_arguments,
         bench.prepare,
         bench.needs_mpi,
     ),
 }
 
-# What launchers call the number of a rank: MPICH and srun --mpi=pmi2, Open MPI,
+# Variables in which launchers pass the rank: MPICH and srun --mpi=pmi2, Open MPI,
 # srun --mpi=pmix, HPE, any srun.
 _RANKS = (
     "PMI_RANK",
@@ -68,17 +68,17 @@ _RANKS = (
     "SLURM_PROCID",
 )
 
-# Seconds that a rank which ends waits for the others to end too.
+# Seconds that an exiting rank waits for the others to exit too.
 _PATIENCE = 3.0
-# The exit status of what Ctrl-C ended, as shells have it.
+# The exit status after Ctrl-C, by the convention of shells.
 _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status.
+    """Run one subcommand; return the exit status.
 
     Args:
-        arguments: The words after ``hpcaccum``; those of this process by default.
+        arguments: The words after ``hpcaccum``; ``sys.argv[1:]`` by default.
     """
     install_excepthook()
     try:
@@ -107,23 +107,23 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _end_interrupted() -> NoReturn:
-    """End the job: with one line, by rank 0, if all ranks were interrupted."""
-    # Once more would be a traceback.
+    """End the job; rank 0 prints one line if all ranks were interrupted."""
+    # A second Ctrl-C would print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = _launched_rank()
     text = "hpcaccum: interrupted"
     if rank:
-        # Rank 0 ends the job, unless it was not interrupted.
+        # If rank 0 was interrupted too, it ends the job meanwhile.
         time.sleep(_PATIENCE)
         text = f"rank {rank}: {text}"
     print(text, file=sys.stderr, flush=True)
     abort_job(_INTERRUPTED)
-    # Windows may be open, which MPI_Finalize would wait for.
+    # MPI_Finalize would wait for open windows.
     os._exit(_INTERRUPTED)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Speaks on one rank only, and does not load MPI to give help."""
+    """Prints on one rank only, and shows help without loading MPI."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if _launched_rank() in (None, 0):
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _launched_rank() -> int | None:
-    """Return the number that a launcher gave to this process."""
+    """Return the rank that a launcher gave to this process."""
     for name in _RANKS:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -153,7 +153,7 @@ def _launched_rank() -> int | None:
 
 
 def _load_mpi() -> None:
-    """Load MPI, or end: each rank by itself, as none knows of the others."""
+    """Load MPI or exit, each rank alone: without MPI it cannot find the others."""
     try:
         MPI.COMM_WORLD  # noqa: B018
     except (ImportError, RuntimeError) as error:
@@ -162,11 +162,11 @@ def _load_mpi() -> None:
 
 
 def _leave(status: int, text: str) -> NoReturn:
-    """Say why, once for all ranks, and exit.
+    """Print the reason once for all ranks, and exit. Collective.
 
-    All ranks should come here. Rank 0 speaks, and nobody exits before it has spoken,
-    as launchers end a job when the first rank ends badly. A rank that finds itself
-    alone speaks for itself and ends the job.
+    Rank 0 prints. No rank exits before that, because launchers kill a job when the
+    first rank fails. A rank that waits in vain for the others prints for itself and
+    aborts the job.
     """
     text = text.rstrip()
     if _launched_rank() is None:

@@ -1,4 +1,4 @@
-"""How much memory this machine, or container, can still give."""
+"""The free memory of this machine or container."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def free_memory() -> float:
-    """Return bytes; infinity where the system does not say."""
+    """Return the number of free bytes; infinity if it is unknown."""
     free = float("inf")
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -18,7 +18,7 @@ def free_memory() -> float:
         limit = float((limits / "memory.max").read_text())
         used = float((limits / "memory.current").read_text())
         words = (limits / "memory.stat").read_text().split()
-        # Files that nobody uses are counted, but give way.
+        # The count includes inactive files, which the kernel evicts when necessary.
         used -= float(words[words.index("inactive_file") + 1])
         free = min(free, limit - used)
     return free

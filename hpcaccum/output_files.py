@@ -1,4 +1,4 @@
-"""Files that a command writes: what is wrong with them is found before it begins."""
+"""Output files of a command, checked before its work begins."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def check_apart(
     outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]
 ) -> None:
-    """Raise InvalidArgumentError if an output would destroy another file of the call.
+    """Raise InvalidArgumentError if an output would overwrite another file of the call.
 
     Args:
-        outputs: Option to path; None is an option that was not given.
-        inputs: The same, of what the call reads.
+        outputs: Option to path; None if the option was not given.
+        inputs: The same for the files that are read.
     """
     seen = [(name, path) for name, path in inputs.items() if path is not None]
     for name, path in outputs.items():
@@ -37,13 +37,13 @@ def check_apart(
 
 def _same(one: Path, other: Path) -> bool:
     with contextlib.suppress(OSError):
-        # By hard links, too; nothing is lost in /dev/null.
+        # samefile also finds hard links. Two outputs to /dev/null are no conflict.
         return one.samefile(other) and one.is_file()
     return os.path.realpath(one) == os.path.realpath(other)
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise InvalidArgumentError if a file cannot be written; leave none behind."""
+    """Raise InvalidArgumentError if a file cannot be written; do not create it."""
     with _one_line(option, path):
         existed = path.exists()
         path.open("ab").close()
@@ -52,10 +52,10 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def open_output(option: str, path: Path | None) -> IO[str] | None:
-    """Return an empty file to write to, which has taken a byte; None for None.
+    """Return an empty file, opened for writing; None for None.
 
     Raises:
-        InvalidArgumentError: If it cannot be opened, or is full.
+        InvalidArgumentError: If it cannot be opened, or the disk is full.
     """
     if path is None:
         return None
@@ -80,7 +80,7 @@ def _one_line(option: str, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_the_job(option: str, path: Path | None) -> Iterator[None]:
-    """Make an error of the file, when it is written later, an exit with one line."""
+    """Turn an OSError of the file in the block into an exit with one line."""
     try:
         yield
     except OSError as error:

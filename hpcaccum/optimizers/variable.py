@@ -1,4 +1,4 @@
-"""Variable: an array with a name, which optimizers change in place."""
+"""Variable: a named array that optimizers update in place."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ Array = np.ndarray[Any, Any]
 
 
 class Variable:
-    """An array that optimizers change in place, with a name.
+    """A named array that optimizers update in place.
 
     Args:
-        array: A writable array of float16, float32, float64, bfloat16 or integers,
-            which is used as it is; on a CUDA device (CuPy's) of floats, contiguous. A
-            number or a list becomes a new array.
-        name: Tells it from other variables; the same on all ranks.
-        trainable: Whether `get_variable` tells its getter, and so AGN, of it.
+        array: A writable NumPy array of float16, float32, float64, bfloat16 or
+            integers; or a contiguous CuPy array of floats. It is not copied. A number
+            or a list becomes a new array.
+        name: Identifies the variable; the same on all ranks.
+        trainable: Whether `get_variable` registers it with its getter, for AGN.
 
     Raises:
-        TypeError: If ``array`` is something else, or ``name`` is no text.
-        InvalidArgumentError: If the array is read-only or of another dtype.
+        TypeError: If ``array`` has another type, or ``name`` is not a string.
+        InvalidArgumentError: If the array is read-only or has another dtype.
     """
 
     def __init__(self, array: Any, name: str = "Variable", trainable: bool = True):
         if not isinstance(name, str) or not name:
-            raise TypeError(f"name must be a text, got {name!r}")
+            raise TypeError(f"name must be a non-empty string, got {name!r}")
         self.name = name
         self.trainable = bool(trainable)
         self._value = _usable(array, name)
 
     @property
     def value(self) -> Array:
-        """The array itself. Assigning to it copies into it, in place."""
+        """The array itself; an assignment copies values into it."""
         return self._value
 
     @value.setter
     def value(self, new: Any) -> None:
-        # `w.value -= x` has changed the array already and assigns it to itself.
+        # `w.value -= x` changes the array in place, then assigns it to itself.
         if new is self._value:
             return
         array = gradient_array(new, self.dtype)
@@ -58,18 +58,18 @@ class Variable:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the array."""
         shape: tuple[int, ...] = self._value.shape
         return shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Its dtype."""
+        """Dtype of the array."""
         dtype: np.dtype[Any] = self._value.dtype
         return dtype
 
     def copy(self) -> Variable:
-        """Return a variable of the same name with an array of its own."""
+        """Return a variable of the same name with a copy of the array."""
         return Variable(self._value.copy(), self.name, self.trainable)
 
     def __repr__(self) -> str:
@@ -109,5 +109,5 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
-    """Whether variables of ``dtype`` can count steps."""
+    """Whether a variable of ``dtype`` can be a global step."""
     return dtype.kind in "iu" and dtype.isnative

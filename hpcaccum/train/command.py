@@ -1,10 +1,9 @@
-"""From the command line to tables: the steps of ``hpcaccum train``."""
+"""The steps of ``hpcaccum train``, from the command line to the tables."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hpcaccum import Group, InvalidArgumentError
@@ -19,6 +18,7 @@ from hpcaccum.train.report import Bar, console, describe, tables
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
+    from pathlib import Path
 
     from rich.console import Console
 
@@ -27,62 +27,62 @@ if TYPE_CHECKING:
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], None]:
-    """Check and load everything; return what is then to be done. Collective.
+    """Check the options and load the data; return the training. Collective.
 
-    What can be found wrong is found here, not after an hour of training.
+    All errors that can be found before the training are found here.
 
     Raises:
         InvalidArgumentError, DisagreementError: On every rank.
     """
     group = Group.of()
-    resolved: list[Options] = []
-    logs: list[Log] = []
-
-    def options_facts() -> dict[str, object]:
-        resolved.append(resolve(args, group.size))
-        _check_files(resolved[0])
-        return asdict(resolved[0])
-
-    def open_files() -> dict[str, object]:
-        if group.rank == resolved[0].speaker:
-            _check_picture(resolved[0])
-            logs.append(Log(resolved[0].log))
-        return {}
-
-    def device_facts() -> dict[str, object]:
-        if resolved[0].device == "cuda":
-            use_device(group.node.rank)
-        return {}
-
-    group.agree("options", options_facts)
-    group.agree("--device", device_facts)
-    data = load(resolved[0].data, group)
-    group.agree("output", open_files)
-    log = logs[0] if logs else Log(None)
-    return functools.partial(_train, resolved[0], data, group, log)
+    options = group.agree("options", lambda: _options(args, group))
+    group.agree("--device", lambda: _use_device(options, group), _nothing)
+    data = load(options.data, group)
+    log = group.agree("output", lambda: _open_files(options, group), _nothing)
+    return functools.partial(_train, options, data, group, log)
 
 
-def _check_files(options: Options) -> None:
+def _nothing(_: object) -> dict[str, object]:
+    """Compare nothing between ranks."""
+    return {}
+
+
+def _options(args: argparse.Namespace, group: Group) -> Options:
+    options = resolve(args, group.size)
     outputs = {"--log": options.log, "--plot": options.plot}
     check_apart(outputs, {"--data": options.data})
+    return options
 
 
-def _check_picture(options: Options) -> None:
-    if options.plot is None:
-        return
+def _use_device(options: Options, group: Group) -> None:
+    if options.device == "cuda":
+        use_device(group.node.rank)
+
+
+def _open_files(options: Options, group: Group) -> Log:
+    """Return the log, which only the reporting rank writes; check the picture."""
+    if group.rank != options.reporter:
+        return Log(None)
+    if options.plot is not None:
+        _check_plot(options.plot)
+    return Log(options.log)
+
+
+def _check_plot(path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgumentError(
             MISSING.format("matplotlib, which draws the picture,")
-            + ", or do without: --no-plot"
+            + ", or use --no-plot"
         )
-    check_writable("--plot", options.plot)
+    check_writable("--plot", path)
 
 
 def _train(options: Options, data: Dataset, group: Group, log: Log) -> None:
-    """Train with each strategy, then show what came out. Collective."""
+    """Train with each strategy, then show the results. Collective."""
     facts = circumstances(options, data, group)
     log.write("start", facts)
-    out = console(speaks=group.rank == options.speaker)
+    reports = group.rank == options.reporter
+    out = console(reports)
     title = describe(facts, options)
     out.print(title, soft_wrap=True)
     results = [
@@ -90,7 +90,7 @@ def _train(options: Options, data: Dataset, group: Group, log: Log) -> None:
         for strategy in options.strategies
     ]
     log.close()
-    if group.rank == options.speaker:
+    if reports:
         for table in tables(results, options):
             out.print(table)
         if options.plot:
@@ -119,7 +119,7 @@ def _run(
 
     result = Run(strategy, options, data, group, show)()
     bar.stop()
-    # What was seen of the models of other shard groups.
+    # Records of other shard groups' models, made on other ranks.
     for record in result.records:
         if record not in shown:
             log.record(record)

@@ -1,4 +1,4 @@
-"""The data: scikit-learn's digits or the user's file, and each rank's share of it."""
+"""The data set, scikit-learn's digits or a file, and the batches of each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# One of so many samples of each class is for testing.
+# One in five samples of each class is a test sample.
 _TEST_SHARE = 5
 
 _MEMBERS = ("x.npy", "y.npy", "x_test.npy", "y_test.npy")
@@ -29,7 +29,7 @@ _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
-# A bit in the flags of a zip file's member.
+# Bit 0 of a zip member's flags.
 _ENCRYPTED = 1
 
 MISSING = "{} is missing: pip install 'hpcaccum[demo]'"
@@ -40,9 +40,9 @@ class Dataset:
     """Samples to train with and to test with.
 
     Attributes:
-        name: For people.
+        name: Name for output.
         classes: Number of classes.
-        x, x_test: float32 (n, features); in ``x`` each has mean 0 and variance 1.
+        x, x_test: float32 (n, features); each feature of ``x`` has mean 0, variance 1.
         y, y_test: int64 (n,), class numbers from 0.
     """
 
@@ -57,24 +57,22 @@ class Dataset:
 def load(path: Path | None, group: Group) -> Dataset:
     """Return the data on every rank. Collective.
 
-    Rank 0 reads and sends: the file need not be visible on every node, and importing
-    scikit-learn takes longer than the training, so one rank does it.
+    Rank 0 reads and broadcasts: the file need not be visible on every node, and
+    importing scikit-learn takes longer than the training.
 
     Raises:
         InvalidArgumentError: On every rank, if the file or scikit-learn is missing or
             the data cannot be used.
     """
-    loaded: list[Dataset] = []
 
-    def read() -> dict[str, object]:
-        if group.rank == 0:
-            ranks = group.node.size
-            loaded.append(_digits() if path is None else _read(path, ranks))
-            _check_shares(loaded[0], group.size)
-        return {}
+    def read() -> Dataset | None:
+        if group.rank != 0:
+            return None
+        data = _digits() if path is None else _read(path, group.node.size)
+        _check_shares(data, group.size)
+        return data
 
-    group.agree("data", read)
-    return _share(loaded[0] if loaded else None, group)
+    return _broadcast(group.agree("data", read, lambda _: {}), group)
 
 
 def _check_shares(data: Dataset, ranks: int) -> None:
@@ -84,7 +82,7 @@ def _check_shares(data: Dataset, ranks: int) -> None:
         )
 
 
-def _share(data: Dataset | None, group: Group) -> Dataset:
+def _broadcast(data: Dataset | None, group: Group) -> Dataset:
     facts: dict[str, Any] = {}
     if data is not None:
         facts = {field.name: getattr(data, field.name) for field in fields(data)}
@@ -105,7 +103,7 @@ def _digits() -> Dataset:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        message = MISSING.format("scikit-learn, which brings the digits,")
+        message = MISSING.format("scikit-learn, which provides the digits,")
         raise InvalidArgumentError(message) from None
     x, y = load_digits(return_X_y=True)
     return prepare("digits", x, y)
@@ -122,28 +120,28 @@ def _read(path: Path, ranks: int) -> Dataset:
     except (ValueError, MemoryError) as error:
         message = str(error)
     except Exception as error:
-        # Of zipfile, zlib and NumPy, of many types.
+        # zipfile, zlib and NumPy raise many types.
         message = f"cannot be read, it may be damaged: {error}"
     raise InvalidArgumentError(f"--data {path}: {' '.join(message.split())}")
 
 
 def _check_kind(path: Path) -> None:
-    # To open a pipe would wait for somebody who writes.
+    # Opening a pipe would block until another process writes to it.
     regular = stat.S_ISREG(path.stat().st_mode)
     if regular:
         path.open("rb").close()
     if not regular or not zipfile.is_zipfile(path):
-        raise InvalidArgumentError("is no .npz file")
+        raise InvalidArgumentError("is not an .npz file")
 
 
 def _check_sizes(archive: zipfile.ZipFile, ranks: int) -> None:
-    """Refuse what does not fit into memory, before any of it is unpacked."""
+    """Refuse arrays that do not fit into memory, before unpacking any."""
     needed = 0
     members = [each for each in archive.infolist() if each.filename in _MEMBERS]
     for member in members:
         if member.flag_bits & _ENCRYPTED:
             raise InvalidArgumentError(f"{member.filename} is encrypted")
-        # As it is, the scaled copy in float64, and in float32 on every rank.
+        # The file's array, a scaled copy in float64, and one in float32 on every rank.
         needed += member.file_size
         _check_memory(needed)
         needed += _elements(archive, member) * (8 + 4 * ranks)
@@ -159,17 +157,19 @@ def _check_memory(needed: int) -> None:
 
 
 def _elements(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
-    """Return how many numbers an array has, which must be as many as are there."""
+    """Return the number of elements of an array; check it against the file's size."""
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         if version not in _HEADERS:
-            raise InvalidArgumentError(f"{member.filename} is of format {version}")
+            raise InvalidArgumentError(
+                f"{member.filename} has the unknown format {version}"
+            )
         shape, _, dtype = _HEADERS[version](file)
-        count, there = math.prod(shape), member.file_size - file.tell()
-    if not dtype.hasobject and count * dtype.itemsize != there:
+        count, nbytes = math.prod(shape), member.file_size - file.tell()
+    if not dtype.hasobject and count * dtype.itemsize != nbytes:
         raise InvalidArgumentError(
-            f"{member.filename} is damaged: {dtype} {shape} are "
-            f"{count * dtype.itemsize} bytes, {there} are there"
+            f"{member.filename} is damaged: {dtype} {shape} needs "
+            f"{count * dtype.itemsize} bytes, the file has {nbytes}"
         )
     return count
 
@@ -192,14 +192,14 @@ def prepare(
     """Check the arrays, split off test samples if there are none, scale the features.
 
     Args:
-        name: For people.
-        x: (n, features) of numbers.
-        y: (n,) of integers, any labels.
-        test: The same, for testing; by default every fifth sample of each class, so
-            that the split is fixed and no class is left out.
+        name: Name for output.
+        x: Numbers (n, features).
+        y: Integers (n,), any labels.
+        test: x and y of test samples; by default every fifth sample of each class, so
+            that the split is fixed and contains every class.
 
     Raises:
-        InvalidArgumentError: If they cannot be used.
+        InvalidArgumentError: If the arrays cannot be used.
     """
     _check(x, y, "")
     if test is None:
@@ -213,7 +213,7 @@ def prepare(
         )
     labels = np.unique(np.concatenate([y, y_test]))
     if len(labels) < 2:
-        raise InvalidArgumentError(f"y must have 2 classes or more, has {len(labels)}")
+        raise InvalidArgumentError(f"y must have at least 2 classes, has {len(labels)}")
     y, y_test = np.searchsorted(labels, y), np.searchsorted(labels, y_test)
     return _scaled(Dataset(name, len(labels), x, y, x_test, y_test))
 
@@ -233,13 +233,13 @@ def _check(x: Array, y: Array, suffix: str) -> None:
 
 
 def _every_fifth(y: Array) -> Array:
-    """Return which samples are for testing: the last of every five of a class."""
+    """Return a mask of the test samples: the last of every five of a class."""
     chosen = np.zeros(len(y), bool)
     for label in np.unique(y):
         chosen[np.flatnonzero(y == label)[_TEST_SHARE - 1 :: _TEST_SHARE]] = True
     if not chosen.any():
         raise InvalidArgumentError(
-            f"has less than {_TEST_SHARE} samples of each class, none to test with; "
+            f"has fewer than {_TEST_SHARE} samples of each class, none to test with; "
             "add x_test and y_test"
         )
     return chosen
@@ -265,11 +265,11 @@ def _scaled(data: Dataset) -> Dataset:
 def batches(
     data: Dataset, batch: int, rank: int, ranks: int, seed: int
 ) -> Iterator[tuple[Array, Array]]:
-    """Yield a rank's batches for ever: ``batch`` rows and labels each.
+    """Yield a rank's batches without end: ``batch`` rows and labels each.
 
-    Every epoch, all ranks shuffle the training set alike and each takes every
-    ``ranks``-th sample: an epoch of all ranks holds each sample once, and in the long
-    run each rank sees all of them. A rank goes through its epochs at its own pace.
+    In every epoch all ranks shuffle the training set identically and each takes every
+    ``ranks``-th sample: an epoch of all ranks contains each sample once, and over many
+    epochs each rank sees all samples. Each rank goes through its epochs independently.
     """
     epoch, rest = 0, np.empty(0, np.int64)
     while True:

@@ -1,4 +1,4 @@
-"""The log: one JSON object a line, written at once, so that it outlives the job."""
+"""The log: one JSON object per line, flushed at once so that a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Log:
     """A JSON-lines file.
 
     Args:
-        path: Overwritten; None writes nothing.
+        path: File to overwrite; None writes nothing.
 
     Raises:
-        InvalidArgumentError: If it cannot be written.
+        InvalidArgumentError: If the file cannot be written.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -49,11 +49,11 @@ class Log:
                 self._file.flush()
 
     def record(self, record: Record) -> None:
-        """Write what a look at the model found."""
+        """Write one evaluation of the model."""
         self.write("look", _rounded(asdict(record)))
 
     def result(self, result: Result) -> None:
-        """Write how a run went."""
+        """Write the result of a run."""
         facts = asdict(result)
         del facts["records"]
         facts["updates_per_second"] = result.updates_per_second
@@ -72,13 +72,13 @@ def _rounded(fact: Any) -> Any:
     if isinstance(fact, (tuple, list)):
         return [_rounded(value) for value in fact]
     if isinstance(fact, float):
-        # JSON has no NaN, which is the loss of a training that diverged.
+        # JSON has no NaN, the loss of a training that diverged.
         return round(fact, 6) if math.isfinite(fact) else None
     return fact
 
 
 def circumstances(options: Options, data: Dataset, group: Group) -> dict[str, Any]:
-    """Return what one must know to judge the numbers of a run. Collective."""
+    """Return the versions, machines and options of a run. Collective."""
     hosts = Counter(group.allgather(MPI.Get_processor_name(), "names of the hosts"))
     name, version = MPI.get_vendor()
     return {

@@ -1,4 +1,4 @@
-"""One training run: every rank trains, one of them looks at the model."""
+"""One training run: every rank trains, one of them evaluates the model."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# Seconds between two questions of one rank whether the work is done.
-_ASK_PAUSE = 0.05
+# Seconds between two checks of a rank whether the work is done.
+_CHECK_PAUSE = 0.05
 
 
 class Run:
-    """Training with one strategy, as this rank sees it. Collective.
+    """This rank's part of the training with one strategy. Collective.
 
-    The work is a number of updates: those that use the training set ``epochs`` times,
-    counting what an update needs. That is one gradient; one of each rank with
-    cross-shard; the quorum with sync-replicas, which takes what else comes in time as a
-    gift. What is dropped costs time, but does not count.
+    The work is a number of updates: as many as use the training set ``epochs`` times.
+    An update counts the gradients that it needs: one; with cross-shard one of each
+    rank; with sync-replicas the quorum, even if it contains more. Dropped gradients do
+    not count.
 
-    With cross-shard all ranks take every step together. With the others each rank goes
-    on until the common step says that the work is done, so faster ranks do more of it.
+    With cross-shard all ranks make every step together. With the others each rank
+    trains until the global step reaches that number, so faster ranks do more work.
 
     Args:
-        strategy: One of `strategies.MAKERS`.
+        strategy: A key of `strategies.MAKERS`.
         options, data, group: The same on all ranks.
-        show: Gets the records that this rank makes.
+        show: Called with each record of this rank.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Run:
         self._batches = batches(
             data, options.batch, group.rank, group.size, options.seed
         )
-        self._ask_at = 0.0
+        self._check_at = 0.0
         self._observer: Observer | None = None
         number, first = self._shard_group(options)
         if group.rank == first:
@@ -79,19 +79,19 @@ class Run:
             )
 
     def _shard_group(self, options: Options) -> tuple[int, int]:
-        """Return the number of this rank's group, and which rank looks at its model."""
+        """Return this rank's group number and the rank that evaluates its model."""
         if not self._collective or not options.groups:
-            return 0, options.speaker
+            return 0, options.reporter
         groups, rank = options.groups, self._group.rank
         number = next(n for n, ranks in enumerate(groups) if rank in ranks)
         mine = groups[number]
-        return number, options.speaker if options.speaker in mine else min(mine)
+        return number, options.reporter if options.reporter in mine else min(mine)
 
     def __call__(self) -> Result:
         """Train. Collective."""
         self._optimizer.initialize(self._model.variables)
         if self._observer:
-            self._observer.look(0, 0.0)
+            self._observer.evaluate(0, 0.0)
         self._group.allgather(None, "start of training")
         self._begun = time.monotonic()
         if self._serves:
@@ -102,26 +102,26 @@ class Run:
 
     def _work(self) -> None:
         global_step, step = Variable(np.zeros((), np.int64), "global_step"), 0
-        while step < self._target and not self._others_did_it():
+        while step < self._target and not self._done_by_others():
             self._optimizer.minimize(self._loss, global_step)
-            # Between two pushes of AGN the variables are this rank's own, not those of
-            # a step; the step changes when they are the center's.
+            # Between two pushes of AGN the variables are local values that belong to no
+            # step; the step changes when they are the center's.
             if step != global_step.value:
                 step = int(global_step.value)
                 if self._observer and step < self._target:
                     self._observer.passed(step, time.monotonic() - self._begun)
 
-    def _others_did_it(self) -> bool:
-        # A rank hears of the step when it communicates, which for a slow one with AGN
-        # may be many seconds from now. To ask each time would slow down fast ones.
+    def _done_by_others(self) -> bool:
+        # A rank learns the step when it communicates, which for a slow one with AGN may
+        # be many seconds away. Reading it at each call would slow down fast ranks.
         now = time.monotonic()
-        if self._collective or now < self._ask_at:
+        if self._collective or now < self._check_at:
             return False
-        self._ask_at = now + _ASK_PAUSE
+        self._check_at = now + _CHECK_PAUSE
         return bool(self._optimizer.global_step >= self._target)
 
     def _loss(self) -> tuple[float, list[Array]]:
-        # Computed where they are exchanged, so that nothing is copied.
+        # Gradients computed in the memory of the exchange are not copied.
         memory = self._optimizer.gradient_arrays()
         loss, gradients = self._model.loss_and_gradients(*next(self._batches), memory)
         if self._delay:
@@ -133,18 +133,18 @@ class Run:
     def _finish(self, seconds: float) -> Result:
         if not self._collective:
             self._optimizer.leave()
-        told = self._group.allgather(
+        times = self._group.allgather(
             (seconds, self._optimizer.waited), "end of training"
         )
-        seconds = max(theirs for theirs, _ in told)
-        # All ranks' variables are then those of the last update.
+        seconds = max(each for each, _ in times)
+        # This sets all ranks' variables to those of the last update.
         self._optimizer.free()
         updates = self._target if self._collective else self._optimizer.global_step
         tally = self._tally(updates)
         if self._observer:
-            self._observer.look(updates, seconds)
-        looks = self._observer.records if self._observer else []
-        records = [r for each in self._group.allgather(looks, "records") for r in each]
+            self._observer.evaluate(updates, seconds)
+        mine = self._observer.records if self._observer else []
+        records = [r for each in self._group.allgather(mine, "records") for r in each]
         records.sort(key=lambda record: record.group)
         finals = {record.group: record.accuracy for record in records}
         return Result(
@@ -155,7 +155,7 @@ class Run:
             accepted=tally.accepted,
             dropped=tally.dropped,
             lags=tally.lags,
-            waited=tuple(waited for _, waited in told),
+            waited=tuple(waited for _, waited in times),
             accuracy=tuple(finals.values()),
             records=tuple(records),
         )

@@ -1,4 +1,4 @@
-"""A multilayer perceptron in plain NumPy, or CuPy."""
+"""A multilayer perceptron in plain NumPy or CuPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# Rows evaluated at a time, to bound the memory.
+# Number of rows evaluated at once, to limit the memory.
 _CHUNK = 4096
 
 
@@ -24,11 +24,11 @@ class MLP:
     """Fully connected layers, ReLU between them, softmax cross-entropy at the end.
 
     Args:
-        sizes: Widths of all layers: features, hidden ones, classes.
-        seed: Of the initial weights; the same seed, the same weights.
-        variable: Makes a variable of an array and a name.
-        dtype: Of the variables and all arithmetic.
-        place: Brings an array to where the model is computed.
+        sizes: Widths of all layers: features, hidden layers, classes.
+        seed: Seed of the initial weights.
+        variable: Makes a variable from an array and a name.
+        dtype: Dtype of the variables and all arithmetic.
+        place: Moves an array to the device that computes the model.
 
     Attributes:
         variables: Weights (inputs, outputs) and biases (outputs,), layer by layer.
@@ -69,7 +69,7 @@ class MLP:
     def loss_and_gradients(
         self, x: Array, y: Array, into: Mapping[str, Array] | None = None
     ) -> tuple[float, list[Array]]:
-        """Return the mean loss of a batch and its gradients, as `variables` lie.
+        """Return the mean loss of a batch and its gradients, in order of `variables`.
 
         Args:
             x: (n, features).
@@ -95,7 +95,7 @@ class MLP:
         return value, gradients
 
     def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
-        """Return the mean loss, and the share of rows whose class is found."""
+        """Return the mean loss and the fraction of rows classified correctly."""
         loss = right = 0.0
         for begin in range(0, len(y), _CHUNK):
             rows = slice(begin, begin + _CHUNK)

@@ -1,4 +1,4 @@
-"""The options of ``hpcaccum train``: what they are called, and what they mean."""
+"""The options of ``hpcaccum train``: their names, defaults and checks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hpcaccum.optimizers import check_groups
 
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn")
 
-# Each reaches 97 % on the digits with every strategy, on 1 to 8 ranks.
+# Each reaches 97 % test accuracy on the digits with every strategy, on 1 to 8 ranks.
 DEFAULT_RATES = {"sgd": 0.2, "momentum": 0.02, "adagrad": 0.1, "adam": 0.003}
 
 PICTURES = (".png", ".pdf", ".svg")
 DEFAULT_PICTURE = "hpcaccum-compare.png"
 
-# Options that need no more than the parser's check.
+# Options that the parser checks completely.
 _AS_GIVEN = (
     "data",
     "hidden",
@@ -37,14 +37,14 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True)
 class Options:
-    """What one call of ``hpcaccum train`` does, the same on all ranks.
+    """The options of one call of ``hpcaccum train``, the same on all ranks.
 
     Attributes:
-        strategies: Those to train with, one after the other.
-        batch: Samples of one gradient.
-        epochs: The work, see `loop.Run`.
-        straggler: Rank to milliseconds that it is late with each gradient.
-        groups: Shard groups; none means one group of all.
+        strategies: Strategies to train with, one after the other.
+        batch: Number of samples in one gradient.
+        epochs: The amount of work, see `loop.Run`.
+        straggler: Rank to the delay of each of its gradients, in milliseconds.
+        groups: Shard groups; empty means one group of all ranks.
     """
 
     strategies: tuple[str, ...]
@@ -66,34 +66,36 @@ class Options:
     plot: Path | None
 
     @property
-    def speaker(self) -> int:
-        """The first rank that trains: it evaluates, and writes what people read."""
+    def reporter(self) -> int:
+        """The first rank that trains; it evaluates the model and writes all output."""
         return int(self.dedicated)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Tell the parser all options."""
+    """Add all options to the parser."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--strategy", choices=STRATEGIES, help="how gradients are exchanged"
     )
     what.add_argument(
-        "--compare", action="store_true", help="train with all four, one after another"
+        "--compare",
+        action="store_true",
+        help="train with all four, one after the other",
     )
-    _add_task(parser.add_argument_group("what is trained"))
-    _add_exchange(parser.add_argument_group("how gradients are exchanged"))
-    output = parser.add_argument_group("output, beside the table")
+    _add_task(parser.add_argument_group("training"))
+    _add_exchange(parser.add_argument_group("gradient exchange"))
+    output = parser.add_argument_group("output besides the tables")
     output.add_argument(
-        "--log", type=Path, metavar="FILE.jsonl", help="write a log, JSON lines"
+        "--log", type=Path, metavar="FILE.jsonl", help="write a log in JSON lines"
     )
     output.add_argument(
         "--plot",
         type=Path,
         metavar="FILE.png",
-        help="picture of accuracy, loss, staleness and ranks (with --compare: "
-        f"{DEFAULT_PICTURE})",
+        help="plot accuracy, loss, staleness and samples per rank (default with "
+        f"--compare: {DEFAULT_PICTURE})",
     )
-    output.add_argument("--no-plot", action="store_true", help="no picture")
+    output.add_argument("--no-plot", action="store_true", help="do not plot")
 
 
 def _add_task(group: argparse._ArgumentGroup) -> None:
@@ -101,8 +103,8 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
         "--data",
         type=Path,
         metavar="FILE.npz",
-        help="arrays x (n, features) and y (n,) of integers; x_test and y_test, or a "
-        "fifth of each class is for testing (default: scikit-learn's digits)",
+        help="arrays x (n, features) and y (n,), y of integers; optionally x_test and "
+        "y_test, by default a fifth of each class (default: scikit-learn's digits)",
     )
     group.add_argument(
         "--hidden",
@@ -127,17 +129,17 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
         "--epochs",
         type=_count,
         default=30,
-        help="times the training set is used, by all ranks together; what is dropped "
-        "does not count (30)",
+        help="passes over the training set, by all ranks together; dropped gradients "
+        "do not count (30)",
     )
     group.add_argument(
-        "--seed", type=_whole, default=0, help="of weights and batches (0)"
+        "--seed", type=_whole, default=0, help="seed of weights and batches (0)"
     )
     group.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="where gradients are computed; ranks of a node share its devices (cpu)",
+        help="device that computes gradients; ranks of a node share its GPUs (cpu)",
     )
 
 
@@ -145,12 +147,12 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--quorum",
         type=_count,
-        help="sync-replicas: gradients of one update (all ranks but one)",
+        help="sync-replicas: gradients in one update (one less than the ranks)",
     )
     group.add_argument(
         "--staleness",
         type=_whole,
-        help="drop-stale: updates that a gradient may be late (twice the ranks)",
+        help="drop-stale: largest lag of a gradient, in updates (twice the ranks)",
     )
     group.add_argument(
         "--period", type=_count, default=10, help="agn: batches between pushes (10)"
@@ -160,7 +162,7 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
         type=_groups,
         default=[],
         metavar="0,1/2,3",
-        help="cross-shard: ranks that average together, each group a model of its own",
+        help="cross-shard: groups of ranks that average; each has its own model",
     )
     group.add_argument(
         "--dedicated",
@@ -173,20 +175,22 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="RANK:MILLISECONDS",
-        help="make a rank so much late with each gradient; may be repeated",
+        help="delay every gradient of a rank by that many milliseconds; may be "
+        "repeated",
     )
 
 
 def resolve(args: argparse.Namespace, ranks: int) -> Options:
-    """Return the options for a number of ranks, which some defaults depend on.
+    """Return the options for a number of ranks, on which some defaults depend.
 
     Raises:
-        InvalidArgumentError: If one does not fit the number of ranks or another one.
+        InvalidArgumentError: If an option contradicts the number of ranks or another
+            option.
     """
     workers = ranks - args.dedicated
     strategies = STRATEGIES if args.compare else (args.strategy,)
     if args.dedicated and (workers == 0 or strategies == ("cross-shard",)):
-        cause = "needs 2 ranks, got 1" if workers == 0 else "is not for cross-shard"
+        cause = "cannot be used with cross-shard" if workers else "needs 2 ranks, got 1"
         raise InvalidArgumentError(f"--dedicated {cause}")
     rate, quorum, staleness = args.rate, args.quorum, args.staleness
     return Options(

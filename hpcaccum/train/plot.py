@@ -1,4 +1,4 @@
-"""The picture: accuracy and loss over time, staleness, and what each rank did."""
+"""The plot: accuracy and loss over time, staleness, and samples of each rank."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
     from hpcaccum.train.records import Record, Result
 
-# Okabe and Ito's, told apart by most people.
+# From Okabe and Ito's palette, distinguishable with color blindness.
 _COLORS = dict(
     zip(STRATEGIES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=True)
 )
-# Runs whose times differ more are drawn on a logarithmic axis.
+# If run times differ by more than this factor, the time axis is logarithmic.
 _FAR_APART = 5
 
 
 def draw(results: Sequence[Result], title: str, path: Path) -> None:
-    """Draw one or several results together.
+    """Plot one or several results.
 
     Args:
-        results: Of different strategies.
-        title: One line.
-        path: Where to; the ending says which format.
+        results: Results of different strategies.
+        title: Title of the figure.
+        path: File to write; its suffix selects the format.
 
     Raises:
         ImportError: If matplotlib is missing.
         OSError: If the file cannot be written.
     """
-    # Not pyplot, which looks for a display and keeps figures.
+    # Not pyplot: it needs a backend and keeps references to figures.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7.5), layout="constrained")
@@ -144,12 +144,12 @@ def _ranks(axis: Any, results: Sequence[Result]) -> None:
             hatch="//////",
             linewidth=0.5,
         )
-    # For the legend only.
+    # Empty bars, for the legend.
     axis.bar(0, 0, color="0.5", label="accepted")
     axis.bar(0, 0, color="white", edgecolor="0.5", hatch="//////", label="dropped")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_title("samples in the gradients of each rank")
     axis.set_xlabel("rank")
-    # Above the bars.
+    # Leave room for the legend above the bars.
     axis.set_ylim(top=1.15 * axis.get_ylim()[1])
     axis.legend(frameon=False, loc="upper right", ncols=2)

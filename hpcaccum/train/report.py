@@ -1,4 +1,4 @@
-"""What people see: how it goes, and tables at the end."""
+"""Output on the terminal: progress of the runs, and tables at the end."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from hpcaccum.train.options import Options
     from hpcaccum.train.records import Record, Result
 
-# Seconds between two lines where there is no terminal to draw a bar on.
+# Seconds between two lines of progress without a terminal, which has a bar.
 _LINE_PAUSE = 1.0
-# Columns where there is no terminal, unless COLUMNS says otherwise.
+# Columns without a terminal, unless COLUMNS is set.
 _WIDTH = 100
-# Ranks that have a row of their own.
+# Number of ranks that have their own row.
 _MAX_ROWS = 16
-# Shard groups whose accuracy is told one by one.
+# Number of shard groups up to which each accuracy is shown.
 _MAX_GROUPS = 4
 
 
-def console(speaks: bool) -> Console:
-    """Return where this rank writes to; nothing comes out unless it speaks."""
+def console(reports: bool) -> Console:
+    """Return this rank's console, quiet unless the rank reports."""
     width = terminal.columns()
     return Console(
-        quiet=not speaks,
-        # FORCE_COLOR and TTY_COMPATIBLE are for those who know better.
+        quiet=not reports,
+        # FORCE_COLOR and TTY_COMPATIBLE override the detection.
         force_terminal=True if width else None if _forced() else False,
         width=None if "COLUMNS" in os.environ else width or _WIDTH,
         highlight=False,
@@ -49,7 +49,7 @@ def _forced() -> bool:
 
 
 def describe(facts: dict[str, Any], options: Options) -> str:
-    """Return what is done, and where, in a few lines.
+    """Return a few lines that describe the machines, the data and the options.
 
     Args:
         facts: From `log.circumstances`.
@@ -58,11 +58,11 @@ def describe(facts: dict[str, Any], options: Options) -> str:
     data, hosts = facts["data"], facts["hosts"]
     where = next(iter(hosts)) if len(hosts) == 1 else f"{len(hosts)} hosts"
     widths = "-".join(map(str, (data["features"], *options.hidden, data["classes"])))
-    late = ", ".join(f"rank {r} +{ms:g} ms" for r, ms in options.straggler.items())
+    delays = ", ".join(f"rank {r} +{ms:g} ms" for r, ms in options.straggler.items())
     return (
         f"{_count(facts['ranks'], 'rank')} on {where}, {facts['mpi']}"
         f"{', ' + facts['device'] if facts['device'] else ''}"
-        f"{'; late with each gradient: ' + late if late else ''}\n"
+        f"{'; delay of each gradient: ' + delays if delays else ''}\n"
         f"{data['name']}: {data['train']} samples to train, {data['test']} to test; "
         f"network {widths}\n"
         f"{options.optimizer} {options.rate:g}, batches of {options.batch}, "
@@ -75,14 +75,14 @@ def _count(number: int, what: str) -> str:
 
 
 class Bar:
-    """How one run goes: a bar on a terminal, a line now and then elsewhere."""
+    """Progress of one run: a bar on a terminal, otherwise a line every second."""
 
     def __init__(self, out: Console, strategy: str, epochs: int) -> None:
         self._out, self._strategy, self._epochs = out, strategy, epochs
         self._next_line = 0.0
         text = TextColumn("{task.fields[text]}")
         name = TextColumn(f"{strategy:13}")
-        # No thread that draws: it would disturb what is measured.
+        # No drawing thread: it would disturb the measurement.
         self._bar = Progress(name, BarColumn(), text, console=out, auto_refresh=False)
         self._task = self._bar.add_task(strategy, total=epochs, text="")
         if out.is_terminal:
@@ -103,19 +103,19 @@ class Bar:
             self._next_line = time.monotonic() + _LINE_PAUSE
 
     def stop(self) -> None:
-        """Leave the bar as it is."""
-        # Where it was not started, this would print an empty line.
+        """Stop drawing the bar; it stays visible."""
+        # If the bar was not started, stop would print an empty line.
         if self._out.is_terminal:
             self._bar.stop()
 
 
 def tables(results: Sequence[Result], options: Options) -> Iterator[Table | str]:
-    """Yield the tables, and the lines around them."""
+    """Yield the tables and the lines between them."""
     yield ""
     yield _summary(results)
-    yield "\ngradients accepted and dropped, and waiting inside of the optimizer"
+    yield "\ngradients accepted and dropped, and time waited in the optimizer"
     yield _per_rank(results, options.straggler)
-    yield "\nhow stale: gradients by the number of updates since their parameters"
+    yield "\nstaleness: gradients by lag, the number of updates since their parameters"
     yield _staleness(results)
     yield f"\none gradient: the mean of {_gradient(options)}"
 
@@ -124,8 +124,8 @@ def _gradient(options: Options) -> str:
     samples = f"{options.batch} samples"
     if options.strategies == ("agn",):
         return f"{options.period} batches of {samples}"
-    many = f"; of {options.period} such with agn"
-    return samples + (many if "agn" in options.strategies else "")
+    agn = f"; of {options.period} batches of {samples} with agn"
+    return samples + (agn if "agn" in options.strategies else "")
 
 
 def _table(*names: str, texts: int = 1) -> Table:
@@ -166,17 +166,17 @@ def _per_rank(results: Sequence[Result], straggler: dict[int, float]) -> Table:
         title = result.strategy
         rows = list(zip(result.accepted, result.dropped, result.waited, strict=True))
         for rank, row in enumerate(rows[:_MAX_ROWS]):
-            late = f" (+{straggler[rank]:g} ms)" if straggler.get(rank) else ""
-            table.add_row(title, f"{rank}{late}", *_words(row))
+            delay = f" (+{straggler[rank]:g} ms)" if straggler.get(rank) else ""
+            table.add_row(title, f"{rank}{delay}", *_cells(row))
             title = ""
         if rest := rows[_MAX_ROWS:]:
             label = f"{_MAX_ROWS}-{len(rows) - 1}, sum"
             sums = [sum(column) for column in zip(*rest, strict=True)]
-            table.add_row(title, label, *_words(sums))
+            table.add_row(title, label, *_cells(sums))
     return table
 
 
-def _words(row: Sequence[float]) -> tuple[str, str, str]:
+def _cells(row: Sequence[float]) -> tuple[str, str, str]:
     return f"{row[0]:.0f}", f"{row[1]:.0f}", f"{row[2]:.2f} s"
 
 

@@ -1,4 +1,4 @@
-"""The four ways of exchanging gradients: how each optimizer is made from options."""
+"""The four strategies of gradient exchange: their optimizers, made from options."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An optimizer of one strategy, and what it needs of the training loop.
+    """An optimizer of one strategy, and what the training loop must know of it.
 
     Attributes:
-        optimizer: Not yet initialized.
-        variable: Makes a variable of an array and a name.
+        optimizer: The optimizer, not yet initialized.
+        variable: Makes a variable from an array and a name.
         samples: Number of samples in one update of the parameters.
         gradient_samples: Number of samples in one gradient that is exchanged.
     """
@@ -35,7 +35,7 @@ class Exchange:
     gradient_samples: int
 
     def updates(self, total: int) -> int:
-        """Return the number of updates that use ``total`` samples or just more."""
+        """Return the least number of updates that use at least ``total`` samples."""
         return math.ceil(total / self.samples)
 
 
@@ -55,7 +55,7 @@ def _cross_shard(options: Options, group: hpc.Group) -> Exchange:
     optimizer = hpc.CrossShardOptimizer(
         _rule(options), group_assignment=options.groups or None, comm=group
     )
-    # All groups together: each has a model of its own, and a part of the samples.
+    # Samples of all groups: each group trains its own model on its share of them.
     return Exchange(optimizer, hpc.Variable, options.batch * group.size, options.batch)
 
 

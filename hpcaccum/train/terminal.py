@@ -1,7 +1,7 @@
-"""Whether somebody looks at a terminal, behind a launcher too.
+"""Detection of the terminal, also behind a launcher.
 
-MPICH's mpiexec gives rank 0 a pipe, also on a terminal; Open MPI's gives it a terminal,
-also if its output goes to a file. So it is the launcher's own output that counts.
+MPICH's mpiexec gives rank 0 a pipe even on a terminal; Open MPI's gives it a terminal
+even if its output goes to a file. So the launcher's own output decides.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "mpirun", "orterun", "prterun"}
 
 
 def columns() -> int | None:
-    """Return the width of the terminal that shows this output; None if none does."""
+    """Return the width of the terminal that shows this output; None without one."""
     try:
         launcher = _launcher()
         if launcher is None:
             return _width(sys.stdout.fileno())
-        # A second way to the file that the launcher writes to (Linux).
+        # On Linux this opens the file that the launcher writes to.
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
         output = os.open(f"/proc/{launcher}/fd/1", flags)
         try:
@@ -35,12 +35,12 @@ def columns() -> int | None:
 def _width(output: int) -> int | None:
     if not os.isatty(output):
         return None
-    # Some terminals do not know their size and say 0.
+    # Some terminals report 0 columns.
     return os.get_terminal_size(output).columns or _USUAL
 
 
 def _launcher() -> int | None:
-    """Return the process that started this one as a rank, if it is on this machine."""
+    """Return the process id of the launcher; None if it is on another machine."""
     process = os.getppid()
     while process > 1 and (folder := Path(f"/proc/{process}")).exists():
         # "pid (name) state parent ..."; a name may have spaces and parentheses.
