@@ -1,4 +1,4 @@
-"""AGNOptimizer: the figures of SEMANTICS section 4."""
+"""AGNOptimizer: local steps, pushes of means, the custom getter and the hook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .training import gives, meet, raised, turns, watch_copies
 
 @pytest.fixture
 def make(comm):
-    """Return a function that makes an optimizer; all are freed in the end."""
+    """Return a function that makes an optimizer; all are freed after the test."""
     made = []
 
     def make(period, values=(0.0,), inner=None, dtype=np.float64, host=0, workers=1):
@@ -34,7 +34,7 @@ def make(comm):
 
 
 def figures(opt, x, worker, grads):
-    """Return x, center and step after each call of one worker."""
+    """Return x, the center and the step after each call of one worker."""
 
     def act(turn):
         opt.minimize(gives(grads[turn]))
@@ -104,7 +104,7 @@ def test_momentum_of_the_center_by_hand(make, rank):
 
     found = turns([0] * 5, act)
 
-    # Of x, then of c.
+    # The slots of x, then of the center.
     assert found == [[1], [2.5, 1.5], [4.25, 1.5], [6.125, 4.25], [8.0625, 4.25]]
 
 
@@ -141,7 +141,7 @@ def test_all_push_and_nothing_is_lost(make, rank, size):
         receipt = opt.minimize(gives(1.0))
         assert bool(receipt) == (call % 2 == 1)
         if receipt:
-            # My own update is in what I have, and perhaps those of others.
+            # x contains at least this rank's own update.
             assert x.value <= -(receipt.global_step + 1)
     meet()
 
@@ -186,7 +186,7 @@ def test_none_leaves_a_variable_out_everywhere(make, rank, size):
 
     found = turns([size - 1] * 2, act)
 
-    # The last rank's b is neither updated nor pushed nor pulled.
+    # The last rank's b is neither updated, nor pushed, nor pulled.
     b_there = -4 if size == 1 else 0
     assert found == [(-2 - 2 * (size == 1), b_there, -4), (-4, b_there, -4)]
 
@@ -195,7 +195,7 @@ def test_the_sum_of_one_left_out_of_a_push_goes_on(make, size):
     opt, a, b = make(2, [0.0, 0.0])
 
     def act(turn):
-        # Of b 4, none, 8, 16: the second push has half of their sum.
+        # b gets 4, None, 8, 16: the second push contains half of their sum.
         opt.minimize(gives(2.0, [4.0, None, 8.0, 16.0][turn]))
         return float(a.value), float(b.value), float(opt.center(b))
 
@@ -232,7 +232,7 @@ def test_all_none_is_an_error_and_counts_for_nothing(make, size):
     assert opt.center(x) == -3
 
 
-# Initialisation
+# Initialization
 
 
 def test_init_op_takes_the_center_and_forgets_the_sums(make, rank, size):
@@ -244,7 +244,7 @@ def test_init_op_takes_the_center_and_forgets_the_sums(make, rank, size):
         before = float(x.value)
         init()
         after = float(x.value)
-        # The count of calls goes on, so this one pushes.
+        # init() does not reset the count of calls, so this call pushes.
         return before, after, bool(opt.minimize(gives(2.0))), float(opt.center(x))
 
     [found] = turns([size - 1], act)

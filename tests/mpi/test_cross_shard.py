@@ -1,4 +1,4 @@
-"""CrossShardOptimizer: SEMANTICS section 5, with errors that all ranks see."""
+"""CrossShardOptimizer: scaling, sums, groups, and gradients of None."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .training import gives, raised, variable
 
 @pytest.fixture
 def make(comm):
-    """Return a function that makes an optimizer; all are freed in the end."""
+    """Return a function that makes an optimizer; all are freed after the test."""
     made = []
 
     def make(reduction=Reduction.MEAN, groups=None, inner=None):
@@ -35,7 +35,7 @@ def make(comm):
 
 
 def shards(size):
-    """Return all group assignments of a size, for groups of equal size, disordered."""
+    """Return an assignment for each size of groups, with the ranks out of order."""
     ranks = [*range(size)[::-2], *range(size)[-2::-2]]
     return [
         [ranks[i : i + width] for i in range(0, size, width)]
@@ -44,7 +44,7 @@ def shards(size):
     ]
 
 
-# Scaling in compute
+# Scaling in compute_gradients
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -134,7 +134,7 @@ def test_groups_in_any_order_sum_apart(make, rank, size):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=str)
 def test_half_precision_is_summed_in_single(make, rank, size, dtype):
-    # Two of the one overflow; the other loses each 1 that is added to it.
+    # In half precision 60000 + 60000 overflows, and 256 + 1 is 256.
     first, rest = (60000, 60000) if dtype == np.float16 else (256, 1)
     w, opt = variable([0.0], dtype), make(Reduction.SUM, inner=hpc.SGD(1 / size))
     opt.apply_gradients([(np.array([rest if rank else first], dtype), w)])

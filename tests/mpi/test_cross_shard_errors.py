@@ -1,4 +1,4 @@
-"""CrossShardOptimizer: what goes wrong on one rank is seen by all."""
+"""CrossShardOptimizer: errors of one rank are raised on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .training import gives, raised, variable
 
 @pytest.fixture
 def make(comm):
-    """Return a function that makes an optimizer; all are freed in the end."""
+    """Return a function that makes an optimizer; all are freed after the test."""
     made = []
 
     def make(reduction=Reduction.MEAN, groups=None, inner=None):
@@ -35,7 +35,7 @@ def make(comm):
         optimizer.free()
 
 
-# What goes wrong on one rank
+# Errors of one rank
 
 
 @pytest.mark.parametrize("initialized", [True, False])
@@ -182,5 +182,5 @@ def test_communicators_of_groups_are_given_back(comm, size):
     )
     opt.free()
 
-    # MPICH has 2048 of them.
+    # MPICH has 2048 context ids.
     assert opt._shard.comm == opt._shard.node == MPI.COMM_NULL

@@ -1,4 +1,4 @@
-"""ConditionalAccumulator with gradients of a device."""
+"""ConditionalAccumulator with gradients on a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N = 1000
 
 @pytest.fixture(params=["slots", "sum"])
 def make(request, comm):
-    """Return a function that makes an accumulator; all are freed in the end."""
+    """Return a function that makes an accumulator; all are freed after the test."""
     made = []
 
     def make(dtype=np.float32, shape=(N,), **options):
@@ -30,7 +30,7 @@ def make(request, comm):
 
 
 def drawn(rank, dtype=np.float32):
-    # Small integers: their sums are exact in any order.
+    # Sums of small integers are exact in any order.
     return np.random.default_rng(rank).integers(-9, 9, N).astype(dtype)
 
 
@@ -41,7 +41,7 @@ def test_gradients_of_the_device_are_added(cp, make, rank, size, dtype):
         grad = cp.asarray(drawn(rank, dtype))
         grad *= 2
         assert acc.apply_grad(grad, step)
-        grad.fill(0)  # the caller's again
+        grad.fill(0)  # allowed after the call
         meet()
         if rank == 0:
             found = acc.take_grad(size).astype(wide)
@@ -97,7 +97,7 @@ def test_slots_are_pinned_until_they_are_freed(cp, pinned, make, rank):
     assert not pinned
     for _ in range(2):
         acc.apply_grad(cp.asarray(drawn(rank)))
-    # Between nodes a gradient is sent on from ordinary memory.
+    # A slot on another node is not mapped, so it is not pinned.
     here = acc.statistics().storage == "slots" and acc._storage.region.mapped
     assert len(pinned) == int(here)
     acc.free()

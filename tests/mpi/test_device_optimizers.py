@@ -1,4 +1,4 @@
-"""Optimizers whose variables are on a device: as those in host memory, step by step."""
+"""Optimizers of variables on a device: the same results as in CPU memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_rules_do_the_same(cp, rule, dtype):
         device.apply_gradients(list(zip(theirs, there, strict=True)))
         for grad, same in zip(grads, theirs, strict=True):
             assert grad.tobytes() == same.get().tobytes()
-    # Bits: the kernels round where NumPy does.
+    # Equal bit for bit: the kernels round where NumPy does.
     for one, other in zip(here, there, strict=True):
         assert one.value.tobytes() == other.value.get().tobytes()
         for name in host.get_slot_names():
@@ -80,7 +80,7 @@ def test_a_gradient_that_is_another_variable(cp):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("rule", ["SGD", "Adam"])
 def test_wrappers_do_the_same(cp, comm, rank, size, wrapper, rule):
-    # All ranks bring the same gradients, in turns where each is an update.
+    # All ranks contribute the same gradients, in turns if each makes an update.
     found = []
     for place in (np.array, cp.asarray):
         own = variables(place)
@@ -150,7 +150,7 @@ def test_parameters_are_those_of_one_step(cp, pinned, comm, rank, size, wrapper)
             opt.minimize(gives(cp.full(500, -1.0)))
             seen = opt.center(w)
             meet()
-            # All others make updates before this one looks at what it pulled.
+            # The other ranks make updates before rank 1 reads what it pulled.
             for _ in range(2 * (rank != 1)):
                 opt.minimize(gives(cp.full(500, -1.0)))
             meet()

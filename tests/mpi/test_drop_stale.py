@@ -1,4 +1,4 @@
-"""DropStaleGradientOptimizer: SEMANTICS section 3, on schedules of the tests' own."""
+"""DropStaleGradientOptimizer: admission by lag, under fixed schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .training import computed, gives, meet, raised, turns, variable
 
 @pytest.fixture
 def make(comm):
-    """Return a function that makes an optimizer; all are freed in the end."""
+    """Return a function that makes an optimizer; all are freed after the test."""
     made = []
 
     def make(staleness, variables, inner=None, **options):
@@ -39,7 +39,7 @@ def test_accepted_if_and_only_if_lag_is_at_most_staleness(make, staleness):
     opt = make(staleness, [w])
 
     def act(_):
-        # The step of all is that of the one time they were computed.
+        # All five have the step at which they were computed.
         pairs = opt.compute_gradients(gives(1.0))
         return [opt.apply_gradients(pairs) for _ in range(5)]
 
@@ -59,7 +59,7 @@ def test_lag_is_what_others_did_since_the_compute(make, rank, size, staleness, l
     w, v = variable([0.0, 0.0], name="w"), variable(name="v")
     opt, late = make(staleness, [w, v], hpc.Momentum(1, 0.5)), size - 1
     pairs = computed(opt, np.array([8.0, 8.0]), 8.0)
-    meet()  # nobody updates before all have computed
+    meet()  # no update before all have computed
     turns([0] * lag, lambda _: opt.minimize(gives(np.zeros(2), 0.0)))
     [receipt] = turns([late], lambda _: opt.apply_gradients(pairs))
     state = [slot.value.tolist() for slot in opt.variables()] if rank == 0 else None
@@ -119,7 +119,7 @@ def test_only_applied_updates_count_as_lag(make, rank, size):
     assert second.global_step == third.global_step == 1
 
 
-# What a worker has afterwards
+# The parameters after a push
 
 
 @pytest.mark.ranks(min=2)
@@ -127,7 +127,7 @@ def test_a_dropped_gradient_brings_the_newest_parameters_at_once(make, rank, siz
     w, step = variable(), hpc.Variable(0, "step")
     opt = make(0, [w])
     pairs = computed(opt, 8.0)
-    meet()  # nobody updates before all have computed
+    meet()  # no update before all have computed
     turns([0, 0], lambda _: opt.minimize(gives(1.0)))
 
     def late(_):
@@ -185,7 +185,7 @@ def test_statistics_count_every_lag(make, rank, size):
     w = variable()
     opt = make(1, [w])
     pairs = computed(opt, 1.0)
-    meet()  # nobody updates before all have computed
+    meet()  # no update before all have computed
     turns([0, 0, size - 1, 0], lambda _: opt.apply_gradients(pairs))
     tally = opt.statistics()
 

@@ -1,4 +1,4 @@
-"""What the optimizers have in common whose updates run on a host's parameters."""
+"""The common behavior of the one-sided optimizers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def kind(request):
 
 @pytest.fixture
 def make(comm, kind):
-    """Return a function that makes an optimizer; all are freed in the end."""
+    """Return a function that makes an optimizer; all are freed after the test."""
     made = []
 
     def make(variables, inner=None, **options):
@@ -38,11 +38,11 @@ def make(comm, kind):
 
 
 def updates(kind, workers, calls):
-    """Return how many updates so many calls of each worker make."""
+    """Return the number of updates that ``calls`` calls of each worker make."""
     return {"SyncReplicas": 1, "DropStale": workers, "AGN": workers / 2}[kind] * calls
 
 
-# Where the center is
+# The host rank
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
@@ -150,7 +150,7 @@ def test_parts_of_the_ranks_train_apart(kind, comm, rank, size):
             time.sleep(0.001)
         center = opt.center(w)
 
-    # Rank 0 of a part is the last of the ranks in it.
+    # The ranks of a part are reversed: its rank 0 is the last of comm's.
     assert start == max(range(rank % 2, size, 2))
     assert center == start - 2 * updates(kind, part.size, 4)
     part.Free()
@@ -174,7 +174,7 @@ def test_several_at_once_do_not_disturb_each_other(comm, size):
 
 
 def admission_step(opt):
-    """Return the step below which gradients are refused, by the policy itself."""
+    """Return the step of admission, which may be ahead of the applied updates."""
     inbox = opt._server._inbox
     return (
         inbox._accumulator.global_step if "Sync" in type(opt).__name__ else inbox.step
@@ -201,7 +201,8 @@ def test_after_a_drop_nobody_computes_what_must_be_dropped(comm, kind, rank, siz
     elif rank == size - 1:
         while not admission_step(opt):
             time.sleep(0)
-        # Taken, and being applied: what this rank has is old, and nothing is newer.
+        # Rank 0's gradient is admitted but not applied: this rank's parameters are
+        # stale, and no newer ones exist.
         seen = [bool(opt.apply_gradients(pairs)), opt.global_step]
         opt.compute_gradients(gives(1.0))
         seen += [float(w.value), opt.global_step]
@@ -267,7 +268,7 @@ def test_slots_are_those_of_the_host(make, kind, rank, size):
         assert count == 0
 
 
-# Ranks that do not agree
+# Ranks that disagree
 
 
 @pytest.mark.ranks(min=2)
@@ -309,7 +310,7 @@ def test_bad_pairs_send_nothing_and_disturb_nobody(make, kind, rank, size):
     assert (opt.center(w) == -updates(kind, size, 2)).all()
 
 
-# Ranks that come and go
+# Ranks that start late or leave
 
 
 @pytest.mark.parametrize("leaver", ["first", "last"])

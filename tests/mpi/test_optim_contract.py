@@ -1,4 +1,4 @@
-"""What every optimizer does: one row each, one set of checks for all."""
+"""The contract of all optimizers: one row each, one set of checks for all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kind(request):
 
 @pytest.fixture
 def make(comm, kind):
-    """Return a function that makes an optimizer; all are freed in the end."""
+    """Return a function that makes an optimizer; all are freed after the test."""
     made = []
 
     def make(variables, inner=None):
@@ -93,7 +93,7 @@ def test_a_global_step_counts(make, kind):
     for _ in range(2):
         opt.minimize(gives(1.0), global_step=step)
 
-    # Of pushes or updates of all ranks, where each is an update by itself.
+    # AGN and DropStale count every push of every rank.
     count = {"AGN": 1}.get(kind, 2)
     assert count <= step.value <= count * len(before)
     if kind not in ("AGN", "DropStale"):
@@ -108,11 +108,11 @@ def test_gradients_may_be_changed_between_compute_and_apply(make, size):
     opt.apply_gradients([(np.minimum(grad, 0), var)])
 
     assert var is w
-    # Momentum-free rules stay where they are.
+    # A gradient of 0 leaves a variable of 0 where it is.
     assert np.abs(w.value) < 1e-6
 
 
-# Refusals
+# Bad arguments
 
 BAD_PAIRS = {
     "shape": (lambda w: [(np.ones(3), w)], InvalidArgumentError),

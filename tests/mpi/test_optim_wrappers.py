@@ -1,4 +1,4 @@
-"""What every optimizer does that holds another one; their constructors."""
+"""Optimizers that hold another one: slots, learning rates, constructors."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_an_inner_optimizer_without_a_learning_rate_gets_none(comm, wrapper):
 
 
 class Own(hpc.Optimizer):
-    """An optimizer of the user's."""
+    """An optimizer that a user might write."""
 
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
         for grad, var in grads_and_vars:

@@ -1,4 +1,4 @@
-"""How training begins: the same values on all ranks, dtypes that can be exchanged."""
+"""The start of training: equal values on all ranks, dtypes that can be exchanged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def cross_shard(comm, **options):
     return hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, **options)
 
 
-# The same values
+# Equal values
 
 
 def odd_ones(rank):
-    """Return variables of all dtypes and shapes, in any order of memory."""
+    """Return variables of all dtypes, shapes and memory orders."""
     kinds = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
     arrays = [np.full((2, 3), rank + i, kind) for i, kind in enumerate(kinds)]
     arrays += [
@@ -40,7 +40,7 @@ def odd_ones(rank):
 def test_a_group_begins_with_the_variables_of_its_first_rank(
     comm, rank, size, monkeypatch
 ):
-    # A piece is less than a variable.
+    # Chunks are smaller than a variable.
     monkeypatch.setattr(start, "_CHUNK_BYTES", 20)
     for groups in [None, *shards(size)]:
         first = next(ranks for ranks in groups if rank in ranks)[0] if groups else 0

@@ -1,4 +1,4 @@
-"""SyncReplicasOptimizer: SEMANTICS section 6, with the deviations of the design."""
+"""SyncReplicasOptimizer: quorums, backups, shares, and ranks that leave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .training import Gate, computed, gives, meet, raised, turns, variable
 
 @pytest.fixture
 def make(comm):
-    """Return a function that makes an optimizer; all are freed in the end."""
+    """Return a function that makes an optimizer; all are freed after the test."""
     made = []
 
     def make(quorum, variables, inner=None, **options):
@@ -86,7 +86,7 @@ def test_the_order_of_arrival_does_not_change_a_bit(make, rank, size):
         opt = make(size, [w])
         grad = np.random.default_rng(rank).normal(size=50).astype(np.float32)
         pairs = opt.compute_gradients(gives(grad))
-        # Later ranks of this order arrive when the others have been admitted.
+        # Each rank of this order waits until those before it are admitted.
         turn = (rank + shift) % size
         while sum(opt.statistics().accepted) < turn:
             time.sleep(0)
@@ -116,7 +116,7 @@ def test_backups_are_dropped_and_do_not_wait(make, rank, size):
     receipt = opt.apply_gradients(pairs, step) if rank < quorum else None
     meet()
     if rank == quorum:
-        # Nobody else brings anything now: a rank that waited would wait for ever.
+        # No other rank contributes any more: waiting would never end.
         receipt = opt.apply_gradients(pairs, step)
     receipts = meet(receipt)
 
@@ -132,7 +132,7 @@ def test_after_a_drop_gradients_are_fresh_again(make, rank, size):
     w = variable()
     opt = make(1, [w])
     pairs = computed(opt, 8.0)
-    meet()  # nobody updates before all have computed
+    meet()  # no update before all have computed
     turns([0] * 3, lambda _: opt.minimize(gives(1.0)))
     [dropped] = turns([size - 1], lambda _: opt.apply_gradients(pairs))
     [fresh] = turns([size - 1], lambda _: opt.minimize(gives(1.0)))
@@ -148,7 +148,7 @@ def test_a_quorum_of_one_takes_every_gradient(make, rank, size):
     accepted = sum(bool(opt.minimize(gives(1.0))) for _ in range(calls))
     total = sum(meet(accepted))
 
-    # Two that arrive together are one update.
+    # Two gradients that arrive together make one update.
     assert 1 <= opt.global_step <= total
     assert -opt.center(w) == opt.global_step
 
@@ -196,11 +196,11 @@ def test_waiting_for_a_mean_ends_when_it_should(comm, rank, size):
         meet()
     inbox.free()
 
-    # In the same memory all the time.
+    # All means are in the same memory.
     assert len({id(mean) for mean in means}) == (rank == 0)
 
 
-# A quorum of more than there are workers
+# A quorum larger than the number of workers
 
 
 def test_a_quorum_of_two_each(make, rank, size):
@@ -211,15 +211,15 @@ def test_a_quorum_of_two_each(make, rank, size):
         receipt = opt.minimize(gives(float(call)))
         steps.append((receipt.accepted, receipt.global_step, float(w.value)))
 
-    # The first of two comes back at once.
+    # The first of two calls returns at once.
     means = [-0.5, -3, -7.5]
     assert steps[1::2] == [(True, k, mean) for k, mean in enumerate(means)]
     assert steps[0::2] == [(True, k, m) for k, m in enumerate([0, *means[:2]])]
 
 
 def test_a_share_is_of_one_step(make, rank, size):
-    # A rank that brought less than its share when the step passed, and did not wait,
-    # owes its whole share again: or all the others would wait for ever.
+    # A rank that had contributed less than its share when the step passed, and did not
+    # wait, owes a whole share again; otherwise all the others would wait.
     def slowly():
         time.sleep(0.05)
         return 1.0
@@ -240,7 +240,7 @@ def test_a_share_is_of_one_step(make, rank, size):
     assert opt.center(w) == -3
 
 
-# Ranks that leave, and that wait
+# Leaving and waiting
 
 
 @pytest.mark.ranks(min=2)

@@ -22,7 +22,7 @@ def options(ranks, *words):
 
 @pytest.fixture(scope="session")
 def blobs():
-    """Three classes that are easily told apart."""
+    """Three classes that are easily separated."""
     rng = np.random.default_rng(0)
     y = np.arange(300) % 3
     centers = np.array([[0, 0, 3], [0, 3, 0], [3, 0, 0]])

@@ -1,4 +1,4 @@
-"""What the tests of optimizers share: variables, losses, and ranks that take turns."""
+"""Helpers of the optimizer tests: variables, losses, and ranks that take turns."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def variable(value: Any = 0.0, dtype: Any = np.float64, name: str = "w"):
 
 
 def gives(*grads: Any) -> Callable[[], tuple[float, list[Any]]]:
-    """Return a loss with these gradients, whatever the variables are."""
+    """Return a loss with these gradients at any variables."""
     return lambda: (0.0, list(grads))
 
 
-def meet(told: Any = None) -> list[Any]:
-    """Wait for all ranks; return what each of them told."""
-    return world("tests").gather(told)
+def meet(value: Any = None) -> list[Any]:
+    """Wait for all ranks; return the values of all."""
+    return world("tests").gather(value)
 
 
 def computed(optimizer, *grads: Any) -> list[Any]:
-    """Compute gradients on all ranks before anybody applies one."""
+    """Compute gradients on all ranks before any rank applies one."""
     pairs = optimizer.compute_gradients(gives(*grads))
     meet()
     return pairs
 
 
 def turns(order: Sequence[int], act: Callable[[int], Any]) -> list[Any]:
-    """Call ``act(turn)`` on one rank after the other; return all results on all."""
+    """Call ``act(turn)`` on one rank after another; return all results everywhere."""
     return [
         meet(act(turn) if MPI.COMM_WORLD.rank == rank else None)[rank]
         for turn, rank in enumerate(order)
@@ -44,7 +44,7 @@ def turns(order: Sequence[int], act: Callable[[int], Any]) -> list[Any]:
 
 
 def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the exception, or what was returned without one."""
+    """Return the exception that the call raises, else its result."""
     try:
         return call(*args, **kwargs)
     except Exception as error:
@@ -52,7 +52,7 @@ def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def watch_copies(monkeypatch: Any) -> list[str]:
-    """Return a list to which each push adds the names of what it copies."""
+    """Return a list to which each push appends the names of the arrays it copies."""
     copied: list[str] = []
     copy = wire_format._copy_gradients
 
@@ -79,12 +79,12 @@ class Namespace:
         vars(self).update(functions)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what is not replaced."""
+        """Return a name that is not replaced."""
         return getattr(self._module, name)
 
 
 class Gate(hpc.Optimizer):
-    """SGD(1) that makes an update only when the test lets it."""
+    """SGD(1) that makes an update only when the test permits it."""
 
     def __init__(self, wait: Callable[[], Any]) -> None:
         super().__init__("gate")
@@ -108,7 +108,7 @@ def _sync(inner, variables, comm, dedicated=False, **options):
     return hpc.SyncReplicasOptimizer(inner, comm.size - bool(dedicated), **options)
 
 
-# Kind to what makes one: of an inner optimizer, its variables, a communicator, options.
+# Name to factory, called with an inner optimizer, variables, a communicator, options.
 ONE_SIDED: dict[str, Callable[..., Any]] = {
     "SyncReplicas": _sync,
     "DropStale": lambda inner, variables, comm, **options: (

@@ -1,4 +1,4 @@
-"""``hpcaccum train`` as people start it: what it writes, and how it ends."""
+"""``hpcaccum train`` as a user runs it: its output, files and exit status."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train(mpirun, tmp_path):
 
 @pytest.fixture
 def script(mpirun, tmp_path):
-    """Run a script on some ranks that changes something, then calls the command."""
+    """Run a script on some ranks that patches something, then runs the command."""
 
     def run(ranks, text, *words):
         path = tmp_path / "script.py"
@@ -88,7 +88,7 @@ def test_table_and_log_of_a_strategy(strategy, train, tmp_path):
     if strategy == "cross-shard":
         assert accepted == [updates] * 3
     elif strategy == "sync-replicas":
-        # The last one to leave may have made one update more, by itself.
+        # The last rank to leave may have made one more update alone.
         assert sum(accepted) >= updates * start["options"]["quorum"] - 1
     else:
         assert sum(accepted) == updates
@@ -102,7 +102,7 @@ def test_compare_reaches_95_percent_with_each_and_draws_them(train, tmp_path):
     assert list(results) == STRATEGIES
     for result in results.values():
         assert result["accuracy"][0] >= 0.95, result["strategy"]
-    # The slow one is shown, has less to wait for, and holds up nobody but cross-shard.
+    # The slow rank is shown, waits least, and delays only cross-shard.
     assert shown.count("2 (+8 ms)") == 4
     waited = results["cross-shard"]["waited"]
     assert waited[2] < min(waited[:2])
@@ -170,7 +170,7 @@ def test_without_a_launcher(tmp_path, mpi_environment):
 
 
 def test_a_terminal_gets_a_bar(mpiexec, mpi_environment, tmp_path):
-    # The launcher's terminal: the ranks' own output says little about it.
+    # The terminal of the launcher; the ranks' own output may be a pipe.
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "hpcaccum", "train", "--strategy", "agn"]
     with subprocess.Popen(
@@ -183,7 +183,7 @@ def test_a_terminal_gets_a_bar(mpiexec, mpi_environment, tmp_path):
     ) as process:
         os.close(theirs)
         shown = b""
-        with contextlib.suppress(OSError):  # Linux's way to say that it is closed
+        with contextlib.suppress(OSError):  # raised by Linux when it is closed
             while piece := os.read(ours, 4096):
                 shown += piece
     os.close(ours)
