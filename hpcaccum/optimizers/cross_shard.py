@@ -21,7 +21,7 @@ from hpcaccum.optimizers.wrapper import Wrapper
 from hpcaccum.reducer import Reducer, check_direct
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -271,6 +271,13 @@ class CrossShardOptimizer(Wrapper):
         )
         summed = [(None if g is None else sums[v.name], v) for g, v in pairs]
         return self.inner.apply_gradients(summed, global_step, name)
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {**super()._state_dict(), "computed": self._computed}
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super()._load_state_dict(state)
+        self._computed = state["computed"]
 
     @property
     def waited(self) -> float:

@@ -93,6 +93,8 @@ class OneSidedOptimizer(Wrapper):
         self._center: dict[str, Variable] = {}
         # The step of this rank's variables, and the first one worth waiting for.
         self._step, self._useful = -1, 0
+        # The state to resume from.
+        self._loaded: Mapping[str, Any] = {}
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
         """Return the inbox, in which the one-sided optimizers differ."""
@@ -129,10 +131,14 @@ class OneSidedOptimizer(Wrapper):
             dedicated=self._dedicated,
             what=self.get_name(),
             finish=self._pull_all,
+            step=self._loaded.get("global_step", 0),
+            tally=self._loaded.get("tally"),
         )
         if self._server.is_root:
             self._serve_with(self._server)
         self._pull()
+        if self._loaded:
+            self._resume(self._server, self._loaded)
         # No rank may train before all have the same variables.
         self._group.allgather(None, what)
 
@@ -297,6 +303,25 @@ class OneSidedOptimizer(Wrapper):
         else:
             self._pull()
             self._useful = server.missed(receipt)
+
+    def _state_dict(self) -> dict[str, Any]:
+        # The first two are the same on all ranks if no rank pushes meanwhile.
+        server = self._open_server()
+        counts = {"global_step": server.step, "tally": server.tally()}
+        return {**super()._state_dict(), **counts, "step": self._step}
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a `_state_dict`; before `initialize`.
+
+        `initialize` must be given the values of the center. Afterwards a rank may set
+        its variables to those that it had.
+        """
+        super()._load_state_dict(state)
+        self._loaded = state
+
+    def _resume(self, server: ParameterServer, state: Mapping[str, Any]) -> None:
+        """Restore what depends on the server."""
+        self._step = state["step"]
 
     @property
     def global_step(self) -> int:

@@ -67,7 +67,8 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         self._quorum: int = self._options["replicas_to_aggregate"]
         # Gradients of one step that each worker may contribute.
         self._share = -(-self._quorum // self._workers)
-        # The step at which the last gradient arrived, and how many were accepted there.
+        # The step at which the last gradient arrived, and how many were accepted there;
+        # not saved, as they concern gradients that are pending.
         self._round, self._accepted = -1, 0
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:

@@ -116,6 +116,21 @@ class Wrapper(Freeable, Optimizer):
                     f"{var.name!r}, with {sorted(self._values)}"
                 )
 
+    def _state_dict(self) -> dict[str, Any]:
+        """Return what this rank must save to resume, besides variables and slots.
+
+        Numbers, tuples, and dictionaries of NumPy arrays. No gradient may be pending:
+        between two updates, on all ranks.
+        """
+        if isinstance(self.inner, Wrapper):
+            return {"inner": self.inner._state_dict()}
+        return {}
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a `_state_dict`; before `initialize`."""
+        if isinstance(self.inner, Wrapper):
+            self.inner._load_state_dict(state["inner"])
+
     def _describe(self) -> str:
         return f"optimizer {self.get_name()!r}"
 
