@@ -198,3 +198,60 @@ def test_none_on_some_ranks_is_an_error_on_all(make, rank, size):
     assert "gradient of v must be the same" in str(error)
     assert step.value == 1
     np.testing.assert_allclose([w.value, v.value], [-1, -2], rtol=1e-15)
+
+
+# Subclasses
+
+
+class Watching(hpc.CrossShardOptimizer):
+    """Records the gradients between the two calls of minimize."""
+
+    seen = None
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        self.seen = [grad for grad, _ in grads_and_vars]
+        return super().apply_gradients(grads_and_vars, global_step, name)
+
+
+class Doubling(hpc.CrossShardOptimizer):
+    """Doubles the gradients that it computes."""
+
+    def compute_gradients(self, *args, **kwargs):
+        pairs = super().compute_gradients(*args, **kwargs)
+        return [(2 * grad, var) for grad, var in pairs]
+
+
+@pytest.mark.parametrize("kind", [Watching, Doubling, hpc.CrossShardOptimizer])
+def test_minimize_divides_early_only_if_a_call_is_overridden(
+    comm, size, kind, monkeypatch
+):
+    w, kinds = variable(), []
+    with kind(hpc.SGD(1), comm=comm) as opt:
+        opt.initialize([w])
+        reduce = opt._reducer.reduce
+
+        def watched(*args, reduction_type, **kwargs):
+            kinds.append(reduction_type)
+            return reduce(*args, reduction_type=reduction_type, **kwargs)
+
+        monkeypatch.setattr(opt._reducer, "reduce", watched)
+        opt.minimize(gives(8.0))
+
+    assert w.value == -16 if kind is Doubling else w.value == -8
+    assert kinds == ["MEAN" if kind is hpc.CrossShardOptimizer and size > 1 else "SUM"]
+    if kind is Watching:
+        assert opt.seen == [8 * (1 / size)]
+
+
+def test_minimize_calls_what_was_set_on_the_instance(make, size, monkeypatch):
+    w, opt = variable(), make()
+    compute, seen = opt.compute_gradients, []
+
+    def watched(*args, **kwargs):
+        seen.extend(pairs := compute(*args, **kwargs))
+        return pairs
+
+    monkeypatch.setattr(opt, "compute_gradients", watched)
+    opt.minimize(gives(8.0), var_list=[w])
+
+    assert seen == [(8 * (1 / size), w)]

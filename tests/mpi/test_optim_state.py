@@ -44,7 +44,9 @@ def resumed(make, kind, opt, own):
     start = [opt.center(var) for var in own] if kind in ONE_SIDED else values
     meet()
     opt.free()
-    new = [variable(value, name=var.name) for value, var in zip(start, own, strict=True)]
+    new = [
+        variable(value, name=var.name) for value, var in zip(start, own, strict=True)
+    ]
     opt = make(kind, new)
     opt._load_state_dict(state)
     opt.initialize(new)
