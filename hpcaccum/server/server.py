@@ -122,11 +122,6 @@ class ParameterServer(Client):
         return self._group.rank == self._root
 
     @property
-    def freed(self) -> bool:
-        """Whether it was freed."""
-        return self._opened.closed
-
-    @property
     def only_serves(self) -> bool:
         """Whether this rank serves and does not train."""
         return self._dedicated and self.is_root

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -62,7 +63,8 @@ def train(make, kind, size, stops):
     opt = make(kind, own)
     opt.initialize(own)
 
-    def act(grad):
+    def act(call, turn=0):
+        grad = turn + 2.0 * call
         receipt = opt.minimize(gives(np.full(3, grad), None if grad % 3 == 0 else grad))
         return receipt, [var.value.tolist() for var in own]
 
@@ -70,9 +72,9 @@ def train(make, kind, size, stops):
         if call in stops:
             opt, own = resumed(make, kind, opt, own)
         if kind in ("DropStale", "AGN"):
-            found.append(turns(range(size), lambda turn: act(turn + 2.0 * call)))
+            found.append(turns(range(size), functools.partial(act, call)))
         else:
-            found.append(act(2.0 * call))
+            found.append(act(call))
         meet()
     opt.free()
     if kind in ONE_SIDED:
