@@ -88,13 +88,14 @@ def check_gradient(grad: Any, variable: Variable) -> Array:
         InvalidArgumentError: If it does not fit the variable, or the variable has
             integers.
     """
-    dtype, shape = variable.dtype, variable.shape
+    value = variable.value
+    dtype, shape = value.dtype, value.shape
     if not is_float(dtype):
         raise InvalidArgumentError(
             f"{variable.name!r} is of {dtype} and cannot be trained"
         )
     # The common case first: every gradient is checked several times in a step.
-    usual = type(grad) is type(variable.value) is np.ndarray
+    usual = type(grad) is type(value) is np.ndarray
     if usual and grad.dtype is dtype and grad.shape == shape:
         return grad  # type: ignore[no-any-return]
     try:
@@ -102,7 +103,7 @@ def check_gradient(grad: Any, variable: Variable) -> Array:
     except InvalidArgumentError as error:
         text = f"gradient of {variable.name!r}: {error}"
         raise InvalidArgumentError(text) from None
-    if is_device(array) is not is_device(variable.value):
+    if type(array) is not type(value) and is_device(array) is not is_device(value):
         where = ["in host memory", "on the device"]
         raise InvalidArgumentError(
             f"gradient of {variable.name!r} is {where[is_device(array)]}, the variable "
