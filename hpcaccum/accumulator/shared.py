@@ -97,11 +97,11 @@ class SharedAccumulator(Freeable):
             InvalidArgumentError: On every rank, if that has other settings.
         """
         key = _key(settings)
-        shared: SharedAccumulator | None = group.shared.get(key)
+        shared = cast("SharedAccumulator | None", group.named.get(key))
         if shared is None:
             shared = cls(group, settings, what)
             if settings.shared_name:
-                group.shared[key] = shared
+                group.named[key] = shared
         shared._check_same(settings)
         shared._handles += 1
         return shared
@@ -119,7 +119,7 @@ class SharedAccumulator(Freeable):
         """Drop one handle; free the accumulator with the last one. Collective."""
         if self._handles == 1:
             self.free()
-            self.group.shared.pop(_key(self.settings), None)
+            self.group.named.pop(_key(self.settings), None)
         self._handles -= 1
 
     def snapshot(self) -> Snapshot:

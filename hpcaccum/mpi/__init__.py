@@ -14,7 +14,7 @@ from hpcaccum.mpi.control import Track
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import launched_ranks
-from hpcaccum.mpi.lifetime import Freeable, Opened
+from hpcaccum.mpi.lifetime import Freeable
 from hpcaccum.mpi.node_memory import NodeMemory
 from hpcaccum.mpi.region import Region
 from hpcaccum.mpi.runtime import MPI, check_running
@@ -34,7 +34,6 @@ __all__ = [
     "Freeable",
     "Group",
     "NodeMemory",
-    "Opened",
     "Region",
     "Track",
     "abort_job",

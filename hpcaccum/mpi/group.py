@@ -108,11 +108,6 @@ class Group:
             return f"Group(rank {self.rank} of {self.size}, finalized)"
         return f"Group(rank {self.rank} of {self.size}, {self.node.size} on its node)"
 
-    @property
-    def shared(self) -> dict[str, Any]:
-        """The same as `named`, its former name."""
-        return cast("dict[str, Any]", self.named)
-
     @functools.cached_property
     def single_node(self) -> bool:
         """Whether all ranks share memory. Collective at first use."""

@@ -8,7 +8,6 @@ from hpcaccum.errors import FreedError
 from hpcaccum.mpi import shutdown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
@@ -87,35 +86,3 @@ class Freeable:
         """Free it. After an exception leave it open: other ranks may not free it."""
         if kind is None:
             self.free()
-
-
-class Opened:
-    """Frees something collective once: when asked to, or before MPI_Finalize.
-
-    Args:
-        group: Its communicators are kept until then.
-        free: Frees it. If that raises, it is still open.
-        what: Name for messages.
-
-    Attributes:
-        label: The name, with a number.
-        closed: Whether it has been freed.
-    """
-
-    def __init__(self, group: Group, free: Callable[[], None], what: str) -> None:
-        self._group, self._free = group, free
-        self.label = f"{what} (number {group.next_number()})"
-        group.retain()
-        shutdown.at_exit(self._close)
-        self.closed = False
-
-    def _close(self) -> None:
-        if not self.closed:
-            self._free()
-            self.closed = True
-            self._group.release()
-
-    def close(self) -> None:
-        """Free it, if it has not been freed."""
-        self._close()
-        shutdown.forget(self._close)

@@ -8,7 +8,6 @@ from mpi4py import MPI
 import hpcaccum as hpc
 from hpcaccum.mpi import Freeable, shutdown
 from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.lifetime import Opened
 
 from .acting import meet
 
@@ -136,21 +135,3 @@ def test_labels_tell_objects_apart_and_are_the_same_on_all_ranks(comm):
     assert labels == [f"a (number {n})" for n in (1, 2, 3)]
     assert meet(labels) == [labels] * len(meet())
     shutdown._close_all()
-
-
-def test_opened_is_freed_once(comm):
-    freed = []
-    group = Group.of(comm)
-    first = Opened(group, lambda: freed.append(1), "it")
-    second = Opened(group, lambda: freed.append(2), "it")
-    assert not first.closed
-    second.close()
-    second.close()
-    assert (freed, second.closed) == ([2], True)
-    third = Opened(group, lambda: freed.append(3), "it")
-    shutdown._close_all()
-
-    assert freed == [2, 3, 1]
-    assert first.closed
-    third.close()
-    assert freed == [2, 3, 1]
