@@ -78,7 +78,7 @@ test-gpu: $(VENV)/.test
 # The kernels alone, by NVIDIA's checkers: slow, so only what takes every way once.
 SANITIZER := compute-sanitizer --error-exitcode=1
 KERNELS   := $(addprefix tests/device/test_,accumulate.py multi_tensor.py finish.py \
-             sparse.py compress.py update.py)
+             sparse.py update.py)
 sanitize-gpu: $(VENV)/.test
 	$(SANITIZER) --tool=memcheck $(PYTEST) $(KERNELS) -m gpu -k 1025 </dev/null
 	$(SANITIZER) --tool=racecheck $(PYTEST) $(KERNELS) -m gpu -k 1025 </dev/null

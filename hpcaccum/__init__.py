@@ -12,7 +12,6 @@ from hpcaccum.accumulator import (
     Receipt,
     Tally,
 )
-from hpcaccum.device import Int8Compressor, Int8Gradient
 from hpcaccum.errors import (
     DeviceUnavailableError,
     DisagreementError,
@@ -65,8 +64,6 @@ __all__ = [
     "EverybodyLeftError",
     "FreedError",
     "Group",
-    "Int8Compressor",
-    "Int8Gradient",
     "InvalidArgumentError",
     "Layout",
     "MPIUnavailableError",

@@ -1,9 +1,7 @@
-// From the sum to what the optimizer takes: the mean, its norm, the clipped mean.
-//
-// The count stays on the device, and taking the mean begins the next step there.
+// From the sum to the result of a take: the mean, its norm, the clipped mean.
 #include "common.cuh"
 
-// out = f(sum), which may be the same array.
+// out = f(sum); out may be sum.
 template <class T, class F> __device__ __forceinline__ void map(T *out, const T *sum, i64 n, F f) {
     constexpr int V = Width<T, T>::value;
     auto get = [=](i64 i, auto size) { return load<decltype(size)::value>(sum + i); };
@@ -17,17 +15,16 @@ template <class T, class F> __device__ __forceinline__ void map(T *out, const T 
     stream<V, DEPTH>(grid_thread(), grid_threads(), n, aligned<V>(out) && aligned<V>(sum), get, put);
 }
 
-// out = sum / count, or the sum itself; then the next step begins.
-#define MEAN(name, T)                                                            \
-    KERNEL name(T *out, const T *sum, i64 n, i64 *header, int divide_by_count) { \
-        const T count = divide_by_count ? (T)header[COUNT] : (T)1;               \
-        map(out, sum, n, [=](T x) { return divide(x, count); });                 \
-        next_step(header);                                                       \
+// out = sum / count.
+#define MEAN(name, T)                                              \
+    KERNEL name(T *out, const T *sum, i64 n, i64 count) {          \
+        const T divisor = (T)count;                                \
+        map(out, sum, n, [=](T x) { return divide(x, divisor); }); \
     }
 MEAN(mean_f32, float)
 MEAN(mean_f64, double)
 
-// The sum over the block's threads, in an order that never changes; valid in thread 0.
+// The sum over the block's threads, always in the same order; valid in thread 0.
 __device__ __forceinline__ double block_sum(double x) {
     __shared__ double of_warp[THREADS / 32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -40,7 +37,21 @@ __device__ __forceinline__ double block_sum(double x) {
     return x;
 }
 
-// Whichever block ends last adds what the blocks left, always in the same order: the same
+// Whether this block is the last of the grid to call, and so sees all that thread 0 of the
+// other blocks wrote before.  All threads of the block must call.  (Pattern: CUDA C++
+// Programming Guide, "Memory Fence Functions".)
+__device__ __forceinline__ bool last_block(i64 *ticket) {
+    bool last = false;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(reinterpret_cast<unsigned long long *>(ticket), 1ull) == gridDim.x - 1;
+        __threadfence();
+        if (last) *ticket = 0;
+    }
+    return __syncthreads_or(last);
+}
+
+// The last block adds the partial sums of all blocks, always in the same order: the same
 // bits each time, which atomics on a float would not give.
 template <class T>
 __device__ __forceinline__ void square_norm(const T *x, i64 n, double *partial, i64 *ticket, double *out) {
@@ -64,26 +75,24 @@ __device__ __forceinline__ void square_norm(const T *x, i64 n, double *partial, 
     if (threadIdx.x == 0) *out = total;
 }
 
-// out = the sum of squares, in float64.  partial has an element a block.
-#define SQUARE_NORM(name, T)                                                          \
+// out = the sum of squares, in float64.  partial has an element per block; ticket is 0
+// before and after.
+#define SQUARE_NORM(name, T)                                                       \
     KERNEL name(const T *x, i64 n, double *partial, i64 *ticket, double *out) {    \
-        square_norm(x, n, partial, ticket, out);                                      \
+        square_norm(x, n, partial, ticket, out);                                   \
     }
 SQUARE_NORM(square_norm_f32, float)
 SQUARE_NORM(square_norm_f64, double)
 SQUARE_NORM(square_norm_f16, f16)
 SQUARE_NORM(square_norm_bf16, bf16)
 
-// out = mean * min(1, clip / norm of the mean), given the squared norm of the sum; then the
-// next step begins.  A norm that is NaN makes all of it NaN.
-#define MEAN_CLIP(name, T)                                                                       \
-    KERNEL name(T *out, const T *sum, i64 n, const double *square_norm, i64 *header,          \
-                   double clip, int divide_by_count) {                                           \
-        const i64 count = divide_by_count ? header[COUNT] : 1;                                   \
-        const double norm = __ddiv_rn(__dsqrt_rn(*square_norm), (double)count);                  \
-        const T factor = norm <= clip ? (T)1 : (T)__ddiv_rn(clip, norm);                         \
-        map(out, sum, n, [=](T x) { return multiply(divide(x, (T)count), factor); });            \
-        next_step(header);                                                                       \
+// out = mean * min(1, clip / norm of the mean), where mean = sum / count and square_norm is
+// the squared norm of the sum.  If the norm is NaN, so are all elements of the result.
+#define MEAN_CLIP(name, T)                                                                          \
+    KERNEL name(T *out, const T *sum, i64 n, i64 count, const double *square_norm, double clip) {   \
+        const double norm = __ddiv_rn(__dsqrt_rn(*square_norm), (double)count);                     \
+        const T divisor = (T)count, factor = norm <= clip ? (T)1 : (T)__ddiv_rn(clip, norm);        \
+        map(out, sum, n, [=](T x) { return multiply(divide(x, divisor), factor); });                \
     }
 MEAN_CLIP(mean_clip_f32, float)
 MEAN_CLIP(mean_clip_f64, double)

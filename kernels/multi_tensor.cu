@@ -1,14 +1,14 @@
-// A list of arrays in one launch: added to a flat buffer, packed into it, unpacked from it.
+// Many arrays in one launch: added to a flat buffer, packed into it, unpacked from it.
 //
-// Two tables say who does what.  A row of `arrays` is {address, offset in the flat buffer,
-// elements, kind}, offsets in elements.  A row of `chunks` is {row of arrays, first
-// element}: block b works on chunk b, at most `chunk` elements.  So arrays of any sizes
-// keep the whole device busy, where a launch for each would leave it idle.
+// Two tables describe the work.  A row of `arrays` is {address, offset in the flat buffer,
+// elements, kind}, with offsets in elements.  A row of `chunks` is {row of arrays, first
+// element}.  Block b processes chunk b, which has at most `chunk` elements.  So arrays of
+// any sizes keep the whole device busy; a launch for each array would leave it idle.
 #include "common.cuh"
 
 enum { F32, F64, F16, BF16 };
 
-// What a block works on.
+// The part of an array that a block processes.
 struct Piece {
     i64 address, offset, first, n, kind;
 
@@ -22,7 +22,7 @@ struct Piece {
     }
     template <class T> __device__ __forceinline__ T *array() const { return reinterpret_cast<T *>(address) + first; }
 
-    // Call with the array's piece, a pointer of its type.
+    // Call f with a pointer to the array's piece, of the array's type.
     template <class F> __device__ __forceinline__ void visit(F f) const {
         switch (kind) {
             case F32: f(array<float>()); break;
@@ -34,11 +34,10 @@ struct Piece {
 };
 
 template <class TA>
-__device__ __forceinline__ void multi_accumulate(TA *flat, const Piece &piece, TA scale, const Admission &admission) {
+__device__ __forceinline__ void multi_accumulate(TA *flat, const Piece &piece, TA scale, int first) {
     TA *sum = flat + piece.offset;
-    if (!admission.fresh()) return;
     piece.visit([&](const auto *gradient) {
-        if (admission.first()) add<true>(sum, gradient, scale, threadIdx.x, blockDim.x, piece.n);
+        if (first) add<true>(sum, gradient, scale, threadIdx.x, blockDim.x, piece.n);
         else add<false>(sum, gradient, scale, threadIdx.x, blockDim.x, piece.n);
     });
 }
@@ -59,13 +58,10 @@ __device__ __forceinline__ void convert(TO *to, const FROM *from, float scale, i
     stream<V, 4>(threadIdx.x, blockDim.x, n, aligned<V>(to) && aligned<V>(from), get, put);
 }
 
-// flat[offset + i] = scale * array[i] + flat[offset + i]; header and met may be null.
+// flat[offset + i] = scale * array[i] + flat[offset + i]; without the addend if `first`.
 #define MULTI_ACCUMULATE(name, TA)                                                                    \
-    KERNEL name(TA *flat, const i64 *arrays, const i64 *chunks, i64 chunk, TA scale, i64 *header,     \
-                i64 local_step, i64 *met) {                                                           \
-        const Admission admission(header, local_step);                                                \
-        multi_accumulate(flat, Piece(arrays, chunks, chunk), scale, admission);                       \
-        admission.close(met);                                                                         \
+    KERNEL name(TA *flat, const i64 *arrays, const i64 *chunks, i64 chunk, TA scale, int first) {     \
+        multi_accumulate(flat, Piece(arrays, chunks, chunk), scale, first);                           \
     }
 MULTI_ACCUMULATE(multi_accumulate_f32, float)
 MULTI_ACCUMULATE(multi_accumulate_f64, double)

@@ -1,8 +1,7 @@
-// Rows of a gradient added where they belong, each row with a count of its own.
+// Rows of a gradient added to a matrix, with a count of contributions for each row.
 //
-// A warp takes a row: its lanes read the row's index together and its elements side by
-// side.  Several gradients may name one row, and one gradient may name it twice: hence the
-// atomics.
+// A warp processes a row: its lanes read the same index and consecutive elements.  The
+// additions are atomic because a gradient may contain a row more than once.
 #include "common.cuh"
 
 #define LANES 32
@@ -11,7 +10,7 @@
 __device__ __forceinline__ i64 grid_warp() { return grid_thread() / LANES; }
 __device__ __forceinline__ i64 grid_warps() { return grid_threads() / LANES; }
 
-// sum += values, element by element, atomically; some loads in flight.
+// sum += values, element by element, atomically; DEPTH loads in flight.
 template <class T> __device__ __forceinline__ void scatter_row(T *sum, const T *values, i64 width) {
     const int lane = threadIdx.x % LANES;
     for (i64 begin = lane; begin < width; begin += DEPTH * LANES) {
@@ -39,19 +38,17 @@ __device__ __forceinline__ void scatter_add_rows(T *sum, int *counts, const T *v
     }
 }
 
-// sum[rows[j]] += values[j] and counts[rows[j]] += 1 for k rows of `width` elements; rows
-// outside 0..num_rows-1 are counted in refused.  header and met may be null.
-#define SCATTER_ADD_ROWS(name, T)                                                               \
-    KERNEL name(T *sum, int *counts, const T *values, const i64 *rows, i64 k, i64 width,        \
-                i64 num_rows, i64 *header, i64 local_step, i64 *met, i64 *refused) {            \
-        const Admission admission(header, local_step);                                          \
-        if (admission.fresh()) scatter_add_rows(sum, counts, values, rows, k, width, num_rows, refused); \
-        admission.close(met);                                                                   \
+// sum[rows[j]] += values[j] and counts[rows[j]] += 1 for k rows of `width` elements.  Rows
+// outside 0..num_rows-1 are not added; refused counts them.
+#define SCATTER_ADD_ROWS(name, T)                                                        \
+    KERNEL name(T *sum, int *counts, const T *values, const i64 *rows, i64 k, i64 width, \
+                i64 num_rows, i64 *refused) {                                            \
+        scatter_add_rows(sum, counts, values, rows, k, width, num_rows, refused);        \
     }
 SCATTER_ADD_ROWS(scatter_add_rows_f32, float)
 SCATTER_ADD_ROWS(scatter_add_rows_f64, double)
 
-// Rows that got one gradient or none are not even read.
+// Rows with at most one contribution are not read.
 template <class T>
 __device__ __forceinline__ void mean_rows(T *sum, const int *counts, i64 num_rows, i64 width) {
     for (i64 row = grid_warp(); row < num_rows; row += grid_warps()) {
@@ -62,11 +59,10 @@ __device__ __forceinline__ void mean_rows(T *sum, const int *counts, i64 num_row
     }
 }
 
-// sum[row] /= counts[row], in place; then the next step begins, if there is a header.
-#define MEAN_ROWS(name, T)                                                                 \
-    KERNEL name(T *sum, int *counts, i64 num_rows, i64 width, i64 *header) {               \
-        mean_rows(sum, counts, num_rows, width);                                           \
-        next_step(header);                                                                 \
+// sum[row] /= counts[row], in place.
+#define MEAN_ROWS(name, T)                                                  \
+    KERNEL name(T *sum, const int *counts, i64 num_rows, i64 width) {       \
+        mean_rows(sum, counts, num_rows, width);                            \
     }
 MEAN_ROWS(mean_rows_f32, float)
 MEAN_ROWS(mean_rows_f64, double)

@@ -13,11 +13,7 @@ from __future__ import annotations
 
 from hpcaccum.accumulator.conditional import ConditionalAccumulator
 from hpcaccum.accumulator.device_accumulator import DeviceAccumulator
-from hpcaccum.accumulator.device_rounds import (
-    DeviceReceipt,
-    DeviceRounds,
-    DeviceStatistics,
-)
+from hpcaccum.accumulator.device_protocol import DeviceReceipt, DeviceStatistics
 from hpcaccum.accumulator.device_rows import DeviceRowAccumulator
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Counts, Receipt, Tally
@@ -31,7 +27,6 @@ __all__ = [
     "Counts",
     "DeviceAccumulator",
     "DeviceReceipt",
-    "DeviceRounds",
     "DeviceRowAccumulator",
     "DeviceStatistics",
     "Membership",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.accumulator.device_rounds import AccumulatorOnDevice, DeviceRounds
+from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
 from hpcaccum.accumulator.shapes import declared_shape, is_fixed, known
 from hpcaccum.arguments import one_of, positive_count, step_number
 from hpcaccum.deadline import Deadline
@@ -20,36 +21,36 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 
 if TYPE_CHECKING:
-    from hpcaccum.accumulator.device_rounds import DeviceReceipt
+    from hpcaccum.accumulator.receipts import Receipt
     from hpcaccum.accumulator.shapes import Shape
 
-# The name of an array that has none.
+# The internal name of the array of an accumulator without names.
 _ONLY = "gradient"
 
 
 class DeviceAccumulator(AccumulatorOnDevice):
-    """Accumulates gradients on the device, if they are not stale. No MPI in it.
+    """Accumulates gradients on the current device, unless they are stale. Without MPI.
 
-    What `ConditionalAccumulator` is to the ranks of a job, this is to the threads and
-    streams of one process, or to the micro-batches of one step. Sum, step and counts
-    are the current device's. Applying waits for nothing: whether a gradient is stale is
-    decided there, when its turn comes.
+    `ConditionalAccumulator` serves the ranks of a job; this serves the threads and
+    streams of one process, or the micro-batches of one step. The sum is on the device.
+    Step and counters are in CPU memory, so no call waits for the device, and a stale
+    gradient costs no launch.
 
-    Any thread and any stream may apply and take; what is called first comes first. A
-    gradient is read on the stream that is current, as results are written: the stream
-    that computed it must be waited for. When the call returns it may be deleted,
-    whatever stream its memory was allocated on: the accumulator keeps it until the
-    device has read it, and gives it up at a later call. Or it may be written again, by
-    what is queued on the current stream.
+    Any thread and any stream may apply and take, in the order of the calls. Gradients
+    are read, and results written, on the current stream: it must wait for the stream
+    that computed a gradient. After the call the gradient may be deleted, whichever
+    stream its memory was allocated on: the accumulator keeps it until the device has
+    read it, and drops it at a later call. Work that is queued on the current stream may
+    overwrite it.
 
     Args:
-        dtype: float16, float32, float64 or bfloat16, of the results. The halves are
-            summed in float32.
-        shape: Of the gradients; or a mapping of names to shapes: gradients and results
-            are then mappings of names to arrays, and all are added in one launch.
-        name: For messages.
+        dtype: float16, float32, float64 or bfloat16; the dtype of results. float16 and
+            bfloat16 are summed in float32.
+        shape: Shape of the gradients; or a mapping of names to shapes. Gradients and
+            results are then mappings of names to arrays, added in one launch.
+        name: Name in messages.
         reduction_type: ``"MEAN"`` (of all gradients accumulated) or ``"SUM"``.
-        clip_norm: If given, a result whose 2-norm, over all its arrays, is greater is
+        clip_norm: If given, results with a greater 2-norm, over all their arrays, are
             scaled down to it.
 
     Raises:
@@ -68,30 +69,29 @@ class DeviceAccumulator(AccumulatorOnDevice):
         *,
         clip_norm: float | None = None,
     ) -> None:
-        self._dtype, self._name = float_dtype(dtype), name
+        self._dtype = float_dtype(dtype)
         self._named = isinstance(shape, Mapping)
         shapes = dict(shape) if self._named else {_ONLY: shape}
         one_of("reduction_type", reduction_type, ("MEAN", "SUM"))
-        self._divide = np.int32(reduction_type == "MEAN")
+        self._mean = reduction_type == "MEAN"
         self._clip = _positive(clip_norm)
         wide = accumulation_dtype(self._dtype)
         self._layout = Layout({n: _fixed(s) for n, s in shapes.items()}, wide)
-        # What the sums hold exactly.
+        # The dtypes whose values a sum represents exactly.
         self._taken = tuple(each for each in FLOATS if each.itemsize <= wide.itemsize)
         self._table = PointerTable(self._layout)
-        self._rounds = DeviceRounds(name, self._layout.nbytes)
-        with self._rounds.turn():
-            # What lies between the arrays is summed for the norm, so it must be 0.
-            self._sum: Any = device.cupy().zeros(self._layout.size, wide)
-            self._norm = None if self._clip is None else _Norm(self._sum)
+        # The norm includes the gaps between the arrays, so they must be 0.
+        self._sum: Any = device.cupy().zeros(self._layout.size, wide)
+        self._norm = None if self._clip is None else _Norm(self._sum)
+        super().__init__(name, self._layout.nbytes)
 
     def __repr__(self) -> str:
-        """Show the numbers."""
+        """Show name, dtype, shape, step and count."""
         shapes = self._layout.shapes
         shape = f"{len(shapes)} arrays" if self._named else shapes[_ONLY]
         return (
             f"<DeviceAccumulator {self._name!r} {self._dtype} {shape}: "
-            f"{self._rounds.describe()}>"
+            f"{self._numbers()}>"
         )
 
     @property
@@ -99,54 +99,45 @@ class DeviceAccumulator(AccumulatorOnDevice):
         """The dtype of results."""
         return self._dtype
 
-    @property
-    def name(self) -> str:
-        """The name given at construction."""
-        return self._name
-
     def apply_grad(
         self, grad: Any, local_step: Any = 0, *, scale: float = 1.0
-    ) -> DeviceReceipt:
+    ) -> Receipt:
         """Add a gradient, unless it is stale; returns before that is done.
 
         It is read on the current stream and kept until then, so it may be deleted at
         once.
 
         Args:
-            grad: Contiguous array on the device, or a mapping of all names to such. Of
-                float16, bfloat16 or float32; for sums in float64 also of that.
+            grad: Contiguous array on the device, or a mapping of all names to such
+                arrays. Of float16, bfloat16 or float32; of float64 if that is the dtype
+                of results.
             local_step: The step the gradient was computed at; one number.
             scale: A factor, such as that of a loss scaler.
 
         Returns:
-            Tells what happened, once the device knows.
+            Whether it was accepted, and at which step.
 
         Raises:
-            InvalidArgumentError: For a wrong shape, dtype, place or step; nothing is
-                changed.
+            InvalidArgumentError: For a wrong shape, dtype, place or step. Nothing has
+                changed then.
         """
-        self._rounds.check()
+        self._check_open()
         step = step_number(local_step, "local_step")
         arrays = self._checked("gradient", grad, self._taken)
         factor = self._sum.dtype.type(scale)
-        return self._rounds.submit(
-            step, arrays, lambda met: self._add(arrays, factor, step, met)
+        return self._submit(
+            step, arrays, lambda first: self._addition(arrays, factor, first)
         )
 
-    def _add(self, arrays: dict[str, Any], factor: Any, step: int, met: Any) -> None:
-        """Queue the addition of checked arrays."""
-        header = self._rounds.header
-        # A table of one costs a little more, but knows all dtypes.
+    def _addition(self, arrays: dict[str, Any], factor: Any, first: bool) -> Launch:
+        # A table of one array costs a little more, but converts from all dtypes.
         if self._named or accumulation_dtype(arrays[_ONLY].dtype) != self._sum.dtype:
-            self._table.accumulate(
-                self._sum, arrays, factor, header=header, local_step=step, met=met
-            )
-            return
+            return self._table.addition(self._sum, arrays, factor, first=first)
         only = arrays[_ONLY]
-        size = np.int64(only.size)
-        kernels.kernel(f"accumulate_{kernels.SUFFIXES[only.dtype]}")(
+        return functools.partial(
+            kernels.kernel(f"accumulate_{kernels.SUFFIXES[only.dtype]}"),
             *kernels.streaming(only.size),
-            (self._sum, only, factor, size, header, np.int64(step), met),
+            (self._sum, only, factor, np.int64(only.size), np.int32(first)),
         )
 
     def take_grad(
@@ -156,81 +147,75 @@ class DeviceAccumulator(AccumulatorOnDevice):
 
         The reduction is over *all* gradients accumulated, which may be more; a mean is
         their sum divided once by their number. Taking moves the accumulator to the
-        next step. The host waits until the device has counted enough gradients, not
-        for the result: that is queued on the current stream.
+        next step. The call waits for gradients of other threads, never for the device:
+        the result is queued on the current stream.
 
         Args:
             num_required: At least 1.
-            timeout: Seconds; 0 looks once, when the device has done what is queued;
-                None waits, with warnings.
-            out: For the result: a contiguous array of the accumulator's dtype and
-                shape, or a mapping of all names to such.
+            timeout: Seconds to wait; 0 checks once; None waits without limit and logs
+                warnings.
+            out: Where to store the result: a contiguous array of the accumulator's
+                dtype and shape, or a mapping of all names to such arrays.
 
         Returns:
             ``out``, else a new array on the device, or a mapping of names to arrays.
 
         Raises:
-            InvalidArgumentError, TypeError: For a ``num_required`` that is no integer
-                of at least 1, or an ``out`` that does not fit; nothing is lost.
-            WaitTimeoutError: Says how many gradients there were. Nothing is lost.
+            InvalidArgumentError, TypeError: For a ``num_required`` that is not an
+                integer of at least 1, or an unsuitable ``out``. Nothing is lost.
+            WaitTimeoutError: If there are too few gradients; states how many. Nothing
+                is lost.
         """
-        self._rounds.check()
+        self._check_open()
         required = positive_count(num_required, "num_required")
         targets = None
         if out is not None:
             targets = self._checked("out", out, (self._dtype,))
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
-        with self._rounds.take(required, deadline):
-            results = self._reduce(targets)
+        results = self._take(
+            required, deadline, lambda count: self._reduce(targets, count)
+        )
         if out is not None:
             return out
         return results if self._named else results[_ONLY]
 
-    def _reduce(self, targets: dict[str, Any] | None) -> dict[str, Any]:
-        """Queue the reduction; return where it will be."""
-        cupy, narrow = device.cupy(), self._dtype != self._sum.dtype
-        if targets is not None and not narrow and not self._named:
-            self._finish(targets[_ONLY])
-            return targets
+    def _reduce(self, targets: dict[str, Any] | None, count: int) -> dict[str, Any]:
+        """Queue the reduction; return the arrays that it writes."""
+        cupy, flat, divisor = device.cupy(), None, count if self._mean else 1
         if targets is None:
             flat = cupy.empty(self._layout.size, self._dtype)
             targets = self._layout.views(flat)
-            if not narrow:
-                self._finish(flat)
-                return targets
-        flat = self._sum
-        if self._norm is not None:
-            # Times NaN, what lies between the arrays would be NaN for ever.
-            flat = cupy.empty_like(flat)
-        # Else in place: the next gradient overwrites the sum.
-        self._finish(flat)
-        self._table.unpack(flat, targets)
+        elif not self._named:
+            flat = targets[_ONLY]
+        if flat is not None and self._dtype == self._sum.dtype:
+            self._begin_step(self._finish(flat, divisor))
+            return targets
+        # In place where possible: the next gradient overwrites the sum. Not if norms
+        # are computed: NaN in the gaps between the arrays would stay.
+        flat = self._sum if self._norm is None else cupy.empty_like(self._sum)
+        unpack = self._table.unpacking(flat, targets)
+        self._begin_step(self._finish(flat, divisor))
+        unpack()
         return targets
 
-    def _finish(self, flat: Any) -> None:
-        """Queue the reduction of the sum to a buffer of the sum's dtype."""
-        suffix, size = kernels.SUFFIXES[self._sum.dtype], np.int64(flat.size)
-        header = self._rounds.header
-        kernel, more = "mean", [header]
+    def _finish(self, flat: Any, divisor: int) -> Launch:
+        """Prepare the reduction of the sum into a buffer of the sum's dtype."""
+        kernel, more = "mean", []
         if self._norm is not None:
-            kernel = "mean_clip"
-            more = [self._norm.square(), header, np.float64(self._clip)]
-        kernels.kernel(f"{kernel}_{suffix}")(
+            kernel, more = "mean_clip", [self._norm.square(), np.float64(self._clip)]
+        size, count = np.int64(flat.size), np.int64(divisor)
+        return functools.partial(
+            kernels.kernel(f"{kernel}_{kernels.SUFFIXES[self._sum.dtype]}"),
             *kernels.streaming(flat.size),
-            (flat, self._sum, size, *more, self._divide),
+            (flat, self._sum, size, count, *more),
         )
 
-    def free(self) -> None:
-        """Give the device's memory back, after waiting for what is queued.
-
-        Calling it again does nothing.
-        """
-        if self._rounds.free():
-            self._sum = self._norm = None
-            self._table.clear()
+    def _clear(self) -> None:
+        self._sum = self._norm = None
+        self._table.clear()
 
     def _checked(self, what: str, given: Any, dtypes: Any) -> dict[str, Any]:
-        """Return arrays by name, in the layout's order, that kernels may be given."""
+        """Check arrays for kernels; return them by name, in the layout's order."""
         if not self._named:
             given = {_ONLY: given}
         elif not isinstance(given, Mapping):
@@ -243,17 +228,14 @@ class DeviceAccumulator(AccumulatorOnDevice):
                 f"{self._name}: {what} must have {self._difference(given)}"
             )
         arrays = {name: given[name] for name in self._layout}
+        shapes, text = self._layout.shapes, f"{self._name}: {what}"
         for name, array in arrays.items():
-            told = (
-                f"{self._name}: {what} {name!r}"
-                if self._named
-                else (f"{self._name}: {what}")
-            )
-            check_device_array(told, array, self._layout.shapes[name], dtypes)
+            label = f"{text} {name!r}" if self._named else text
+            check_device_array(label, array, shapes[name], dtypes)
         return arrays
 
     def _difference(self, given: Mapping[str, Any]) -> str:
-        """Say which names are missing, or too many."""
+        """Describe the first name that is missing, or else superfluous."""
         missing = [name for name in self._layout if name not in given]
         if missing:
             return f"an array {missing[0]!r}"
@@ -262,7 +244,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
 
 
 class _Norm:
-    """The squared 2-norm of a buffer, and what the kernel needs to compute it."""
+    """The squared 2-norm of a buffer, and the memory that its kernel needs."""
 
     def __init__(self, flat: Any) -> None:
         cupy = device.cupy()
@@ -273,7 +255,7 @@ class _Norm:
         self._result = cupy.empty(1, np.float64)
 
     def square(self) -> Any:
-        """Queue the computation; return where it will be, on the device."""
+        """Queue the computation; return the device array that it writes."""
         flat, size = self._flat, np.int64(self._flat.size)
         arrays = self._partial, self._ticket, self._result
         kernels.kernel(f"square_norm_{kernels.SUFFIXES[flat.dtype]}")(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.accumulator.device_rounds import AccumulatorOnDevice, DeviceRounds
+from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
 from hpcaccum.arguments import positive_count, step_number
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import check_device_array, kernels
@@ -15,24 +16,25 @@ from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from hpcaccum.accumulator.device_rounds import DeviceReceipt
+    from hpcaccum.accumulator.receipts import Receipt
 
 _SUMMED = (np.dtype(np.float32), np.dtype(np.float64))
-# Elements that are as much work for the grid as the row that a warp does.
+# A warp processes a row; the grid is sized as for so many elements per row.
 _ROW = 128
 _INT64 = np.dtype(np.int64)
 
 
 class DeviceRowAccumulator(AccumulatorOnDevice):
-    """Accumulates gradients that are rows of a matrix, such as an embedding's.
+    """Accumulates gradients of rows of a matrix, such as an embedding's.
 
-    As `DeviceAccumulator`, but each row is divided by the number of contributions that
-    it had itself, so that rare words are not divided by the number of all gradients.
+    Like `DeviceAccumulator`, but each row is divided by the number of its own
+    contributions, so that the row of a rare word is not divided by the number of all
+    gradients.
 
     Args:
-        dtype: float32 or float64, of values and sums.
-        shape: Rows and columns of the whole matrix, which is kept in memory.
-        name: For messages.
+        dtype: float32 or float64; the dtype of values and sums.
+        shape: Rows and columns of the whole matrix, all of which is in device memory.
+        name: Name in messages.
 
     Raises:
         DeviceUnavailableError: If there is no device.
@@ -44,7 +46,7 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
     def __init__(
         self, dtype: Any, shape: tuple[int, int], name: str = "device_row_accumulator"
     ) -> None:
-        self._dtype, self._name = float_dtype(dtype), name
+        self._dtype = float_dtype(dtype)
         if self._dtype not in _SUMMED:
             raise InvalidArgumentError(
                 f"rows are summed in float32 or float64, got {self._dtype}"
@@ -53,99 +55,84 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
             raise InvalidArgumentError(f"shape must be rows and columns, got {shape!r}")
         self._rows, self._width = (positive_count(each, "shape") for each in shape)
         cupy = device.cupy()
-        nbytes = self._rows * self._width * self._dtype.itemsize
-        self._rounds = DeviceRounds(name, nbytes)
-        with self._rounds.turn():
-            self._sum: Any = cupy.zeros((self._rows, self._width), self._dtype)
-            self._counts: Any = cupy.zeros(self._rows, np.int32)
-            self._refused: Any = cupy.zeros(1, np.int64)
+        self._sum: Any = cupy.zeros((self._rows, self._width), self._dtype)
+        self._counts: Any = cupy.zeros(self._rows, np.int32)
+        self._refused: Any = cupy.zeros(1, np.int64)
+        super().__init__(name, self._sum.nbytes)
 
     def __repr__(self) -> str:
-        """Show the numbers."""
+        """Show name, dtype, shape, step and count."""
         return (
             f"<DeviceRowAccumulator {self._name!r} {self._dtype} "
-            f"{(self._rows, self._width)}: {self._rounds.describe()}>"
+            f"{(self._rows, self._width)}: {self._numbers()}>"
         )
 
-    def apply_grad(
-        self, indices: Any, values: Any, local_step: Any = 0
-    ) -> DeviceReceipt:
+    def apply_grad(self, indices: Any, values: Any, local_step: Any = 0) -> Receipt:
         """Add a gradient, unless it is stale; returns before that is done.
 
         Both arrays are read on the current stream and kept until then, so they may be
         deleted at once.
 
         Args:
-            indices: int64, a vector on the device: rows, in any order, also repeatedly.
-                One that is no row is not added, and the take then raises.
-            values: Of the accumulator's dtype, contiguous: a row for each index.
+            indices: Vector of int64 on the device: the rows, in any order, also
+                repeatedly. An index out of range is not added; the take then raises.
+            values: A row for each index; contiguous, of the accumulator's dtype.
             local_step: The step the gradient was computed at; one number.
 
         Returns:
-            Tells what happened, once the device knows.
+            Whether it was accepted, and at which step.
 
         Raises:
-            InvalidArgumentError: For a wrong shape, dtype, place or step; nothing is
-                changed.
+            InvalidArgumentError: For a wrong shape, dtype, place or step. Nothing has
+                changed then.
         """
-        self._rounds.check()
+        self._check_open()
         step = step_number(local_step, "local_step")
         number = len(indices) if device.is_device(indices) and indices.ndim else 0
         check_device_array(f"{self._name}: indices", indices, (number,), (_INT64,))
         wanted = (number, self._width)
         check_device_array(f"{self._name}: values", values, wanted, (self._dtype,))
-        return self._rounds.submit(
-            step,
-            (indices, values),
-            lambda met: self._add(indices, values, step, met),
+        return self._submit(
+            step, (indices, values), lambda first: self._addition(indices, values)
         )
 
-    def _add(self, indices: Any, values: Any, step: int, met: Any) -> None:
-        kernels.kernel(f"scatter_add_rows_{kernels.SUFFIXES[self._dtype]}")(
-            *_grid(len(indices)),
-            (
-                self._sum,
-                self._counts,
-                values,
-                indices,
-                np.int64(len(indices)),
-                np.int64(self._width),
-                np.int64(self._rows),
-                self._rounds.header,
-                np.int64(step),
-                met,
-                self._refused,
-            ),
+    def _addition(self, indices: Any, values: Any) -> Launch:
+        sizes = (len(indices), self._width, self._rows)
+        return self._launch(
+            "scatter_add_rows",
+            len(indices),
+            *(self._sum, self._counts, values, indices),
+            *map(np.int64, sizes),
+            self._refused,
         )
 
     def take_grad(
         self, num_required: Any, *, timeout: float | None = None
     ) -> tuple[Any, Any]:
-        """Wait for ``num_required`` gradients; return the rows they had, and reset.
+        """Wait for ``num_required`` gradients; return their rows and reset.
 
-        The host waits for the device, as it must know how many rows there are.
+        The call waits for the device too, as the host needs the number of rows.
 
         Args:
             num_required: At least 1.
-            timeout: Seconds; 0 looks once, when the device has done what is queued;
-                None waits, with warnings.
+            timeout: Seconds to wait for gradients; 0 checks once; None waits without
+                limit and logs warnings.
 
         Returns:
             Rows that have contributions, ascending, int64; and for each the mean of its
             contributions. On the device.
 
         Raises:
-            InvalidArgumentError, TypeError: For a ``num_required`` that is no integer
-                of at least 1. Also if some indices were no rows: says how many; the
-                next take returns what the others added.
-            WaitTimeoutError: Says how many gradients there were. Nothing is lost.
+            InvalidArgumentError, TypeError: For a ``num_required`` that is not an
+                integer of at least 1. Also if some indices were out of range; states
+                how many. The next take returns the sum of the others.
+            WaitTimeoutError: If there are too few gradients; states how many. Nothing
+                is lost.
         """
-        self._rounds.check()
+        self._check_open()
         required = positive_count(num_required, "num_required")
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
-        with self._rounds.take(required, deadline):
-            self._check_refused()
-            return self._reduce()
+        return self._take(required, deadline, lambda _: self._reduce())
 
     def _check_refused(self) -> None:
         if refused := int(self._refused.item()):
@@ -156,29 +143,22 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
             )
 
     def _reduce(self) -> tuple[Any, Any]:
-        kernels.kernel(f"mean_rows_{kernels.SUFFIXES[self._dtype]}")(
-            *_grid(self._rows),
-            (
-                self._sum,
-                self._counts,
-                np.int64(self._rows),
-                np.int64(self._width),
-                self._rounds.header,
-            ),
+        self._check_refused()
+        sizes = map(np.int64, (self._rows, self._width))
+        self._begin_step(
+            self._launch("mean_rows", self._rows, self._sum, self._counts, *sizes)
         )
-        # Plain CuPy: a gather and a scatter move no byte more than a kernel would.
+        # Plain CuPy: a kernel would move as many bytes as this gather and scatter.
         rows = device.cupy().flatnonzero(self._counts)
         means = self._sum[rows]
         self._sum[rows] = 0
         self._counts.fill(0)
         return rows, means
 
-    def free(self) -> None:
-        """Give the device's memory back; calling it again does nothing."""
-        if self._rounds.free():
-            self._sum = self._counts = self._refused = None
+    def _launch(self, kernel: str, rows: int, *arguments: Any) -> Launch:
+        """Prepare the launch of a kernel in which a warp processes a row."""
+        function = kernels.kernel(f"{kernel}_{kernels.SUFFIXES[self._dtype]}")
+        return functools.partial(function, *kernels.streaming(rows * _ROW), arguments)
 
-
-def _grid(rows: int) -> Any:
-    """Return grid and block of a kernel in which a warp does a row."""
-    return kernels.streaming(rows * _ROW)
+    def _clear(self) -> None:
+        self._sum = self._counts = self._refused = None

@@ -1,24 +1,22 @@
 """Kernels, accumulator and exchange of a CUDA device, beside CuPy and a plain copy.
 
-Seven tables, all but the last with a plain copy of the same size on the device: a
-kernel should take what its bytes take at the rate of that copy. GB/s is the size over
-the time, "moved" all bytes that must be read and written over the time, "copy" the
-share of the copy's rate, and "vsCuPy" how often faster than the best expression in
-plain CuPy.
+Six tables, all but the last with a plain copy of the same size on the device: a kernel
+should need the time in which that copy moves as many bytes. GB/s is the size over the
+time, "moved" all bytes that must be read and written over the time, "copy" the share of
+the copy's rate, and "vsCuPy" the speedup over the best expression in plain CuPy.
 
-- device sums: one array. ``add``: into a sum in float32, on condition of freshness;
-  ``mean``: of the sum; ``clip``: norm and scaling.
+- device sums: one array. ``add``: to a sum in float32; ``mean``: of the sum; ``clip``:
+  norm and scaling.
 - device arrays: the same bytes in 161 arrays, as ResNet-50 has. ``add``, ``pack`` into
   one flat buffer, ``unpack`` from it; each in one launch.
 - device rows: gradients of rows of 128 numbers. ``scatter`` into twice as many rows;
   ``mean rows``: by the number of contributions.
-- device int8: ``compress``, with error feedback; ``add int8`` of what that gives.
 - device updates: ``sgd`` and ``adam`` of one variable.
 - device rounds: of a DeviceAccumulator. ``apply`` of one array, ``apply 161``, and
-  ``round``, ``round 161``: the take is in it, which waits for the device.
+  ``round``, ``round 161``: an apply and a take.
 - device exchange: ``exchange``: a reducer, from the device and back to it; ``out`` and
   ``back``: the bytes over the bus, from and to pinned memory; ``host``: the reducer
-  alone, in host memory.
+  alone, in CPU memory.
 """
 
 from __future__ import annotations
@@ -30,9 +28,7 @@ import numpy as np
 from hpcaccum import DeviceAccumulator, Layout, Reducer, device
 from hpcaccum.bench.device_case import Contest, DeviceCase, DeviceMemory, check_same
 from hpcaccum.bench.device_kernels import (
-    NEVER_STALE,
     Arrays,
-    Int8,
     Rows,
     Sums,
     elements,
@@ -48,6 +44,10 @@ if TYPE_CHECKING:
     from hpcaccum import Group
     from hpcaccum.bench.device_case import Buffers
     from hpcaccum.bench.measure import Case, Conditions
+
+
+# A local step that is never stale.
+NEVER_STALE = 1 << 30
 
 
 class RoundsOnDevice(DeviceCase):
@@ -79,7 +79,7 @@ class RoundsOnDevice(DeviceCase):
         buffers["taken"] = {}
 
     def compete(self, nbytes: int) -> list[Contest]:
-        """Return what is measured."""
+        """Return the contests to measure."""
         moved = 4 * elements(many_arrays(nbytes // 4))
         return [
             Contest("apply", _apply, None, 3 * nbytes, _check_apply),
@@ -106,7 +106,7 @@ def _check_apply(b: Buffers) -> None:
 
 
 def _check_count(accumulator: DeviceAccumulator) -> None:
-    """One gradient was there before, and one was applied."""
+    """Two gradients were applied: one by `spoil`, one by the benchmark."""
     check_equal(np.array([accumulator.num_accumulated()]), 2)
 
 
@@ -162,7 +162,7 @@ class Exchange:
         self._reducer = Reducer(layout, group, "bench", **sums)
         self._host = Reducer(layout, group, "bench host", **sums)
         self._host.arrays()["all"][:] = mine
-        # Where the bytes come to from the device, and what is to go there.
+        # A row for bytes from the device, a row of bytes for it.
         self._memory = np.empty((2, count), np.float32)
         self._memory[1] = self._expected.get()
         self._pinned = device.Pinned(self._memory)
@@ -194,7 +194,7 @@ class Exchange:
         check_same(self._out, self._expected)
 
     def forget(self) -> None:
-        """Spoil the answers."""
+        """Overwrite the results."""
         self._out.fill(np.nan)
         self._memory[0] = np.nan
 
@@ -206,7 +206,7 @@ class Exchange:
 
 
 def _figures(medians: Mapping[str, float]) -> dict[str, float]:
-    """Compare with a pipeline that overlaps nothing, and with one that does all."""
+    """Compare with pipelines that overlap no transfers, or all of them."""
     parts = [medians[name] for name in ("out", "back", "host")]
     whole = medians["exchange"]
     return {
@@ -219,7 +219,6 @@ DEVICE_BENCHMARKS: dict[str, type[Case]] = {
     "device sums": Sums,
     "device arrays": Arrays,
     "device rows": Rows,
-    "device int8": Int8,
     "device updates": Updates,
     "device rounds": RoundsOnDevice,
     "device exchange": Exchange,

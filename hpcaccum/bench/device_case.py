@@ -1,4 +1,4 @@
-"""What benchmarks of a device share: buffers, the device's own clock, its memory."""
+"""Common parts of benchmarks of a device: buffers, timing by events, memory."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from hpcaccum import Group
     from hpcaccum.bench.measure import Conditions, Run
 
-# Buffers that take turns hold so many times the device's cache together.
+# The buffers used in rotation together are so many times as large as the cache.
 _CACHES, _MOST_TURNS = 3, 32
-# Left to CuPy's libraries and to others.
+# The share of free memory to use; the rest is for CuPy's libraries and other programs.
 _SPARE = 0.9
 
 Buffers = dict[str, Any]
 
 
 class DeviceMemory(NamedTuple):
-    """What a benchmark needs of the device, in multiples of its size.
+    """Device memory that a benchmark needs, in multiples of its size.
 
     Attributes:
-        each: For each rank; all ranks of a node are taken to share a device.
-        host: What it needs of the host.
+        each: Per rank. All ranks of a node are assumed to share a device.
+        host: The CPU memory that it needs.
     """
 
     each: float
@@ -50,12 +50,13 @@ class DeviceMemory(NamedTuple):
                 f"needs {wanted / 2**30:.1f} GiB of the device, "
                 f"{free / 2**30:.1f} GiB are free"
             )
-        told = [each for each in group.allgather(problem, "device memory") if each]
-        return told[0] if told else self.host.missing(group, nbytes)
+        all_ranks = group.allgather(problem, "device memory")
+        problems = [each for each in all_ranks if each]
+        return problems[0] if problems else self.host.missing(group, nbytes)
 
 
 def device_facts() -> dict[str, Any]:
-    """Return what one must know of the device to judge a figure.
+    """Return the properties of the device that figures depend on.
 
     Raises:
         DeviceUnavailableError: If there is none.
@@ -73,7 +74,7 @@ def device_facts() -> dict[str, Any]:
 
 
 def describe_device(facts: dict[str, Any]) -> str:
-    """Return these facts, and when that was, in one line."""
+    """Return these facts and their date in one line."""
     return (
         f"{facts['device']}, {facts['device_memory'] / 2**30:.0f} GiB; CUDA driver "
         f"{facts['driver']}; CuPy {facts['cupy']}; {facts['date']}"
@@ -81,12 +82,12 @@ def describe_device(facts: dict[str, Any]) -> str:
 
 
 def _version(number: int) -> str:
-    """Return a version of CUDA as people write it: 13000 is 13.0."""
+    """Return a version of CUDA as text: 13000 is 13.0."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def timed(operation: Callable[[], object]) -> Run:
-    """Return a `Kind.run` whose time is the device's, between two events."""
+    """Return a `Kind.run` that measures time on the device, between two events."""
 
     def run(inner: int) -> list[float]:
         cuda = device.cupy().cuda
@@ -103,22 +104,22 @@ def timed(operation: Callable[[], object]) -> Run:
 
 
 def turns_of(nbytes: int) -> int:
-    """Return how many buffers must take turns so that none stays in the cache."""
+    """Return how many buffers to use in rotation so that none stays in the cache."""
     attributes = device.cupy().cuda.Device().attributes
     cache = _CACHES * int(attributes.get("L2CacheSize", 0))
     return min(max(-(-cache // nbytes), 1), _MOST_TURNS)
 
 
 def check_same(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
-    """Raise WrongAnswerError unless arrays of the device are equal, or nearly so.
+    """Raise WrongAnswerError unless device arrays are equal, within a tolerance.
 
     Args:
-        actual: To be checked.
-        expected: Of the same shape.
-        tolerance: By which share an element may differ.
+        actual: The result to check.
+        expected: The right result, of the same shape.
+        tolerance: Allowed relative difference of an element.
     """
     off = abs(actual - expected)
-    # Not the other way round: what is NaN is wrong.
+    # Not `off > ...`, which is false for NaN.
     good = off <= tolerance * abs(expected)
     if not bool(good.all()):
         host = actual.get()
@@ -127,14 +128,14 @@ def check_same(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
 
 @dataclass
 class Contest:
-    """Ours and the best expression in plain CuPy, for the same thing.
+    """A kernel of the package and the best expression in plain CuPy for the same task.
 
     Attributes:
-        name: Of ours.
-        ours, cupy: Do it with one set of buffers. None: there is no expression.
+        name: Name of the package's.
+        ours, cupy: Run on one set of buffers. None if CuPy has no such expression.
         moves: Bytes that must be read and written.
-        check: Raises WrongAnswerError if the answer in the buffers is wrong.
-        check_cupy: The same for CuPy's, if that is somewhere else.
+        check: Raises WrongAnswerError if the result in the buffers is wrong.
+        check_cupy: The same for CuPy's, if its result is in another buffer.
     """
 
     name: str
@@ -146,10 +147,10 @@ class Contest:
 
 
 class DeviceCase:
-    """Contests at one size; and a copy of that size, the measure of all floors.
+    """Contests at one size, and a copy of that size, which is the floor of all.
 
     Args:
-        group: The ranks; each does the same on its device.
+        group: The ranks; each runs the same on its device.
         nbytes: The size.
         conditions: Ignored.
     """
@@ -167,15 +168,15 @@ class DeviceCase:
         self.kinds = [*self._kinds(), self._copy()]
 
     def make(self, count: int) -> Buffers:
-        """Return one set of buffers; "source" and "target" are float32 of the size."""
+        """Return a set of buffers; "source" and "target" are float32 of the size."""
         raise NotImplementedError
 
     def compete(self, nbytes: int) -> Sequence[Contest]:
-        """Return what is measured."""
+        """Return the contests to measure."""
         raise NotImplementedError
 
     def spoil(self, buffers: Buffers) -> None:
-        """Bring a set to the state from which the answers are known."""
+        """Reset a set of buffers to the state that `check` expects before a run."""
         raise NotImplementedError
 
     def _kinds(self) -> list[Kind]:
@@ -196,7 +197,7 @@ class DeviceCase:
             timed(lambda: operation(self._next())),
             lambda: check(self.now),
             moves=contest.moves * self.size,
-            # So that the bus bandwidth is that of all bytes moved.
+            # The bus bandwidth is then that of all bytes moved.
             bus=contest.moves / self.nbytes,
             **more,
         )
@@ -221,13 +222,13 @@ class DeviceCase:
         return self.random.standard_normal(count, dtype=np.float32)
 
     def forget(self) -> None:
-        """Spoil all answers."""
+        """Overwrite all results."""
         for each in self._sets:
             each["target"].fill(np.nan)
             self.spoil(each)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._sets, self.now = [{}], {}
         self._turn = itertools.cycle(self._sets)
         self.contests, self.kinds = [], []
@@ -235,5 +236,5 @@ class DeviceCase:
 
 
 def launch(name: str, count: int, *arguments: Any) -> None:
-    """Launch a kernel over so many elements."""
+    """Launch a kernel over ``count`` elements."""
     kernels.kernel(name)(*kernels.streaming(count), arguments)

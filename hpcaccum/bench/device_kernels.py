@@ -1,4 +1,4 @@
-"""Kernels beside plain CuPy; `hpcaccum.bench.device` tells what each case does."""
+"""Kernels beside plain CuPy; `hpcaccum.bench.device` describes the cases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import Layout, device
-from hpcaccum.accumulator import DeviceRounds
 from hpcaccum.bench.device_case import (
     Contest,
     DeviceCase,
@@ -16,47 +15,40 @@ from hpcaccum.bench.device_case import (
     launch,
 )
 from hpcaccum.device import PointerTable
-from hpcaccum.device.int8 import GROUP, Int8Compressor, Int8Gradient, accumulate
 
 if TYPE_CHECKING:
     from hpcaccum.bench.device_case import Buffers
 
-# A local step that is never stale.
-NEVER_STALE = 1 << 30
-# How many arrays of which share: the 161 of ResNet-50, roughly.
+# Relative sizes of 161 arrays: roughly those of ResNet-50.
 _SHARES = [64 * 64 * 9] * 120 + [2048 * 512] * 20 + [256] * 21
 _WIDTH = 128
 _CLIP = 1.0
 
 
 class Sums(DeviceCase):
-    """One array into a sum, and what is made of the sum."""
+    """One array added to a sum, and the reductions of the sum."""
 
     memory: ClassVar[DeviceMemory] = DeviceMemory(12)
 
     def make(self, count: int) -> Buffers:
-        """Return a gradient in two dtypes, sums, and what kernels need."""
+        """Return a gradient in two dtypes, sums, and scratch memory of kernels."""
         cupy, source = device.cupy(), self.normal(count)
         return {
             "source": source,
             "half": source.astype(np.float16),
             "sum": cupy.empty_like(source),
             "target": cupy.empty_like(source),
-            "adding": DeviceRounds("bench", 0).header,
-            "taking": DeviceRounds("bench", 0).header,
             "partial": cupy.empty(4096, np.float64),
             "ticket": cupy.zeros(1, np.int64),
             "square": cupy.zeros(1, np.float64),
         }
 
     def spoil(self, buffers: Buffers) -> None:
-        """Fill the sum with 3, of so many gradients."""
+        """Fill the sum with 3."""
         buffers["sum"].fill(3)
-        for header in buffers["adding"], buffers["taking"]:
-            header[:2] = device.cupy().asarray(np.array([0, 3]))
 
     def compete(self, nbytes: int) -> list[Contest]:
-        """Return what is measured."""
+        """Return the contests to measure."""
         return [
             _adding("add f32", "source", "f32", 3 * nbytes),
             _adding("add f16", "half", "f16", 2.5 * nbytes),
@@ -68,10 +60,8 @@ class Sums(DeviceCase):
 def _adding(name: str, source: str, suffix: str, moves: float) -> Contest:
     def ours(b: Buffers) -> None:
         size, one = b["sum"].size, np.float32(1)
-        step = np.int64(NEVER_STALE)
-        arrays = b["sum"], b[source]
-        counts = np.int64(size), b["adding"], step, None
-        launch(f"accumulate_{suffix}", size, *arrays, one, *counts)
+        arrays, more = (b["sum"], b[source]), (np.int64(size), np.int32(0))
+        launch(f"accumulate_{suffix}", size, *arrays, one, *more)
 
     def cupy(b: Buffers) -> None:
         device.cupy().add(b["sum"], b[source], out=b["sum"])
@@ -84,8 +74,7 @@ def _adding(name: str, source: str, suffix: str, moves: float) -> Contest:
 
 def _mean(b: Buffers) -> None:
     size = b["sum"].size
-    more = np.int64(size), b["taking"], np.int32(1)
-    launch("mean_f32", size, b["target"], b["sum"], *more)
+    launch("mean_f32", size, b["target"], b["sum"], np.int64(size), np.int64(3))
 
 
 def _cupy_mean(b: Buffers) -> None:
@@ -100,7 +89,7 @@ def _clip(b: Buffers) -> None:
     source, size, square = b["source"], b["source"].size, b["square"]
     count = np.int64(size)
     launch("square_norm_f32", size, source, count, b["partial"], b["ticket"], square)
-    more = square, b["taking"], np.float64(_CLIP), np.int32(0)
+    more = np.int64(1), square, np.float64(_CLIP)
     launch("mean_clip_f32", size, b["target"], source, count, *more)
 
 
@@ -137,7 +126,6 @@ class Arrays(DeviceCase):
             "views": layout.views(flat),
             "dense": cupy.empty(elements(layout), np.float32),
             "table": PointerTable(layout),
-            "adding": DeviceRounds("bench", 0).header,
         }
 
     def _random_arrays(self, layout: Layout) -> dict[str, Any]:
@@ -145,14 +133,13 @@ class Arrays(DeviceCase):
         return {name: self.normal(size) for name, size in sizes.items()}
 
     def spoil(self, buffers: Buffers) -> None:
-        """Fill the sum with 3, of so many gradients."""
+        """Fill the sum with 3."""
         buffers["flat"].fill(3)
-        buffers["adding"][:2] = device.cupy().asarray(np.array([0, 3]))
         for each in (*buffers["outs"].values(), buffers["dense"]):
             each.fill(np.nan)
 
     def compete(self, nbytes: int) -> list[Contest]:
-        """Return what is measured."""
+        """Return the contests to measure."""
         moved = 4 * elements(many_arrays(nbytes // 4))
         return [
             Contest("add", _add_many, _cupy_add_many, 3 * moved, _check_add_many),
@@ -162,7 +149,7 @@ class Arrays(DeviceCase):
 
 
 def many_arrays(count: int) -> Layout:
-    """Return the layout of 161 arrays of about so many numbers together."""
+    """Return the layout of 161 arrays of about ``count`` elements together."""
     part = count / sum(_SHARES)
     shapes = {
         f"array{number}": (max(1, int(share * part)),)
@@ -172,14 +159,12 @@ def many_arrays(count: int) -> Layout:
 
 
 def elements(layout: Layout) -> int:
-    """Return how many numbers the arrays have, without what lies between them."""
+    """Return how many elements the arrays have, without the gaps between them."""
     return sum(shape[0] for shape in layout.shapes.values())
 
 
 def _add_many(b: Buffers) -> None:
-    b["table"].accumulate(
-        b["flat"], b["arrays"], header=b["adding"], local_step=NEVER_STALE
-    )
+    b["table"].accumulate(b["flat"], b["arrays"])
 
 
 def _cupy_add_many(b: Buffers) -> None:
@@ -234,7 +219,7 @@ class Rows(DeviceCase):
     memory: ClassVar[DeviceMemory] = DeviceMemory(14)
 
     def make(self, count: int) -> Buffers:
-        """Return rows, their places, and the matrix."""
+        """Return rows, their indices, and the matrix."""
         cupy, number = device.cupy(), max(1, count // _WIDTH)
         source = self.normal(number * _WIDTH)
         return {
@@ -250,14 +235,14 @@ class Rows(DeviceCase):
         }
 
     def spoil(self, buffers: Buffers) -> None:
-        """Fill the matrix with 6, and forget the counts."""
+        """Fill the matrix with 6, and reset the counts."""
         buffers["sum"].fill(6)
         buffers["counts"].fill(0)
 
     def compete(self, nbytes: int) -> list[Contest]:
-        """Return what is measured."""
+        """Return the contests to measure."""
         values, given = self._sets[0]["values"], self._sets[0]["given"]
-        # Values and rows read, sums and counts added to.
+        # Values and indices are read; sums and counts are read and written.
         added = 12 * values.size + 16 * len(values)
         divided = 4 * given.size + 8 * _WIDTH * int((given > 1).sum())
         scatter = Contest("scatter", _scatter, _cupy_scatter, added, _check_scatter)
@@ -271,8 +256,8 @@ def _scatter(b: Buffers) -> None:
     launch(
         "scatter_add_rows_f32",
         values.size,
-        *(b["sum"], b["counts"], values, rows, *map(np.int64, sizes)),
-        *(None, np.int64(0), None, b["refused"]),
+        *(b["sum"], b["counts"], values, rows),
+        *(*map(np.int64, sizes), b["refused"]),
     )
 
 
@@ -294,7 +279,7 @@ def _check_scatter(b: Buffers) -> None:
 def _rows(b: Buffers) -> None:
     sizes = (len(b["sum"]), _WIDTH)
     arrays = b["sum"], b["given"]
-    launch("mean_rows_f32", b["sum"].size, *arrays, *map(np.int64, sizes), None)
+    launch("mean_rows_f32", b["sum"].size, *arrays, *map(np.int64, sizes))
 
 
 def _cupy_rows(b: Buffers) -> None:
@@ -306,88 +291,3 @@ def _cupy_rows(b: Buffers) -> None:
 def _check_rows(b: Buffers) -> None:
     counts = device.cupy().maximum(b["given"], 1).astype(np.float32)
     check_same(b["sum"], b["sum"] * 0 + 6 / counts[:, None])
-
-
-class Int8(DeviceCase):
-    """Gradients in eight bits."""
-
-    memory: ClassVar[DeviceMemory] = DeviceMemory(14)
-
-    def make(self, count: int) -> Buffers:
-        """Return a gradient, its compressor and a sum."""
-        cupy, source = device.cupy(), self.normal(count)
-        given = Int8Compressor(count).compress(source)
-        return {
-            "source": source,
-            "target": cupy.empty_like(source),
-            "sum": cupy.empty_like(source),
-            "compressor": Int8Compressor(count),
-            "given": given,
-        }
-
-    def spoil(self, buffers: Buffers) -> None:
-        """Fill the sum with 3, and lose nothing yet."""
-        buffers["sum"].fill(3)
-        buffers["compressor"].residual.fill(0)
-        buffers["sent"] = None
-
-    def compete(self, nbytes: int) -> list[Contest]:
-        """Return what is measured."""
-        count = nbytes // 4
-        scales, whole = 4 * -(-count // GROUP), count % GROUP == 0
-        return [
-            Contest(
-                "compress",
-                _compress,
-                _cupy_compress if whole else None,
-                13 * count + scales,
-                _check_compress,
-            ),
-            Contest(
-                "add int8",
-                lambda b: accumulate(b["sum"], b["given"]),
-                _cupy_add_int8 if whole else None,
-                9 * count + scales,
-                _check_add_int8,
-            ),
-        ]
-
-
-def _compress(b: Buffers) -> None:
-    b["sent"] = b["compressor"].compress(b["source"])
-
-
-def _cupy_compress(b: Buffers) -> None:
-    cupy, residual = device.cupy(), b["compressor"].residual
-    error = (b["source"] + residual).reshape(-1, GROUP)
-    scales = cupy.abs(error).max(axis=1) / np.float32(127)
-    q = cupy.clip(cupy.rint(error / scales[:, None]), -127, 127).astype(np.int8)
-    lost = residual.reshape(-1, GROUP)
-    cupy.subtract(error, q * scales[:, None], out=lost)
-    b["sent"] = Int8Gradient(q.reshape(-1), scales, residual.shape)
-
-
-def _check_compress(b: Buffers) -> None:
-    """What was sent and what is left are the gradient; and little is left."""
-    residual, source = b["compressor"].residual, b["source"]
-    # Plus 8, as small numbers need not be that exact.
-    check_same(_plain(b["sent"]) + residual + 8, source + 8, 1e-5)
-    lost, most = abs(residual), abs(source).max() * np.float32(0.51 / 127)
-    check_same(lost, device.cupy().minimum(lost, most))
-
-
-def _plain(given: Int8Gradient) -> Any:
-    """Return a compressed gradient, decompressed by plain CuPy."""
-    q, scales, whole = given.q, given.scales, given.q.size // GROUP
-    groups = q[: whole * GROUP].reshape(-1, GROUP) * scales[:whole, None]
-    rest = q[whole * GROUP :] * scales[whole:]
-    return device.cupy().concatenate([groups.reshape(-1), rest])
-
-
-def _cupy_add_int8(b: Buffers) -> None:
-    total, given = b["sum"].reshape(-1, GROUP), b["given"]
-    total += given.q.reshape(-1, GROUP) * given.scales[:, None]
-
-
-def _check_add_int8(b: Buffers) -> None:
-    check_same(b["sum"] + 8, _plain(b["given"]) + 11, 1e-5)

@@ -22,13 +22,10 @@ from hpcaccum.device.arrays import (
     to_host,
     use_device,
 )
-from hpcaccum.device.int8 import Int8Compressor, Int8Gradient
 from hpcaccum.device.multi_tensor import PointerTable, check_device_array
 from hpcaccum.device.transfer import Transfer
 
 __all__ = [
-    "Int8Compressor",
-    "Int8Gradient",
     "Pinned",
     "PointerTable",
     "Transfer",

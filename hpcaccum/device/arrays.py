@@ -1,7 +1,7 @@
 """Arrays on a CUDA device: the only module that imports CuPy.
 
-A program that has no CuPy array never imports it: an array can only be CuPy's if its
-module is there already.
+Programs without CuPy arrays never import it: an array can only be CuPy's if the module
+was imported before.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ logger = logging.getLogger("hpcaccum")
 
 Array = np.ndarray[Any, Any]
 
-# Versions before have not all headers that the kernels include.
+# Older versions lack headers that the kernels include.
 _OLDEST = 14
 _INSTALL = "pip install 'hpcaccum[cuda13]', or [cuda12] for CUDA 12"
 
 
 def is_device(array: object) -> bool:
-    """Whether this is an array of a device."""
+    """Whether this is an array on a device."""
     if type(array) is np.ndarray or array is None:
         return False
     kind = getattr(sys.modules.get("cupy"), "ndarray", None)
@@ -45,8 +45,7 @@ def cupy() -> Any:
     """Return CuPy.
 
     Raises:
-        DeviceUnavailableError: If there is none, or an old one, or no device that it
-            can use.
+        DeviceUnavailableError: If it is missing or too old, or finds no device.
     """
     try:
         import cupy as module
@@ -73,16 +72,17 @@ def cupy() -> Any:
 
 
 def use_device(number: int) -> int:
-    """Make a device this process's current one, the next one if there are too few.
+    """Make a device the current one of this process.
 
     Args:
-        number: Of the rank on its node.
+        number: Number of the rank on its node. If there are fewer devices, ranks share
+            them in turn.
 
     Returns:
         The number of the device.
 
     Raises:
-        DeviceUnavailableError: If there is none.
+        DeviceUnavailableError: If there is no device.
     """
     runtime = cupy().cuda
     chosen = number % int(runtime.runtime.getDeviceCount())
@@ -91,7 +91,7 @@ def use_device(number: int) -> int:
 
 
 def device_name() -> str:
-    """Return the name of the current device, and of what drives it."""
+    """Return the current device's name and the versions of CUDA and CuPy."""
     module = cupy()
     runtime = module.cuda.runtime
     name = runtime.getDeviceProperties(module.cuda.Device().id)["name"]
@@ -102,7 +102,7 @@ def device_name() -> str:
 
 
 def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:
-    """Raise unless a device array can be given to kernels, which see a bare pointer.
+    """Raise unless kernels, which get a bare pointer, can use a device array.
 
     Raises:
         InvalidArgumentError: If it is not contiguous, of another dtype, or on another
@@ -142,10 +142,10 @@ def all_on_device(what: str, arrays: Iterable[Any]) -> bool:
 
 
 def copyto(target: Any, source: Any) -> None:
-    """Copy an array to another of its shape, wherever the two lie.
+    """Copy an array to another of its shape, each on the device or in CPU memory.
 
-    Converts to the target's dtype. Host memory is complete, or free to be changed, on
-    return; between arrays of the device it is as asynchronous as all of CuPy.
+    Converts to the target's dtype. On return, CPU memory is complete or may be
+    overwritten. Copies within the device are as asynchronous as all of CuPy.
     """
     from_device, to_device = is_device(source), is_device(target)
     if from_device and to_device:
@@ -174,14 +174,14 @@ def _send(target: Any, source: Any) -> None:
         target.set(source)
     else:
         target[...] = cupy().asarray(source)
-    # From pinned memory the copy has only been queued.
+    # A copy from pinned memory is asynchronous.
     cupy().cuda.get_current_stream().synchronize()
 
 
 def release(arrays: dict[str, Any]) -> None:
-    """Give up arrays, those of a device after waiting for all that is queued there.
+    """Drop arrays; those on a device after waiting for all work queued on it.
 
-    Another stream than the one on which they were allocated may still use them.
+    A stream other than the one that they were allocated on may still use them.
     """
     for array in arrays.values():
         if is_device(array):
@@ -191,18 +191,19 @@ def release(arrays: dict[str, Any]) -> None:
 
 
 def to_host(array: Any) -> Array:
-    """Return an array in host memory: itself, or a copy of one on the device."""
+    """Return an array in CPU memory: itself, or a copy of a device array."""
     return array.get() if is_device(array) else array  # type: ignore[no-any-return]
 
 
 class Pinned:
-    """Host memory that the device reads and writes by itself while it is registered.
+    """CPU memory that is pinned, so that the device accesses it directly.
 
-    Without, copies are made by way of the driver's own buffers: half as fast, and the
-    host waits for them. It is no error, as a limit on locked memory may forbid it.
+    Copies from memory that is not pinned pass through the driver's buffers: half as
+    fast, and the host waits for them. If pinning fails, as a limit on locked memory may
+    forbid it, that is logged.
 
     Args:
-        memory: Contiguous; must stay until `free`.
+        memory: Contiguous; must not be deallocated before `free`.
     """
 
     def __init__(self, memory: Array) -> None:
@@ -221,7 +222,7 @@ class Pinned:
             )
 
     def free(self) -> None:
-        """Make it ordinary memory again, before it is given back."""
+        """Unpin the memory."""
         if self._address:
             cupy().cuda.runtime.hostUnregister(self._address)
             self._address = 0

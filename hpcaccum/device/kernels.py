@@ -1,7 +1,7 @@
-"""Our CUDA kernels: where their sources are, how they are compiled and started.
+"""The package's CUDA kernels: their sources, their compilation, their launch.
 
-A file is compiled when one of its kernels is first used, by NVRTC through CuPy, which
-keeps the result on disk. Launching them needs NumPy scalars: CuPy passes a Python float
+NVRTC compiles a file, through CuPy, when one of its kernels is first used; CuPy caches
+the result on disk. Scalar arguments must be NumPy scalars: CuPy passes a Python float
 as a double whatever the kernel declares.
 """
 
@@ -20,15 +20,15 @@ from hpcaccum.errors import DeviceUnavailableError
 
 # Threads of a block, for which the kernels are compiled (kernels/common.cuh).
 THREADS = 256
-# Blocks that a multiprocessor holds at once: all of a streaming kernel's are at work
-# from its beginning to its end, and few take a ticket there.
+# Blocks that a multiprocessor runs at once. A streaming kernel starts no more: all its
+# blocks then run from its beginning to its end.
 _BLOCKS = 4
-# Elements that a thread moves at once; a block for fewer would have idle threads.
+# Elements that a thread moves at once; smaller blocks of work leave threads idle.
 _VECTOR = 4
 
 OPTIONS = ("--std=c++17",)
 
-# What kernels for a dtype are called.
+# How the name of a kernel for a dtype ends.
 SUFFIXES = {
     np.dtype(np.float32): "f32",
     np.dtype(np.float64): "f64",
@@ -36,9 +36,26 @@ SUFFIXES = {
     BFLOAT16: "bf16",
 }
 
+_ALL, _WIDE = ("f32", "f64", "f16", "bf16"), ("f32", "f64")
+_RULES = ("sgd", "momentum", "nesterov", "adagrad", "adam")
+_STEMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "accumulate.cu": {"accumulate": _ALL},
+    "finish.cu": {"mean": _WIDE, "mean_clip": _WIDE, "square_norm": _ALL},
+    "multi_tensor.cu": {"multi_accumulate": _WIDE, "pack": _ALL, "unpack": _ALL},
+    "sparse.cu": {"scatter_add_rows": _WIDE, "mean_rows": _WIDE},
+    "update.cu": dict.fromkeys(_RULES, _ALL),
+}
+# The file that defines each kernel.
+FILES = {
+    f"{stem}_{suffix}": file
+    for file, stems in _STEMS.items()
+    for stem, suffixes in stems.items()
+    for suffix in suffixes
+}
+
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 
-# What CuPy or NVRTC says, and what that means to a user.
+# Messages of CuPy and NVRTC, and the causes that a user can remove.
 _CAUSES = (
     (
         r"could not open source file|cannot open source file|CUDA headers",
@@ -59,41 +76,41 @@ _CAUSES = (
 
 
 def kernel(name: str) -> Any:
-    """Return a kernel for the current device, to be called ``(grid, block, args)``.
+    """Return a kernel for the current device; call it with ``(grid, block, args)``.
 
     It runs on CuPy's current stream.
 
     Args:
-        name: As in the sources, such as ``accumulate_f32``.
+        name: One of `FILES`, such as ``accumulate_f32``.
 
     Raises:
         DeviceUnavailableError: If there is no device, or kernels cannot be compiled for
-            it; says what to install.
+            it. The message names what to install.
     """
     return _kernel(name, cupy().cuda.runtime.getDevice())
 
 
 def blocks(size: int) -> int:
-    """Return how many blocks to start for so many elements: at least one.
+    """Return how many blocks to start for ``size`` elements: at least one.
 
-    Kernels go through their elements with a stride, so any number is right. It is
-    the most that the current device runs at once, but no more than have work.
+    Kernels loop over their elements with the grid as stride, so any number is correct.
+    This is the most that the current device runs at once, but no more than have work.
     """
     full = _BLOCKS * _multiprocessors(cupy().cuda.runtime.getDevice())
     return max(1, min(full, -(-size // (THREADS * _VECTOR))))
 
 
 def streaming(size: int) -> tuple[tuple[int], tuple[int]]:
-    """Return grid and block of a kernel that goes through so many elements."""
+    """Return grid and block of a kernel that loops over ``size`` elements."""
     return (blocks(size),), (THREADS,)
 
 
 @functools.cache
 def source(file: str) -> str:
-    """Return a source, such as ``accumulate.cu``, with its includes pasted in.
+    """Return a source, such as ``accumulate.cu``, with its includes expanded.
 
-    CuPy looks for a compiled kernel by the text of its source alone, so that text must
-    have all that the kernel depends on.
+    CuPy's cache of compiled kernels is keyed by the text of the source alone, so that
+    text must contain all that the kernel depends on.
     """
     text = (_folder() / file).read_text()
     if file.endswith(".cuh"):
@@ -108,13 +125,13 @@ def source(file: str) -> str:
 
 
 def files() -> list[str]:
-    """Return the names of all sources that have kernels."""
-    return sorted(path.name for path in _folder().glob("*.cu"))
+    """Return the names of all sources that define kernels."""
+    return sorted(_STEMS)
 
 
 @functools.cache
 def _folder() -> Path:
-    # Beside the package in a checkout, inside it where it is installed.
+    # In a checkout it is beside the package, in an installation inside it.
     here = Path(__file__).resolve().parents[1]
     for folder in (here / "kernels", here.parent / "kernels"):
         if (folder / "common.cuh").is_file():
@@ -123,22 +140,10 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _file_of(name: str) -> str:
-    """Return the source that has a kernel, by its instantiation or its definition."""
-    stem, _, suffix = name.rpartition("_")
-    written = re.compile(
-        rf"^(KERNEL {name}\(|[A-Z_]+\({name}[,)]|.*\b{stem}_##KIND\()", re.MULTILINE
-    )
-    for file in files():
-        if suffix in SUFFIXES.values() and written.search(source(file)):
-            return file
-    raise KeyError(f"no kernel {name} in {', '.join(files())}")
-
-
-@functools.cache
 def _kernel(name: str, device_id: int) -> Any:
-    """A kernel of a module that CuPy loads for each device."""
-    file = _file_of(name)
+    if name not in FILES:
+        raise KeyError(f"no kernel {name} in {', '.join(files())}")
+    file = FILES[name]
     try:
         return _module(file, device_id).get_function(name)
     except Exception as error:
@@ -151,7 +156,7 @@ def _module(file: str, device_id: int) -> Any:
 
 
 def _explained(file: str, error: Exception) -> Exception:
-    """Return what to raise for an error of compiling: itself if it is another."""
+    """Return the error to raise for one of compilation; another is returned as is."""
     text, cuda = str(error), cupy().cuda
     for pattern, cause in _CAUSES:
         if re.search(pattern, text, re.IGNORECASE):

@@ -1,12 +1,13 @@
-"""Launches over many arrays at once, whose addresses the device reads from a table.
+"""Launches over many arrays at once, whose addresses are in a table on the device.
 
-A launch costs microseconds, as much as moving a megabyte: a model's hundreds of small
-gradients are therefore moved by one launch. Each block of it moves one chunk of one
-array. The idea is that of multi-tensor launches in NVIDIA's Apex.
+A launch costs microseconds, as much as moving a megabyte. So one launch moves all the
+hundreds of small gradients of a model: each block of it moves one chunk of one array.
+The idea is that of multi-tensor launches in NVIDIA's Apex.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections import OrderedDict
@@ -32,25 +33,25 @@ _KINDS = {
     BFLOAT16: 3,
 }
 
-# Elements that one block moves: enough that its beginning and its end are cheap, and
-# few enough that a gradient of 100 MB is work for every multiprocessor.
+# Elements that one block moves: enough to hide the cost of starting it, and few enough
+# that a gradient of 100 MB occupies every multiprocessor.
 _CHUNK = 16384
 # cudaStreamPerThread of the CUDA runtime.
 _PER_THREAD = 2
-# Gradients lie at the same places every step, or at a few that alternate.
+# Gradients have the same addresses every step, or a few that alternate.
 _REMEMBERED = 8
 
 
 class Table(NamedTuple):
-    """What a launch over several arrays is told.
+    """The tables that a launch over several arrays reads.
 
     Attributes:
-        arrays: On the device; a row of 4 int64 for each: address, offset in the flat
+        arrays: On the device; a row of 4 int64 per array: address, offset in the flat
             buffer, elements, kind of dtype.
-        chunks: On the device; a row of 2 int64 for each: row of ``arrays``, first
+        chunks: On the device; a row of 2 int64 per chunk: row of ``arrays``, first
             element.
-        chunk: Elements of a chunk at most.
-        blocks: How many chunks there are; at least one, which may be empty.
+        chunk: The most elements that a chunk has.
+        blocks: Number of chunks; at least one, which may be empty.
     """
 
     arrays: Any
@@ -60,13 +61,13 @@ class Table(NamedTuple):
 
 
 class PointerTable:
-    """Moves named arrays of one device to a flat buffer there, or back, in one launch.
+    """Moves named arrays to or from a flat buffer of their device, in one launch.
 
-    Launches go to the current stream. Not for several threads at once. Arrays are
-    taken to be checked: contiguous, on the current device, of the layout's shapes.
+    Launches go to the current stream. Not for several threads at once. The caller has
+    checked the arrays: contiguous, on the current device, of the layout's shapes.
 
     Args:
-        layout: Where in the flat buffer they lie; any dtype of the buffer will do.
+        layout: The places of the arrays in the flat buffer, which may be of any dtype.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -75,11 +76,11 @@ class PointerTable:
         self.clear()
 
     def clear(self) -> None:
-        """Give up memory on the device; nothing that was launched may be left."""
+        """Release memory on the device. All launches must have ended."""
         self._arrays, self._chunks = _Recent(), _Recent()
 
     def table(self, arrays: Mapping[str, Any]) -> Table:
-        """Return the table for arrays, all or some of the layout's."""
+        """Return the table for all or some of the layout's arrays."""
         stream = _stream()
         names = tuple(arrays)
         places = tuple(
@@ -98,7 +99,7 @@ class PointerTable:
             (address, self._layout.offsets[name], self._sizes[name], kind)
             for name, (address, kind) in zip(names, places, strict=True)
         ]
-        # No array at all: one that is empty.
+        # A launch needs a block, so no arrays are one empty array.
         return _upload(rows or [(0, 0, 0, 0)])
 
     def _chunk_rows(self, names: tuple[str, ...]) -> Any:
@@ -111,64 +112,71 @@ class PointerTable:
 
     def pack(self, flat: Any, arrays: Mapping[str, Any], scale: float = 1.0) -> None:
         """Copy arrays to the flat buffer, times ``scale``, converted to its dtype."""
-        self._launch("pack", flat, arrays, np.float32(scale))
+        self._launch("pack", flat, arrays, np.float32(scale))()
 
     def unpack(self, flat: Any, arrays: Mapping[str, Any], scale: float = 1.0) -> None:
         """Copy the flat buffer to arrays, times ``scale``, converted to their dtypes.
 
-        What is too large for a dtype becomes infinity.
+        Values that are too large for a dtype become infinite.
         """
-        self._launch("unpack", flat, arrays, np.float32(scale))
+        self.unpacking(flat, arrays, scale)()
+
+    def unpacking(
+        self, flat: Any, arrays: Mapping[str, Any], scale: float = 1.0
+    ) -> Callable[[], object]:
+        """Prepare an `unpack`; return what queues it."""
+        return self._launch("unpack", flat, arrays, np.float32(scale))
 
     def compile(self, packed: np.dtype[Any], unpacked: np.dtype[Any]) -> None:
-        """Compile what packs into one dtype and unpacks from another.
+        """Compile the kernels that pack into one dtype and unpack from another.
 
         Raises:
-            DeviceUnavailableError: If that cannot be done; says what is missing.
+            DeviceUnavailableError: If that fails; names what is missing.
         """
         kernels.kernel(f"pack_{kernels.SUFFIXES[packed]}")
         kernels.kernel(f"unpack_{kernels.SUFFIXES[unpacked]}")
 
     def accumulate(
+        self, flat: Any, arrays: Mapping[str, Any], scale: float = 1.0
+    ) -> None:
+        """Add arrays, times ``scale``, to the flat buffer of float32 or float64."""
+        self.addition(flat, arrays, scale)()
+
+    def addition(
         self,
         flat: Any,
         arrays: Mapping[str, Any],
         scale: float = 1.0,
         *,
-        header: Any = None,
-        local_step: int = 0,
-        met: Any = None,
-    ) -> None:
-        """Add arrays, times ``scale``, to the flat buffer.
+        first: bool = False,
+    ) -> Callable[[], object]:
+        """Prepare an `accumulate`; return what queues it.
 
         Args:
             flat: Of float32 or float64.
-            arrays: All of the layout, if there is a header.
+            arrays: The addends.
             scale: A factor.
-            header: On the device; if given, nothing is added when its step is greater
-                than ``local_step``, and the first gradient of a round overwrites.
-            local_step: Step of the arrays.
-            met: On the device, one int64; if given, the step that was met.
+            first: Overwrite the places of the arrays instead of adding to them.
         """
         factor = flat.dtype.type(scale)
-        step = np.int64(local_step)
-        self._launch("multi_accumulate", flat, arrays, factor, header, step, met)
+        return self._launch("multi_accumulate", flat, arrays, factor, np.int32(first))
 
     def _launch(
-        self, kernel: str, flat: Any, arrays: Mapping[str, Any], *more: Any
-    ) -> None:
+        self, kernel: str, flat: Any, arrays: Mapping[str, Any], *scalars: Any
+    ) -> Callable[[], object]:
         table = self.table(arrays)
-        kernels.kernel(f"{kernel}_{kernels.SUFFIXES[flat.dtype]}")(
+        return functools.partial(
+            kernels.kernel(f"{kernel}_{kernels.SUFFIXES[flat.dtype]}"),
             (table.blocks,),
             (kernels.THREADS,),
-            (flat, table.arrays, table.chunks, np.int64(table.chunk), *more),
+            (flat, table.arrays, table.chunks, np.int64(table.chunk), *scalars),
         )
 
 
 def check_device_array(
     what: str, array: Any, shape: tuple[int, ...], dtypes: Any
 ) -> None:
-    """Raise InvalidArgumentError unless kernels may be given this array."""
+    """Raise InvalidArgumentError unless kernels can use this array."""
     if not is_device(array):
         raise InvalidArgumentError(
             f"{what} must be an array on the device, got {type(array).__name__}"
@@ -179,24 +187,24 @@ def check_device_array(
 
 
 def _stream() -> tuple[int, int]:
-    """Return what tells the current stream from others.
+    """Return a key of the current stream.
 
-    A table belongs to the stream on which it was copied to the device: another one
-    might read it too early, or when the memory is another's already.
+    A table belongs to the stream that copied it to the device. Another stream could
+    read it too early, or after its memory was reused.
     """
     pointer = cupy().cuda.get_current_stream().ptr
-    # Every thread has a default stream of its own, of the same address.
+    # The default streams of all threads have this address.
     return pointer, threading.get_ident() if pointer == _PER_THREAD else 0
 
 
 class _Recent:
-    """The last few results, by key: the one that was asked for longest ago goes."""
+    """A cache of a few results by key; drops the least recently used."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, Any] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the result for a key, made now if it is not known."""
+        """Return the result for a key; make it if it is not known."""
         if key not in self._known:
             self._known[key] = make()
             if len(self._known) > _REMEMBERED:
@@ -206,5 +214,5 @@ class _Recent:
 
 
 def _upload(rows: Sequence[tuple[int, ...]]) -> Any:
-    """Copy a table to the device; the host does not wait."""
+    """Copy a table to the device, without waiting for it."""
     return cupy().asarray(np.array(rows, np.int64))

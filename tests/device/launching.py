@@ -1,4 +1,4 @@
-"""Kernels called by name on arrays whose surroundings are watched."""
+"""Kernels called by name on arrays between guards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcaccum.device import kernels
 
 SIZES = [0, 1, 2, 3, 31, 32, 33, 1023, 1024, 1025, 5003]
 if os.environ.get("CPU_CUDA_CHECKS"):
-    # Slow: only what takes every way through a kernel.
+    # The checks are slow: the least sizes that cover every branch of a kernel.
     SIZES = [3, 1025]
 DTYPES = {
     "f32": np.dtype(np.float32),
@@ -22,8 +22,6 @@ DTYPES = {
 }
 SUMS = {"f32": "f32", "f64": "f64", "f16": "f32", "bf16": "f32"}
 
-STEP, COUNT, ACCEPTED, DROPPED, TICKET, LAGS, HEADER_WORDS = 0, 1, 2, 3, 4, 5, 37
-
 # 256 bytes, as CuPy's own arrays begin: so `shift` alone decides how a view is aligned.
 _AROUND = 256
 
@@ -32,7 +30,7 @@ class Watched:
     """A device array with guards before and after it.
 
     Args:
-        values: What it holds first; None for no array at all.
+        values: Its initial values.
         shift: Elements by which it is moved off its alignment.
     """
 
@@ -48,7 +46,7 @@ class Watched:
         self.array = self._memory[self._begin : self._end].reshape(self.shape)
 
     def get(self):
-        """Return what the device holds now; the guards must be untouched."""
+        """Return the values on the device; fail if the guards have changed."""
         memory = self._memory.get()
         assert (memory[: self._begin] == 77).all(), "written before the array"
         assert (memory[self._end :] == 77).all(), "written past the array"
@@ -56,21 +54,10 @@ class Watched:
 
 
 def launch(name, *args, size=None, blocks=None):
-    """Launch as the package does, over ``size`` elements or with so many blocks."""
+    """Launch as the package does, over ``size`` elements or with ``blocks`` blocks."""
     grid = blocks or kernels.blocks(size)
     given = [arg.array if isinstance(arg, Watched) else arg for arg in args]
     kernels.kernel(name)((grid,), (kernels.THREADS,), given)
-
-
-def header(step=0, count=0):
-    words = np.zeros(HEADER_WORDS, np.int64)
-    words[[STEP, COUNT]] = step, count
-    return Watched(words)
-
-
-def lags(words):
-    """Return a header's lags that occurred, with how often."""
-    return {lag: int(n) for lag, n in enumerate(words[LAGS:]) if n}
 
 
 def i64(value):

@@ -68,8 +68,6 @@ PLANTED = [
     ("device arrays", "unpack", "unpack_f32"),
     ("device rows", "scatter", "scatter_add_rows_f32"),
     ("device rows", "mean rows", "mean_rows_f32"),
-    ("device int8", "compress", "compress_int8_f32"),
-    ("device int8", "add int8", "accumulate_int8_f32"),
     ("device rounds", "apply", "accumulate_f32"),
     ("device rounds", "apply 161", "multi_accumulate_f32"),
     ("device rounds", "round", "mean_f32"),

@@ -115,13 +115,24 @@ def _skip_without_nvrtc(errors):
 
 
 def kernels_of(file):
-    """Return the names that the preprocessor finds."""
+    """Return the names of a file's kernels, after macros are expanded."""
     source = re.sub(r"(?m)^#include.*$", "", kernels.source(file))
     command = ["g++", "-E", "-P", "-x", "c++", "-"]
     text = subprocess.run(
         command, input=source, capture_output=True, text=True, check=True
     ).stdout
     return re.findall(r"__global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(", text)
+
+
+def test_the_table_has_every_kernel_of_every_file():
+    defined = {
+        name: path.name
+        for path in kernels._folder().glob("*.cu")
+        for name in kernels_of(path.name)
+    }
+
+    assert defined == kernels.FILES
+    assert kernels.files() == sorted(set(defined.values()))
 
 
 FLAWS = {

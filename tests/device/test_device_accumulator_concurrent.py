@@ -1,4 +1,4 @@
-"""DeviceAccumulator: late receipts, streams, threads, and takes that wait."""
+"""DeviceAccumulator: streams, threads, interrupts, and takes that wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
+from hpcaccum.device import kernels
 
+from ..mpi.interrupting import at_each_point, interrupt
 from .accumulating import (  # noqa: F401
     WAIT,
     acc_fixture,
@@ -21,7 +23,7 @@ from .accumulating import (  # noqa: F401
 )
 
 
-def test_receipts_may_be_read_late(acc, form):
+def test_receipts_do_not_change_later(acc, form):
     receipts = []
     for step in range(3):
         receipts.append(acc.apply_grad(like(form, [step, 0]), 1))
@@ -226,16 +228,110 @@ def test_take_that_gave_up_takes_nothing(acc, form):
     same_bits(form, acc.take_grad(2, timeout=0), [2.0, 1.0])
 
 
-def test_take_that_gives_up_on_a_busy_device_loses_nothing(acc, form, monkeypatch):
+@pytest.fixture(name="busy")
+def busy_fixture(monkeypatch):
+    """A device that nothing may wait for; it runs what is queued later."""
     if not cupy.__version__.endswith("simulated"):
-        pytest.skip("a real device is not busy when one wants it to be")
-    acc.apply_grad(like(form, [1, 2]))
-    with monkeypatch.context() as busy:
-        busy.setattr(cupy.cuda.Event, "done", property(lambda event: False))
-        with pytest.raises(hpc.WaitTimeoutError, match="but the device is still busy"):
-            acc.take_grad(1, timeout=0.01)
+        pytest.skip("a real device cannot be kept from finishing its work")
 
-    same_bits(form, acc.take_grad(1, timeout=WAIT), [1.0, 2.0])
+    def fail(*args, **kwargs):
+        raise AssertionError("the host waits for the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cupy._queues, "progress", 0.0)
+        patch.setattr(cupy.cuda.Event, "done", property(lambda event: False))
+        for kind in cupy.cuda.Event, cupy.cuda.Stream, cupy.cuda.Device:
+            patch.setattr(kind, "synchronize", fail)
+        patch.setattr(cupy.ndarray, "get", fail)
+        yield patch
+
+
+def test_no_call_waits_for_the_device(make, form, request):
+    acc = make("float64", clip_norm=100.0)
+    gradients = [like(form, [number, 2]) for number in range(3)]
+    out = like(form, [0, 0])
+    patch = request.getfixturevalue("busy")
+    receipts = [acc.apply_grad(each, step) for step, each in enumerate(gradients)]
+    acc.set_global_step(2)
+    receipts.append(acc.apply_grad(gradients[0], 1))
+    assert [r.accepted for r in receipts] == [True, True, True, False]
+    assert (acc.num_accumulated(), acc.global_step) == (3, 2)
+    assert acc.statistics().tally.lags == {0: 3, 1: 1}
+    first = acc.take_grad(3, timeout=0)
+    acc.apply_grad(gradients[2], 3)
+    acc.take_grad(1, timeout=0, out=out)
+    patch.undo()
+
+    same_bits(form, first, [1.0, 2.0])
+    same_bits(form, out, [2.0, 2.0])
+
+
+def test_stale_gradient_launches_nothing(acc, form, monkeypatch):
+    acc.set_global_step(1)
+    gradient = like(form, [1, 1])
+    with monkeypatch.context() as patch:
+        for owner, name in (kernels, "kernel"), (cupy.cuda.Stream, "wait_event"):
+            patch.delattr(owner, name)
+        assert not acc.apply_grad(gradient, 0)
+
+    assert acc.num_accumulated() == 0
+
+
+def test_gradient_whose_launch_fails_is_not_counted(acc, form, monkeypatch):
+    acc.apply_grad(like(form, [1, 2]))
+
+    def fails(*args):
+        raise MemoryError("no launch")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "kernel", lambda name: fails)
+        for use in (
+            lambda: acc.apply_grad(like(form, [5, 5])),
+            lambda: acc.take_grad(1, timeout=0),
+        ):
+            with pytest.raises(MemoryError, match="no launch"):
+                use()
+
+    assert acc.statistics().tally == hpc.Tally((1,), (0,), {0: 1})
+    same_bits(form, acc.take_grad(1, timeout=0), [1.0, 2.0])
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_interrupted_apply_adds_the_gradient_or_nothing(acc, form, before):
+    def trial(number):
+        for _ in range(before):
+            acc.apply_grad(like(form, [3, 1]), 1 << 30)
+        gradient = like(form, [7, 1])
+        more = interrupt(lambda: acc.apply_grad(gradient, 1 << 30), number)
+        added = acc.num_accumulated() - before
+        tally = acc.statistics().tally
+        assert sum(tally.lags.values()) == sum(tally.accepted)
+        acc.apply_grad(like(form, [100, 1]), 1 << 30)
+        total = 3 * before + 7 * added + 100
+        mean = acc.take_grad(1, timeout=0)
+        same_bits(form, mean, [total / (before + added + 1), 1.0])
+        return more, added
+
+    assert at_each_point(trial) == {0, 1}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_interrupted_take_takes_all_or_nothing(make, form, dtype):
+    acc = make(dtype)
+
+    def trial(number):
+        for value in 1, 3:
+            acc.apply_grad(like(form, [value, 1], dtype), 1 << 30)
+        step = acc.global_step
+        more = interrupt(lambda: acc.take_grad(2, timeout=0), number)
+        taken = acc.global_step - step
+        assert acc.num_accumulated() == (0 if taken else 2)
+        acc.apply_grad(like(form, [8, 1], dtype), 1 << 30)
+        mean = 8 if taken else 4
+        same_bits(form, acc.take_grad(1, timeout=0), np.array([mean, 1], dtype))
+        return more, taken
+
+    assert at_each_point(trial) == {0, 1}
 
 
 def wait_until_one_takes(acc):
@@ -281,7 +377,8 @@ def test_free_waits_for_what_is_queued(make, form):
         acc, stream = make(), cupy.cuda.Stream(non_blocking=True)
         with stream:
             kept = [acc.apply_grad(gradient) for _ in range(5)]
+        done = acc._last
         acc.free()
 
-        assert kept[-1]._done.done
+        assert done.done
         assert all(kept)

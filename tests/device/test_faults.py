@@ -14,7 +14,6 @@ from hpcaccum.device import kernels
 
 from . import (
     test_accumulate,
-    test_compress,
     test_finish,
     test_multi_tensor,
     test_sparse,
@@ -30,8 +29,8 @@ def accumulate_shifted():
     test_accumulate.test_sum_is_the_numpy_line("f32", 1025, (1, 0))
 
 
-def stale():
-    test_accumulate.test_stale_changes_nothing_but_what_counts_it("f32")
+def accumulate_many():
+    test_multi_tensor.test_accumulate_adds_every_array_at_its_place("f32", 16, 0)
 
 
 def square_norm():
@@ -40,10 +39,6 @@ def square_norm():
 
 def scatter():
     test_sparse.test_rows_are_added_and_counted_where_they_belong("f32", 33, 3)
-
-
-def compress():
-    test_compress.test_any_number_of_blocks_compresses_alike(1)
 
 
 def update():
@@ -71,61 +66,49 @@ def update_by_shifted_half():
     test_update.test_gradients_of_all_dtypes_are_read_as_they_are("sgd", "f32", "f16")
 
 
-# What is wrong; in which file, what was right, what is wrong; who finds it, how built.
+# Each fault: file, correct text, faulty text; the test that finds it, checks to build.
 FAULTS = {
     "ticket stays": (
-        *("common.cuh", "if (last) *ticket = 0;", ""),
-        *(accumulate, ""),
+        *("finish.cu", "if (last) *ticket = 0;", ""),
+        *(square_norm, ""),
     ),
-    "every block counts": (
-        *("common.cuh", "== gridDim.x - 1;", "< gridDim.x;"),
-        *(accumulate, ""),
+    "no block is the last": (
+        *("finish.cu", "== gridDim.x - 1;", "== gridDim.x;"),
+        *(square_norm, ""),
     ),
-    "block ends before its threads": (
-        *(
-            "common.cuh",
-            "bool last = false;\n    __syncthreads();",
-            "bool last = false;",
-        ),
-        *(accumulate, "race"),
+    "every block is the last": (
+        *("finish.cu", "== gridDim.x - 1;", "< gridDim.x;"),
+        *(square_norm, "race"),
     ),
     "no fence before the ticket": (
-        *("common.cuh", "{\n        __threadfence();\n        last =", "{\n last ="),
+        *("finish.cu", "{\n        __threadfence();\n        last =", "{\n last ="),
         *(square_norm, "race"),
     ),
     "no fence after the ticket": (
-        *("common.cuh", "__threadfence();\n        if (last)", "if (last)"),
+        *("finish.cu", "__threadfence();\n        if (last)", "if (last)"),
         *(square_norm, "race"),
     ),
     "ticket without an atomic": (
-        "common.cuh",
+        "finish.cu",
         "atomicAdd(reinterpret_cast<unsigned long long *>(ticket), 1ull)",
         "(*ticket)++",
-        *(accumulate, "race"),
+        *(square_norm, "race"),
     ),
-    "stale is added": (
-        *("accumulate.cu", "if (admission.fresh())", "if (true)"),
-        *(stale, ""),
-    ),
-    "stale is counted as accepted": (
-        *("common.cuh", "if (fresh()) {", "if (true) {"),
-        *(stale, ""),
-    ),
-    "first is added to what was there": (
-        *("common.cuh", "return count == 0;", "return false;"),
+    "first is added to the old sum": (
+        *("accumulate.cu", "if (first)", "if (false)"),
         *(accumulate, ""),
     ),
-    "count stays": (
-        *("common.cuh", "header[COUNT] = 0;", ""),
-        lambda: test_finish.test_mean_divides_once_and_begins_the_next_step(
-            "f32", 33, 0
-        ),
-        "",
+    "all overwrite the sum": (
+        *("accumulate.cu", "if (first)", "if (true)"),
+        *(accumulate, ""),
     ),
-    "lag beyond its cells": (
-        *("common.cuh", "min((i64)MAX_LAG, step - local_step)", "step - local_step"),
-        lambda: test_accumulate.test_lags_are_counted_within_their_bounds(1),
-        "",
+    "first of many is added to the old sum": (
+        *("multi_tensor.cu", "if (first)", "if (false)"),
+        *(accumulate_many, ""),
+    ),
+    "multiplied by the count": (
+        *("finish.cu", "return divide(x, divisor);", "return multiply(x, divisor);"),
+        *(lambda: test_finish.test_mean_divides_once("f32", 33, 0), ""),
     ),
     "one too many": (
         "common.cuh",
@@ -189,18 +172,6 @@ FAULTS = {
         lambda: test_sparse.test_rows_outside_are_refused_and_counted("f32"),
         "",
     ),
-    "warps do not exchange": (
-        *("compress.cu", "of_warp[warp ^ 1]", "of_warp[warp]"),
-        *(compress, ""),
-    ),
-    "no barrier between warps": (
-        *("compress.cu", "__syncthreads();", ""),
-        *(compress, ""),
-    ),
-    "written while others read": (
-        *("compress.cu", "turn = 1 - turn;", ""),
-        *(compress, "race"),
-    ),
     "slots are not written": (
         *("update.cu", "store<N>(slots[s] + i", "if (s) store<N>(slots[s] + i"),
         *(update, ""),
@@ -253,7 +224,7 @@ FAULTS = {
 
 
 def plant(fault, folder):
-    """Put the kernels into a folder, one of them with its fault."""
+    """Copy the kernels to a folder, one of them with its fault."""
     file, right, wrong = FAULTS[fault][:3]
     shutil.copytree(kernels._folder(), folder)
     text = (folder / file).read_text()
@@ -262,8 +233,8 @@ def plant(fault, folder):
 
 
 def take_kernels_from(folder):
-    """Let this process, which is a test's child, use other kernels."""
-    for function in ("source", "_file_of", "_kernel", "_module"):
+    """Make this process, a child of the test's, use other kernels."""
+    for function in ("source", "_kernel", "_module"):
         getattr(kernels, function).cache_clear()
     kernels._folder = lambda: folder
 

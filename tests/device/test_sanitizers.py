@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-KERNELS = ["accumulate", "multi_tensor", "finish", "sparse", "compress", "update"]
+KERNELS = ["accumulate", "multi_tensor", "finish", "sparse", "update"]
 # Under the race check, which is slow and sees as much in smaller tests.
 SMALL = "(f32 or f16) and not (9000 or more_blocks or any_number or same_bits)"
 

@@ -116,7 +116,7 @@ long null_driver_launches(const char *name)
 {
     long launches = 0;
     for (struct kernel *each = kernels; each; each = each->next) {
-        launches += strcmp(each->name, name) ? 0 : each->launches;
+        launches += name && strcmp(each->name, name) ? 0 : each->launches;
     }
     return launches;
 }

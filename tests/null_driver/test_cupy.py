@@ -18,7 +18,7 @@ from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.device_case import describe_device, device_facts, timed
 from hpcaccum.bench.measure import Conditions
 from hpcaccum.device import arrays as device
-from hpcaccum.device import int8, kernels
+from hpcaccum.device import kernels
 from hpcaccum.mpi import cuda_aware
 
 DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64"]
@@ -43,11 +43,6 @@ def nothing_left(cp, driver, monkeypatch):
 
 def arrays(cp, dtype, shapes=SHAPES):
     return {name: cp.zeros(shape, dtype) for name, shape in shapes.items()}
-
-
-def counted(accumulator, number):
-    """Let a device count, whose kernels do not."""
-    accumulator._rounds.header[1:2].set(np.array([number]))
 
 
 def test_versions(cp):
@@ -100,12 +95,14 @@ def test_accumulator(cp, driver, dtype, named):
                 with cp.cuda.Stream(non_blocking=True):
                     receipt = acc.apply_grad(grad, 1, scale=0.5)
                     assert receipt.lag == receipt.global_step - 1
-                counted(acc, 1)
-                found = acc.take_grad(1, timeout=10, out=out)
+                found = acc.take_grad(1, timeout=0, out=out)
             del found, out
+            launches = driver.null_driver_launches(None)
             acc.set_global_step(7)
-            assert acc.num_accumulated() == acc.statistics().num_accumulated == 1
-            assert "1 accumulated" in repr(acc)
+            assert not acc.apply_grad(grad, 6)
+            assert acc.num_accumulated() == acc.statistics().num_accumulated == 0
+            assert "step 7, 0 accumulated" in repr(acc)
+            assert driver.null_driver_launches(None) == launches
     if named and np.dtype(dtype) == np.float32:
         assert driver.null_driver_launches(b"multi_accumulate_f32") >= 2
         assert driver.null_driver_launches(b"mean_clip_f32")
@@ -116,16 +113,8 @@ def test_rows(cp, dtype):
     with hpc.DeviceRowAccumulator(dtype, (50, 3)) as acc:
         rows = cp.asarray(np.array([1, 1, 4]))
         receipt = acc.apply_grad(rows, cp.zeros((3, 3), dtype))
-        assert receipt.accepted == (receipt.global_step <= 0)
-        counted(acc, 1)
-        assert len(acc.take_grad(1, timeout=10)) == 2
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_int8(cp, dtype):
-    compressed = hpc.Int8Compressor((3000,)).compress(cp.zeros(3000, dtype))
-    int8.accumulate(cp.zeros(3000, np.float32), compressed)
-    assert int8.decompress(compressed).nbytes == 12000
+        assert receipt.accepted
+        assert len(acc.take_grad(1, timeout=0)) == 2
 
 
 RULES = {
@@ -252,7 +241,7 @@ class Zeros:
         return device.cupy().zeros(size, np.int64)
 
 
-@pytest.mark.parametrize("name", [n for n in DEVICE_BENCHMARKS if "rounds" not in n])
+@pytest.mark.parametrize("name", DEVICE_BENCHMARKS)
 def test_benchmarks(cp, name, monkeypatch):
     monkeypatch.setattr(cp.random, "default_rng", lambda seed: Zeros())
     case = DEVICE_BENCHMARKS[name](hpc.Group.of(), 65536, Conditions(seconds=1e-3))

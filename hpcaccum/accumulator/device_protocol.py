@@ -1,0 +1,274 @@
+"""Admission of gradients on a device, their counts, and the order of launches.
+
+An accumulator on a device belongs to one process, and every call that changes it holds
+its lock. So the host decides which gradients are stale and passes the rest to kernels
+by value: there are no counters on the device, and no call waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from hpcaccum import device
+from hpcaccum.accumulator.receipts import MAX_LAG, Receipt, Tally
+from hpcaccum.arguments import step_number
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import Freeable
+
+if TYPE_CHECKING:
+    from hpcaccum.deadline import Deadline
+
+logger = logging.getLogger("hpcaccum")
+
+T = TypeVar("T")
+
+# A kernel with its arguments; calling it queues it on the current stream.
+Launch = Callable[[], object]
+
+# The name before 0.2, when receipts waited for the device.
+DeviceReceipt = Receipt
+
+_call = operator.methodcaller("__call__")
+
+
+@dataclass(frozen=True)
+class DeviceStatistics:
+    """The state of an accumulator on a device at one moment.
+
+    Attributes:
+        global_step: The step.
+        num_accumulated: Gradients that no take has returned yet.
+        tally: Gradients accepted and dropped so far, and their lags.
+        nbytes: Bytes of device memory that the sum occupies.
+    """
+
+    global_step: int
+    num_accumulated: int
+    tally: Tally
+    nbytes: int
+
+
+class _State(NamedTuple):
+    """Step and counters; replaced as a whole, so that they always agree."""
+
+    step: int = 0
+    accumulated: int = 0
+    accepted: int = 0
+    dropped: int = 0
+
+
+class AccumulatorOnDevice(Freeable):
+    """Step, counters and order of launches of an accumulator on the current device.
+
+    Any thread may call. All launches of one call follow those of the call before, also
+    on different streams.
+
+    Args:
+        name: Name of the accumulator; begins messages.
+        nbytes: Bytes of its sum.
+    """
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self._name, self._nbytes = name, nbytes
+        self._device = device.cupy().cuda.Device().id
+        self._lock = threading.Lock()
+        # The take that waits or reduces; others wait for it.
+        self._taker: Deadline | None = None
+        self._state, self._lags = _State(), [0] * (MAX_LAG + 1)
+        # Arrays that launches read, each with the event after the launch, oldest first.
+        self._reads: deque[tuple[Any, Any]] = deque()
+        self._last = _record(_current_stream())
+
+    @property
+    def name(self) -> str:
+        """The name given at construction."""
+        return self._name
+
+    @property
+    def global_step(self) -> int:
+        """The accumulator's step."""
+        self._check_open()
+        return self._state.step
+
+    def num_accumulated(self) -> int:
+        """Return how many gradients no take has returned yet."""
+        self._check_open()
+        return self._state.accumulated
+
+    def statistics(self) -> DeviceStatistics:
+        """Return step and counters."""
+        self._check_open()
+        with self._lock:
+            state, counts = self._state, enumerate(self._lags)
+            lags = {lag: number for lag, number in counts if number}
+        tally = Tally((state.accepted,), (state.dropped,), lags)
+        return DeviceStatistics(state.step, state.accumulated, tally, self._nbytes)
+
+    def set_global_step(self, new_global_step: Any) -> None:
+        """Set the step, also to a lower one; accumulated gradients stay.
+
+        Raises:
+            InvalidArgumentError: If it is not one number.
+        """
+        self._check_open()
+        new = step_number(new_global_step, "new_global_step")
+        with self._lock:
+            self._check_open()
+            old = self._state.step
+            self._state = self._state._replace(step=new)
+        if new < old:
+            logger.warning("%s: step lowered from %d to %d", self._name, old, new)
+
+    def _numbers(self) -> str:
+        """Return step and count as text, for a ``repr``."""
+        if self.freed:
+            return "freed"
+        return f"step {self._state.step}, {self._state.accumulated} accumulated"
+
+    def _submit(
+        self, local_step: int, arrays: Any, prepare: Callable[[bool], Launch]
+    ) -> Receipt:
+        """Queue the addition of a gradient, unless it is stale.
+
+        Args:
+            local_step: Step of the gradient.
+            arrays: What the launch reads.
+            prepare: Returns the launch; its argument is whether this is the first
+                gradient since the last take.
+        """
+        with self._lock:
+            self._check_here()
+            step, accumulated, accepted, dropped = self._state
+            receipt = Receipt(local_step >= step, local_step, step)
+            lag = min(max(receipt.lag, 0), MAX_LAG)
+            count_lag = functools.partial(
+                operator.setitem, self._lags, lag, self._lags[lag] + 1
+            )
+            if not receipt.accepted:
+                after = _State(step, accumulated, accepted, dropped + 1)
+                self._commit(after, count_lag)
+                return receipt
+            after = _State(step, accumulated + 1, accepted + 1, dropped)
+            self._in_turn(
+                lambda: self._commit(after, prepare(accumulated == 0), count_lag),
+                arrays,
+            )
+        return receipt
+
+    def _take(self, required: int, deadline: Deadline, reduce: Callable[[int], T]) -> T:
+        """Wait for gradients; return the result of ``reduce`` of their number.
+
+        ``reduce`` queues work on the current stream, and must call `_begin_step`.
+
+        Raises:
+            WaitTimeoutError: If there are too few when the time is over.
+        """
+        try:
+            deadline.wait(
+                lambda: self._claim(deadline), lambda: "a take of another thread"
+            )
+            self._wait(required, deadline)
+            with self._lock:
+                self._check_here()
+                return self._in_turn(lambda: reduce(self._state.accumulated))
+        finally:
+            if self._taker is deadline:
+                self._taker = None
+
+    def _claim(self, take: Deadline) -> bool | None:
+        with self._lock:
+            if self._taker is None:
+                self._taker = take
+        return self._taker is take or None
+
+    def _wait(self, required: int, deadline: Deadline) -> None:
+        def enough() -> bool | None:
+            self._check_open()
+            return self._state.accumulated >= required or None
+
+        def missing() -> str:
+            step, had, *_ = self._state
+            return f"{required} gradients at step {step}, had {had}"
+
+        deadline.wait(enough, missing)
+
+    def _begin_step(self, launch: Launch) -> None:
+        """Queue the launch that takes the sum; the next gradient overwrites it."""
+        state = self._state
+        self._commit(state._replace(step=state.step + 1, accumulated=0), launch)
+
+    def _commit(self, after: _State, *calls: Launch) -> None:
+        """Make calls, such as a launch, and set the state that follows from them.
+
+        Python runs signal handlers, which may raise, between its instructions. All
+        calls are made within one, so the sum always fits the counters.
+        """
+        set_state = functools.partial(setattr, self, "_state", after)
+        deque(map(_call, (*calls, set_state)), maxlen=0)
+
+    def _in_turn(self, work: Callable[[], T], reads: Any = None) -> T:
+        """Queue work on the current stream, after that of all turns before.
+
+        Needs the lock.
+
+        Args:
+            work: Queues it.
+            reads: Arrays to keep until the device has read them. CuPy's pool returns
+                memory to the stream that it was allocated on; that may be another one,
+                which could use it again at once.
+        """
+        while self._reads and self._reads[0][0].done:
+            self._reads.popleft()
+        stream = _current_stream()
+        stream.wait_event(self._last)
+        try:
+            return work()
+        finally:
+            # Also after an error: something may have been queued.
+            self._last = _record(stream)
+            if reads is not None:
+                self._reads.append((self._last, reads))
+
+    def _check_here(self) -> None:
+        """Raise unless this is open, and its device is the current one."""
+        self._check_open()
+        current = device.cupy().cuda.Device().id
+        if current != self._device:
+            raise InvalidArgumentError(
+                f"{self._name} is on device {self._device}, the current one is "
+                f"{current}"
+            )
+
+    def _describe(self) -> str:
+        return f"accumulator {self._name!r}"
+
+    def _free(self) -> None:
+        with self._lock:
+            # The pool would give the memory away while another stream still uses it.
+            self._last.synchronize()
+            # Before the lock is released: a waiting thread must not launch kernels.
+            self._freed = True
+            self._reads.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        """Drop all arrays on the device."""
+        raise NotImplementedError
+
+
+def _record(stream: Any) -> Any:
+    """Return an event after all that is queued on a stream."""
+    event = device.cupy().cuda.Event(disable_timing=True)
+    stream.record(event)
+    return event
+
+
+def _current_stream() -> Any:
+    return device.cupy().cuda.get_current_stream()
