@@ -13,7 +13,7 @@ PYTEST  := $(BIN)/python -m pytest
 
 # More ranks than cores: threads of the linear algebra would only add to that.
 export OMP_NUM_THREADS ?= 1
-CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+CORES := $(shell getconf _NPROCESSORS_ONLN)
 ifeq ($(MPI),openmpi)
 include .ci/env.openmpi
 endif
