@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from hpcaccum.accumulator.protocol import AdmissionProtocol
 from hpcaccum.accumulator.settings import Settings

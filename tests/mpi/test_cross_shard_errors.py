@@ -10,30 +10,9 @@ import hpcaccum as hpc
 from hpcaccum import (
     DisagreementError,
     InvalidArgumentError,
-    Reduction,
 )
 
-from .training import gives, raised, variable
-
-
-@pytest.fixture
-def make(comm):
-    """Return a function that makes an optimizer; all are freed after the test."""
-    made = []
-
-    def make(reduction=Reduction.MEAN, groups=None, inner=None):
-        inner = hpc.SGD(1) if inner is None else inner
-        made.append(
-            hpc.CrossShardOptimizer(
-                inner, reduction, group_assignment=groups, comm=comm
-            )
-        )
-        return made[-1]
-
-    yield make
-    for optimizer in made:
-        optimizer.free()
-
+from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
 # Errors of one rank
 

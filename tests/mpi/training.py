@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
@@ -122,3 +123,24 @@ WRAPPERS = {
     ),
     **ONE_SIDED,
 }
+
+
+@pytest.fixture(name="make")
+def cross_shard_fixture(comm: MPI.Intracomm) -> Any:
+    """Return a function that makes CrossShardOptimizers; frees all of them."""
+    made: list[hpc.CrossShardOptimizer] = []
+
+    def make(
+        reduction: Any = hpc.Reduction.MEAN, groups: Any = None, inner: Any = None
+    ) -> hpc.CrossShardOptimizer:
+        inner = hpc.SGD(1) if inner is None else inner
+        made.append(
+            hpc.CrossShardOptimizer(
+                inner, reduction, group_assignment=groups, comm=comm
+            )
+        )
+        return made[-1]
+
+    yield make
+    for optimizer in made:
+        optimizer.free()
