@@ -44,6 +44,9 @@ class Command(NamedTuple):
     needs_mpi: Callable[[argparse.Namespace], bool] = lambda _: True
 
 
+# The first line of the package's docstring; the rest is for developers.
+_SUMMARY = (hpcaccum.__doc__ or "").partition("\n")[0]
+
 COMMANDS = {
     "train": Command(
         "train a network on all ranks with one strategy of gradient exchange, or all",
@@ -134,7 +137,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="hpcaccum", description=hpcaccum.__doc__)
+    parser = _Parser(prog="hpcaccum", description=_SUMMARY)
     parser.add_argument("--version", action="version", version=hpcaccum.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():

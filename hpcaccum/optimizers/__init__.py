@@ -1,4 +1,11 @@
-"""Optimizers: the rules, and the wrappers that exchange gradients."""
+"""Optimizers: update rules, and wrappers that exchange gradients between ranks.
+
+`base` is the interface of all, `rules` has SGD, Momentum, Adagrad and Adam. A `wrapper`
+holds another optimizer: `cross_shard` reduces gradients with a `Reducer`, `one_sided`
+is the base of those that use a parameter server.
+
+Imports `server`, `reducer` and the packages below them.
+"""
 
 from __future__ import annotations
 

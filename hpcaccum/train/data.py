@@ -32,7 +32,7 @@ _HEADERS = {
 # Bit 0 of a zip member's flags.
 _ENCRYPTED = 1
 
-MISSING = "{} is missing: pip install 'hpcaccum[demo]'"
+MISSING = "{} is missing: pip install scikit-learn matplotlib"
 
 
 @dataclass(frozen=True)

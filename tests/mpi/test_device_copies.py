@@ -97,7 +97,7 @@ def test_without_cupy(forgotten, monkeypatch):
     error = raised(device.cupy)
 
     assert type(error) is DeviceUnavailableError
-    assert "pip install 'hpcaccum[cuda13]'" in str(error)
+    assert "pip install 'cupy-cuda13x>=14'" in str(error)
     assert not device.is_device(object())
 
 
@@ -108,7 +108,7 @@ def test_with_an_old_cupy(cp, forgotten, monkeypatch, version):
 
     assert type(error) is DeviceUnavailableError
     assert f"CuPy {version} is too old, hpcaccum needs 14 or newer" in str(error)
-    assert "pip install 'hpcaccum[cuda13]'" in str(error)
+    assert "pip install 'cupy-cuda13x>=14'" in str(error)
 
 
 def test_without_a_driver(cp, forgotten, monkeypatch):

@@ -241,7 +241,7 @@ def test_missing_packages_are_named_with_the_cure(module, options, script):
     result = script(2, hide, "train", *options)
 
     assert result.returncode == 2, result.stdout
-    assert result.stdout.count("pip install 'hpcaccum[demo]'") == 1
+    assert result.stdout.count("pip install scikit-learn matplotlib") == 1
     assert "Traceback" not in result.stdout
 
 
