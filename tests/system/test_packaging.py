@@ -130,7 +130,7 @@ def test_the_version_is_told_alike(installed):
 
 def test_the_installed_package_finds_its_own_kernels(installed):
     printed = installed.run("""
-        from hpcaccum import kernels
+        from hpcaccum.device import kernels
         print(kernels.files())
         print("accumulate_f32" in kernels.source("accumulate.cu"))
         print(kernels._folder())
