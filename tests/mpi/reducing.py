@@ -15,8 +15,6 @@ from hpcaccum import Group, Layout, Reducer
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.reducer import staging
 
-from .support import WAIT
-
 Arrays = Mapping[str, Any]
 
 # The smallest buckets: 256 elements of float32, so that few elements are many buckets.
@@ -165,9 +163,3 @@ def maker_fixture(comm: MPI.Intracomm, request: pytest.FixtureRequest) -> Any:
     maker = Maker(comm, kind, *nodes)
     yield maker
     maker.free()
-
-
-@pytest.fixture(name="limit", autouse=True)
-def limit_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit every wait to the time of a test."""
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))

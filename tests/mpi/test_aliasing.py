@@ -13,7 +13,6 @@ from hpcaccum import InvalidArgumentError, Layout
 
 from .reducing import (
     ALL,
-    limit_fixture,  # noqa: F401
     maker_fixture,  # noqa: F401
 )
 from .training import meet

@@ -22,7 +22,6 @@ from .reducing import (
     ALL,
     Maker,
     drawn,
-    limit_fixture,  # noqa: F401
     maker_fixture,  # noqa: F401
     works,
 )

@@ -15,7 +15,6 @@ from .on_device import empty_like, to_device
 from .reducing import (
     ALL,
     drawn,
-    limit_fixture,  # noqa: F401
     maker_fixture,  # noqa: F401
     works,
 )

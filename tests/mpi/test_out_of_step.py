@@ -14,7 +14,6 @@ from .reducing import (
     ALL,
     ONES,
     SHAPES,
-    limit_fixture,  # noqa: F401
     maker_fixture,  # noqa: F401
     works,
 )

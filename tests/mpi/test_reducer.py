@@ -16,7 +16,6 @@ from .reducing import (
     NODES,
     SMALL,
     drawn,
-    limit_fixture,  # noqa: F401
     made_up,
     maker_fixture,  # noqa: F401
 )

@@ -16,7 +16,6 @@ from .reducing import (
     ONES,
     SHAPES,
     Maker,
-    limit_fixture,  # noqa: F401
     maker_fixture,  # noqa: F401
     works,
 )

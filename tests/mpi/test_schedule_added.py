@@ -26,7 +26,6 @@ from .reducing import (
     SHAPES,
     SMALL,
     Maker,
-    limit_fixture,  # noqa: F401
     made_up,
     works,
 )

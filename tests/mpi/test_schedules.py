@@ -20,7 +20,6 @@ from .reducing import (
     SMALL,
     Maker,
     drawn,
-    limit_fixture,  # noqa: F401
     maker_fixture,  # noqa: F401
 )
 from .support import together

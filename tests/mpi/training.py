@@ -12,7 +12,7 @@ from mpi4py import MPI
 import hpcaccum as hpc
 from hpcaccum.server import wire_format
 
-from .exchange import world
+from .support import meet as meet
 
 
 def variable(value: Any = 0.0, dtype: Any = np.float64, name: str = "w"):
@@ -22,11 +22,6 @@ def variable(value: Any = 0.0, dtype: Any = np.float64, name: str = "w"):
 def gives(*grads: Any) -> Callable[[], tuple[float, list[Any]]]:
     """Return a loss with these gradients at any variables."""
     return lambda: (0.0, list(grads))
-
-
-def meet(value: Any = None) -> list[Any]:
-    """Wait for all ranks; return the values of all."""
-    return world("tests").gather(value)
 
 
 def computed(optimizer, *grads: Any) -> list[Any]:
