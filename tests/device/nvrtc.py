@@ -22,7 +22,7 @@ class Compiled(Exception):
 
 def main(arch: str, *paths: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        # What is compiled already would be told nothing about.
+        # For what is compiled already there would be no message.
         os.environ["CUPY_CACHE_DIR"] = folder
         json.dump(
             {path: compile_as_cupy_does(path, arch) for path in paths}, sys.stdout

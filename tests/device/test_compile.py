@@ -102,7 +102,7 @@ def test_an_unknown_architecture_is_told_as_such(sources):
     errors = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     _skip_without_nvrtc(errors)
 
-    [cause] = [told for seen, told in kernels._CAUSES if re.search(seen, errors)]
+    [cause] = [message for seen, message in kernels._CAUSES if re.search(seen, errors)]
     assert cause.startswith("this device's architecture")
 
 

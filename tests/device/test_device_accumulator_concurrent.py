@@ -176,7 +176,7 @@ def test_threads_apply_at_once(acc, form):
 
 def test_every_gradient_is_taken_once(make, form):
     acc = make("float64", reduction_type="SUM")
-    # Powers of two: the sum of all sums tells which were taken, and how often.
+    # Powers of two: the sum of all sums shows which were taken, and how often.
     sums, applied = [], []
 
     def work(which):
@@ -219,8 +219,10 @@ def test_take_waits_until_enough_are_there(acc, form):
 def test_take_that_gave_up_takes_nothing(acc, form):
     acc.apply_grad(like(form, [1, 0]))
     acc.set_global_step(4)
-    told = r"device_accumulator: take_grad\(3\): waited .* for 3 gradients at step 4, "
-    with pytest.raises(hpc.WaitTimeoutError, match=told + "had 1"):
+    message = (
+        r"device_accumulator: take_grad\(3\): waited .* for 3 gradients at step 4, "
+    )
+    with pytest.raises(hpc.WaitTimeoutError, match=message + "had 1"):
         acc.take_grad(3, timeout=0.01)
     assert (acc.num_accumulated(), acc.global_step) == (1, 4)
     acc.apply_grad(like(form, [3, 2]), 4)
@@ -335,23 +337,23 @@ def test_interrupted_take_takes_all_or_nothing(make, form, dtype):
 
 
 def wait_until_one_takes(acc):
-    """Return what a second take is told, as soon as another thread's has begun."""
-    told = ""
-    while "for a take of another thread" not in told:
+    """Return the error of a second take, as soon as another thread's has begun."""
+    message = ""
+    while "for a take of another thread" not in message:
         with pytest.raises(hpc.WaitTimeoutError) as caught:
             acc.take_grad(2, timeout=0)
-        told = str(caught.value)
-    return told
+        message = str(caught.value)
+    return message
 
 
 def test_second_take_says_that_another_one_waits(acc, form):
     first = threading.Thread(target=lambda: acc.take_grad(1, timeout=WAIT))
     first.start()
-    told = wait_until_one_takes(acc)
+    message = wait_until_one_takes(acc)
     acc.apply_grad(like(form, [1, 1]))
     first.join()
 
-    assert told.startswith("device_accumulator: take_grad(2): waited ")
+    assert message.startswith("device_accumulator: take_grad(2): waited ")
 
 
 def test_take_that_waits_hears_that_it_was_freed(acc):

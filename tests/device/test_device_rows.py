@@ -101,8 +101,8 @@ def test_indices_that_are_no_rows_are_told_at_the_take(make):
     acc = make(name="embedding")
     apply(acc, make, [5, 6, -1], [1, 2, 3])
     apply(acc, make, [2**40, 4], [4, 5])
-    told = "embedding: 3 of the indices were not in 0 to 5 and were not added"
-    with pytest.raises(INVALID, match=told):
+    message = "embedding: 3 of the indices were not in 0 to 5 and were not added"
+    with pytest.raises(INVALID, match=message):
         acc.take_grad(2, timeout=WAIT)
 
     assert (acc.num_accumulated(), acc.global_step) == (2, 0)

@@ -1,7 +1,7 @@
 """All ranks run every test together: mpiexec -n N python -m pytest tests/mpi.
 
 After setup, call and teardown the ranks exchange what became of it.  A test that
-fails on one rank fails on all, rank 0 prints whose traceback it is, and nobody runs
+fails on one rank fails on all, rank 0 prints whose traceback it is, and no rank runs
 ahead into the next test.  A test that does not end in time shows the stacks of all
 ranks and ends the job (`Watchdog`).
 """
@@ -42,24 +42,24 @@ class Harness:
         self.watchdog = Watchdog(os.dup(2), self.last_words)
         self.collect_errors: list[str] = []
         self.failures: list[str] = []  # on rank 0, those of all ranks
-        self.untold = ""  # this rank's failure, before the others heard of it
+        self.unshared = ""  # this rank's failure, before the others heard of it
 
     def last_words(self) -> str:
         """Rank 0 will not come to write its report: what it would have said."""
-        return "\n".join([self.untold, *self.failures])
+        return "\n".join([self.unshared, *self.failures])
 
     def share(self, report: pytest.TestReport) -> None:
         """Make ``report`` the one of all ranks together. Collective."""
-        told = Outcome.of(report)
+        outcome = Outcome.of(report)
         title = f"{report.nodeid} failed in {report.when}:\n"
-        if told and report.failed:
-            self.untold = title + told.text
-        merge(report, self.exchange.gather(told))
-        self.untold = ""
+        if outcome and report.failed:
+            self.unshared = title + outcome.text
+        merge(report, self.exchange.gather(outcome))
+        self.unshared = ""
         if report.failed and MPI.COMM_WORLD.rank == 0:
             self.failures.append(f"{title}{report.longrepr}")
 
-    # A rank that goes away by itself would leave the others waiting for their limit.
+    # A rank that ends alone would leave the others waiting for their limit.
 
     def pytest_internalerror(self, excrepr: object) -> None:
         self.watchdog.end_job(f"pytest failed:\n{excrepr}")
@@ -120,10 +120,10 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     harness.watchdog.arm("collecting the tests", harness.limit)
     result = yield
     found = [item.nodeid for item in session.items]
-    told = harness.exchange.gather((harness.collect_errors, found))
+    collected = harness.exchange.gather((harness.collect_errors, found))
     harness.watchdog.disarm()
-    if any(other != told[0] for other in told):
-        pytest.exit(_difference(told), returncode=2)
+    if any(other != collected[0] for other in collected):
+        pytest.exit(_difference(collected), returncode=2)
     return result
 
 
@@ -168,7 +168,7 @@ def wrong_size(
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     harness = item.config.stash[HARNESS]
     marker = item.get_closest_marker("time_limit")
-    # No limit at all is for the debugger; a marker does not bring it back.
+    # No limit at all is for the debugger; a marker does not restore it.
     limit = marker.args[0] if marker and harness.limit else harness.limit
     harness.watchdog.arm(item.nodeid, limit)
     # Here, where no fixture has failed on some of the ranks yet.  Not of COMM_WORLD: an
@@ -189,13 +189,15 @@ def pytest_runtest_makereport(
     return report
 
 
-def _difference(told: list[tuple[list[str], list[str]]]) -> str:
+def _difference(collected: list[tuple[list[str], list[str]]]) -> str:
     lines = ["the ranks did not collect the same tests"]
-    for rank, (errors, found) in enumerate(told):
+    for rank, (errors, found) in enumerate(collected):
         lines.append(f"[rank {rank}] {len(found)} tests, {len(errors)} errors")
         lines += errors
-        odd = sorted(set(found) ^ set(told[0][1])) or ["the same, in another order"]
-        lines += [f"    unlike rank 0: {odd[0]}"] if found != told[0][1] else []
+        odd = sorted(set(found) ^ set(collected[0][1])) or [
+            "the same, in another order"
+        ]
+        lines += [f"    unlike rank 0: {odd[0]}"] if found != collected[0][1] else []
     return "\n".join(lines)
 
 

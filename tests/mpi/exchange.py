@@ -1,4 +1,4 @@
-"""What the ranks of a test run tell each other, whatever the tests do to MPI."""
+"""Exchanges between the ranks of a test run, whatever the tests do to MPI."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Exchange:
         _wait(request)
         return comm
 
-    def gather(self, told: Any = None) -> list[Any]:
-        """Return what every rank told, by rank; None costs next to nothing."""
-        payload = np.frombuffer(b"" if told is None else pickle.dumps(told), np.uint8)
+    def gather(self, value: Any = None) -> list[Any]:
+        """Return the values of all ranks, in rank order; None costs little."""
+        payload = np.frombuffer(b"" if value is None else pickle.dumps(value), np.uint8)
         sizes = np.zeros(self._comm.size, np.int64)
         _wait(self._comm.Iallgather(np.array([payload.size], np.int64), sizes))
         if not sizes.any():

@@ -62,19 +62,19 @@ class _Crash:
 
 def merge(report: pytest.TestReport, outcomes: list[Outcome | None]) -> None:
     """Make ``report`` that of all ranks: failed if any is, else skipped if any is."""
-    told = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome}
-    failed = {rank: o for rank, o in told.items() if o.outcome == "failed"}
+    by_rank = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome}
+    failed = {rank: o for rank, o in by_rank.items() if o.outcome == "failed"}
     if failed:
         report.outcome = "failed"
         report.longrepr = Failure(failed)  # type: ignore[assignment]
         report.__dict__.pop("wasxfail", None)
-    elif told and report.passed:
-        rank = min(told)
+    elif by_rank and report.passed:
+        rank = min(by_rank)
         report.outcome = "skipped"
-        path, line, reason = told[rank].skipped_at or ("", 0, told[rank].text)
+        path, line, reason = by_rank[rank].skipped_at or ("", 0, by_rank[rank].text)
         report.longrepr = (path, line, f"[rank {rank}] {reason}")
-        if told[rank].wasxfail is not None:
-            report.wasxfail = told[rank].wasxfail  # type: ignore[attr-defined]
+        if by_rank[rank].wasxfail is not None:
+            report.wasxfail = by_rank[rank].wasxfail  # type: ignore[attr-defined]
 
 
 def _captured(report: pytest.TestReport) -> str:

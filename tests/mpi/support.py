@@ -14,9 +14,9 @@ from ..common import WAIT as WAIT
 from .exchange import world
 
 
-def meet(told: Any = None) -> list[Any]:
-    """Wait for all ranks; return what each of them passed. Collective."""
-    return world("tests").gather(told)
+def meet(value: Any = None) -> list[Any]:
+    """Wait for all ranks; return their values, in rank order. Collective."""
+    return world("tests").gather(value)
 
 
 def together(test: Callable[..., None]) -> Callable[..., None]:
@@ -35,10 +35,10 @@ def together(test: Callable[..., None]) -> Callable[..., None]:
             raise  # an assumption: it does not hold on any rank
         except (Exception, pytest.fail.Exception):
             failure = traceback.format_exc()
-        # Raised outside of the except clause: hypothesis tells failures apart by their
+        # Raised outside the except clause: hypothesis distinguishes failures by their
         # context too, and they must be one failure on all ranks.
-        for rank, told in enumerate(world("tests").gather(failure)):
-            if told:
-                raise AssertionError(f"[rank {rank}] {told}")
+        for rank, text in enumerate(world("tests").gather(failure)):
+            if text:
+                raise AssertionError(f"[rank {rank}] {text}")
 
     return run

@@ -133,17 +133,17 @@ def test_a_wrong_answer_is_an_error_on_every_rank(comm, rank, size):
 
 
 def test_answers_are_forgotten_before_each_is_verified(comm):
-    group, told = Group.of(comm), []
+    group, calls = Group.of(comm), []
     forgetful = SimpleNamespace(
         kinds=[
-            Kind("a", lambda inner: told.append("a") or [1.0]),
-            Kind("b", lambda inner: told.append("b") or [1.0]),
+            Kind("a", lambda inner: calls.append("a") or [1.0]),
+            Kind("b", lambda inner: calls.append("b") or [1.0]),
         ],
-        forget=lambda: told.append("forget"),
+        forget=lambda: calls.append("forget"),
     )
     Measurement(group, "bench", forgetful, 1e-9)()
 
-    assert told[:6] == ["forget", "a", "a", "forget", "b", "b"]
+    assert calls[:6] == ["forget", "a", "a", "forget", "b", "b"]
 
 
 def test_nothing_equals_nan():
@@ -152,11 +152,11 @@ def test_nothing_equals_nan():
 
 
 def test_repeated_and_apart_run_so_often():
-    told = []
-    repeated(lambda: told.append("x"))(3)
-    apart(*(lambda c=c: told.append(c) for c in "abc"))(2)
+    calls = []
+    repeated(lambda: calls.append("x"))(3)
+    apart(*(lambda c=c: calls.append(c) for c in "abc"))(2)
 
-    assert "".join(told) == "xxxabcabc"
+    assert "".join(calls) == "xxxabcabc"
 
 
 def test_apart_leaves_out_what_surrounds():

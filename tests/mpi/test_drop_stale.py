@@ -84,10 +84,10 @@ def test_of_gradients_of_one_step_one_is_accepted(make, rank, size):
         meet()
     rounds = list(zip(*meet(receipts), strict=True))
 
-    for number, told in enumerate(rounds):
-        assert sum(map(bool, told)) == 1
-        assert {r.local_step for r in told} == {number}
-        assert sorted(r.lag for r in told) == [0] + [1] * (size - 1)
+    for number, receipts in enumerate(rounds):
+        assert sum(map(bool, receipts)) == 1
+        assert {r.local_step for r in receipts} == {number}
+        assert sorted(r.lag for r in receipts) == [0] + [1] * (size - 1)
     assert opt.stale_counter == 6 * (size - 1)
     assert opt.center(w) == -6
 

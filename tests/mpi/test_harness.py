@@ -23,9 +23,9 @@ def report(name, longrepr=None):
 
 
 def test_ranks_hear_what_each_of_them_told(rank, size):
-    told = world("tests").gather("x" * rank)
+    found = world("tests").gather("x" * rank)
 
-    assert told == ["x" * r for r in range(size)]
+    assert found == ["x" * r for r in range(size)]
 
 
 def test_silence_is_heard_as_none(rank, size):

@@ -144,7 +144,7 @@ def test_a_dedicated_host_is_not_waited_for(comm, size, monkeypatch, dedicated):
         monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     meet()
     if server.only_serves:
-        # Nobody has left yet.
+        # No rank has left yet.
         with pytest.raises(WaitTimeoutError, match="nothing from") as caught:
             server._inbox.next(0, Deadline(0.05, "next")).__enter__()
         errors.append(caught.value)

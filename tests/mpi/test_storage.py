@@ -91,6 +91,6 @@ def test_a_long_vector_is_summed_right(make, size, storage):
                 lambda v=value, s=step: bool(acc.apply_grad(np.full(length, v), s)),
             )
         mean = np.float32(sum(range(step + 1, step + size + 1))) / np.float32(size)
-        told = at(1, lambda: set(acc.take_grad(size, timeout=WAIT).tolist()))
-        assert told == {float(mean)}
+        values = at(1, lambda: set(acc.take_grad(size, timeout=WAIT).tolist()))
+        assert values == {float(mean)}
     meet()

@@ -241,7 +241,7 @@ def test_words_are_reached_while_the_host_computes(comm, rank):
 
 
 def meet_quickly(comm, done=False):
-    """Tell rank 0 that this rank is done; on rank 0, whether all are."""
+    """Report to rank 0 that this rank is done; return there whether all are."""
     if comm.rank:
         comm.send(done, 0, 77)
         return True

@@ -105,5 +105,5 @@ def stacks() -> str:
 
 def _stack(frame: FrameType) -> str:
     summary = traceback.extract_stack(frame)
-    told = [f for f in summary if not any(part in f.filename for part in _MACHINERY)]
-    return "".join(traceback.format_list(told or summary))
+    shown = [f for f in summary if not any(part in f.filename for part in _MACHINERY)]
+    return "".join(traceback.format_list(shown or summary))

@@ -42,10 +42,10 @@ def refused(mpirun, tmp_path):
         result = mpirun(2, script, cwd=tmp_path, env=env)
         script.unlink()
         assert result.returncode == 0, result.stdout
-        told = result.stdout.splitlines()
-        assert len(told) == len(commands), result.stdout
-        assert all("error: " in line for line in told), result.stdout
-        return told
+        shown = result.stdout.splitlines()
+        assert len(shown) == len(commands), result.stdout
+        assert all("error: " in line for line in shown), result.stdout
+        return shown
 
     return run
 
@@ -117,8 +117,8 @@ def test_bad_data_is_one_line(refused, tmp_path):
         make(tmp_path / f"{kind}.npz")
         commands.append((*TRAIN, "--data", f"{kind}.npz", "--log", "log.jsonl"))
 
-    for kind, told in zip(BAD_DATA, refused(*commands), strict=True):
-        assert f"--data {kind}.npz: " in told
+    for kind, shown in zip(BAD_DATA, refused(*commands), strict=True):
+        assert f"--data {kind}.npz: " in shown
     assert not (tmp_path / "log.jsonl").exists()
 
 
@@ -136,11 +136,11 @@ def test_a_zip_bomb_is_not_unpacked(refused, tmp_path):
     # The directory says, in the form for large files, that x has that size.
     fixed = bytearray(whole[entry : entry + 46])
     fixed[24:28], fixed[30:32] = b"\xff" * 4, struct.pack("<H", len(extra))
-    told = whole[:entry] + fixed + b"x.npy" + extra + whole[entry + 46 + name :]
-    end = told.rindex(b"PK\x05\x06")
-    size = struct.unpack("<I", told[end + 12 : end + 16])[0] + len(extra)
-    told = told[: end + 12] + struct.pack("<I", size) + told[end + 16 :]
-    (tmp_path / "own.npz").write_bytes(told)
+    data = whole[:entry] + fixed + b"x.npy" + extra + whole[entry + 46 + name :]
+    end = data.rindex(b"PK\x05\x06")
+    size = struct.unpack("<I", data[end + 12 : end + 16])[0] + len(extra)
+    data = data[: end + 12] + struct.pack("<I", size) + data[end + 16 :]
+    (tmp_path / "own.npz").write_bytes(data)
 
     assert "GiB of memory" in refused((*TRAIN, "--data", "own.npz"))[0]
 
@@ -154,7 +154,7 @@ def test_data_is_never_written_over(refused, tmp_path):
     outputs += [("--plot", name) for name in names[2:]]
     commands = [(*TRAIN, "--data", "own.npz", *output) for output in outputs]
 
-    assert all("is the same file as --data" in told for told in refused(*commands))
+    assert all("is the same file as --data" in shown for shown in refused(*commands))
     assert (tmp_path / "own.npz").read_bytes() == whole
 
 
@@ -173,8 +173,8 @@ def test_what_cannot_be_written_is_one_line(refused, tmp_path):
     ]
     commands, messages = zip(*expected, strict=True)
 
-    for told, message in zip(refused(*commands), messages, strict=True):
-        assert message in told
+    for shown, message in zip(refused(*commands), messages, strict=True):
+        assert message in shown
     assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
 
 

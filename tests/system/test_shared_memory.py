@@ -34,7 +34,7 @@ if kind == "brim":
     layout = hpc.Layout({"x": ((free - 8192) // 4 // 3,)}, "f4")
     made = hpc.Reducer(layout, groups["world"], schedule="shared")
 elif kind == "reducers":
-    # Each could be made by itself.
+    # Each alone could be made.
     layout = hpc.Layout({"x": (free // 10 * 3 // 4,)}, "f4")
     made = hpc.Reducer(layout, groups["apart"], schedule="shared")
 elif kind == "sums":

@@ -159,7 +159,7 @@ def _cache() -> Path:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(parents=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():
-        raise CudaError(f"{folder} belongs to somebody else; set CPU_CUDA_CACHE")
+        raise CudaError(f"{folder} belongs to another user; set CPU_CUDA_CACHE")
     return folder
 
 

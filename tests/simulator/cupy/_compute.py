@@ -17,7 +17,7 @@ def is_array(value):
 
 
 def new(shape, dtype=float, order="C"):
-    """Return a new array of the current device, which nobody wrote."""
+    """Return a new, unwritten array on the current device."""
     return kinds[0](shape, dtype, order=order)
 
 

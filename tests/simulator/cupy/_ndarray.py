@@ -192,7 +192,7 @@ class ndarray:
         return _dlpack.CUDA, self._memory.device_id
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        if stream != -1:  # -1: whoever asks orders nothing
+        if stream != -1:  # -1: the caller needs no order
             event = get_current_stream().record()
             other = _queue_of(0 if stream is None else stream)
             other.put(lambda: event._queue.run(event._number))

@@ -1,6 +1,6 @@
 """The queues of the simulated devices: work runs as late as a stream allows.
 
-What is put into a queue runs when somebody waits for it. Besides, some of it runs at
+What is put into a queue runs when the program waits for it. Besides, some of it runs at
 random moments, as on a device that sometimes is quick. So both what is read too early
 and what is overwritten too early show.
 
@@ -94,7 +94,7 @@ class Queue:
         return [null_queue(self.device)] if self.kind == "blocking" else []
 
     def synchronize(self, last=math.inf):
-        """Run, and raise if anything failed since the last time somebody waited."""
+        """Run, and raise if anything failed since the last wait."""
         self.run(last)
         raise_failure()
 

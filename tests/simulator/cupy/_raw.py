@@ -98,7 +98,7 @@ class RawKernel:
             self._module = made.get_function(self.name)._module
 
     def __call__(self, grid, block, args, *, shared_mem=0, stream=None):
-        """Queue a launch; a kernel that goes wrong is told of by who waits next."""
+        """Queue a launch; the next wait reports an error of the kernel."""
         self.compile()
         grid, block = _sizes(grid), _sizes(block)
         _check_sizes(grid, block)

@@ -24,7 +24,7 @@ extern "C" __global__ void scale(float* x, const float factor, const long long n
 
 @pytest.fixture(autouse=True)
 def latest(monkeypatch):
-    """Nothing runs before somebody waits, and nothing is left for the next test."""
+    """Nothing runs before a wait, and nothing is left for the next test."""
     monkeypatch.setattr(cupy._queues, "progress", 0.0)
     yield
     monkeypatch.undo()

@@ -38,7 +38,7 @@ MODULES = {
 }
 # Of Python's and NumPy's protocols.
 PROTOCOLS = re.compile(r"__(array|cuda|dlpack|[ri]?[a-z]+)[a-z_]*__")
-# What every class has, whoever wrote it.
+# Attributes of every class.
 COMMON = {*dir(object), "__del__", "__module__", "__dict__", "__weakref__", "__slots__"}
 
 # Run by a Python that finds the true CuPy: prints for each name whether it exists, its
@@ -132,13 +132,13 @@ def true_cupy():
 
 @pytest.fixture
 def answers():
-    told = true_cupy()
-    if isinstance(told, str):
+    true = true_cupy()
+    if isinstance(true, str):
         if os.environ.get("HPCACCUM_REQUIRE_NVRTC") == "1":
-            pytest.fail(f"HPCACCUM_REQUIRE_NVRTC=1, but CuPy is missing: {told}")
-        pytest.skip(f"needs the true CuPy: {told}")
-    assert told["version"] != cupy.__version__
-    return told["answers"]
+            pytest.fail(f"HPCACCUM_REQUIRE_NVRTC=1, but CuPy is missing: {true}")
+        pytest.skip(f"needs the true CuPy: {true}")
+    assert true["version"] != cupy.__version__
+    return true["answers"]
 
 
 def parameters(answer, name):

@@ -1,7 +1,7 @@
-"""Memory of the simulated devices: host memory, poisoned where nobody wrote.
+"""Memory of the simulated devices: host memory, poisoned where it is unwritten.
 
 A freed block is given to the next array of its size and stream at once, as by CuPy's
-pool: whoever still uses it on another stream finds poison or another's numbers.
+pool: another stream that still uses it finds poison or other values.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Memory(BaseMemory):
 
 
 class UnownedMemory(BaseMemory):
-    """Memory of somebody else, who is kept."""
+    """Memory of another object, which is kept alive."""
 
     def __init__(self, ptr, size, owner, device_id=-1):
         super().__init__()
@@ -181,7 +181,7 @@ class MemoryPool:
         return self.used_bytes() + self.free_bytes()
 
     def free_all_blocks(self, stream=None):
-        """Give back what nobody uses; waits for all devices."""
+        """Free unused memory; wait for all devices."""
         _free_all()
 
 

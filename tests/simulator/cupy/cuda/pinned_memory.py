@@ -18,7 +18,7 @@ _registered = {}  # address -> bytes: the caller's own memory
 
 
 def _pinned(address, nbytes):
-    """Whether the device reaches these bytes by itself."""
+    """Whether the device can access these bytes directly."""
     return any(
         first <= address and address + nbytes <= first + size
         for ranges in (_pool, _registered)
