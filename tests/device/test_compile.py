@@ -96,7 +96,7 @@ def test_nvcc_compiles_without_a_flaw(sources, tmp_path, file):
     check(result.stdout + result.stderr, kernels_of(file))
 
 
-def test_an_unknown_architecture_is_told_as_such(sources):
+def test_an_unknown_architecture_is_named(sources):
     script = str(Path(__file__).with_name("nvrtc.py"))
     command = [sys.executable, script, "30", str(sources / "accumulate.cu")]
     errors = subprocess.run(command, capture_output=True, text=True, check=False).stderr

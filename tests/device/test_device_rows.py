@@ -97,7 +97,7 @@ def test_random_rows_match_numpy(make, width):
     np.testing.assert_array_equal(means, expected.astype(make.dtype))
 
 
-def test_indices_that_are_no_rows_are_told_at_the_take(make):
+def test_invalid_indices_are_reported_at_the_take(make):
     acc = make(name="embedding")
     apply(acc, make, [5, 6, -1], [1, 2, 3])
     apply(acc, make, [2**40, 4], [4, 5])

@@ -204,7 +204,7 @@ def test_exception_in_a_with_block_does_not_wait_for_others(rank):
     acc.free()
 
 
-def test_accumulator_that_nobody_holds_is_warned_of_and_does_no_harm():
+def test_dropped_accumulator_gives_a_warning_and_does_no_harm():
     acc = hpc.ConditionalAccumulator("float64", (), name="lost")
     at(1, acc.apply_grad, 1)
     with pytest.warns(ResourceWarning, match=r"'lost' was dropped without free\(\)"):

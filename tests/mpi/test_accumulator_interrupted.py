@@ -223,7 +223,7 @@ def test_closed_round_of_which_all_is_given_up_is_not_resumed(acc, size, monkeyp
     use_from_all_ranks(acc, size)
 
 
-def test_shape_of_a_gradient_that_is_given_up_binds_nobody(make, size):
+def test_shape_of_a_gradient_that_is_given_up_does_not_fix_the_round(make, size):
     acc = make(shape=None, capacity=4)
     at(1, failing, acc)
     assert at(0, acc.apply_grad, [1, 2, 3], 0)

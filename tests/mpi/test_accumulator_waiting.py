@@ -168,7 +168,7 @@ def test_bad_number_is_refused_though_others_wait(make):
     same_bits(take.result(), [1.0, 2.0])
 
 
-def test_setting_the_step_wakes_nobody(acc):
+def test_setting_the_step_ends_no_take(acc):
     take = Take(acc, 0, 2)
     at(1, acc.apply_grad, [1, 0])
     at(1, acc.set_global_step, 7)

@@ -131,7 +131,7 @@ def test_a_gradient_that_arrives_halved_is_found(comm, size, rank, monkeypatch):
     case.free()
 
 
-def test_what_does_not_fit_is_told_on_every_rank(comm, size):
+def test_what_does_not_fit_is_an_error_on_every_rank(comm, size):
     group = Group.of(comm)
 
     assert Memory(shared=1, private=1).missing(group, SIZE) is None

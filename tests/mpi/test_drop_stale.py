@@ -123,7 +123,7 @@ def test_only_applied_updates_count_as_lag(make, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-def test_a_dropped_gradient_brings_the_newest_parameters_at_once(make, rank, size):
+def test_after_a_dropped_gradient_parameters_are_pulled_at_once(make, rank, size):
     w, step = variable(), hpc.Variable(0, "step")
     opt = make(0, [w])
     pairs = computed(opt, 8.0)
@@ -154,7 +154,7 @@ def test_an_accepted_gradient_is_in_the_variables_on_return(make, rank, size):
     assert found == [(-k, k) for k in range(1, 2 * size + 1)]
 
 
-def test_all_dropped_and_nobody_waits(make):
+def test_if_all_are_dropped_no_rank_waits(make):
     w = variable()
     opt = make(-1, [w])
     receipts = [opt.minimize(gives(1.0)) for _ in range(5)]

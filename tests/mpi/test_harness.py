@@ -22,7 +22,7 @@ def report(name, longrepr=None):
     return pytest.TestReport("test_x", location, {}, name, longrepr, "call")
 
 
-def test_ranks_hear_what_each_of_them_told(rank, size):
+def test_ranks_gather_the_values_of_all(rank, size):
     found = world("tests").gather("x" * rank)
 
     assert found == ["x" * r for r in range(size)]
@@ -46,7 +46,7 @@ def test_a_failure_of_one_rank_is_that_of_all():
     assert "[rank 1]\nE  rank is 1" in passed.longreprtext
 
 
-def test_ranks_that_fail_alike_are_told_once():
+def test_equal_failures_of_ranks_are_reported_once():
     failed = report("failed", "E  no")
     merge(failed, [outcome("failed", "E  no"), None, outcome("failed", "E  no")])
 

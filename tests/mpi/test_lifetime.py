@@ -128,7 +128,7 @@ def test_the_communicators_stay_until_the_last_object_is_freed(comm, rank, size)
     assert group.comm == MPI.COMM_NULL
 
 
-def test_labels_tell_objects_apart_and_are_the_same_on_all_ranks(comm):
+def test_labels_are_unique_and_the_same_on_all_ranks(comm):
     group = Group.of(comm)
     labels = [Thing("a", [], group).label for _ in range(3)]
 

@@ -183,7 +183,7 @@ def admission_step(opt):
 
 @pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
 @pytest.mark.ranks(min=2)
-def test_after_a_drop_nobody_computes_what_must_be_dropped(comm, kind, rank, size):
+def test_after_a_drop_no_rank_computes_what_must_be_dropped(comm, kind, rank, size):
     def slowly():
         time.sleep(0.1)
         return 1.0
@@ -294,7 +294,7 @@ def test_a_bad_list_on_one_rank_is_refused_by_all(kind, comm, rank, size):
         assert type(found) is error
 
 
-def test_bad_pairs_send_nothing_and_disturb_nobody(make, kind, rank, size):
+def test_bad_pairs_send_nothing_and_disturb_no_rank(make, kind, rank, size):
     w = variable(np.zeros(2))
     opt = make([w])
     bad = [[(np.ones(3), w)], [(np.ones(2), variable(np.zeros(2), name="v"))], []]

@@ -154,7 +154,7 @@ def test_a_quorum_of_one_takes_every_gradient(make, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-def test_a_fast_worker_may_bring_more_than_its_part(make, size):
+def test_a_fast_worker_may_contribute_more_than_its_part(make, size):
     w = variable()
     opt = make(1, [w])
     turns([size - 1] * 4, lambda _: opt.minimize(gives(1.0)))

@@ -56,7 +56,7 @@ class Holder(Background):
         self.result()
 
 
-def test_turn_is_there_when_nobody_waits(line):
+def test_the_lock_is_free_if_no_rank_waits(line):
     for rank in range(4):
         assert at(rank, line.hold, Deadline(0, "call"), lambda: True)
 
@@ -93,7 +93,7 @@ def test_turns_come_in_order_of_arrival(line, words, size):
 
 
 @pytest.mark.ranks(min=3)
-def test_place_that_is_given_up_holds_nobody_up(line, words):
+def test_a_place_that_is_given_up_delays_no_rank(line, words):
     first = Holder(line, words, 0)
 
     def give_up():

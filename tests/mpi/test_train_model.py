@@ -41,7 +41,7 @@ def test_the_digits_are_the_same_on_all_ranks(comm):
     np.testing.assert_allclose(data.x.mean(axis=0), 0, atol=1e-5)
 
 
-def test_bad_data_is_told_to_all_ranks(comm, tmp_path):
+def test_bad_data_is_an_error_on_all_ranks(comm, tmp_path):
     path = tmp_path / "data.npz"
     np.savez(path, x=np.ones((10, 2)), y=np.ones(9, int))
 

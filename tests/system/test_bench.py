@@ -141,7 +141,7 @@ ConditionalAccumulator.take_grad = lambda *args, **options: take(*args, **option
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_options_are_told_once(options, message, bench):
+def test_bad_options_are_reported_once(options, message, bench):
     shown = bench(2, *options, status=2)
 
     assert message in shown

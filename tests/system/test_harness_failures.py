@@ -158,7 +158,7 @@ def test_a_rank_that_leaves_ends_the_job(run_tests):
     assert "[rank 1] left in the middle of test_it.py::test_leaver" in result.stdout
 
 
-def test_ranks_that_collect_different_tests_are_told(run_tests):
+def test_ranks_that_collect_different_tests_are_reported(run_tests):
     result = run_tests("""
         @pytest.mark.parametrize("n", range(1 + (rank == 1)))
         def test_some(n): pass
@@ -169,7 +169,7 @@ def test_ranks_that_collect_different_tests_are_told(run_tests):
     assert "unlike rank 0: test_it.py::test_some[1]" in result.stdout
 
 
-def test_a_file_that_one_rank_cannot_import_is_told(run_tests):
+def test_a_file_that_one_rank_cannot_import_is_reported(run_tests):
     result = run_tests("""
         if rank == 2:
             import no_such_module

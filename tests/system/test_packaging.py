@@ -121,7 +121,7 @@ def test_the_installed_package_is_the_one_imported(installed):
     assert Path(printed.strip()).is_relative_to(installed.place)
 
 
-def test_the_version_is_told_alike(installed):
+def test_both_versions_are_the_same(installed):
     installed.run("""
         import importlib.metadata, hpcaccum
         assert hpcaccum.__version__ == importlib.metadata.version("hpcaccum")

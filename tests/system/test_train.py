@@ -151,7 +151,7 @@ def test_on_a_device(train, tmp_path, simulator):
     assert all(result["accuracy"][0] > 0.8 for result in results)
 
 
-def test_no_device_is_told_once(train, simulator):
+def test_missing_device_is_reported_once(train, simulator):
     env = {"PYTHONPATH": f"{REPOSITORY}:{simulator}", "CUPY_SIMULATOR_DEVICES": "0"}
     shown = train(2, "--strategy", "agn", "--device", "cuda", status=1, **env)
 
@@ -208,7 +208,7 @@ def test_a_terminal_gets_a_bar(mpiexec, mpi_environment, tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_options_are_told_once(options, message, train):
+def test_bad_options_are_reported_once(options, message, train):
     shown = train(2, *options, status=2)
 
     assert message in shown
@@ -216,7 +216,7 @@ def test_bad_options_are_told_once(options, message, train):
     assert "Traceback" not in shown
 
 
-def test_ranks_with_different_options_are_told(mpi_environment, mpiexec, tmp_path):
+def test_ranks_with_different_options_are_reported(mpi_environment, mpiexec, tmp_path):
     one = ["-n", "1", sys.executable, "-m", "hpcaccum", "train", "--strategy"]
     result = run_program(
         [mpiexec, *one, "agn", ":", *one, "drop-stale"],

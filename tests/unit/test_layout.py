@@ -63,7 +63,7 @@ def test_layout_of_arrays_has_the_dtype_that_holds_all(dtypes, common):
     assert hpc.Layout.of(arrays).dtype == np.dtype(common)
 
 
-def test_fingerprint_tells_layouts_apart():
+def test_fingerprint_distinguishes_layouts():
     layout = hpc.Layout(SHAPES, "float64")
     others = [
         hpc.Layout(SHAPES, "float32"),

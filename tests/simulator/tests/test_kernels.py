@@ -37,7 +37,7 @@ def test_kernel_scales():
     np.testing.assert_array_equal(x.get(), np.arange(1000) / 2)
 
 
-def test_kernel_that_fails_raises_when_somebody_waits():
+def test_kernel_that_fails_raises_at_the_next_wait():
     x = ready([1, 2])
 
     kernel()((1,), (32,), (x, 2.0, np.int64(2)))
