@@ -19,4 +19,6 @@ def same_bits(found: Any, expected: Any) -> None:
     expected = np.asarray(expected)
     assert isinstance(found, np.ndarray)
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert found.tobytes() == expected.tobytes(), f"{found} is not {expected}"
+    equal = found.tobytes() == expected.tobytes()
+    # Not in one line: pytest would compute a diff of all bytes, which takes minutes.
+    assert equal, f"{found} is not {expected}"

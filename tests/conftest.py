@@ -1,4 +1,4 @@
-"""What all tests share: how hypothesis draws examples, how long bytes are compared."""
+"""What all tests share: hypothesis draws the same examples everywhere, every time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,3 @@ hypothesis.settings.load_profile("hpcaccum")
 
 # Tests set their own limits; that of the shell they were started from is not theirs.
 os.environ.pop("HPCACCUM_TIMEOUT", None)
-
-
-def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """Explain long bytes by their first difference; pytest's diff takes minutes."""
-    if op != "==" or not (isinstance(left, bytes) and isinstance(right, bytes)):
-        return None
-    pairs = enumerate(zip(left, right, strict=False))
-    first = next((n for n, (a, b) in pairs if a != b), min(len(left), len(right)))
-    return [f"{len(left)} and {len(right)} bytes that first differ at byte {first}"]

@@ -10,6 +10,7 @@ import hpcaccum as hpc
 from hpcaccum.device import kernels
 from hpcaccum.optimizers import device_update
 
+from ..common import same_bits
 from .launching import DTYPES, SIZES, SUMS, Watched, i64, launch, normal
 
 RULES = {
@@ -23,11 +24,6 @@ RULES = {
 # Each kernel, by the rule that it implements.
 KERNELS = [name for name in RULES if " " not in name]
 CHUNK = 1024
-
-
-def same_bits(found, expected):
-    assert found.dtype == expected.dtype
-    assert found.tobytes() == expected.tobytes()
 
 
 class Pair:

@@ -15,6 +15,8 @@ from hpcaccum import Group, Layout, Reducer
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.reducer import staging
 
+from ..common import same_bits
+
 Arrays = Mapping[str, Any]
 
 # The smallest buckets: 256 elements of float32, so that few elements are many buckets.
@@ -86,7 +88,7 @@ class Maker:
         assert found.dtype == expected.dtype, f"{found.dtype}, not {expected.dtype}"
         assert found.shape == expected.shape
         if self.exact:
-            assert found.tobytes() == expected.tobytes(), f"{found} is not {expected}"
+            same_bits(found, expected)
         else:
             single = expected.dtype != np.float64
             np.testing.assert_allclose(
