@@ -10,14 +10,13 @@ Imports `errors` and `deadline` only.
 
 from __future__ import annotations
 
-from hpcaccum.mpi.control import Track
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import launched_ranks
 from hpcaccum.mpi.lifetime import Freeable
 from hpcaccum.mpi.node_memory import NodeMemory
 from hpcaccum.mpi.region import Region
-from hpcaccum.mpi.runtime import MPI, check_running
+from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.shutdown import (
     abort_job,
     install_excepthook,
@@ -35,9 +34,7 @@ __all__ = [
     "Group",
     "NodeMemory",
     "Region",
-    "Track",
     "abort_job",
-    "check_running",
     "cuda_awareness",
     "install_excepthook",
     "is_ending",
