@@ -66,7 +66,9 @@ def test_a_server_continues_at_a_given_step(comm, rank, size, inbox, dedicated):
     if inbox == "quorum":
         assert all(receipt.lag == 0 for receipt in receipts)
     else:
-        assert all(0 <= receipt.lag < size for receipt in receipts)
+        # Between a rank's pull and its push, the others may make all of theirs.
+        others = 2 * (workers - 1)
+        assert all(0 <= receipt.lag <= others for receipt in receipts)
 
 
 @pytest.mark.parametrize("inbox", ["quorum", "each"])
