@@ -15,6 +15,7 @@ from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import launched_ranks
 from hpcaccum.mpi.lifetime import Freeable
 from hpcaccum.mpi.node_memory import NodeMemory
+from hpcaccum.mpi.progress import short_switch_interval
 from hpcaccum.mpi.region import Region
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.shutdown import (
@@ -40,5 +41,6 @@ __all__ = [
     "is_ending",
     "launched_ranks",
     "report_and_abort",
+    "short_switch_interval",
     "without_signals",
 ]

@@ -20,8 +20,8 @@ from hpcaccum.errors import (
     InvalidArgumentError,
     format_ranks,
 )
-from hpcaccum.mpi.agent import ProgressThread
 from hpcaccum.mpi.control import ControlChannel
+from hpcaccum.mpi.progress import ProgressThread
 from hpcaccum.mpi.runtime import MPI, check_running
 from hpcaccum.mpi.shutdown import is_ending
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.mpi.lifetime import Freeable
 
 logger = logging.getLogger("hpcaccum")
 
@@ -62,7 +60,7 @@ class Group:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
         self.node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-        self.named: dict[str, Freeable] = {}
+        self.named: dict[str, Any] = {}
         # The first sum of objects on a communicator stops all threads of a rank, a
         # server among them, until all ranks have called it. So it is done now. Source:
         # mpi4py duplicates the communicator then, and holds the interpreter lock.
@@ -129,16 +127,23 @@ class Group:
         return ProgressThread(self.comm, needed=not self.single_node)
 
     @functools.cached_property
-    def leaders(self) -> mpi4py_MPI.Intracomm | None:
-        """Communicator of the first rank of each node; None on the other ranks.
+    def nodes(self) -> list[list[int]]:
+        """The ranks of each node, ordered by first rank. Collective at first use."""
+        first = self.node.bcast(self.rank)
+        nodes: dict[int, list[int]] = {}
+        for rank, node in enumerate(self.comm.allgather(first)):
+            nodes.setdefault(node, []).append(rank)
+        return list(nodes.values())
 
-        Collective at first use.
-        """
-        color = 0 if self.node.rank == 0 else MPI.UNDEFINED
-        leaders = self.comm.Split(color, self.rank)
-        if leaders == MPI.COMM_NULL:
-            return None
-        return cast("mpi4py_MPI.Intracomm", leaders)
+    @functools.cached_property
+    def node_number(self) -> int:
+        """The place of this rank's node in `nodes`. Collective at first use."""
+        return next(n for n, ranks in enumerate(self.nodes) if self.rank in ranks)
+
+    @functools.cached_property
+    def inside(self) -> Group:
+        """The group of the ranks of this node. Collective at first use."""
+        return self.split(self.nodes)
 
     def allgather(self, value: T, what: str) -> list[T]:
         """Return the values of all ranks, in rank order. Collective.
@@ -275,8 +280,8 @@ class Group:
 
     def free(self) -> None:
         """Free the private communicators. Collective."""
-        if self.__dict__.get("leaders") is not None:
-            self.__dict__["leaders"].Free()
+        if "inside" in self.__dict__:
+            self.inside.free()
         if not is_ending():
             self.control.drain()
         self.node.Free()

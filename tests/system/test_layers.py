@@ -16,7 +16,7 @@ LAYERS = [
     ["dtypes", "deadline", "summation"],
     ["layout"],
     ["device", "mpi"],
-    ["arguments", "overlap"],
+    ["arguments", "overlap", "nodes"],
     ["accumulator", "reducer"],
     ["server"],
     ["optimizers"],
@@ -28,7 +28,7 @@ LAYERS = [
     ["__main__"],
 ]
 # What other packages use of these is what their __init__ names.
-FACES = {"device", "mpi", "accumulator", "reducer", "server"}
+FACES = {"device", "mpi", "nodes", "accumulator", "reducer", "server"}
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
 
 PACKAGE = REPOSITORY / "hpcaccum"

@@ -11,7 +11,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Group
 from hpcaccum.accumulator.state import Record
-from hpcaccum.mpi.agent import ProgressThread
+from hpcaccum.mpi.progress import ProgressThread
 
 from .support import WAIT
 from .training import meet

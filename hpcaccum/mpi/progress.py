@@ -27,19 +27,45 @@ _SWITCH_INTERVAL = 1e-3
 _NO_TAG = 2
 
 
+class ShortSwitchInterval:
+    """Makes Python's threads take turns more often than every 5 ms, while any user is.
+
+    Otherwise a computation in Python delays a thread that calls MPI for so long.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._before = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        """Count a user; the first one shortens the interval, unless it is shorter."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, _SWITCH_INTERVAL))
+
+    def __exit__(self, *error: object) -> None:
+        """Count a user less; the last one restores the interval."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                sys.setswitchinterval(self._before)
+
+
+short_switch_interval = ShortSwitchInterval()
+
+
 class ProgressThread:
     """Calls MPI while this rank computes, so that other nodes reach its windows.
 
     Between nodes a one-sided call may wait until the target enters MPI. A thread that
     probes for a message which no rank sends is enough; each group has one. While one
-    runs, the switch interval of Python's threads is shorter than its default of 5 ms.
+    runs, Python's threads have a `short_switch_interval`.
 
     Args:
         comm: Communicator on which to probe.
         needed: Whether a thread is needed: whether there are other nodes.
     """
-
-    _running, _interval = 0, 0.0
 
     def __init__(self, comm: mpi4py_MPI.Intracomm, *, needed: bool) -> None:
         self._comm, self._needed = comm, needed
@@ -60,11 +86,7 @@ class ProgressThread:
         self._stopped = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        if ProgressThread._running == 0:
-            ProgressThread._interval = sys.getswitchinterval()
-            if ProgressThread._interval > _SWITCH_INTERVAL:
-                sys.setswitchinterval(_SWITCH_INTERVAL)
-        ProgressThread._running += 1
+        short_switch_interval.__enter__()
 
     def _run(self) -> None:
         while not self._stopped:
@@ -80,6 +102,4 @@ class ProgressThread:
         # A thread of this rank: no limit of the user's applies.
         Deadline(math.inf, "progress").join(self._thread, lambda: "its thread to end")
         self._thread = None
-        ProgressThread._running -= 1
-        if ProgressThread._running == 0 and ProgressThread._interval > _SWITCH_INTERVAL:
-            sys.setswitchinterval(ProgressThread._interval)
+        short_switch_interval.__exit__()

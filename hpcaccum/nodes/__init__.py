@@ -1,0 +1,15 @@
+"""What moves between nodes: one agent per node, and sums of gradients.
+
+A group that spans several nodes has an `Agent` on each node. `NodeParts` is memory of
+each rank on its own node, of which agents send sums to any rank. A group on one node
+has no agents.
+
+Imports `mpi`, `summation`, `deadline` and `errors` only.
+"""
+
+from __future__ import annotations
+
+from hpcaccum.nodes.agent import Agent, Service, Steps
+from hpcaccum.nodes.parts import NodeParts
+
+__all__ = ["Agent", "NodeParts", "Service", "Steps"]

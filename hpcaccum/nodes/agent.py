@@ -1,0 +1,219 @@
+"""One agent per node, which moves gradients and parameters between nodes.
+
+An agent is a thread of the first rank of its node, the leader. Any rank sends it
+requests, and agents send data to each other by ordinary messages. So both ends of a
+transfer have a thread that is in MPI, while the ranks compute.
+
+A `Service` handles the requests of one object. A handler does not block: it is a
+generator that yields while it waits, and the agent runs all of them in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import MPI, report_and_abort, short_switch_interval
+
+if TYPE_CHECKING:
+    from hpcaccum.mpi import Group
+
+# The steps of a handler. Each yields whether it has done something.
+Steps = Iterator[bool]
+
+# Seconds without a nap after an agent has done something, seconds with short naps, and
+# the naps. The answer to a message takes tens of microseconds between nodes, an update
+# milliseconds. An idle agent takes some 3 % of one core.
+_EAGER, _ALERT = 2e-4, 2e-2
+_SHORT_NAP, _LONG_NAP = 5e-5, 3e-4
+# In `Group.named`.
+_NAME = "agent"
+# Tags of requests, and of the data of the first service.
+_REQUEST, _DATA = 1, 2
+
+
+class Service(Protocol):
+    """Handles the requests to one object; on leaders only."""
+
+    def handle(self, source: int, *request: Any) -> Steps:
+        """Return the steps that carry out a request of the rank ``source``."""
+
+
+class Agent:
+    """The agent of this rank's node, as its ranks see it. Collective.
+
+    `Agent.of` returns one agent for each group. Its thread runs as long as there are
+    services.
+
+    Args:
+        group: The ranks, on several nodes.
+
+    Attributes:
+        comm: Communicator of all ranks, for the messages of agents only.
+        leaders: The rank of each node's agent. The nodes are in the order of `Group`.
+        node: The number of this rank's node.
+
+    Raises:
+        InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE.
+    """
+
+    def __init__(self, group: Group) -> None:
+        group.agree("agents of nodes", lambda: _check_threads(group))
+        self.comm = group.comm.Dup()
+        self.leaders = [ranks[0] for ranks in group.nodes]
+        self.node = group.node_number
+        self._group = group
+        # Requests of this rank that no agent may have received yet. Several threads
+        # send them.
+        self._sent: list[Any] = []
+        self._lock = threading.Lock()
+        self._services: dict[int, Service] = {}
+        # What the agent is doing, with the number of the service.
+        self._running: list[tuple[int, Steps]] = []
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    @classmethod
+    def of(cls, group: Group) -> Agent:
+        """Return the agent of this rank's node, made at first use. Collective."""
+        agent = group.named.get(_NAME)
+        if agent is None:
+            agent = group.named[_NAME] = cls(group)
+        assert isinstance(agent, cls)
+        return agent
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether the agent is a thread of this rank."""
+        return self._group.rank == self.leaders[self.node]
+
+    def add(self, service: Service) -> int:
+        """Add a service; return its number, the same on all ranks. Collective.
+
+        All ranks add and remove their services in the same order. No rank may send a
+        request before all have added the service.
+        """
+        number = next(n for n in itertools.count() if n not in self._services)
+        self._services[number] = service
+        if len(self._services) == 1 and self.is_leader:
+            self._start()
+        return number
+
+    def remove(self, number: int, what: str) -> None:
+        """Remove a service, when what it was asked for is done. Collective.
+
+        Args:
+            number: Of the service.
+            what: Name for messages.
+
+        Raises:
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
+        """
+        deadline = Deadline(None, what)
+        deadline.wait(self._all_received, lambda: "the agents of nodes")
+        self._group.allgather(None, what)
+        deadline.wait(lambda: self._is_idle(number), lambda: "what it was asked for")
+        self._group.allgather(None, what)
+        del self._services[number]
+        if not self._services:
+            self._stop()
+            self.comm.Free()
+            del self._group.named[_NAME]
+
+    def _all_received(self) -> bool | None:
+        with self._lock:
+            return MPI.Request.Testall(self._sent) or None
+
+    def _is_idle(self, number: int) -> bool | None:
+        return all(each != number for each, _ in list(self._running)) or None
+
+    def request(self, node: int, number: int, *request: Any) -> None:
+        """Send a request to a service of the agent of a node; do not wait."""
+        message, to = (number, *request), self.leaders[node]
+        with self._lock:
+            self._sent = [each for each in self._sent if not each.Test()]
+            # In C throughout: no signal handler comes between the two. Synchronous, so
+            # a request that is complete has been received.
+            self._sent.extend(map(self.comm.issend, (message,), (to,), (_REQUEST,)))
+
+    def tag(self, number: int) -> int:
+        """Return the tag for the data of a service."""
+        return _DATA + number
+
+    # The thread
+
+    def _start(self) -> None:
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run_or_abort, daemon=True)
+        self._thread.start()
+
+    def _stop(self) -> None:
+        if self._thread is None:
+            return
+        self._stopped = True
+        # A thread of this rank: no limit of the user's applies.
+        Deadline(math.inf, "agent").join(self._thread, lambda: "its thread to end")
+        self._thread = None
+
+    def _run_or_abort(self) -> None:
+        try:
+            with short_switch_interval:
+                self._run()
+        except BaseException:
+            # Without this thread, ranks of all nodes would wait for ever.
+            report_and_abort(*sys.exc_info())
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._stopped:
+            if self._look():
+                last = time.monotonic()
+            else:
+                _nap(time.monotonic() - last)
+
+    def _look(self) -> bool:
+        """Accept requests and run each handler once; return whether any is active."""
+        busy = self._accept()
+        for entry in list(self._running):
+            done = next(entry[1], None)
+            busy = busy or done is not False
+            if done is None:
+                self._running.remove(entry)
+        return busy
+
+    def _accept(self) -> bool:
+        """Begin to handle the requests that have arrived; return whether any has."""
+        status, busy = MPI.Status(), False
+        probe = functools.partial(self.comm.improbe, MPI.ANY_SOURCE, _REQUEST, status)
+        while (message := probe()) is not None:
+            number, *request = message.recv()
+            steps = self._services[number].handle(status.Get_source(), *request)
+            self._running.append((number, steps))
+            busy = True
+        return busy
+
+
+def _nap(idle: float) -> None:
+    if idle < _EAGER:
+        os.sched_yield()
+    else:
+        time.sleep(_SHORT_NAP if idle < _ALERT else _LONG_NAP)
+
+
+def _check_threads(group: Group) -> dict[str, object]:
+    leads = any(ranks[0] == group.rank for ranks in group.nodes)
+    if leads and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise InvalidArgumentError(
+            "MPI provides no MPI_THREAD_MULTIPLE, which the first rank of each of "
+            f"{len(group.nodes)} nodes needs to exchange data with the other nodes"
+        )
+    return {}

@@ -1,0 +1,255 @@
+"""Memory of each rank on its own node, of which any rank gets sums."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.errors import format_ranks
+from hpcaccum.mpi import AtomicWords, NodeMemory
+from hpcaccum.nodes.agent import Agent
+from hpcaccum.nodes.transfer import Buffers, Incoming, pieces_of, send_pieces
+from hpcaccum.summation import add_in_order
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.mpi import Group
+    from hpcaccum.nodes.agent import Steps
+
+Array = np.ndarray[Any, Any]
+
+# A vector in the part of a rank: the rank, and the byte where it begins.
+Place = tuple[int, int]
+
+
+class NodeParts:
+    """One part of memory per rank, which the ranks of its node have mapped. Collective.
+
+    All bytes are 0 at first. `AtomicWords` order the stores of a rank with the loads of
+    other ranks, also through an agent.
+
+    Args:
+        group: The ranks.
+        nbytes: Size of a part.
+        what: Name for messages.
+        takers: The ranks that call `sum`, on all their nodes; by default all ranks.
+
+    Attributes:
+        mapped: Whether all ranks have all parts mapped, so that none needs `sum`.
+        nbytes_here: Bytes in this rank's memory.
+
+    Raises:
+        InvalidArgumentError: On every rank, if a node has too little memory, or MPI
+            provides no THREAD_MULTIPLE between nodes.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        nbytes: int,
+        what: str,
+        takers: Sequence[int] | None = None,
+    ) -> None:
+        self._group, self._what = group, what
+        self.nbytes_here = nbytes = max(1, -(-nbytes // 64)) * 64
+        self.mapped = group.single_node
+        inside = group if self.mapped else group.inside
+        ranks = range(group.size) if self.mapped else group.nodes[group.node_number]
+        takes = takers is None or not set(takers).isdisjoint(ranks)
+        common = nbytes if takes and not self.mapped else 0
+        stripes = [slice(0, common)] if inside.rank == 0 else []
+        memory = NodeMemory(inside, [nbytes] * inside.size, common, stripes)
+        self._parts = dict(zip(ranks, memory.parts, strict=True))
+        # Of the last sum; of the whole node.
+        self._result = memory.common
+        self._rank_inside, self._sums = inside.rank, 0
+        if not self.mapped:
+            self._join(inside)
+
+    def _join(self, inside: Group) -> None:
+        """Join the other nodes."""
+        with contextlib.ExitStack() as undo:
+            # Of each rank of the node: how many of its sums are complete.
+            self._done = AtomicWords(inside, 0, inside.size)
+            undo.callback(self._done.free)
+            self._agent = Agent.of(self._group)
+            undo.pop_all()
+        self._number = self._agent.add(self)
+        # Whether the agent writes a result, which a rank may have given up meanwhile.
+        self._collecting = False
+        self._group.allgather(None, f"{self._what}: memory of nodes")
+
+    def is_here(self, rank: int) -> bool:
+        """Whether this rank has the part of another one mapped."""
+        return rank in self._parts
+
+    def view(self, place: Place, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return elements of a part of this node as a view."""
+        rank, offset = place
+        return self._parts[rank][offset : offset + count * dtype.itemsize].view(dtype)
+
+    def sum(
+        self,
+        places: Sequence[Place],
+        count: int,
+        dtype: np.dtype[Any],
+        divisor: int,
+        deadline: Deadline,
+    ) -> Array:
+        """Return the sum of vectors in parts of any nodes, divided by ``divisor``.
+
+        The vectors of a node are added in their order, then the sums of the nodes in
+        the order of the nodes. Each node but this one sends one vector.
+
+        Args:
+            places: The vectors, ordered by rank; at least one.
+            count: Elements of each vector.
+            dtype: Of each vector, and of the sum.
+            divisor: At least 1.
+            deadline: Of the call.
+
+        Returns:
+            A view of memory of this node, valid until the next sum of a rank of this
+            node.
+
+        Raises:
+            WaitTimeoutError: If the other nodes take too long.
+        """
+        self._sums += 1
+        call = self._rank_inside, self._sums
+        order = (list(places), count, dtype.str)
+        agent = self._agent
+        agent.request(agent.node, self._number, "collect", call, order, divisor)
+        deadline.wait(
+            lambda: self._done.read(call[0]) == call[1] or None,
+            lambda: self._missing(places),
+        )
+        return self._result[: count * dtype.itemsize].view(dtype)
+
+    def _missing(self, places: Sequence[Place]) -> str:
+        leaders = {self._agent.leaders[node] for node in self._by_node(places)}
+        return f"sums of their nodes by {format_ranks(leaders)}"
+
+    def _by_node(self, places: Sequence[Place]) -> dict[int, list[Place]]:
+        """Return the places on each node that has some, in the order of nodes."""
+        found = {}
+        for node, ranks in enumerate(self._group.nodes):
+            here = [place for place in places if place[0] in ranks]
+            if here:
+                found[node] = here
+        return found
+
+    # The agent
+
+    def handle(self, source: int, kind: str, *request: Any) -> Steps:
+        """Return the steps that collect a sum, or send that of this node."""
+        if kind == "collect":
+            return self._collect(*request)
+        return self._send(source, *request)
+
+    def _collect(
+        self, call: tuple[int, int], order: tuple[list[Place], int, str], divisor: int
+    ) -> Steps:
+        """Set the result to a sum over nodes."""
+        while self._collecting:
+            yield False
+        self._collecting = True
+        places, count, name = order
+        dtype, agent = np.dtype(name), self._agent
+        sources: list[Incoming | _Here] = []
+        for node, there in self._by_node(places).items():
+            if node == agent.node:
+                sources.append(_Here(self, there, count, dtype))
+            else:
+                agent.request(node, self._number, "send", (there, count, name))
+                sources.append(self._incoming(node, count, dtype))
+        result = self._result[: count * dtype.itemsize].view(dtype)
+        for piece in pieces_of(count, dtype.itemsize):
+            parts = yield from _first_of(sources)
+            with np.errstate(all="ignore"):
+                add_in_order(parts, result[piece], divisor)
+            for each in sources:
+                each.take()
+            yield True
+        self._collecting = False
+        self._done.write(*call)
+
+    def _incoming(self, node: int, count: int, dtype: np.dtype[Any]) -> Incoming:
+        buffers = Buffers(count, dtype)
+        return Incoming(
+            self._agent.comm,
+            self._agent.leaders[node],
+            self._agent.tag(self._number),
+            pieces_of(count, dtype.itemsize),
+            lambda piece: buffers.get(piece.stop - piece.start),
+        )
+
+    def _send(self, source: int, order: tuple[list[Place], int, str]) -> Steps:
+        """Send the sum of vectors of this node to another agent."""
+        places, count, name = order
+        here = _Here(self, places, count, np.dtype(name))
+
+        def piece(_: slice) -> Array:
+            part = here.first()
+            here.take()
+            return part
+
+        pieces = pieces_of(count, here.itemsize)
+        tag = self._agent.tag(self._number)
+        return send_pieces(self._agent.comm, source, tag, pieces, piece)
+
+    def free(self) -> None:
+        """Free the memory. Collective. Views stay valid."""
+        if not self.mapped:
+            self._agent.remove(self._number, f"{self._what}: free")
+            self._done.free()
+        self._parts, self._result = {}, np.empty(0, np.uint8)
+
+
+class _Here:
+    """The sum of vectors of this node, with the interface of `Incoming`."""
+
+    def __init__(
+        self,
+        parts: NodeParts,
+        places: Sequence[Place],
+        count: int,
+        dtype: np.dtype[Any],
+    ) -> None:
+        self._vectors = [parts.view(place, count, dtype) for place in places]
+        self._pieces = pieces_of(count, dtype.itemsize)
+        self._buffers = Buffers(count, dtype) if len(places) > 1 else None
+        self.itemsize = dtype.itemsize
+        self._first: Array | None = None
+
+    def first(self) -> Array:
+        """Return the first piece that was not taken."""
+        if self._first is None:
+            piece = next(self._pieces)
+            vectors = [each[piece] for each in self._vectors]
+            self._first = vectors[0]
+            if self._buffers is not None:
+                self._first = self._buffers.get(piece.stop - piece.start)
+                with np.errstate(all="ignore"):
+                    add_in_order(vectors, self._first)
+        return self._first
+
+    def take(self) -> None:
+        """Take the first piece."""
+        self._first = None
+
+
+def _first_of(
+    sources: Sequence[Incoming | _Here],
+) -> Generator[bool, None, list[Array]]:
+    """Wait until all sources have their next piece; return them."""
+    parts: list[Array] = []
+    for each in sources:
+        while (part := each.first()) is None:
+            yield False
+        parts.append(part)
+    return parts

@@ -1,0 +1,129 @@
+"""Vectors on their way between two agents, piece by piece."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.nodes.agent import Steps
+
+Array = np.ndarray[Any, Any]
+
+# Bytes of a piece. One is added while others travel, so pieces are small beside long
+# vectors; a message of this size takes much longer than the steps around it.
+_PIECE = 1 << 18
+# Pieces of one vector on their way at a time.
+_IN_FLIGHT = 4
+
+
+def pieces_of(count: int, itemsize: int) -> Iterator[slice]:
+    """Yield the pieces of a vector of ``count`` elements, none for an empty one."""
+    step = _PIECE // itemsize
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+class Buffers:
+    """A few vectors that take turns, each of the length of a piece."""
+
+    def __init__(self, count: int, dtype: np.dtype[Any]) -> None:
+        longest = min(count, _PIECE // dtype.itemsize)
+        self._vectors = np.empty((_IN_FLIGHT, longest), dtype)
+        self._next = 0
+
+    def get(self, count: int) -> Array:
+        """Return the first elements of the vector whose turn it is."""
+        vector = self._vectors[self._next % _IN_FLIGHT]
+        self._next += 1
+        return vector[:count]
+
+
+def send_pieces(
+    comm: mpi4py_MPI.Intracomm,
+    rank: int,
+    tag: int,
+    pieces: Iterator[slice],
+    piece: Callable[[slice], Array],
+) -> Steps:
+    """Send a vector to another agent.
+
+    Args:
+        comm: Communicator of the agents.
+        rank: The other one.
+        tag: Of the vector.
+        pieces: Its pieces.
+        piece: Returns the contents of a piece. It may overwrite what it returned
+            `_IN_FLIGHT` pieces before, such as `Buffers` do.
+    """
+    requests: deque[Any] = deque()
+    for each in pieces:
+        while len(requests) == _IN_FLIGHT:
+            if requests[0].Test():
+                requests.popleft()
+            else:
+                yield False
+        requests.append(comm.Isend(_bytes(piece(each)), rank, tag))
+        yield True
+    while requests:
+        if requests[0].Test():
+            requests.popleft()
+        else:
+            yield False
+
+
+class Incoming:
+    """A vector that another agent sends with `send_pieces`.
+
+    Args:
+        comm, rank, tag: As for `send_pieces`, with the rank of the sender.
+        pieces: Its pieces.
+        place: Returns the memory for a piece; that of the piece `_IN_FLIGHT` before is
+            free by then.
+    """
+
+    def __init__(
+        self,
+        comm: mpi4py_MPI.Intracomm,
+        rank: int,
+        tag: int,
+        pieces: Iterator[slice],
+        place: Callable[[slice], Array],
+    ) -> None:
+        self._comm, self._rank, self._tag = comm, rank, tag
+        self._pieces, self._place = pieces, place
+        self._receiving: deque[tuple[Any, Array]] = deque()
+        for _ in range(_IN_FLIGHT):
+            self._receive()
+
+    def _receive(self) -> None:
+        piece = next(self._pieces, None)
+        if piece is not None:
+            place = self._place(piece)
+            request = self._comm.Irecv(_bytes(place), self._rank, self._tag)
+            self._receiving.append((request, place))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all pieces have been taken."""
+        return not self._receiving
+
+    def first(self) -> Array | None:
+        """Return the first piece that was not taken; None if it has not arrived."""
+        request, place = self._receiving[0]
+        return place if request.Test() else None
+
+    def take(self) -> None:
+        """Take the first piece, whose memory is free from now on."""
+        self._receiving.popleft()
+        self._receive()
+
+
+def _bytes(array: Array) -> Array:
+    return array.view(np.uint8)
