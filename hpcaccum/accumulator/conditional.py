@@ -298,7 +298,7 @@ class ConditionalAccumulator(Freeable):
             self._protocol.counters.tally(),
             tuple(self._protocol.membership.left()),
             self._storage.name,
-            self._storage.region.nbytes_here,
+            self._storage.window_bytes,
         )
 
     def _describe(self) -> str:

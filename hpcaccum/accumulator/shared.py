@@ -78,6 +78,8 @@ class SharedAccumulator(Freeable):
                 settings.host,
                 settings.capacity,
                 settings.dtype,
+                what,
+                range(group.size),
             )
             undo.pop_all()
         self.writer = Writer(self.protocol, self.storage)

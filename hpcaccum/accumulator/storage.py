@@ -7,80 +7,93 @@ protocol, and may be used by several ranks at once if each uses its own buffers 
 from __future__ import annotations
 
 import functools
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum import device
+from hpcaccum.deadline import Deadline
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import Region, without_signals
+from hpcaccum.nodes import NodeParts
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.mpi import Group
 
 Array = np.ndarray[Any, Any]
 
+# A take that may not wait for gradients must still get those of other nodes.
+_LEAST_SECONDS = 60.0
+
 
 class Slots:
     """Two buffers per rank; the gradients of different ranks are stored separately.
 
-    The sum is formed at the take, in rank order: the same gradients give the same bits
-    in any order of arrival.
+    The sum is formed at the take: in rank order on each node, then in the order of the
+    nodes. The same gradients give the same bits in any order of arrival.
 
     Args:
         group: The ranks.
-        root: The rank that has all slots if the ranks are on several nodes.
+        root: Unused: each rank has its slots on its own node.
         capacity: Maximum number of elements of a gradient.
         dtype: Accumulation dtype.
+        what: Name for messages.
+        takers: The ranks that call `total`.
 
     Attributes:
-        region: The memory of the slots.
         sends: Whether MPI sends what `write` gets.
     """
 
-    name = "slots"
+    name, sends = "slots", False
 
     def __init__(
-        self, group: Group, root: int, capacity: int, dtype: np.dtype[Any]
+        self,
+        group: Group,
+        root: int,
+        capacity: int,
+        dtype: np.dtype[Any],
+        what: str,
+        takers: Sequence[int],
     ) -> None:
         self._rank, self._capacity, self._dtype = group.rank, capacity, dtype
+        self._what = what
         self._stride = _aligned(capacity * dtype.itemsize)
-        self.region = Region(group, root, 2 * self._stride, spread=True)
-        self.sends = not self.region.mapped
+        self._parts = NodeParts(group, 2 * self._stride, what, takers)
         self._threads = group.own_cores
-        self._staging: dict[int, Array] = {}
         # This rank's buffers, after its first gradient from a device.
         self._pinned: device.Pinned | None = None
 
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of this rank's memory that hold gradients."""
+        return self._parts.nbytes_here
+
     def pin(self) -> None:
-        """Pin this rank's buffers for DMA; a no-op if they are on another node."""
-        if self._pinned is None and self.region.mapped:
+        """Pin this rank's buffers for DMA."""
+        if self._pinned is None:
             nbytes, whole = 2 * self._stride, np.dtype(np.uint8)
-            memory = self.region.view(self._rank, 0, nbytes, whole)
+            memory = self._parts.view((self._rank, 0), nbytes, whole)
             self._pinned = device.Pinned(memory)
 
     def buffer(self, index: int) -> Array:
         """Return this rank's buffer as a vector, in which a gradient may be computed.
 
-        Across nodes it is memory of this rank from which `write` sends, also on the
-        root: the caller may use it after `free`, and the memory of a window is gone by
-        then.
+        The caller may use it after `free`.
         """
-        if self.region.mapped:
-            return self._view(self._rank, index, self._capacity)
-        return _staged(self._staging, index, self._capacity, self._dtype)
+        return self._view(self._rank, index, self._capacity)
 
     def _view(self, rank: int, index: int, count: int) -> Array:
-        return self.region.view(rank, index * self._stride, count, self._dtype)
+        return self._parts.view((rank, index * self._stride), count, self._dtype)
 
     def prepare(self, grad: Array) -> Array:
-        """Return the argument for `write`: across nodes a vector that MPI can send."""
+        """Return the argument for `write`."""
         if device.is_device(grad):
             self.pin()
-        return grad if self.region.mapped else _flat(grad, self._dtype)
+        return grad
 
     def write(
         self,
@@ -102,17 +115,8 @@ class Slots:
             added: Gets an entry for each part that was added to a sum. If it has some
                 after an exception, a second call with the same list adds the rest.
         """
-        if not self.region.mapped:
-            offset = index * self._stride
-            if first:
-                self.region.put(self._rank, offset, grad)
-            else:
-                self.region.accumulate(self._rank, offset, grad, added)
+        if in_place:
             return
-        if not in_place:
-            self._store(index, grad, first, added)
-
-    def _store(self, index: int, grad: Array, first: bool, added: list[None]) -> None:
         place = self._view(self._rank, index, grad.size).reshape(grad.shape)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
@@ -130,25 +134,32 @@ class Slots:
                 )
                 without_signals(add, functools.partial(added.append, None))
 
-    def total(self, closed: Closed, divisor: int, out: Array) -> None:
+    def total(
+        self, closed: Closed, divisor: int, out: Array, deadline: Deadline
+    ) -> None:
         """Set a vector to the sum of a round's gradients, divided by ``divisor``.
 
         On one node every gradient is read once, from its slot, and the result is
         written once.
+
+        Args:
+            closed: The round.
+            divisor: At least 1.
+            out: The vector.
+            deadline: Of the call. Other nodes have a minute, also if less is left.
+
+        Raises:
+            WaitTimeoutError: If other nodes do not send their sums in time.
         """
-        self.region.sync()
         records, size = closed.records.items(), out.size
-        if self.region.direct:
+        if self._parts.mapped:
             parts = [self._view(rank, record.buffer, size) for rank, record in records]
             add_in_order(parts, out, divisor, self._threads)
             return
-        total, part = np.empty(size, self._dtype), np.empty(size, self._dtype)
-        for number, (rank, record) in enumerate(records):
-            place = part if number else total
-            self.region.get(rank, record.buffer * self._stride, place)
-            if number:
-                total += part
-        add_in_order([total], out, divisor, self._threads)
+        places = [(rank, record.buffer * self._stride) for rank, record in records]
+        longer = Deadline(max(deadline.remaining, _LEAST_SECONDS), deadline.what)
+        total = self._parts.sum(places, size, self._dtype, divisor, longer)
+        add_in_order([total], out, 1, self._threads)
 
     def clear(self, parity: int, size: int) -> None:
         """Do nothing: the first gradient of a round overwrites."""
@@ -157,8 +168,7 @@ class Slots:
         """Free the memory. Collective."""
         if self._pinned is not None:
             self._pinned.free()
-        self._staging.clear()
-        self.region.free()
+        self._parts.free()
 
 
 class Sums:
@@ -171,14 +181,25 @@ class Sums:
     name, sends = "sum", True
 
     def __init__(
-        self, group: Group, root: int, capacity: int, dtype: np.dtype[Any]
+        self,
+        group: Group,
+        root: int,
+        capacity: int,
+        dtype: np.dtype[Any],
+        what: str,
+        takers: Sequence[int],
     ) -> None:
         self._capacity, self._dtype = capacity, dtype
         self._stride = _aligned(capacity * dtype.itemsize)
         nbytes = 2 * self._stride
-        self.region = Region(group, root, nbytes, spread=False, window=True)
+        self._region = Region(group, root, nbytes, spread=False, window=True)
         self._threads = group.own_cores
         self._staging: dict[int, Array] = {}
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of this rank's memory that hold gradients."""
+        return self._region.nbytes_here
 
     def buffer(self, index: int) -> Array:
         """Return memory of this rank in which a gradient may be computed."""
@@ -201,68 +222,61 @@ class Sums:
         added: list[None],
     ) -> None:
         """Add a gradient to the sum of a parity; see `Slots.write`."""
-        self.region.accumulate(0, parity * self._stride, grad, added)
+        self._region.accumulate(0, parity * self._stride, grad, added)
 
-    def total(self, closed: Closed, divisor: int, out: Array) -> None:
+    def total(
+        self, closed: Closed, divisor: int, out: Array, deadline: Deadline
+    ) -> None:
         """Set a vector to the sum of a round's gradients, divided by ``divisor``."""
         offset = closed.parity * self._stride
-        if self.region.direct:
-            self.region.sync()
-            total = self.region.view(0, offset, out.size, self._dtype)
+        if self._region.direct:
+            self._region.sync()
+            total = self._region.view(0, offset, out.size, self._dtype)
         else:
             total = np.empty(out.size, self._dtype)
-            self.region.get(0, offset, total)
+            self._region.get(0, offset, total)
         add_in_order([total], out, divisor, self._threads)
 
     def clear(self, parity: int, size: int) -> None:
         """Set the sum of a parity to zero."""
         offset = parity * self._stride
-        if self.region.direct:
-            self.region.view(0, offset, size, self._dtype)[:] = 0
-            self.region.sync()
+        if self._region.direct:
+            self._region.view(0, offset, size, self._dtype)[:] = 0
+            self._region.sync()
         else:
-            self.region.put(0, offset, np.zeros(size, self._dtype))
+            self._region.put(0, offset, np.zeros(size, self._dtype))
 
     def free(self) -> None:
         """Free the window. Collective."""
         self._staging.clear()
-        self.region.free()
+        self._region.free()
 
 
 Storage = Slots | Sums
 
 
 def make_storage(
-    kind: str, group: Group, root: int, capacity: int, dtype: np.dtype[Any]
+    kind: str,
+    group: Group,
+    root: int,
+    capacity: int,
+    dtype: np.dtype[Any],
+    what: str,
+    takers: Sequence[int],
 ) -> Storage:
     """Return a new storage. Collective.
 
     Args:
         kind: ``"slots"``, ``"sum"`` or ``"auto"``.
         group: The ranks.
-        root: The rank that has the memory if the ranks are on several nodes.
+        root: The rank that has the sums.
         capacity: Maximum number of elements of a gradient.
         dtype: Of the gradients.
+        what: Name for messages.
+        takers: The ranks that call `total`.
     """
-    dtype = accumulation_dtype(dtype)
-    kind = choose(kind, group, root, capacity * dtype.itemsize)
-    make = Slots if kind == Slots.name else Sums
-    return make(group, root, capacity, dtype)
-
-
-def choose(kind: str, group: Group, root: int, nbytes: int) -> str:
-    """Return the kind of storage that ``"auto"`` selects. Collective.
-
-    Slots if all ranks share a node, or if two gradients of ``nbytes`` for each rank
-    take at most half of the free memory of the root.
-    """
-    if kind != "auto":
-        return kind
-    if group.single_node:
-        return Slots.name
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    fits = 2 * nbytes * group.size <= free // 2
-    return Slots.name if group.comm.bcast(fits, root) else Sums.name
+    make = Sums if kind == Sums.name else Slots
+    return make(group, root, capacity, accumulation_dtype(dtype), what, takers)
 
 
 def _aligned(nbytes: int) -> int:

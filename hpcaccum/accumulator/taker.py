@@ -74,7 +74,7 @@ class Taker:
                 closing = self._close(required, deadline)
                 closed = self._await_writers(closing, deadline)
                 if closed.count:
-                    result = self._reduce(closed, out)
+                    result = self._reduce(closed, out, deadline)
                 self._complete = closed
                 self._finish(closing, closed)
                 if closed.count:
@@ -188,14 +188,14 @@ class Taker:
             complete, lambda: self._protocol.unfinished(closing.parity)
         )
 
-    def _reduce(self, closed: Closed, out: Array | None) -> Array:
+    def _reduce(self, closed: Closed, out: Array | None, deadline: Deadline) -> Array:
         shape = self._protocol.shapes.shape(closed.shape)
         found = result_array(out, self._dtype, shape)
         result = np.empty(shape, self._dtype) if is_device(found) else found
         divisor = closed.count if self._mean else 1
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            self._storage.total(closed, divisor, result.reshape(-1))
+            self._storage.total(closed, divisor, result.reshape(-1), deadline)
         if found is not result:
             copyto(found, result)
         return found

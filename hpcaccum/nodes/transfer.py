@@ -40,7 +40,7 @@ class Buffers:
 
     def get(self, count: int) -> Array:
         """Return the first elements of the vector whose turn it is."""
-        vector = self._vectors[self._next % _IN_FLIGHT]
+        vector: Array = self._vectors[self._next % _IN_FLIGHT]
         self._next += 1
         return vector[:count]
 

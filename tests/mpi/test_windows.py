@@ -11,8 +11,6 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.accumulator.state import Closed, Record
-from hpcaccum.accumulator.storage import Slots
 from hpcaccum.mpi import region as region_module
 from hpcaccum.mpi import windows as module
 from hpcaccum.mpi.group import Group
@@ -159,30 +157,6 @@ def test_vectors_have_moved_when_a_call_returns(comm, monkeypatch):
     assert spy.during(region.sync) == ["Sync"]
     meet()
     region.free()
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_stores_and_loads_of_slots_are_ordered_with_those_of_others(
-    comm, rank, monkeypatch, first
-):
-    slots = Slots(Group.of(comm), 0, 10, np.dtype("f8"))
-    # Mapped memory is ordered by the words that are set and read next.
-    if not slots.region.mapped:
-        spy = Spy(slots.region._window)
-        monkeypatch.setattr(slots.region, "_window", spy)
-        for in_slot in (False, True):
-            grad = slots.buffer(0) if in_slot else np.ones(10)
-            calls = spy.during(
-                lambda g=grad, t=in_slot: slots.write(0, 0, g, first, t, [])
-            )
-            assert calls[0] in Spy.MOVES
-            assert calls[-1] == "Flush"
-        records = {r: Record(0, 1, 0, 0) for r in range(comm.size)}
-        closed = Closed(0, comm.size, 0, records)
-        calls = spy.during(slots.total, closed, 1, np.empty(10))
-        assert calls[0] == "Sync"
-    meet()
-    slots.free()
 
 
 def test_additions_of_all_ranks_and_threads_count(words, size):
