@@ -12,7 +12,7 @@ from hpcaccum.bench.memory import Memory
 from hpcaccum.bench.step import RATE, Optimizing
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Region
-from hpcaccum.server import BoundedStalenessInbox, DoubleBuffer, ParameterServer
+from hpcaccum.server import BoundedStalenessInbox, Parameters, ParameterServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,9 +53,9 @@ class Server:
         self._count = count = nbytes // 4
         self._source, self._into = np.ones(count, np.float32), np.zeros(count, "f4")
         self._raw = Region(group, 0, nbytes * group.size, spread=False, window=True)
-        self._parameters = DoubleBuffer(group, 0, count, np.float32)
-        if group.rank == 0:
-            self._parameters.start(self._fill)
+        self._parameters = Parameters(group, 0, count, np.float32, "pull new")
+        self._step = 0
+        self._publish_first()
         self._idle = ParameterServer(
             group, 0, {"w": self._into}, self._queue, dedicated=False, what="pull old"
         )
@@ -92,13 +92,17 @@ class Server:
     def _nothing(self) -> None:
         pass
 
-    # DoubleBuffer on rank 0.
+    # Parameters on rank 0.
 
     def _fill(self, flat: Array) -> None:
         np.copyto(flat, self._source)
 
     def _publish_first(self) -> None:
-        self._on_root(lambda: self._parameters.publish(self._fill))
+        self._on_root(self._publish)
+
+    def _publish(self) -> None:
+        self._parameters.publish(self._fill, self._step)
+        self._step += 1
 
     def _write_first(self) -> None:
         self._on_root(lambda: self._raw.put(0, 0, self._source))
@@ -114,10 +118,12 @@ class Server:
     def _publish_timed(self, inner: int) -> list[float]:
         if self._group.rank != 0:
             return []
-        return repeated(lambda: self._parameters.publish(self._fill))(inner)
+        return repeated(self._publish)(inner)
 
     def _pull(self) -> None:
         deadline = Deadline(None, "pull")
+        newest = self._parameters.newest()
+        self._parameters.wait(newest, deadline, lambda: "the newest parameters")
         self._parameters.read(lambda flat: np.copyto(self._into, flat), deadline)
 
     def _get(self) -> None:

@@ -11,5 +11,14 @@ from __future__ import annotations
 
 from hpcaccum.nodes.agent import Agent, Service, Steps
 from hpcaccum.nodes.parts import NodeParts
+from hpcaccum.nodes.transfer import Incoming, pieces_of, send_pieces
 
-__all__ = ["Agent", "NodeParts", "Service", "Steps"]
+__all__ = [
+    "Agent",
+    "Incoming",
+    "NodeParts",
+    "Service",
+    "Steps",
+    "pieces_of",
+    "send_pieces",
+]

@@ -228,7 +228,8 @@ class OneSidedOptimizer(Wrapper):
 
     def _pull_all(self) -> None:
         """Set this rank's variables to the center's, whatever their step."""
-        self._step = self._open_server().pull(self._values)
+        server = self._open_server()
+        self._step = server.pull(self._values, at_least=server.step)
 
     def gradient_arrays(self) -> dict[str, Array]:
         """Return arrays in which a loss can compute its next gradients, by name.

@@ -2,7 +2,8 @@
 
 `ParameterServer` is one object on every rank: a `client`, and on the root the
 `update_loop`. Gradients travel through an `Inbox`, of which there are two:
-`QuorumInbox` and `BoundedStalenessInbox`. Parameters travel through a `DoubleBuffer`.
+`QuorumInbox` and `BoundedStalenessInbox`. Parameters travel through
+`Parameters`.
 `wire_format` maps both between names and flat vectors.
 
 Imports `accumulator`, `mpi`, `device` and the modules below them.
@@ -11,17 +12,17 @@ Imports `accumulator`, `mpi`, `device` and the modules below them.
 from __future__ import annotations
 
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
-from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.inbox import Inbox
+from hpcaccum.server.parameters import Parameters
 from hpcaccum.server.quorum import QuorumInbox
 from hpcaccum.server.server import ParameterServer, ServerState
 from hpcaccum.server.wire_format import gradients_by_name
 
 __all__ = [
     "BoundedStalenessInbox",
-    "DoubleBuffer",
     "Inbox",
     "ParameterServer",
+    "Parameters",
     "QuorumInbox",
     "ServerState",
     "gradients_by_name",

@@ -12,7 +12,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import Transfer, all_on_device
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
-from hpcaccum.server.double_buffer import DoubleBuffer
+from hpcaccum.server.parameters import Parameters
 from hpcaccum.server.update_lock import UpdateLock
 from hpcaccum.server.wire_format import WireFormat
 
@@ -57,8 +57,8 @@ class Client(Freeable):
         with contextlib.ExitStack() as undo:
             self._inbox = inbox(gradients.size, gradients.dtype)
             undo.callback(self._inbox.free)
-            self._parameters = DoubleBuffer(
-                group, root, parameters.size, parameters.dtype
+            self._parameters = Parameters(
+                group, root, parameters.size, parameters.dtype, what
             )
             undo.pop_all()
         # Held by the updates of this rank, if it makes any.
@@ -75,32 +75,32 @@ class Client(Freeable):
 
     @property
     def step(self) -> int:
-        """The step of the newest parameters."""
-        return self._parameters.version()
+        """The step of the newest parameters; across nodes a round trip."""
+        return self._parameters.newest()
 
     def pull(
         self, into: Mapping[str, Array], *, at_least: int = 0, known: int = -1
     ) -> int:
-        """Copy the newest parameters; return their step.
+        """Copy the newest parameters that this node has; return their step.
 
-        They are copied once, directly from the root's memory, if the ranks share a
-        node.
+        They are copied once, from memory of the node. Another node than the root's
+        gets newer ones when one of its ranks waits for them.
 
         Args:
             into: Name to array; only these are copied.
             at_least: Wait for this step.
-            known: The step of ``into``; nothing is copied if it is the newest.
+            known: The step of ``into``; nothing is copied if the node has no newer one.
 
         Raises:
             WaitTimeoutError: If the step does not come in time; says what it lacks.
             InvalidArgumentError: If this thread would wait for updates that it has
                 paused.
         """
-        newest = self.step
-        if newest == known and newest >= at_least:
+        here = self._parameters.version()
+        if here == known and here >= at_least:
             return known
         deadline = Deadline(None, f"{self._what}: pull")
-        if newest < at_least:
+        if here < at_least:
             self._wait_for(at_least, deadline)
         if all_on_device(self._what, into.values()):
             return self._parameters.read(self._fetch_to(into), deadline)
@@ -111,9 +111,7 @@ class Client(Freeable):
     def _wait_for(self, step: int, deadline: Deadline) -> None:
         self._check_not_paused("a pull")
         try:
-            deadline.wait(
-                lambda: self.step >= step or None, lambda: self._missing(step)
-            )
+            self._parameters.wait(step, deadline, lambda: self._missing(step))
         finally:
             self.waited += deadline.waited
 
@@ -142,7 +140,7 @@ class Client(Freeable):
         """Return copies of the newest parameters of these names, all of one step."""
         shapes, dtypes = self._wire.parameters.shapes, self._wire.dtypes
         copies = {name: np.empty(shapes[name], dtypes[name]) for name in names}
-        self.pull(copies)
+        self.pull(copies, at_least=self.step)
         return [copies[name] for name in names]
 
     def gradient_arrays(self) -> dict[str, Array]:

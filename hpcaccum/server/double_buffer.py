@@ -1,9 +1,10 @@
-"""Parameters that one rank publishes and all ranks read, never half an update.
+"""Parameters that one rank publishes and its node reads, never half an update.
 
-There are two copies and two words. The publisher announces the version that it begins,
-writes it over the older copy, then announces that it is complete. A reader copies the
-newest complete version. Then it checks whether the publisher has begun the next version
-but one, which overwrites what was read; if so, it reads again.
+There are two copies, and a word for each with the step that it holds. The publisher
+sets the word of the older copy to the new step, writes the copy, then sets a third
+word, which says that it is complete and which one it is. A reader copies the newest
+complete one. Then it checks whether the publisher has begun to overwrite it; if so, it
+reads again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.device import Pinned
-from hpcaccum.mpi import AtomicWords, Region
+from hpcaccum.mpi import AtomicWords, NodeMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,79 +25,69 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_VERSION, _BEGUN = 0, 1
+# The newest complete copy: its step and its number. Then the step of each copy.
+_NEWEST, _HOLDS = 0, 1
 
 
 class DoubleBuffer:
-    """A flat vector on the root, with a version that counts up. Collective.
+    """A flat vector on the root, with a step that increases. Collective.
 
     Args:
-        group: The ranks.
+        group: Ranks of one node.
         root: The rank that publishes.
         size, dtype: Of the vector.
     """
 
     def __init__(self, group: Group, root: int, size: int, dtype: Any) -> None:
-        self._size, self._dtype = size, np.dtype(dtype)
+        self._size, self._dtype, self._root = size, np.dtype(dtype), root
         self._stride = -(-size * self._dtype.itemsize // 64) * 64
+        self._is_root = group.rank == root
         with contextlib.ExitStack() as undo:
-            self._words = AtomicWords(group, root, 2)
+            self._words = AtomicWords(group, root, 3)
             undo.callback(self._words.free)
-            self._region = Region(group, root, 2 * self._stride, spread=False)
+            nbytes = max(1, 2 * self._stride)
+            sizes = [nbytes * (rank == root) for rank in range(group.size)]
+            memory = NodeMemory(group, sizes)
             undo.pop_all()
-        self._scratch: Array | None = None
+        self._memory = memory.parts[root]
         self._pinned: Pinned | None = None
+        if self._is_root:
+            self._words.write(_NEWEST, -2)
+        group.allgather(None, "memory of parameters")
 
     def pin(self) -> None:
-        """Pin the memory that `read` passes on; no-op if it is on another node."""
-        if self._pinned is None and self._region.direct:
-            whole = self._region.view(0, 0, 2 * self._stride, np.dtype(np.uint8))
-            self._pinned = Pinned(whole)
+        """Pin the memory that `read` passes on."""
+        if self._pinned is None:
+            self._pinned = Pinned(self._memory)
 
     @property
     def window_bytes(self) -> int:
         """Memory of this rank that holds the copies."""
-        return self._region.nbytes_here
+        return self._memory.size if self._is_root else 0
 
     def version(self) -> int:
-        """Return the newest complete version."""
-        return self._words.read(_VERSION)
+        """Return the step of the newest complete copy; -1 if there is none."""
+        return self._words.read(_NEWEST) >> 1
 
-    def start(self, fill: Callable[[Array], None], version: int = 0) -> None:
-        """Write the first version; the root only, before any rank reads.
-
-        Args:
-            fill: Writes all of the vector that it is given.
-            version: Its number.
-        """
-        fill(self._copy(version))
-        self._region.sync()
-        self._words.write(_BEGUN, version)
-        self._words.write(_VERSION, version)
-
-    def publish(self, fill: Callable[[Array], None]) -> int:
-        """Write a new version; the root only.
-
-        Args:
-            fill: Writes all of the vector that it is given.
-
-        Returns:
-            The new version.
-        """
-        version = self._words.fetch_add(_BEGUN, 1) + 1
-        # Readers must be able to see the announcement before anything is overwritten.
+    def begin(self, step: int) -> Array:
+        """Return the memory for a new step, larger than all before; the root only."""
+        copy = 1 - (self._words.read(_NEWEST) & 1)
+        # Readers must be able to see this before anything is overwritten.
+        self._words.write(_HOLDS + copy, step)
         self._words.sync()
-        fill(self._copy(version))
-        self._region.sync()
-        self._words.write(_VERSION, version)
-        return version
+        return self._copy(copy)
 
-    def _copy(self, version: int) -> Array:
-        offset = version % 2 * self._stride
-        return self._region.view(0, offset, self._size, self._dtype)
+    def complete(self, step: int) -> None:
+        """Publish what `begin` returned the memory for."""
+        copy = 1 - (self._words.read(_NEWEST) & 1)
+        self._words.write(_NEWEST, step << 1 | copy)
+
+    def _copy(self, copy: int) -> Array:
+        begin, nbytes = copy * self._stride, self._size * self._dtype.itemsize
+        return self._memory[begin : begin + nbytes].view(self._dtype)
 
     def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
-        """Let ``use`` copy from the newest version; return the version.
+        """Let ``use`` copy from the newest version; return its step.
 
         Args:
             use: Is given the vector and must only copy it: the contents are valid only
@@ -107,28 +98,22 @@ class DoubleBuffer:
             WaitTimeoutError: If no copy was valid in time.
         """
         return deadline.wait(
-            lambda: self._try(use),
+            lambda: self.try_read(use),
             lambda: "a copy that no two updates of the parameters overtake",
         )
 
-    def _try(self, use: Callable[[Array], None]) -> int | None:
-        version = self.version()
-        use(self._fetch(version))
+    def try_read(self, use: Callable[[Array], None]) -> int | None:
+        """Do as `read`; return None if an update has overwritten what was read."""
+        newest = self._words.read(_NEWEST)
+        step, copy = newest >> 1, newest & 1
+        use(self._copy(copy))
         # All reads must be done before that of the word that validates them.
         self._words.sync()
-        return version if self._words.read(_BEGUN) <= version + 1 else None
-
-    def _fetch(self, version: int) -> Array:
-        if self._region.direct:
-            return self._copy(version)
-        if self._scratch is None:
-            self._scratch = np.empty(self._size, self._dtype)
-        self._region.get(0, version % 2 * self._stride, self._scratch)
-        return self._scratch
+        return step if self._words.read(_HOLDS + copy) == step else None
 
     def free(self) -> None:
         """Free the memory. Collective."""
         if self._pinned is not None:
             self._pinned.free()
-        self._region.free()
+        self._memory = np.empty(0, np.uint8)
         self._words.free()

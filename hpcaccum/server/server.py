@@ -103,8 +103,9 @@ class ParameterServer(Client):
             self._loop.set_step(step)
             group.progress.start()
         self._register(group, what)
-        # No rank pulls before the center is published.
+        # No rank pulls before the center is published, and has come to all nodes.
         group.allgather(None, what)
+        self._wait_for(step, Deadline(None, f"{what}: first parameters"))
 
     def _make_loop(self) -> UpdateLoop:
         return UpdateLoop(
@@ -182,7 +183,7 @@ class ParameterServer(Client):
         """The number of updates that are published."""
         if self._final is not None:
             return self._final.step
-        return self._parameters.version()
+        return super().step
 
     def read(self, names: Iterable[str]) -> list[Array]:
         """Return copies of the newest parameters of these names, all of one step."""

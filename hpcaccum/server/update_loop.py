@@ -17,8 +17,8 @@ from hpcaccum.mpi import report_and_abort
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum.server.double_buffer import DoubleBuffer
     from hpcaccum.server.inbox import Inbox
+    from hpcaccum.server.parameters import Parameters
     from hpcaccum.server.update_lock import UpdateLock
     from hpcaccum.server.wire_format import WireFormat
 
@@ -42,7 +42,7 @@ class UpdateLoop:
         self,
         center: dict[str, Array],
         inbox: Inbox,
-        parameters: DoubleBuffer,
+        parameters: Parameters,
         wire: WireFormat,
         lock: UpdateLock,
         what: str,
@@ -56,7 +56,7 @@ class UpdateLoop:
     def set_step(self, step: int) -> None:
         """Publish the center as that of a step, before any rank pushes or pulls."""
         self._inbox.start(step)
-        self._parameters.start(self._fill, step)
+        self._parameters.publish(self._fill, step)
 
     def start_thread(self) -> None:
         """Run the loop in a thread."""
@@ -81,7 +81,7 @@ class UpdateLoop:
                     # Empty if a rank was admitted and then failed to write.
                     if grads := self._wire.read_gradients(flat):
                         self.update(grads)
-                    self._parameters.publish(self._fill)
+                    self._parameters.publish(self._fill, step + 1)
         except EverybodyLeftError:
             return
 

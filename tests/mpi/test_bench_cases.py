@@ -9,7 +9,7 @@ from hpcaccum import ConditionalAccumulator, Group, Reducer
 from hpcaccum.bench.measure import Conditions, Measurement, rows
 from hpcaccum.bench.memory import Memory
 from hpcaccum.bench.options import BENCHMARKS
-from hpcaccum.server.double_buffer import DoubleBuffer
+from hpcaccum.server import Parameters
 
 SIZE = 4096
 QUICK = Conditions(seconds=0.05)
@@ -78,12 +78,12 @@ def wrong_take(monkeypatch):
 
 
 def wrong_read(monkeypatch):
-    read = DoubleBuffer.read
+    read = Parameters.read
 
     def wrong(self, use, deadline):
         return read(self, lambda flat: use(off(flat)), deadline)
 
-    monkeypatch.setattr(DoubleBuffer, "read", wrong)
+    monkeypatch.setattr(Parameters, "read", wrong)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from hpcaccum import (
     WaitTimeoutError,
 )
 from hpcaccum.deadline import Deadline
+from hpcaccum.server import Parameters
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
-from hpcaccum.server.double_buffer import DoubleBuffer
 
 from .support import WAIT
 from .training import meet, raised, turns
@@ -203,13 +203,13 @@ def test_a_gradient_that_is_admitted_and_not_written_is_waited_for(
 
 def test_nothing_is_lost_when_all_ranks_submit_at_will(make, comm, host, rank, size):
     queue, calls = make(), 30
-    done = DoubleBuffer(Group.of(comm), host, 1, np.float64)
+    done = Parameters(Group.of(comm), host, 1, np.float64, "test")
     found = []
 
     def serve():
         for step in range(calls * size):
             found.append(applied(queue, step))
-            done.publish(lambda flat: None)
+            done.publish(lambda flat: None, step + 1)
 
     if rank == host:
         thread = threading.Thread(target=serve, daemon=True)
@@ -218,9 +218,7 @@ def test_nothing_is_lost_when_all_ranks_submit_at_will(make, comm, host, rank, s
     for call in range(calls):
         receipts.append(submit(queue, 1000 * rank + call))
         step = receipts[-1].global_step + 1
-        Deadline(WAIT, "test").wait(
-            lambda step=step: done.version() >= step or None, str
-        )
+        done.wait(step, Deadline(WAIT, "test"), str)
     everybody = meet(receipts)
     if rank == host:
         thread.join(WAIT)

@@ -1,4 +1,4 @@
-"""DoubleBuffer: readers never see half an update."""
+"""Parameters and their DoubleBuffers: readers never see half an update."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from hpcaccum import Group
 from hpcaccum.deadline import Deadline
-from hpcaccum.server.double_buffer import DoubleBuffer
+from hpcaccum.server import Parameters
 
 from .support import WAIT
 from .training import meet
@@ -29,9 +29,9 @@ def make(comm, host, rank):
     made = []
 
     def make(size=SIZE, dtype=np.float64):
-        made.append(DoubleBuffer(Group.of(comm), host, size, dtype))
+        made.append(Parameters(Group.of(comm), host, size, dtype, "test"))
         if rank == host:
-            made[-1].start(lambda flat: flat.fill(0))
+            made[-1].publish(fill(0), 0)
         meet()
         return made[-1]
 
@@ -46,8 +46,9 @@ def fill(version):
 
 
 def read(parameters, out=None, use=None):
-    out = np.full(SIZE, -1.0) if out is None else out
-    version = parameters.read(use or (lambda f: np.copyto(out, f)), Deadline(WAIT, "t"))
+    out, deadline = np.full(SIZE, -1.0) if out is None else out, Deadline(WAIT, "t")
+    parameters.wait(parameters.newest(), deadline, str)
+    version = parameters.read(use or (lambda f: np.copyto(out, f)), deadline)
     return version, out
 
 
@@ -56,11 +57,11 @@ def test_every_rank_reads_what_was_published_last(make, host, rank, dtype):
     parameters = make(dtype=dtype)
     for version in range(4):
         if rank == host and version:
-            assert parameters.publish(fill(version)) == version
+            parameters.publish(fill(version), version)
         meet()
         found, out = read(parameters, np.zeros(SIZE, dtype))
 
-        assert found == parameters.version() == version
+        assert found == parameters.newest() == version
         assert (out == version).all()
         meet()
 
@@ -68,7 +69,7 @@ def test_every_rank_reads_what_was_published_last(make, host, rank, dtype):
 def test_nothing_at_all_can_be_published(make, host, rank):
     parameters = make(size=0)
     if rank == host:
-        parameters.publish(fill(1))
+        parameters.publish(fill(1), 1)
     meet()
 
     assert read(parameters, np.zeros(0))[0] == 1
@@ -107,8 +108,8 @@ def test_a_copy_that_two_updates_overtook_is_made_again(make, host, rank, size):
     parameters = make()
 
     def publish():
-        parameters.publish(fill(1))
-        parameters.publish(fill(2))
+        parameters.publish(fill(1), 1)
+        parameters.publish(fill(2), 2)
 
     found = overtaken(parameters, host, rank, size, publish)
 
@@ -121,7 +122,10 @@ def test_a_copy_that_two_updates_overtook_is_made_again(make, host, rank, size):
 def test_a_copy_that_one_update_overtook_is_good(make, host, rank, size):
     parameters = make()
 
-    found = overtaken(parameters, host, rank, size, lambda: parameters.publish(fill(1)))
+    def publish():
+        parameters.publish(fill(1), 1)
+
+    found = overtaken(parameters, host, rank, size, publish)
 
     if found:
         version, out, calls = found
@@ -135,13 +139,13 @@ def test_an_update_that_is_being_written_is_not_read(make, host, rank):
 
     def unfinished(flat):
         flat[:4] = 2
-        seen.append(parameters.version())
+        seen.append(parameters.newest())
         seen.append(read(parameters)[0])
         flat[4:] = 2
 
     if rank == host:
-        parameters.publish(fill(1))
-        parameters.publish(unfinished)
+        parameters.publish(fill(1), 1)
+        parameters.publish(unfinished, 2)
         assert seen == [1, 1]
     meet()
     assert read(parameters)[0] == 2
@@ -157,8 +161,8 @@ def test_a_copy_that_is_being_written_over_is_made_again(make, host, rank, size)
             meet()  # the reader goes on
             meet()  # the reader has read
 
-        parameters.publish(fill(1))
-        parameters.publish(unfinished)
+        parameters.publish(fill(1), 1)
+        parameters.publish(unfinished, 2)
 
     found = overtaken(parameters, host, rank, size, publish)
     if rank != host:
@@ -179,7 +183,7 @@ def test_readers_under_fire_never_see_half_an_update(
     out, before, seen = np.zeros(length, np.float32), 0, set()
     if rank == host and size > 1:
         for version in range(1, last + 1):
-            parameters.publish(fill(version))
+            parameters.publish(fill(version), version)
     while before < last and rank != host:
         version, _ = read(parameters, out)
         assert before <= version
@@ -193,7 +197,7 @@ def test_half_precision_is_rounded_once_when_read(make, host, rank, dtype):
     parameters = make(dtype=np.float32)
     third = np.float32(1) / 3
     if rank == host:
-        parameters.publish(fill(third))
+        parameters.publish(fill(third), 1)
     meet()
     out = np.zeros(SIZE, dtype)
     read(parameters, out, lambda flat: np.copyto(out, flat, casting="same_kind"))

@@ -67,7 +67,7 @@ def test_a_quorum_is_one_update_of_the_mean(comm, rank, size, dedicated):
 def test_step_0_is_what_the_host_has(comm, size):
     server = start(comm, host=size - 1)
     out = np.full(3, 7.0)
-    step = server.pull({"w": out})
+    step = server.pull({"w": out}, at_least=server.step)
     server.free()
 
     assert step == 0
@@ -81,7 +81,7 @@ def test_nothing_is_copied_when_there_is_nothing_new(comm, rank):
     assert (out == 7).all()
     meet()
     turns([0], lambda _: bool(train(server, [1])))
-    new = server.pull({"w": out}, known=0)
+    new = server.pull({"w": out}, at_least=server.step, known=0)
     server.free()
 
     assert (same, new) == (0, 1)
@@ -101,7 +101,7 @@ def test_a_pull_without_news_prepares_no_wait(comm, monkeypatch):
 def test_only_what_is_asked_for_is_copied(comm):
     server = start(comm, shapes={"w": (3,), "v": (2, 2), "none": (0,), "one": ()})
     out = np.full((2, 2), 7.0)
-    server.pull({"v": out})
+    server.pull({"v": out}, at_least=server.step)
     shapes = [read(server, name).shape for name in ("w", "v", "none", "one")]
     server.free()
 

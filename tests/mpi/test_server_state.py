@@ -16,7 +16,7 @@ from hpcaccum import (
     WaitTimeoutError,
 )
 from hpcaccum.deadline import Deadline
-from hpcaccum.server import DoubleBuffer
+from hpcaccum.server import Parameters
 
 from .acting import VAIN
 from .serving import read, start, train
@@ -86,18 +86,20 @@ def test_lags_are_those_to_the_given_step(comm, size, inbox):
 
 
 @pytest.mark.parametrize("version", [1000, 1001])
-def test_a_double_buffer_starts_at_any_version(comm, rank, version):
-    buffer, out = DoubleBuffer(Group.of(comm), 0, 3, np.float64), np.zeros(3)
+def test_parameters_start_at_any_step(comm, rank, version):
+    group, out = Group.of(comm), np.zeros(3)
+    buffer = Parameters(group, 0, 3, np.float64, "test")
     if rank == 0:
-        buffer.start(lambda flat: flat.fill(version), version)
+        buffer.publish(lambda flat: flat.fill(version), version)
     for newest in (version, version + 1, version + 2):
         meet()
         copy = Deadline(WAIT, "test")
+        buffer.wait(newest, copy, str)
         assert buffer.read(lambda flat: np.copyto(out, flat), copy) == newest
         assert (out == newest).all()
         meet()
         if rank == 0:
-            assert buffer.publish(lambda flat: flat.fill(newest + 1)) == newest + 1  # noqa: B023
+            buffer.publish(lambda flat: flat.fill(newest + 1), newest + 1)  # noqa: B023
     meet()
     buffer.free()
 

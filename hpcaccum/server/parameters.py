@@ -1,0 +1,200 @@
+"""Parameters that one rank publishes and all ranks read from memory of their node.
+
+The ranks of the publisher's node read its `DoubleBuffer`. Every other node has a copy
+of its own, which its agent fetches when one of its ranks waits for a newer step. What
+is sent is always the newest, never twice the same, and only where it is awaited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.mpi import AtomicWords
+from hpcaccum.nodes import Agent, Incoming, pieces_of, send_pieces
+from hpcaccum.server.double_buffer import DoubleBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.mpi import Group
+    from hpcaccum.nodes import Steps
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class _Snapshot:
+    """A copy that agents send from, while the publisher goes on."""
+
+    vector: Array
+    step: int = -1
+    users: int = 0
+
+
+class Parameters:
+    """A flat vector of the rank ``root``, with a step that increases. Collective.
+
+    Args:
+        group: The ranks.
+        root: The rank that publishes.
+        size, dtype: Of the vector.
+        what: Name for messages.
+    """
+
+    def __init__(
+        self, group: Group, root: int, size: int, dtype: Any, what: str
+    ) -> None:
+        self._group, self._root, self._what = group, root, what
+        self._size, self._dtype = size, np.dtype(dtype)
+        single = group.single_node
+        inside = group if single else group.inside
+        ranks = range(group.size) if single else group.nodes[group.node_number]
+        self._is_here = root in ranks
+        place = ranks.index(root) if self._is_here else 0
+        with contextlib.ExitStack() as undo:
+            self._copy = DoubleBuffer(inside, place, size, dtype)
+            undo.callback(self._copy.free)
+            self._agent = None if single else self._join(group, root)
+            undo.pop_all()
+        # On leaders. Of the publisher's node: what is being sent.
+        self._snapshots: list[_Snapshot] = []
+        # Of another node: whether a newer step is on its way.
+        self._fetching = False
+
+    def _join(self, group: Group, root: int) -> Agent:
+        self._words = AtomicWords(group, root, 1)
+        self._source = next(n for n, ranks in enumerate(group.nodes) if root in ranks)
+        agent = Agent.of(group)
+        self._number = agent.add(self)
+        return agent
+
+    def pin(self) -> None:
+        """Pin the memory that `read` passes on."""
+        self._copy.pin()
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of this rank that holds copies."""
+        return self._copy.window_bytes
+
+    def version(self) -> int:
+        """Return the step that this node has; a load. -1 before the first one."""
+        return self._copy.version()
+
+    def newest(self) -> int:
+        """Return the step that the root has published; across nodes a round trip."""
+        return self._copy.version() if self._is_here else self._words.read(0)
+
+    def publish(self, fill: Callable[[Array], None], step: int) -> None:
+        """Write a new step, larger than all before; the root only.
+
+        Args:
+            fill: Writes all of the vector that it is given.
+            step: Of the vector.
+        """
+        fill(self._copy.begin(step))
+        if self._agent is not None:
+            # First: no rank may have a step before `newest` returns it.
+            self._words.write(0, step)
+        self._copy.complete(step)
+
+    def wait(self, step: int, deadline: Deadline, missing: Callable[[], str]) -> None:
+        """Wait until this node has a step, or a newer one.
+
+        Args:
+            step: The step.
+            deadline: Of the call.
+            missing: Returns what the wait is for; called for messages only.
+
+        Raises:
+            WaitTimeoutError: If it does not come in time.
+        """
+        if self._agent is not None and not self._is_here:
+            # The agent asks the root's, which answers when the step is published.
+            self._agent.request(self._agent.node, self._number, "fetch", step)
+        deadline.wait(lambda: self.version() >= step or None, missing)
+
+    def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
+        """Let ``use`` copy the newest step of this node; see `DoubleBuffer.read`."""
+        return self._copy.read(use, deadline)
+
+    # The agent
+
+    def handle(self, source: int, kind: str, step: int) -> Steps:
+        """Return the steps that fetch parameters, or send them."""
+        return self._fetch(step) if kind == "fetch" else self._send(source, step)
+
+    def _fetch(self, wanted: int) -> Steps:
+        """Fetch a step for this node."""
+        while self._fetching:
+            yield False
+        if self.version() >= wanted:
+            return
+        self._fetching = True
+        assert self._agent is not None
+        comm, tag = self._agent.comm, self._agent.tag(self._number)
+        source = self._agent.leaders[self._source]
+        self._agent.request(self._source, self._number, "send", wanted)
+        step = np.empty(1, np.int64)
+        received = comm.Irecv(step, source, tag)
+        while not received.Test():
+            yield False
+        vector = self._copy.begin(int(step[0]))
+        pieces = pieces_of(self._size, self._dtype.itemsize)
+        incoming = Incoming(comm, source, tag, pieces, vector.__getitem__)
+        while not incoming.complete:
+            if incoming.first() is None:
+                yield False
+            else:
+                incoming.take()
+        self._copy.complete(int(step[0]))
+        self._fetching = False
+
+    def _send(self, rank: int, wanted: int) -> Steps:
+        """Send the newest parameters to an agent, once they are of a step or newer."""
+        while (snapshot := self._snapshot(wanted)) is None:
+            yield False
+        assert self._agent is not None
+        comm, tag = self._agent.comm, self._agent.tag(self._number)
+        step = np.array([snapshot.step])
+        header = comm.Isend(step, rank, tag)
+        pieces = pieces_of(self._size, self._dtype.itemsize)
+        yield from send_pieces(comm, rank, tag, pieces, snapshot.vector.__getitem__)
+        while not header.Test():
+            yield False
+        snapshot.users -= 1
+
+    def _snapshot(self, wanted: int) -> _Snapshot | None:
+        """Return a copy of the newest parameters, for one more user; None if too old.
+
+        Sends to a node that is slow must delay neither updates nor other nodes.
+        """
+        newest = self.version()
+        if newest < wanted:
+            return None
+        for found in self._snapshots:
+            if found.step == newest:
+                found.users += 1
+                return found
+        snapshot = next((each for each in self._snapshots if not each.users), None)
+        if snapshot is None:
+            snapshot = _Snapshot(np.empty(self._size, self._dtype))
+            self._snapshots.append(snapshot)
+        vector = snapshot.vector
+        step = self._copy.try_read(lambda flat: np.copyto(vector, flat))
+        snapshot.step = -1 if step is None else step
+        snapshot.users = 0 if step is None else 1
+        return None if step is None else snapshot
+
+    def free(self) -> None:
+        """Free the memory. Collective."""
+        if self._agent is not None:
+            self._agent.remove(self._number, f"{self._what}: free")
+            self._words.free()
+        self._snapshots.clear()
+        self._copy.free()
