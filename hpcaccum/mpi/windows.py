@@ -96,13 +96,14 @@ class AtomicWords:
     Win_sync. That costs a tenth of an RMA call, and a rank that polls does not slow
     down the others.
 
-    On one node, words also order the memory that all ranks have mapped (`NodeMemory`).
-    MPI defines the order by Win_sync for the memory of its window only, but in both
+    Words also order the memory that ranks of one node have mapped (`NodeMemory`). MPI
+    defines the order by Win_sync for the memory of its window only, but in both
     libraries it is a full barrier of the processor. `store` and `write` have one before
     the store: a rank that sees the word sees all earlier stores of this rank. `read`
     and `read_range` have one after the load: later loads of this rank are at least as
     new as the word. A rank that reads memory first, and then a word to find out whether
-    the memory was valid, needs `sync` in between.
+    the memory was valid, needs `sync` in between. All of this holds for the ranks of
+    one node also if the words are on another one.
 
     Args:
         group: The ranks.
@@ -129,9 +130,10 @@ class AtomicWords:
         """Return one word."""
         if self._words is not None:
             word = self._words[index]
-            self._window.Sync()
-            return word
-        return self._fetch(index, 0, MPI.NO_OP, self._local.attempt)
+        else:
+            word = self._fetch(index, 0, MPI.NO_OP, self._local.attempt)
+        self._window.Sync()
+        return word
 
     def fetch_add(self, index: int, value: int, attempt: Attempt | None = None) -> int:
         """Add to one word; return its value before."""
@@ -172,6 +174,7 @@ class AtomicWords:
         finally:
             # Also after an exception: MPI must not write to memory that is freed.
             self._window.Flush(self.root)
+        self._window.Sync()
         return result.tolist()  # type: ignore[no-any-return]
 
     def write(self, index: int, value: int) -> None:
@@ -185,10 +188,11 @@ class AtomicWords:
 
     def store(self, index: int, values: Sequence[int]) -> None:
         """Set several words, each atomically; complete after the next `flush`."""
+        # Also before a word that leaves the node: see the class.
+        self._window.Sync()
         if self._words is None:
             self._send(index, values)
             return
-        self._window.Sync()
         for place, value in enumerate(values, index):
             self._words[place] = value
         self._window.Sync()
