@@ -17,7 +17,8 @@ from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
 from hpcaccum.errors import EverybodyLeftError, format_ranks
-from hpcaccum.mpi import AtomicWords, Attempt, Region
+from hpcaccum.mpi import AtomicWords, Attempt
+from hpcaccum.nodes import NodeParts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,10 +34,15 @@ _STEP = _FIXED.take(own_lines=True)
 _APPLIED = _FIXED.take()
 # One place per rank, followed by the words of `Membership`.
 _HEAD = _FIXED.count
+# Stands for the rank of a gradient that was given up.
+_NOBODY = -1
 
 
 class BoundedStalenessInbox:
-    """A queue of gradients on the root, with one place per rank. Collective.
+    """A queue of gradients for the root, with one place per rank. Collective.
+
+    The places are words on the root; each gradient stays in a slot on the node of its
+    rank until the root takes it.
 
     A rank submits, then waits until its gradient is applied; only then may it write to
     its slot again. The root takes one gradient after the other.
@@ -76,15 +82,14 @@ class BoundedStalenessInbox:
             self.words = AtomicWords(group, root, layout.count)
             undo.callback(self.words.free)
             nbytes = size * self._dtype.itemsize
-            self._region = Region(group, root, nbytes, spread=True)
+            self._slots = NodeParts(group, nbytes, "inbox", takers=[root])
             undo.pop_all()
         self.membership = Membership(
             self.words, self._members, group.rank, n, n if workers is None else workers
         )
         self.ledger = Counters(self.words, ledger, group.rank, n)
-        # A rank may use its slot after `free`: it must not lie in a window.
-        mapped = self._region.mapped
-        self._slot = self._place(group.rank) if mapped else np.zeros(size, self._dtype)
+        # A view of mapped memory: a rank may use its slot after `free`.
+        self._slot = self._view(group.rank)
         self._pinned: Pinned | None = None
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0
@@ -92,8 +97,8 @@ class BoundedStalenessInbox:
         self._admission = Attempt()
         self._counts: Counts | None = None
 
-    def _place(self, rank: int) -> Array:
-        return self._region.view(rank, 0, self._size, self._dtype)
+    def _view(self, rank: int) -> Array:
+        return self._slots.view((rank, 0), self._size, self._dtype)
 
     @property
     def step(self) -> int:
@@ -103,7 +108,7 @@ class BoundedStalenessInbox:
     @property
     def window_bytes(self) -> int:
         """Memory of this rank that holds gradients."""
-        return self._region.nbytes_here
+        return self._slots.nbytes_here
 
     def start(self, step: int) -> None:
         """Set the step of the first update; the root only, before any submission."""
@@ -153,10 +158,9 @@ class BoundedStalenessInbox:
     def _submit(self, local_step: int) -> Receipt:
         receipt = self._admit(local_step)
         if receipt:
-            if not self._region.mapped:
-                self._region.put(self._group.rank, 0, self._slot)
             # The step that the update makes. 0 means that there was no gradient yet.
             self._submitted = receipt.global_step + 1
+            # The store of the word orders it after all stores to the slot.
             self.words.store(_HEAD + self._group.rank, [self._submitted])
         self._count(self.ledger.next(receipt))
         self.words.flush()
@@ -210,21 +214,29 @@ class BoundedStalenessInbox:
             WaitTimeoutError: If it does not arrive in time.
             EverybodyLeftError: If all ranks have left and no gradient is left.
         """
-        gradient = deadline.wait(
+        rank = deadline.wait(
             lambda: self._find(step), lambda: f"update {step + 1}, {self._whose(step)}"
         )
-        self._region.sync()
         # Its number stays in the place, as later steps have other numbers.
-        yield gradient
+        yield self._gradient(rank, deadline)
         self.words.write(_APPLIED, step + 1)
 
-    def _find(self, step: int) -> Array | None:
+    def _gradient(self, rank: int, deadline: Deadline) -> Array:
+        if rank == _NOBODY:
+            return np.zeros(self._size, self._dtype)
+        if self._slots.is_here(rank):
+            return self._view(rank)
+        # A sum of one: the agents of the two nodes move it.
+        return self._slots.sum([(rank, 0)], self._size, self._dtype, 1, deadline)
+
+    def _find(self, step: int) -> int | None:
+        """Return the rank whose gradient was admitted at a step; None: none yet."""
         words = self.words.read_range(_STEP, self._members + 1)
         places = words[_HEAD : self._members]
         if step + 1 in places:
-            return self._place(places.index(step + 1))
+            return places.index(step + 1)
         if -(step + 1) in places:
-            return np.zeros(self._size, self._dtype)
+            return _NOBODY
         everybody = self.membership.all_left(words[self._members])
         if everybody and self.step == step:
             raise EverybodyLeftError(f"all {self.membership.workers} ranks have left")
@@ -267,5 +279,5 @@ class BoundedStalenessInbox:
         if self._pinned is not None:
             self._pinned.free()
         self._slot = np.empty(0, self._dtype)
-        self._region.free()
+        self._slots.free()
         self.words.free()
