@@ -93,6 +93,8 @@ class BoundedStalenessInbox:
         self._pinned: Pinned | None = None
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0
+        # The last step seen: a first guess, where reading it costs a round trip.
+        self._seen = 0
         # What `submit` has done, for the recovery from an exception.
         self._admission = Attempt()
         self._counts: Counts | None = None
@@ -173,9 +175,8 @@ class BoundedStalenessInbox:
     def _recover(self, local_step: int) -> None:
         """Give up an admitted gradient unless the root can see it. Idempotent."""
         self.words.settle()
-        place, admission = _HEAD + self._group.rank, self._admission
-        if admission.swapped:
-            step = int(admission.compare[0])
+        place, step = _HEAD + self._group.rank, self._admitted()
+        if step is not None:
             self._submitted = step + 1
             if self.words.read(place) == self._submitted:
                 accepted = self.ledger.next(Receipt(True, local_step, step))
@@ -188,13 +189,34 @@ class BoundedStalenessInbox:
         self.words.flush()
 
     def _admit(self, local_step: int) -> Receipt:
-        step = self.words.read(_STEP)
-        while step - local_step <= self._max_lag:
-            found = self.words.compare_and_swap(_STEP, step, step + 1, self._admission)
-            if found == step:
-                return Receipt(True, local_step, step)
-            step = found
-        return Receipt(False, local_step, step)
+        if self._max_lag == math.inf:
+            step = self.words.fetch_add(_STEP, 1, self._admission)
+            return Receipt(True, local_step, step)
+        # The step of parameters that a rank has is a good guess, too.
+        fresh = self.words.direct
+        step = self.step if fresh else max(self._seen, local_step)
+        while True:
+            if step - local_step <= self._max_lag:
+                found = self.words.compare_and_swap(
+                    _STEP, step, step + 1, self._admission
+                )
+                if found == step:
+                    self._seen = step + 1
+                    return Receipt(True, local_step, step)
+                step, fresh = found, True
+            elif fresh:
+                self._seen = step
+                return Receipt(False, local_step, step)
+            else:
+                # Reject only by the step itself, which is part of the receipt.
+                step, fresh = self.step, True
+
+    def _admitted(self) -> int | None:
+        """Return the step at which the last call of `_admit` admitted a gradient."""
+        admission = self._admission
+        unbounded = self._max_lag == math.inf
+        done = admission.added if unbounded else admission.swapped
+        return int(admission.result[0]) if done else None
 
     def missed(self, receipt: Receipt) -> int:
         """Return the least step at which a dropped gradient would be accepted.

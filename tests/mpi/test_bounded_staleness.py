@@ -156,8 +156,9 @@ def test_of_all_at_once_only_one_is_fresh(make, host, rank, size):
     assert sum(queue.tally().dropped) == 8 * (size - 1)
 
 
-def test_no_two_are_admitted_at_one_step(make, rank, size):
-    queue, calls = make(), 1000
+@pytest.mark.parametrize("max_lag", [10**6, math.inf])
+def test_no_two_are_admitted_at_one_step(make, rank, size, max_lag):
+    queue, calls = make(max_lag=max_lag), 1000
     meet()
     steps = [queue.submit(0).global_step for _ in range(calls)]
     everybody = np.sort(np.concatenate(meet(np.array(steps))))
@@ -165,6 +166,58 @@ def test_no_two_are_admitted_at_one_step(make, rank, size):
     assert steps == sorted(steps)
     assert (everybody == np.arange(calls * size)).all()
     assert queue.step == calls * size
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_first_guess_of_the_step_may_be_wrong(make, host, rank, size, ahead):
+    # Also if a gradient is said to be of a step that does not exist yet.
+    queue = make(max_lag=2)
+    turns([0], lambda _: submit(queue, 1, 0))
+    if rank == host:
+        applied(queue, 0)
+    receipts = turns([size - 1], lambda _: submit(queue, 2, 1 + ahead))
+    if rank == host:
+        assert applied(queue, 1) == 2
+    late = turns([size - 1], lambda _: submit(queue, 3, -1))
+
+    assert receipts == [Receipt(True, 1 + ahead, 1)]
+    assert late == [Receipt(False, -1, 2)]
+    assert queue.step == 2
+
+
+def test_gradients_stay_on_the_node_of_their_rank(make, comm, rank, size, monkeypatch):
+    queue, group, calls = make(), Group.of(comm), []
+    window = queue.words._window
+    monkeypatch.setattr(queue.words, "_window", Calls(window, calls))
+    mine = queue.slot()
+    mine[:] = rank
+    calls.clear()
+    queue.submit(0)
+
+    meet()
+    # Other ranks see the slot itself, on its node, and nothing but words has moved.
+    for other in range(size):
+        here = other in group.nodes[group.node_number]
+        assert queue._slots.is_here(other) is (group.single_node or here)
+        if here:
+            assert (queue._view(other) == other).all()
+    waits = [name for name in calls if name in WAITS]
+    assert waits == ["Flush"] * (1 if group.single_node else 2)
+
+
+# The calls of MPI that wait for another rank, and those that move vectors.
+WAITS = ("Flush", "Put", "Get")
+
+
+class Calls:
+    """A window that notes what is called."""
+
+    def __init__(self, window, calls):
+        self._window, self._calls = window, calls
+
+    def __getattr__(self, name):
+        self._calls.append(name)
+        return getattr(self._window, name)
 
 
 def test_a_slot_is_free_again_when_it_was_applied(make, host, rank, size, monkeypatch):
