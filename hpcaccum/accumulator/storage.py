@@ -62,7 +62,7 @@ class Slots:
         self._rank, self._capacity, self._dtype = group.rank, capacity, dtype
         self._what = what
         self._stride = _aligned(capacity * dtype.itemsize)
-        self._parts = NodeParts(group, 2 * self._stride, what, takers)
+        self._parts = NodeParts(group, 2 * self._stride, what, takers, self._stride)
         self._threads = group.own_cores
         # This rank's buffers, after its first gradient from a device.
         self._pinned: device.Pinned | None = None

@@ -36,7 +36,8 @@ class NodeParts:
         group: The ranks.
         nbytes: Size of a part.
         what: Name for messages.
-        takers: The ranks that call `sum`, on all their nodes; by default all ranks.
+        takers: The ranks that call `sum`; by default all.
+        longest: Bytes of the longest vector that it is called for; by default a part.
 
     Attributes:
         mapped: Whether all ranks have all parts mapped, so that none needs `sum`.
@@ -53,15 +54,18 @@ class NodeParts:
         nbytes: int,
         what: str,
         takers: Sequence[int] | None = None,
+        longest: int | None = None,
     ) -> None:
         self._group, self._what = group, what
-        self.nbytes_here = nbytes = max(1, -(-nbytes // 64)) * 64
+        nbytes = max(1, -(-nbytes // 64)) * 64
         self.mapped = group.single_node
         inside = group if self.mapped else group.inside
         ranks = range(group.size) if self.mapped else group.nodes[group.node_number]
         takes = takers is None or not set(takers).isdisjoint(ranks)
-        common = nbytes if takes and not self.mapped else 0
+        longest = nbytes if longest is None else longest
+        common = longest if takes and not self.mapped else 0
         stripes = [slice(0, common)] if inside.rank == 0 else []
+        self.nbytes_here = nbytes + common * (inside.rank == 0)
         memory = NodeMemory(inside, [nbytes] * inside.size, common, stripes)
         self._parts = dict(zip(ranks, memory.parts, strict=True))
         # Of the last sum; of the whole node.

@@ -286,7 +286,7 @@ class AGNOptimizer(OneSidedOptimizer):
 
         def init() -> None:
             self.initialize()
-            self._pull(self._values)
+            self._pull_all()
             self._summed.clear()
 
         return init

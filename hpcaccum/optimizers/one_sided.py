@@ -258,11 +258,14 @@ class OneSidedOptimizer(Wrapper):
     def compute_gradients(
         self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
     ) -> Pairs:
-        """Pull the newest parameters, then compute the gradients with them.
+        """Pull parameters, then compute the gradients with them.
 
-        Waits only while every gradient computed now would certainly be dropped.
+        They are the newest that this node has. It gets newer ones first if a gradient
+        of these would certainly be dropped; only then does this call wait.
         """
         variables = self._prepare(var_list)
+        server = self._open_server()
+        self._useful = max(self._useful, server.useful(server.step))
         self._pull()
         return self.inner.compute_gradients(loss, variables, *args, **kwargs)
 
@@ -298,12 +301,10 @@ class OneSidedOptimizer(Wrapper):
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:
         """Pull after a push: wait for its update, or do not wait if it was dropped."""
-        if receipt:
-            self._useful = receipt.global_step + 1
-            self._pull()
-        else:
-            self._pull()
-            self._useful = server.missed(receipt)
+        self._useful = receipt.global_step + 1 if receipt else server.step
+        self._pull()
+        if not receipt:
+            self._useful = server.useful(receipt.global_step)
 
     def _state_dict(self) -> dict[str, Any]:
         # The first two are the same on all ranks if no rank pushes meanwhile.

@@ -218,12 +218,13 @@ class BoundedStalenessInbox:
         done = admission.added if unbounded else admission.swapped
         return int(admission.result[0]) if done else None
 
-    def missed(self, receipt: Receipt) -> int:
-        """Return the least step at which a dropped gradient would be accepted.
+    def useful(self, step: int) -> int:
+        """Return the least step whose gradients the server accepts at a step.
 
-        With a negative ``max_lag`` no step would do, and the current one is returned.
+        With a negative ``max_lag`` none is, and the server's is returned.
         """
-        return receipt.global_step - int(max(self._max_lag, 0))
+        lag = max(self._max_lag, 0)
+        return 0 if math.isinf(lag) else step - int(lag)
 
     @contextlib.contextmanager
     def next(self, step: int, deadline: Deadline) -> Iterator[Array]:

@@ -189,9 +189,9 @@ class Client(Freeable):
         self._views.clear()
         return receipt
 
-    def missed(self, receipt: Receipt) -> int:
-        """Return the least step at which a dropped gradient would be accepted."""
-        return self._inbox.missed(receipt)
+    def useful(self, step: int) -> int:
+        """Return the least step whose gradients the server accepts at a step."""
+        return self._inbox.useful(step)
 
     # The device. A push and a pull have one buffer there: each of them waits until the
     # device is done, so they never overlap.

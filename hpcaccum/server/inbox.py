@@ -44,8 +44,8 @@ class Inbox(Protocol):
     def submit(self, local_step: int) -> Receipt:
         """Submit the gradient in the slot, unless it is stale."""
 
-    def missed(self, receipt: Receipt) -> int:
-        """Return the least step at which a dropped gradient would be accepted."""
+    def useful(self, step: int) -> int:
+        """Return the least step whose gradients the server accepts at a step."""
 
     def next(
         self, step: int, deadline: Deadline

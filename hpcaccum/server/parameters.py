@@ -18,7 +18,7 @@ from hpcaccum.nodes import Agent, Incoming, pieces_of, send_pieces
 from hpcaccum.server.double_buffer import DoubleBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
@@ -26,13 +26,16 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+# No step: where there are no parameters, or no newer ones will come.
+_NONE = -1
+
 
 @dataclass
 class _Snapshot:
     """A copy that agents send from, while the publisher goes on."""
 
     vector: Array
-    step: int = -1
+    step: int = _NONE
     users: int = 0
 
 
@@ -56,15 +59,20 @@ class Parameters:
         ranks = range(group.size) if single else group.nodes[group.node_number]
         self._is_here = root in ranks
         place = ranks.index(root) if self._is_here else 0
+        # On the leader of the publisher's node: what is being sent, to which ranks, and
+        # the last step sent to each.
+        self._snapshots: list[_Snapshot] = []
+        self._sending: set[int] = set()
+        self._sent: dict[int, int] = {}
+        # On other leaders: whether a fetch receives.
+        self._receiving = False
+        # Whether no step will be published any more.
+        self._closing = False
         with contextlib.ExitStack() as undo:
             self._copy = DoubleBuffer(inside, place, size, dtype)
             undo.callback(self._copy.free)
             self._agent = None if single else self._join(group, root)
             undo.pop_all()
-        # On leaders. Of the publisher's node: what is being sent.
-        self._snapshots: list[_Snapshot] = []
-        # Of another node: whether a newer step is on its way.
-        self._fetching = False
 
     def _join(self, group: Group, root: int) -> Agent:
         self._words = AtomicWords(group, root, 1)
@@ -130,21 +138,36 @@ class Parameters:
         return self._fetch(step) if kind == "fetch" else self._send(source, step)
 
     def _fetch(self, wanted: int) -> Steps:
-        """Fetch a step for this node."""
-        while self._fetching:
-            yield False
+        """Fetch a step for this node, or a newer one.
+
+        Ranks may wait for different steps. Each step is asked for, and one fetch at a
+        time receives what comes first.
+        """
         if self.version() >= wanted:
             return
-        self._fetching = True
+        assert self._agent is not None
+        self._agent.request(self._source, self._number, "send", wanted)
+        while self.version() < wanted:
+            while self._receiving:
+                yield False
+            if self.version() < wanted:
+                self._receiving = True
+                if not (yield from self._receive()):
+                    wanted = _NONE
+                self._receiving = False
+
+    def _receive(self) -> Generator[bool, None, bool]:
+        """Receive parameters; return False if there will be no more."""
         assert self._agent is not None
         comm, tag = self._agent.comm, self._agent.tag(self._number)
-        source = self._agent.leaders[self._source]
-        self._agent.request(self._source, self._number, "send", wanted)
-        step = np.empty(1, np.int64)
-        received = comm.Irecv(step, source, tag)
+        source, header = self._agent.leaders[self._source], np.empty(1, np.int64)
+        received = comm.Irecv(header, source, tag)
         while not received.Test():
             yield False
-        vector = self._copy.begin(int(step[0]))
+        step = int(header[0])
+        if step == _NONE:
+            return False
+        vector = self._copy.begin(step)
         pieces = pieces_of(self._size, self._dtype.itemsize)
         incoming = Incoming(comm, source, tag, pieces, vector.__getitem__)
         while not incoming.complete:
@@ -152,31 +175,48 @@ class Parameters:
                 yield False
             else:
                 incoming.take()
-        self._copy.complete(int(step[0]))
-        self._fetching = False
+        self._copy.complete(step)
+        return True
 
     def _send(self, rank: int, wanted: int) -> Steps:
         """Send the newest parameters to an agent, once they are of a step or newer."""
+        while self.version() < wanted and not self._closing:
+            yield False
+        while rank in self._sending:
+            yield False
+        if self._sent.get(rank, _NONE) >= wanted:
+            return
+        self._sending.add(rank)
         while (snapshot := self._snapshot(wanted)) is None:
             yield False
+        self._sent[rank] = snapshot.step
+        yield from self._send_snapshot(rank, snapshot)
+        snapshot.users -= 1
+        self._sending.discard(rank)
+
+    def _send_snapshot(self, rank: int, snapshot: _Snapshot) -> Steps:
         assert self._agent is not None
         comm, tag = self._agent.comm, self._agent.tag(self._number)
-        step = np.array([snapshot.step])
-        header = comm.Isend(step, rank, tag)
-        pieces = pieces_of(self._size, self._dtype.itemsize)
-        yield from send_pieces(comm, rank, tag, pieces, snapshot.vector.__getitem__)
-        while not header.Test():
+        header = np.array([snapshot.step])
+        request = comm.Isend(header, rank, tag)
+        if snapshot.step != _NONE:
+            pieces = pieces_of(self._size, self._dtype.itemsize)
+            yield from send_pieces(comm, rank, tag, pieces, snapshot.vector.__getitem__)
+        while not request.Test():
             yield False
-        snapshot.users -= 1
 
     def _snapshot(self, wanted: int) -> _Snapshot | None:
-        """Return a copy of the newest parameters, for one more user; None if too old.
+        """Return a copy of the newest parameters, for one more user.
 
-        Sends to a node that is slow must delay neither updates nor other nodes.
+        A node that is slow must delay neither updates nor other nodes.
+
+        Returns:
+            None if an update overwrote the parameters. A snapshot of no step if there
+            will never be what is wanted.
         """
         newest = self.version()
         if newest < wanted:
-            return None
+            return _Snapshot(np.empty(0, self._dtype))
         for found in self._snapshots:
             if found.step == newest:
                 found.users += 1
@@ -187,12 +227,13 @@ class Parameters:
             self._snapshots.append(snapshot)
         vector = snapshot.vector
         step = self._copy.try_read(lambda flat: np.copyto(vector, flat))
-        snapshot.step = -1 if step is None else step
+        snapshot.step = _NONE if step is None else step
         snapshot.users = 0 if step is None else 1
         return None if step is None else snapshot
 
     def free(self) -> None:
-        """Free the memory. Collective."""
+        """Free the memory, after the last step is published. Collective."""
+        self._closing = True
         if self._agent is not None:
             self._agent.remove(self._number, f"{self._what}: free")
             self._words.free()

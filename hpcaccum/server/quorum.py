@@ -64,9 +64,9 @@ class QuorumInbox:
         """Submit the gradient in the slot, unless it is of an earlier step."""
         return self._accumulator.apply_grad(self._slot, local_step)
 
-    def missed(self, receipt: Receipt) -> int:
-        """Return the least step at which a dropped gradient would be accepted."""
-        return receipt.global_step
+    def useful(self, step: int) -> int:
+        """Return the least step whose gradients the server accepts at a step."""
+        return step
 
     @contextlib.contextmanager
     def next(self, step: int, deadline: Deadline) -> Iterator[Array]:

@@ -125,7 +125,7 @@ def test_step_at_which_a_gradient_would_have_been_in_time(make, max_lag, least):
     # With a negative bound no gradient is in time, so no rank waits for a later step.
     queue = make(max_lag=max_lag)
 
-    assert queue.missed(Receipt(False, 0, 7)) == least
+    assert queue.useful(7) == least
 
 
 def test_all_at_once_are_admitted_one_after_the_other(make, host, rank, size):
