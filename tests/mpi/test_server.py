@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from hpcaccum import InvalidArgumentError, WaitTimeoutError
+from hpcaccum import Group, InvalidArgumentError, WaitTimeoutError
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.server import client
@@ -162,9 +162,7 @@ def test_a_dedicated_host_is_not_waited_for(comm, size, monkeypatch, dedicated):
 
 
 def test_a_server_that_idles_has_no_limit(comm, size, monkeypatch, dedicated):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.05")
     server = start(comm, dedicated=dedicated, quorum=size - dedicated)
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     if server.only_serves:
         monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.05")
         server.serve()
