@@ -1,0 +1,268 @@
+"""Several hosts on this machine, made of Linux namespaces.
+
+    with hosts(directory, 4, rate="1gbit") as cluster:
+        done = cluster.run(2, sys.executable, "script.py", timeout=60)
+        assert done.returncode == 0, done.stdout
+
+They are named h1, h2, ...  Each has a network interface, a host name, processes,
+/dev/shm and a directory for temporary files of its own; other files are those of this
+machine.  A bridge joins them, so ranks on different hosts exchange messages by TCP, at
+``rate`` in each direction of each link.  Root is needed (`obstacle` says what is
+missing).  All of it is in namespaces that end with the ``with`` block, or with this
+process; several clusters can run at a time.
+
+To try something by hand, on 4 hosts with 2 ranks each:
+
+    python tests/cluster/hosts.py -n 4 -r 2 --rate 1gbit -- hpcaccum bench allreduce
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+PACKAGES = "iproute2 util-linux"
+HOSTS_SCRIPT = Path(__file__).with_name("hosts.sh")
+SSH_SCRIPT = Path(__file__).with_name("ssh.sh")
+OPEN_MPI = Path(__file__).parents[2] / ".ci" / "env.openmpi"
+
+ISOLATED = ("--net", "--uts", "--ipc", "--mount", "--pid")
+# All that hosts.sh makes of what not every kernel has.
+PROBE = (
+    "ip link add bridge type bridge && ip link add here type veth peer there"
+    " && tc qdisc add dev here root tbf rate 1gbit burst 64kb latency 50ms"
+)
+# What a launcher around this may have left: mpiexec would take its hosts.
+FOREIGN = ("SLURM_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
+
+
+class Traffic(NamedTuple):
+    """Bytes that went through the link of a host since it was started."""
+
+    sent: int
+    received: int
+
+
+class Cluster:
+    """Running hosts: start MPI jobs on them, and count the bytes between them.
+
+    Attributes:
+        names: Of the hosts that have ranks: h1, h2, ...
+    """
+
+    def __init__(self, directory: Path, count: int, init: int):
+        self.names = [f"h{number}" for number in range(1, count + 1)]
+        self._init = init  # process 1 of h0, from which jobs are started
+        self._own = {
+            "HOSTS_DIRECTORY": str(directory),  # for ssh.sh
+            "TMPDIR": str(directory / "tmp"),
+            "OMPI_MCA_btl_tcp_if_include": "eth0",
+        }
+
+    def run(
+        self,
+        ranks: int,
+        *program: str | Path,
+        timeout: float,
+        cwd: Path | None = None,
+        env: Mapping[str, str] = os.environ,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program with that many ranks on each host; they are placed in blocks.
+
+        stdout of the result has the errors too, in the order they came.
+
+        Raises:
+            TimeoutError: If it takes longer than ``timeout`` seconds.  It is ended.
+        """
+        command = self.command(ranks, *program, cwd=cwd)
+        process = subprocess.Popen(
+            command,
+            env=self.environment(ranks, env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            output = _end(process)
+            raise TimeoutError(
+                f"{' '.join(map(str, program))} on {', '.join(self.names)}, {ranks} "
+                f"ranks each, was still running after {timeout:g} s:\n{output}"
+            ) from None
+        return subprocess.CompletedProcess(command, process.returncode, output)
+
+    def command(
+        self, ranks: int, *program: str | Path, cwd: Path | None = None
+    ) -> list[str]:
+        """The command that `run` starts, which needs `environment`."""
+        mpiexec = _mpiexec()
+        hosts = ",".join(f"{name}:{ranks}" for name in self.names)
+        version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True)
+        if "HYDRA" in version.stdout:
+            options = ["-launcher=ssh", f"-launcher-exec={SSH_SCRIPT}", "-hosts", hosts]
+        else:
+            agent = ["--prtemca", "plm_ssh_agent", str(SSH_SCRIPT)]
+            options = [*agent, "--map-by", "slot:OVERSUBSCRIBE", "--host", hosts]
+        enter = ["nsenter", f"--target={self._init}", *ISOLATED]
+        chdir = f"--chdir={cwd or Path.cwd()}"
+        size = str(ranks * len(self.names))
+        job = [mpiexec, *options, "-n", size, *map(str, program)]
+        return [*enter, "env", chdir, *job]
+
+    def environment(
+        self, ranks: int, env: Mapping[str, str] = os.environ
+    ) -> dict[str, str]:
+        """The environment of `command`: what is needed here, added to ``env``."""
+        pattern = r"^export (\w+)=(.*)$"
+        defaults = dict(re.findall(pattern, OPEN_MPI.read_text(), re.MULTILINE))
+        # As in the Makefile: ranks of MPICH that share a core sleep between polls.
+        oversubscribed = ranks * len(self.names) > (os.cpu_count() or 1)
+        defaults["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = str(int(oversubscribed))
+        defaults["OMP_NUM_THREADS"] = "1"
+        kept = {k: v for k, v in env.items() if not k.startswith(FOREIGN)}
+        return defaults | kept | self._own
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Bytes that each host has sent to and received from others, by its name.
+
+        Ranks read the same in /sys/class/net/eth0/statistics of their host.
+        """
+        found = {}
+        # Of the bridge's ends of the links: what a host sends, the bridge receives.
+        lines = Path(f"/proc/{self._init}/net/dev").read_text().splitlines()
+        for name, _, counters in (line.strip().partition(":") for line in lines):
+            if name in self.names:
+                numbers = [int(number) for number in counters.split()]
+                found[name] = Traffic(sent=numbers[0], received=numbers[8])
+        return found
+
+
+def obstacle() -> str | None:
+    """Say why no hosts can be made here, or return None."""
+    if sys.platform != "linux":
+        return "need Linux namespaces"
+    if os.geteuid() != 0:
+        return "need root, to make namespaces"
+    missing = [name for name in ("ip", "tc", "unshare") if not shutil.which(name)]
+    if missing:
+        return f"need {', '.join(missing)}: apt-get install {PACKAGES}"
+    probe = ["unshare", *ISOLATED, "--mount-proc", "--fork", "sh", "-c", PROBE]
+    done = subprocess.run(probe, capture_output=True, text=True)
+    if done.returncode:
+        return f"need the right to make namespaces and links: {done.stderr.strip()}"
+    return None
+
+
+@contextlib.contextmanager
+def hosts(directory: Path, count: int, *, rate: str = "") -> Iterator[Cluster]:
+    """Run hosts; ``directory`` must exist, be empty, and have a path without spaces.
+
+    Args:
+        directory: For files that the hosts need; it is not removed.
+        count: Number of hosts, at most 250.
+        rate: Limit of each link, as tc writes it ("1gbit"); no limit by default.
+
+    Raises:
+        RuntimeError: If they do not start within 30 s; with their errors.
+    """
+    (directory / "tmp").mkdir()
+    script = [str(HOSTS_SCRIPT), str(directory), str(count), rate]
+    with (directory / "log").open("w") as log:
+        namespaces = subprocess.Popen(
+            ["unshare", *ISOLATED, "--mount-proc", "--fork", "--kill-child", *script],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for the tests, which then stop this
+        )
+    try:
+        _wait_until_ready(directory, namespaces)
+        yield Cluster(directory, count, _child(namespaces.pid))
+    finally:
+        _stop(namespaces)
+
+
+def _wait_until_ready(directory: Path, namespaces: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 30
+    while not (directory / "ready").exists():
+        if namespaces.poll() is not None or time.monotonic() > deadline:
+            log = (directory / "log").read_text()
+            raise RuntimeError(f"the hosts did not start\n{log}")
+        time.sleep(0.02)
+
+
+def _child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
+def _stop(namespaces: subprocess.Popen[bytes]) -> None:
+    assert namespaces.stdin is not None
+    namespaces.stdin.close()
+    try:
+        namespaces.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        namespaces.kill()  # --kill-child: and all the others with it
+        namespaces.wait()
+
+
+def _mpiexec() -> str:
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    found = shutil.which("mpiexec", path=path)
+    if found is None:
+        raise RuntimeError(f"no mpiexec in {path}")
+    return found
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    # The group: nsenter does not pass signals on to mpiexec.
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=5)[0]
+    return "its output is still open"
+
+
+def main() -> int:
+    """Run the command given as arguments on hosts."""
+    parser = argparse.ArgumentParser(description="Run an MPI program on several hosts.")
+    parser.add_argument("-n", type=int, default=2, help="number of hosts")
+    parser.add_argument("-r", type=int, default=1, help="ranks on each host")
+    parser.add_argument("--rate", default="", help="of each link, such as 1gbit")
+    parser.add_argument("command", nargs="+", help="after --, with its arguments")
+    given = parser.parse_args()
+    if reason := obstacle():
+        sys.exit(f"hosts.py: hosts {reason}")
+    with (
+        tempfile.TemporaryDirectory(prefix="hosts-") as name,
+        hosts(Path(name), given.n, rate=given.rate) as cluster,
+    ):
+        command = cluster.command(given.r, *given.command)
+        env = cluster.environment(given.r)
+        status = subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode
+        for host, count in cluster.traffic().items():
+            line = f"{host}: {count.sent:,} bytes sent, {count.received:,} received"
+            print(line, file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
