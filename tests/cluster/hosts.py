@@ -62,11 +62,13 @@ class Cluster:
 
     Attributes:
         names: Of the hosts that have ranks: h1, h2, ...
+        enter: What to write before a command to run it on h0, which starts the jobs.
     """
 
     def __init__(self, directory: Path, count: int, init: int):
         self.names = [f"h{number}" for number in range(1, count + 1)]
-        self._init = init  # process 1 of h0, from which jobs are started
+        self.enter = ["nsenter", f"--target={init}", *ISOLATED]
+        self._init = init  # process 1 of h0
         self._own = {
             "HOSTS_DIRECTORY": str(directory),  # for ssh.sh
             "TMPDIR": str(directory / "tmp"),
@@ -121,11 +123,10 @@ class Cluster:
         else:
             agent = ["--prtemca", "plm_ssh_agent", str(SSH_SCRIPT)]
             options = [*agent, "--map-by", "slot:OVERSUBSCRIBE", "--host", hosts]
-        enter = ["nsenter", f"--target={self._init}", *ISOLATED]
         chdir = f"--chdir={cwd or Path.cwd()}"
         size = str(ranks * len(self.names))
         job = [mpiexec, *options, "-n", size, *map(str, program)]
-        return [*enter, "env", chdir, *job]
+        return [*self.enter, "env", chdir, *job]
 
     def environment(
         self, ranks: int, env: Mapping[str, str] = os.environ

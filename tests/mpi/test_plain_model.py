@@ -15,8 +15,8 @@ from ..common import same_bits
 from .support import WAIT, meet
 from .training import WRAPPERS
 
-SHAPES = {"scalar": (), "empty": (0, 3), "matrix": (7, 5), "large": (300_000,)}
-CALLS = 6
+SHAPES = {"scalar": (), "empty": (0, 3), "matrix": (7, 5), "large": (150_000,)}
+CALLS = 4
 
 
 def drawn(rank, call):
