@@ -153,12 +153,16 @@ def in_order(receipts):
 
 
 @pytest.mark.parametrize("taker", [0, -1], ids=["first", "last"])
-@pytest.mark.parametrize("storage", ["slots", "sum"])
-def test_takes_the_mean_of_all_gradients(comm, rank, size, storage, taker):
+# Open MPI may need a second for each accumulate of more on another node.
+@pytest.mark.parametrize(("storage", "length"), [("slots", 150_000), ("sum", 5_000)])
+def test_takes_the_mean_of_all_gradients(comm, rank, size, storage, length, taker):
+    def part(rank, step):
+        return drawn(rank, step)["large"][:length]
+
     options = {"storage": storage, "comm": comm}
-    with hpc.ConditionalAccumulator("float32", SHAPES["large"], **options) as acc:
+    with hpc.ConditionalAccumulator("float32", (length,), **options) as acc:
         for step in range(CALLS):
-            gradient = drawn(rank, step)["large"]
+            gradient = part(rank, step)
             if step % 2:
                 slot = acc.slot(timeout=WAIT)
                 slot[...] = gradient
@@ -166,5 +170,5 @@ def test_takes_the_mean_of_all_gradients(comm, rank, size, storage, taker):
             assert acc.apply_grad(gradient, step)
             if rank == taker % size:
                 found = acc.take_grad(size, timeout=WAIT)
-                same_bits(found, mean([drawn(r, step)["large"] for r in range(size)]))
+                same_bits(found, mean([part(r, step) for r in range(size)]))
             meet()
