@@ -19,12 +19,13 @@ include .ci/env.openmpi
 endif
 
 .PHONY: help demo test test-unit test-system test-device nvrtc test-cupy test-gpu \
-        sanitize-gpu test-mpi lint venv clean
+        sanitize-gpu test-mpi test-hosts lint venv clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
 	@echo "make test         all tests: units, programs, kernels, then on $(SIZES) ranks"
 	@echo "make test-4       the tests of tests/mpi on 4 ranks"
 	@echo "make test-mpi     the same on $(SIZES) ranks"
+	@echo "make test-hosts   some of them on several hosts made of namespaces; needs root"
 	@echo "make test-unit    what needs no MPI; test-system, test-device: the others"
 	@echo "make nvrtc        install NVIDIA's compiler (400 MB), which test-device then uses"
 	@echo "make test-cupy    CuPy itself, oldest and newest, without a GPU; installs 700 MB"
@@ -98,6 +99,9 @@ test-mpi: $(VENV)/.test
 test-%: $(VENV)/.test
 	MPIR_CVAR_ENABLE_HEAVY_YIELD=$$(($* > $(CORES))) \
 	$(MPIEXEC) -n $* $(PYTEST) tests/mpi $(ARGS) </dev/null
+
+test-hosts: $(VENV)/.test
+	$(PYTEST) tests/hosts $(ARGS) </dev/null
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
