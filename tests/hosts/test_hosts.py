@@ -83,7 +83,7 @@ def test_ranks_of_a_host_share_memory_and_others_a_network(
     assert done.returncode == 0, done.stdout
     # Beside warnings of mpiexec.
     [line] = [line for line in done.stdout.splitlines() if line.startswith('[["h1"')]
-    assert shape == [
+    assert json.loads(line) == [
         [name, ranks, ranks] for name in cluster.names for _ in range(ranks)
     ]
     for name in cluster.names:
