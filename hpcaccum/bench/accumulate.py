@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import ConditionalAccumulator
+from hpcaccum.bench import floors
+from hpcaccum.bench.exchange import Exchange
 from hpcaccum.bench.measure import Kind, WrongAnswerError, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 from hpcaccum.deadline import Deadline
@@ -43,6 +45,8 @@ class Accumulate:
     - ``copy shared``: a copy to memory of this rank that rank 0 reads between two
       copies. A store to a cache line that another core has read must fetch it first, so
       an apply cannot be faster than this.
+    - ``exchange``: between N nodes, each sends the bytes to the next one. A round must
+      send them over each link once; an apply need not send any.
     - ``copy``: a copy to private memory of this rank.
     - ``in slot``: apply of a gradient in its slot, which reads none of it; the cache is
       as the previous round left it.
@@ -60,7 +64,7 @@ class Accumulate:
     """
 
     least_ranks: ClassVar[int] = 1
-    memory: ClassVar[Memory] = Memory(shared=3, shared_all=1, private=4)
+    memory: ClassVar[Memory] = Memory(shared=3, shared_all=1, private=6)
 
     def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
         count = nbytes // 4
@@ -75,16 +79,21 @@ class Accumulate:
         self._shared: Region | None = None
         if group.single_node:
             self._shared = Region(group, 0, nbytes, spread=True)
+        self._exchange = Exchange(group, nbytes)
         self._step = 0
         self.kinds = [*self._rounds(), *self._applies(), *self._loads()]
 
     def _rounds(self) -> list[Kind]:
-        moves = (self._group.size + 1) * self._nbytes if self._shared else 0
+        # Between nodes, the network is the limit, not memory.
+        floor: Any = {"moves": (self._group.size + 1) * self._nbytes}
+        if not self._shared:
+            nodes = len(self._group.nodes)
+            floor = {"crosses": floors.to_or_from_one(nodes) * self._nbytes}
         ours, raw = self._on_root(self._round), self._on_root(self._raw_round)
         check = self._check_mean
         return [
-            Kind("round", ours, check, raw="Accumulate", moves=moves),
-            Kind("Accumulate", raw, check, reference=True, moves=moves),
+            Kind("round", ours, check, raw="Accumulate", **floor),
+            Kind("Accumulate", raw, check, reference=True, **floor),
         ]
 
     def _on_root(self, operation: Callable[[], object]) -> Run:
@@ -109,6 +118,7 @@ class Accumulate:
             Kind("apply", anywhere, check, raw="Put", moves=floor),
             Kind("Put", put, self._check_put, reference=True, moves=floor),
             Kind("copy shared", shared, check, reference=True, moves=floor),
+            *self._exchange.kinds,
             Kind("copy", copy, reference=True, moves=moves),
             Kind("in slot", cold, check, raw="Put", bus=0),
             Kind("in slot warm", warm, check, raw="Put", bus=0),
@@ -288,6 +298,7 @@ class Accumulate:
         """Overwrite the results, and fill the slots with this rank's gradient."""
         self._mean[:] = np.nan
         self._dropped = False
+        self._exchange.forget()
         for _ in range(2):
             np.copyto(self._accumulator.slot(), self._grad)
             self._round()
@@ -302,5 +313,6 @@ class Accumulate:
         """Free the windows. Collective."""
         self._accumulator.free()
         self._raw.free()
+        self._exchange.free()
         if self._shared:
             self._shared.free()

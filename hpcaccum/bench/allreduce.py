@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import Layout, Reducer
+from hpcaccum.bench import floors
+from hpcaccum.bench.exchange import Exchange
 from hpcaccum.bench.measure import Kind, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 
@@ -31,6 +33,8 @@ class Allreduce:
     - ``flat``: in place, by ``schedule="flat"``: the library's Iallreduce.
     - ``MPI``: the library's Allreduce.
     - ``gloo``: all_reduce of torch.distributed, in place, with ``--against gloo``.
+    - ``exchange``: between N nodes, each sends the bytes to the next one. A sum must
+      send 2 (N - 1) / N times the bytes over each link.
     - ``copy``: a plain copy by all ranks at once.
 
     Args:
@@ -40,7 +44,7 @@ class Allreduce:
     """
 
     least_ranks: ClassVar[int] = 1
-    memory: ClassVar[Memory] = Memory(shared=3, shared_first=3, private=7)
+    memory: ClassVar[Memory] = Memory(shared=3, shared_first=3, private=9)
 
     def __init__(self, group: Group, nbytes: int, conditions: Conditions) -> None:
         count, n = nbytes // 4, group.size
@@ -67,16 +71,20 @@ class Allreduce:
         self._many = make(self._pieces, "auto")
         self._in_place(self._one)
         self._in_place(self._flat)
-        self.kinds = self._kinds(nbytes, n, group.single_node)
+        self._exchange = Exchange(group, nbytes)
+        self.kinds = self._kinds(nbytes, n, len(group.nodes))
 
     def _in_place(self, reducer: Reducer) -> None:
         reducer.arrays()["all"][:] = self._mine
 
-    def _kinds(self, nbytes: int, n: int, single_node: bool) -> list[Kind]:
+    def _kinds(self, nbytes: int, n: int, nodes: int) -> list[Kind]:
         # Between nodes, the network is the limit, not memory.
-        least = (n + 1) * nbytes if single_node else 0
-        copied = 2 * n * nbytes if single_node else 0
-        bus = 2 * (n - 1) / n
+        least = (n + 1) * nbytes if nodes == 1 else 0
+        copied = 2 * n * nbytes if nodes == 1 else 0
+        common: Any = {
+            "crosses": floors.sum_everywhere(nodes) * nbytes,
+            "bus": 2 * (n - 1) / n,
+        }
         ours = {
             "zero-copy": (lambda: self._reduce(self._one), least),
             "copying": (self._copying, copied),
@@ -84,18 +92,19 @@ class Allreduce:
             "flat": (lambda: self._reduce(self._flat), least),
         }
         kinds = [
-            Kind(name, repeated(run), self._check, raw="MPI", moves=moves, bus=bus)
+            Kind(name, repeated(run), self._check, raw="MPI", moves=moves, **common)
             for name, (run, moves) in ours.items()
         ]
         others = {"MPI": repeated(self._mpi)}
         if self._gloo:
             others["gloo"] = apart(self._refill, self._gloo_sum, lambda: None)
         kinds += [
-            Kind(name, run, self._check, reference=True, moves=least, bus=bus)
+            Kind(name, run, self._check, reference=True, moves=least, **common)
             for name, run in others.items()
         ]
-        copy = repeated(self._refill)
-        return [*kinds, Kind("copy", copy, reference=True, moves=2 * n * nbytes)]
+        run, moves = repeated(self._refill), 2 * n * nbytes
+        copy = Kind("copy", run, reference=True, moves=moves)
+        return [*kinds, *self._exchange.kinds, copy]
 
     def _reduce(self, reducer: Reducer) -> None:
         self._answer = reducer.reduce()["all"]
@@ -123,12 +132,14 @@ class Allreduce:
         """Overwrite the results outside of the reducers."""
         self._out[:] = np.nan
         self._answer = self._out
+        self._exchange.forget()
 
     def free(self) -> None:
         """Free the reducers. Collective."""
         self._answer = self._out
         for reducer in (self._one, self._copied, self._flat, self._many):
             reducer.free()
+        self._exchange.free()
 
 
 def _cut(vector: Array) -> dict[str, Array]:

@@ -7,11 +7,12 @@ from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
 from hpcaccum import Group, device
-from hpcaccum.bench import report
+from hpcaccum.bench import report, wire
 from hpcaccum.bench.circumstances import circumstances, describe
 from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.device_case import describe_device, device_facts
 from hpcaccum.bench.gloo import Gloo, check_usable
+from hpcaccum.bench.links import Links, describe_links
 from hpcaccum.bench.measure import Conditions, Measurement, Row, rows
 from hpcaccum.bench.options import Options, case_of, check_picture, resolve
 from hpcaccum.output_files import check_apart, ending_the_job, open_output
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.bench.measure import Case
+
+_ONE_NODE = (
+    "all ranks are on one node, and nothing crosses a wire: use hpcaccum bench step "
+    "or\nhpcaccum bench server, or start ranks on several nodes"
+)
 
 
 def needs_mpi(args: argparse.Namespace) -> bool:
@@ -69,19 +75,33 @@ class Bench:
     def __init__(self, group: Group, options: Options, file: IO[str] | None) -> None:
         self._group, self._options, self._file = group, options, file
         self._facts: dict[str, Any] = {}
-        self._columns = report.DEVICE if options.on_device else report.HOST
+        self._columns = self._choose_columns()
+
+    def _choose_columns(self) -> report.Columns:
+        if self._options.on_device:
+            return report.DEVICE
+        if self._options.on_wire:
+            return wire.COLUMNS
+        return report.HOST if self._group.single_node else report.BETWEEN_NODES
 
     def __call__(self) -> int:
         """Measure and write; return the exit status. Collective."""
         options, group = self._options, self._group
+        if options.on_wire and group.single_node:
+            self._print(_ONE_NODE)
+            return 0
         self._facts = circumstances(group)
         title = describe(self._facts)
         if options.on_device:
             self._facts.update(device_facts())
             title += f"\n{describe_device(self._facts)}"
+        links = Links(group) if options.on_wire else None
+        if links:
+            self._facts["links"] = describe_links(links)
+            title += f"\n{self._facts['links']}"
         self._print(f"{title}\n{self._columns.legend}")
         gloo = Gloo(group) if options.gloo else None
-        conditions = Conditions(options.seconds, gloo)
+        conditions = Conditions(options.seconds, gloo, links)
         measured = [
             row for name in options.benchmarks for row in self._run(name, conditions)
         ]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum.bench.gloo import Gloo
+    from hpcaccum.bench.links import Links
     from hpcaccum.mpi import Group
 
     Run = Callable[[int], list[float]]
@@ -34,6 +35,8 @@ _MAX_INNER = 1000
 _MIN_SAMPLES, _AGREEMENT = 10, 0.02
 # Samples that are taken even if the time is up.
 _LEAST = 3
+# The name of the kind that defines the floor of the network.
+EXCHANGE = "exchange"
 
 
 class WrongAnswerError(RuntimeError):
@@ -69,6 +72,8 @@ class Kind:
         reference: Whether this is not hpcaccum, but what it is compared with.
         moves: Bytes that all ranks together must read and write in memory; 0 for no
             floor.
+        crosses: Bytes that must cross the busiest link between nodes, in one direction;
+            0 for no floor.
         bus: Bus bandwidth over algorithm bandwidth, as nccl-tests define them; 0 where
             a bandwidth has no meaning.
         figures: Returns more numbers, from the medians of all kinds.
@@ -80,6 +85,7 @@ class Kind:
     raw: str | None = None
     reference: bool = False
     moves: float = 0.0
+    crosses: float = 0.0
     bus: float = 1.0
     figures: Callable[[Mapping[str, float]], dict[str, float]] = lambda _: {}
 
@@ -91,10 +97,12 @@ class Conditions:
     Attributes:
         seconds: Approximate time for each size.
         gloo: torch.distributed, if it is measured as well.
+        links: Counts the bytes between nodes, if they are measured.
     """
 
     seconds: float
     gloo: Gloo | None = None
+    links: Links | None = None
 
 
 class Case(Protocol):
@@ -104,7 +112,9 @@ class Case(Protocol):
         memory: How much it needs; has ``missing(group, nbytes)``, as `Memory`.
         least_ranks: Minimum number of ranks.
         kinds: In the order of the table. If one is named ``"copy"``, it is a plain copy
-            of ``nbytes`` by all ranks at once, and defines the floor.
+            of ``nbytes`` by all ranks at once, and defines the floor of memory. If one
+            is named ``"exchange"``, ``nbytes`` cross each link in each direction, and
+            it defines the floor of the network.
     """
 
     memory: ClassVar[Any]
@@ -132,7 +142,8 @@ class Row:
         samples: Over all ranks.
         min_us, median_us, p99_us, max_us: Of one operation, over ranks and repeats.
         algbw, busbw: In GB/s: bytes over the median; that times nccl-tests' factor.
-        floor_us: Time to move the bytes at the rate of a copy by all ranks.
+        floor_us: Time to move the bytes at the rate of a copy by all ranks or, between
+            nodes, at that of a plain exchange.
         vs_mpi: Time of the raw call over this time; above 1 is faster.
         vs_floor: This time over the floor; 1 is optimal.
         figures: More numbers, by name.
@@ -300,10 +311,11 @@ def rows(
     medians = {name: each.median for name, each in times.items()}
     # A copy reads and writes each byte.
     rate = 2 * nbytes * ranks / medians["copy"] if "copy" in medians else math.inf
+    wire = nbytes / medians[EXCHANGE] if EXCHANGE in medians else math.inf
     made = []
     for kind in kinds:
         each: Times = times[kind.name]
-        floor = kind.moves / rate
+        floor = kind.moves / rate + kind.crosses / wire
         bandwidth = nbytes / max(each.median, 1e-9) / 1e9
         row = Row(
             benchmark=benchmark,

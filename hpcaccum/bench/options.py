@@ -18,6 +18,7 @@ from hpcaccum.bench.device import __doc__ as device_help
 from hpcaccum.bench.progress import Progress
 from hpcaccum.bench.server import Server
 from hpcaccum.bench.step import Step
+from hpcaccum.bench.wire import Wire
 from hpcaccum.output_files import check_writable
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ BENCHMARKS: dict[str, type[Case]] = {
     "progress": Progress,
 }
 
-# What `all` leaves out, as not every machine has a device.
-_ON_DEVICE = "device"
+# What `all` leaves out, as not every machine has a device, and not every job several
+# nodes.
+_ON_DEVICE, WIRE = "device", "wire"
+_CASES: dict[str, type[Case]] = {**BENCHMARKS, **DEVICE_BENCHMARKS, WIRE: Wire}
 
 _HELP = {
     "accumulate": "the accumulator: applies, rounds, many writers, a late rank",
@@ -41,6 +44,7 @@ _HELP = {
     "step": "a training step, compared with the reducer in it",
     "progress": "how long other ranks wait while rank 0 computes",
     "all": "all of the above",
+    WIRE: "what each strategy sends between nodes, counted at the links",
     _ON_DEVICE: "kernels, accumulator and exchange on a CUDA device, vs CuPy",
     "compare": "what became slower between two --json files",
 }
@@ -50,6 +54,7 @@ _SIZES = tuple(4096 * 4**power for power in range(9))
 _DEFAULT_SIZES = {
     **dict.fromkeys(BENCHMARKS, _SIZES),
     "progress": (4 << 20,),
+    WIRE: (4 << 10, 1 << 20, 16 << 20),
     **dict.fromkeys(DEVICE_BENCHMARKS, (1 << 30,)),
 }
 # A vector is cut into 32 arrays of 4-byte numbers.
@@ -83,6 +88,11 @@ class Options:
         """Whether a device is measured instead of the host."""
         return self.benchmarks[0] in DEVICE_BENCHMARKS
 
+    @property
+    def on_wire(self) -> bool:
+        """Whether bytes between nodes are counted."""
+        return self.benchmarks == (WIRE,)
+
     def sizes_of(self, benchmark: str) -> tuple[int, ...]:
         """Return the sizes at which to measure a benchmark."""
         return self.sizes or _DEFAULT_SIZES[benchmark]
@@ -90,7 +100,7 @@ class Options:
 
 def case_of(benchmark: str) -> type[Case]:
     """Return the class that measures a benchmark at one size."""
-    return {**BENCHMARKS, **DEVICE_BENCHMARKS}[benchmark]
+    return _CASES[benchmark]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,9 +125,9 @@ def _description(name: str, text: str) -> str:
     """Return what the rows of a benchmark mean, as its docstring says."""
     if name == _ON_DEVICE:
         return (device_help or "").replace("``", "").strip()
-    if name not in BENCHMARKS:
+    if name not in _CASES:
         return text
-    text = inspect.cleandoc(BENCHMARKS[name].__doc__ or "")
+    text = inspect.cleandoc(_CASES[name].__doc__ or "")
     return text.partition("\nArgs:")[0].replace("``", "").strip()
 
 
@@ -128,7 +138,7 @@ def _add_measure(parser: argparse.ArgumentParser, *, with_gloo: bool) -> None:
         nargs="+",
         metavar="SIZE",
         help="bytes of a gradient, such as 4K 1M 256M "
-        "(4K to 256M, progress 4M, device 1G)",
+        "(4K to 256M, progress 4M, wire 4K 1M 16M, device 1G)",
     )
     parser.add_argument(
         "--seconds",

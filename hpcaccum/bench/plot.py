@@ -172,7 +172,7 @@ def _times(axis: Any, rows: Sequence[Row]) -> None:
     if first:
         floor = dict(_curves(rows, lambda row: row.floor_us))[first.name]
         x, y = zip(*floor, strict=True)
-        label = f"memory floor\nof {first.name}"
+        label = f"floor of\n{first.name}"
         axis.fill_between(x, low, y, color=_FLOOR_COLOR, label=label, zorder=0)
     axis.set_ylim(low, high)
     powers = [10.0**power for power in range(-3, 9)]
@@ -193,7 +193,7 @@ def _bandwidths(axis: Any, rows: Sequence[Row]) -> None:
         limits = dict(_curves(rows, _limit))[first.name]
         x, y = zip(*limits, strict=True)
         high = max(high, 1.5 * max(y))
-        label = f"beyond the memory\nfloor of {first.name}"
+        label = f"beyond the\nfloor of {first.name}"
         axis.fill_between(x, y, high, color=_FLOOR_COLOR, label=label, zorder=0)
     axis.set_ylim(low, high)
     _ticks(axis.yaxis, [10.0**power for power in range(-6, 7)], "{:g}".format)

@@ -10,31 +10,58 @@ if TYPE_CHECKING:
     from hpcaccum.bench.measure import Row
 
 
+class Column(NamedTuple):
+    """A column of a table: its title, width, and the value for a row."""
+
+    title: str
+    width: int
+    value: Callable[[Row], float | None]
+
+
 class Columns(NamedTuple):
-    """The last columns of a table.
+    """The columns of a table, after the size and the name.
 
     Attributes:
         legend: Explains them, in two lines.
-        titles: Of bandwidth, bus bandwidth, the ratio to another kind, the last column.
-        last: Returns the value of the last column.
+        last: The columns after the times.
+        above: A line above the last ones, which divides them into groups.
+        times: Which times are shown.
+        figures: Names of figures that are in columns.
     """
 
     legend: str
-    titles: tuple[str, str, str, str]
-    last: Callable[[Row], float | None]
+    last: tuple[Column, ...]
+    above: str = ""
+    times: tuple[str, ...] = ("min", "median", "p99", "max")
+    figures: frozenset[str] = frozenset()
 
 
-HOST = Columns(
-    "one operation, over all ranks and repeats; GB/s of the median, as in nccl-tests\n"
-    "vs MPI: times faster than MPI's own call; floor: times slower than memory allows",
-    ("algbw", "busbw", "vs MPI", "floor"),
-    lambda row: row.vs_floor,
-)
+def _host(limit: str) -> Columns:
+    return Columns(
+        "one operation, over all ranks and repeats; GB/s of the median, as in "
+        "nccl-tests\nvs MPI: times faster than MPI's own call; floor: times slower "
+        f"than {limit} allows",
+        (
+            Column("algbw", 5, lambda row: row.algbw),
+            Column("busbw", 5, lambda row: row.busbw),
+            Column("vs MPI", 6, lambda row: row.vs_mpi),
+            Column("floor", 5, lambda row: row.vs_floor),
+        ),
+    )
+
+
+HOST = _host("memory")
+# The floor of a copy is still that of memory, and 1.
+BETWEEN_NODES = _host("a link")
 DEVICE = Columns(
     "one operation; GB/s of the median, and of all bytes that must move\n"
     "vsCuPy: times faster than plain CuPy; copy: fraction of the rate of a plain copy",
-    ("GB/s", "moved", "vsCuPy", "copy"),
-    lambda row: 1 / row.vs_floor if row.vs_floor else None,
+    (
+        Column("GB/s", 5, lambda row: row.algbw),
+        Column("moved", 5, lambda row: row.busbw),
+        Column("vsCuPy", 6, lambda row: row.vs_mpi),
+        Column("copy", 5, lambda row: 1 / row.vs_floor if row.vs_floor else None),
+    ),
 )
 
 _UNITS = ((1.0, "us"), (1e3, "ms"), (1e6, "s"))
@@ -72,30 +99,28 @@ def number_text(number: float | None) -> str:
 
 def head(benchmark: str, columns: Columns = HOST) -> str:
     """Return the lines above the rows of a benchmark."""
-    bandwidth, bus, ratio, last = columns.titles
-    return (
-        f"\n{benchmark}\n"
-        f"{'size':>7} {'':13} {'min':>6} {'median':>6} {'p99':>6} {'max':>6} "
-        f"{'':2} {bandwidth:>5} {bus:>5} {ratio:>6} {last:>5}"
-    )
+    times = " ".join(f"{each:>6}" for each in columns.times)
+    last = " ".join(f"{title:>{width}}" for title, width, _ in columns.last)
+    titles = f"{'size':>7} {'':13} {times} {'':2} "
+    above = f"{benchmark:{len(titles)}}{columns.above}".rstrip()
+    return f"\n{above}\n{titles}{last}"
 
 
 def lines(rows: Sequence[Row], columns: Columns = HOST) -> Iterator[str]:
     """Yield the lines of one size, then its other figures."""
     for number, row in enumerate(rows):
         size = size_text(row.bytes) if number == 0 else ""
-        yield _line(row, size, columns.last(row))
+        yield _line(row, size, columns)
     for row in rows:
         for what, figure in row.figures.items():
-            yield f"{'':7} {row.name}: {number_text(figure)} {what}"
+            if what not in columns.figures:
+                yield f"{'':7} {row.name}: {number_text(figure)} {what}"
 
 
-def _line(row: Row, size: str, last: float | None) -> str:
+def _line(row: Row, size: str, columns: Columns) -> str:
     scale, unit = _unit(row.median_us)
-    times = (row.min_us, row.median_us, row.p99_us, row.max_us)
-    shown = " ".join(f"{number_text(each / scale):>6}" for each in times)
-    return (
-        f"{size:>7} {row.name:13} {shown} {unit:2} {number_text(row.algbw):>5} "
-        f"{number_text(row.busbw):>5} {number_text(row.vs_mpi):>6} "
-        f"{number_text(last):>5}"
-    )
+    times = (getattr(row, f"{each}_us") for each in columns.times)
+    shown = [f"{number_text(each / scale):>6}" for each in times]
+    shown.append(f"{unit:2}")
+    shown += [f"{number_text(c.value(row)):>{c.width}}" for c in columns.last]
+    return f"{size:>7} {row.name:13} {' '.join(shown)}"

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import DropStaleGradientOptimizer
+from hpcaccum.bench import floors
+from hpcaccum.bench.exchange import Exchange
 from hpcaccum.bench.measure import Kind, WrongAnswerError, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 from hpcaccum.bench.step import RATE, Optimizing
@@ -38,6 +40,8 @@ class Server:
       at once: push a gradient from its slot, SGD on rank 0, publish, pull. Each update
       reads 2 and writes 1, publish and pull read and write: 7 n times the bytes.
     - ``Put Get``: a gradient to rank 0 by MPI_Put, parameters back by MPI_Get.
+    - ``exchange``: between N nodes, each sends the bytes to the next one. Parameters
+      must cross each link once; a cycle sends (n / N + 1) (N - 1) / N times the bytes.
     - ``copy``: a plain copy by all ranks at once.
 
     Args:
@@ -46,7 +50,7 @@ class Server:
     """
 
     least_ranks: ClassVar[int] = 1
-    memory: ClassVar[Memory] = Memory(shared=3, shared_first=6, shared_all=1, private=7)
+    memory: ClassVar[Memory] = Memory(shared=3, shared_first=6, shared_all=1, private=9)
 
     def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
         self._group, self._nbytes = group, nbytes
@@ -60,32 +64,40 @@ class Server:
             group, 0, {"w": self._into}, self._queue, dedicated=False, what="pull old"
         )
         self._cycle = Optimizing(count, lambda rule: _drop_stale(rule, group))
+        self._exchange = Exchange(group, nbytes)
         self.kinds = [*self._reads(), *self._updates()]
 
     def _queue(self, size: int, dtype: Any) -> BoundedStalenessInbox:
         return BoundedStalenessInbox(self._group, 0, size, dtype)
 
     def _reads(self) -> list[Kind]:
-        n, nbytes = self._group.size, self._nbytes
-        floor = nbytes if self._group.single_node else 0
+        n, nodes, nbytes = self._group.size, len(self._group.nodes), self._nbytes
+        floor = nbytes if nodes == 1 else 0
+        read: Any = {
+            "moves": 2 * n * floor,
+            "crosses": floors.to_or_from_one(nodes) * nbytes,
+        }
         new = apart(self._publish_first, self._pull, self._nothing)
         get = apart(self._write_first, self._get, self._nothing)
         old = repeated(lambda: self._idle.pull({"w": self._into}, known=0))
         return [
-            Kind("pull new", new, self._check_pulled, raw="Get", moves=2 * n * floor),
-            Kind("Get", get, self._check_pulled, reference=True, moves=2 * n * floor),
+            Kind("pull new", new, self._check_pulled, raw="Get", **read),
+            Kind("Get", get, self._check_pulled, reference=True, **read),
             Kind("pull old", old, bus=0),
             Kind("publish", self._publish_timed, moves=2 * floor),
         ]
 
     def _updates(self) -> list[Kind]:
-        n = self._group.size
-        floor = 7 * n * self._nbytes if self._group.single_node else 0
+        n, nodes = self._group.size, len(self._group.nodes)
+        floor: Any = {"crosses": floors.update_each(nodes, n) * self._nbytes}
+        if nodes == 1:
+            floor = {"moves": 7 * n * self._nbytes}
         run, raw = self._cycle.run, repeated(self._put_get)
         copy = repeated(lambda: np.copyto(self._into, self._source))
         return [
-            Kind("cycle", run, self._check_cycle, raw="Put Get", moves=floor),
+            Kind("cycle", run, self._check_cycle, raw="Put Get", **floor),
             Kind("Put Get", raw, reference=True),
+            *self._exchange.kinds,
             Kind("copy", copy, reference=True, moves=2 * n * self._nbytes),
         ]
 
@@ -149,6 +161,7 @@ class Server:
     def forget(self) -> None:
         """Overwrite the result of a pull."""
         self._into[:] = np.nan
+        self._exchange.forget()
 
     def free(self) -> None:
         """Free the windows, and stop the server. Collective."""
@@ -156,6 +169,7 @@ class Server:
         self._idle.free()
         self._parameters.free()
         self._raw.free()
+        self._exchange.free()
 
 
 def _drop_stale(rule: Optimizer, group: Group) -> DropStaleGradientOptimizer:

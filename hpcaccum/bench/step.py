@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import SGD, CrossShardOptimizer, Layout, Reducer, Variable
+from hpcaccum.bench import floors
+from hpcaccum.bench.exchange import Exchange
 from hpcaccum.bench.measure import Kind, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 
@@ -32,6 +34,8 @@ class Step:
       what a step should cost. In both, each of n ranks reads one stripe of all n
       gradients and writes it once: n + 1 times the bytes in all.
     - ``MPI``: the library's Allreduce of the same bytes, also freshly written.
+    - ``exchange``: between N nodes, each sends the bytes to the next one. A step must
+      send 2 (N - 1) / N times the bytes over each link.
     - ``copy``: a plain copy by all ranks at once.
 
     Args:
@@ -40,7 +44,7 @@ class Step:
     """
 
     least_ranks: ClassVar[int] = 1
-    memory: ClassVar[Memory] = Memory(shared=2, shared_first=2, private=7)
+    memory: ClassVar[Memory] = Memory(shared=2, shared_first=2, private=9)
 
     def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
         self._comm = group.comm
@@ -57,13 +61,16 @@ class Step:
         self._means: Mapping[str, Array] = {}
         self._rule = SGD(RATE)
         self._others = [Variable(np.zeros_like(v.value), v.name) for v in variables]
+        self._exchange = Exchange(group, nbytes)
         self.kinds = self._kinds(nbytes, group)
 
     def _kinds(self, nbytes: int, group: Group) -> list[Kind]:
-        n = group.size
+        n, nodes = group.size, len(group.nodes)
         # Between nodes, the network is the limit, not memory.
-        moves = (n + 1) * nbytes if group.single_node else 0
-        common: Any = {"raw": "MPI", "moves": moves, "bus": 2 * (n - 1) / n}
+        floor = {"crosses": floors.sum_everywhere(nodes) * nbytes}
+        if group.single_node:
+            floor = {"moves": (n + 1) * nbytes}
+        common: Any = {"raw": "MPI", "bus": 2 * (n - 1) / n, **floor}
         reduce = apart(self._write, self._reduce, self._update)
         allreduce = apart(self._write_mine, self._allreduce, lambda: None)
         copy = repeated(lambda: np.copyto(self._out, self._mine))
@@ -82,6 +89,7 @@ class Step:
                 reference=True,
                 **{**common, "raw": None},
             ),
+            *self._exchange.kinds,
             Kind("copy", copy, reference=True, moves=2 * n * nbytes),
         ]
 
@@ -118,23 +126,26 @@ class Step:
         """Overwrite the results, except those of the optimizer."""
         self._out[:] = np.nan
         self._means = {"": self._out}
+        self._exchange.forget()
 
     def free(self) -> None:
         """Free the windows. Collective."""
         self._means = {}
         self._optimizing.optimizer.free()
         self._reducer.free()
+        self._exchange.free()
 
 
 class Optimizing:
     """Steps of an optimizer, without the user's part of the time. Collective.
 
-    The variables are 0 at first, and every gradient is 1.
+    The variables are 0 at first.
 
     Args:
         count: Elements of all variables.
         make: Returns the optimizer for a rule.
         without_rule: Whether to leave out the time of the rule, too.
+        gradient: Returns this rank's gradient of a variable, from its elements.
     """
 
     def __init__(
@@ -143,6 +154,7 @@ class Optimizing:
         make: Callable[[Optimizer], Any],
         *,
         without_rule: bool = False,
+        gradient: Callable[[int], Any] = lambda _: 1,
     ) -> None:
         self._rule, self._without_rule = _TimedSGD(RATE), without_rule
         self.optimizer = make(self._rule)
@@ -150,6 +162,7 @@ class Optimizing:
             Variable(np.zeros(size, np.float32), name)
             for name, size in _network(count).items()
         ]
+        self._grads = {v.name: gradient(v.value.size) for v in self.variables}
         self.step = Variable(np.zeros((), np.int64), "global_step")
         self.optimizer.initialize(self.variables)
         self._loss_seconds = 0.0
@@ -157,8 +170,8 @@ class Optimizing:
     def _loss(self) -> tuple[float, dict[str, Array]]:
         begun = time.perf_counter()
         grads = self.optimizer.gradient_arrays()
-        for grad in grads.values():
-            grad[:] = 1
+        for name, grad in grads.items():
+            grad[:] = self._grads[name]
         self._loss_seconds += time.perf_counter() - begun
         return 0.0, grads
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcaccum import ConditionalAccumulator, Group, Reducer
+from hpcaccum import ConditionalAccumulator, Group, Reducer, SyncReplicasOptimizer
+from hpcaccum.bench.exchange import Exchange
 from hpcaccum.bench.measure import Conditions, Measurement, rows
 from hpcaccum.bench.memory import Memory
-from hpcaccum.bench.options import BENCHMARKS
+from hpcaccum.bench.options import BENCHMARKS, WIRE, case_of
 from hpcaccum.server import Parameters
 
 SIZE = 4096
@@ -16,13 +17,13 @@ QUICK = Conditions(seconds=0.05)
 
 
 def make(name, comm, size, nbytes=SIZE):
-    if size < BENCHMARKS[name].least_ranks:
-        pytest.skip(f"{name} needs {BENCHMARKS[name].least_ranks} ranks")
-    return BENCHMARKS[name](Group.of(comm), nbytes, QUICK)
+    if size < case_of(name).least_ranks:
+        pytest.skip(f"{name} needs {case_of(name).least_ranks} ranks")
+    return case_of(name)(Group.of(comm), nbytes, QUICK)
 
 
 @pytest.mark.parametrize("nbytes", [128, SIZE, 1 << 20])
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", [*BENCHMARKS, WIRE])
 def test_every_kind_is_verified_and_timed(name, nbytes, comm, size):
     case = make(name, comm, size, nbytes)
     times = Measurement(Group.of(comm), name, case, QUICK.seconds)()
@@ -86,6 +87,16 @@ def wrong_read(monkeypatch):
     monkeypatch.setattr(Parameters, "read", wrong)
 
 
+def wrong_gradient(monkeypatch):
+    apply = SyncReplicasOptimizer.apply_gradients
+
+    def wrong(self, pairs, *args):
+        (grad, var), *rest = pairs
+        return apply(self, [(off(grad), var), *rest], *args)
+
+    monkeypatch.setattr(SyncReplicasOptimizer, "apply_gradients", wrong)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "plant"),
     [
@@ -101,6 +112,10 @@ def wrong_read(monkeypatch):
         ("server", "cycle", wrong_read),
         ("step", "step", wrong_reduce),
         ("step", "reducer", wrong_reduce),
+        (WIRE, "cross-shard", wrong_reduce),
+        (WIRE, "sync-replicas", wrong_gradient),
+        (WIRE, "sync-replicas", wrong_read),
+        (WIRE, "drop-stale", wrong_read),
     ],
 )
 def test_a_planted_fault_is_found_before_anything_is_timed(
@@ -129,6 +144,41 @@ def test_a_gradient_that_arrives_halved_is_found(comm, size, rank, monkeypatch):
     with pytest.raises(RuntimeError, match=r"apply: .*elements are wrong"):
         Measurement(Group.of(comm), "bench", case, QUICK.seconds)()
     case.free()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", ["accumulate", "allreduce", "server", "step", WIRE])
+def test_between_nodes_the_exchange_is_verified(name, comm, rank, size, monkeypatch):
+    case = make(name, comm, size)
+    exchanges = [kind for kind in case.kinds if kind.name == "exchange"]
+    assert len(exchanges) == (not Group.of(comm).single_node)
+    call = Exchange.__call__
+
+    def wrong(self):
+        call(self)
+        self._got[-1:] += 1
+
+    if rank == size - 1:
+        monkeypatch.setattr(Exchange, "__call__", wrong)
+    case.kinds = exchanges
+    if exchanges:
+        with pytest.raises(RuntimeError, match=r"exchange: 1 of .* elements are wrong"):
+            Measurement(Group.of(comm), "bench", case, QUICK.seconds)()
+    case.free()
+
+
+@pytest.mark.parametrize("name", ["accumulate", "allreduce", "server", "step", WIRE])
+def test_the_floor_is_that_of_memory_or_of_links(name, comm, size):
+    case = make(name, comm, size)
+    memory = {kind.name for kind in case.kinds if kind.moves}
+    links = {kind.name for kind in case.kinds if kind.crosses}
+    case.free()
+
+    if Group.of(comm).single_node:
+        assert not links
+    else:
+        assert "exchange" in links
+        assert memory <= {"copy"}
 
 
 def test_what_does_not_fit_is_an_error_on_every_rank(comm, size):

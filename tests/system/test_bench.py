@@ -113,6 +113,54 @@ def test_a_size_that_does_not_fit_is_skipped(bench, tmp_path):
 
 
 @pytest.mark.mpi
+def test_wire_on_one_node_names_what_to_use_instead(bench):
+    nodes = "import os; os.environ['MPIR_CVAR_NOLOCAL'] = '0'"
+    shown = bench(2, "wire", *QUICK, before=nodes)
+
+    assert shown.startswith("all ranks are on one node, and nothing crosses a wire: ")
+    assert "hpcaccum bench step" in shown
+    assert "sync-replicas" not in shown
+
+
+@pytest.mark.mpi
+def test_wire_on_nodes_of_one_host_has_no_bytes(bench, tmp_path):
+    nodes = "import os; os.environ['MPIR_CVAR_NOLOCAL'] = '1'"
+    shown = bench(3, "wire", *QUICK, "--json", "rows.json", before=nodes)
+    if "on one node" in shown:
+        pytest.skip("only MPICH makes several nodes of one host")
+
+    assert "no bytes: the nodes of ranks 0-1 are one host, " in shown
+    assert max(map(len, shown.splitlines()[2:])) <= 80
+    found = read(tmp_path / "rows.json")
+    names = ["cross-shard", "sync-replicas", "drop-stale", "MPI", "exchange"]
+    assert [row["name"] for row in found] == names * 2
+    for row in found:
+        assert row["links"].startswith("no bytes: ")
+        assert set(row["figures"]) == {
+            "bytes that must cross a link",
+            "times the time of cross-shard",
+        }
+        assert row["vs_floor"] > 0
+    assert [row["figures"]["bytes that must cross a link"] for row in found[:5]] == [
+        pytest.approx(floor) for floor in (4 / 3, 4 / 3, 4 / 3, 4 / 3, 1)
+    ]
+
+
+@pytest.mark.mpi
+def test_between_nodes_the_floor_is_that_of_a_link(bench, tmp_path):
+    nodes = "import os; os.environ['MPIR_CVAR_NOLOCAL'] = '1'"
+    shown = bench(2, "step", *QUICK, "--json", "rows.json", before=nodes)
+    if "2 nodes" not in shown:
+        pytest.skip("only MPICH makes several nodes of one host")
+
+    assert "floor: times slower than a link allows" in shown
+    rows = {(row["name"], row["bytes"]): row for row in read(tmp_path / "rows.json")}
+    for nbytes in (4096, 65536):
+        exchange = rows["exchange", nbytes]["median_us"]  # 2 (N - 1) / N = 1
+        assert rows["step", nbytes]["floor_us"] == pytest.approx(exchange)
+
+
+@pytest.mark.mpi
 def test_a_wrong_answer_ends_the_job(bench):
     plant = """
 from hpcaccum import ConditionalAccumulator

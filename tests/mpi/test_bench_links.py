@@ -1,0 +1,202 @@
+"""Bytes on the links of nodes: each rank stands for a node, with a counter of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpcaccum import Group
+from hpcaccum.bench import links
+from hpcaccum.bench.exchange import Exchange
+from hpcaccum.bench.interfaces import Traffic
+from hpcaccum.bench.links import Links, describe_links
+from hpcaccum.bench.measure import Conditions, Times, WrongAnswerError, rows
+from hpcaccum.bench.wire import COLUMNS, FLOOR, IN, LINK, OTHER_IN, OTHER_OUT, OUT, Wire
+
+from .test_bench_measure import constant
+
+
+class Counters:
+    """Interfaces that count what they are told, and something at each look."""
+
+    def __init__(self, *names, chatter=0):
+        self.names = list(names)
+        self.sent = self.received = 10**12
+        self._chatter = chatter
+
+    def read(self):
+        self.sent += self._chatter
+        self.received += 2 * self._chatter
+        return Traffic(self.sent, self.received)
+
+
+@pytest.fixture
+def group(comm, size, rank):
+    """A group whose ranks are nodes of their own, as far as benchmarks ask."""
+    group = Group(comm.Dup())
+    group.nodes, group.node_number = [[each] for each in range(size)], rank
+    yield group
+    group.free()
+
+
+@pytest.fixture
+def apart(monkeypatch, rank):
+    """Every rank has a network interface of its own."""
+    monkeypatch.setattr(links, "network", lambda: f"network of {rank}")
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Let counters count the bytes of exchanges, times a factor."""
+
+    def count(counters, factor=1.0):
+        call = Exchange.__call__
+
+        def exchange(self):
+            call(self)
+            counters.sent += int(factor * self._mine.nbytes)
+            counters.received += int(factor * self._got.nbytes)
+
+        monkeypatch.setattr(Exchange, "__call__", exchange)
+
+    return count
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.usefixtures("apart")
+def test_bytes_are_those_of_the_operation_without_the_counting(group, rank, counted):
+    counters = Counters("eth0", chatter=100)
+    counted(counters)
+    found = Links(group, counters)
+
+    def operation():
+        counters.sent += 1000 * (rank + 1)
+        counters.received += 7
+        return rank
+
+    result, sent = found.during(operation)
+
+    assert found.obstacle is None
+    assert result == rank
+    assert sent.tolist() == [[1000 * (each + 1), 7] for each in range(group.size)]
+    assert f"eth0 of each of {group.size} nodes" in describe_links(found)
+
+
+@pytest.mark.ranks(min=2)
+def test_nodes_of_one_host_are_named(group, size):
+    reason = Links(group, Counters("eth0")).obstacle
+
+    assert reason.startswith("the nodes of ranks 0-1 are one host, ")
+    assert "none of its interfaces" in reason
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.usefixtures("apart")
+def test_a_node_without_interfaces_is_named(group, rank, size):
+    reason = Links(group, Counters(*["eth0"][rank == size - 1 :])).obstacle
+
+    assert "no interface but loopback" in reason
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("factor", [0.0, 0.5, 2.0])
+def test_counters_that_do_not_count_what_is_sent_are_not_used(
+    group, rank, size, factor, counted
+):
+    counters = Counters("eth0")
+    counted(counters, factor if rank == size - 1 else 1.0)
+    reason = Links(group, counters).obstacle
+
+    shown = f"{min(factor, 1):.2f} to {max(factor, 1):.2f} times"
+    assert f"changed the counters by {shown} its bytes" in reason
+    assert max(map(len, reason.splitlines())) <= 80
+
+
+def test_one_node_has_no_link(group, comm, rank, size):
+    group.nodes, group.node_number = [list(range(size))], 0
+
+    assert Links(group, Counters("eth0")).obstacle == "all ranks are on one node"
+
+
+@pytest.mark.parametrize("nbytes", [128, 4096])
+@pytest.mark.parametrize("shape", [[1, 1], [2, 1], [2, 2], [1, 2, 1]])
+def test_an_exchange_brings_the_vector_of_the_node_before(
+    shape, nbytes, group, rank, size
+):
+    if sum(shape) != size:
+        pytest.skip("another number of ranks")
+    ends = np.cumsum(shape)
+    group.nodes = [list(range(b - k, b)) for b, k in zip(ends, shape, strict=True)]
+    group.node_number = next(n for n, ranks in enumerate(group.nodes) if rank in ranks)
+    exchange = Exchange(group, nbytes)
+    (kind,) = exchange.kinds
+    exchange.forget()
+    if exchange._got.size:
+        with pytest.raises(WrongAnswerError):
+            kind.check()
+    kind.run(2)
+    kind.check()
+    into = group.allgather((group.node_number, exchange._got.nbytes), "test")
+    exchange.free()
+
+    assert kind.crosses == nbytes
+    for node in range(len(shape)):
+        assert sum(received for number, received in into if number == node) == nbytes
+
+
+def test_on_one_node_nothing_is_exchanged(group, size):
+    group.nodes, group.node_number = [list(range(size))], 0
+    exchange = Exchange(group, 4096)
+    exchange()
+    exchange.free()
+
+    assert exchange.kinds == []
+
+
+class Fixed:
+    """Links that always carry the same bytes: those of three nodes, out and in."""
+
+    obstacle = None
+
+    def during(self, operation):
+        return operation(), np.array([[9000, 8000], [100, 400], [300, 200]])
+
+
+def figures(comm, group_links):
+    case = Wire(Group.of(comm), 1000 * 128, Conditions(0.01, links=group_links))
+    kind = case.kinds[0]
+    kind.run(2)
+    found = kind.figures({"cross-shard": 1.0})
+    case.free()
+    return found
+
+
+def test_bytes_of_a_step_are_in_units_of_the_gradient(comm):
+    found = figures(comm, Fixed())
+    found = {name: 2 * 128 * bytes_ for name, bytes_ in found.items()}  # of two steps
+
+    assert found[OUT] == pytest.approx(9)
+    assert found[IN] == pytest.approx(8)
+    assert found[OTHER_OUT] == pytest.approx(0.3)
+    assert found[OTHER_IN] == pytest.approx(0.4)
+    assert found[LINK] == pytest.approx(9)
+
+
+def test_without_links_there_are_times_and_floors_only(comm):
+    found = figures(comm, None)
+
+    assert OUT not in found
+    assert FLOOR in found
+    assert set(found) < COLUMNS.figures
+
+
+def test_floors_of_time_are_those_of_the_exchange():
+    # 8 bytes cross a link in 1 us.
+    kinds = [constant("ours", 0, crosses=12.0), constant("exchange", 0, crosses=8.0)]
+    times = {"ours": Times.of([3e-6]), "exchange": Times.of([1e-6])}
+    ours, exchange = rows("x", 8, 4, kinds, times)
+
+    assert ours.floor_us == pytest.approx(1.5)
+    assert ours.vs_floor == pytest.approx(2.0)
+    assert exchange.vs_floor == pytest.approx(1.0)
