@@ -47,16 +47,16 @@ def _column(title: str, width: int, figure: str) -> Column:
 
 
 COLUMNS = Columns(
-    "one step of all ranks; bytes in units of the gradient: the host's node, the most\n"
-    "of another, of all; floor: must cross a link; time: over that of cross-shard",
+    "a step of all ranks; bytes in units of the gradient, at the links: host's node,\n"
+    "most of another, of all; need: must cross one; time: over that of cross-shard",
     (
         _column("out", 4, OUT),
         _column("in", 4, IN),
         _column("out", 4, OTHER_OUT),
         _column("in", 4, OTHER_IN),
         _column("most", 4, LINK),
-        _column("floor", 5, FLOOR),
-        _column("time", 5, TIME),
+        _column("need", 4, FLOOR),
+        _column("time", 4, TIME),
     ),
     above="    host    another",
     times=("min", "median", "max"),
@@ -77,9 +77,10 @@ class Wire:
     The time is that of the last rank, without its loss. Bytes are those of a step in
     units of the size, counted at the network interfaces of each node: out of and into
     the node of rank 0, which is the host; the most of any other node; the most of all.
-    ``floor`` is what must cross the busiest link in one direction between N nodes of r
-    ranks: 2 (N - 1) / N, and (r + 1) (N - 1) / N for drop-stale. One host without help
-    takes N - 1, and (N - 1) r. ``time`` is that over the time of cross-shard.
+    ``need`` is what must cross the busiest link in one direction between N nodes of r
+    ranks: 2 (N - 1) / N, and (r + 1) (N - 1) / N for drop-stale, or 2 r (N - 1) / N if
+    each rank is sent the parameters of its own update. If one node holds all parameters,
+    it is N - 1, and (N - 1) r. ``time`` is that over the time of cross-shard.
 
     Args:
         group: The ranks.
@@ -192,8 +193,9 @@ class Wire:
 
 def _gradient(rank: int, size: int) -> Array:
     """Return a rank's gradient of a variable: small numbers, whose sums are exact."""
-    pattern = np.arange(size, dtype=np.float32) % 64
-    return pattern + np.float32(rank)
+    pattern: Array = np.arange(size, dtype=np.float32) % 64
+    pattern += rank
+    return pattern
 
 
 class _Mean:

@@ -1,4 +1,4 @@
-"""Bytes on the links of nodes: each rank stands for a node, with a counter of its own."""
+"""Bytes on the links of nodes: each rank stands for a node with a counter."""
 
 from __future__ import annotations
 
