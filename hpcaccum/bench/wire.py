@@ -79,8 +79,8 @@ class Wire:
     the node of rank 0, which is the host; the most of any other node; the most of all.
     ``need`` is what must cross the busiest link in one direction between N nodes of r
     ranks: 2 (N - 1) / N, and (r + 1) (N - 1) / N for drop-stale, or 2 r (N - 1) / N if
-    each rank is sent the parameters of its own update. If one node holds all parameters,
-    it is N - 1, and (N - 1) r. ``time`` is that over the time of cross-shard.
+    each rank is sent the parameters of its own update. If one node holds the
+    parameters, it is N - 1, and (N - 1) r. ``time`` is over that of cross-shard.
 
     Args:
         group: The ranks.
