@@ -174,31 +174,6 @@ ConditionalAccumulator.take_grad = lambda *args, **options: take(*args, **option
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "the following arguments are required: benchmark"),
-        (["x"], "invalid choice: 'x'"),
-        (["allreduce", "--sizes", "4X"], "got '4X'"),
-        (["allreduce", "--sizes", "100"], "a multiple of 128 bytes, got '100'"),
-        (["allreduce", "--sizes", "0"], "a multiple of 128 bytes, got '0'"),
-        (["allreduce", "--seconds", "0"], "must be seconds, got '0'"),
-        (["allreduce", "--json", "no/rows.json"], "no/rows.json: No such file"),
-        (["allreduce", "--plot", "no/rows.png"], "no/rows.png: No such file"),
-        (["allreduce", "--plot", "rows.txt"], "must end in one of .png"),
-        (["server", "--against", "gloo"], "unrecognized arguments: --against"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_options_are_reported_once(options, message, bench):
-    shown = bench(2, *options, status=2)
-
-    assert message in shown
-    assert shown.count(": error: ") == 1
-    assert "Traceback" not in shown
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(
     ("module", "options", "cure"),
     [
         ("torch", ["--against", "gloo"], "pip install torch"),

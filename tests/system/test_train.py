@@ -193,29 +193,6 @@ def test_a_terminal_gets_a_bar(mpiexec, mpi_environment, tmp_path):
     assert b"epoch 2 of 2" in shown
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "one of the arguments --strategy --compare is required"),
-        (["--strategy", "x"], "invalid choice: 'x'"),
-        (["--strategy", "agn", "--straggler", "2:5"], "there are 2 ranks, 0 to 1"),
-        (["--strategy", "agn", "--straggler", "5"], "RANK:MILLISECONDS, got '5'"),
-        (["--strategy", "cross-shard", "--groups", "0"], "each rank of 0 to 1 once"),
-        (["--strategy", "sync-replicas", "--quorum", "3"], "must be at most 2"),
-        (["--strategy", "agn", "--data", "no.npz"], "no.npz: No such file"),
-        (["--strategy", "agn", "--log", "no/log"], "no/log: No such file"),
-        (["--strategy", "agn", "--plot", "no/p.png"], "no/p.png: No such file"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_options_are_reported_once(options, message, train):
-    shown = train(2, *options, status=2)
-
-    assert message in shown
-    assert shown.count("hpcaccum train: error:") == 1
-    assert "Traceback" not in shown
-
-
 def test_ranks_with_different_options_are_reported(mpi_environment, mpiexec, tmp_path):
     one = ["-n", "1", sys.executable, "-m", "hpcaccum", "train", "--strategy"]
     result = run_program(

@@ -1,0 +1,91 @@
+"""Options that the commands refuse: one rank says so, once, and all end with 2.
+
+One job tries all of a command: what takes time is to start it.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from .conftest import REPOSITORY
+
+TRAIN = [
+    ([], "one of the arguments --strategy --compare is required"),
+    (["--strategy", "x"], "invalid choice: 'x'"),
+    (["--strategy", "agn", "--straggler", "2:5"], "there are 2 ranks, 0 to 1"),
+    (["--strategy", "agn", "--straggler", "5"], "RANK:MILLISECONDS, got '5'"),
+    (["--strategy", "cross-shard", "--groups", "0"], "each rank of 0 to 1 once"),
+    (["--strategy", "sync-replicas", "--quorum", "3"], "must be at most 2"),
+    (["--strategy", "agn", "--data", "no.npz"], "no.npz: No such file"),
+    (["--strategy", "agn", "--log", "no/log"], "no/log: No such file"),
+    (["--strategy", "agn", "--plot", "no/p.png"], "no/p.png: No such file"),
+]
+BENCH = [
+    ([], "the following arguments are required: benchmark"),
+    (["x"], "invalid choice: 'x'"),
+    (["allreduce", "--sizes", "4X"], "got '4X'"),
+    (["allreduce", "--sizes", "100"], "a multiple of 128 bytes, got '100'"),
+    (["allreduce", "--sizes", "0"], "a multiple of 128 bytes, got '0'"),
+    (["allreduce", "--seconds", "0"], "must be seconds, got '0'"),
+    (["allreduce", "--json", "no/rows.json"], "no/rows.json: No such file"),
+    (["allreduce", "--plot", "no/rows.png"], "no/rows.png: No such file"),
+    (["allreduce", "--plot", "rows.txt"], "must end in one of .png"),
+    (["server", "--against", "gloo"], "unrecognized arguments: --against"),
+]
+
+# Writes the status and the output of each rank for each command line.
+SCRIPT = """
+import contextlib, io, json, pathlib
+from mpi4py import MPI
+from hpcaccum.cli import main
+
+def attempt(words):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        try:
+            status = main(words)
+        except SystemExit as leaving:
+            status = leaving.code
+    return MPI.COMM_WORLD.allgather((status, shown.getvalue()))
+
+attempts = [attempt(words) for words in {lines}]
+if MPI.COMM_WORLD.rank == 0:
+    pathlib.Path("attempts.json").write_text(json.dumps(attempts))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "cases"), [("train", TRAIN), ("bench", BENCH)], ids=["train", "bench"]
+)
+def test_bad_options_are_reported_once(command, cases, mpirun, script, tmp_path):
+    lines = [[command, *options] for options, _ in cases]
+    program = script(SCRIPT.format(lines=lines))
+    result = mpirun(2, program, cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)})
+
+    assert result.returncode == 0, result.stdout
+    attempts = json.loads((tmp_path / "attempts.json").read_text())
+    for (options, message), attempt in zip(cases, attempts, strict=True):
+        assert [status for status, _ in attempt] == [2, 2], (options, attempt)
+        shown = "".join(text for _, text in attempt)
+        assert message in shown, options
+        assert shown.count(": error: ") == 1, options
+        assert "Traceback" not in shown, options
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "case"),
+    [("train", TRAIN[2]), ("bench", BENCH[6])],
+    ids=["train", "bench"],
+)
+def test_a_job_with_bad_options_ends_with_2(command, case, mpirun, tmp_path):
+    options, message = case
+    words = "-m", "hpcaccum", command, *options
+    result = mpirun(2, *words, cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)})
+
+    assert result.returncode == 2, result.stdout
+    assert message in result.stdout
+    assert result.stdout.count(f"hpcaccum {command}: error:") == 1
+    assert "Traceback" not in result.stdout
