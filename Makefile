@@ -13,7 +13,6 @@ PYTEST  := $(BIN)/python -m pytest
 
 # More ranks than cores: threads of the linear algebra would only add to that.
 export OMP_NUM_THREADS ?= 1
-CORES := $(shell getconf _NPROCESSORS_ONLN)
 ifeq ($(MPI),openmpi)
 include .ci/env.openmpi
 endif
@@ -101,10 +100,7 @@ test-mpi: $(VENV)/.test
 	done; \
 	printf "tests/mpi with $(MPI):$$summary\n"; test -z "$$failed"
 
-# Ranks of MPICH that poll on a shared core keep each other waiting for a time slice, some
-# 5 ms a barrier, unless they sleep between polls.
 test-%: $(VENV)/.test
-	MPIR_CVAR_ENABLE_HEAVY_YIELD=$$(($* > $(CORES))) \
 	$(MPIEXEC) -n $* $(PYTEST) tests/mpi $(ARGS) </dev/null
 
 test-hosts: $(VENV)/.test

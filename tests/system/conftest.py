@@ -88,14 +88,8 @@ def mpirun(mpiexec: str, mpi_environment: dict[str, str]) -> Run:
             # Mounts of its own, which this command makes.
             script = f'{inside} && exec "$@"'
             command = ["unshare", "--mount", "sh", "-c", script, "sh", *command]
-        # As in the Makefile: ranks of MPICH that share a core sleep between polls.
-        oversubscribed = ranks > (os.cpu_count() or 1)
-        yielding = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": str(int(oversubscribed))}
         return run_program(
-            command,
-            timeout=timeout,
-            cwd=cwd,
-            env=mpi_environment | yielding | (env or {}),
+            command, timeout=timeout, cwd=cwd, env=mpi_environment | (env or {})
         )
 
     return run
