@@ -17,6 +17,7 @@ from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import cuda_aware
 from hpcaccum.reducer import device as device_exchange
 
+from .expiring import times_out_without
 from .on_device import Aware, empty_like, to_device
 from .reducing import (
     ALL,
@@ -259,18 +260,18 @@ def test_started_arrays_may_also_be_given_to_that_mpi(
 @FLAT
 @pytest.mark.ranks(min=2)
 def test_no_rank_enters_a_blocking_call_before_all_have_arrived(
-    cp, aware, maker, rank, size, monkeypatch
+    cp, comm, aware, maker, rank, size
 ):
     reducer = maker({"x": (900,)}, cuda_aware=True)
-    comm, mine = Aware.of(reducer), {"x": cp.ones(900, np.float32)}
+    given, mine = Aware.of(reducer), {"x": cp.ones(900, np.float32)}
     reducer.reduce(mine, out=mine)
-    meet()
-    before = comm.given
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.25")
-    error = raised(reducer.reduce, mine, out=mine) if rank != size - 1 else None
+    before, error = given.given, None
+    with times_out_without(size - 1, comm):
+        if rank != size - 1:
+            error = raised(reducer.reduce, mine, out=mine)
     meet()
 
-    assert comm.given == before
+    assert given.given == before
     if rank != size - 1:
         assert type(error) is WaitTimeoutError
         assert f"for rank {size - 1} of {size} to make the same call" in str(error)

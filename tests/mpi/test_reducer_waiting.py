@@ -10,6 +10,7 @@ import pytest
 from hpcaccum import WaitTimeoutError
 from hpcaccum.deadline import observe_waits
 
+from .expiring import times_out_without
 from .reducing import (
     ALL,
     NODES,
@@ -19,7 +20,6 @@ from .reducing import (
     maker_fixture,  # noqa: F401
     works,
 )
-from .support import WAIT
 from .training import meet, raised
 
 
@@ -42,15 +42,13 @@ def starting(reducer):
 @pytest.mark.parametrize("call", [copying, in_place, starting])
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_a_rank_that_does_not_arrive_is_named(
-    maker, rank, size, which, call, monkeypatch
+    comm, maker, rank, size, which, call
 ):
     late = 0 if which == "first" else size - 1
     reducer = maker(SHAPES)
     call(reducer)
-    # In lockstep, so that no rank is informed of the timeout of another.
-    meet()
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.25")
-    error = raised(call, reducer) if rank != late else None
+    with times_out_without(late, comm):
+        error = raised(call, reducer) if rank != late else None
     again = raised(call, reducer) if rank != late else None
     started = raised(reducer.start, "x") if rank != late else None
     meet()
@@ -77,13 +75,12 @@ def test_a_rank_that_is_only_late_is_waited_for(maker, rank, size):
 
 @ALL
 @pytest.mark.ranks(min=3)
-def test_only_late_ranks_are_named(maker, rank, size, monkeypatch):
+def test_only_late_ranks_are_named(comm, maker, rank, size):
     reducer = maker(SHAPES)
     ways = [copying, in_place, starting]
     ways[rank % 3](reducer)
-    meet()
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.4")
-    error = raised(ways[rank % 3], reducer) if rank != 1 else None
+    with times_out_without(1, comm):
+        error = raised(ways[rank % 3], reducer) if rank != 1 else None
     meet()
 
     if rank != 1:
@@ -93,16 +90,14 @@ def test_only_late_ranks_are_named(maker, rank, size, monkeypatch):
 @pytest.mark.ranks(min=3)
 @pytest.mark.parametrize("kind", ["hierarchical", "flat"])
 def test_inputs_of_a_call_that_was_given_up_are_not_in_later_sums(
-    comm, rank, size, kind, monkeypatch
+    comm, rank, size, kind
 ):
     for late in (0, size - 1):
         given_up = Maker(comm, kind)
         reducer = given_up(SHAPES)
+        with times_out_without(late, comm):
+            error = raised(copying, reducer) if rank != late else None
         meet()
-        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.25")
-        error = raised(copying, reducer) if rank != late else None
-        meet()
-        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
         given_up.free()
         assert rank == late or type(error) is WaitTimeoutError
     # MPI may give the identity of a communicator that was freed to another one.

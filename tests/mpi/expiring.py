@@ -1,0 +1,66 @@
+"""A wait for one rank that times out as soon as all other ranks wait.
+
+A short timeout would have to be long enough for the slowest rank, which is a matter of
+luck on a busy machine, and every test would take that long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+from mpi4py import MPI
+
+from hpcaccum import deadline
+
+from .support import WAIT
+from .training import Namespace
+
+# Looks at the clock, between two of which a rank does all that it does while it waits.
+_LOOKS = 20
+
+
+class _Clock:
+    """Jumps, in step with the clocks of the other ranks, while this rank waits.
+
+    First to half of the limit: there ranks announce to each other that they wait. The
+    jumps by nothing leave time for what was announced to arrive.
+    """
+
+    def __init__(self, waiting: MPI.Intracomm) -> None:
+        self._waiting, self._offset, self._looks = waiting, 0.0, 0
+        self._jumps = [0.0, WAIT / 2, 0.0, 0.0, WAIT]
+        self._request: MPI.Request | None = None
+
+    def monotonic(self) -> float:
+        if threading.current_thread() is threading.main_thread():
+            self._look()
+        return time.monotonic() + self._offset
+
+    def _look(self) -> None:
+        self._looks += 1
+        if self._request is None and self._looks >= _LOOKS and self._jumps:
+            self._request = self._waiting.Ibarrier()
+        elif self._request is not None and self._request.Test():
+            self._offset += self._jumps.pop(0)
+            self._request, self._looks = None, 0
+
+
+@contextlib.contextmanager
+def times_out_without(late: int, comm: MPI.Intracomm) -> Iterator[None]:
+    """Let the next wait time out, on all ranks but one, when they all wait. Collective.
+
+    Args:
+        late: The rank that does not wait.
+        comm: All ranks.
+    """
+    waiting = comm.Split(comm.rank == late, comm.rank)
+    clock = time if comm.rank == late else _Clock(waiting)
+    with mock.patch.object(
+        deadline, "time", Namespace(time, monotonic=clock.monotonic)
+    ):
+        yield
+    waiting.Free()
