@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -36,6 +37,8 @@ class Harness:
 
     def __init__(self, config: pytest.Config) -> None:
         self.exchange = world("outcomes")
+        # Of the tests marked `shared_comm`, if one has run and none has failed since.
+        self.shared_comm: MPI.Intracomm | None = None
         world("tests")  # made here, where all ranks come by
         self.limit = float(config.getini("mpi_time_limit"))
         # Later on, stderr is a file of pytest's while a test runs.
@@ -56,6 +59,8 @@ class Harness:
             self.unshared = title + outcome.text
         merge(report, self.exchange.gather(outcome))
         self.unshared = ""
+        if report.failed:
+            self.shared_comm = None
         if report.failed and MPI.COMM_WORLD.rank == 0:
             self.failures.append(f"{title}{report.longrepr}")
 
@@ -122,6 +127,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     found = [item.nodeid for item in session.items]
     collected = harness.exchange.gather((harness.collect_errors, found))
     harness.watchdog.disarm()
+    # Tests collect garbage, of which there is none among the modules.
+    gc.collect()
+    gc.freeze()
     if any(other != collected[0] for other in collected):
         pytest.exit(_difference(collected), returncode=2)
     return result
@@ -171,13 +179,25 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     # No limit at all is for the debugger; a marker does not restore it.
     limit = marker.args[0] if marker and harness.limit else harness.limit
     harness.watchdog.arm(item.nodeid, limit)
-    # Here, where no fixture has failed on some of the ranks yet.  Not of COMM_WORLD: an
-    # earlier test may have left that in the middle of something.
-    comm = item.stash[COMM] = harness.exchange.dup()
+    # Here, where no fixture has failed on some of the ranks yet.
+    own = None
+    if "comm" in getattr(item, "fixturenames", ()):
+        if not shares_comm(item):
+            item.stash[COMM] = own = harness.exchange.dup()
+        else:
+            if harness.shared_comm is None:
+                harness.shared_comm = harness.exchange.dup()
+            item.stash[COMM] = harness.shared_comm
     result = yield
-    comm.Free()
+    if own is not None:
+        own.Free()
     harness.watchdog.disarm()
     return result
+
+
+def shares_comm(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("shared_comm")
+    return marker is not None and (not marker.args or bool(marker.args[0]))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -221,7 +241,7 @@ def size() -> int:
 
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> MPI.Intracomm:
-    """A communicator of all ranks that no other test has used."""
+    """A communicator of all ranks that no other test has used, or `shared_comm`."""
     return request.node.stash[COMM]
 
 

@@ -55,14 +55,12 @@ class Maker:
     """
 
     def __init__(self, comm: MPI.Intracomm, kind: str, nodes: str = "halves") -> None:
-        real = Group.of(comm)
+        self.group = Group.of(comm)
         self.kind, self.exact = kind, kind != "flat"
-        self._own: Group | None = None
         self._made: list[Reducer] = []
-        if kind == "hierarchical" and comm.size > 1 and real.single_node:
-            self._own = made_up(comm, NODES[nodes])
-        self.group = self._own or real
-        if KINDS[kind]["schedule"] == "shared" and not real.single_node:
+        if kind == "hierarchical" and comm.size > 1 and self.group.single_node:
+            self.group = made_up_once(comm, nodes)
+        if KINDS[kind]["schedule"] == "shared" and not self.group.single_node:
             pytest.skip("the ranks do not share memory")
         first = self.group.node.bcast(comm.rank)
         found: dict[int, list[int]] = {}
@@ -99,8 +97,23 @@ class Maker:
         """Free all. Collective."""
         for reducer in self._made:
             reducer.free()
-        if self._own is not None:
-            self._own.free()
+
+
+# MPI frees them when the communicator is freed for which they were made.
+_MADE_UP: dict[str, int] = {}
+
+
+def made_up_once(comm: MPI.Intracomm, nodes: str) -> Group:
+    """Return the group of a communicator that is on such nodes. Collective."""
+    if nodes not in _MADE_UP:
+        _MADE_UP[nodes] = MPI.Comm.Create_keyval(
+            delete_fn=lambda _comm, _key, group: group.free()
+        )
+    group = comm.Get_attr(_MADE_UP[nodes])
+    if group is None:
+        group = made_up(comm, NODES[nodes])
+        comm.Set_attr(_MADE_UP[nodes], group)
+    return group
 
 
 def made_up(comm: MPI.Intracomm, node: Callable[[int, int], int]) -> Group:

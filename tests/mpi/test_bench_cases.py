@@ -12,6 +12,8 @@ from hpcaccum.bench.memory import Memory
 from hpcaccum.bench.options import BENCHMARKS, WIRE, case_of
 from hpcaccum.server import Parameters
 
+pytestmark = pytest.mark.shared_comm
+
 SIZE = 4096
 QUICK = Conditions(seconds=0.05)
 

@@ -11,6 +11,8 @@ from hpcaccum.dtypes import accumulation_dtype
 
 from .training import meet, raised
 
+pytestmark = pytest.mark.shared_comm
+
 N = 1000
 
 

@@ -15,6 +15,8 @@ from hpcaccum.mpi import cuda_aware
 from .on_device import Aware
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised
 
+pytestmark = pytest.mark.shared_comm
+
 RULES = {
     "SGD": lambda: hpc.SGD(0.1),
     "Momentum": lambda: hpc.Momentum(0.1, 0.9),

@@ -20,6 +20,8 @@ from .reducing import (
 )
 from .training import raised
 
+pytestmark = pytest.mark.shared_comm
+
 SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 
 

@@ -21,6 +21,8 @@ from .reducing import (
 )
 from .training import meet
 
+pytestmark = pytest.mark.shared_comm
+
 SHAPES = {"scalar": (), "empty": (0,), "vector": (330,), "matrix": (15, 17)}
 LARGE = pytest.mark.parametrize(
     "maker", ["shared", "staged", "hierarchical"], indirect=True

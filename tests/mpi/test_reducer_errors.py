@@ -26,6 +26,8 @@ from .reducing import (
 )
 from .training import meet, raised
 
+pytestmark = pytest.mark.shared_comm
+
 # Arguments of the reducer
 
 

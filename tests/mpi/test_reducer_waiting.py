@@ -41,9 +41,7 @@ def starting(reducer):
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("call", [copying, in_place, starting])
 @pytest.mark.parametrize("which", ["first", "last"])
-def test_a_rank_that_does_not_arrive_is_named(
-    comm, maker, rank, size, which, call
-):
+def test_a_rank_that_does_not_arrive_is_named(comm, maker, rank, size, which, call):
     late = 0 if which == "first" else size - 1
     reducer = maker(SHAPES)
     call(reducer)
