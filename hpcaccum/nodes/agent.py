@@ -10,7 +10,6 @@ generator that yields while it waits, and the agent runs all of them in turn.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -79,6 +78,8 @@ class Agent:
         self._services: dict[int, Service] = {}
         # What the agent is doing, with the number of the service.
         self._running: list[tuple[int, Steps]] = []
+        # Held from the receipt of a request until it is among them.
+        self._accepting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
@@ -119,10 +120,13 @@ class Agent:
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
         """
         deadline = Deadline(None, what)
-        deadline.wait(self._all_received, lambda: "the agents of nodes")
-        self._group.allgather(None, what)
-        deadline.wait(lambda: self._is_idle(number), lambda: "what it was asked for")
-        self._group.allgather(None, what)
+        # After the first round, agents have received the requests of all ranks; after
+        # the second, those that agents sent to carry them out. These end in the third.
+        for last in (False, False, True):
+            deadline.wait(lambda: self._is_idle(number), lambda: "what it has to do")
+            deadline.wait(self._all_received, lambda: "the agents of nodes")
+            if not last:
+                self._group.allgather(None, what)
         del self._services[number]
         if not self._services:
             self._stop()
@@ -134,7 +138,8 @@ class Agent:
             return MPI.Request.Testall(self._sent) or None
 
     def _is_idle(self, number: int) -> bool | None:
-        return all(each != number for each, _ in list(self._running)) or None
+        with self._accepting:
+            return all(each != number for each, _ in list(self._running)) or None
 
     def request(self, node: int, number: int, *request: Any) -> None:
         """Send a request to a service of the agent of a node; do not wait."""
@@ -192,14 +197,21 @@ class Agent:
 
     def _accept(self) -> bool:
         """Begin to handle the requests that have arrived; return whether any has."""
-        status, busy = MPI.Status(), False
-        probe = functools.partial(self.comm.improbe, MPI.ANY_SOURCE, _REQUEST, status)
-        while (message := probe()) is not None:
+        busy = False
+        while self._accept_one():
+            busy = True
+        return busy
+
+    def _accept_one(self) -> bool:
+        status = MPI.Status()
+        with self._accepting:
+            message = self.comm.improbe(MPI.ANY_SOURCE, _REQUEST, status)
+            if message is None:
+                return False
             number, *request = message.recv()
             steps = self._services[number].handle(status.Get_source(), *request)
             self._running.append((number, steps))
-            busy = True
-        return busy
+            return True
 
 
 def _nap(idle: float) -> None:
