@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 from hpcaccum.mpi import MPI, report_and_abort, short_switch_interval
 
 if TYPE_CHECKING:
@@ -117,21 +117,29 @@ class Agent:
             what: Name for messages.
 
         Raises:
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on a rank that waits for
+                an agent. The other ranks get an error, too.
         """
         deadline = Deadline(None, what)
         # After the first round, agents have received the requests of all ranks; after
         # the second, those that agents sent to carry them out. These end in the third.
-        for last in (False, False, True):
-            deadline.wait(lambda: self._is_idle(number), lambda: "what it has to do")
-            deadline.wait(self._all_received, lambda: "the agents of nodes")
-            if not last:
-                self._group.allgather(None, what)
+        for _ in range(3):
+            self._group.raise_together(what, self._end_requests(number, deadline))
         del self._services[number]
         if not self._services:
             self._stop()
             self.comm.Free()
             del self._group.named[_NAME]
+
+    def _end_requests(self, number: int, deadline: Deadline) -> Exception | None:
+        """Wait for requests to a service, and for those of this rank."""
+        try:
+            deadline.wait(lambda: self._is_idle(number), lambda: "this node's agent")
+            deadline.wait(self._all_received, lambda: "the agents of nodes")
+        except WaitTimeoutError as error:
+            # Raised by all ranks together, so that they can call it again.
+            return error
+        return None
 
     def _all_received(self) -> bool | None:
         with self._lock:
