@@ -1,0 +1,258 @@
+"""Agents of nodes: what they are asked to do, and how they begin and end."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from hpcaccum import Group, InvalidArgumentError, WaitTimeoutError
+from hpcaccum.mpi import MPI
+from hpcaccum.nodes import Agent, NodeParts
+
+from .acting import VAIN, at, until
+from .interrupting import at_each_point, interrupt
+from .on_nodes import group_on_nodes  # noqa: F401
+from .support import WAIT, meet
+from .training import raised
+
+
+class Notes:
+    """A service that notes its requests; each takes as many steps as it says."""
+
+    def __init__(self, may_end=None):
+        self.begun, self.done, self._may_end = [], [], may_end
+
+    def handle(self, source, steps, *words):
+        self.begun.append((source, *words))
+        for _ in range(steps):
+            yield True
+        while self._may_end is not None and not self._may_end.is_set():
+            yield False
+        self.done.append((source, *words))
+
+
+class Relay:
+    """A service that passes each request on to the next node, a number of times."""
+
+    def __init__(self, agent):
+        self.agent, self.number, self.done = agent, None, []
+
+    def handle(self, source, left):
+        if left:
+            nodes = len(self.agent.leaders)
+            following = (self.agent.node + 1) % nodes
+            self.agent.request(following, self.number, left - 1)
+        yield True
+        self.done.append(source)
+
+
+@pytest.fixture
+def added(group):
+    """Return a function that adds services; all are removed at the end."""
+    agent, numbers = Agent.of(group), []
+
+    def add(service):
+        numbers.append(agent.add(service))
+        meet()
+        return agent, numbers[-1]
+
+    yield add
+    for number in numbers:
+        agent.remove(number, "test")
+
+
+def test_there_is_one_agent_on_each_node(group, rank, added):
+    agent, _ = added(Notes())
+
+    assert Agent.of(group) is agent
+    assert agent.leaders == [node[0] for node in group.nodes]
+    assert rank in group.nodes[agent.node]
+    assert agent.is_leader == (rank == agent.leaders[agent.node])
+
+
+def test_agents_are_threads_of_leaders_while_there_are_services(group):
+    before = threading.active_count()
+    agent = Agent.of(group)
+    numbers = [agent.add(Notes()) for _ in range(2)]
+    during = threading.active_count()
+    agent.remove(numbers[1], "test")
+    less = threading.active_count()
+    agent.remove(numbers[0], "test")
+
+    assert (during, less) == (before + agent.is_leader,) * 2
+    assert threading.active_count() == before
+    assert "agent" not in group.named
+
+
+def test_requests_of_all_ranks_reach_the_agents_of_all_nodes(added, rank, size):
+    notes = Notes()
+    agent, number = added(notes)
+    for turn in range(5):
+        for node in range(len(agent.leaders)):
+            agent.request(node, number, turn, node, turn)
+    if agent.is_leader:
+        until(lambda: len(notes.done) == 5 * size)
+        for source in range(size):
+            # One rank's requests arrive in the order in which it has sent them.
+            mine = [words for each, *words in notes.begun if each == source]
+            assert mine == [[agent.node, turn] for turn in range(5)]
+    else:
+        assert notes.begun == []
+    meet()
+
+
+def test_a_request_that_waits_does_not_delay_others(added, rank, size):
+    may_end = threading.Event()
+    slow, quick = Notes(may_end), Notes()
+    agent, first = added(slow)
+    _, second = added(quick)
+    for node in range(len(agent.leaders)):
+        agent.request(node, first, 0)
+        agent.request(node, second, 3)
+    if agent.is_leader:
+        until(lambda: len(quick.done) == size)
+        until(lambda: len(slow.begun) == size)
+        assert slow.done == []
+    meet()
+    may_end.set()
+    if agent.is_leader:
+        until(lambda: len(slow.done) == size)
+    meet()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 400])
+def test_a_service_is_removed_when_its_requests_are_done(group, rank, size, steps):
+    agent, notes, other = Agent.of(group), Notes(), Notes()
+    kept, number = agent.add(other), agent.add(notes)
+    meet()
+    for node in range(len(agent.leaders)):
+        agent.request(node, number, steps, "last")
+    agent.remove(number, "test")
+    if agent.is_leader:
+        assert sorted(notes.done) == [(source, "last") for source in range(size)]
+    agent.remove(kept, "test")
+
+
+def test_a_service_is_removed_after_requests_of_agents_for_it(group, rank):
+    # Each one is sent while another one is carried out.
+    agent = Agent.of(group)
+    for _ in range(8):
+        relay = Relay(agent)
+        relay.number = agent.add(relay)
+        meet()
+        agent.request(0, relay.number, 1)
+        agent.remove(relay.number, "test")
+        asked = group.size * (agent.node == 0)
+        passed = group.size * (agent.node == 1)
+        assert len(relay.done) == (asked + passed) * agent.is_leader
+        agent = Agent.of(group)
+    agent.remove(agent.add(Notes()), "test")
+
+
+def test_numbers_of_services_are_reused_with_their_tags(group):
+    agent = Agent.of(group)
+    numbers = [agent.add(Notes()) for _ in range(3)]
+    assert numbers == [0, 1, 2]
+    assert len({agent.tag(number) for number in numbers}) == 3
+    agent.remove(1, "test")
+    assert agent.add(Notes()) == 1
+    for number in numbers:
+        agent.remove(number, "test")
+
+
+def test_parts_are_made_and_freed_many_times(group, rank, size):
+    # MPICH has 2,048 communicators; each new agent takes one.
+    made = []
+    for turn in range(25):
+        parts = NodeParts(group, 8, "test")
+        parts.view((rank, 0), 1, np.dtype("f8"))[:] = turn
+        made.append(communicators(group))
+        parts.free()
+    assert max(made) - min(made) <= 1
+
+
+def communicators(group):
+    """Return the number of a new communicator, which grows with those in use."""
+    comm = group.comm.Dup()
+    number = comm.py2f()
+    comm.Free()
+    return number
+
+
+def test_agent_that_does_not_answer_is_reported(group, rank, monkeypatch):
+    may_end = threading.Event()
+    agent = Agent.of(group)
+    number = agent.add(Notes(may_end))
+    meet()
+    agent.request(0, number, 0)
+    if rank == agent.leaders[0]:
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+    error = raised(agent.remove, number, "test: free")
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    if rank == agent.leaders[0]:
+        assert type(error) is WaitTimeoutError
+        assert "s for this node's agent" in str(error)
+    else:
+        assert str(error).startswith(f"test: free: rank {agent.leaders[0]}: ")
+    # All ranks can try again.
+    meet()
+    may_end.set()
+    agent.remove(number, "test: free")
+
+
+def test_without_threads_every_rank_gets_an_error(group, rank, size, monkeypatch):
+    # One of the processes is enough.
+    if rank == group.nodes[-1][0]:
+        monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    for _ in range(2):
+        error = raised(NodeParts, group, 80, "test")
+        assert type(error) is InvalidArgumentError
+        assert "MPI provides no MPI_THREAD_MULTIPLE" in str(error)
+        if rank != group.nodes[-1][0]:
+            assert f"rank {group.nodes[-1][0]}: " in str(error)
+    assert "agent" not in group.named
+    meet()
+
+
+def test_ranks_that_are_not_leaders_need_no_threads(group, rank, monkeypatch):
+    if rank not in [ranks[0] for ranks in group.nodes]:
+        monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    NodeParts(group, 80, "test").free()
+
+
+def test_request_that_a_signal_handler_ends_is_made_or_not(added, rank):
+    notes, asked = Notes(), iter(range(10**6))
+    agent, number = added(notes)
+
+    def trial(point):
+        turn = next(asked)
+        more = interrupt(lambda: agent.request(0, number, 0, turn), point)
+        # It disturbs no later one.
+        agent.request(0, number, 0, turn, "next")
+        return more, None
+
+    at(-1, at_each_point, trial)
+    count = at(-1, next, asked)
+    if agent.leaders[0] == rank:
+        until(
+            lambda: (
+                len(notes.done) >= count and notes.done[-1][1:] == (count - 1, "next")
+            )
+        )
+        turns = [words[1] for words in notes.done if words[-1] == "next"]
+        assert turns == list(range(count))
+        single = [words[1] for words in notes.done if words[-1] != "next"]
+        assert single == sorted(set(single))
+    meet()
+
+
+def test_ranks_of_one_node_have_no_agent(comm):
+    group, before = Group.of(comm), threading.active_count()
+    if not group.single_node:
+        pytest.skip("the ranks are on several nodes")
+    NodeParts(group, 80, "test").free()
+
+    assert "agent" not in group.named
+    assert threading.active_count() == before
