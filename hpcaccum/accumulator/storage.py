@@ -192,7 +192,7 @@ class Sums:
         self._capacity, self._dtype = capacity, dtype
         self._stride = _aligned(capacity * dtype.itemsize)
         nbytes = 2 * self._stride
-        self._region = Region(group, root, nbytes, spread=False, window=True)
+        self._region = Region(group, root, nbytes)
         self._threads = group.own_cores
         self._staging: dict[int, Array] = {}
 
@@ -222,7 +222,7 @@ class Sums:
         added: list[None],
     ) -> None:
         """Add a gradient to the sum of a parity; see `Slots.write`."""
-        self._region.accumulate(0, parity * self._stride, grad, added)
+        self._region.accumulate(parity * self._stride, grad, added)
 
     def total(
         self, closed: Closed, divisor: int, out: Array, deadline: Deadline
@@ -231,20 +231,20 @@ class Sums:
         offset = closed.parity * self._stride
         if self._region.direct:
             self._region.sync()
-            total = self._region.view(0, offset, out.size, self._dtype)
+            total = self._region.view(offset, out.size, self._dtype)
         else:
             total = np.empty(out.size, self._dtype)
-            self._region.get(0, offset, total)
+            self._region.get(offset, total)
         add_in_order([total], out, divisor, self._threads)
 
     def clear(self, parity: int, size: int) -> None:
         """Set the sum of a parity to zero."""
         offset = parity * self._stride
         if self._region.direct:
-            self._region.view(0, offset, size, self._dtype)[:] = 0
+            self._region.view(offset, size, self._dtype)[:] = 0
             self._region.sync()
         else:
-            self._region.put(0, offset, np.zeros(size, self._dtype))
+            self._region.put(offset, np.zeros(size, self._dtype))
 
     def free(self) -> None:
         """Free the window. Collective."""

@@ -15,6 +15,7 @@ from hpcaccum.bench.measure import Kind, WrongAnswerError, apart, check_equal, r
 from hpcaccum.bench.memory import Memory
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Region
+from hpcaccum.nodes import NodeParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -75,10 +76,10 @@ class Accumulate:
         self._spread = (group.size - 1) / 2
         self._accumulator = ConditionalAccumulator("float32", (count,), comm=group)
         # For the raw calls: rank 0 has one part for each rank.
-        self._raw = Region(group, 0, nbytes * group.size, spread=False, window=True)
-        self._shared: Region | None = None
+        self._raw = Region(group, 0, nbytes * group.size)
+        self._shared: NodeParts | None = None
         if group.single_node:
-            self._shared = Region(group, 0, nbytes, spread=True)
+            self._shared = NodeParts(group, nbytes, "copy shared")
         self._exchange = Exchange(group, nbytes)
         self._step = 0
         self.kinds = [*self._rounds(), *self._applies(), *self._loads()]
@@ -196,7 +197,7 @@ class Accumulate:
 
     def _raw_round(self) -> None:
         comm = self._group.comm
-        self._raw.accumulate(0, 0, self._grad)
+        self._raw.accumulate(0, self._grad)
         comm.Barrier()
         if self._group.rank == 0:
             total = self._hosted(0)
@@ -207,17 +208,17 @@ class Accumulate:
     def _hosted(self, rank: int) -> Array:
         self._raw.sync()
         where = rank * self._nbytes
-        return self._raw.view(0, where, self._grad.size, self._grad.dtype)
+        return self._raw.view(where, self._grad.size, self._grad.dtype)
 
     def _put(self) -> None:
-        self._raw.put(0, self._group.rank * self._nbytes, self._grad)
+        self._raw.put(self._group.rank * self._nbytes, self._grad)
 
     def _copy(self) -> None:
         np.copyto(self._own, self._grad)
 
     def _part(self, rank: int) -> Array:
         assert self._shared is not None
-        return self._shared.view(rank, 0, self._grad.size, self._grad.dtype)
+        return self._shared.view((rank, 0), self._grad.size, self._grad.dtype)
 
     def _copy_shared(self) -> None:
         np.copyto(self._part(self._group.rank), self._grad)

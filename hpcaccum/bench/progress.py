@@ -52,7 +52,7 @@ class Progress:
         self._mean: Array = np.zeros_like(self._grad)
         self._busy = min(_BUSY, conditions.seconds / 2)
         self._matrix = np.ones((_MATRIX, _MATRIX), np.float32)
-        self._raw = Region(group, 0, nbytes * group.size, spread=False, window=True)
+        self._raw = Region(group, 0, nbytes * group.size)
         self.kinds = [
             Kind("apply", self._apply, self._check_apply, raw="Put"),
             Kind("Put", self._put, self._check_put, reference=True),
@@ -78,9 +78,7 @@ class Progress:
 
     def _put(self, _: int) -> list[float]:
         where = self._group.rank * self._nbytes
-        return self._while_busy(
-            lambda: self._raw.put(0, where, self._grad), lambda: None
-        )
+        return self._while_busy(lambda: self._raw.put(where, self._grad), lambda: None)
 
     def _while_busy(
         self, send: Callable[[], object], after: Callable[[], None]
@@ -109,9 +107,9 @@ class Progress:
             self._raw.sync()
             for rank in range(1, self._group.size):
                 where = rank * self._nbytes
-                got = self._raw.view(0, where, self._grad.size, self._grad.dtype)
+                got = self._raw.view(where, self._grad.size, self._grad.dtype)
                 check_equal(got, self._grad)
-            if self._raw.view(0, 0, 1, self._grad.dtype)[0]:
+            if self._raw.view(0, 1, self._grad.dtype)[0]:
                 raise WrongAnswerError("a Put reached the place of another rank")
 
     def forget(self) -> None:

@@ -56,7 +56,7 @@ class Server:
         self._group, self._nbytes = group, nbytes
         self._count = count = nbytes // 4
         self._source, self._into = np.ones(count, np.float32), np.zeros(count, "f4")
-        self._raw = Region(group, 0, nbytes * group.size, spread=False, window=True)
+        self._raw = Region(group, 0, nbytes * group.size)
         self._parameters = Parameters(group, 0, count, np.float32, "pull new")
         self._step = 0
         self._publish_first()
@@ -117,7 +117,7 @@ class Server:
         self._step += 1
 
     def _write_first(self) -> None:
-        self._on_root(lambda: self._raw.put(0, 0, self._source))
+        self._on_root(lambda: self._raw.put(0, self._source))
 
     def _on_root(self, write: Callable[[], object]) -> None:
         comm = self._group.comm
@@ -139,11 +139,11 @@ class Server:
         self._parameters.read(lambda flat: np.copyto(self._into, flat), deadline)
 
     def _get(self) -> None:
-        self._raw.get(0, 0, self._into)
+        self._raw.get(0, self._into)
 
     def _put_get(self) -> None:
-        self._raw.put(0, self._group.rank * self._nbytes, self._source)
-        self._raw.get(0, 0, self._into)
+        self._raw.put(self._group.rank * self._nbytes, self._source)
+        self._raw.get(0, self._into)
 
     # Expected results.
 

@@ -150,11 +150,11 @@ def test_words_are_stored_after_a_fence_and_loaded_before_one(comm, monkeypatch)
 
 
 def test_vectors_have_moved_when_a_call_returns(comm, monkeypatch):
-    region = Region(Group.of(comm), 0, 80, spread=False, window=True)
+    region = Region(Group.of(comm), 0, 80)
     spy = Spy(region._window)
     monkeypatch.setattr(region, "_window", spy)
     for move in (region.put, region.accumulate, region.get):
-        calls = spy.during(move, 0, 0, np.zeros(10))
+        calls = spy.during(move, 0, np.zeros(10))
         assert calls[0] in Spy.MOVES
         assert calls[-1] == "Flush"
     assert spy.during(region.sync) == ["Sync"]
@@ -227,45 +227,32 @@ def meet_quickly(comm, done=False):
     ]
 
 
-def spread_regions(comm):
-    """Yield regions of every kind."""
-    group, host = Group.of(comm), comm.size - 1
-    for spread, window in [(True, False), (False, False), (False, True)]:
-        region = Region(group, host, 100, spread=spread, window=window)
-        assert region.mapped is (group.single_node and not window)
-        yield region, comm.size if spread else 1
-        meet()
-        region.free()
-
-
-def test_region_begins_with_zeros(comm):
-    for region, parts in spread_regions(comm):
-        if region.direct:
-            for part in range(parts):
-                view = region.view(part, 0, 16, np.dtype("f8"))
-                np.testing.assert_array_equal(view, np.zeros(16))
-        meet()
-
-
-def test_memory_is_where_it_should_be(comm, size):
-    for region, parts in spread_regions(comm):
-        held = meet(region.nbytes_here)
-        assert sum(held) == parts * 128  # whole cache lines
-        if not Group.of(comm).single_node or parts == 1:
-            assert held[:-1] == [0] * (size - 1)
-
-
-def test_views_show_what_the_owner_stored(comm, rank):
-    region = Region(Group.of(comm), 0, 64, spread=True)
+def test_region_begins_with_zeros(comm, size):
+    region = Region(Group.of(comm), size - 1, 128)
     if region.direct:
-        region.view(rank, 8, 2, np.dtype("f4"))[:] = [rank, 0.5]
+        np.testing.assert_array_equal(region.view(0, 16, np.dtype("f8")), np.zeros(16))
+    meet()
+    region.free()
+
+
+def test_memory_is_on_the_root(comm, size):
+    region = Region(Group.of(comm), size - 1, 100)
+    assert meet(region.nbytes_here) == [0] * (size - 1) + [128]  # whole cache lines
+    region.free()
+
+
+def test_views_show_what_was_stored(comm, rank):
+    region = Region(Group.of(comm), 0, 64)
+    if rank == 0:
+        region.view(8, 2, np.dtype("f4"))[:] = [7, 0.5]
         region.sync()
     meet()
-    for part, direct in enumerate(meet(region.direct)):
-        if region.direct and direct:
-            region.sync()
-            found = region.view(part, 8, 2, np.dtype("f4"))
-            assert found.tolist() == [part, 0.5]
+    if region.direct:
+        region.sync()
+        assert region.view(8, 2, np.dtype("f4")).tolist() == [7, 0.5]
+    found = np.zeros(2, np.float32)
+    region.get(8, found)
+    assert found.tolist() == [7, 0.5]
     meet()
     region.free()
 
@@ -274,14 +261,14 @@ def test_views_show_what_the_owner_stored(comm, rank):
 def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch):
     # As those are that are larger than one MPI call moves.
     monkeypatch.setattr(region_module, "_CHUNK_BYTES", 40)
-    region = Region(Group.of(comm), comm.size - 1, 400, spread=False, window=True)
+    region = Region(Group.of(comm), comm.size - 1, 400)
     data = np.arange(37, dtype=dtype)
     offset = 16
 
-    at(1, region.put, 0, offset, data)
-    everywhere(region.accumulate, 0, offset, data)
+    at(1, region.put, offset, data)
+    everywhere(region.accumulate, offset, data)
     found = np.full(39, -1, dtype)
-    region.get(0, offset - data.itemsize, found)
+    region.get(offset - data.itemsize, found)
 
     expected = np.concatenate([[0], data * (1 + comm.size), [0]])
     np.testing.assert_array_equal(found, expected.astype(dtype))
@@ -290,25 +277,25 @@ def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch)
 
 
 def test_empty_vectors_are_no_trouble(comm):
-    region = Region(Group.of(comm), 0, 0, spread=False, window=True)
+    region = Region(Group.of(comm), 0, 0)
     nothing = np.empty(0)
     for move in (region.put, region.accumulate, region.get):
-        everywhere(move, 0, 0, nothing)
+        everywhere(move, 0, nothing)
     meet()
     region.free()
 
 
 def test_additions_at_once_are_all_counted(comm, rank, size):
-    region = Region(Group.of(comm), 0, 8 * 500, spread=False, window=True)
+    region = Region(Group.of(comm), 0, 8 * 500)
     data = np.arange(500, dtype="f8")
 
     def add():
         for _ in range(10):
-            region.accumulate(0, 0, data)
+            region.accumulate(0, data)
 
     everywhere(add)
     found = np.empty(500)
-    region.get(0, 0, found)
+    region.get(0, found)
     np.testing.assert_array_equal(found, data * 10 * size)
     meet()
     region.free()
