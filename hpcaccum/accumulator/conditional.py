@@ -46,15 +46,16 @@ class ConditionalAccumulator(Freeable):
         name: For messages.
         reduction_type: ``"MEAN"`` (of all gradients accumulated) or ``"SUM"``.
         comm: Communicator of the ranks; COMM_WORLD by default.
-        host: The rank that holds the step, and the gradients across nodes.
+        host: The rank that holds the step, and the sums of ``storage="sum"``.
         capacity: Maximum number of elements of a gradient; needed if the shape is not
             fixed.
-        storage: ``"slots"``: two buffers per rank, summed in rank order: the same bits
-            in any order of arrival. Several gradients of one rank in one round are
-            added in the order in which that rank applied them; its threads must fix
-            that order themselves. ``"sum"``: two sums on the host rank, which take less
-            memory, in the order of arrival. ``"auto"``: slots on one node, or if there
-            is enough memory; else a sum.
+        storage: ``"slots"``: two buffers per rank, on its own node, summed in rank
+            order on each node, then in the order of the nodes: the same bits in any
+            order of arrival. Several gradients of one rank in one round are added in
+            the order in which that rank applied them; its threads must fix that order
+            themselves. ``"sum"``: two sums on the host rank, which take less memory, in
+            the order of arrival; between nodes every gradient is sent. ``"auto"``:
+            slots.
         workers: How many ranks contribute gradients, all by default. If not all, the
             host rank does not. Quorums shrink when ranks leave; after so many have
             left, takes raise EverybodyLeftError.
@@ -176,7 +177,7 @@ class ConditionalAccumulator(Freeable):
     def slot(self, shape: Any = None, *, timeout: float | None = None) -> Array:
         """Return memory in which to compute the next gradient of this rank.
 
-        If the ranks share a node, `apply_grad` of this array copies nothing. The array
+        With ``storage="slots"``, `apply_grad` of this array copies nothing. The array
         belongs to the calling thread until one of its gradients is accepted, in this
         array or in another. Then it is read-only, and `apply_grad` rejects it: call
         `slot` for each gradient. Its contents are arbitrary. For float16 and bfloat16
