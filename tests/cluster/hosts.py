@@ -252,6 +252,7 @@ def main() -> int:
     given = parser.parse_args()
     if reason := obstacle():
         sys.exit(f"hosts.py: hosts {reason}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the directory
     with (
         tempfile.TemporaryDirectory(prefix="hosts-") as name,
         hosts(Path(name), given.n, rate=given.rate) as cluster,
