@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -34,17 +35,21 @@ class Notes:
 
 
 class Relay:
-    """A service that passes each request on to the next node, a number of times."""
+    """A service that passes requests on to the next node, and takes its time."""
 
     def __init__(self, agent):
         self.agent, self.number, self.done = agent, None, []
 
     def handle(self, source, left):
+        end = time.monotonic() + 0.02
+        while time.monotonic() < end:
+            yield False
         if left:
             nodes = len(self.agent.leaders)
             following = (self.agent.node + 1) % nodes
             self.agent.request(following, self.number, left - 1)
-        yield True
+        while time.monotonic() < end + 0.02:
+            yield False
         self.done.append(source)
 
 

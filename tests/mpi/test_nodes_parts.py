@@ -14,7 +14,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.nodes import Agent, NodeParts
 from hpcaccum.nodes import transfer as module
 
-from .acting import VAIN, at, everywhere, same_bits
+from .acting import VAIN, Background, at, everywhere, same_bits
 from .interrupting import at_each_point, interrupt
 from .on_nodes import group_on_nodes  # noqa: F401
 from .support import WAIT, meet
@@ -239,9 +239,11 @@ def test_sum_that_was_given_up_does_not_disturb_the_next(
         if rank == 0:
             with pytest.raises(WaitTimeoutError, match="nodes by ranks 0"):
                 total(parts, everybody, timeout=VAIN)
-            # The next one is asked for while the first is under way.
             with pytest.raises(WaitTimeoutError, match=f"by rank {last[0]}$"):
                 total(parts, [(last[0], 0)], timeout=VAIN)
+        # This one is asked for while the others are under way.
+        background = Background(0, lambda: total(parts, everybody[-1:]))
+    same_bits(background.result(), expected(group, [size - 1]))
     for taker, ranks in [(0, [last[0]]), (-1, range(size)), (0, [0])]:
         found = at(taker, total, parts, [(other, 0) for other in ranks])
         same_bits(found, expected(group, ranks))
