@@ -72,6 +72,9 @@ class Harness:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if self.watchdog.armed and exitstatus != pytest.ExitCode.USAGE_ERROR:
             self.watchdog.end_job(f"left in the middle of {self.watchdog.what}")
+        if self.shared_comm is not None:
+            self.watchdog.arm("freeing the shared communicator", self.limit)
+            self.shared_comm.Free()
         self.watchdog.disarm()
 
 

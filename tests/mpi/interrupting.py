@@ -11,11 +11,14 @@ from __future__ import annotations
 import ctypes
 import dis
 import functools
+import itertools
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
+
+from mpi4py import MPI
 
 import hpcaccum
 
@@ -95,21 +98,30 @@ def interrupt(do: Callable[[], Any], number: int) -> bool:
     return shot.fired
 
 
+def points(every: int) -> Iterator[int]:
+    """Count by so many, from where no run on fewer ranks has begun.
+
+    So runs on 1, 2, 3, ... ranks together try all.
+    """
+    return itertools.count(1 + MPI.COMM_WORLD.size % every, every)
+
+
 def at_each_point(trial: Callable[[int], tuple[bool, Any]], every: int = 1) -> set[Any]:
     """Interrupt a call at point 1, 2, 3, ... until it has no more; return the results.
 
     Args:
-        every: Only at each of so many points.
+        every: Only at each of so many `points`.
         trial: Gets the number of the point, for `interrupt`; returns whether there are
             more, and what came of it.
     """
-    seen, number, more = set(), 1 - every, True
-    while more:
-        number += every
+    seen = set()
+    for number in points(every):
         try:
             more, result = trial(number)
         except Exception as error:
             raise AssertionError(f"at point {number}: {error!r}") from error
         seen.add(result)
+        if not more:
+            break
     assert number > 10, "there must be something to interrupt"
     return seen

@@ -11,6 +11,10 @@ from hpcaccum.mpi import cuda_aware
 
 from .. import simulator
 
+# What is done with device arrays depends on the ranks by whether there are others, and
+# on which nodes: three are the least with a node of one rank beside a larger one.
+FEW_RANKS = pytest.mark.ranks(max=3)
+
 
 def wants_gpu(config: pytest.Config) -> bool:
     return config.option.markexpr == "gpu"

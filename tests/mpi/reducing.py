@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -67,6 +68,10 @@ class Maker:
         for rank, node in enumerate(comm.allgather(first)):
             found.setdefault(node, []).append(rank)
         self.nodes = list(found.values())
+
+    def __repr__(self) -> str:
+        """Show the kind, for the messages of pytest."""
+        return f"Maker({self.kind})"
 
     def __call__(self, shapes: Any, dtype: Any = np.float32, **options: Any) -> Reducer:
         """Return a reducer. Collective."""
@@ -169,6 +174,18 @@ def works(reducer, size):
     for name, array in ONES.items():
         reducer.start(name, array)
     assert (reducer.wait()["x"] == 1).all()
+
+
+@pytest.fixture(name="makers")
+def makers_fixture(comm: MPI.Intracomm) -> Any:
+    """Make reducers of each kind that these ranks can use, and free them."""
+    makers = []
+    for kind in KINDS:
+        with contextlib.suppress(pytest.skip.Exception):
+            makers.append(Maker(comm, kind))
+    yield makers
+    for maker in makers:
+        maker.free()
 
 
 @pytest.fixture(name="maker")

@@ -15,7 +15,7 @@ from hpcaccum.server import Parameters
 pytestmark = pytest.mark.shared_comm
 
 SIZE = 4096
-QUICK = Conditions(seconds=0.05)
+QUICK = Conditions(seconds=0.01)
 
 
 def make(name, comm, size, nbytes=SIZE):

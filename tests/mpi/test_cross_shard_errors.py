@@ -19,8 +19,7 @@ pytestmark = pytest.mark.shared_comm
 # Errors of one rank
 
 
-@pytest.mark.parametrize("initialized", [True, False])
-@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize(("which", "initialized"), [("first", True), ("last", False)])
 @pytest.mark.parametrize(
     ("bad", "kind"),
     [
@@ -98,6 +97,7 @@ def test_a_rank_that_throws_a_gradient_away_is_found(make, rank, size):
 
 
 @pytest.mark.ranks(min=2)
+@pytest.mark.shared_comm(False)  # the optimizers are the first
 def test_two_optimizers_in_different_order_are_never_mixed(make, rank):
     w, v = variable(), variable()
     calls = [(make(), w, 1.0), (make(), v, 10.0)]

@@ -9,9 +9,10 @@ import pytest
 from hpcaccum import ConditionalAccumulator, InvalidArgumentError
 from hpcaccum.dtypes import accumulation_dtype
 
+from .on_device import FEW_RANKS
 from .training import meet, raised
 
-pytestmark = pytest.mark.shared_comm
+pytestmark = [pytest.mark.shared_comm, FEW_RANKS]
 
 N = 1000
 

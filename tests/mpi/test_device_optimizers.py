@@ -12,10 +12,10 @@ import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError
 from hpcaccum.mpi import cuda_aware
 
-from .on_device import Aware
+from .on_device import FEW_RANKS, Aware
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised
 
-pytestmark = pytest.mark.shared_comm
+pytestmark = [pytest.mark.shared_comm, FEW_RANKS]
 
 RULES = {
     "SGD": lambda: hpc.SGD(0.1),

@@ -11,7 +11,7 @@ from hpcaccum import DeviceUnavailableError
 from hpcaccum.device import kernels
 from hpcaccum.reducer import device as device_exchange
 
-from .on_device import empty_like, to_device
+from .on_device import FEW_RANKS, empty_like, to_device
 from .reducing import (
     ALL,
     drawn,
@@ -20,7 +20,7 @@ from .reducing import (
 )
 from .training import raised
 
-pytestmark = pytest.mark.shared_comm
+pytestmark = [pytest.mark.shared_comm, FEW_RANKS]
 
 SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 

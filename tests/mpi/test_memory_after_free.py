@@ -16,7 +16,7 @@ from .training import ONE_SIDED, gives, meet, variable
 pytestmark = pytest.mark.shared_comm
 
 # Allocators return the memory of large arrays to the system immediately.
-LARGE = 1 << 19
+LARGE = 1 << 17
 
 
 def accumulator(storage):

@@ -11,8 +11,6 @@ from mpi4py import MPI
 
 from hpcaccum.mpi import launcher, runtime, shutdown
 
-from .acting import at
-
 PROGRAMS = {
     "import": """
         import hpcaccum, sys
@@ -92,20 +90,19 @@ def environment_without_launcher():
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
 
 
+# Programs of one process: they do not depend on the number of ranks here.
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_package_works_without_mpi_until_it_is_used(program):
-    def run():
-        lines = PROGRAMS[program].strip().splitlines()
-        text = "\n".join(line.removeprefix(" " * 8) for line in lines)
-        return subprocess.run(
-            [sys.executable, "-c", text],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=environment_without_launcher(),
-        )
-
-    done = at(0, run)
+    lines = PROGRAMS[program].strip().splitlines()
+    text = "\n".join(line.removeprefix(" " * 8) for line in lines)
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment_without_launcher(),
+    )
     assert done.returncode == 0, done.stderr
 
 

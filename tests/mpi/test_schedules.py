@@ -146,7 +146,8 @@ def check(maker, found, parts, dtype, **options):
 )
 def test_means_equal_numpy_however_ranks_contribute(maker, rank, size, dtype):
     reducer = maker(SHAPES, dtype)
-    for call, way in enumerate(WAYS):
+    # Which memory is copied where does not depend on the dtype.
+    for call, way in enumerate(WAYS if dtype == "float32" else [in_place, over_itself]):
         parts = parts_of(SHAPES, size, call, dtype=dtype)
         check(maker, way(reducer, parts[rank]), parts, dtype)
     # Each rank in another way.

@@ -31,6 +31,8 @@ def blobs():
     return prepare("blobs", centers[y] + rng.standard_normal((300, 3)), y)
 
 
+# The only test that loads scikit-learn, on rank 0: that takes 2 s.
+@pytest.mark.ranks(2)
 def test_the_digits_are_the_same_on_all_ranks(comm):
     data = load(None, hpc.Group.of(comm))
     arrays = data.x, data.y, data.x_test, data.y_test
