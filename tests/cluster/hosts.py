@@ -44,7 +44,7 @@ ISOLATED = ("--net", "--uts", "--ipc", "--mount", "--pid")
 # All that hosts.sh makes of what not every kernel has.
 PROBE = (
     "ip link add bridge type bridge && ip link add here type veth peer there"
-    " && tc qdisc add dev here root tbf rate 1gbit burst 64kb latency 50ms"
+    " && tc qdisc add dev here root tbf rate 1gbit burst 256kb latency 50ms"
 )
 # What a launcher around this may have left: mpiexec would take its hosts.
 FOREIGN = ("SLURM_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")

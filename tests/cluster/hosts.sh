@@ -28,7 +28,7 @@ limit_rate() {
     local interface=$1
     shift
     [ -n "$rate" ] || return 0
-    "$@" tc qdisc add dev "$interface" root tbf rate "$rate" burst 64kb latency 50ms
+    "$@" tc qdisc add dev "$interface" root tbf rate "$rate" burst 256kb latency 50ms
 }
 
 start_host() {

@@ -10,8 +10,6 @@ import hpcaccum as hpc
 from .acting import until
 from .training import ONE_SIDED, gives, meet, raised, variable
 
-pytestmark = pytest.mark.shared_comm
-
 
 @pytest.fixture(params=ONE_SIDED)
 def kind(request):

@@ -10,8 +10,6 @@ from hpcaccum import InvalidArgumentError
 
 from .training import gives, meet, raised, turns, watch_copies
 
-pytestmark = pytest.mark.shared_comm
-
 
 @pytest.fixture
 def make(comm):

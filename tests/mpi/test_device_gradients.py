@@ -12,7 +12,7 @@ from hpcaccum.dtypes import accumulation_dtype
 from .on_device import FEW_RANKS
 from .training import meet, raised
 
-pytestmark = [pytest.mark.shared_comm, FEW_RANKS]
+pytestmark = FEW_RANKS
 
 N = 1000
 

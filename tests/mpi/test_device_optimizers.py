@@ -15,7 +15,7 @@ from hpcaccum.mpi import cuda_aware
 from .on_device import FEW_RANKS, Aware
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised
 
-pytestmark = [pytest.mark.shared_comm, FEW_RANKS]
+pytestmark = FEW_RANKS
 
 RULES = {
     "SGD": lambda: hpc.SGD(0.1),

@@ -28,7 +28,7 @@ from .reducing import (
 )
 from .training import meet, raised
 
-pytestmark = [pytest.mark.shared_comm, FEW_RANKS]
+pytestmark = FEW_RANKS
 
 SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
@@ -261,7 +261,6 @@ def test_started_arrays_may_also_be_given_to_that_mpi(
 
 @FLAT
 @pytest.mark.ranks(min=2)
-@pytest.mark.shared_comm(False)  # a call is given up
 def test_no_rank_enters_a_blocking_call_before_all_have_arrived(
     cp, comm, aware, maker, rank, size
 ):

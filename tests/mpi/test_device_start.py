@@ -20,7 +20,7 @@ from .reducing import (
 )
 from .training import raised
 
-pytestmark = [pytest.mark.shared_comm, FEW_RANKS]
+pytestmark = FEW_RANKS
 
 SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 

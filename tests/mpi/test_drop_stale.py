@@ -10,8 +10,6 @@ from hpcaccum import InvalidArgumentError
 
 from .training import computed, gives, meet, raised, turns, variable
 
-pytestmark = pytest.mark.shared_comm
-
 
 @pytest.fixture
 def make(comm):

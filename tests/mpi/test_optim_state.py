@@ -13,8 +13,6 @@ import hpcaccum as hpc
 from .support import WAIT
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, turns, variable
 
-pytestmark = pytest.mark.shared_comm
-
 CALLS = 7
 
 

@@ -16,8 +16,6 @@ from hpcaccum.server.quorum import QuorumInbox
 from .support import WAIT
 from .training import Gate, computed, gives, meet, raised, turns, variable
 
-pytestmark = pytest.mark.shared_comm
-
 
 @pytest.fixture
 def make(comm):

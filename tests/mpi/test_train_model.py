@@ -13,8 +13,6 @@ from hpcaccum.train.data import batches, load, prepare
 from hpcaccum.train.loop import Run
 from hpcaccum.train.options import STRATEGIES, add_arguments, resolve
 
-pytestmark = pytest.mark.shared_comm
-
 
 def options(ranks, *words):
     parser = argparse.ArgumentParser()
