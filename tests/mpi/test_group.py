@@ -320,14 +320,14 @@ def test_accumulator_outlives_the_communicator_it_was_made_on(comm, size):
     assert group.comm == MPI.COMM_NULL
 
 
-def test_the_first_rank_of_each_node_leads(comm):
+def test_nodes_are_ordered_by_their_first_rank(comm):
     group = Group.of(comm)
-    first = group.node.rank == 0
-    leaders = group.leaders
-    nodes = comm.allreduce(int(first))
+    ranks = group.nodes[group.node_number]
 
-    assert (leaders is not None) == first
-    assert leaders is None or (leaders.size, leaders.rank > 0) == (
-        nodes,
-        group.rank > 0,
+    assert sorted(rank for node in group.nodes for rank in node) == [*range(comm.size)]
+    assert [node[0] for node in group.nodes] == sorted(node[0] for node in group.nodes)
+    assert ranks == group.node.allgather(group.rank)
+    assert (group.inside.size, group.inside.rank) == (
+        len(ranks),
+        ranks.index(comm.rank),
     )

@@ -111,7 +111,8 @@ def test_each_node_has_the_parts_of_its_ranks(make, group, rank, size):
     assert [other for other in range(size) if parts.is_here(other)] == mine
     for other in mine:
         assert not parts.view((other, 0), 16, F8).any()
-    assert parts.nbytes_here == 128
+    # The leader also has room for a result.
+    assert parts.nbytes_here == 128 * (1 + (rank == mine[0]))
     assert not parts.mapped
 
 
@@ -280,8 +281,10 @@ def test_views_outlive_the_parts(group, rank):
 def test_only_nodes_of_takers_have_memory_for_a_result(make, group, rank, size):
     parts = make(takers=[size - 1])
     fill(parts, rank)
-    takes = size - 1 in group.nodes[group.node_number]
-    assert parts._result.size == takes * parts.nbytes_here
+    mine = group.nodes[group.node_number]
+    part, takes = parts._parts[rank].size, size - 1 in mine
+    assert parts._result.size == takes * part
+    assert parts.nbytes_here == part * (1 + (takes and rank == mine[0]))
     found = at(-1, total, parts, [(other, 0) for other in range(size)])
     same_bits(found, expected(group, range(size)))
 
