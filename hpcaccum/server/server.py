@@ -67,7 +67,7 @@ class ParameterServer(Client):
 
     Raises:
         InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE and the
-            root is not dedicated, or ``step`` is negative.
+            root is not dedicated or there are several nodes; or ``step`` is negative.
         DisagreementError: On every rank, if ``step`` or ``tally`` differ.
     """
 
@@ -84,8 +84,11 @@ class ParameterServer(Client):
         step: int = 0,
         tally: Tally | None = None,
     ) -> None:
+        one_node = group.single_node
+
         def check() -> dict[str, object]:
-            if not dedicated:
+            # Between nodes agents check it, also for a root that is dedicated.
+            if not dedicated and one_node:
                 _check_threads()
             if step < 0:
                 raise InvalidArgumentError(f"step must be at least 0, got {step}")
