@@ -42,13 +42,15 @@ class ShortSwitchInterval:
             self._users += 1
             if self._users == 1:
                 self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, _SWITCH_INTERVAL))
+                # Python rounds what it is set to: a shorter one is not touched.
+                if self._before > _SWITCH_INTERVAL:
+                    sys.setswitchinterval(_SWITCH_INTERVAL)
 
     def __exit__(self, *error: object) -> None:
         """Count a user less; the last one restores the interval."""
         with self._lock:
             self._users -= 1
-            if self._users == 0:
+            if self._users == 0 and self._before > _SWITCH_INTERVAL:
                 sys.setswitchinterval(self._before)
 
 

@@ -114,6 +114,7 @@ def test_updates_with_the_mean_of_a_quorum(train, model, rank, size):
             meet()
             model.update([drawn(r, call) for r in chosen])
             model.check(training.opt.center(training.variables))
+            meet()  # no update before all have compared
 
     model.check(training.values())
 
