@@ -99,10 +99,10 @@ def test_result_that_cannot_be_made_is_not_lost(make, storage, monkeypatch):
     at(1, acc.apply_grad, [3, 4])
     with monkeypatch.context() as patch:
 
-        def fail(total, count):
+        def fail(parts, out, divisor, threads):
             raise Broken
 
-        patch.setattr("hpcaccum.summation.divide", fail)
+        patch.setattr("hpcaccum.accumulator.storage.add_in_order", fail)
         with pytest.raises(Broken):
             at(1, acc.take_grad, 1, timeout=WAIT)
 
