@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-# Seconds a test waits for something that takes milliseconds.  Long enough for slow
-# machines, well below the time limit of a test: the message should be the timeout's.
-WAIT = 20.0
+# Seconds a test waits for something that takes milliseconds.  Long enough for virtual
+# machines that stand still for half a minute, well below the time limit of a test: the message should be the timeout's.
+WAIT = 60.0
 
 # Seconds of a wait that is meant to time out.
 VAIN = 0.05
