@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 # Seconds a test waits for something that takes milliseconds.  Long enough for virtual
-# machines that stand still for half a minute, well below the time limit of a test: the message should be the timeout's.
+# machines that stand still for half a minute, well below the time limit of a test: the
+# message should be the timeout's.
 WAIT = 60.0
 
 # Seconds of a wait that is meant to time out.
