@@ -79,7 +79,6 @@ class SharedAccumulator(Freeable):
                 settings.capacity,
                 settings.dtype,
                 what,
-                range(group.size),
             )
             undo.pop_all()
         self.writer = Writer(self.protocol, self.storage)

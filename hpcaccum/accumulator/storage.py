@@ -19,8 +19,6 @@ from hpcaccum.nodes import NodeParts
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.mpi import Group
 
@@ -42,7 +40,6 @@ class Slots:
         capacity: Maximum number of elements of a gradient.
         dtype: Accumulation dtype.
         what: Name for messages.
-        takers: The ranks that call `total`.
 
     Attributes:
         sends: Whether MPI sends what `write` gets.
@@ -57,12 +54,10 @@ class Slots:
         capacity: int,
         dtype: np.dtype[Any],
         what: str,
-        takers: Sequence[int],
     ) -> None:
         self._rank, self._capacity, self._dtype = group.rank, capacity, dtype
-        self._what = what
         self._stride = _aligned(capacity * dtype.itemsize)
-        self._parts = NodeParts(group, 2 * self._stride, what, takers, self._stride)
+        self._parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
         self._threads = group.own_cores
         # This rank's buffers, after its first gradient from a device.
         self._pinned: device.Pinned | None = None
@@ -187,7 +182,6 @@ class Sums:
         capacity: int,
         dtype: np.dtype[Any],
         what: str,
-        takers: Sequence[int],
     ) -> None:
         self._capacity, self._dtype = capacity, dtype
         self._stride = _aligned(capacity * dtype.itemsize)
@@ -262,7 +256,6 @@ def make_storage(
     capacity: int,
     dtype: np.dtype[Any],
     what: str,
-    takers: Sequence[int],
 ) -> Storage:
     """Return a new storage. Collective.
 
@@ -273,10 +266,9 @@ def make_storage(
         capacity: Maximum number of elements of a gradient.
         dtype: Of the gradients.
         what: Name for messages.
-        takers: The ranks that call `total`.
     """
     make = Sums if kind == Sums.name else Slots
-    return make(group, root, capacity, accumulation_dtype(dtype), what, takers)
+    return make(group, root, capacity, accumulation_dtype(dtype), what)
 
 
 def _aligned(nbytes: int) -> int:

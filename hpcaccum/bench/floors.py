@@ -36,7 +36,7 @@ def to_or_from_one(nodes: int) -> float:
 def update_each(nodes: int, ranks: int) -> float:
     """Return the floor if each gradient is an update: (r + 1) (N - 1) / N, r = n / N.
 
-    Rules such as Adam need every gradient by itself, in the order of the updates. If
+    Rules such as Adam need each gradient separately, in the order of the updates. If
     the parameters are divided among the nodes, (N - 1) / N of each of the r gradients
     leaves its node. Then the nodes need the parameters, once if the ranks of a node
     wait for their updates together: (N - 1) / N. If each rank is sent those of its own

@@ -182,7 +182,7 @@ class Agent:
             with short_switch_interval:
                 self._run()
         except BaseException:
-            # Without this thread, ranks of all nodes would wait for ever.
+            # Without this thread, ranks of all nodes would wait without end.
             report_and_abort(*sys.exc_info())
 
     def _run(self) -> None:

@@ -18,7 +18,6 @@ from hpcaccum.summation import add_in_order
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.mpi import Group
     from hpcaccum.reducer.schedule import Call, Case, Plan
 
 Array = np.ndarray[Any, Any]
@@ -55,12 +54,12 @@ class Hierarchical(MessageSchedule):
 
     def __init__(self, plan: Plan) -> None:
         group = plan.group
-        nodes = node_ranks(group)
+        nodes = group.nodes
         # With nodes of different size, some ranks of the larger ones sum nothing.
         summing = min(map(len, nodes))
         self._inside = group.split(nodes)
         place = self._inside.rank
-        number = next(n for n, ranks in enumerate(nodes) if group.rank in ranks)
+        number = group.node_number
         color = place if place < summing else MPI.UNDEFINED
         peers: Any = group.comm.Split(color, number)
         self._peers = Peers(peers, plan)
@@ -223,12 +222,3 @@ def _narrow(wide: Array, narrow: Array) -> None:
 
 def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
-
-
-def node_ranks(group: Group) -> list[list[int]]:
-    """Return the ranks of each node, nodes by their first rank. Collective."""
-    first = group.node.bcast(group.rank)
-    nodes: dict[int, list[int]] = {}
-    for rank, node in enumerate(group.comm.allgather(first)):
-        nodes.setdefault(node, []).append(rank)
-    return list(nodes.values())

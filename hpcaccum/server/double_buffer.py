@@ -39,7 +39,7 @@ class DoubleBuffer:
     """
 
     def __init__(self, group: Group, root: int, size: int, dtype: Any) -> None:
-        self._size, self._dtype, self._root = size, np.dtype(dtype), root
+        self._size, self._dtype = size, np.dtype(dtype)
         self._stride = -(-size * self._dtype.itemsize // 64) * 64
         self._is_root = group.rank == root
         with contextlib.ExitStack() as undo:

@@ -52,7 +52,7 @@ class Parameters:
     def __init__(
         self, group: Group, root: int, size: int, dtype: Any, what: str
     ) -> None:
-        self._group, self._root, self._what = group, root, what
+        self._what = what
         self._size, self._dtype = size, np.dtype(dtype)
         single = group.single_node
         inside = group if single else group.inside

@@ -93,7 +93,7 @@ class Cluster:
         command = self.command(ranks, *program, cwd=cwd)
         process = subprocess.Popen(
             command,
-            env=self.environment(ranks, env),
+            env=self.environment(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -128,15 +128,10 @@ class Cluster:
         job = [mpiexec, *options, "-n", size, *map(str, program)]
         return [*self.enter, "env", chdir, *job]
 
-    def environment(
-        self, ranks: int, env: Mapping[str, str] = os.environ
-    ) -> dict[str, str]:
+    def environment(self, env: Mapping[str, str] = os.environ) -> dict[str, str]:
         """The environment of `command`: what is needed here, added to ``env``."""
         pattern = r"^export (\w+)=(.*)$"
         defaults = dict(re.findall(pattern, OPEN_MPI.read_text(), re.MULTILINE))
-        # As in the Makefile: ranks of MPICH that share a core sleep between polls.
-        oversubscribed = ranks * len(self.names) > (os.cpu_count() or 1)
-        defaults["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = str(int(oversubscribed))
         defaults["OMP_NUM_THREADS"] = "1"
         kept = {k: v for k, v in env.items() if not k.startswith(FOREIGN)}
         return defaults | kept | self._own
@@ -258,7 +253,7 @@ def main() -> int:
         hosts(Path(name), given.n, rate=given.rate) as cluster,
     ):
         command = cluster.command(given.r, *given.command)
-        env = cluster.environment(given.r)
+        env = cluster.environment()
         status = subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode
         for host, count in cluster.traffic().items():
             line = f"{host}: {count.sent:,} bytes sent, {count.received:,} received"

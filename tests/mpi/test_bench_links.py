@@ -17,7 +17,7 @@ from .test_bench_measure import constant
 
 
 class Counters:
-    """Interfaces that count what they are told, and something at each look."""
+    """Interfaces that count what is sent, and something at each look."""
 
     def __init__(self, *names, chatter=0):
         self.names = list(names)
@@ -32,7 +32,7 @@ class Counters:
 
 @pytest.fixture
 def group(comm, size, rank):
-    """A group whose ranks are nodes of their own, as far as benchmarks ask."""
+    """A group whose ranks are nodes of their own, for benchmarks."""
     group = Group(comm.Dup())
     group.nodes, group.node_number = [[each] for each in range(size)], rank
     yield group

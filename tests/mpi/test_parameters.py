@@ -1,0 +1,91 @@
+"""Parameters: what other nodes than the root's fetch, and how often."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpcaccum import WaitTimeoutError
+from hpcaccum.deadline import Deadline
+from hpcaccum.server import Parameters
+
+from .on_nodes import group_on_nodes  # noqa: F401
+from .support import WAIT
+from .training import meet, raised
+
+SIZE = 100_000  # more than one piece
+
+
+@pytest.fixture
+def parameters(group):
+    made = Parameters(group, 0, SIZE, np.float32, "test")
+    yield made
+    meet()
+    made.free()
+
+
+def publish(parameters, rank, step):
+    if rank == 0:
+        parameters.publish(lambda flat: flat.fill(step), step)
+
+
+def get(parameters, step):
+    """Wait for a step; return the newest one of this node, and its values."""
+    out, deadline = np.zeros(SIZE, np.float32), Deadline(WAIT, "get")
+    parameters.wait(step, deadline, str)
+    found = parameters.read(lambda flat: np.copyto(out, flat), deadline)
+    return found, set(out.tolist())
+
+
+def test_each_node_gets_what_it_waits_for(parameters, rank):
+    for step in (0, 1, 5):
+        publish(parameters, rank, step)
+        assert get(parameters, step) == (step, {float(step)})
+        meet()
+
+
+def test_a_node_gets_nothing_that_it_does_not_wait_for(parameters, group, rank):
+    publish(parameters, rank, 0)
+    get(parameters, 0)
+    meet()
+    publish(parameters, rank, 1)
+    meet()
+
+    elsewhere = 0 not in group.nodes[group.node_number]
+    assert parameters.newest() == 1
+    assert parameters.version() == (0 if elsewhere else 1)
+
+
+def test_ranks_of_a_node_may_wait_for_different_steps(parameters, rank):
+    publish(parameters, rank, 0)
+    meet()
+    # Step 9 never comes: that must not keep a step that is there from the node.
+    late = raised(parameters.wait, 9, Deadline(0.01, "late"), str)
+    found = get(parameters, 0)
+    meet()
+    publish(parameters, rank, 1)
+
+    assert type(late) is WaitTimeoutError
+    assert found == (0, {0.0})
+    assert get(parameters, 1) == (1, {1.0})
+
+
+def test_nothing_is_sent_twice_to_a_node(parameters, group, rank, monkeypatch):
+    sent, send = [], parameters._send_snapshot
+
+    def counted(leader, snapshot):
+        sent.append((leader, snapshot.step))
+        return send(leader, snapshot)
+
+    monkeypatch.setattr(parameters, "_send_snapshot", counted)
+    for step in range(3):
+        publish(parameters, rank, step)
+        meet()
+        # All ranks of a node at once, and again.
+        get(parameters, step)
+        get(parameters, step)
+        meet()
+
+    others = [ranks[0] for ranks in group.nodes if 0 not in ranks]
+    if rank == 0:
+        assert sorted(sent) == sorted((r, step) for r in others for step in range(3))
