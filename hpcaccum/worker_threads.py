@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 _waiting: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
 _threads: list[threading.Thread] = []
@@ -39,6 +39,21 @@ def run_pieces(act: Callable[[Any], None], items: Iterable[Any], helpers: int) -
             if not alone:
                 _waiting.put(piece)
         act(own)
+
+
+def run_elsewhere(act: Callable[[], None], times: int) -> Sequence[Future[None]]:
+    """Call ``act`` on other threads only; return the calls, which run meanwhile.
+
+    Signal handlers run on the main thread only, so none interrupts these calls. If no
+    thread can be started, as during interpreter shutdown, this thread makes one call.
+    """
+    if times and not _start(times):
+        act()
+        return ()
+    calls = [_Piece(lambda _: act(), None) for _ in range(times)]
+    for call in calls:
+        _waiting.put(call)
+    return calls
 
 
 class _Piece(Future[None]):

@@ -11,6 +11,7 @@ Imports `mpi`, `device` and the modules below them; never `reducer`.
 
 from __future__ import annotations
 
+from hpcaccum.accumulator.batch import Batch
 from hpcaccum.accumulator.conditional import ConditionalAccumulator
 from hpcaccum.accumulator.device_accumulator import DeviceAccumulator
 from hpcaccum.accumulator.device_protocol import DeviceReceipt, DeviceStatistics
@@ -22,6 +23,7 @@ from hpcaccum.accumulator.word_layout import WordLayout
 
 __all__ = [
     "AccumulatorStatistics",
+    "Batch",
     "ConditionalAccumulator",
     "Counters",
     "Counts",

@@ -11,15 +11,20 @@ import numpy as np
 
 from hpcaccum.accumulator.settings import Settings, check_settings
 from hpcaccum.accumulator.shared import AccumulatorStatistics, SharedAccumulator
+from hpcaccum.accumulator.storage import Slots
 from hpcaccum.arguments import gradient_array, positive_count, result_array, step_number
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import FreedError, InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpi4py import MPI as mpi4py_MPI
 
+    from hpcaccum.accumulator.batch import Batch
     from hpcaccum.accumulator.receipts import Receipt
+    from hpcaccum.nodes import NodeParts
 
 logger = logging.getLogger("hpcaccum")
 
@@ -244,17 +249,39 @@ class ConditionalAccumulator(Freeable):
                 gradient.
         """
         self._check_open()
+        required = self._required(num_required)
+        only_shape = self._protocol.shapes.only
+        if out is not None and only_shape is not None:
+            result_array(out, self.dtype, only_shape)
+        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
+        return self._shared.taker.take(required, deadline, out)
+
+    @property
+    def parts(self) -> NodeParts:
+        """The memory of all slots; not for ``storage="sum"``."""
+        storage = self._storage
+        assert isinstance(storage, Slots)
+        return storage.parts
+
+    def take_batch(
+        self, num_required: int, deadline: Deadline, use: Callable[[Batch], None]
+    ) -> None:
+        """Do as `take_grad`, but let ``use`` read the gradients where they lie.
+
+        For callers inside the package; see `Taker.take_batch`.
+        """
+        self._check_open()
+        required = self._required(num_required)
+        self._shared.taker.take_batch(required, deadline, use)
+
+    def _required(self, num_required: Any) -> int:
         required = positive_count(num_required, "num_required")
         limit = self._protocol.packing.max_count
         if required > limit:
             raise InvalidArgumentError(
                 f"num_required is at most {limit}, got {required}"
             )
-        only_shape = self._protocol.shapes.only
-        if out is not None and only_shape is not None:
-            result_array(out, self.dtype, only_shape)
-        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
-        return self._shared.taker.take(required, deadline, out)
+        return required
 
     def num_accumulated(self, name: str | None = None) -> int:
         """Return how many gradients no take has returned yet; never waits."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.deadline import Deadline
+from hpcaccum.accumulator.batch import Batch
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import Region, without_signals
 from hpcaccum.nodes import NodeParts
@@ -20,12 +20,10 @@ from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed
+    from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
 
 Array = np.ndarray[Any, Any]
-
-# A take that may not wait for gradients must still get those of other nodes.
-_LEAST_SECONDS = 60.0
 
 
 class Slots:
@@ -42,6 +40,7 @@ class Slots:
         what: Name for messages.
 
     Attributes:
+        parts: The memory of all buffers.
         sends: Whether MPI sends what `write` gets.
     """
 
@@ -57,7 +56,7 @@ class Slots:
     ) -> None:
         self._rank, self._capacity, self._dtype = group.rank, capacity, dtype
         self._stride = _aligned(capacity * dtype.itemsize)
-        self._parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
+        self.parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
         self._threads = group.own_cores
         # This rank's buffers, after its first gradient from a device.
         self._pinned: device.Pinned | None = None
@@ -65,13 +64,13 @@ class Slots:
     @property
     def window_bytes(self) -> int:
         """Bytes of this rank's memory that hold gradients."""
-        return self._parts.nbytes_here
+        return self.parts.nbytes_here
 
     def pin(self) -> None:
         """Pin this rank's buffers for DMA."""
         if self._pinned is None:
             nbytes, whole = 2 * self._stride, np.dtype(np.uint8)
-            memory = self._parts.view((self._rank, 0), nbytes, whole)
+            memory = self.parts.view((self._rank, 0), nbytes, whole)
             self._pinned = device.Pinned(memory)
 
     def buffer(self, index: int) -> Array:
@@ -82,7 +81,7 @@ class Slots:
         return self._view(self._rank, index, self._capacity)
 
     def _view(self, rank: int, index: int, count: int) -> Array:
-        return self._parts.view((rank, index * self._stride), count, self._dtype)
+        return self.parts.view((rank, index * self._stride), count, self._dtype)
 
     def prepare(self, grad: Array) -> Array:
         """Return the argument for `write`."""
@@ -146,15 +145,13 @@ class Slots:
         Raises:
             WaitTimeoutError: If other nodes do not send their sums in time.
         """
-        records, size = closed.records.items(), out.size
-        if self._parts.mapped:
-            parts = [self._view(rank, record.buffer, size) for rank, record in records]
-            add_in_order(parts, out, divisor, self._threads)
-            return
+        self.batch(closed, divisor).total(out, deadline, self._threads)
+
+    def batch(self, closed: Closed, divisor: int) -> Batch:
+        """Return the gradients of a round, which stay where they are."""
+        records = closed.records.items()
         places = [(rank, record.buffer * self._stride) for rank, record in records]
-        longer = Deadline(max(deadline.remaining, _LEAST_SECONDS), deadline.what)
-        total = self._parts.sum(places, size, self._dtype, divisor, longer)
-        add_in_order([total], out, 1, self._threads)
+        return Batch(self.parts, places, self._dtype, divisor)
 
     def clear(self, parity: int, size: int) -> None:
         """Do nothing: the first gradient of a round overwrites."""
@@ -163,7 +160,7 @@ class Slots:
         """Free the memory. Collective."""
         if self._pinned is not None:
             self._pinned.free()
-        self._parts.free()
+        self.parts.free()
 
 
 class Sums:

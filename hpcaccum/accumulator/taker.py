@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from hpcaccum.accumulator.protocol import MEMBERS, STATE
 from hpcaccum.accumulator.shapes import size_of
 from hpcaccum.accumulator.state import Closed
+from hpcaccum.accumulator.storage import Slots
 from hpcaccum.arguments import result_array
 from hpcaccum.device import copyto, is_device
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.accumulator.batch import Batch
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.settings import Settings
     from hpcaccum.accumulator.state import State
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
 
 Array = np.ndarray[Any, Any]
+
+T = TypeVar("T")
 
 
 class Taker:
@@ -63,18 +69,43 @@ class Taker:
             WaitTimeoutError: Names what is missing.
             EverybodyLeftError: If all ranks have left and no gradient is in the round.
         """
-        return self._protocol.line.hold(
-            deadline, lambda: self._take(required, deadline, out)
+        return self._in_turn(
+            required, deadline, lambda closed: self._reduce(closed, out, deadline)
         )
 
-    def _take(self, required: int, deadline: Deadline, out: Array | None) -> Array:
+    def take_batch(
+        self, required: int, deadline: Deadline, use: Callable[[Batch], None]
+    ) -> None:
+        """Do as `take`, but let ``use`` read the gradients where they lie.
+
+        They stay as they are until it returns. It may be called again with the same
+        gradients if it raises. Not for ``storage="sum"``.
+        """
+        storage = self._storage
+        assert isinstance(storage, Slots)
+        self._in_turn(
+            required,
+            deadline,
+            lambda closed: use(storage.batch(closed, self._divisor(closed))),
+        )
+
+    def _in_turn(
+        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+    ) -> T:
+        return self._protocol.line.hold(
+            deadline, lambda: self._take(required, deadline, reduce)
+        )
+
+    def _take(
+        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+    ) -> T:
         self._closing = self._complete = None
         try:
             while True:
                 closing = self._close(required, deadline)
                 closed = self._await_writers(closing, deadline)
                 if closed.count:
-                    result = self._reduce(closed, out, deadline)
+                    result = reduce(closed)
                 self._complete = closed
                 self._finish(closing, closed)
                 if closed.count:
@@ -192,13 +223,16 @@ class Taker:
         shape = self._protocol.shapes.shape(closed.shape)
         found = result_array(out, self._dtype, shape)
         result = np.empty(shape, self._dtype) if is_device(found) else found
-        divisor = closed.count if self._mean else 1
+        flat = result.reshape(-1)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            self._storage.total(closed, divisor, result.reshape(-1), deadline)
+            self._storage.total(closed, self._divisor(closed), flat, deadline)
         if found is not result:
             copyto(found, result)
         return found
+
+    def _divisor(self, closed: Closed) -> int:
+        return closed.count if self._mean else 1
 
     def _finish(self, closing: State, closed: Closed) -> None:
         """Make room for the next round of this parity. May be called twice."""

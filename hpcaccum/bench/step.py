@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from hpcaccum import SGD, CrossShardOptimizer, Layout, Reducer, Variable
+from hpcaccum import (
+    SGD,
+    CrossShardOptimizer,
+    Layout,
+    Reducer,
+    SyncReplicasOptimizer,
+    Variable,
+)
 from hpcaccum.bench import floors
 from hpcaccum.bench.exchange import Exchange
 from hpcaccum.bench.measure import Kind, apart, check_equal, repeated
@@ -30,6 +38,9 @@ class Step:
 
     - ``step``: `minimize`, less the time inside the loss function and the inner
       optimizer; gradients are computed in `gradient_arrays`.
+    - ``updating``: the same with the time of the inner optimizer, SGD on all ranks.
+    - ``quorum``: a step of the sync-replicas optimizer with a quorum of all ranks,
+      whose update is made once. It does what ``updating`` does, and counts gradients.
     - ``reducer``: the same steps written by hand; only the reducer is timed, which is
       what a step should cost. In both, each of n ranks reads one stripe of all n
       gradients and writes it once: n + 1 times the bytes in all.
@@ -44,7 +55,7 @@ class Step:
     """
 
     least_ranks: ClassVar[int] = 1
-    memory: ClassVar[Memory] = Memory(shared=2, shared_first=2, private=9)
+    memory: ClassVar[Memory] = Memory(shared=6, shared_first=6, private=13)
 
     def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
         self._comm = group.comm
@@ -54,6 +65,13 @@ class Step:
             self._mine.size,
             lambda rule: CrossShardOptimizer(rule, comm=group),
             without_rule=True,
+        )
+        n, count = group.size, self._mine.size
+        self._updating = Optimizing(
+            count, lambda rule: CrossShardOptimizer(rule, comm=group)
+        )
+        self._quorum = Optimizing(
+            count, lambda rule: SyncReplicasOptimizer(rule, n, comm=group)
         )
         variables = self._optimizing.variables
         layout = Layout({v.name: v.shape for v in variables}, np.float32)
@@ -78,9 +96,19 @@ class Step:
         def ratio(medians: Mapping[str, float]) -> dict[str, float]:
             return {"times the reducer's time": medians["step"] / medians["reducer"]}
 
-        run, check = self._optimizing.run, self._check_step
+        def price(medians: Mapping[str, float]) -> dict[str, float]:
+            return {
+                "times the time of updating": medians["quorum"] / medians["updating"]
+            }
+
+        def steps(name: str, optimizing: Optimizing, **more: Any) -> Kind:
+            check = functools.partial(_check_steps, optimizing)
+            return Kind(name, optimizing.run, check, **common, **more)
+
         return [
-            Kind("step", run, check, figures=ratio, **common),
+            steps("step", self._optimizing, figures=ratio),
+            steps("updating", self._updating),
+            steps("quorum", self._quorum, figures=price),
             Kind("reducer", reduce, self._check_reduced, **common),
             Kind(
                 "MPI",
@@ -110,11 +138,6 @@ class Step:
     def _allreduce(self) -> None:
         self._comm.Allreduce(self._mine, self._out)
 
-    def _check_step(self) -> None:
-        steps = int(self._optimizing.step.value)
-        for variable in self._optimizing.variables:
-            check_equal(variable.value, np.float32(-RATE * steps))
-
     def _check_reduced(self) -> None:
         for mean in self._means.values():
             check_equal(mean, np.float32(1))
@@ -131,7 +154,8 @@ class Step:
     def free(self) -> None:
         """Free the windows. Collective."""
         self._means = {}
-        self._optimizing.optimizer.free()
+        for each in (self._optimizing, self._updating, self._quorum):
+            each.optimizer.free()
         self._reducer.free()
         self._exchange.free()
 
@@ -156,8 +180,9 @@ class Optimizing:
         without_rule: bool = False,
         gradient: Callable[[int], Any] = lambda _: 1,
     ) -> None:
-        self._rule, self._without_rule = _TimedSGD(RATE), without_rule
-        self.optimizer = make(self._rule)
+        # A rule that measures itself is not divided among ranks.
+        self._timed = _TimedSGD(RATE) if without_rule else None
+        self.optimizer = make(self._timed or SGD(RATE))
         self.variables = [
             Variable(np.zeros(size, np.float32), name)
             for name, size in _network(count).items()
@@ -177,14 +202,22 @@ class Optimizing:
 
     def run(self, inner: int) -> list[float]:
         """Return the seconds of a step outside the loss, and outside the rule."""
-        self._loss_seconds = self._rule.seconds = 0.0
+        self._loss_seconds = 0.0
+        if self._timed is not None:
+            self._timed.seconds = 0.0
         begun = time.perf_counter()
         for _ in range(inner):
             self.optimizer.minimize(self._loss, self.step)
         seconds = time.perf_counter() - begun - self._loss_seconds
-        if self._without_rule:
-            seconds -= self._rule.seconds
+        if self._timed is not None:
+            seconds -= self._timed.seconds
         return [seconds / inner]
+
+
+def _check_steps(optimizing: Optimizing) -> None:
+    steps = int(optimizing.step.value)
+    for variable in optimizing.variables:
+        check_equal(variable.value, np.float32(-RATE * steps))
 
 
 def _network(count: int) -> dict[str, int]:

@@ -10,13 +10,14 @@ Imports `mpi`, `summation`, `deadline` and `errors` only.
 from __future__ import annotations
 
 from hpcaccum.nodes.agent import Agent, Service, Steps
-from hpcaccum.nodes.parts import NodeParts
+from hpcaccum.nodes.parts import NodeParts, Place
 from hpcaccum.nodes.transfer import Incoming, pieces_of, send_pieces
 
 __all__ = [
     "Agent",
     "Incoming",
     "NodeParts",
+    "Place",
     "Service",
     "Steps",
     "pieces_of",

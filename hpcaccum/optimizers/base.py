@@ -170,6 +170,14 @@ class Optimizer(abc.ABC):
     def _release(self) -> None:  # noqa: B027
         """Free memory that the next update would allocate again."""
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether an update changes each element by itself, whatever the others are.
+
+        If so, a server may divide an update among ranks at any element.
+        """
+        return False
+
     def get_name(self) -> str:
         """Return its name."""
         return self._name

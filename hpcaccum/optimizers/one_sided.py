@@ -16,6 +16,7 @@ from hpcaccum.optimizers.checks import (
     check_variables,
     listed,
 )
+from hpcaccum.optimizers.flat_rule import FlatRule, flat_rule
 from hpcaccum.optimizers.start import signature, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper
@@ -40,6 +41,10 @@ class OneSidedOptimizer(Wrapper):
     optimizer updates it there. Every rank pulls the center into its own variables,
     which may be on a device. Ranks call `compute_gradients` and `apply_gradients`
     independently of each other.
+
+    If all ranks share a node, the inner optimizer is `elementwise`, and all variables
+    have one dtype that is not half precision, ranks that wait for an update help to
+    make it. The center and its slots are in shared memory then.
 
     Variables may have different dtypes, but gradients and parameters are sent in the
     widest of them; a warning then lists the variables of that dtype.
@@ -91,6 +96,7 @@ class OneSidedOptimizer(Wrapper):
         self._server: ParameterServer | None = None
         # The center's variables, on the root.
         self._center: dict[str, Variable] = {}
+        self._flat: FlatRule | None = None
         # The step of this rank's variables, and the first one worth waiting for.
         self._step, self._useful = -1, 0
         # The state to resume from.
@@ -123,6 +129,7 @@ class OneSidedOptimizer(Wrapper):
         if self._group.rank == 0:
             warn_of_wider(self.get_name(), variables)
         self._start(variables)
+        self._flat = flat_rule(self.inner)
         self._server = ParameterServer(
             self._group,
             self._root,
@@ -130,6 +137,7 @@ class OneSidedOptimizer(Wrapper):
             self._make_inbox,
             dedicated=self._dedicated,
             what=self.get_name(),
+            rule=self._flat,
             finish=self._pull_all,
             step=self._loaded.get("global_step", 0),
             tally=self._loaded.get("tally"),
@@ -146,7 +154,10 @@ class OneSidedOptimizer(Wrapper):
         center = self._center = {
             name: Variable(array, name) for name, array in server.center.items()
         }
-        self.inner.initialize(list(center.values()))
+        variables = list(center.values())
+        if self._flat is not None and server.slots is not None:
+            self._flat.set_variables(variables, server.slots)
+        self.inner.initialize(variables)
 
         def update(grads: dict[str, Array]) -> None:
             self.inner.apply_gradients([(g, center[name]) for name, g in grads.items()])
@@ -384,4 +395,8 @@ class OneSidedOptimizer(Wrapper):
     def _free(self) -> None:
         if self._server is not None:
             self._server.free()
+            if self._flat is not None:
+                self._flat.move_slots()
+            for name, var in self._center.items():
+                var.move_to(self._server.center[name])
         super()._free()

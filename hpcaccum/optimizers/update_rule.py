@@ -12,7 +12,7 @@ import inspect
 import math
 import numbers
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -116,18 +116,24 @@ class State:
     Args:
         variable: A variable of floats.
         name: Of the rule; part of the names of the state.
-        starts: Name of each slot to its initial value.
+        slots: Name of each slot to its initial value, or to an array with it.
     """
 
-    def __init__(self, variable: Variable, name: str, starts: dict[str, float]) -> None:
+    def __init__(
+        self, variable: Variable, name: str, slots: Mapping[str, float | Array]
+    ) -> None:
         title = f"{variable.name}/{name}"
         dtype = accumulation_dtype(variable.dtype)
         self.variable, self.on_device = variable, is_device(variable.value)
         self.slots = {
             slot: Variable(
-                _filled(variable.value, start, dtype), f"{title}/{slot}", False
+                _filled(variable.value, start, dtype)
+                if isinstance(start, float)
+                else start,
+                f"{title}/{slot}",
+                False,
             )
-            for slot, start in starts.items()
+            for slot, start in slots.items()
         }
         self.step = Variable(np.zeros((), np.int64), f"{title}/step", trainable=False)
 
@@ -307,6 +313,37 @@ class Rule(Optimizer):
             [numbers_[step][0] for step in steps],
             (*more, *self._constants()),
         )
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether an update changes each element by itself; not if it is overridden."""
+        return type(self).apply_gradients is Rule.apply_gradients
+
+    # For `FlatRule`
+
+    def _keep(self, variable: Variable, slots: Mapping[str, Array]) -> None:
+        """Keep the slots of a variable in arrays that have their initial values."""
+        self._made[variable] = State(variable, self._name, slots)
+
+    def _begin(self, variables: Sequence[Variable]) -> tuple[float, ...] | None:
+        """Count an update of variables; see `FlatRule.begin`."""
+        # They become visible with the first update, after the learning rate is found.
+        states = [self._states.get(each) or self._made[each] for each in variables]
+        earlier = {state.updates for state in states}
+        if len(earlier) != 1:
+            return None
+        step = earlier.pop()
+        numbers = self._numbers(self._rate.at(lambda: step), step + 1)
+        for variable in variables:
+            self._state(variable).count()
+        return numbers
+
+    def _move(self, variables: Sequence[Variable]) -> None:
+        """Move the slots of variables to memory of their own."""
+        for variable in variables:
+            state = self._states.get(variable) or self._made[variable]
+            for slot in state.slots.values():
+                slot.move_to(slot.value.copy())
 
     def _updates(self, pairs: list[tuple[Array, Variable]]) -> int:
         """Return the largest number of earlier updates of these variables."""

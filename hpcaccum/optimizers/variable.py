@@ -68,6 +68,10 @@ class Variable:
         dtype: np.dtype[Any] = self._value.dtype
         return dtype
 
+    def move_to(self, array: Array) -> None:
+        """Keep the value in another array from now on, which has it already."""
+        self._value = array
+
     def copy(self) -> Variable:
         """Return a variable of the same name with a copy of the array."""
         return Variable(self._value.copy(), self.name, self.trainable)

@@ -3,7 +3,7 @@
 `ParameterServer` is one object on every rank: a `client`, and on the root the
 `update_loop`. Gradients travel through an `Inbox`, of which there are two:
 `QuorumInbox` and `BoundedStalenessInbox`. Parameters travel through
-`Parameters`.
+`Parameters`. On one node, `node_update` divides an update among the ranks that wait.
 `wire_format` maps both between names and flat vectors.
 
 Imports `accumulator`, `mpi`, `device` and the modules below them.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout
+from hpcaccum.accumulator import Batch, Counters, Membership, Receipt, WordLayout
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
 from hpcaccum.errors import EverybodyLeftError, format_ranks
@@ -21,7 +21,7 @@ from hpcaccum.mpi import AtomicWords, Attempt
 from hpcaccum.nodes import NodeParts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from hpcaccum.accumulator import Counts, Tally
     from hpcaccum.mpi import Group
@@ -48,7 +48,7 @@ class BoundedStalenessInbox:
     its slot again. The root takes one gradient after the other.
 
     If `submit` fails after its gradient was admitted, the gradient is given up: its
-    update is made with zeros instead.
+    update changes nothing.
 
     Args:
         group: The ranks.
@@ -82,7 +82,7 @@ class BoundedStalenessInbox:
             self.words = AtomicWords(group, root, layout.count)
             undo.callback(self.words.free)
             nbytes = size * self._dtype.itemsize
-            self._slots = NodeParts(group, nbytes, "inbox", takers=[root])
+            self.parts = NodeParts(group, nbytes, "inbox", takers=[root])
             undo.pop_all()
         self.membership = Membership(
             self.words, self._members, group.rank, n, n if workers is None else workers
@@ -100,7 +100,7 @@ class BoundedStalenessInbox:
         self._counts: Counts | None = None
 
     def _view(self, rank: int) -> Array:
-        return self._slots.view((rank, 0), self._size, self._dtype)
+        return self.parts.view((rank, 0), self._size, self._dtype)
 
     @property
     def step(self) -> int:
@@ -110,7 +110,7 @@ class BoundedStalenessInbox:
     @property
     def window_bytes(self) -> int:
         """Memory of this rank that holds gradients."""
-        return self._slots.nbytes_here
+        return self.parts.nbytes_here
 
     def start(self, step: int) -> None:
         """Set the step of the first update; the root only, before any submission."""
@@ -226,12 +226,14 @@ class BoundedStalenessInbox:
         lag = max(self._max_lag, 0)
         return 0 if math.isinf(lag) else step - int(lag)
 
-    @contextlib.contextmanager
-    def next(self, step: int, deadline: Deadline) -> Iterator[Array]:
+    def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
         """Wait for the gradient admitted at ``step``; the root only.
 
-        It is a vector of zeros if the gradient was given up. At the end of the block,
-        its rank may write the next one.
+        Args:
+            step: The step now.
+            deadline: Of the call.
+            use: Reads the gradient; there is none if it was given up. When it returns,
+                its rank may write the next one.
 
         Raises:
             WaitTimeoutError: If it does not arrive in time.
@@ -240,17 +242,10 @@ class BoundedStalenessInbox:
         rank = deadline.wait(
             lambda: self._find(step), lambda: f"update {step + 1}, {self._whose(step)}"
         )
+        places = [] if rank == _NOBODY else [(rank, 0)]
         # Its number stays in the place, as later steps have other numbers.
-        yield self._gradient(rank, deadline)
+        use(Batch(self.parts, places, self._dtype, 1))
         self.words.write(_APPLIED, step + 1)
-
-    def _gradient(self, rank: int, deadline: Deadline) -> Array:
-        if rank == _NOBODY:
-            return np.zeros(self._size, self._dtype)
-        if self._slots.is_here(rank):
-            return self._view(rank)
-        # A sum of one: the agents of the two nodes move it.
-        return self._slots.sum([(rank, 0)], self._size, self._dtype, 1, deadline)
 
     def _find(self, step: int) -> int | None:
         """Return the rank whose gradient was admitted at a step; None: none yet."""
@@ -302,5 +297,5 @@ class BoundedStalenessInbox:
         if self._pinned is not None:
             self._pinned.free()
         self._slot = np.empty(0, self._dtype)
-        self._slots.free()
+        self.parts.free()
         self.words.free()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import Transfer, all_on_device
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
+from hpcaccum.server.node_update import NodeUpdate
 from hpcaccum.server.parameters import Parameters
 from hpcaccum.server.update_lock import UpdateLock
 from hpcaccum.server.wire_format import WireFormat
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
     from hpcaccum.server.inbox import Inbox
+    from hpcaccum.server.node_update import ElementwiseRule
 
 Array = np.ndarray[Any, Any]
 
@@ -37,6 +40,7 @@ class Client(Freeable):
         root: The rank that holds the center.
         variables: Name to array, the same names and shapes on all ranks.
         inbox: Makes the inbox, given the size and the dtype of a flat gradient.
+        rule: Makes the updates; None if it needs whole variables.
         what: Name for messages.
 
     Attributes:
@@ -49,6 +53,7 @@ class Client(Freeable):
         root: int,
         variables: Mapping[str, Array],
         inbox: Callable[[int, np.dtype[Any]], Inbox],
+        rule: ElementwiseRule | None,
         what: str,
     ) -> None:
         self._group, self._root, self._what = group, root, what
@@ -60,7 +65,11 @@ class Client(Freeable):
             self._parameters = Parameters(
                 group, root, parameters.size, parameters.dtype, what
             )
+            undo.callback(self._parameters.free)
+            self._together = None if rule is None else self._share(rule)
             undo.pop_all()
+        # For sums on the root.
+        self._threads = group.own_cores
         # Held by the updates of this rank, if it makes any.
         self._update_lock = UpdateLock(what)
         # This rank's slot from the first request to the push, and all views of it that
@@ -69,6 +78,21 @@ class Client(Freeable):
         self._views: list[Array] = []
         self._transfer: Transfer | None = None
         self.waited = 0.0
+
+    def _share(self, rule: ElementwiseRule) -> NodeUpdate | None:
+        """Return how ranks share the work of updates, None if they cannot."""
+        layout = self._wire.parameters
+        alike = all(dtype == layout.dtype for dtype in self._wire.dtypes.values())
+        if not self._group.single_node or not alike:
+            return None
+        return NodeUpdate(
+            self._group,
+            self._root,
+            rule,
+            layout,
+            self._inbox.parts,
+            self._parameters.copies,
+        )
 
     def _describe(self) -> str:
         return self._what
@@ -110,8 +134,11 @@ class Client(Freeable):
 
     def _wait_for(self, step: int, deadline: Deadline) -> None:
         self._check_not_paused("a pull")
+        wait = functools.partial(
+            self._parameters.wait, step, deadline, lambda: self._missing(step)
+        )
         try:
-            self._parameters.wait(step, deadline, lambda: self._missing(step))
+            wait() if self._together is None else wait(self._together.help)
         finally:
             self.waited += deadline.waited
 
@@ -227,7 +254,10 @@ class Client(Freeable):
     @property
     def window_bytes(self) -> int:
         """Memory of this rank that holds gradients and parameters for others."""
-        return self._inbox.window_bytes + self._parameters.window_bytes
+        nbytes = self._inbox.window_bytes + self._parameters.window_bytes
+        if self._together is not None and self._group.rank == self._root:
+            nbytes += self._together.window_bytes
+        return nbytes
 
     def _free(self) -> None:
         self._lent = None
@@ -235,5 +265,7 @@ class Client(Freeable):
         if self._transfer is not None:
             self._transfer.free()
             self._transfer = None
+        if self._together is not None:
+            self._together.free()
         self._inbox.free()
         self._parameters.free()

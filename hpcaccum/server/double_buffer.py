@@ -69,20 +69,25 @@ class DoubleBuffer:
         """Return the step of the newest complete copy; -1 if there is none."""
         return self._words.read(_NEWEST) >> 1
 
+    @property
+    def writing(self) -> int:
+        """The number of the copy that `begin` returns."""
+        return 1 - (self._words.read(_NEWEST) & 1)
+
     def begin(self, step: int) -> Array:
         """Return the memory for a new step, larger than all before; the root only."""
-        copy = 1 - (self._words.read(_NEWEST) & 1)
+        copy = self.writing
         # Readers must be able to see this before anything is overwritten.
         self._words.write(_HOLDS + copy, step)
         self._words.sync()
-        return self._copy(copy)
+        return self.copy(copy)
 
     def complete(self, step: int) -> None:
         """Publish what `begin` returned the memory for."""
-        copy = 1 - (self._words.read(_NEWEST) & 1)
-        self._words.write(_NEWEST, step << 1 | copy)
+        self._words.write(_NEWEST, step << 1 | self.writing)
 
-    def _copy(self, copy: int) -> Array:
+    def copy(self, copy: int) -> Array:
+        """Return the memory of a copy, 0 or 1."""
         begin, nbytes = copy * self._stride, self._size * self._dtype.itemsize
         return self._memory[begin : begin + nbytes].view(self._dtype)
 
@@ -106,7 +111,7 @@ class DoubleBuffer:
         """Do as `read`; return None if an update has overwritten what was read."""
         newest = self._words.read(_NEWEST)
         step, copy = newest >> 1, newest & 1
-        use(self._copy(copy))
+        use(self.copy(copy))
         # All reads must be done before that of the word that validates them.
         self._words.sync()
         return step if self._words.read(_HOLDS + copy) == step else None

@@ -1,7 +1,7 @@
 """The contract of an inbox: where a parameter server takes its gradients from.
 
-An inbox is a policy of admission. There are two: `QuorumInbox` reduces the gradients of
-a quorum to their mean, `BoundedStalenessInbox` passes on each gradient separately.
+An inbox is a policy of admission. There are two: `QuorumInbox` passes on the gradients
+of a quorum together, `BoundedStalenessInbox` each gradient separately.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    import contextlib
+    from collections.abc import Callable
 
-    from hpcaccum.accumulator import Receipt, Tally
+    from hpcaccum.accumulator import Batch, Receipt, Tally
     from hpcaccum.deadline import Deadline
+    from hpcaccum.nodes import NodeParts
 
 Array = np.ndarray[Any, Any]
 
@@ -27,6 +28,10 @@ class Inbox(Protocol):
     """
 
     adds: bool
+
+    @property
+    def parts(self) -> NodeParts:
+        """The memory in which gradients lie until they are applied."""
 
     @property
     def window_bytes(self) -> int:
@@ -47,10 +52,13 @@ class Inbox(Protocol):
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step."""
 
-    def next(
-        self, step: int, deadline: Deadline
-    ) -> contextlib.AbstractContextManager[Array]:
-        """Wait for the gradient that makes step ``step + 1``; the root only.
+    def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
+        """Wait for the gradients that make step ``step + 1``; the root only.
+
+        Args:
+            step: The step now.
+            deadline: Of the call.
+            use: Reads the gradients. When it returns, their ranks may write new ones.
 
         Raises:
             WaitTimeoutError: If it does not arrive in time.

@@ -8,6 +8,7 @@ is sent is always the newest, never twice the same, and only where it is awaited
 from __future__ import annotations
 
 import contextlib
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,9 @@ class Parameters:
         root: The rank that publishes.
         size, dtype: Of the vector.
         what: Name for messages.
+
+    Attributes:
+        copies: Those of this node.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class Parameters:
         inside = group if single else group.inside
         ranks = range(group.size) if single else group.nodes[group.node_number]
         self._is_here = root in ranks
+        # On the root, where another thread may publish.
+        self._is_root, self._published = group.rank == root, threading.Condition()
         place = ranks.index(root) if self._is_here else 0
         # On the leader of the publisher's node: what is being sent, to which ranks, and
         # the last step sent to each.
@@ -69,8 +75,8 @@ class Parameters:
         # Whether no step will be published any more.
         self._closing = False
         with contextlib.ExitStack() as undo:
-            self._copy = DoubleBuffer(inside, place, size, dtype)
-            undo.callback(self._copy.free)
+            self.copies = DoubleBuffer(inside, place, size, dtype)
+            undo.callback(self.copies.free)
             self._agent = None if single else self._join(group, root)
             undo.pop_all()
 
@@ -83,20 +89,20 @@ class Parameters:
 
     def pin(self) -> None:
         """Pin the memory that `read` passes on."""
-        self._copy.pin()
+        self.copies.pin()
 
     @property
     def window_bytes(self) -> int:
         """Memory of this rank that holds copies."""
-        return self._copy.window_bytes
+        return self.copies.window_bytes
 
     def version(self) -> int:
         """Return the step that this node has; a load. -1 before the first one."""
-        return self._copy.version()
+        return self.copies.version()
 
     def newest(self) -> int:
         """Return the step that the root has published; across nodes a round trip."""
-        return self._copy.version() if self._is_here else self._words.read(0)
+        return self.copies.version() if self._is_here else self._words.read(0)
 
     def publish(self, fill: Callable[[Array], None], step: int) -> None:
         """Write a new step, larger than all before; the root only.
@@ -105,19 +111,28 @@ class Parameters:
             fill: Writes all of the vector that it is given.
             step: Of the vector.
         """
-        fill(self._copy.begin(step))
+        fill(self.copies.begin(step))
         if self._agent is not None:
             # First: no rank may have a step before `newest` returns it.
             self._words.write(0, step)
-        self._copy.complete(step)
+        self.copies.complete(step)
+        with self._published:
+            self._published.notify_all()
 
-    def wait(self, step: int, deadline: Deadline, missing: Callable[[], str]) -> None:
+    def wait(
+        self,
+        step: int,
+        deadline: Deadline,
+        missing: Callable[[], str],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """Wait until this node has a step, or a newer one.
 
         Args:
             step: The step.
             deadline: Of the call.
             missing: Returns what the wait is for; called for messages only.
+            meanwhile: Called again and again during the wait, except on the root.
 
         Raises:
             WaitTimeoutError: If it does not come in time.
@@ -125,11 +140,29 @@ class Parameters:
         if self._agent is not None and not self._is_here:
             # The agent asks the root's, which answers when the step is published.
             self._agent.request(self._agent.node, self._number, "fetch", step)
-        deadline.wait(lambda: self.version() >= step or None, missing)
+
+        def ready() -> bool | None:
+            if self.version() >= step:
+                return True
+            meanwhile()
+            return None
+
+        def notified(seconds: float) -> bool | None:
+            with self._published:
+                reached = self._published.wait_for(
+                    lambda: self.version() >= step, seconds
+                )
+            return reached or None
+
+        if self._is_root:
+            # One that polls would take the interpreter from the thread that publishes.
+            deadline.block(notified, missing)
+        else:
+            deadline.wait(ready, missing)
 
     def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
         """Let ``use`` copy the newest step of this node; see `DoubleBuffer.read`."""
-        return self._copy.read(use, deadline)
+        return self.copies.read(use, deadline)
 
     # The agent
 
@@ -167,7 +200,7 @@ class Parameters:
         step = int(header[0])
         if step == _NONE:
             return False
-        vector = self._copy.begin(step)
+        vector = self.copies.begin(step)
         pieces = pieces_of(self._size, self._dtype.itemsize)
         incoming = Incoming(comm, source, tag, pieces, vector.__getitem__)
         while not incoming.complete:
@@ -175,7 +208,7 @@ class Parameters:
                 yield False
             else:
                 incoming.take()
-        self._copy.complete(step)
+        self.copies.complete(step)
         return True
 
     def _send(self, rank: int, wanted: int) -> Steps:
@@ -226,7 +259,7 @@ class Parameters:
             snapshot = _Snapshot(np.empty(self._size, self._dtype))
             self._snapshots.append(snapshot)
         vector = snapshot.vector
-        step = self._copy.try_read(lambda flat: np.copyto(vector, flat))
+        step = self.copies.try_read(lambda flat: np.copyto(vector, flat))
         snapshot.step = _NONE if step is None else step
         snapshot.users = 0 if step is None else 1
         return None if step is None else snapshot
@@ -238,4 +271,4 @@ class Parameters:
             self._agent.remove(self._number, f"{self._what}: free")
             self._words.free()
         self._snapshots.clear()
-        self._copy.free()
+        self.copies.free()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,17 +9,18 @@ import numpy as np
 from hpcaccum.accumulator import ConditionalAccumulator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
-    from hpcaccum.accumulator import Receipt, Tally
+    from hpcaccum.accumulator import Batch, Receipt, Tally
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
+    from hpcaccum.nodes import NodeParts
 
 Array = np.ndarray[Any, Any]
 
 
 class QuorumInbox:
-    """Admits gradients of the current step; returns the mean of a quorum. Collective.
+    """Admits gradients of the current step; passes on those of a quorum. Collective.
 
     Args:
         group, root: The ranks, and the one that serves.
@@ -39,8 +39,11 @@ class QuorumInbox:
             dtype, (size,), name="gradients", comm=group, host=root, workers=workers
         )
         self._slot: Array | None = None
-        # The memory of each mean, allocated once; on the root only.
-        self._mean: Array | None = None
+
+    @property
+    def parts(self) -> NodeParts:
+        """The memory in which gradients lie until they are applied."""
+        return self._accumulator.parts
 
     @property
     def window_bytes(self) -> int:
@@ -68,18 +71,19 @@ class QuorumInbox:
         """Return the least step whose gradients the server accepts at a step."""
         return step
 
-    @contextlib.contextmanager
-    def next(self, step: int, deadline: Deadline) -> Iterator[Array]:
-        """Wait for the mean that makes step ``step + 1``; the root only.
+    def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
+        """Wait for the quorum that makes step ``step + 1``; the root only.
+
+        Args:
+            step: The step now.
+            deadline: Of the call.
+            use: Reads the gradients, whose divisor makes their sum a mean.
 
         Raises:
             WaitTimeoutError: If too few gradients arrive in time.
             EverybodyLeftError: If all ranks have left and no gradient is left.
         """
-        self._mean = self._accumulator.take_grad(
-            self._quorum, timeout=deadline.remaining, out=self._mean
-        )
-        yield self._mean
+        self._accumulator.take_batch(self._quorum, deadline, use)
 
     def awaited(self, step: int) -> str | None:
         """Return what the mean of a step lacks; None if it is complete."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.mpi import Group
     from hpcaccum.server.inbox import Inbox
+    from hpcaccum.server.node_update import ElementwiseRule
     from hpcaccum.server.update_loop import Update
 
 Array = np.ndarray[Any, Any]
@@ -57,6 +58,7 @@ class ParameterServer(Client):
         inbox: Makes the inbox, given the size and the dtype of a flat gradient.
         dedicated: Whether the root only serves; it must then call `serve`.
         what: Name for messages.
+        rule: Makes the updates of all variables if they are alike; equal on all ranks.
         finish: Called by `free` on every rank, after the last update, while pulls are
             still possible.
         step, tally: Where an earlier server ended (`ServerState`), to continue from it;
@@ -64,6 +66,8 @@ class ParameterServer(Client):
 
     Attributes:
         center: Name to array, on the root; empty on other ranks.
+        slots: For each slot of the rule, name to array, likewise; None if the rule is
+            not used, because variables have several dtypes or ranks several nodes.
 
     Raises:
         InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE and the
@@ -80,6 +84,7 @@ class ParameterServer(Client):
         *,
         dedicated: bool,
         what: str,
+        rule: ElementwiseRule | None = None,
         finish: Callable[[], None] = lambda: None,
         step: int = 0,
         tally: Tally | None = None,
@@ -96,12 +101,13 @@ class ParameterServer(Client):
 
         group.agree(what, check)
         self._final: ServerState | None = None
-        super().__init__(group, root, initial, inbox, what)
+        super().__init__(group, root, initial, inbox, rule, what)
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
         self._loop: UpdateLoop | None = None
         self.center: dict[str, Array] = {}
+        self.slots: dict[str, dict[str, Array]] | None = None
         if self.is_root:
-            self.center = {n: np.array(to_host(a)) for n, a in initial.items()}
+            self._make_center(initial)
             self._loop = self._make_loop()
             self._loop.set_step(step)
             group.progress.start()
@@ -110,13 +116,23 @@ class ParameterServer(Client):
         group.allgather(None, what)
         self._wait_for(step, Deadline(None, f"{what}: first parameters"))
 
+    def _make_center(self, initial: Mapping[str, Array]) -> None:
+        if self._together is None:
+            self.center = {n: np.array(to_host(a)) for n, a in initial.items()}
+            return
+        self.center, self.slots = self._together.center, self._together.slots
+        for name, array in initial.items():
+            np.copyto(self.center[name], to_host(array))
+
     def _make_loop(self) -> UpdateLoop:
         return UpdateLoop(
             self.center,
             self._inbox,
             self._parameters,
             self._wire,
+            self._together,
             self._update_lock,
+            self._threads,
             self._what,
         )
 
@@ -217,10 +233,12 @@ class ParameterServer(Client):
         self._end_updates(call)
         self._finish()
         names = list(self._wire.parameters)
-        center = self.center or dict(zip(names, self.read(names), strict=True))
+        center = dict(zip(names, self.read(names), strict=True))
         # From now on nothing reads the shared memory.
         self._final = ServerState(self.step, self.tally(), center)
+        self.center, self.slots = center, None
         if self._loop is not None:
+            self._loop.center = center
             self._group.progress.stop()
         super()._free()
 

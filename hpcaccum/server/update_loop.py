@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -17,7 +18,9 @@ from hpcaccum.mpi import report_and_abort
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpcaccum.accumulator import Batch
     from hpcaccum.server.inbox import Inbox
+    from hpcaccum.server.node_update import NodeUpdate
     from hpcaccum.server.parameters import Parameters
     from hpcaccum.server.update_lock import UpdateLock
     from hpcaccum.server.wire_format import WireFormat
@@ -34,7 +37,9 @@ class UpdateLoop:
         center: Name to array, which the updates change.
         inbox, parameters, wire: Where gradients come from, where parameters go to, and
             how both lie in flat vectors.
+        together: Makes updates with the other ranks of the node; None if it cannot.
         lock: Held during each update.
+        threads: To use for sums.
         what: Name for messages.
     """
 
@@ -44,13 +49,18 @@ class UpdateLoop:
         inbox: Inbox,
         parameters: Parameters,
         wire: WireFormat,
+        together: NodeUpdate | None,
         lock: UpdateLock,
+        threads: int,
         what: str,
     ) -> None:
         self.center = center
         self.update: Update | None = None
         self._inbox, self._parameters, self._wire = inbox, parameters, wire
-        self._lock, self._what = lock, what
+        self._together, self._lock, self._threads = together, lock, threads
+        self._what = what
+        # The memory of each sum, allocated once.
+        self._sum: Array | None = None
         self._thread: threading.Thread | None = None
 
     def set_step(self, step: int) -> None:
@@ -77,13 +87,47 @@ class UpdateLoop:
             for step in itertools.count(self._parameters.version()):
                 # Those who wait for an update have a limit; an idle server has none.
                 deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
-                with self._inbox.next(step, deadline) as flat, self._lock:
-                    # Empty if a rank was admitted and then failed to write.
-                    if grads := self._wire.read_gradients(flat):
-                        self.update(grads)
-                    self._parameters.publish(self._fill, step + 1)
+                use = functools.partial(self._make_step, step + 1, deadline)
+                self._inbox.next(step, deadline, use)
         except EverybodyLeftError:
             return
+
+    def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
+        """Update the center with a batch of gradients, and publish it."""
+
+        def fill(flat: Array) -> None:
+            if not self._update_together(batch, flat, deadline):
+                self._update_alone(batch, deadline)
+                self._fill(flat)
+
+        with self._lock:
+            self._parameters.publish(fill, step)
+
+    def _update_together(self, batch: Batch, flat: Array, deadline: Deadline) -> bool:
+        """Update the center and write it to a vector, if all ranks can help."""
+        return (
+            self._together is not None
+            and self._wire.is_complete(batch)
+            and self._together.apply(batch, flat, deadline)
+        )
+
+    def _update_alone(self, batch: Batch, deadline: Deadline) -> None:
+        assert self.update is not None
+        # There is no gradient if its rank was admitted and then failed to write.
+        if not batch.places:
+            return
+        if grads := self._wire.read_gradients(self._total(batch, deadline)):
+            self.update(grads)
+
+    def _total(self, batch: Batch, deadline: Deadline) -> Array:
+        size = self._wire.gradients.size
+        if len(batch.places) == 1 and batch.divisor == 1 and batch.is_local:
+            return batch.views(size)[0]
+        if self._sum is None:
+            self._sum = np.empty(size, batch.dtype)
+        with np.errstate(all="ignore"):
+            batch.total(self._sum, deadline, self._threads)
+        return self._sum
 
     def _fill(self, flat: Array) -> None:
         self._wire.write_parameters(self.center, flat)

@@ -13,6 +13,8 @@ from hpcaccum.overlap import overlap, same_elements
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from hpcaccum.accumulator import Batch
+
 Array = np.ndarray[Any, Any]
 
 _PRESENT = "?present"
@@ -71,6 +73,13 @@ class WireFormat:
         if clear:
             for name in views.keys() - grads.keys():
                 views[name][...] = 0
+
+    def is_complete(self, batch: Batch) -> bool:
+        """Whether every vector of a batch on this node has all gradients."""
+        present = self.gradients.place(_PRESENT)
+        numbers = [view[present] for view in batch.views(present.stop)]
+        # A vector may be the sum of several.
+        return bool(numbers) and bool(np.all(sum(numbers) == batch.divisor))
 
     def read_gradients(self, flat: Array) -> dict[str, Array]:
         """Return the gradients that are present, as views of a vector.

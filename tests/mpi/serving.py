@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 
 from hpcaccum import Group, Receipt
+from hpcaccum.accumulator import Batch
+from hpcaccum.deadline import Deadline
 from hpcaccum.server import (
     BoundedStalenessInbox,
     Inbox,
     ParameterServer,
     QuorumInbox,
 )
+
+from .support import WAIT
 
 
 def start(
@@ -69,6 +73,20 @@ def train(server: ParameterServer, values: Iterable[float]) -> list[Receipt]:
         receipts.append(server.push({"w": np.full(3, float(value))}, server.step))
         server.pull({"w": out}, at_least=receipts[-1].global_step + 1)
     return receipts
+
+
+def next_total(
+    inbox: Inbox, step: int, size: int, timeout: float = WAIT
+) -> np.ndarray[Any, Any]:
+    """Return the sum or mean that makes the next step; zeros if there is none."""
+    deadline, total = Deadline(timeout, "test"), np.zeros(size)
+
+    def use(batch: Batch) -> None:
+        if batch.places:
+            batch.total(total, deadline, threads=1)
+
+    inbox.next(step, deadline, use)
+    return total
 
 
 def read(server: ParameterServer, name: str) -> np.ndarray[Any, Any]:

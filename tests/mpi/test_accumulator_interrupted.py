@@ -16,7 +16,6 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Group
 from hpcaccum.accumulator.protocol import CLOSED
-from hpcaccum.deadline import Deadline
 from hpcaccum.server.bounded_staleness import _HEAD, BoundedStalenessInbox
 
 from .acting import (  # noqa: F401
@@ -31,6 +30,7 @@ from .acting import (  # noqa: F401
     until,
 )
 from .interrupting import at_each_point, interrupt, points
+from .serving import next_total
 from .support import WAIT
 
 ANY_STEP = 2**40
@@ -365,8 +365,7 @@ def queue(comm, request):
 
 
 def applied(queue, step):
-    with queue.next(step, Deadline(WAIT, "test")) as gradient:
-        return gradient.tolist()
+    return next_total(queue, step, 3).tolist()
 
 
 def test_interrupted_submit_is_an_update_or_an_empty_one(queue, size):

@@ -19,6 +19,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.server import Parameters
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 
+from .serving import next_total
 from .support import WAIT
 from .training import meet, raised, turns
 
@@ -52,9 +53,9 @@ def submit(queue, value, local_step=0):
 
 
 def applied(queue, step, timeout=WAIT):
-    with queue.next(step, Deadline(timeout, "test")) as gradient:
-        assert (gradient == gradient[0]).all()
-        return float(gradient[0])
+    gradient = next_total(queue, step, SIZE, timeout)
+    assert (gradient == gradient[0]).all()
+    return float(gradient[0])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=str)
@@ -199,7 +200,7 @@ def test_gradients_stay_on_the_node_of_their_rank(make, comm, rank, size, monkey
     # Other ranks see the slot itself, on its node, and nothing but words has moved.
     for other in range(size):
         here = other in group.nodes[group.node_number]
-        assert queue._slots.is_here(other) is (group.single_node or here)
+        assert queue.parts.is_here(other) is (group.single_node or here)
         if here:
             assert (queue._view(other) == other).all()
     waits = [name for name in calls if name in WAITS]

@@ -50,7 +50,7 @@ def reducer(**options):
 def optimizer(kind):
     def hold(comm):
         var = variable(np.zeros(LARGE))
-        with ONE_SIDED[kind](hpc.SGD(1), [var], comm) as optimizer:
+        with ONE_SIDED[kind](hpc.Momentum(1, 0.5), [var], comm) as optimizer:
             optimizer.initialize([var])
             first = optimizer.gradient_arrays()["w"]
             first[:] = 1

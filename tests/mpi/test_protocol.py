@@ -102,7 +102,8 @@ def test_result_that_cannot_be_made_is_not_lost(make, storage, monkeypatch):
         def fail(parts, out, divisor, threads):
             raise Broken
 
-        patch.setattr("hpcaccum.accumulator.storage.add_in_order", fail)
+        for module in ("batch", "storage"):
+            patch.setattr(f"hpcaccum.accumulator.{module}.add_in_order", fail)
         with pytest.raises(Broken):
             at(1, acc.take_grad, 1, timeout=WAIT)
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from hpcaccum import Group, InvalidArgumentError, WaitTimeoutError
-from hpcaccum.deadline import Deadline
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.server import client
 
-from .serving import read, start, train
+from .serving import next_total, read, start, train
 from .support import WAIT
 from .training import meet, raised, turns, watch_copies
 
@@ -146,7 +145,7 @@ def test_a_dedicated_host_is_not_waited_for(comm, size, monkeypatch, dedicated):
     if server.only_serves:
         # No rank has left yet.
         with pytest.raises(WaitTimeoutError, match="nothing from") as caught:
-            server._inbox.next(0, Deadline(0.05, "next")).__enter__()
+            next_total(server._inbox, 0, 3, timeout=0.05)
         errors.append(caught.value)
     meet()
     server.leave()

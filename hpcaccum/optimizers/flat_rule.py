@@ -1,0 +1,70 @@
+"""A rule that updates all variables at once, as one flat vector."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.optimizers.update_rule import Rule
+    from hpcaccum.optimizers.variable import Variable
+
+
+class FlatRule:
+    """The updates of a `Rule`, for a server that divides them among ranks.
+
+    Args:
+        rule: Makes the updates.
+
+    Attributes:
+        slots: Name to initial value of its slots.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.slots: Mapping[str, float] = rule._slots()
+        self._variables: Sequence[Variable] = ()
+
+    def set_variables(
+        self, variables: Sequence[Variable], slots: Mapping[str, Mapping[str, Array]]
+    ) -> None:
+        """Let the rule keep its slots in given arrays; on the rank that calls `begin`.
+
+        Args:
+            variables: All that an update changes.
+            slots: For each slot, variable's name to array.
+        """
+        self._variables = variables
+        for var in variables:
+            self._rule._keep(var, {slot: slots[slot][var.name] for slot in slots})
+
+    def move_slots(self) -> None:
+        """Move the slots to memory of their own, before the arrays are freed."""
+        self._rule._move(self._variables)
+
+    def begin(self) -> tuple[float, ...] | None:
+        """Count an update of all variables; return its numbers.
+
+        Returns:
+            None, and nothing is counted, if the variables have had different numbers of
+            updates.
+        """
+        return self._rule._begin(self._variables)
+
+    def update(
+        self,
+        value: Array,
+        grad: Array,
+        slots: Sequence[Array],
+        scratch: Array,
+        numbers: Sequence[float],
+    ) -> None:
+        """Update some elements of the variables and of the slots."""
+        self._rule._update(value, grad, *slots, scratch, *numbers)
+
+
+def flat_rule(optimizer: Any) -> FlatRule | None:
+    """Return the updates of an optimizer as those of a vector, None if they are not."""
+    return FlatRule(optimizer) if optimizer.elementwise else None

@@ -1,0 +1,298 @@
+"""Updates that the ranks of a node carry out together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import Group
+from hpcaccum.deadline import Deadline
+from hpcaccum.mpi import MPI
+from hpcaccum.server import node_update
+
+from ..common import same_bits
+from .support import WAIT, meet
+from .training import gives, raised
+
+SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
+RULES = {
+    "SGD": lambda: hpc.SGD(0.1),
+    "Momentum": lambda: hpc.Momentum(0.1, 0.9),
+    "Nesterov": lambda: hpc.Momentum(0.1, 0.9, use_nesterov=True),
+    "Adagrad": lambda: hpc.Adagrad(0.1),
+    "Adam": lambda: hpc.Adam(lambda step: 0.1 / (step + 1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch):
+    """Divide short vectors, too."""
+    for name, elements in {"_CHUNK": 48, "_LEAST": 96, "_MOST": 96}.items():
+        monkeypatch.setattr(node_update, name, elements)
+
+
+@pytest.fixture
+def one_node(comm):
+    if not Group.of(comm).single_node:
+        pytest.skip("the ranks are on several nodes")
+
+
+def made(dtype=np.float32):
+    return [hpc.Variable(np.ones(s, dtype), name) for name, s in SHAPES.items()]
+
+
+def drawn(rank, call, dtype):
+    random = np.random.default_rng([rank, call])
+    return [random.normal(size=shape).astype(dtype) for shape in SHAPES.values()]
+
+
+def train(opt, variables, calls, lacks=lambda rank, call: ()):
+    """Make steps with drawn gradients, without those of some variables."""
+    rank = MPI.COMM_WORLD.rank
+    for call in range(calls):
+        grads = drawn(rank, call, variables[0].dtype)
+        for missing in lacks(rank, call):
+            grads[missing] = None
+        opt.minimize(lambda grads=grads: (0.0, grads), var_list=variables)
+
+
+def mean(parts):
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total = total + part
+    return total / total.dtype.type(len(parts))
+
+
+def modelled(rule, dtype, size, calls, lacks=lambda rank, call: ()):
+    """Return the variables after the same steps of one process, and their rule."""
+    variables = made(dtype)
+    for call in range(calls):
+        grads = [drawn(rank, call, dtype) for rank in range(size)]
+        pairs = []
+        for number, var in enumerate(variables):
+            parts = [
+                grads[rank][number]
+                for rank in range(size)
+                if number not in lacks(rank, call)
+            ]
+            pairs.append((mean(parts) if parts else None, var))
+        rule.apply_gradients(pairs)
+    return variables, rule
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=str)
+@pytest.mark.parametrize("kind", RULES)
+def test_all_bits_are_those_of_the_rule(comm, size, kind, dtype):
+    variables = made(dtype)
+    with hpc.SyncReplicasOptimizer(RULES[kind](), size, comm=comm) as opt:
+        train(opt, variables, 4)
+        meet()
+        expected, rule = modelled(RULES[kind](), dtype, size, 4)
+        for own, var in zip(variables, expected, strict=True):
+            same_bits(own.value, var.value)
+            for slot in rule.get_slot_names() if comm.rank == 0 else ():
+                same_bits(opt.get_slot(own, slot).value, rule.get_slot(var, slot).value)
+        meet()
+    # After the end, the slots are still there.
+    if comm.rank == 0:
+        for slot in rule.get_slot_names():
+            same = opt.get_slot(variables[0], slot).value
+            same_bits(same, rule.get_slot(expected[0], slot).value)
+
+
+def some(rank, call):
+    """Of the second call no rank has the vector's; of the third, rank 0 lacks one."""
+    return {1: [2], 2: [0] if rank == 0 else []}.get(call, [])
+
+
+@pytest.mark.ranks(max=2)
+@pytest.mark.parametrize("kind", RULES)
+def test_missing_gradients_change_nothing(comm, size, kind):
+    # With Adam, the variables have had different numbers of updates from then on.
+    variables = made()
+    with hpc.SyncReplicasOptimizer(RULES[kind](), size, comm=comm) as opt:
+        train(opt, variables, 5, some)
+        meet()
+    expected, _ = modelled(RULES[kind](), np.float32, size, 5, some)
+    for own, var in zip(variables, expected, strict=True):
+        # A mean of fewer is divided twice.
+        np.testing.assert_allclose(own.value, var.value, 1e-5)
+
+
+class Counted(hpc.SGD):
+    """Counts its updates."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        super().__init__(1.0)
+        self.calls = 0
+
+    def apply_gradients(self, *args, **kwargs):
+        self.calls += 1
+        return super().apply_gradients(*args, **kwargs)
+
+
+def test_an_optimizer_of_the_user_makes_the_updates_itself(comm, rank, size):
+    variables, rule = made(), Counted()
+    assert not rule.elementwise
+    with hpc.SyncReplicasOptimizer(rule, size, comm=comm) as opt:
+        train(opt, variables, 3)
+        meet()
+    assert rule.calls == (3 if rank == 0 else 0)
+
+
+def test_rules_of_the_package_are_elementwise():
+    assert all(make().elementwise for make in RULES.values())
+
+
+def test_a_learning_rate_is_called_once_for_an_update(comm, rank, size):
+    calls = []
+
+    def rate():
+        calls.append(1)
+        return 0.5
+
+    variables = made()
+    with hpc.SyncReplicasOptimizer(hpc.Momentum(rate, 0.9), size, comm=comm) as opt:
+        train(opt, variables, 3)
+        meet()
+    assert len(calls) == (3 if rank == 0 else 0)
+
+
+def watched(opt, before=lambda rank, piece: None):
+    """Return a list of the pieces that this rank works on, from now on. Collective."""
+    update, pieces = opt._server._together, []
+    work_on = update._work_on
+
+    def work(piece, given):
+        before(MPI.COMM_WORLD.rank, piece)
+        pieces.append(piece)
+        work_on(piece, given)
+
+    update._work_on = work
+    meet()
+    return pieces
+
+
+def start(comm, rule, size, **options):
+    variables = made()
+    opt = hpc.SyncReplicasOptimizer(rule, size, comm=comm, **options)
+    opt.initialize(variables)
+    return opt, variables
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.usefixtures("one_node")
+def test_ranks_that_wait_work_on_the_update(comm, rank, size):
+    opt, variables = start(comm, hpc.SGD(0.1), size)
+    helped = threading.Event()
+    words = opt._server._together._words
+
+    def before(rank, piece):
+        # The host goes on when another rank has completed a piece.
+        if rank == 0 and not helped.wait(0):
+            deadline = Deadline(WAIT, "help")
+            deadline.wait(lambda: words.read(node_update._DONE) or None, str)
+            helped.set()
+        # The update must not end without the pieces of a slow rank.
+        time.sleep(0.02 * (rank > 0))
+
+    pieces = watched(opt, before)
+    train(opt, variables, 1)
+    pulled = [var.value.copy() for var in variables]
+    every = sorted(piece for found in meet(list(pieces)) for piece in found)
+    opt.free()
+
+    assert every == list(range(len(every))), "each piece once"
+    assert len(every) > 5
+    expected, _ = modelled(hpc.SGD(0.1), np.float32, size, 1)
+    for own, var in zip(pulled, expected, strict=True):
+        same_bits(own, var.value)
+
+
+@pytest.mark.usefixtures("one_node")
+def test_the_host_needs_no_help(comm, rank, size):
+    variables = made()
+    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(0.1), 0, comm=comm)
+    opt.initialize(variables)
+    pieces = watched(opt)
+    if rank == size - 1:
+        # The others wait in a barrier.
+        train(opt, variables, 3)
+    meet()
+    found = meet(list(pieces))
+    opt.free()
+
+    if size > 2:
+        assert all(not found[rank] for rank in range(1, size - 1))
+    assert len([piece for each in found for piece in each]) % 3 == 0
+
+
+class Stopped(Exception):
+    """What a signal handler raises."""
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.usefixtures("one_node")
+def test_an_interrupted_wait_ends_no_piece(comm, rank, size):
+    opt, variables = start(comm, hpc.Momentum(0.1, 0.9), size)
+    handled = threading.Event()
+
+    def handler(*_):
+        if not handled.is_set():
+            handled.set()
+            raise Stopped
+
+    def before(rank, piece):
+        if rank == 0:
+            # Others must get a piece.
+            deadline = Deadline(WAIT, "help")
+            words = opt._server._together._words
+            deadline.wait(lambda: words.read(node_update._DONE) or None, str)
+        # One that comes just before the main thread blocks does not wake it.
+        while rank and not handled.wait(0.05):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    old = signal.signal(signal.SIGUSR1, handler)
+    try:
+        watched(opt, before)
+        grads = drawn(rank, 0, np.float32)
+        failure = raised(opt.minimize, gives(*grads), var_list=variables)
+        failures = meet(type(failure).__name__)
+        # The update is complete.
+        opt._pull_all()
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    opt.free()
+
+    assert "Stopped" in failures
+    expected, _ = modelled(hpc.Momentum(0.1, 0.9), np.float32, size, 1)
+    for own, var in zip(variables, expected, strict=True):
+        same_bits(own.value, var.value)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.usefixtures("one_node")
+def test_without_threads_of_mpi_a_rank_does_not_help(comm, rank, size, monkeypatch):
+    if rank != 0:
+        monkeypatch.setattr(node_update.MPI, "Query_thread", lambda: 0)
+    opt, variables = start(comm, hpc.SGD(0.1), size - 1, dedicated=True)
+    pieces = watched(opt)
+    if rank == 0:
+        opt.serve()
+    else:
+        train(opt, variables, 3)
+        opt.leave()
+    meet()
+    found = meet(list(pieces))
+    opt.free()
+
+    assert not any(found[1:])
+    assert len(found[0]) % 3 == 0
