@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from .. import simulator as simulated
@@ -63,10 +64,20 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data to train with where any will do: importing scikit-learn takes seconds."""
+    path = tmp_path_factory.mktemp("samples") / "own.npz"
+    rng = np.random.default_rng(0)
+    y = rng.choice([3, 10], 400)
+    np.savez(path, x=rng.standard_normal((400, 2)) + y[:, None], y=y)
+    return path
+
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def mpirun(mpiexec: str, mpi_environment: dict[str, str]) -> Run:
     """Run ``mpirun(3, "script.py", ...)`` on 3 ranks with this Python.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import sys
@@ -18,37 +19,65 @@ TIMES = ["min_us", "median_us", "p99_us", "max_us"]
 @pytest.fixture
 def bench(mpirun, tmp_path):
     """Run ``hpcaccum bench`` on some ranks, in an empty directory."""
+    return functools.partial(run_bench, mpirun, tmp_path)
 
-    def run(ranks, *options, status=0, before=""):
-        script = tmp_path / "script.py"
-        script.write_text(
-            f"import sys\n{before}\n"
-            "from hpcaccum.cli import main\n"
-            "if __name__ == '__main__':\n"
-            "    sys.exit(main())\n"
-        )
-        env = {"PYTHONPATH": str(REPOSITORY)}
-        result = mpirun(ranks, script, "bench", *options, cwd=tmp_path, env=env)
-        assert result.returncode == status, result.stdout
-        return result.stdout
 
-    return run
+def run_bench(mpirun, directory, ranks, *options, status=0, before=""):
+    script = directory / "script.py"
+    script.write_text(
+        f"import sys\n{before}\n"
+        "from hpcaccum.cli import main\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(main())\n"
+    )
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    result = mpirun(ranks, script, "bench", *options, cwd=directory, env=env)
+    assert result.returncode == status, result.stdout
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def measured(mpirun, tmp_path_factory):
+    """The file of an allreduce on 2 ranks."""
+    directory = tmp_path_factory.mktemp("measured")
+    run_bench(mpirun, directory, 2, "allreduce", *QUICK, "--json", "rows.json")
+    return directory / "rows.json"
+
+
+# Runs one command after another; writes the status and the output of each.
+COMPARE = """
+import contextlib, io, json, pathlib, sys
+sys.modules["mpi4py"] = None
+from hpcaccum.cli import main
+
+def attempt(words):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        try:
+            status = main(["bench", "compare", *words])
+        except SystemExit as leaving:
+            status = leaving.code
+    return status, shown.getvalue()
+
+attempts = [attempt(words) for words in {}]
+pathlib.Path("attempts.json").write_text(json.dumps(attempts))
+"""
 
 
 @pytest.fixture
 def compare(tmp_path):
-    """Run ``hpcaccum bench compare`` where there is no MPI."""
+    """Run ``hpcaccum bench compare`` where there is no MPI, once or several times.
 
-    def run(*options, status=0):
-        program = (
-            "import sys; sys.modules['mpi4py'] = None; from hpcaccum.cli import main; "
-            f"sys.exit(main(['bench', 'compare', *{options}]))"
-        )
+    One process makes all comparisons: what takes time is to start it.
+    """
+
+    def run(*commands):
+        program = COMPARE.format([list(map(str, words)) for words in commands])
         command = [sys.executable, "-c", program]
         env = {"PYTHONPATH": str(REPOSITORY)}
         result = run_program(command, timeout=60, cwd=tmp_path, env=env)
-        assert result.returncode == status, result.stdout
-        return result.stdout
+        assert result.returncode == 0, result.stdout
+        return json.loads((tmp_path / "attempts.json").read_text())
 
     return run
 
@@ -88,10 +117,8 @@ def test_table_json_and_picture(ranks, bench, tmp_path):
 
 
 @pytest.mark.mpi
-def test_ratios_are_those_of_the_same_run(bench, tmp_path):
-    bench(2, "allreduce", *QUICK, "--json", "rows.json")
-
-    rows = {(row["name"], row["bytes"]): row for row in read(tmp_path / "rows.json")}
+def test_ratios_are_those_of_the_same_run(measured):
+    rows = {(row["name"], row["bytes"]): row for row in read(measured)}
     for (_, nbytes), row in rows.items():
         mpi, copy = rows["MPI", nbytes], rows["copy", nbytes]
         rate = 2 * 2 * nbytes / copy["median_us"]
@@ -244,83 +271,94 @@ def write(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.mark.parametrize(
-    ("new", "tolerance", "status"),
-    [
-        ({}, "0.1", 0),
-        ({"ours": 10.9}, "0.1", 0),
-        ({"ours": 11.1}, "0.1", 1),
-        ({"ours": 11.1}, "0.2", 0),
-        ({"ours": 5.0}, "0.1", 0),
-        ({"MPI": 100.0}, "0.1", 0),  # not ours
-    ],
-    ids=str,
-)
-def test_compare_ends_with_1_if_something_is_slower(
-    new, tolerance, status, compare, tmp_path
-):
-    write(tmp_path / "a.json", rows())
-    write(tmp_path / "b.json", rows(**new))
-    files = "a.json", "b.json", "--plot", "c.svg"
-    shown = compare(*files, "--tolerance", tolerance, status=status)
+CHANGES = [
+    ({}, "0.1", 0),
+    ({"ours": 10.9}, "0.1", 0),
+    ({"ours": 11.1}, "0.1", 1),
+    ({"ours": 11.1}, "0.2", 0),
+    ({"ours": 5.0}, "0.1", 0),
+    ({"MPI": 100.0}, "0.1", 0),  # not ours
+]
 
+
+def test_compare_ends_with_1_if_something_is_slower(compare, tmp_path):
+    write(tmp_path / "old.json", rows())
+    commands = []
+    for number, (new, tolerance, _) in enumerate(CHANGES):
+        write(tmp_path / f"{number}.json", rows(**new))
+        files = "old.json", f"{number}.json", "--plot", f"{number}.svg"
+        commands.append((*files, "--tolerance", tolerance))
+
+    for number, (status, shown) in enumerate(compare(*commands)):
+        new, _, expected = CHANGES[number]
+        assert status == expected, shown
+        check_comparison(shown, new, expected)
+        assert "<svg" in (tmp_path / f"{number}.svg").read_text()
+
+
+def check_comparison(shown, new, slower):
     title, ours, mpi, *rest = shown.splitlines()
     ratio = new.get("ours", 10) / 10
     assert title.split() == ["size", "old", "new", "ratio", "vs", "MPI", "old,", "new"]
     assert ours.split()[:3] == ["allreduce", "ours", "4"]
     assert f" {ratio:.2f} " in ours
-    assert ours.endswith("slower") == (status == 1)
+    assert ours.endswith("slower") == (slower == 1)
     assert ours.endswith("faster") == (ratio < 0.9)
     assert mpi.split()[0] == "MPI"
-    assert f"2 rows compared, {status} slower by more than" in rest[0]
-    assert "<svg" in (tmp_path / "c.svg").read_text()
+    assert f"2 rows compared, {slower} slower by more than" in rest[0]
 
 
 def test_compare_says_what_is_not_the_same(compare, tmp_path):
     extra = [{**row, "bytes": 8192} for row in rows()]
     write(tmp_path / "a.json", rows(facts={"cpu": "old one"}))
     write(tmp_path / "b.json", [*rows(facts={"cpu": "new one"}), *extra])
-    shown = compare("a.json", "b.json")
+    [(status, shown)] = compare(("a.json", "b.json"))
 
+    assert status == 0, shown
     assert "other CPU: old one before, new one now\n" in shown
     assert "only in b.json: 2 rows\n" in shown
     assert "hosts" not in shown
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "No such file"),
-        (b"", "empty"),
-        (b"\x89PNG", "not a text file"),
-        (b"{}\n", "line 1 is not what hpcaccum bench --json writes"),
-        (b"[1]\n", "line 1 is not what"),
-        (b"{", "line 1 is not what"),
-    ],
-)
-def test_compare_ends_with_2_for_unusable_files(content, message, compare, tmp_path):
-    write(tmp_path / "a.json", rows())
-    if content is not None:
-        (tmp_path / "b.json").write_bytes(content)
-    for files in ("a.json", "b.json"), ("b.json", "a.json"):
-        shown = compare(*files, status=2)
+UNUSABLE = {
+    "no.json": (None, "No such file"),
+    "empty.json": (b"", "empty"),
+    "picture.json": (b"\x89PNG", "not a text file"),
+    "object.json": (b"{}\n", "line 1 is not what hpcaccum bench --json writes"),
+    "list.json": (b"[1]\n", "line 1 is not what"),
+    "brace.json": (b"{", "line 1 is not what"),
+}
 
-        assert f"error: b.json: {message}" in shown
+
+def test_compare_ends_with_2_for_unusable_files(compare, tmp_path):
+    write(tmp_path / "good.json", rows())
+    for name, (content, _) in UNUSABLE.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+    pairs = [(name, "good.json") for name in UNUSABLE]
+    pairs += [(good, bad) for bad, good in pairs]
+
+    for files, (status, shown) in zip(pairs, compare(*pairs), strict=True):
+        [bad] = set(files) - {"good.json"}
+        assert status == 2, (files, shown)
+        assert f"error: {bad}: {UNUSABLE[bad][1]}" in shown
         assert len(shown.splitlines()) == 1
 
 
 def test_compare_ends_with_2_if_nothing_is_in_common(compare, tmp_path):
     write(tmp_path / "a.json", rows())
     write(tmp_path / "b.json", rows(facts={"ranks": 4}))
+    [(status, shown)] = compare(("a.json", "b.json"))
 
-    assert "in common" in compare("a.json", "b.json", status=2)
+    assert status == 2, shown
+    assert "in common" in shown
 
 
-def test_compare_reads_what_bench_writes(bench, compare, tmp_path):
-    for name in "a.json", "b.json":
-        bench(2, "allreduce", *QUICK, "--json", name)
-    shown = compare("a.json", "b.json", "--tolerance", "1e9")
+def test_compare_reads_what_bench_writes(measured, compare, tmp_path):
+    (tmp_path / "other.json").write_bytes(measured.read_bytes())
+    [(status, shown)] = compare((measured, "other.json"))
 
+    assert status == 0, shown
     assert "12 rows compared, 0 slower" in shown
 
 

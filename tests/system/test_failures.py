@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 # Seconds in which a job that has gone wrong must be over, start included.
@@ -109,26 +107,20 @@ else:
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (RAISES, "ValueError: rank one has had enough"),
-        (RAISES_BEFORE_MPI, "ValueError: rank one has had enough"),
-        (RAISES_IN_THE_SERVER, "ValueError: the update has had enough"),
-        (LEAVES_AN_ERROR_TO_WITH, "ValueError: rank one has had enough"),
+        (RAISES, "rank one has had enough"),
+        (RAISES_BEFORE_MPI, "rank one has had enough"),
+        (RAISES_IN_THE_SERVER, "the update has had enough"),
+        (LEAVES_AN_ERROR_TO_WITH, "rank one has had enough"),
     ],
     ids=["waiting", "before MPI", "server", "with"],
 )
 def test_exception_on_one_rank_ends_the_job(mpirun, script, program, message):
-    begun = time.monotonic()
     result = mpirun(3, script(program), timeout=SOON)
 
     assert result.returncode != 0
-    assert message in result.stdout
-    assert time.monotonic() - begun < SOON
-
-
-def test_message_says_which_rank(mpirun, script):
-    result = mpirun(3, script(RAISES), timeout=SOON)
-
-    assert "rank 1 of 3 failed, ending the job:\nTraceback" in result.stdout
+    assert f"ValueError: {message}" in result.stdout
+    if program == RAISES:
+        assert "rank 1 of 3 failed, ending the job:\nTraceback" in result.stdout
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

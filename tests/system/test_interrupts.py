@@ -29,7 +29,7 @@ def computed(*args):
     return compute(*args)
 MLP.loss_and_gradients = computed
 from hpcaccum.cli import main
-sys.exit(main(["train", "--strategy", sys.argv[1], "--epochs", "1000000"]))
+sys.exit(main(["train", *sys.argv[1:], "--epochs", "1000000"]))
 """
 LIBRARY = """
 import os, pathlib, time
@@ -83,8 +83,9 @@ def interrupted(mpiexec, mpi_environment, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["cross-shard", "drop-stale"])
-def test_an_interrupted_command_is_one_line(interrupted, strategy):
-    output, status = interrupted(3, COMMAND, strategy)
+def test_an_interrupted_command_is_one_line(interrupted, samples, strategy):
+    words = "--strategy", strategy, "--data", samples
+    output, status = interrupted(3, COMMAND, *words)
 
     assert output.count("interrupted") == 1, output
     assert "hpcaccum: interrupted\n" in output
@@ -92,16 +93,18 @@ def test_an_interrupted_command_is_one_line(interrupted, strategy):
     assert status != 0
 
 
-def test_an_interrupted_command_without_a_launcher_has_status_130(interrupted):
-    output, status = interrupted(0, COMMAND, "cross-shard")
+def test_an_interrupted_command_without_a_launcher_has_status_130(interrupted, samples):
+    words = "--strategy", "cross-shard", "--data", samples
+    output, status = interrupted(0, COMMAND, *words)
 
     assert output.splitlines()[-1] == "hpcaccum: interrupted"
     assert "Traceback" not in output
     assert status == 130
 
 
-def test_a_rank_that_is_interrupted_alone_ends_the_job(interrupted):
-    output, status = interrupted(2, COMMAND, "drop-stale", only=1)
+def test_a_rank_that_is_interrupted_alone_ends_the_job(interrupted, samples):
+    words = "--strategy", "drop-stale", "--data", samples
+    output, status = interrupted(2, COMMAND, *words, only=1)
 
     assert "rank 1: hpcaccum: interrupted\n" in output
     assert "Traceback" not in output

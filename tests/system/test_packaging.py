@@ -49,9 +49,11 @@ class Installed:
 
     def __init__(self, wheel, place):
         self.place = place
-        run(sys.executable, "-m", "venv", place / "venv")
+        # The pip of the test environment installs it: another one takes seconds.
+        run(sys.executable, "-m", "venv", "--without-pip", place / "venv")
         self.python = place / "venv" / "bin" / "python"
-        run(self.python, "-m", "pip", "install", "--no-deps", "--no-index", wheel)
+        pip = sys.executable, "-m", "pip", "--python", self.python
+        run(*pip, "install", "--no-deps", "--no-index", wheel)
         paths = sysconfig.get_paths()
         site = place.glob("venv/lib/python*/site-packages")
         (next(site) / "dependencies.pth").write_text(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pty
 import struct
 import subprocess
 import sys
-import time
+from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
 from .conftest import REPOSITORY, run_program
@@ -24,21 +24,21 @@ STRATEGIES = ["cross-shard", "sync-replicas", "drop-stale", "agn"]
 @pytest.fixture
 def train(mpirun, tmp_path):
     """Run ``hpcaccum train`` on some ranks, in an empty directory."""
+    return functools.partial(run_train, mpirun, tmp_path)
 
-    def run(ranks, *options, status=0, **env):
-        result = mpirun(
-            ranks,
-            "-m",
-            "hpcaccum",
-            "train",
-            *options,
-            cwd=tmp_path,
-            env={"PYTHONPATH": str(REPOSITORY), **env},
-        )
-        assert result.returncode == status, result.stdout
-        return result.stdout
 
-    return run
+def run_train(mpirun, directory, ranks, *options, status=0, **env):
+    result = mpirun(
+        ranks,
+        "-m",
+        "hpcaccum",
+        "train",
+        *options,
+        cwd=directory,
+        env={"PYTHONPATH": str(REPOSITORY), **env},
+    )
+    assert result.returncode == status, result.stdout
+    return result.stdout
 
 
 @pytest.fixture
@@ -63,28 +63,71 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_table_and_log_of_a_strategy(strategy, train, tmp_path):
-    words = "--epochs", "10", "--rate", "0.5", "--seed", "3", "--log", "log.jsonl"
-    shown = train(3, "--strategy", strategy, *words)
+@dataclass
+class Comparison:
+    """What a run on 3 ranks of which the last is slow has written."""
 
+    shown: str
+    log: list[dict]
+    picture: bytes
+
+    def of(self, strategy):
+        """Return the looks at the model of one strategy, and its result."""
+        *looks, result = [r for r in self.log[1:] if r["strategy"] == strategy]
+        return looks, result
+
+
+@pytest.fixture(scope="module")
+def comparison(mpirun, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("comparison")
+    words = "--straggler", "2:8", "--seed", "3", "--log", "log.jsonl"
+    shown = run_train(mpirun, directory, 3, "--compare", *words)
+    picture = (directory / "hpcaccum-compare.png").read_bytes()
+    return Comparison(shown, read(directory / "log.jsonl"), picture)
+
+
+def check_start(start, shown):
     assert "\x1b" not in shown  # no terminal, no bar
-    assert f"{strategy}: epoch 10 of 10" in shown
     for title in "test accuracy", "updates/s", "samples/s", "accepted", "waited":
         assert title in shown
-    start, *looks, result = read(tmp_path / "log.jsonl")
     assert start["event"] == "start"
     assert start["ranks"] == sum(start["hosts"].values()) == 3
     assert start["options"]["seed"] == 3
     assert start["data"]["train"] + start["data"]["test"] == 1797
     assert "MPI" in start["mpi"]
+
+
+def check_records(looks, result, shown):
     assert {look["event"] for look in looks} == {"look"}
+    assert result["event"] == "result"
     assert [look["step"] for look in looks] == sorted({look["step"] for look in looks})
     assert looks[-1]["accuracy"] == result["accuracy"][0] >= 0.9
     assert f"{looks[-1]['accuracy']:.1%}" in shown
-    accepted, updates = result["accepted"], result["updates"]
+    accepted = result["accepted"]
     assert sum(result["lags"].values()) == sum(accepted) + sum(result["dropped"])
     assert f"{sum(accepted)}" in shown
+
+
+def test_table_and_log_of_one_strategy(train, tmp_path):
+    words = "--epochs", "10", "--rate", "0.5", "--seed", "3", "--log", "log.jsonl"
+    shown = train(3, "--strategy", "agn", *words)
+
+    start, *looks, result = read(tmp_path / "log.jsonl")
+    check_start(start, shown)
+    check_records(looks, result, shown)
+    assert "agn: epoch 10 of 10" in shown
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_table_and_log_of_each_strategy(strategy, comparison):
+    start, shown = comparison.log[0], comparison.shown
+    looks, result = comparison.of(strategy)
+
+    check_start(start, shown)
+    check_records(looks, result, shown)
+    epochs = start["options"]["epochs"]
+    assert f"{strategy}: epoch {epochs} of {epochs}" in shown
+    accepted, updates = result["accepted"], result["updates"]
     if strategy == "cross-shard":
         assert accepted == [updates] * 3
     elif strategy == "sync-replicas":
@@ -94,33 +137,27 @@ def test_table_and_log_of_a_strategy(strategy, train, tmp_path):
         assert sum(accepted) == updates
 
 
-def test_compare_reaches_95_percent_with_each_and_draws_them(train, tmp_path):
-    words = "--straggler", "2:8", "--log", "log.jsonl"
-    shown = train(3, "--compare", *words)
-
-    results = {r["strategy"]: r for r in read(tmp_path / "log.jsonl") if "lags" in r}
+def test_compare_reaches_95_percent_with_each_and_draws_them(comparison):
+    results = {r["strategy"]: r for r in comparison.log if r["event"] == "result"}
     assert list(results) == STRATEGIES
     for result in results.values():
         assert result["accuracy"][0] >= 0.95, result["strategy"]
     # The slow rank is shown, waits least, and delays only cross-shard.
-    assert shown.count("2 (+8 ms)") == 4
+    assert comparison.shown.count("2 (+8 ms)") == 4
     waited = results["cross-shard"]["waited"]
     assert waited[2] < min(waited[:2])
     for strategy in STRATEGIES[1:]:
         accepted = results[strategy]["accepted"]
         assert accepted[2] < min(accepted[:2])
         assert results[strategy]["seconds"] < results["cross-shard"]["seconds"]
-    picture = (tmp_path / "hpcaccum-compare.png").read_bytes()
+    picture = comparison.picture
     assert picture.startswith(b"\x89PNG")
     assert struct.unpack(">II", picture[16:24]) == (1320, 900)
     assert len(picture) > 30_000
 
 
-def test_own_data_and_picture(train, tmp_path):
-    rng = np.random.default_rng(0)
-    y = rng.choice([3, 10], 400)
-    np.savez(tmp_path / "own.npz", x=rng.standard_normal((400, 2)) + y[:, None], y=y)
-    words = "--data", "own.npz", "--hidden", "8,8", "--plot", "own.svg"
+def test_own_data_and_picture(train, tmp_path, samples):
+    words = "--data", samples, "--hidden", "8,8", "--plot", "own.svg"
     shown = train(2, "--strategy", "drop-stale", *words, "--epochs", "5")
 
     assert "own.npz: " in shown
@@ -129,8 +166,8 @@ def test_own_data_and_picture(train, tmp_path):
     assert (tmp_path / "own.svg").read_text().count("<path") > 20
 
 
-def test_accuracy_of_each_shard_group(train, tmp_path):
-    words = "--groups", "0/1", "--epochs", "2", "--log", "log.jsonl"
+def test_accuracy_of_each_shard_group(train, tmp_path, samples):
+    words = "--data", samples, "--groups", "0/1", "--epochs", "2", "--log", "log.jsonl"
     train(2, "--strategy", "cross-shard", *words)
 
     *looks, result = read(tmp_path / "log.jsonl")[1:]
@@ -160,8 +197,9 @@ def test_missing_device_is_reported_once(train, simulator):
     assert "Traceback" not in shown
 
 
-def test_without_a_launcher(tmp_path, mpi_environment):
+def test_without_a_launcher(tmp_path, mpi_environment, samples):
     command = [sys.executable, "-m", "hpcaccum", "train", "--strategy", "agn"]
+    command += ["--data", str(samples)]
     env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
     result = run_program([*command, "--epochs", "2"], timeout=60, cwd=tmp_path, env=env)
 
@@ -169,10 +207,11 @@ def test_without_a_launcher(tmp_path, mpi_environment):
     assert result.stdout.startswith("1 rank on ")
 
 
-def test_a_terminal_gets_a_bar(mpiexec, mpi_environment, tmp_path):
+def test_a_terminal_gets_a_bar(mpiexec, mpi_environment, tmp_path, samples):
     # The terminal of the launcher; the ranks' own output may be a pipe.
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "hpcaccum", "train", "--strategy", "agn"]
+    words += ["--data", samples]
     with subprocess.Popen(
         ["timeout", "60", mpiexec, "-n", "2", *words, "--epochs", "2"],
         stdin=subprocess.DEVNULL,
@@ -250,22 +289,20 @@ FOREVER = ["--epochs", "100000"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_exception_on_one_rank_ends_the_job(strategy, script):
-    begun = time.monotonic()
+def test_an_exception_on_one_rank_ends_the_job(strategy, script, samples):
     text = BREAK.format("raise ArithmeticError('planted')")
-    result = script(3, text, "train", "--strategy", strategy, *FOREVER)
+    words = "train", "--strategy", strategy, "--data", samples, *FOREVER
+    result = script(3, text, *words)
 
-    assert time.monotonic() - begun < 15
     assert result.returncode != 0
     assert "rank 1 of 3 failed" in result.stdout
     assert "ArithmeticError: planted" in result.stdout
 
 
-def test_an_exit_on_one_rank_ends_the_job(script):
-    begun = time.monotonic()
+def test_an_exit_on_one_rank_ends_the_job(script, samples):
     text = BREAK.format("sys.exit(7)")
-    result = script(2, text, "train", "--strategy", "agn", *FOREVER)
+    words = "train", "--strategy", "agn", "--data", samples, *FOREVER
+    result = script(2, text, *words)
 
-    assert time.monotonic() - begun < 20
     assert result.returncode != 0
     assert "rank 1: hpcaccum train: ended with 7" in result.stdout
