@@ -17,9 +17,9 @@ ifeq ($(MPI),openmpi)
 include .ci/env.openmpi
 endif
 
-.PHONY: help demo test test-unit test-system test-device nvrtc test-cupy \
-        test-newest-cupy test-oldest-cupy test-gpu sanitize-gpu test-mpi test-hosts \
-        lint venv clean
+.PHONY: help demo test test-single test-unit test-system test-programs test-checks \
+        test-device nvrtc test-1-openmpi test-cupy test-newest-cupy test-oldest-cupy \
+        test-gpu sanitize-gpu test-mpi test-hosts lint venv clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
 	@echo "make test         all tests: units, programs, kernels, then on $(SIZES) ranks"
@@ -37,20 +37,31 @@ help:
 demo: $(VENV)/.demo
 	$(MPIEXEC) -n 4 $(BIN)/hpcaccum train --compare --straggler 3:20 $(ARGS) </dev/null
 
-# All parts run even if one fails, and all results are reported.  The first three are
-# single processes, which leave cores idle: two at a time.
+# All parts run even if one fails, and all results are reported.
 test: $(VENV)/.test
 	@status=0; \
-	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
-	    test-system test-device test-unit || status=1; \
-	$(MAKE) --no-print-directory test-mpi || status=1; \
+	for part in test-single test-programs test-mpi; do \
+	    $(MAKE) --no-print-directory $$part || status=1; \
+	done; \
 	exit $$status
+
+# Two at a time, as each leaves a core idle.  Ranks run alone: those that wait poll, and
+# would take the cores from those that they wait for.
+SINGLE ?= test-device test-checks test-unit
+test-single: $(VENV)/.test
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(SINGLE)
 
 test-unit: $(VENV)/.test
 	$(PYTEST) tests/unit $(ARGS) </dev/null
 
-test-system: $(VENV)/.test
-	$(PYTEST) tests/system $(ARGS) </dev/null
+# Whole programs, and what needs no MPI job.
+test-system: test-programs test-checks
+
+test-programs: $(VENV)/.test
+	$(PYTEST) tests/system -m mpi $(ARGS) </dev/null
+
+test-checks: $(VENV)/.test
+	$(PYTEST) tests/system -m "not mpi" $(ARGS) </dev/null
 
 # CUDA kernels on the simulated device, and the simulator's own tests.
 test-device: $(VENV)/.test
@@ -99,6 +110,10 @@ test-mpi: $(VENV)/.test
 	    summary="$$summary\n  $$size ranks: $$result, $$(($$(date +%s) - begin)) s"; \
 	done; \
 	printf "tests/mpi with $(MPI):$$summary\n"; test -z "$$failed"
+
+# One rank of Open MPI, beside the environment of another MPI.
+test-1-openmpi:
+	@$(MAKE) --no-print-directory test-1 MPI=openmpi
 
 test-%: $(VENV)/.test
 	$(MPIEXEC) -n $* $(PYTEST) tests/mpi $(ARGS) </dev/null

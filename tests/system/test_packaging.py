@@ -17,6 +17,9 @@ from hpcaccum.device import arrays as device
 
 from .conftest import REPOSITORY, run_program
 
+# One of them starts a job, and all need the same wheel.
+pytestmark = pytest.mark.mpi
+
 
 def run(*command, timeout=60, **kwargs):
     result = run_program(list(map(str, command)), timeout=timeout, **kwargs)
