@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcaccum.deadline import Deadline
@@ -34,6 +34,8 @@ Steps = Iterator[bool]
 # milliseconds. An idle agent takes some 3 % of one core.
 _EAGER, _ALERT = 2e-4, 2e-2
 _SHORT_NAP, _LONG_NAP = 5e-5, 3e-4
+# Nodes that a message names.
+_SHOWN = 8
 # In `Group.named`.
 _NAME = "agent"
 # Tags of requests, and of the data of the first service.
@@ -59,6 +61,7 @@ class Agent:
     Attributes:
         comm: Communicator of all ranks, for the messages of agents only.
         leaders: The rank of each node's agent. The nodes are in the order of `Group`.
+        hosts: The name of each node.
         node: The number of this rank's node.
 
     Raises:
@@ -66,14 +69,19 @@ class Agent:
     """
 
     def __init__(self, group: Group) -> None:
-        group.agree("agents of nodes", lambda: _check_threads(group))
-        self.comm = group.comm.Dup()
         self.leaders = [ranks[0] for ranks in group.nodes]
+        names = group.raise_together(
+            "agents of nodes",
+            _lack_of_threads(group.rank in self.leaders, len(self.leaders)),
+            MPI.Get_processor_name(),
+        )
+        self.hosts = [names[rank] for rank in self.leaders]
+        self.comm = group.comm.Dup()
         self.node = group.node_number
         self._group = group
-        # Requests of this rank that no agent may have received yet. Several threads
-        # send them.
-        self._sent: list[Any] = []
+        # Requests of this rank that no agent may have received yet, with the node.
+        # Several threads send them.
+        self._sent: list[tuple[int, Any]] = []
         self._lock = threading.Lock()
         self._services: dict[int, Service] = {}
         # What the agent is doing, with the number of the service.
@@ -96,6 +104,14 @@ class Agent:
     def is_leader(self) -> bool:
         """Whether the agent is a thread of this rank."""
         return self._group.rank == self.leaders[self.node]
+
+    def describe(self, nodes: Iterable[int]) -> str:
+        """Return nodes as text: ``node h3 (leader rank 6)``; for messages."""
+        found = sorted(nodes)
+        names = [f"{self.hosts[n]} (leader rank {self.leaders[n]})" for n in found]
+        if more := names[_SHOWN:]:
+            names[_SHOWN:] = [f"{len(more)} more"]
+        return f"node{'s' * (len(found) != 1)} {', '.join(names)}"
 
     def add(self, service: Service) -> int:
         """Add a service; return its number, the same on all ranks. Collective.
@@ -134,16 +150,24 @@ class Agent:
     def _end_requests(self, number: int, deadline: Deadline) -> Exception | None:
         """Wait for requests to a service, and for those of this rank."""
         try:
-            deadline.wait(lambda: self._is_idle(number), lambda: "this node's agent")
-            deadline.wait(self._all_received, lambda: "the agents of nodes")
+            deadline.wait(
+                lambda: self._is_idle(number),
+                lambda: f"the agent of {self.describe([self.node])} to end its work",
+            )
+            deadline.wait(
+                lambda: not self._unreceived() or None,
+                lambda: f"the agents of {self.describe(self._unreceived())}",
+            )
         except WaitTimeoutError as error:
             # Raised by all ranks together, so that they can call it again.
             return error
         return None
 
-    def _all_received(self) -> bool | None:
+    def _unreceived(self) -> set[int]:
+        """Return the nodes whose agents have not received all requests of this rank."""
         with self._lock:
-            return MPI.Request.Testall(self._sent) or None
+            self._sent = [each for each in self._sent if not each[1].Test()]
+            return {node for node, _ in self._sent}
 
     def _is_idle(self, number: int) -> bool | None:
         with self._accepting:
@@ -153,10 +177,11 @@ class Agent:
         """Send a request to a service of the agent of a node; do not wait."""
         message, to = (number, *request), self.leaders[node]
         with self._lock:
-            self._sent = [each for each in self._sent if not each.Test()]
+            self._sent = [each for each in self._sent if not each[1].Test()]
             # In C throughout: no signal handler comes between the two. Synchronous, so
             # a request that is complete has been received.
-            self._sent.extend(map(self.comm.issend, (message,), (to,), (_REQUEST,)))
+            send = map(self.comm.issend, (message,), (to,), (_REQUEST,))
+            self._sent.extend(enumerate(send, node))
 
     def tag(self, number: int) -> int:
         """Return the tag for the data of a service."""
@@ -166,7 +191,10 @@ class Agent:
 
     def _start(self) -> None:
         self._stopped = False
-        self._thread = threading.Thread(target=self._run_or_abort, daemon=True)
+        name = f"agent of {self.describe([self.node])}"
+        self._thread = threading.Thread(
+            target=self._run_or_abort, daemon=True, name=name
+        )
         self._thread.start()
 
     def _stop(self) -> None:
@@ -174,7 +202,8 @@ class Agent:
             return
         self._stopped = True
         # A thread of this rank: no limit of the user's applies.
-        Deadline(math.inf, "agent").join(self._thread, lambda: "its thread to end")
+        deadline = Deadline(math.inf, self._thread.name)
+        deadline.join(self._thread, lambda: "its thread to end")
         self._thread = None
 
     def _run_or_abort(self) -> None:
@@ -229,11 +258,11 @@ def _nap(idle: float) -> None:
         time.sleep(_SHORT_NAP if idle < _ALERT else _LONG_NAP)
 
 
-def _check_threads(group: Group) -> dict[str, object]:
-    leads = any(ranks[0] == group.rank for ranks in group.nodes)
+def _lack_of_threads(leads: bool, nodes: int) -> Exception | None:
+    """Return the error of a rank that leads a node and can run no agent."""
     if leads and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise InvalidArgumentError(
+        return InvalidArgumentError(
             "MPI provides no MPI_THREAD_MULTIPLE, which the first rank of each of "
-            f"{len(group.nodes)} nodes needs to exchange data with the other nodes"
+            f"{nodes} nodes needs to exchange data with the other nodes"
         )
-    return {}
+    return None

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import AtomicWords, NodeMemory
 from hpcaccum.nodes.agent import Agent
 from hpcaccum.nodes.transfer import Buffers, Incoming, pieces_of, send_pieces
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
@@ -77,14 +76,20 @@ class NodeParts:
     def _join(self, inside: Group) -> None:
         """Join the other nodes."""
         with contextlib.ExitStack() as undo:
-            # Of each rank of the node: how many of its sums are complete.
-            self._done = AtomicWords(inside, 0, inside.size)
+            # Of each rank of the node: how many of its sums are complete. At the end:
+            # the node whose sum the agent waits for, plus 1.
+            self._done = AtomicWords(inside, 0, inside.size + 1)
             undo.callback(self._done.free)
             self._agent = Agent.of(self._group)
             undo.pop_all()
         self._number = self._agent.add(self)
+        self._awaited = inside.size
         # Whether the agent writes a result, which a rank may have given up meanwhile.
         self._collecting = False
+        # The node of each rank.
+        self._node_of = {
+            rank: node for node, ranks in enumerate(self._group.nodes) for rank in ranks
+        }
         self._group.allgather(None, f"{self._what}: memory of nodes")
 
     def is_here(self, rank: int) -> bool:
@@ -130,22 +135,22 @@ class NodeParts:
         agent.request(agent.node, self._number, "collect", call, order, divisor)
         deadline.wait(
             lambda: self._done.read(call[0]) == call[1] or None,
-            lambda: self._missing(places),
+            self._missing,
         )
         return self._result[: count * dtype.itemsize].view(dtype)
 
-    def _missing(self, places: Sequence[Place]) -> str:
-        leaders = {self._agent.leaders[node] for node in self._by_node(places)}
-        return f"sums of their nodes by {format_ranks(leaders)}"
+    def _missing(self) -> str:
+        """Return whose sum the agent of this node waits for; its own if for none."""
+        node = self._done.read(self._awaited) - 1
+        agent = self._agent
+        return f"the sum of {agent.describe([agent.node if node < 0 else node])}"
 
     def _by_node(self, places: Sequence[Place]) -> dict[int, list[Place]]:
         """Return the places on each node that has some, in the order of nodes."""
-        found = {}
-        for node, ranks in enumerate(self._group.nodes):
-            here = [place for place in places if place[0] in ranks]
-            if here:
-                found[node] = here
-        return found
+        found: dict[int, list[Place]] = {}
+        for place in places:
+            found.setdefault(self._node_of[place[0]], []).append(place)
+        return dict(sorted(found.items()))
 
     # The agent
 
@@ -164,23 +169,37 @@ class NodeParts:
         self._collecting = True
         places, count, name = order
         dtype, agent = np.dtype(name), self._agent
-        sources: list[Incoming | _Here] = []
+        sources: dict[int, Incoming | _Here] = {}
         for node, there in self._by_node(places).items():
             if node == agent.node:
-                sources.append(_Here(self, there, count, dtype))
+                sources[node] = _Here(self, there, count, dtype)
             else:
                 agent.request(node, self._number, "send", (there, count, name))
-                sources.append(self._incoming(node, count, dtype))
+                sources[node] = self._incoming(node, count, dtype)
         result = self._result[: count * dtype.itemsize].view(dtype)
         for piece in pieces_of(count, dtype.itemsize):
-            parts = yield from _first_of(sources)
+            parts = yield from self._first_of(sources)
             with np.errstate(all="ignore"):
                 add_in_order(parts, result[piece], divisor)
-            for each in sources:
+            for each in sources.values():
                 each.take()
             yield True
+        self._done.write(self._awaited, 0)
         self._collecting = False
         self._done.write(*call)
+
+    def _first_of(
+        self, sources: Mapping[int, Incoming | _Here]
+    ) -> Generator[bool, None, list[Array]]:
+        """Wait until the sums of all nodes have their next piece; return them."""
+        parts: list[Array] = []
+        for node, each in sources.items():
+            if each.first() is None:
+                self._done.write(self._awaited, node + 1)
+            while (part := each.first()) is None:
+                yield False
+            parts.append(part)
+        return parts
 
     def _incoming(self, node: int, count: int, dtype: np.dtype[Any]) -> Incoming:
         buffers = Buffers(count, dtype)
@@ -245,15 +264,3 @@ class _Here:
     def take(self) -> None:
         """Take the first piece."""
         self._first = None
-
-
-def _first_of(
-    sources: Sequence[Incoming | _Here],
-) -> Generator[bool, None, list[Array]]:
-    """Wait until all sources have their next piece; return them."""
-    parts: list[Array] = []
-    for each in sources:
-        while (part := each.first()) is None:
-            yield False
-        parts.append(part)
-    return parts

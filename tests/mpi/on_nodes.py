@@ -9,8 +9,10 @@ import pytest
 from mpi4py import MPI
 
 from hpcaccum import Group
+from hpcaccum.nodes import Agent
 
 from .reducing import NODES, made_up
+from .support import WAIT, meet
 
 
 @pytest.fixture(name="group", params=["real", *NODES])
@@ -33,3 +35,45 @@ def group_on_nodes(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> Itera
 def leads(group: Group) -> bool:
     """Whether this rank is the first of its node."""
     return group.nodes[group.node_number][0] == group.rank
+
+
+def named(leader: int) -> str:
+    """Return how messages name a node whose leader is that rank; all have one name."""
+    return f"node {MPI.Get_processor_name()} (leader rank {leader})"
+
+
+class Held:
+    """A service whose requests hold up the agent until it is released."""
+
+    def __init__(self) -> None:
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def handle(self, source: int) -> Iterator[bool]:
+        self.begun.set()
+        self.released.wait(WAIT)
+        yield True
+
+
+@pytest.fixture(name="held")
+def held_agent(group: Group) -> Iterator:
+    """Yield a context in which the agent of the last node does nothing."""
+    agent, service = Agent.of(group), Held()
+    number = agent.add(service)
+    last = len(group.nodes) - 1
+
+    class Context:
+        def __enter__(self):
+            meet()
+            if group.rank == agent.leaders[last]:
+                agent.request(last, number)
+                service.begun.wait(WAIT)
+            meet()
+
+        def __exit__(self, *error):
+            meet()
+            service.released.set()
+
+    yield Context()
+    service.released.set()
+    meet()
+    agent.remove(number, "held")

@@ -14,7 +14,7 @@ from hpcaccum.nodes import Agent, NodeParts
 
 from .acting import VAIN, at, until
 from .interrupting import at_each_point, interrupt
-from .on_nodes import group_on_nodes  # noqa: F401
+from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
 from .support import WAIT, meet
 from .training import raised
 
@@ -198,13 +198,41 @@ def test_agent_that_does_not_answer_is_reported(group, rank, monkeypatch):
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     if rank == agent.leaders[0]:
         assert type(error) is WaitTimeoutError
-        assert "s for this node's agent" in str(error)
+        assert f"s for the agent of {named(rank)} to end" in str(error)
     else:
         assert str(error).startswith(f"test: free: rank {agent.leaders[0]}: ")
     # All ranks can try again.
     meet()
     may_end.set()
     agent.remove(number, "test: free")
+
+
+def test_agent_that_does_not_receive_a_request_is_named(held, group, rank, monkeypatch):
+    agent, notes = Agent.of(group), Notes()
+    number, leader = agent.add(notes), group.nodes[-1][0]
+    with held:
+        if rank == 0:
+            agent.request(agent.node, number, 0)
+            agent.request(len(agent.leaders) - 1, number, 0)
+            monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+        error = raised(agent.remove, number, "test: free")
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    agent.remove(number, "test: free")
+    assert str(error).endswith(f" s for the agents of {named(leader)}")
+    assert type(error) is (RuntimeError if rank else WaitTimeoutError)
+    assert len(notes.done) == (rank == 0) + (rank == leader)
+
+
+def test_few_nodes_are_named_in_a_message(added, group, monkeypatch):
+    agent, _ = added(Notes())
+    leaders = list(range(0, 40, 4))
+    monkeypatch.setattr(agent, "leaders", leaders)
+    monkeypatch.setattr(agent, "hosts", [f"h{leader}" for leader in leaders])
+
+    assert agent.describe([2]) == "node h8 (leader rank 8)"
+    two = "nodes h0 (leader rank 0), h12 (leader rank 12)"
+    assert agent.describe([3, 0]) == two
+    assert agent.describe(range(10)).endswith(", h28 (leader rank 28), 2 more")
 
 
 def test_without_threads_every_rank_gets_an_error(group, rank, size, monkeypatch):
