@@ -131,7 +131,8 @@ class Parameters:
         Args:
             step: The step.
             deadline: Of the call.
-            missing: Returns what the wait is for; called for messages only.
+            missing: Returns what the step waits for, while it is not published; called
+                for messages only.
             meanwhile: Called again and again during the wait, except on the root.
 
         Raises:
@@ -140,6 +141,10 @@ class Parameters:
         if self._agent is not None and not self._is_here:
             # The agent asks the root's, which answers when the step is published.
             self._agent.request(self._agent.node, self._number, "fetch", step)
+        if self._is_root:
+            # One that polls would take the interpreter from the thread that publishes.
+            deadline.block(lambda seconds: self._notified(step, seconds), missing)
+            return
 
         def ready() -> bool | None:
             if self.version() >= step:
@@ -147,18 +152,21 @@ class Parameters:
             meanwhile()
             return None
 
-        def notified(seconds: float) -> bool | None:
-            with self._published:
-                reached = self._published.wait_for(
-                    lambda: self.version() >= step, seconds
-                )
-            return reached or None
+        deadline.wait(ready, lambda: self._under_way(step) or missing())
 
-        if self._is_root:
-            # One that polls would take the interpreter from the thread that publishes.
-            deadline.block(notified, missing)
-        else:
-            deadline.wait(ready, missing)
+    def _notified(self, step: int, seconds: float) -> bool | None:
+        """Wait until this rank has published a step; None if it has not in time."""
+        with self._published:
+            reached = self._published.wait_for(lambda: self.version() >= step, seconds)
+        return reached or None
+
+    def _under_way(self, step: int) -> str | None:
+        """Return which agents move a step; None if it is not published."""
+        agent = self._agent
+        if agent is None or self._is_here or self.newest() < step:
+            return None
+        source, here = agent.describe([self._source]), agent.describe([agent.node])
+        return f"step {step}, on its way from {source} to {here}"
 
     def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
         """Let ``use`` copy the newest step of this node; see `DoubleBuffer.read`."""

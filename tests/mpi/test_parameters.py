@@ -9,7 +9,8 @@ from hpcaccum import WaitTimeoutError
 from hpcaccum.deadline import Deadline
 from hpcaccum.server import Parameters
 
-from .on_nodes import group_on_nodes  # noqa: F401
+from .acting import VAIN
+from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
 from .support import WAIT
 from .training import meet, raised
 
@@ -89,3 +90,22 @@ def test_nothing_is_sent_twice_to_a_node(parameters, group, rank, monkeypatch):
     others = [ranks[0] for ranks in group.nodes if 0 not in ranks]
     if rank == 0:
         assert sorted(sent) == sorted((r, step) for r in others for step in range(3))
+
+
+def test_nodes_that_are_waited_for_are_named(parameters, held, group, rank):
+    first, last = group.nodes[0][0], group.nodes[-1][0]
+    with held:
+        early = raised(parameters.wait, 1, Deadline(VAIN, "early"), lambda: "an update")
+        meet()
+        publish(parameters, rank, 1)
+        meet()
+        here = rank not in group.nodes[-1]
+        found = raised(get, parameters, 1) if here else None
+        late = raised(parameters.wait, 1, Deadline(VAIN, "late"), lambda: "an update")
+    assert str(early).endswith("s for an update")
+    if not here:
+        way = f"step 1, on its way from {named(first)} to {named(last)}"
+        assert str(late).endswith(f" s for {way}")
+    else:
+        assert found == (1, {1.0})
+    assert get(parameters, 1) == (1, {1.0})
