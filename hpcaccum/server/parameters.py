@@ -70,7 +70,8 @@ class Parameters:
         self._snapshots: list[_Snapshot] = []
         self._sending: set[int] = set()
         self._sent: dict[int, int] = {}
-        # On other leaders: whether a fetch receives.
+        # On other leaders: the steps that are asked for, and whether a fetch receives.
+        self._asked: set[int] = set()
         self._receiving = False
         # Whether no step will be published any more.
         self._closing = False
@@ -181,21 +182,23 @@ class Parameters:
     def _fetch(self, wanted: int) -> Steps:
         """Fetch a step for this node, or a newer one.
 
-        Ranks may wait for different steps. Each step is asked for, and one fetch at a
-        time receives what comes first.
+        Ranks may wait for different steps. Each step is asked for once, however many
+        ranks wait for it, and one fetch at a time receives what comes first.
         """
-        if self.version() >= wanted:
+        if self.version() >= wanted or wanted in self._asked:
             return
         assert self._agent is not None
+        self._asked.add(wanted)
         self._agent.request(self._source, self._number, "send", wanted)
-        while self.version() < wanted:
+        none_left = False
+        while self.version() < wanted and not none_left:
             while self._receiving:
                 yield False
             if self.version() < wanted:
                 self._receiving = True
-                if not (yield from self._receive()):
-                    wanted = _NONE
+                none_left = not (yield from self._receive())
                 self._receiving = False
+        self._asked.discard(wanted)
 
     def _receive(self) -> Generator[bool, None, bool]:
         """Receive parameters; return False if there will be no more."""

@@ -92,6 +92,28 @@ def test_nothing_is_sent_twice_to_a_node(parameters, group, rank, monkeypatch):
         assert sorted(sent) == sorted((r, step) for r in others for step in range(3))
 
 
+def test_each_node_asks_for_a_step_once(parameters, group, rank, monkeypatch):
+    asked, send = [], parameters._send
+
+    def counted(leader, step):
+        asked.append((leader, step))
+        return send(leader, step)
+
+    monkeypatch.setattr(parameters, "_send", counted)
+    for step in range(3):
+        # All ranks of all nodes ask before there is anything to send.
+        late = raised(parameters.wait, step, Deadline(VAIN, "early"), str)
+        assert type(late) is WaitTimeoutError
+        meet()
+        publish(parameters, rank, step)
+        assert get(parameters, step) == (step, {float(step)})
+        meet()
+
+    others = [ranks[0] for ranks in group.nodes if 0 not in ranks]
+    if rank == 0:
+        assert sorted(asked) == sorted((r, step) for r in others for step in range(3))
+
+
 def test_nodes_that_are_waited_for_are_named(parameters, held, group, rank):
     first, last = group.nodes[0][0], group.nodes[-1][0]
     with held:
