@@ -1,0 +1,206 @@
+"""A node whose ranks stop for some time, and which other nodes wait for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.hosts import Cluster, hosts, obstacle
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Seconds; a job here takes 5 to 10.
+WAIT = 300
+RANKS, HOSTS = 2, 3
+# Updates that others must make while a node is stopped.
+MANY = 10
+
+# Beginning of the programs. `stop` stops all ranks of a host, for two seconds and until
+# somebody writes the file "counted".
+STOP = """
+import json, os, subprocess, sys, threading, time
+from pathlib import Path
+
+import numpy as np
+import hpcaccum as hpc
+from mpi4py import MPI
+
+flags, arguments = Path(sys.argv[1]), sys.argv[2:]
+comm, host = MPI.COMM_WORLD, MPI.Get_processor_name()
+node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+pids = " ".join(str(each) for each in node.allgather(os.getpid()))
+
+def await_flag(name):
+    while not (flags / name).exists():
+        time.sleep(0.002)
+
+def stop():
+    # After the barrier, all ranks of the host are here.
+    node.Barrier()
+    if node.rank == 0:
+        subprocess.Popen(["sh", "-c", f'''
+            kill -STOP {pids}
+            : >{flags}/stopped
+            sleep 2
+            : >{flags}/over
+            while [ ! -e {flags}/counted ]; do sleep 0.02; done
+            kill -CONT {pids}
+        '''])
+    await_flag("over")
+"""
+
+# Rank 0 prints at which step the others were when h3 was stopped and continued.
+TRAIN = (
+    STOP
+    + """
+strategy, option, moment = arguments[0], int(arguments[1]), arguments[2]
+many = int(arguments[3])
+w = hpc.Variable(np.zeros(1000), "w")
+if strategy == "sync":
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), option)
+else:
+    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), option)
+opt.initialize([w])
+calls, steps, pushes = 0, [], moment == "pushed"
+elsewhere = [rank for rank, name in enumerate(comm.allgather(host)) if name != "h3"]
+
+def loss():
+    if calls == 3 and host == "h3":
+        if pushes:
+            # No other rank has a gradient in the open round from now on.
+            for rank in elsewhere:
+                await_flag(f"paused-{rank}")
+        else:
+            stop()
+    elif calls == 3 and pushes:
+        (flags / f"paused-{comm.rank}").touch()
+        await_flag("stopped")
+    return 0.0, [np.ones(1000)]
+
+after = opt._after
+
+def stop_after(server, receipt):
+    if pushes and receipt and calls >= 3 and not (flags / "stopped").exists():
+        stop()
+    after(server, receipt)
+
+if host == "h3":
+    opt._after = stop_after
+
+def watch():
+    await_flag("stopped")
+    steps.append(opt.global_step)
+    await_flag("over")
+    while opt.global_step < steps[0] + many:
+        time.sleep(0.002)
+    steps.append(opt.global_step)
+    (flags / "counted").touch()
+
+if comm.rank == 0:
+    threading.Thread(target=watch, daemon=True).start()
+left = 5
+while left:
+    left -= (flags / "counted").exists()
+    opt.minimize(loss, var_list=[w])
+    calls += 1
+opt.free()
+assert (w.value == -opt.global_step).all(), (w.value[0], opt.global_step)
+if comm.rank == 0:
+    steps.append(opt.global_step)
+    dropped = opt.statistics().dropped
+    print("\\n" + json.dumps({"steps": steps, "dropped": dropped}), flush=True)
+"""
+)
+
+# Rank 0 waits for the sum of h3, in vain and with success.
+SUM = (
+    STOP
+    + """
+from hpcaccum.deadline import Deadline
+from hpcaccum.nodes import NodeParts
+
+group, dtype = hpc.Group.of(), np.dtype("f8")
+parts = NodeParts(group, 80, "parts")
+parts.view((comm.rank, 0), 10, dtype)[:] = 1
+group.allgather(None, "written")
+places = [(rank, 0) for rank in range(comm.size)]
+if host == "h3":
+    stop()
+elif comm.rank == 0:
+    await_flag("stopped")
+    try:
+        parts.sum(places, 10, dtype, 1, Deadline(0.2, "sum"))
+    except hpc.WaitTimeoutError as error:
+        print("\\n" + json.dumps(str(error)), flush=True)
+    (flags / "counted").touch()
+    total = parts.sum(places, 10, dtype, 1, Deadline(None, "sum"))
+    assert (total == comm.size).all()
+group.allgather(None, "summed")
+parts.free()
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if reason := obstacle():
+        pytest.skip(f"hosts {reason}")
+    directory = tmp_path_factory.mktemp("hosts")
+    with hosts(directory, HOSTS, rate="1gbit") as running:
+        yield running
+
+
+def run(cluster: Cluster, program: str, flags: Path, *arguments: object) -> Any:
+    """Run a program; return what rank 0 printed."""
+    command = (sys.executable, "-c", program, flags, *map(str, arguments))
+    done = cluster.run(RANKS, *command, cwd=REPOSITORY, timeout=WAIT)
+
+    assert done.returncode == 0, done.stdout
+    [line] = [line for line in done.stdout.splitlines() if line[:1] in ('"', "{")]
+    return json.loads(line)
+
+
+def test_others_go_on_without_a_stopped_node(cluster: Cluster, tmp_path: Path):
+    # Four gradients make an update, and two ranks are stopped.
+    found = run(cluster, TRAIN, tmp_path, "sync", 4, "computing", MANY)
+    stopped, continued, last = found["steps"]
+
+    assert continued >= stopped + MANY
+    assert last > continued
+
+
+def test_others_go_on_if_each_gradient_is_an_update(cluster: Cluster, tmp_path: Path):
+    staleness = 8
+    found = run(cluster, TRAIN, tmp_path, "drop", staleness, "computing", MANY)
+    stopped, continued, last = found["steps"]
+
+    assert continued >= stopped + MANY
+    assert last > continued
+    # The gradients that the two were computing are too old.
+    assert all(found["dropped"][-RANKS:])
+
+
+@pytest.mark.parametrize(
+    ("quorum", "moment"), [(6, "computing"), (4, "pushed")], ids=["required", "pushed"]
+)
+def test_a_round_waits_for_a_stopped_node_that_takes_part(
+    cluster: Cluster, tmp_path: Path, quorum: int, moment: str
+):
+    found = run(cluster, TRAIN, tmp_path, "sync", quorum, moment, 0)
+    stopped, continued, last = found["steps"]
+
+    assert continued == stopped
+    # Each rank has made five more gradients since.
+    assert last >= stopped + 5
+
+
+def test_the_node_that_is_waited_for_is_named(cluster: Cluster, tmp_path: Path):
+    found = run(cluster, SUM, tmp_path)
+
+    assert found.startswith("sum: waited 0.2"), found
+    assert found.endswith(" s for the sum of node h3 (leader rank 4)"), found
