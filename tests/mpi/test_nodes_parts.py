@@ -202,14 +202,18 @@ def test_sum_that_was_given_up_does_not_disturb_the_next(
     everybody, last = [(other, 0) for other in range(size)], group.nodes[-1]
     with held:
         if rank == 0:
-            for places in (everybody, [(last[0], 0)]):
-                error = raised(total, parts, places, timeout=VAIN)
-                assert type(error) is WaitTimeoutError
-                # The node that is missing, not those whose sums have arrived.
-                assert str(error).endswith(f" s for the sum of {named(last[0])}")
+            late = [
+                raised(total, parts, places, timeout=VAIN)
+                for places in (everybody, [(last[0], 0)])
+            ]
         # This one is asked for while the others are under way.
         background = Background(0, lambda: total(parts, everybody[-1:]))
     same_bits(background.result(), expected(group, [size - 1]))
+    if rank == 0:
+        assert {type(error) for error in late} == {WaitTimeoutError}
+        # The node that is missing, not those whose sums have arrived.
+        end = f" s for the sum of {named(last[0])}"
+        assert all(str(error).endswith(end) for error in late)
     for taker, ranks in [(0, [last[0]]), (-1, range(size)), (0, [0])]:
         found = at(taker, total, parts, [(other, 0) for other in ranks])
         same_bits(found, expected(group, ranks))
