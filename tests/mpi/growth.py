@@ -212,8 +212,11 @@ def _count_updates(meter: Meter, inbox: BoundedStalenessInbox) -> None:
         assert inbox.submit(step)
 
     def apply(step: int) -> None:
-        with inbox.next(step, Deadline(WAIT, "growth")) as flat:
-            assert (flat == 1).all()
+        total, deadline = np.zeros(SIZE, np.float32), Deadline(WAIT, "growth")
+        inbox.next(
+            step, deadline, lambda batch: batch.total(total, deadline, threads=1)
+        )
+        assert (total == 1).all()
 
     for step in range(3):
         meter.act(meter.far, "submit", functools.partial(submit, step))
