@@ -208,8 +208,9 @@ class Client(Freeable):
             clear=self._inbox.adds,
             send=self._send if on_device else None,
         )
-        receipt = self._inbox.submit(local_step)
+        # Before: a gradient that was admitted keeps its slot, also if this raises.
         self._lent = None
+        receipt = self._inbox.submit(local_step)
         for view in self._views:
             # NumPy refuses writes from now on: they would corrupt a gradient.
             view.flags.writeable = False

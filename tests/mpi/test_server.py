@@ -11,6 +11,7 @@ from hpcaccum import Group, InvalidArgumentError, WaitTimeoutError
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.server import client
 
+from .acting import VAIN
 from .serving import next_total, read, start, train
 from .support import WAIT
 from .training import meet, raised, turns, watch_copies
@@ -413,3 +414,41 @@ def test_window_bytes_count_gradients_and_parameters(comm, size):
     nodes = len(Group.of(comm).nodes)
     least = 8000 * (2 * nodes + size + (nodes > 1))
     assert least <= held < least + 1024 * (1 + size)
+
+
+def test_push_after_one_that_failed_waits_for_its_empty_update(
+    comm, rank, size, monkeypatch
+):
+    server = start(comm, initial={"w": np.zeros(3)}, updates=False)
+    words, ones, last = server._inbox.words, {"w": np.ones(3)}, rank == size - 1
+    failures = iter([MemoryError])
+    store = words.store
+
+    def fail_once(*args):
+        for failure in failures:
+            raise failure
+        store(*args)
+
+    if last:
+        monkeypatch.setattr(words, "store", fail_once)
+        errors = [raised(server.push, ones, 0)]
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+        # Its mark would be overwritten, and the server would wait for it.
+        errors.append(raised(server.push, ones, 0))
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    meet()
+    if rank == 0:
+        server.start(
+            lambda grads: np.subtract(server.center["w"], 1, server.center["w"])
+        )
+    if last:
+        train(server, [1])
+    meet()
+    found, tally = read(server, "w"), server.tally()
+    server.free()
+
+    assert found.tolist() == [-1] * 3
+    assert (tally.accepted[-1], tally.given_up[-1]) == (1, 1)
+    if last:
+        assert [type(error) for error in errors] == [MemoryError, WaitTimeoutError]
+        assert "update 1, this rank's last" in str(errors[1])
