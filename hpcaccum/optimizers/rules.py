@@ -13,7 +13,8 @@ import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.checks import Array
-from hpcaccum.optimizers.update_rule import Rate, Rule, checked_number
+from hpcaccum.optimizers.learning_rate import Rate, checked_number
+from hpcaccum.optimizers.update_rule import Rule
 
 
 class SGD(Rule):

@@ -7,93 +7,24 @@ on a device are updated by `device_update`.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import math
-import numbers
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hpcaccum.device import cupy, is_device
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import Optimizer, count_step
 from hpcaccum.optimizers.checks import Array, check_global_step, check_pairs
 from hpcaccum.optimizers.device_update import Updates
+from hpcaccum.optimizers.learning_rate import Rate, RateOfStep
 from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.overlap import crossing, overlap
-
-_RATE = "learning_rate"
 
 # Elements: small enough for the cache, large enough that calling NumPy costs little.
 # Measured with 1 MiB of L2: best of 2**13 to 2**16, all rules, 1 to 64 MiB.
 PIECE = 1 << 16
-
-Rate = float | Callable[[], float] | Callable[[int], float]
-
-
-def checked_number(value: Any, name: str, low: float, high: float = math.inf) -> float:
-    """Return a finite number in [low, high).
-
-    Raises:
-        InvalidArgumentError: If it is not.
-    """
-    if isinstance(value, np.ndarray) and value.shape == ():
-        value = value[()]
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or not low <= value < high:
-        raise InvalidArgumentError(
-            f"{name} must be a number {_span(low, high)}, got {value!r}"
-        )
-    return float(value)
-
-
-def _span(low: float, high: float) -> str:
-    if high < math.inf:
-        return f"of at least {low:g} and less than {high:g}"
-    return f"of at least {low:g}" if low > -math.inf else "that is finite"
-
-
-class _RateOfStep:
-    """A checked learning rate: a number, or the result of a callable.
-
-    Raises:
-        InvalidArgumentError: If it is neither a number in range nor a callable with at
-            most one required argument.
-    """
-
-    def __init__(self, rate: Any) -> None:
-        self.given, self.takes_step = rate, False
-        if callable(rate):
-            self.takes_step = _takes_step(rate)
-        else:
-            self.given = checked_number(rate, _RATE, 0)
-
-    def at(self, step: Callable[[], int]) -> float:
-        """Return the rate of an update; ``step`` returns the number of earlier ones."""
-        if not callable(self.given):
-            return self.given  # type: ignore[no-any-return]
-        rate = self.given(step()) if self.takes_step else self.given()
-        return checked_number(rate, _RATE, 0)
-
-
-def _takes_step(rate: Callable[..., Any]) -> bool:
-    """Whether a callable requires an argument; an optional one is left out."""
-    try:
-        signature = inspect.signature(rate)
-    except (TypeError, ValueError):
-        return False
-    for arguments in ((), (0,)):
-        with contextlib.suppress(TypeError):
-            signature.bind(*arguments)
-            return bool(arguments)
-    raise InvalidArgumentError(
-        f"{_RATE} must be a number, or a callable without arguments or with one, the "
-        f"step; got a callable of {signature}"
-    )
 
 
 class _Scratch(threading.local):
@@ -177,7 +108,7 @@ class Rule(Optimizer):
 
     def __init__(self, learning_rate: Rate, name: str) -> None:
         super().__init__(name)
-        self._rate = _RateOfStep(learning_rate)
+        self._rate = RateOfStep(learning_rate)
         # State made by `initialize`, and state of variables that have been updated.
         self._made: dict[Variable, State] = {}
         self._states: dict[Variable, State] = {}
@@ -195,7 +126,7 @@ class Rule(Optimizer):
 
     @learning_rate.setter
     def learning_rate(self, rate: Rate) -> None:
-        self._rate = _RateOfStep(rate)
+        self._rate = RateOfStep(rate)
 
     def __repr__(self) -> str:
         """Show the options: the same text on ranks with the same options."""

@@ -34,18 +34,22 @@ _STEP = _FIXED.take(own_lines=True)
 _APPLIED = _FIXED.take()
 # One place per rank, followed by the words of `Membership`.
 _HEAD = _FIXED.count
-# Stands for the rank of a gradient that was given up.
-_NOBODY = -1
+# A place has the step that an update makes, and the rank of its gradient, _NOBODY for
+# one that was given up. It is 0 before the first gradient.
+_RANK_BITS = 20
+_NOBODY = (1 << _RANK_BITS) - 1
 
 
 class BoundedStalenessInbox:
-    """A queue of gradients for the root, with one place per rank. Collective.
+    """A queue of gradients for the root, with as many places as ranks. Collective.
 
     The places are words on the root; each gradient stays in a slot on the node of its
     rank until the root takes it.
 
     A rank submits, then waits until its gradient is applied; only then may it write to
-    its slot again. The root takes one gradient after the other.
+    its slot again, and submit the next one. The root takes one gradient after the
+    other. So those that are admitted and not applied have consecutive steps, at most as
+    many as there are ranks, and each has a place of its own: that of its step.
 
     If `submit` fails after its gradient was admitted, the gradient is given up: its
     update changes nothing.
@@ -160,13 +164,19 @@ class BoundedStalenessInbox:
     def _submit(self, local_step: int) -> Receipt:
         receipt = self._admit(local_step)
         if receipt:
-            # The step that the update makes. 0 means that there was no gradient yet.
             self._submitted = receipt.global_step + 1
             # The store of the word orders it after all stores to the slot.
-            self.words.store(_HEAD + self._group.rank, [self._submitted])
+            self._put(receipt.global_step, self._group.rank)
         self._count(self.ledger.next(receipt))
         self.words.flush()
         return receipt
+
+    def _place(self, step: int) -> int:
+        """Return the word for the gradient that is admitted at a step."""
+        return _HEAD + step % self._group.size
+
+    def _put(self, step: int, rank: int) -> None:
+        self.words.store(self._place(step), [(step + 1) << _RANK_BITS | rank])
 
     def _count(self, counts: Counts) -> None:
         self._counts = counts
@@ -175,15 +185,15 @@ class BoundedStalenessInbox:
     def _recover(self, local_step: int) -> None:
         """Give up an admitted gradient unless the root can see it. Idempotent."""
         self.words.settle()
-        place, step = _HEAD + self._group.rank, self._admitted()
+        step = self._admitted()
         if step is not None:
             self._submitted = step + 1
-            if self.words.read(place) == self._submitted:
+            if self._rank_at(step) == self._group.rank:
                 accepted = self.ledger.next(Receipt(True, local_step, step))
                 self._count(self._counts or accepted)
             else:
                 self._count(self._counts or self.ledger.next_given_up())
-                self.words.store(place, [-self._submitted])
+                self._put(step, _NOBODY)
         else:
             self.ledger.post(self._counts or ())
         self.words.flush()
@@ -248,31 +258,37 @@ class BoundedStalenessInbox:
         self.words.write(_APPLIED, step + 1)
 
     def _find(self, step: int) -> int | None:
-        """Return the rank whose gradient was admitted at a step; None: none yet."""
-        words = self.words.read_range(_STEP, self._members + 1)
-        places = words[_HEAD : self._members]
-        if step + 1 in places:
-            return places.index(step + 1)
-        if -(step + 1) in places:
-            return _NOBODY
-        everybody = self.membership.all_left(words[self._members])
-        if everybody and self.step == step:
-            raise EverybodyLeftError(f"all {self.membership.workers} ranks have left")
-        return None
+        """Return the rank whose gradient was admitted at a step; None: none yet.
+
+        _NOBODY if it was given up.
+        """
+        rank = self._rank_at(step)
+        if rank is None:
+            # A rank that has left has submitted all of its gradients before.
+            everybody = self.membership.all_left(self.words.read(self._members))
+            if everybody and self.step == step:
+                left = f"all {self.membership.workers} ranks have left"
+                raise EverybodyLeftError(left)
+        return rank
+
+    def _rank_at(self, step: int) -> int | None:
+        """Return whose gradient was admitted at a step, as `_find`."""
+        word = self.words.read(self._place(step))
+        return word & _NOBODY if word >> _RANK_BITS == step + 1 else None
 
     def awaited(self, step: int) -> str | None:
         """Return which ranks a step waits for; None if its gradient has arrived."""
         words = self.words.read_range(_STEP, self._members)
-        newest = [abs(word) for word in words[_HEAD:]]
-        if step + 1 in newest or words[_APPLIED] > step:
+        made = [(word >> _RANK_BITS, word & _NOBODY) for word in words[_HEAD:]]
+        if words[_APPLIED] > step or any(each == step + 1 for each, _ in made):
             return None
         if words[_STEP] <= step:
             return f"a gradient, {self._whose(step)}"
-        # The newest gradient of the rank that has not written is of an earlier step.
-        idle = {rank for rank, last in enumerate(newest) if last <= step}
+        # A rank with a gradient of a later step has none of this one.
+        later = {rank for each, rank in made if each > step}
         return (
-            f"one of {format_ranks(idle - set(self.left()))}, whose gradient was "
-            f"admitted, to write it"
+            f"one of {format_ranks(self.membership.present() - later)}, whose gradient "
+            f"was admitted, to write it"
         )
 
     def _whose(self, step: int) -> str:
