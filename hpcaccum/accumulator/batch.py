@@ -62,6 +62,20 @@ class Batch:
         if self.is_local:
             add_in_order(self.views(out.size), out, self.divisor, threads)
             return
+        add_in_order([self.collect(out.size, deadline)], out, 1, threads)
+
+    def collect(self, count: int, deadline: Deadline) -> Array:
+        """Return the sum of the vectors, divided by `divisor`; between nodes only.
+
+        Args:
+            count: Elements of each vector.
+            deadline: As for `total`.
+
+        Returns:
+            Memory of this node, valid until one of its ranks collects the next sum.
+
+        Raises:
+            WaitTimeoutError: As `total`.
+        """
         longer = Deadline(max(deadline.remaining, _LEAST_SECONDS), deadline.what)
-        total = self.parts.sum(self.places, out.size, self.dtype, self.divisor, longer)
-        add_in_order([total], out, 1, threads)
+        return self.parts.sum(self.places, count, self.dtype, self.divisor, longer)

@@ -120,8 +120,12 @@ class UpdateLoop:
             self.update(grads)
 
     def _total(self, batch: Batch, deadline: Deadline) -> Array:
+        """Return the sum of the gradients of a batch, which may be changed."""
         size = self._wire.gradients.size
-        if len(batch.places) == 1 and batch.divisor == 1 and batch.is_local:
+        if not batch.is_local:
+            return batch.collect(size, deadline)
+        if len(batch.places) == 1 and batch.divisor == 1:
+            # Every variable has one gradient or none, so nothing is changed.
             return batch.views(size)[0]
         if self._sum is None:
             self._sum = np.empty(size, batch.dtype)

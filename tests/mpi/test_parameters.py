@@ -100,6 +100,7 @@ def test_each_node_asks_for_a_step_once(parameters, group, rank, monkeypatch):
         return send(leader, step)
 
     monkeypatch.setattr(parameters, "_send", counted)
+    meet()
     for step in range(3):
         # All ranks of all nodes ask before there is anything to send.
         late = raised(parameters.wait, step, Deadline(VAIN, "early"), str)
