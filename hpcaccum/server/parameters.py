@@ -19,7 +19,7 @@ from hpcaccum.nodes import Agent, Incoming, pieces_of, send_pieces
 from hpcaccum.server.double_buffer import DoubleBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# No step: where there are no parameters, or no newer ones will come.
+# No step: where there are no parameters.
 _NONE = -1
 
 
@@ -190,18 +190,17 @@ class Parameters:
         assert self._agent is not None
         self._asked.add(wanted)
         self._agent.request(self._source, self._number, "send", wanted)
-        none_left = False
-        while self.version() < wanted and not none_left:
-            while self._receiving:
+        # Until it is answered, by any fetch of this node that receives.
+        while wanted in self._asked:
+            if self._receiving:
                 yield False
-            if self.version() < wanted:
+            else:
                 self._receiving = True
-                none_left = not (yield from self._receive())
+                yield from self._receive()
                 self._receiving = False
-        self._asked.discard(wanted)
 
-    def _receive(self) -> Generator[bool, None, bool]:
-        """Receive parameters; return False if there will be no more."""
+    def _receive(self) -> Steps:
+        """Receive parameters, or that a step will not come."""
         assert self._agent is not None
         comm, tag = self._agent.comm, self._agent.tag(self._number)
         source, header = self._agent.leaders[self._source], np.empty(1, np.int64)
@@ -209,8 +208,9 @@ class Parameters:
         while not received.Test():
             yield False
         step = int(header[0])
-        if step == _NONE:
-            return False
+        if step < 0:
+            self._asked.discard(~step)
+            return
         vector = self.copies.begin(step)
         pieces = pieces_of(self._size, self._dtype.itemsize)
         incoming = Incoming(comm, source, tag, pieces, vector.__getitem__)
@@ -220,7 +220,7 @@ class Parameters:
             else:
                 incoming.take()
         self.copies.complete(step)
-        return True
+        self._asked = {each for each in self._asked if each > step}
 
     def _send(self, rank: int, wanted: int) -> Steps:
         """Send the newest parameters to an agent, once they are of a step or newer."""
@@ -228,12 +228,14 @@ class Parameters:
             yield False
         while rank in self._sending:
             yield False
-        if self._sent.get(rank, _NONE) >= wanted:
+        sent = self._sent.get(rank, _NONE)
+        if sent >= wanted:
             return
         self._sending.add(rank)
         while (snapshot := self._snapshot(wanted)) is None:
             yield False
-        self._sent[rank] = snapshot.step
+        # The answer that there is no such step, which is negative, changes nothing.
+        self._sent[rank] = max(sent, snapshot.step)
         yield from self._send_snapshot(rank, snapshot)
         snapshot.users -= 1
         self._sending.discard(rank)
@@ -243,7 +245,7 @@ class Parameters:
         comm, tag = self._agent.comm, self._agent.tag(self._number)
         header = np.array([snapshot.step])
         request = comm.Isend(header, rank, tag)
-        if snapshot.step != _NONE:
+        if snapshot.step >= 0:
             pieces = pieces_of(self._size, self._dtype.itemsize)
             yield from send_pieces(comm, rank, tag, pieces, snapshot.vector.__getitem__)
         while not request.Test():
@@ -255,12 +257,12 @@ class Parameters:
         A node that is slow must delay neither updates nor other nodes.
 
         Returns:
-            None if an update overwrote the parameters. A snapshot of no step if there
-            will never be what is wanted.
+            None if an update overwrote the parameters. If there will never be what is
+            wanted, no parameters, and its complement as their step.
         """
         newest = self.version()
         if newest < wanted:
-            return _Snapshot(np.empty(0, self._dtype))
+            return _Snapshot(np.empty(0, self._dtype), ~wanted)
         for found in self._snapshots:
             if found.step == newest:
                 found.users += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from hpcaccum import WaitTimeoutError
 from hpcaccum.deadline import Deadline
 from hpcaccum.server import Parameters
 
-from .acting import VAIN
+from .acting import VAIN, everywhere, until
 from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
 from .support import WAIT
 from .training import meet, raised
@@ -113,6 +115,47 @@ def test_each_node_asks_for_a_step_once(parameters, group, rank, monkeypatch):
     others = [ranks[0] for ranks in group.nodes if 0 not in ranks]
     if rank == 0:
         assert sorted(asked) == sorted((r, step) for r in others for step in range(3))
+
+
+@pytest.mark.parametrize(
+    ("asked", "published"), [((5, 9, 4), (5,)), ((4, 3, 9), (3, 5))]
+)
+def test_the_answer_that_a_step_never_comes_is_for_that_step(
+    parameters, group, rank, monkeypatch, asked, published
+):
+    arrived, sent, released = [], [], threading.Event()
+    handle, send = parameters._send, parameters._send_snapshot
+
+    def counted(leader, step):
+        arrived.append(step)
+        return handle(leader, step)
+
+    def slow(leader, snapshot):
+        sent.append(snapshot.step)
+        yield from send(leader, snapshot)
+        while not released.is_set():
+            yield False
+
+    monkeypatch.setattr(parameters, "_send", counted)
+    monkeypatch.setattr(parameters, "_send_snapshot", slow)
+    meet()
+    if rank == group.nodes[-1][0]:
+        for step in asked:
+            raised(parameters.wait, step, Deadline(VAIN, "in vain"), str)
+    meet()
+    if rank == 0:
+        until(lambda: arrived == list(asked))
+        for step in published:
+            publish(parameters, rank, step)
+            until(lambda: sent == [published[0]])
+        # As `free` does, which the last one waits for.
+        parameters._closing = True
+        released.set()
+
+    everywhere(until, lambda: parameters._agent._is_idle(parameters._number))
+
+    if rank == 0:
+        assert sorted(sent) == [~9, *published]
 
 
 def test_nodes_that_are_waited_for_are_named(parameters, held, group, rank):
