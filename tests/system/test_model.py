@@ -1,4 +1,4 @@
-"""The accumulator's protocol, searched exhaustively: tests/model/accumulator.pml."""
+"""The protocols of tests/model, searched exhaustively."""
 
 from __future__ import annotations
 
@@ -8,76 +8,142 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from .conftest import REPOSITORY
 
-MODEL = REPOSITORY / "tests" / "model" / "accumulator.pml"
+FOLDER = REPOSITORY / "tests" / "model"
+
+
+class Model(NamedTuple):
+    """What is searched, and what must be found.
+
+    Attributes:
+        configurations: Name to macros.
+        happenings: By macro, what a search must have reached, or it proves nothing.
+        bugs: Name to where to look for it, and the assertion that must fail.
+        processes: Those that must run to their end.
+    """
+
+    configurations: dict[str, str]
+    happenings: dict[str, set[str]]
+    bugs: dict[str, tuple[str, str]]
+    processes: set[str]
+
 
 # Where the macros leave a number open it is 3 writers with 1 gradient each, and 2
 # takers with 1 take each. The largest has 6 million states: 0.8 GB, 10 s.
-CONFIGURATIONS = {
-    "rounds": "GRADS=2 TAKES=2",
-    "timeouts": "GRADS=2 TIMEOUTS",
-    "timeouts, two takes each": "TAKES=2 TIMEOUTS",
-    "every access": "FINE TIMEOUTS",
-    "every access, two gradients each": "WRITERS=2 GRADS=2 FINE TIMEOUTS",
-    "stale gradients": "GRADS=2 STALE",
-    "the step is set": "TAKES=2 STALE SETTER",
-    "the step is set, every access": "WRITERS=2 STALE SETTER FINE",
-    "a long line": "WRITERS=1 GRADS=2 TAKERS=3 TAKES=2 TIMEOUTS",
-    "counting": "WRITERS=2 OBSERVER TIMEOUTS",
-    "writers leave": "TAKES=2 LEAVE",
-    "writers leave, timeouts": "GRADS=2 WRITERS=2 LEAVE TIMEOUTS FINE",
-    "what a writer knows": "WRITERS=2 GRADS=3 TAKES=2 KNOWN",
-    "giving up": "TAKES=2 GIVE_UP",
-    "giving up, timeouts": "WRITERS=2 GRADS=2 GIVE_UP TIMEOUTS",
-    "giving up, every access": "WRITERS=2 GIVE_UP FINE TIMEOUTS",
-}
-
-# What the search must have reached, or it proves nothing; by macro.
-HAPPENINGS = {
-    "": {"a writer closes the round", "a take gets more than it wants"},
-    "GRADS": {"a gradient joins another"},
-    "STALE": {"a gradient is dropped"},
-    "LEAVE": {"a quorum shrinks", "a round is closed while its take gives up"},
-    "GIVE_UP": {
-        "a gradient is withdrawn",
-        "a gradient is given up",
-        "a round comes to nothing",
+ACCUMULATOR = Model(
+    configurations={
+        "rounds": "GRADS=2 TAKES=2",
+        "timeouts": "GRADS=2 TIMEOUTS",
+        "timeouts, two takes each": "TAKES=2 TIMEOUTS",
+        "every access": "FINE TIMEOUTS",
+        "every access, two gradients each": "WRITERS=2 GRADS=2 FINE TIMEOUTS",
+        "stale gradients": "GRADS=2 STALE",
+        "the step is set": "TAKES=2 STALE SETTER",
+        "the step is set, every access": "WRITERS=2 STALE SETTER FINE",
+        "a long line": "WRITERS=1 GRADS=2 TAKERS=3 TAKES=2 TIMEOUTS",
+        "counting": "WRITERS=2 OBSERVER TIMEOUTS",
+        "writers leave": "TAKES=2 LEAVE",
+        "writers leave, timeouts": "GRADS=2 WRITERS=2 LEAVE TIMEOUTS FINE",
+        "what a writer knows": "WRITERS=2 GRADS=3 TAKES=2 KNOWN",
+        "giving up": "TAKES=2 GIVE_UP",
+        "giving up, timeouts": "WRITERS=2 GRADS=2 GIVE_UP TIMEOUTS",
+        "giving up, every access": "WRITERS=2 GIVE_UP FINE TIMEOUTS",
     },
-    "KNOWN": {"a writer knows", "a writer does not know"},
-    "TIMEOUTS": {
-        "a take gives up in line",
-        "a take gives up for want of gradients",
-        "a take gives up after closing",
-        "a round is closed while its take gives up",
-        "the caller fails",
-        "a closed round is resumed",
+    happenings={
+        "": {"a writer closes the round", "a take gets more than it wants"},
+        "GRADS": {"a gradient joins another"},
+        "STALE": {"a gradient is dropped"},
+        "LEAVE": {"a quorum shrinks", "a round is closed while its take gives up"},
+        "GIVE_UP": {
+            "a gradient is withdrawn",
+            "a gradient is given up",
+            "a round comes to nothing",
     },
-}
+        "KNOWN": {"a writer knows", "a writer does not know"},
+        "TIMEOUTS": {
+            "a take gives up in line",
+            "a take gives up for want of gradients",
+            "a take gives up after closing",
+            "a round is closed while its take gives up",
+            "the caller fails",
+            "a closed round is resumed",
+    },
+    },
+    bugs={
+        "LEAVE_EARLY": ("WRITERS=2 GRADS=2 FINE", "found&payload"),
+        "DONE_EARLY": ("WRITERS=2", "sum[1]==admitted[p]"),
+        "NO_DRAWING_WAIT": ("WRITERS=2", "head==0"),
+        "BLIND_GIVE_UP": ("WRITERS=2 FINE TIMEOUTS", "(STATE>>6)==step_now"),
+        "NOT_ON_RECORD": ("WRITERS=2 TIMEOUTS", "CLOSED=="),
+        "ANY_BUFFER": ("WRITERS=2 GRADS=2", "read_now[1]"),
+        "STALE_ADMITTED": ("WRITERS=2 GRADS=2 FINE STALE", "local_step>=step_now"),
+        "OLD_KNOWLEDGE": ("WRITERS=2 GRADS=2 TAKES=2", "(STATE&15)>0"),
+        "WANT_ONCE": ("WRITERS=2 TAKES=2 OBSERVER TIMEOUTS", "==truth"),
+        "WITHDRAW_BLIND": ("WRITERS=2 GIVE_UP FINE", "(STATE>>6)==step_now"),
+        "NOT_SAID": ("WRITERS=2 GIVE_UP", "(STATE&15)>0"),
+        "LEFT_LATE": ("WRITERS=2 LEAVE", "!(nobody)||(tally[open_now]==0)"),
+    },
+    processes={"Writer", "Taker"},
+)
 
-# The bug, where to look for it, and the assertion that must fail.
-BUGS = {
-    "LEAVE_EARLY": ("WRITERS=2 GRADS=2 FINE", "found&payload"),
-    "DONE_EARLY": ("WRITERS=2", "sum[1]==admitted[p]"),
-    "NO_DRAWING_WAIT": ("WRITERS=2", "head==0"),
-    "BLIND_GIVE_UP": ("WRITERS=2 FINE TIMEOUTS", "(STATE>>6)==step_now"),
-    "NOT_ON_RECORD": ("WRITERS=2 TIMEOUTS", "CLOSED=="),
-    "ANY_BUFFER": ("WRITERS=2 GRADS=2", "read_now[1]"),
-    "STALE_ADMITTED": ("WRITERS=2 GRADS=2 FINE STALE", "local_step>=step_now"),
-    "OLD_KNOWLEDGE": ("WRITERS=2 GRADS=2 TAKES=2", "(STATE&15)>0"),
-    "WANT_ONCE": ("WRITERS=2 TAKES=2 OBSERVER TIMEOUTS", "==truth"),
-    "WITHDRAW_BLIND": ("WRITERS=2 GIVE_UP FINE", "(STATE>>6)==step_now"),
-    "NOT_SAID": ("WRITERS=2 GIVE_UP", "(STATE&15)>0"),
-    "LEFT_LATE": ("WRITERS=2 LEAVE", "!(nobody)||(tally[open_now]==0)"),
-}
+# Here it is 2 ranks on 2 nodes, with 1 gradient each.
+UPDATES = Model(
+    configurations={
+        "two nodes": "GRADS=2 LAG=1",
+        "three ranks": "RANKS=3 LOCALS=3 REMOTES=0 LAG=1",
+        "one node, every access": "LOCALS=2 REMOTES=0 GRADS=2 LAG=1 FINE TORN GIVE_UP",
+        "two nodes, every access": "LAG=0 FINE TORN GIVE_UP",
+        "waits in vain": "LOCALS=0 VERSIONS=2 HOPE TIMEOUTS",
+        "waits in vain, every access": "LOCALS=0 VERSIONS=2 GRADS=0 TORN HOPE TIMEOUTS",
+        "many versions, every access": "RANKS=1 LOCALS=0 VERSIONS=3 TORN",
+        "three nodes, every access": "LOCALS=0 REMOTES=2 VERSIONS=2 GRADS=0 TORN",
+    },
+    happenings={
+        "LAG": {"a gradient is dropped"},
+        "FINE": {"a swap fails", "a copy is overtaken"},
+        "GIVE_UP": {"a gradient is given up", "an empty update"},
+        "VERSIONS": {"a newer step comes"},
+        "VERSIONS=3": {"a snapshot is overtaken"},
+        "HOPE": {
+            "a rank gives up",
+            "a step is refused",
+            "a step is refused to another fetch",
+            "a step was sent before",
+            "an older step comes",
+        },
+    },
+    bugs={
+        "APPLIED_EARLY": ("GRADS=2", "first==order[step]"),
+        "SLOT_REUSED": ("GRADS=2", "<=APPLIED"),
+        "TOO_FEW_PLACES": ("", "<=APPLIED"),
+        "CHECK_APART": ("FINE LAG=0", "(step_now-local_step)<=0"),
+        "HOLDS_LATE": ("RANKS=1 VERSIONS=3 TORN", "first==local_step"),
+        "UNCHECKED": ("RANKS=1 VERSIONS=3 TORN", "first==local_step"),
+        "PUBLISHED_LATE": ("RANKS=1 VERSIONS=2 TORN", "local_step<=PUBLISHED"),
+        "NOT_SAID": ("GIVE_UP", "root_done"),
+        "SENT_UNCHECKED": ("LOCALS=0 VERSIONS=2", "snapshot[mine]>sent_now[node]"),
+        "SENT_FORGOTTEN": ("LOCALS=0 VERSIONS=2 HOPE", "snapshot[mine]>sent_now[node]"),
+        "SEND_TOGETHER": ("LOCALS=0 VERSIONS=2 TORN", "mine<1"),
+        "USERS_UNCHECKED": ("LOCALS=0 REMOTES=2 VERSIONS=2 TORN", "value==step"),
+        "RECEIVE_TOGETHER": ("LOCALS=0 VERSIONS=3 TORN", "!(fetches[node])"),
+        "REFUSED_ANY": ("LOCALS=0 VERSIONS=2 HOPE TIMEOUTS", "!(fetches[node])"),
+        "ASKED_LATE": ("LOCALS=0 HOPE TORN", "LEFT==2"),
+        "NOT_CLOSING": ("RANKS=1 LOCALS=0 VERSIONS=2 HOPE", "!(fetches[node])"),
+    },
+    processes={"Root", "Rank"},
+)
+
+MODELS = {"accumulator": ACCUMULATOR, "updates": UPDATES}
 
 
 @pytest.fixture(scope="module")
 def search(request, tmp_path_factory):
-    """Search all states of the model with these macros; return what Spin prints.
+    """Search all states of a model with these macros; return what Spin prints.
 
     All searches start at once, as many at a time as there are cores.
     """
@@ -87,12 +153,12 @@ def search(request, tmp_path_factory):
         required = os.environ.get("HPCACCUM_REQUIRE_SPIN") == "1"
         (pytest.fail if required else pytest.skip)(message)
 
-    def run(macros: str) -> str:
+    def run(model: str, macros: str) -> str:
         folder = tmp_path_factory.mktemp("model")
         defines = [f"-D{macro}" for macro in macros.split()]
         output = ""
         for command in (
-            ["spin", *defines, "-a", MODEL],
+            ["spin", *defines, "-a", FOLDER / f"{model}.pml"],
             ["gcc", _optimization(macros), "-w", "-DSAFETY", "-o", "pan", "pan.c"],
             # Depth, far more than needed; hash slots to begin with, as a power of 2.
             ["./pan", "-m100000", "-w22"],
@@ -101,8 +167,8 @@ def search(request, tmp_path_factory):
         return output
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        begun = {macros: pool.submit(run, macros) for macros in _wanted(request)}
-        yield lambda macros: begun[macros].result()
+        begun = {each: pool.submit(run, *each) for each in _wanted(request)}
+        yield lambda *each: begun[each].result()
         pool.shutdown(cancel_futures=True)
 
 
@@ -112,18 +178,15 @@ def _optimization(macros: str) -> str:
     return "-O0" if "BUG_" in macros else "-O1"
 
 
-def _wanted(request: pytest.FixtureRequest) -> list[str]:
-    """Return the macros of the selected tests, in their order."""
+def _wanted(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
+    """Return the models and macros of the selected tests, in their order."""
     wanted = []
     for item in request.session.items:
         if item.path == request.path:
             chosen = getattr(item, "callspec", None)
-            wanted += [_macros(**chosen.params)] if chosen else []
+            if chosen and "macros" in chosen.params:
+                wanted.append((chosen.params["model"], chosen.params["macros"]))
     return wanted
-
-
-def _macros(name: str = "", bug: str = "") -> str:
-    return f"{BUGS[bug][0]} BUG_{bug}" if bug else CONFIGURATIONS[name]
 
 
 def _output(command: list[str | Path], folder: Path) -> str:
@@ -140,35 +203,47 @@ def _output(command: list[str | Path], folder: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_the_protocol_has_no_error(search, name):
-    macros = CONFIGURATIONS[name]
-
-    output = search(macros)
+@pytest.mark.parametrize(
+    ("model", "macros"),
+    [
+        pytest.param(model, macros, id=f"{model}: {name}")
+        for model in MODELS
+        for name, macros in MODELS[model].configurations.items()
+    ],
+)
+def test_the_protocol_has_no_error(search, model, macros):
+    output = search(model, macros)
 
     assert ", errors: 0\n" in output
-    assert_complete(output)
-    names = {"", *(macro.partition("=")[0] for macro in macros.split())}
-    expected = set().union(*(HAPPENINGS.get(name, set()) for name in names))
+    assert_complete(output, MODELS[model].processes)
+    chosen = macros.split()
+    names = {"", *chosen, *(macro.partition("=")[0] for macro in chosen)}
+    happenings = MODELS[model].happenings
+    expected = set().union(*(happenings.get(name, set()) for name in names))
     assert set(re.findall(r"^happens: (.*)$", output, re.MULTILINE)) >= expected
 
 
-def assert_complete(output: str) -> None:
+def assert_complete(output: str, processes: set[str]) -> None:
     for flaw in ("not completed", "max search depth too small", "out of memory"):
         assert flaw not in output
     assert "Full statespace search" in output
     assert re.search(r"invalid end states\s+\+", output)
     unreached = re.findall(r"^unreached in (.*)\n\s+(.*)$", output, re.MULTILINE)
-    assert {who for who, _ in unreached} >= {"proctype Writer", "proctype Taker"}
+    assert {who for who, _ in unreached} >= {f"proctype {each}" for each in processes}
     for who, what in unreached:
         assert what.startswith("(0 of "), f"{who} never reaches {what}"
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found(search, bug):
-    _, assertion = BUGS[bug]
-
-    output = search(_macros(bug=bug))
+@pytest.mark.parametrize(
+    ("model", "macros", "assertion"),
+    [
+        pytest.param(model, f"{macros} BUG_{bug}", assertion, id=f"{model}: {bug}")
+        for model in MODELS
+        for bug, (macros, assertion) in MODELS[model].bugs.items()
+    ],
+)
+def test_a_planted_bug_is_found(search, model, macros, assertion):
+    output = search(model, macros)
 
     assert re.search(r"errors: [1-9]", output)
     violated = re.search(r"^pan:1: assertion violated (.*) \(at", output, re.MULTILINE)
@@ -176,9 +251,10 @@ def test_a_planted_bug_is_found(search, bug):
     assert assertion in violated[1]
 
 
-def test_all_bugs_and_happenings_of_the_model_are_looked_for():
-    text = MODEL.read_text()
+@pytest.mark.parametrize("model", MODELS)
+def test_all_bugs_and_happenings_of_the_model_are_looked_for(model):
+    text = (FOLDER / f"{model}.pml").read_text()
 
-    assert set(re.findall(r"BUG_([A-Z_]+)", text)) == set(BUGS)
-    known = set().union(*HAPPENINGS.values())
-    assert set(re.findall(r"HAPPENS\((a .*?|the .*?)\)", text)) == known
+    assert set(re.findall(r"BUG_([A-Z_]+)", text)) == set(MODELS[model].bugs)
+    known = set().union(*MODELS[model].happenings.values())
+    assert set(re.findall(r"HAPPENS\((an? .*?|the .*?)\)", text)) == known

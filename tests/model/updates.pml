@@ -1,0 +1,669 @@
+/*
+ * The protocol of a server whose updates are made of one gradient each, between nodes.
+ * In hpcaccum/server: bounded_staleness.py, update_loop.py, parameters.py,
+ * double_buffer.py.
+ *
+ * tests/system/test_model.py runs it through Spin. A configuration is a set of macros:
+ *
+ *   RANKS, LOCALS      ranks, and how many of them are on the root's node; the others
+ *                      are on REMOTES other nodes, in turn
+ *   GRADS              how many gradients each rank pushes; it pulls before each of them
+ *                      and after the last one
+ *   LAG                largest lag that is admitted
+ *   VERSIONS           the root publishes so many versions, and no rank pushes; a rank
+ *                      pulls GRADS + 1 times, and waits for any of them
+ *   TORN               each access to a double buffer is a separate step: see 5
+ *   FINE               each access to the words of the inbox is a separate step
+ *   GIVE_UP            a rank may fail after its gradient was admitted
+ *   HOPE               a rank may wait for a step that may never come, in vain
+ *   TIMEOUTS           a rank may give up any wait for a step
+ *   BUG_...            one planted bug each: search for the name
+ *
+ * What is proven: the assertions. Those of Monitor hold in every final state: all ranks
+ * and the root are done, all admitted gradients are applied, no agent waits, and no
+ * message is left. So there is no deadlock.
+ *
+ * Not modelled: how a gradient gets to the root from another node (nodes/parts.py),
+ * counters, max_lag=math.inf (an addition in place of the swap), a server that continues
+ * from a step, updates that ranks make together, locks that a program holds, errors of
+ * the update itself, a rank that dies.
+ *
+ * Abstractions, and why they hide no error:
+ *
+ * 1. A gradient is its number, in each of two words of its slot. Parameters are their
+ *    step, in each of two words of a copy. Words are written and read in separate steps,
+ *    so what is half written or mixed differs in its words. The protocol never reads
+ *    payloads.
+ * 2. Memory is sequentially consistent: see accumulator.pml.
+ * 3. A request to an agent is a process of its own. One statement or d_step stands for
+ *    what it does between two yields. The agent runs all of them in one thread, in turn;
+ *    here they run in any order. Where a handler needs several steps between two yields,
+ *    `copying` keeps the others from what it uses.
+ * 4. A request is a bit, per node and step, and may be received at any time: so requests
+ *    may overtake each other, which MPI excludes. A second request for a step while the
+ *    first is carried out has no effect in the code; here it is received afterwards, and
+ *    finds the step there. Data messages keep their order. A message is sent when it is
+ *    in the channel; in the code also when it was received, which delays the sender only.
+ *    One that is never received is found by Monitor.
+ * 5. Without TORN, reading a complete copy is one step, and so is writing one. Without
+ *    FINE, reading STEP and swapping it is one step: a swap that succeeds proves that
+ *    STEP is what was read.
+ * 6. Local variables and ghosts: see accumulator.pml, 4.
+ * 7. Timeouts may strike whenever a wait could go on: time is not modelled.
+ * 8. A first guess at STEP is at most STEP. If it is not STEP, the swap fails and STEP is
+ *    known; so the guess is not modelled.
+ */
+
+#ifndef RANKS
+#define RANKS 2
+#endif
+#ifndef LOCALS
+#define LOCALS 1
+#endif
+#ifndef REMOTES
+#define REMOTES 1
+#endif
+#ifndef GRADS
+#define GRADS 1
+#endif
+#ifndef LAG
+#define LAG 2
+#endif
+#ifdef VERSIONS
+#define STEPS VERSIONS
+#else
+#define STEPS (RANKS * GRADS)
+#endif
+/* The last step that is waited for. */
+#if defined(VERSIONS) && defined(HOPE)
+#define LAST (STEPS + 1)
+#else
+#define LAST STEPS
+#endif
+#if REMOTES == 0
+#define NODE(rank) 0
+#else
+#define NODE(rank) ((rank) < LOCALS -> 0 : 1 + ((rank) - LOCALS) % REMOTES)
+#endif
+#define NODES (1 + REMOTES)
+
+/* Prints, once, that the search reached this: to prove that nothing happens is easy. */
+#define HAPPENS(what) \
+    c_code { static int before; if (!before++) printf("happens: %s\n", #what); }
+
+/* The inbox. */
+byte STEP;
+byte APPLIED;
+#ifdef BUG_TOO_FEW_PLACES
+#define PLACES (RANKS - 1)
+#else
+#define PLACES RANKS
+#endif
+byte place[PLACES];             /* step + 1 << 3 | rank */
+#define NOBODY 7
+#define PLACE(step) place[(step) % PLACES]
+byte slot[RANKS * 2];
+#define SLOT(rank, i) slot[(rank) * 2 + (i)]
+byte LEFT;
+
+/* Of each node: two copies of the parameters, of two words each. */
+byte newest[NODES];             /* step << 1 | copy */
+byte holds[NODES * 2];
+byte half[NODES * 4];
+byte PUBLISHED;                 /* the word that `newest` reads across nodes */
+#define VERSION(node) (newest[node] >> 1)
+#define COPY(node)    (newest[node] & 1)
+#define HOLDS(node, copy) holds[(node) * 2 + (copy)]
+#define HALF(node, copy, i) half[(node) * 4 + (copy) * 2 + (i)]
+
+/* Agents. A bit per step: the request was sent. */
+#define BIT(step) (1 << (step))
+byte fetch[NODES];              /* to the node's agent, by its ranks */
+byte send[NODES];               /* to the root's agent, by the node's agent */
+byte asked[NODES];              /* `_asked` */
+bit receiving[NODES];
+byte sent[NODES];
+bit sending[NODES];
+bit closing;
+/* Snapshots: one per node that is sent to. */
+byte snapshot[NODES];         /* its step */
+byte users[NODES];
+byte content[NODES * 2];
+#define CONTENT(k, i) content[(k) * 2 + (i)]
+bit copying;
+bit stopped;                    /* The agents stop. */
+
+/* Data from the root's agent, by node: a header and two words, or a refusal. */
+#define HEADER 1
+#define WORD   2
+#define REFUSE 3
+chan data[NODES] = [8] of { byte, byte };
+
+/* Ghosts: the truth, for assertions only. */
+byte step_now;                  /* gradients admitted */
+byte order[STEPS];              /* the gradient of each step; 0: given up */
+byte applied_now;
+byte sent_now[NODES];           /* the last step sent */
+bit root_done;
+byte at_work;                   /* handlers that send */
+byte fetches[NODES];            /* a bit per step: a fetch waits for it */
+
+#define MASK(step) (BIT((step) + 1) - 1)
+
+/* Copies of parameters. In the code: DoubleBuffer. */
+
+inline begin_copy(node, step) {
+    HOLDS(node, 1 - COPY(node)) = step
+}
+
+inline fill(node, i, value) {
+    HALF(node, 1 - COPY(node), i) = value
+}
+
+inline complete_copy(node, step) {
+    newest[node] = step << 1 | 1 - COPY(node)
+}
+
+/* The root. */
+
+proctype Root() {
+    byte step, rank, first, second;
+
+#ifndef VERSIONS
+end:
+    do
+    :: PLACE(step) >> 3 == step + 1 ->
+       d_step { rank = PLACE(step) & 7 };
+#ifdef BUG_APPLIED_EARLY
+       APPLIED = step + 1;
+#endif
+       if
+       :: rank != NOBODY ->
+          first = SLOT(rank, 0);
+          d_step {
+              second = SLOT(rank, 1);
+              assert(first == order[step] && second == order[step]);
+              first = 0; second = 0
+          }
+       :: d_step { rank == NOBODY -> assert(!order[step]); HAPPENS(an empty update) }
+       fi;
+       d_step {
+           assert(applied_now == step && step < step_now);
+           rank = 0;
+           step++;
+           applied_now = step
+       };
+#else
+    do
+    :: step < VERSIONS -> step++;
+#endif
+#ifdef TORN
+#ifndef BUG_HOLDS_LATE
+       begin_copy(0, step);
+#endif
+       fill(0, 0, step);
+#ifdef BUG_HOLDS_LATE
+       begin_copy(0, step);
+#endif
+       fill(0, 1, step);
+#ifndef BUG_PUBLISHED_LATE
+       PUBLISHED = step;
+#endif
+       complete_copy(0, step);
+#ifdef BUG_PUBLISHED_LATE
+       PUBLISHED = step;
+#endif
+#else
+       d_step {
+           begin_copy(0, step); fill(0, 0, step); fill(0, 1, step);
+           PUBLISHED = step;
+           complete_copy(0, step)
+       };
+#endif
+       APPLIED = step
+#ifdef VERSIONS
+    :: step == VERSIONS && LEFT == RANKS -> break
+#else
+    :: LEFT == RANKS && PLACE(step) >> 3 != step + 1 && STEP == step -> break
+#endif
+    od;
+    root_done = 1;
+#ifndef BUG_NOT_CLOSING
+    closing = 1
+#endif
+}
+
+/* Ranks that push and pull. */
+
+/* The copy that was read is valid. */
+inline accept() {
+    local_step = seen >> 1;
+    assert(first == local_step && second == local_step);
+    assert(local_step <= PUBLISHED);
+    seen = 0; first = 0; second = 0
+}
+
+inline admit() {
+#ifndef BUG_CHECK_APART
+    assert(s == step_now);
+#endif
+    assert(step_now - local_step <= LAG);
+    STEP++;
+    step_now++;
+    order[s] = me * GRADS + i + 1;
+    submitted = s + 1
+}
+
+inline put(rank) {
+    assert(PLACE(s) >> 3 <= APPLIED);
+    PLACE(s) = s + 1 << 3 | (rank);
+    s = 0; local_step = 0;
+    i++
+}
+
+/* The root's node needs no request. */
+inline want(step) {
+    wanted = step;
+    fetch[node] = fetch[node] | (node && VERSION(node) < wanted -> BIT(wanted) : 0)
+}
+
+proctype Rank(byte me, node) {
+    byte i, local_step, submitted, wanted, s;
+    byte seen, first, second;
+
+pull:
+    if
+#ifdef VERSIONS
+    :: d_step { true -> want(1) }
+    :: d_step { true -> want(2) }
+#if VERSIONS > 2
+    :: d_step { true -> want(3) }
+#endif
+#ifdef HOPE
+    :: d_step { true -> want(VERSIONS + 1) }
+#endif
+#else
+    :: true
+    :: d_step { submitted -> want(submitted) }
+    :: d_step { STEP > submitted -> want(STEP) }
+#ifdef HOPE
+    :: d_step { STEP < STEPS -> want(STEP + 1) }
+#endif
+#endif
+    fi;
+    if
+    :: VERSION(node) >= wanted
+#ifdef TIMEOUTS
+    :: d_step { VERSION(node) < wanted -> HAPPENS(a rank gives up) }
+#elif defined(HOPE) && defined(VERSIONS)
+    :: d_step { wanted > VERSIONS -> HAPPENS(a rank gives up) }
+#elif defined(HOPE)
+    :: d_step { wanted > STEP -> HAPPENS(a rank gives up) }
+#endif
+    fi;
+    wanted = 0;
+
+read:
+#ifdef TORN
+    seen = newest[node];
+    first = HALF(node, seen & 1, 0);
+    second = HALF(node, seen & 1, 1);
+    if
+#ifndef BUG_UNCHECKED
+    :: d_step {
+           HOLDS(node, seen & 1) != seen >> 1 ->
+           seen = 0; first = 0; second = 0;
+           HAPPENS(a copy is overtaken)
+       }
+       goto read
+    :: d_step {
+           HOLDS(node, seen & 1) == seen >> 1 ->
+#else
+    :: d_step {
+           true ->
+#endif
+           accept()
+       }
+    fi;
+#else
+    d_step {
+        seen = newest[node];
+        first = HALF(node, seen & 1, 0);
+        second = HALF(node, seen & 1, 1);
+        accept()
+    };
+#endif
+
+    if
+    :: i == GRADS -> goto end
+#ifdef VERSIONS
+    :: d_step { i < GRADS -> i++; local_step = 0 } goto pull
+    fi;
+#else
+#ifdef BUG_SLOT_REUSED
+    :: i < GRADS
+#else
+    :: i < GRADS && APPLIED >= submitted
+#endif
+    fi;
+    SLOT(me, 0) = me * GRADS + i + 1;
+    SLOT(me, 1) = me * GRADS + i + 1;
+
+swap:
+#ifdef FINE
+    s = STEP;
+    if
+    :: d_step { s - local_step > LAG -> HAPPENS(a gradient is dropped); i++; s = 0;
+                local_step = 0 }
+       goto pull
+    :: s - local_step <= LAG ->
+       if
+#ifdef BUG_CHECK_APART
+       :: d_step { true -> s = STEP; admit() }
+#else
+       :: d_step { STEP == s -> admit() }
+       :: d_step { STEP != s -> HAPPENS(a swap fails); s = 0 } goto swap
+#endif
+       fi
+    fi;
+#else
+    if
+    :: d_step { STEP - local_step > LAG -> HAPPENS(a gradient is dropped); i++;
+                local_step = 0 }
+       goto pull
+    :: d_step { STEP - local_step <= LAG -> s = STEP; admit() }
+    fi;
+#endif
+
+    if
+    :: d_step { true -> put(me) }
+#ifdef GIVE_UP
+    :: d_step {
+           true ->
+           order[s] = 0;
+#ifdef BUG_NOT_SAID
+           s = 0; local_step = 0; i++;
+#else
+           put(NOBODY);
+#endif
+           HAPPENS(a gradient is given up)
+       }
+#endif
+    fi;
+    goto pull;
+#endif
+end:
+    LEFT++
+}
+
+#if REMOTES
+/* The agent of another node. In the code: Parameters._fetch. */
+
+/* A step has come, or will not come: the fetches that wait for it end. */
+inline arrive() {
+    assert(VERSION(node) < step);
+    complete_copy(node, step);
+    asked[node] = asked[node] & ~MASK(step);
+    if
+    :: step > wanted -> HAPPENS(a newer step comes)
+    :: step < wanted -> HAPPENS(an older step comes)
+    :: else
+    fi;
+    step = 0
+}
+
+inline receive_word(i) {
+    data[node]?kind(value);
+    assert(kind == WORD && value == step);
+    fill(node, i, value);
+    kind = 0; value = 0
+}
+
+inline receive_header() {
+    data[node]?kind(step);
+    assert(kind == HEADER);
+    begin_copy(node, step);
+    kind = 0
+}
+
+inline receive_refusal() {
+    data[node]?REFUSE(step);
+    assert(fetches[node] & BIT(step));
+    if
+    :: step != wanted -> HAPPENS(a step is refused to another fetch)
+    :: else
+    fi;
+#ifdef BUG_REFUSED_ANY
+    step = wanted;
+#endif
+    asked[node] = asked[node] & ~BIT(step);
+    step = 0
+}
+
+#define ASKED (asked[node] & BIT(wanted))
+#define NEXT(kind) (data[node]?[kind, _])
+#define REFUSAL NEXT(REFUSE)
+#define DATA (nempty(data[node]) && !REFUSAL)
+
+proctype Fetch(byte node, wanted) {
+    byte step, kind, value;
+
+end:
+    do
+    :: d_step {
+           fetch[node] & BIT(wanted) && VERSION(node) >= wanted ->
+           fetch[node] = fetch[node] & ~BIT(wanted)
+       }
+    :: d_step {
+           fetch[node] & BIT(wanted) && VERSION(node) < wanted ->
+           fetch[node] = fetch[node] & ~BIT(wanted);
+           asked[node] = asked[node] | BIT(wanted);
+           fetches[node] = fetches[node] | BIT(wanted);
+#ifndef BUG_ASKED_LATE
+           send[node] = send[node] | BIT(wanted)
+#endif
+       };
+#ifdef BUG_ASKED_LATE
+       d_step { !receiving[node] -> send[node] = send[node] | BIT(wanted) };
+#endif
+       do
+       :: d_step { !ASKED -> fetches[node] = fetches[node] & ~BIT(wanted) } break
+#ifdef TORN
+#ifdef BUG_RECEIVE_TOGETHER
+       :: d_step { ASKED -> receiving[node] = 1 };
+#else
+       :: d_step { ASKED && !receiving[node] -> receiving[node] = 1 };
+#endif
+          if
+#ifdef HOPE
+          :: d_step { REFUSAL -> receive_refusal(); receiving[node] = 0 }
+#endif
+          :: d_step { DATA -> receive_header() };
+             d_step { nempty(data[node]) -> receive_word(0) };
+             d_step { nempty(data[node]) -> receive_word(1) };
+             d_step { arrive(); receiving[node] = 0 }
+          fi
+#else
+#ifdef HOPE
+       :: d_step { ASKED && REFUSAL -> receive_refusal() }
+#endif
+       :: d_step {
+              ASKED && DATA ->
+              receive_header(); receive_word(0); receive_word(1);
+              arrive()
+          }
+#endif
+       od
+    :: stopped -> break
+    od
+}
+
+/* The root's agent. In the code: Parameters._send. */
+
+#define LATEST(k) (snapshot[k] == VERSION(0))
+#if REMOTES > 1
+#define FOUND (LATEST(0) || LATEST(1))
+#else
+#define FOUND LATEST(0)
+#endif
+
+/* A snapshot that is there already, for one more node. */
+inline use_snapshot() {
+    mine = (LATEST(0) -> 0 : 1);
+    users[mine]++
+}
+
+/* Begin to copy to one that no node uses. */
+inline begin_snapshot() {
+#ifndef BUG_USERS_UNCHECKED
+    mine = (users[0] -> 1 : 0);
+    assert(mine < REMOTES && !users[mine]);
+#endif
+    seen = newest[0]
+}
+
+inline copy_word(i) {
+    CONTENT(mine, i) = HALF(0, seen & 1, i)
+}
+
+inline end_snapshot() {
+    snapshot[mine] = seen >> 1;
+    users[mine] = 1;
+    seen = 0
+}
+
+inline send_header() {
+    assert(snapshot[mine] > sent_now[node]);
+    assert(fetches[node] & BIT(wanted) && snapshot[mine] >= wanted);
+    sent_now[node] = snapshot[mine];
+    sent[node] = snapshot[mine];
+    data[node]!HEADER(snapshot[mine])
+}
+
+inline send_word(i) {
+    data[node]!WORD(CONTENT(mine, i))
+}
+
+inline refuse() {
+    assert(closing);
+#ifdef BUG_SENT_FORGOTTEN
+    sent[node] = 0;
+#endif
+    data[node]!REFUSE(wanted);
+    HAPPENS(a step is refused);
+    at_work--
+}
+
+#ifdef BUG_SENT_UNCHECKED
+#define SENT false
+#else
+#define SENT (sent[node] >= wanted)
+#endif
+#ifdef BUG_SEND_TOGETHER
+#define FREE true
+#else
+#define FREE (!sending[node])
+#endif
+
+proctype Send(byte node, wanted) {
+    byte mine, seen;
+
+end:
+    if
+    :: d_step {
+           send[node] & BIT(wanted) ->
+           send[node] = send[node] & ~BIT(wanted);
+           at_work++
+       }
+    :: stopped -> goto stop
+    fi;
+    VERSION(0) >= wanted || closing;
+    if
+    :: d_step { FREE && SENT -> at_work--; HAPPENS(a step was sent before) } goto end
+#ifdef HOPE
+    :: d_step { FREE && !SENT && VERSION(0) < wanted -> refuse() } goto end
+#endif
+#ifndef TORN
+    :: d_step {
+           FREE && !SENT && VERSION(0) >= wanted ->
+           sending[node] = 1;
+           if
+           :: FOUND -> use_snapshot()
+           :: else -> begin_snapshot(); copy_word(0); copy_word(1); end_snapshot()
+           fi;
+           send_header(); send_word(0); send_word(1)
+       }
+    fi;
+#else
+    :: d_step { FREE && !SENT && VERSION(0) >= wanted -> sending[node] = 1 }
+    fi;
+look:
+    if
+    :: d_step { !copying && FOUND -> use_snapshot() }
+    :: d_step { !copying && !FOUND -> begin_snapshot(); copying = 1 };
+       copy_word(0);
+       copy_word(1);
+       if
+       :: d_step {
+              HOLDS(0, seen & 1) != seen >> 1 ->
+              snapshot[mine] = 0; users[mine] = 0; mine = 0; seen = 0;
+              copying = 0;
+              HAPPENS(a snapshot is overtaken)
+          }
+          goto look
+       :: d_step {
+              HOLDS(0, seen & 1) == seen >> 1 -> end_snapshot(); copying = 0
+          }
+       fi
+    fi;
+    d_step { nfull(data[node]) -> send_header() };
+    d_step { nfull(data[node]) -> send_word(0) };
+    d_step { nfull(data[node]) -> send_word(1) };
+#endif
+    d_step { users[mine]--; mine = 0; sending[node] = 0; at_work-- };
+    goto end;
+stop:
+    skip
+}
+#endif
+
+proctype Monitor() {
+    byte node;
+
+    timeout;
+    d_step {
+        assert(LEFT == RANKS);
+        assert(root_done && APPLIED == VERSION(0));
+#ifndef VERSIONS
+        assert(APPLIED == STEP && STEP == step_now);
+#endif
+        do
+        :: node < NODES ->
+           assert(!fetches[node]);
+           assert(!asked[node] && !fetch[node] && !receiving[node]);
+           assert(!send[node] && !sending[node]);
+           assert(empty(data[node]));
+           node++
+        :: node == NODES -> break
+        od;
+        assert(!at_work);
+        stopped = 1
+    }
+}
+
+init {
+    byte node, step;
+    atomic {
+        run Root();
+        for (step : 0 .. RANKS - 1) { run Rank(step, NODE(step)) }
+#if REMOTES
+        for (node : 1 .. REMOTES) {
+            for (step : 1 .. LAST) {
+                run Fetch(node, step);
+                run Send(node, step)
+            }
+        }
+#endif
+        run Monitor()
+    }
+}
