@@ -63,7 +63,7 @@ ACCUMULATOR = Model(
             "a gradient is withdrawn",
             "a gradient is given up",
             "a round comes to nothing",
-    },
+        },
         "KNOWN": {"a writer knows", "a writer does not know"},
         "TIMEOUTS": {
             "a take gives up in line",
@@ -72,7 +72,7 @@ ACCUMULATOR = Model(
             "a round is closed while its take gives up",
             "the caller fails",
             "a closed round is resumed",
-    },
+        },
     },
     bugs={
         "LEAVE_EARLY": ("WRITERS=2 GRADS=2 FINE", "found&payload"),
