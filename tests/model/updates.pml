@@ -12,7 +12,8 @@
  *   LAG                largest lag that is admitted
  *   VERSIONS           the root publishes so many versions, and no rank pushes; a rank
  *                      pulls GRADS + 1 times, and waits for any of them
- *   TORN               each access to a double buffer is a separate step: see 5
+ *   TORN               each access to a double buffer, and each message, is a separate
+ *                      step: see 5
  *   FINE               each access to the words of the inbox is a separate step
  *   GIVE_UP            a rank may fail after its gradient was admitted
  *   HOPE               a rank may wait for a step that may never come, in vain
@@ -45,9 +46,10 @@
  *    finds the step there. Data messages keep their order. A message is sent when it is
  *    in the channel; in the code also when it was received, which delays the sender only.
  *    One that is never received is found by Monitor.
- * 5. Without TORN, reading a complete copy is one step, and so is writing one. Without
- *    FINE, reading STEP and swapping it is one step: a swap that succeeds proves that
- *    STEP is what was read.
+ * 5. Without TORN, reading a complete copy is one step, and so are writing one, sending
+ *    one and receiving one; any fetch receives, since all do the same. The bugs that
+ *    this could hide are looked for with TORN. Without FINE, reading STEP and swapping it
+ *    is one step: a swap that succeeds proves that STEP is what was read.
  * 6. Local variables and ghosts: see accumulator.pml, 4.
  * 7. Timeouts may strike whenever a wait could go on: time is not modelled.
  * 8. A first guess at STEP is at most STEP. If it is not STEP, the swap fails and STEP is
@@ -399,7 +401,7 @@ end:
 #if REMOTES
 /* The agent of another node. In the code: Parameters._fetch. */
 
-/* A step has come, or will not come: the fetches that wait for it end. */
+/* A step has come: the fetches that wait for it, or for an older one, end. */
 inline arrive() {
     assert(VERSION(node) < step);
     complete_copy(node, step);
