@@ -66,26 +66,32 @@ if strategy == "sync":
 else:
     opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), option)
 opt.initialize([w])
-calls, steps, pushes = 0, [], moment == "pushed"
+calls, steps, pushes, held = 0, [], moment == "pushed", False
 elsewhere = [rank for rank, name in enumerate(comm.allgather(host)) if name != "h3"]
 
-def loss():
-    if calls == 3 and host == "h3":
-        if pushes:
-            # No other rank has a gradient in the open round from now on.
-            for rank in elsewhere:
-                await_flag(f"paused-{rank}")
-        else:
-            stop()
-    elif calls == 3 and pushes:
+def hold():
+    # All ranks come here at the same step: none waits for an update that it lacks.
+    global held
+    held = True
+    if host == "h3":
+        # No other rank has a gradient in the open round from now on.
+        for rank in elsewhere:
+            await_flag(f"paused-{rank}")
+    else:
         (flags / f"paused-{comm.rank}").touch()
         await_flag("stopped")
+
+def loss():
+    if pushes and not held and opt._step >= 3:
+        hold()
+    elif not pushes and calls == 3 and host == "h3":
+        stop()
     return 0.0, [np.ones(1000)]
 
 after = opt._after
 
 def stop_after(server, receipt):
-    if pushes and receipt and calls >= 3 and not (flags / "stopped").exists():
+    if held and receipt and not (flags / "stopped").exists():
         stop()
     after(server, receipt)
 
