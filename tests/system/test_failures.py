@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 # Seconds in which a job that has gone wrong must be over, start included.
@@ -145,11 +147,11 @@ def test_a_host_whose_script_ends_serves_until_the_others_do(mpirun, script, bef
 
 
 def test_limit_of_the_environment_ends_a_wait_and_says_for_whom(mpirun, script):
-    env = {"HPCACCUM_TIMEOUT": "1"}
+    # Long enough for the calls before it, on a machine that is busy.
+    env = {"HPCACCUM_TIMEOUT": "3"}
     result = mpirun(3, script(WAITS_TOO_LONG), timeout=SOON, env=env)
 
     assert result.returncode != 0
-    assert "w: take_grad(3): waited 1 s for 3 gradients at step 0, had 1" in (
-        result.stdout
-    )
+    said = r"w: take_grad\(3\): waited [\d.]+ s for 3 gradients at step 0, had 1"
+    assert re.search(said, result.stdout)
     assert "nothing from ranks 1-2" in result.stdout
