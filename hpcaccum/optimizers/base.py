@@ -172,9 +172,9 @@ class Optimizer(abc.ABC):
 
     @property
     def elementwise(self) -> bool:
-        """Whether an update changes each element by itself, whatever the others are.
+        """Whether an update changes each element independently of the others.
 
-        If so, a server may divide an update among ranks at any element.
+        If a `Rule` is, a server may divide its updates among ranks at any element.
         """
         return False
 

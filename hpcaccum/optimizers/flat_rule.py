@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hpcaccum.optimizers.update_rule import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.checks import Array
-    from hpcaccum.optimizers.update_rule import Rule
     from hpcaccum.optimizers.variable import Variable
 
 
@@ -65,6 +67,11 @@ class FlatRule:
         self._rule._update(value, grad, *slots, scratch, *numbers)
 
 
-def flat_rule(optimizer: Any) -> FlatRule | None:
-    """Return the updates of an optimizer as those of a vector, None if they are not."""
-    return FlatRule(optimizer) if optimizer.elementwise else None
+def flat_rule(optimizer: Optimizer) -> FlatRule | None:
+    """Return the updates of an optimizer as those of a vector, None if they are not.
+
+    An optimizer of the user may be elementwise, but only a `Rule` can update pieces.
+    """
+    if isinstance(optimizer, Rule) and optimizer.elementwise:
+        return FlatRule(optimizer)
+    return None

@@ -42,9 +42,9 @@ class OneSidedOptimizer(Wrapper):
     which may be on a device. Ranks call `compute_gradients` and `apply_gradients`
     independently of each other.
 
-    If all ranks share a node, the inner optimizer is `elementwise`, and all variables
-    have one dtype that is not half precision, ranks that wait for an update help to
-    make it. The center and its slots are in shared memory then.
+    If all ranks share a node, the inner optimizer is an `elementwise` rule, and all
+    variables have one dtype that is not half precision, ranks that wait for an update
+    help to make it. The center and its slots are in shared memory then.
 
     Variables may have different dtypes, but gradients and parameters are sent in the
     widest of them; a warning then lists the variables of that dtype.
@@ -398,5 +398,5 @@ class OneSidedOptimizer(Wrapper):
             if self._flat is not None:
                 self._flat.move_slots()
             for name, var in self._center.items():
-                var.move_to(self._server.center[name])
+                var._move_to(self._server.center[name])
         super()._free()

@@ -247,7 +247,7 @@ class Rule(Optimizer):
 
     @property
     def elementwise(self) -> bool:
-        """Whether an update changes each element by itself; not if it is overridden."""
+        """Whether elements are independent; not if `apply_gradients` is overridden."""
         return type(self).apply_gradients is Rule.apply_gradients
 
     # For `FlatRule`
@@ -274,7 +274,7 @@ class Rule(Optimizer):
         for variable in variables:
             state = self._states.get(variable) or self._made[variable]
             for slot in state.slots.values():
-                slot.move_to(slot.value.copy())
+                slot._move_to(slot.value.copy())
 
     def _updates(self, pairs: list[tuple[Array, Variable]]) -> int:
         """Return the largest number of earlier updates of these variables."""

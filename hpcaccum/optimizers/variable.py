@@ -68,7 +68,7 @@ class Variable:
         dtype: np.dtype[Any] = self._value.dtype
         return dtype
 
-    def move_to(self, array: Array) -> None:
+    def _move_to(self, array: Array) -> None:
         """Keep the value in another array from now on, which has it already."""
         self._value = array
 

@@ -1,6 +1,6 @@
 """Updates that all ranks of a node carry out together.
 
-If a rule changes each element by itself, an update needs one pass over the memory: the
+If the elements are independent, an update needs one pass over the memory: the
 gradients of a chunk are summed, the center is updated, and copied to where ranks read
 it, while the chunk is in the cache. The root begins an update and works on its pieces.
 Ranks that wait for the update take pieces, too; ranks that compute are not needed.
@@ -50,7 +50,7 @@ _PIECE = (1 << _BITS) - 1
 
 
 class ElementwiseRule(Protocol):
-    """A rule of updates that changes each element by itself.
+    """A rule of updates that changes each element independently of the others.
 
     Attributes:
         slots: Name to initial value of its slots, each a vector like the parameters.

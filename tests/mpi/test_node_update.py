@@ -148,6 +148,26 @@ def test_an_optimizer_of_the_user_makes_the_updates_itself(comm, rank, size):
     assert rule.calls == (3 if rank == 0 else 0)
 
 
+class Own(hpc.Optimizer):
+    """Says that it is elementwise, but is no rule of the package."""
+
+    elementwise = True
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        for grad, var in grads_and_vars:
+            var.value[...] -= grad
+
+
+def test_an_optimizer_that_is_no_rule_makes_the_updates_itself(comm, size):
+    variables = made()
+    with hpc.SyncReplicasOptimizer(Own("own"), size, comm=comm) as opt:
+        train(opt, variables, 2)
+        meet()
+    expected, _ = modelled(hpc.SGD(1.0), np.float32, size, 2)
+    for own, var in zip(variables, expected, strict=True):
+        same_bits(own.value, var.value)
+
+
 def test_rules_of_the_package_are_elementwise():
     assert all(make().elementwise for make in RULES.values())
 

@@ -40,6 +40,26 @@ def test_without_helpers_one_thread_does_all(none_yet, monkeypatch):
     assert helpers._waiting.empty()
 
 
+def test_calls_elsewhere_run_on_other_threads(none_yet):
+    seen = []
+    for call in helpers.run_elsewhere(lambda: seen.append(threading.get_ident()), 3):
+        call.result()
+
+    assert len(seen) == 3
+    assert threading.get_ident() not in seen
+
+
+def test_a_call_elsewhere_is_made_here_if_no_thread_can_start(none_yet, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    seen = []
+
+    assert not helpers.run_elsewhere(lambda: seen.append(1), 3)
+    assert seen == [1]
+
+
 def test_a_piece_that_no_helper_begins_is_done_by_the_caller(none_yet):
     begun, over, done = threading.Event(), threading.Event(), []
 
