@@ -71,6 +71,7 @@ class Wire:
     - ``sync-replicas``: the sync-replicas optimizer with a quorum of all ranks.
     - ``drop-stale``: the drop-stale optimizer, an update for each rank's gradient. AGN
       pushes in the same way, every few steps.
+    - ``sync, sharded`` and ``stale, sharded``: both with a server on each node.
     - ``MPI``: the library's Allreduce of the same bytes.
     - ``exchange``: each node sends the bytes to the next one.
 
@@ -90,7 +91,7 @@ class Wire:
 
     least_ranks: ClassVar[int] = 1
     memory: ClassVar[Memory] = Memory(
-        shared=7, shared_first=12, shared_all=4, private=16
+        shared=16, shared_first=12, shared_all=4, private=22
     )
 
     def __init__(self, group: Group, nbytes: int, conditions: Conditions) -> None:
@@ -102,24 +103,43 @@ class Wire:
         self._mine = _gradient(group.rank, nbytes // 4)
         self._sum = np.zeros_like(self._mine)
         self._exchange = Exchange(group, nbytes)
-        n, count = group.size, nbytes // 4
+        count = nbytes // 4
         self._strategies = {
             _BASE: _Mean(group, count, lambda r: CrossShardOptimizer(r, comm=group)),
-            "sync-replicas": _Mean(
-                group, count, lambda r: SyncReplicasOptimizer(r, n, comm=group)
-            ),
-            "drop-stale": _Each(
-                group,
+            **self._one_sided("sync-replicas", "drop-stale", count, 0),
+            **self._one_sided(
+                "sync, sharded",
+                "stale, sharded",
                 count,
-                lambda r: DropStaleGradientOptimizer(r, _ALWAYS, comm=group),
+                [ranks[0] for ranks in group.nodes],
             ),
         }
         self.kinds = [*self._ours(), *self._references()]
+
+    def _one_sided(
+        self, sync: str, stale: str, count: int, servers: int | list[int]
+    ) -> dict[str, _Mean]:
+        """Return the steps of both one-sided optimizers, by the given names."""
+        group = self._group
+
+        def make_sync(rule: Optimizer) -> SyncReplicasOptimizer:
+            return SyncReplicasOptimizer(rule, group.size, comm=group, servers=servers)
+
+        def make_stale(rule: Optimizer) -> DropStaleGradientOptimizer:
+            return DropStaleGradientOptimizer(
+                rule, _ALWAYS, comm=group, servers=servers
+            )
+
+        return {
+            sync: _Mean(group, count, make_sync),
+            stale: _Each(group, count, make_stale),
+        }
 
     def _ours(self) -> list[Kind]:
         n, nodes = self._group.size, len(self._group.nodes)
         least = dict.fromkeys(self._strategies, floors.sum_everywhere(nodes))
         least["drop-stale"] = floors.update_each(nodes, n)
+        least["stale, sharded"] = least["drop-stale"]
         return [
             self._kind(name, each.run, each.check, least[name])
             for name, each in self._strategies.items()

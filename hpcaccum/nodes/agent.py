@@ -38,8 +38,9 @@ _SHORT_NAP, _LONG_NAP = 5e-5, 3e-4
 _SHOWN = 8
 # In `Group.named`.
 _NAME = "agent"
-# Tags of requests, and of the data of the first service.
+# Tags of requests, and of the data of the first service; tags of each service.
 _REQUEST, _DATA = 1, 2
+_CHANNELS = 4
 
 
 class Service(Protocol):
@@ -125,12 +126,14 @@ class Agent:
             self._start()
         return number
 
-    def remove(self, number: int, what: str) -> None:
+    def remove(self, number: int, what: str, depth: int = 1) -> None:
         """Remove a service, when what it was asked for is done. Collective.
 
         Args:
             number: Of the service.
             what: Name for messages.
+            depth: How many requests of agents may follow from one of a rank, each from
+                the one before.
 
         Raises:
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on a rank that waits for
@@ -138,8 +141,9 @@ class Agent:
         """
         deadline = Deadline(None, what)
         # After the first round, agents have received the requests of all ranks; after
-        # the second, those that agents sent to carry them out. These end in the third.
-        for _ in range(3):
+        # the next ones, those that agents sent to carry them out. The last of these end
+        # in the last round.
+        for _ in range(2 + depth):
             self._group.raise_together(what, self._end_requests(number, deadline))
         del self._services[number]
         if not self._services:
@@ -183,9 +187,13 @@ class Agent:
             send = map(self.comm.issend, (message,), (to,), (_REQUEST,))
             self._sent.extend(enumerate(send, node))
 
-    def tag(self, number: int) -> int:
-        """Return the tag for the data of a service."""
-        return _DATA + number
+    def tag(self, number: int, channel: int = 0) -> int:
+        """Return the tag of a channel for data of a service."""
+        return _DATA + _CHANNELS * number + channel
+
+    def run(self, number: int, steps: Steps) -> None:
+        """Run the steps of a service beside its others; in a handler only."""
+        self._running.append((number, steps))
 
     # The thread
 

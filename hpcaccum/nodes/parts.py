@@ -145,7 +145,7 @@ class NodeParts:
         agent = self._agent
         return f"the sum of {agent.describe([agent.node if node < 0 else node])}"
 
-    def _by_node(self, places: Sequence[Place]) -> dict[int, list[Place]]:
+    def by_node(self, places: Sequence[Place]) -> dict[int, list[Place]]:
         """Return the places on each node that has some, in the order of nodes."""
         found: dict[int, list[Place]] = {}
         for place in places:
@@ -158,7 +158,10 @@ class NodeParts:
         """Return the steps that collect a sum, or send that of this node."""
         if kind == "collect":
             return self._collect(*request)
-        return self._send(source, *request)
+        places, count, name = request
+        tag = self._agent.tag(self._number)
+        whole = [slice(0, count)]
+        return self.sending(source, tag, places, np.dtype(name), whole)
 
     def _collect(
         self, call: tuple[int, int], order: tuple[list[Place], int, str], divisor: int
@@ -169,24 +172,49 @@ class NodeParts:
         self._collecting = True
         places, count, name = order
         dtype, agent = np.dtype(name), self._agent
-        sources: dict[int, Incoming | _Here] = {}
-        for node, there in self._by_node(places).items():
-            if node == agent.node:
-                sources[node] = _Here(self, there, count, dtype)
-            else:
-                agent.request(node, self._number, "send", (there, count, name))
-                sources[node] = self._incoming(node, count, dtype)
+        for node, there in self.by_node(places).items():
+            if node != agent.node:
+                agent.request(node, self._number, "send", there, count, name)
         result = self._result[: count * dtype.itemsize].view(dtype)
-        for piece in pieces_of(count, dtype.itemsize):
+        tag = agent.tag(self._number)
+        yield from self.collecting(tag, places, [slice(0, count)], divisor, result)
+        self._collecting = False
+        self._done.write(*call)
+
+    def collecting(
+        self,
+        tag: int,
+        places: Sequence[Place],
+        ranges: Sequence[slice],
+        divisor: int,
+        out: Array,
+    ) -> Steps:
+        """Set ``out`` to ranges of a sum over nodes, each of which sends its own.
+
+        Args:
+            tag: Of the messages.
+            places: As for `sum`.
+            divisor: Likewise.
+            ranges: Elements of the vectors; they lie one after the other in ``out``.
+            out: A vector of the dtype of the sum.
+        """
+        dtype, position = out.dtype, 0
+        sources: dict[int, Incoming | _Here] = {}
+        for node, there in self.by_node(places).items():
+            if node == self._agent.node:
+                sources[node] = _Here(self, there, ranges, dtype)
+            else:
+                sources[node] = self._incoming(node, tag, ranges, dtype)
+        for piece in pieces_of(ranges, dtype.itemsize):
             parts = yield from self._first_of(sources)
+            end = position + piece.stop - piece.start
             with np.errstate(all="ignore"):
-                add_in_order(parts, result[piece], divisor)
+                add_in_order(parts, out[position:end], divisor)
+            position = end
             for each in sources.values():
                 each.take()
             yield True
         self._done.write(self._awaited, 0)
-        self._collecting = False
-        self._done.write(*call)
 
     def _first_of(
         self, sources: Mapping[int, Incoming | _Here]
@@ -201,29 +229,44 @@ class NodeParts:
             parts.append(part)
         return parts
 
-    def _incoming(self, node: int, count: int, dtype: np.dtype[Any]) -> Incoming:
-        buffers = Buffers(count, dtype)
+    def _incoming(
+        self, node: int, tag: int, ranges: Sequence[slice], dtype: np.dtype[Any]
+    ) -> Incoming:
+        buffers = Buffers(ranges, dtype)
         return Incoming(
             self._agent.comm,
             self._agent.leaders[node],
-            self._agent.tag(self._number),
-            pieces_of(count, dtype.itemsize),
+            tag,
+            pieces_of(ranges, dtype.itemsize),
             lambda piece: buffers.get(piece.stop - piece.start),
         )
 
-    def _send(self, source: int, order: tuple[list[Place], int, str]) -> Steps:
-        """Send the sum of vectors of this node to another agent."""
-        places, count, name = order
-        here = _Here(self, places, count, np.dtype(name))
+    def sending(
+        self,
+        rank: int,
+        tag: int,
+        places: Sequence[Place],
+        dtype: np.dtype[Any],
+        ranges: Sequence[slice],
+    ) -> Steps:
+        """Send ranges of the sum of vectors of this node to an agent; see `collecting`.
+
+        Args:
+            rank: Of the agent.
+            tag: Of the messages.
+            places: As for `sum`.
+            dtype: Likewise.
+            ranges: As for `collecting`.
+        """
+        here = _Here(self, places, ranges, dtype)
 
         def piece(_: slice) -> Array:
             part = here.first()
             here.take()
             return part
 
-        pieces = pieces_of(count, here.itemsize)
-        tag = self._agent.tag(self._number)
-        return send_pieces(self._agent.comm, source, tag, pieces, piece)
+        pieces = pieces_of(ranges, dtype.itemsize)
+        return send_pieces(self._agent.comm, rank, tag, pieces, piece)
 
     def free(self) -> None:
         """Free the memory. Collective. Views stay valid."""
@@ -240,13 +283,13 @@ class _Here:
         self,
         parts: NodeParts,
         places: Sequence[Place],
-        count: int,
+        ranges: Sequence[slice],
         dtype: np.dtype[Any],
     ) -> None:
-        self._vectors = [parts.view(place, count, dtype) for place in places]
-        self._pieces = pieces_of(count, dtype.itemsize)
-        self._buffers = Buffers(count, dtype) if len(places) > 1 else None
-        self.itemsize = dtype.itemsize
+        end = max((each.stop for each in ranges), default=0)
+        self._vectors = [parts.view(place, end, dtype) for place in places]
+        self._pieces = pieces_of(ranges, dtype.itemsize)
+        self._buffers = Buffers(ranges, dtype) if len(places) > 1 else None
         self._first: Array | None = None
 
     def first(self) -> Array:

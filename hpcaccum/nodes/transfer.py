@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -23,17 +23,19 @@ _PIECE = 1 << 18
 _IN_FLIGHT = 4
 
 
-def pieces_of(count: int, itemsize: int) -> Iterator[slice]:
-    """Yield the pieces of a vector of ``count`` elements, none for an empty one."""
+def pieces_of(ranges: Iterable[slice], itemsize: int) -> Iterator[slice]:
+    """Yield the pieces of ranges of a vector, none for an empty range."""
     step = _PIECE // itemsize
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+    for each in ranges:
+        for start in range(each.start, each.stop, step):
+            yield slice(start, min(start + step, each.stop))
 
 
 class Buffers:
-    """A few vectors that take turns, each of the length of a piece."""
+    """A few vectors that take turns, each of the length of the longest piece."""
 
-    def __init__(self, count: int, dtype: np.dtype[Any]) -> None:
+    def __init__(self, ranges: Iterable[slice], dtype: np.dtype[Any]) -> None:
+        count = max((each.stop - each.start for each in ranges), default=0)
         longest = min(count, _PIECE // dtype.itemsize)
         self._vectors = np.empty((_IN_FLIGHT, longest), dtype)
         self._next = 0

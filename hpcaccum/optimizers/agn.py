@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Pairs
     from hpcaccum.optimizers.checks import Array, Loss
+    from hpcaccum.optimizers.servers import Servers
     from hpcaccum.server import Inbox, ParameterServer
 
 
@@ -95,7 +96,7 @@ class AGNOptimizer(OneSidedOptimizer):
         communication_period: T, at least 1.
         use_locking: Ignored.
         name: Name for messages.
-        dedicated: See `OneSidedOptimizer`.
+        dedicated, servers: See `OneSidedOptimizer`.
 
     Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
         behaviour of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
@@ -113,6 +114,7 @@ class AGNOptimizer(OneSidedOptimizer):
         name: str = "AGNOptimizer",
         *,
         dedicated: bool = False,
+        servers: Servers = None,
     ) -> None:
         if not isinstance(custom_getter, AGNCustomGetter):
             raise TypeError(
@@ -131,6 +133,7 @@ class AGNOptimizer(OneSidedOptimizer):
             comm=custom_getter.comm,
             host=custom_getter.host,
             dedicated=dedicated,
+            servers=servers,
         )
         self._getter = custom_getter
         self._period: int = self._options["communication_period"]

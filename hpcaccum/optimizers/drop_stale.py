@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer, Pairs
     from hpcaccum.optimizers.checks import Loss
+    from hpcaccum.optimizers.servers import Servers
     from hpcaccum.server import Inbox
 
 
@@ -35,7 +36,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         staleness: Largest lag accepted; -1 drops everything.
         use_locking: Ignored.
         name: Name for messages.
-        comm, host, dedicated: See `OneSidedOptimizer`.
+        comm, host, dedicated, servers: See `OneSidedOptimizer`.
 
     Source: the behaviour of ``tf.contrib.opt``'s optimizer of this name, whose check
         and update are not atomic.
@@ -51,6 +52,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         dedicated: bool = False,
+        servers: Servers = None,
     ) -> None:
         super().__init__(
             opt,
@@ -59,6 +61,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             comm=comm,
             host=host,
             dedicated=dedicated,
+            servers=servers,
         )
         # The step of the parameters in the last compute_gradients; None before it.
         self._computed_at: int | None = None

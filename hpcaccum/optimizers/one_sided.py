@@ -17,6 +17,16 @@ from hpcaccum.optimizers.checks import (
     listed,
 )
 from hpcaccum.optimizers.flat_rule import FlatRule, flat_rule
+from hpcaccum.optimizers.servers import (
+    Servers,
+    apply_at,
+    check_nodes,
+    find_slots,
+    server_ranks,
+    shared_rate,
+    spread,
+    whole_slot,
+)
 from hpcaccum.optimizers.start import signature, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper
@@ -32,6 +42,10 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.base import Pairs
     from hpcaccum.optimizers.checks import Array, Loss
     from hpcaccum.server import Inbox
+
+
+# Bytes of variables from which on "auto" takes several servers.
+_LARGE = 4 << 20
 
 
 class OneSidedOptimizer(Wrapper):
@@ -56,8 +70,14 @@ class OneSidedOptimizer(Wrapper):
             all ranks, by name.
         comm: Communicator of the ranks; COMM_WORLD by default.
         host: The rank that holds the center.
-        dedicated: Whether the host rank only serves; it then calls `serve` after
-            `initialize`. Otherwise it serves in a thread beside its own training.
+        dedicated: Whether servers only serve; they then call `serve` after
+            `initialize`. Otherwise they serve in threads beside their own training.
+        servers: The ranks that hold the center, each a part, and update it: one rank,
+            or several on different nodes, of which the first is the host. By default
+            the host alone. "auto" takes one rank of each node if the variables have
+            4 MiB or more and the inner optimizer is `elementwise`. Several share the
+            traffic, the memory and the work of updates; but each update waits for all
+            of them.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -74,17 +94,24 @@ class OneSidedOptimizer(Wrapper):
         comm: mpi4py_MPI.Comm | Group | None,
         host: int,
         dedicated: bool,
+        servers: Servers = None,
     ) -> None:
         group = Group.of(comm)
 
         def check_all() -> dict[str, Any]:
-            if dedicated and group.size == 1:
+            ranks = server_ranks(servers, host, group.size)
+            # Beside "auto": the user must know which ranks serve.
+            if dedicated and ranks is None:
+                ranks = (rank_number(host, group.size, "host"),)
+            if dedicated and ranks is not None and len(ranks) == group.size:
                 raise InvalidArgumentError(
-                    "dedicated=True needs 2 ranks, one serves and others train; got 1"
+                    f"dedicated=True needs {group.size + 1} ranks, as {len(ranks)} "
+                    f"only serve and others train; got {group.size}"
                 )
             return {
                 "optimizer": opt,
-                "host": rank_number(host, group.size, "host"),
+                "host": ranks[0] if ranks else rank_number(host, group.size, "host"),
+                "servers": ranks,
                 "dedicated": bool(dedicated),
                 **check(),
             }
@@ -92,9 +119,14 @@ class OneSidedOptimizer(Wrapper):
         super().__init__(opt, name, group, check_all)
         self._root: int = self._options["host"]
         self._dedicated: bool = self._options["dedicated"]
-        self._workers = group.size - self._dedicated
+        # None if they depend on the variables.
+        self._servers: tuple[int, ...] | None = self._options["servers"]
+        if self._servers is not None:
+            check_nodes(self._servers, group)
+        num_serving = len(self._servers or ()) * self._dedicated
+        self._workers = group.size - num_serving
         self._server: ParameterServer | None = None
-        # The center's variables, on the root.
+        # The center's variables, on a server: its part of them.
         self._center: dict[str, Variable] = {}
         self._flat: FlatRule | None = None
         # The step of this rank's variables, and the first one worth waiting for.
@@ -139,16 +171,26 @@ class OneSidedOptimizer(Wrapper):
             what=self.get_name(),
             rule=self._flat,
             finish=self._pull_all,
+            servers=self._choose_servers(variables),
+            elementwise=self.inner.elementwise,
             step=self._loaded.get("global_step", 0),
             tally=self._loaded.get("tally"),
         )
-        if self._server.is_root:
+        if self._server.is_server:
             self._serve_with(self._server)
         self._pull()
         if self._loaded:
             self._resume(self._server, self._loaded)
         # No rank may train before all have the same variables.
         self._group.allgather(None, what)
+
+    def _choose_servers(self, variables: Sequence[Variable]) -> Sequence[int]:
+        if self._servers is not None:
+            return self._servers
+        nbytes = sum(var.value.nbytes for var in variables)
+        if nbytes < _LARGE or not self.inner.elementwise:
+            return (self._root,)
+        return spread(self._root, self._group)
 
     def _serve_with(self, server: ParameterServer) -> None:
         center = self._center = {
@@ -157,12 +199,21 @@ class OneSidedOptimizer(Wrapper):
         variables = list(center.values())
         if self._flat is not None and server.slots is not None:
             self._flat.set_variables(variables, server.slots)
-        self.inner.initialize(variables)
+        # One of more servers than variables may have none.
+        if variables:
+            self.inner.initialize(variables)
 
-        def update(grads: dict[str, Array]) -> None:
-            self.inner.apply_gradients([(g, center[name]) for name, g in grads.items()])
+        def update(grads: dict[str, Array], rate: float | None) -> None:
+            pairs = [(grad, center[name]) for name, grad in grads.items()]
+            apply_at(self.inner, rate, pairs)
 
-        server.start(update)
+        slots = [(v, slot) for v in self._values for slot in self.get_slot_names()]
+        server.start(
+            update,
+            rate=lambda: shared_rate(self.inner),
+            answer=lambda wanted: find_slots(self.inner, center, wanted),
+            last_question=slots,
+        )
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return a slot of this rank's variable or, on the host rank, of the center's.
@@ -170,9 +221,14 @@ class OneSidedOptimizer(Wrapper):
         A slot of the center is a copy, taken between two updates. Use `paused` to read
         several of the same step.
         """
-        own = self.inner.get_slot(var, name)
-        if own is not None or var.name not in self._center:
+        own, server = self.inner.get_slot(var, name), self._server
+        if own is not None or server is None or not server.is_root:
             return own
+        if server.shards:
+            found = whole_slot(server.ask([(var.name, name)]), var, name)
+            return None if found is None else Variable(found[1], found[0], False)
+        if var.name not in self._center:
+            return None
         with self.paused():
             slot = self.inner.get_slot(self._center[var.name], name)
             return None if slot is None else slot.copy()
@@ -211,13 +267,13 @@ class OneSidedOptimizer(Wrapper):
         server = self._open_server()
         if server.only_serves:
             raise InvalidArgumentError(
-                f"rank {self._root} is the dedicated host of {self.get_name()} and "
-                f"does not train: call serve()"
+                f"rank {self._group.rank} is a dedicated server of {self.get_name()} "
+                f"and does not train: call serve()"
             )
         return server
 
     def serve(self) -> None:
-        """Serve until all other ranks have left; host rank of ``dedicated=True`` only.
+        """Serve until all other ranks have left; servers of ``dedicated=True`` only.
 
         On return, this rank's variables are those of the final center.
         """
@@ -397,6 +453,7 @@ class OneSidedOptimizer(Wrapper):
             self._server.free()
             if self._flat is not None:
                 self._flat.move_slots()
-            for name, var in self._center.items():
-                var._move_to(self._server.center[name])
+            if not self._server.shards:
+                for name, var in self._center.items():
+                    var._move_to(self._server.center[name])
         super()._free()

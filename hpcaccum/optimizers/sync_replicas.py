@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
+    from hpcaccum.optimizers.servers import Servers
     from hpcaccum.server import Inbox, ParameterServer
 
 
@@ -37,7 +38,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             communicator determines it.
         use_locking: Ignored.
         name: Name for messages.
-        comm, host, dedicated: See `OneSidedOptimizer`.
+        comm, host, dedicated, servers: See `OneSidedOptimizer`.
 
     Source: Chen et al., Revisiting Distributed Synchronous SGD, 2016
         (arXiv:1604.00981); the behaviour of ``tf.compat.v1.train``'s optimizer of this
@@ -55,6 +56,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         dedicated: bool = False,
+        servers: Servers = None,
     ) -> None:
         def check() -> dict[str, int | None]:
             quorum = positive_count(replicas_to_aggregate, "replicas_to_aggregate")
@@ -63,7 +65,9 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
                 total = positive_count(total, "total_num_replicas")
             return {"replicas_to_aggregate": quorum, "total_num_replicas": total}
 
-        super().__init__(opt, name, check, comm=comm, host=host, dedicated=dedicated)
+        super().__init__(
+            opt, name, check, comm=comm, host=host, dedicated=dedicated, servers=servers
+        )
         self._quorum: int = self._options["replicas_to_aggregate"]
         # Gradients of one step that each worker may contribute.
         self._share = -(-self._quorum // self._workers)

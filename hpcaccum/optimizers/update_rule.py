@@ -116,6 +116,10 @@ class Rule(Optimizer):
         self._lock = threading.Lock()
         self._scratch = _Scratch()
 
+    def _shared_rate(self) -> float | None:
+        """Return the learning rate now; None if it depends on the updates so far."""
+        return None if self._rate.takes_step else self._rate.at(lambda: 0)
+
     @property
     def learning_rate(self) -> Rate:
         """The given number or callable; may be set at any time, by any thread.
@@ -208,8 +212,15 @@ class Rule(Optimizer):
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
-        given = [(grad, var) for grad, var in pairs if grad is not None]
-        rate = self._rate.at(lambda: self._updates(given))
+        self._apply_at(None, [(grad, var) for grad, var in pairs if grad is not None])
+        count_step(global_step)
+
+    def _apply_at(
+        self, rate: float | None, given: Sequence[tuple[Array, Variable]]
+    ) -> None:
+        """Update variables at a learning rate; by default, its own."""
+        if rate is None:
+            rate = self._rate.at(lambda: self._updates(given))
         updates = [(grad, self._state(var)) for grad, var in given]
         on_device = [update for update in updates if update[1].on_device]
         if len(on_device) < len(updates):
@@ -218,7 +229,6 @@ class Rule(Optimizer):
                 self._apply(grad, state, rate)
         if on_device:
             self._apply_on_device(on_device, rate)
-        count_step(global_step)
 
     def _apply(self, grad: Array, state: State, rate: float) -> None:
         step, value = state.count(), state.variable.value
@@ -276,7 +286,7 @@ class Rule(Optimizer):
             for slot in state.slots.values():
                 slot._move_to(slot.value.copy())
 
-    def _updates(self, pairs: list[tuple[Array, Variable]]) -> int:
+    def _updates(self, pairs: Sequence[tuple[Array, Variable]]) -> int:
         """Return the largest number of earlier updates of these variables."""
         states = [self._states.get(variable) for _, variable in pairs]
         return max(state.updates if state else 0 for state in states)

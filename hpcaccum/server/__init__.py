@@ -16,6 +16,7 @@ from hpcaccum.server.inbox import Inbox
 from hpcaccum.server.parameters import Parameters
 from hpcaccum.server.quorum import QuorumInbox
 from hpcaccum.server.server import ParameterServer, ServerState
+from hpcaccum.server.shard import joined
 from hpcaccum.server.wire_format import gradients_by_name
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "QuorumInbox",
     "ServerState",
     "gradients_by_name",
+    "joined",
 ]

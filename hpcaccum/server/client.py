@@ -15,11 +15,12 @@ from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
 from hpcaccum.server.node_update import NodeUpdate
 from hpcaccum.server.parameters import Parameters
+from hpcaccum.server.sharded import ShardedParameters
 from hpcaccum.server.update_lock import UpdateLock
 from hpcaccum.server.wire_format import WireFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
@@ -42,6 +43,8 @@ class Client(Freeable):
         inbox: Makes the inbox, given the size and the dtype of a flat gradient.
         rule: Makes the updates; None if it needs whole variables.
         what: Name for messages.
+        servers: The ranks that hold parts of the center, ``root`` first, if several.
+        elementwise: Whether such a part may begin within a variable.
 
     Attributes:
         waited: Seconds that this rank has waited in `push` and `pull`.
@@ -55,18 +58,21 @@ class Client(Freeable):
         inbox: Callable[[int, np.dtype[Any]], Inbox],
         rule: ElementwiseRule | None,
         what: str,
+        servers: Sequence[int],
+        elementwise: bool,
     ) -> None:
         self._group, self._root, self._what = group, root, what
         self._wire = WireFormat(variables)
-        gradients, parameters = self._wire.gradients, self._wire.parameters
+        gradients = self._wire.gradients
         with contextlib.ExitStack() as undo:
             self._inbox = inbox(gradients.size, gradients.dtype)
             undo.callback(self._inbox.free)
-            self._parameters = Parameters(
-                group, root, parameters.size, parameters.dtype, what
-            )
+            # One of both, and the same as a copy to read from.
+            self._published: Parameters | None = None
+            self._sharded: ShardedParameters | None = None
+            self._parameters = self._make_parameters(servers, elementwise)
             undo.callback(self._parameters.free)
-            self._together = None if rule is None else self._share(rule)
+            self._together = self._share(rule)
             undo.pop_all()
         # For sums on the root.
         self._threads = group.own_cores
@@ -79,11 +85,30 @@ class Client(Freeable):
         self._transfer: Transfer | None = None
         self.waited = 0.0
 
-    def _share(self, rule: ElementwiseRule) -> NodeUpdate | None:
+    def _make_parameters(
+        self, servers: Sequence[int], elementwise: bool
+    ) -> Parameters | ShardedParameters:
+        group, layout = self._group, self._wire.parameters
+        if len(servers) > 1:
+            self._sharded = ShardedParameters(
+                group,
+                servers,
+                self._wire,
+                self._inbox.parts,
+                self._what,
+                elementwise=elementwise,
+            )
+            return self._sharded
+        self._published = Parameters(
+            group, self._root, layout.size, layout.dtype, self._what
+        )
+        return self._published
+
+    def _share(self, rule: ElementwiseRule | None) -> NodeUpdate | None:
         """Return how ranks share the work of updates, None if they cannot."""
         layout = self._wire.parameters
         alike = all(dtype == layout.dtype for dtype in self._wire.dtypes.values())
-        if not self._group.single_node or not alike:
+        if rule is None or not self._group.single_node or not alike:
             return None
         return NodeUpdate(
             self._group,
@@ -133,7 +158,8 @@ class Client(Freeable):
         )
 
     def _wait_for(self, step: int, deadline: Deadline) -> None:
-        self._check_not_paused("a pull")
+        if step > self._parameters.newest():
+            self._check_not_paused("a pull")
         wait = functools.partial(
             self._parameters.wait, step, deadline, lambda: self._missing(step)
         )

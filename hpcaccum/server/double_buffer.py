@@ -35,12 +35,17 @@ class DoubleBuffer:
     Args:
         group: Ranks of one node.
         root: The rank that publishes.
-        size, dtype: Of the vector.
+        size: Elements of the vector.
+        dtype: Of the vector.
+
+    Attributes:
+        size: Elements of the vector.
+        dtype: Of the vector.
     """
 
     def __init__(self, group: Group, root: int, size: int, dtype: Any) -> None:
-        self._size, self._dtype = size, np.dtype(dtype)
-        self._stride = -(-size * self._dtype.itemsize // 64) * 64
+        self.size, self.dtype = size, np.dtype(dtype)
+        self._stride = -(-size * self.dtype.itemsize // 64) * 64
         self._is_root = group.rank == root
         with contextlib.ExitStack() as undo:
             self._words = AtomicWords(group, root, 3)
@@ -88,8 +93,8 @@ class DoubleBuffer:
 
     def copy(self, copy: int) -> Array:
         """Return the memory of a copy, 0 or 1."""
-        begin, nbytes = copy * self._stride, self._size * self._dtype.itemsize
-        return self._memory[begin : begin + nbytes].view(self._dtype)
+        begin, nbytes = copy * self._stride, self.size * self.dtype.itemsize
+        return self._memory[begin : begin + nbytes].view(self.dtype)
 
     def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
         """Let ``use`` copy from the newest version; return its step.

@@ -8,7 +8,6 @@ is sent is always the newest, never twice the same, and only where it is awaited
 from __future__ import annotations
 
 import contextlib
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from hpcaccum.mpi import AtomicWords
 from hpcaccum.nodes import Agent, Incoming, pieces_of, send_pieces
 from hpcaccum.server.double_buffer import DoubleBuffer
+from hpcaccum.server.node_copy import NodeCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ class _Snapshot:
     users: int = 0
 
 
-class Parameters:
+class Parameters(NodeCopy):
     """A flat vector of the rank ``root``, with a step that increases. Collective.
 
     Args:
@@ -48,9 +48,6 @@ class Parameters:
         root: The rank that publishes.
         size, dtype: Of the vector.
         what: Name for messages.
-
-    Attributes:
-        copies: Those of this node.
     """
 
     def __init__(
@@ -62,8 +59,7 @@ class Parameters:
         inside = group if single else group.inside
         ranks = range(group.size) if single else group.nodes[group.node_number]
         self._is_here = root in ranks
-        # On the root, where another thread may publish.
-        self._is_root, self._published = group.rank == root, threading.Condition()
+        writer = root if self._is_here else group.nodes[group.node_number][0]
         place = ranks.index(root) if self._is_here else 0
         # On the leader of the publisher's node: what is being sent, to which ranks, and
         # the last step sent to each.
@@ -76,7 +72,8 @@ class Parameters:
         # Whether no step will be published any more.
         self._closing = False
         with contextlib.ExitStack() as undo:
-            self.copies = DoubleBuffer(inside, place, size, dtype)
+            copies = DoubleBuffer(inside, place, size, dtype)
+            super().__init__(copies, written_here=group.rank == writer)
             undo.callback(self.copies.free)
             self._agent = None if single else self._join(group, root)
             undo.pop_all()
@@ -87,19 +84,6 @@ class Parameters:
         agent = Agent.of(group)
         self._number = agent.add(self)
         return agent
-
-    def pin(self) -> None:
-        """Pin the memory that `read` passes on."""
-        self.copies.pin()
-
-    @property
-    def window_bytes(self) -> int:
-        """Memory of this rank that holds copies."""
-        return self.copies.window_bytes
-
-    def version(self) -> int:
-        """Return the step that this node has; a load. -1 before the first one."""
-        return self.copies.version()
 
     def newest(self) -> int:
         """Return the step that the root has published; across nodes a round trip."""
@@ -116,9 +100,7 @@ class Parameters:
         if self._agent is not None:
             # First: no rank may have a step before `newest` returns it.
             self._words.write(0, step)
-        self.copies.complete(step)
-        with self._published:
-            self._published.notify_all()
+        self.complete(step)
 
     def wait(
         self,
@@ -127,39 +109,11 @@ class Parameters:
         missing: Callable[[], str],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until this node has a step, or a newer one.
-
-        Args:
-            step: The step.
-            deadline: Of the call.
-            missing: Returns what the step waits for, while it is not published; called
-                for messages only.
-            meanwhile: Called again and again during the wait, except on the root.
-
-        Raises:
-            WaitTimeoutError: If it does not come in time.
-        """
+        """Wait until this node has a step, or a newer one; see `NodeCopy`."""
         if self._agent is not None and not self._is_here:
             # The agent asks the root's, which answers when the step is published.
             self._agent.request(self._agent.node, self._number, "fetch", step)
-        if self._is_root:
-            # One that polls would take the interpreter from the thread that publishes.
-            deadline.block(lambda seconds: self._notified(step, seconds), missing)
-            return
-
-        def ready() -> bool | None:
-            if self.version() >= step:
-                return True
-            meanwhile()
-            return None
-
-        deadline.wait(ready, lambda: self._under_way(step) or missing())
-
-    def _notified(self, step: int, seconds: float) -> bool | None:
-        """Wait until this rank has published a step; None if it has not in time."""
-        with self._published:
-            reached = self._published.wait_for(lambda: self.version() >= step, seconds)
-        return reached or None
+        super().wait(step, deadline, missing, meanwhile)
 
     def _under_way(self, step: int) -> str | None:
         """Return which agents move a step; None if it is not published."""
@@ -168,10 +122,6 @@ class Parameters:
             return None
         source, here = agent.describe([self._source]), agent.describe([agent.node])
         return f"step {step}, on its way from {source} to {here}"
-
-    def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
-        """Let ``use`` copy the newest step of this node; see `DoubleBuffer.read`."""
-        return self.copies.read(use, deadline)
 
     # The agent
 
@@ -212,14 +162,14 @@ class Parameters:
             self._asked.discard(~step)
             return
         vector = self.copies.begin(step)
-        pieces = pieces_of(self._size, self._dtype.itemsize)
+        pieces = pieces_of([slice(0, self._size)], self._dtype.itemsize)
         incoming = Incoming(comm, source, tag, pieces, vector.__getitem__)
         while not incoming.complete:
             if incoming.first() is None:
                 yield False
             else:
                 incoming.take()
-        self.copies.complete(step)
+        self.complete(step)
         self._asked = {each for each in self._asked if each > step}
 
     def _send(self, rank: int, wanted: int) -> Steps:
@@ -246,7 +196,7 @@ class Parameters:
         header = np.array([snapshot.step])
         request = comm.Isend(header, rank, tag)
         if snapshot.step >= 0:
-            pieces = pieces_of(self._size, self._dtype.itemsize)
+            pieces = pieces_of([slice(0, self._size)], self._dtype.itemsize)
             yield from send_pieces(comm, rank, tag, pieces, snapshot.vector.__getitem__)
         while not request.Test():
             yield False

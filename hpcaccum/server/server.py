@@ -14,15 +14,19 @@ from hpcaccum.device import to_host
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 from hpcaccum.mpi import MPI
 from hpcaccum.server.client import Client
+from hpcaccum.server.order_loop import OrderLoop
+from hpcaccum.server.shard_loop import ShardLoop
 from hpcaccum.server.update_loop import UpdateLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from hpcaccum.mpi import Group
+    from hpcaccum.server.background import Background
     from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.node_update import ElementwiseRule
-    from hpcaccum.server.update_loop import Update
+    from hpcaccum.server.sharded import ShardedParameters
+    from hpcaccum.server.update_loop import Loop, Update
 
 Array = np.ndarray[Any, Any]
 
@@ -52,20 +56,24 @@ class ParameterServer(Client):
 
     Args:
         group: The ranks.
-        root: The rank that holds the center and runs the updates.
+        root: The rank that holds the center and runs the updates; if there are several,
+            the one that decides what makes each update.
         initial: Name to array, the same names and shapes on all ranks; the center
             starts with the root's.
         inbox: Makes the inbox, given the size and the dtype of a flat gradient.
-        dedicated: Whether the root only serves; it must then call `serve`.
+        dedicated: Whether the servers only serve; they must then call `serve`.
         what: Name for messages.
         rule: Makes the updates of all variables if they are alike; equal on all ranks.
         finish: Called by `free` on every rank, after the last update, while pulls are
             still possible.
+        servers: The ranks that hold parts of the center and update them, each on
+            another node, ``root`` first; by default ``root`` alone.
+        elementwise: Whether such a part may begin within a variable.
         step, tally: Where an earlier server ended (`ServerState`), to continue from it;
             the same on all ranks.
 
     Attributes:
-        center: Name to array, on the root; empty on other ranks.
+        center: Name to array, on a server: what it holds; empty on other ranks.
         slots: For each slot of the rule, name to array, likewise; None if the rule is
             not used, because variables have several dtypes or ranks several nodes.
 
@@ -86,6 +94,8 @@ class ParameterServer(Client):
         what: str,
         rule: ElementwiseRule | None = None,
         finish: Callable[[], None] = lambda: None,
+        servers: Sequence[int] = (),
+        elementwise: bool = False,
         step: int = 0,
         tally: Tally | None = None,
     ) -> None:
@@ -95,26 +105,56 @@ class ParameterServer(Client):
             # Between nodes agents check it, also for a root that is dedicated.
             if not dedicated and one_node:
                 _check_threads()
+            if len(servers) > 1 and group.rank in servers:
+                _check_threads()
             if step < 0:
                 raise InvalidArgumentError(f"step must be at least 0, got {step}")
             return {"step": step, "tally": tally}
 
         group.agree(what, check)
         self._final: ServerState | None = None
-        super().__init__(group, root, initial, inbox, rule, what)
+        self._servers = tuple(servers) or (root,)
+        super().__init__(
+            group, root, initial, inbox, rule, what, self._servers, elementwise
+        )
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
-        self._loop: UpdateLoop | None = None
+        # On the root, one of the first two; on each of several servers, the third.
+        self._updates: UpdateLoop | None = None
+        self._orders: OrderLoop | None = None
+        self._shard: ShardLoop | None = None
         self.center: dict[str, Array] = {}
         self.slots: dict[str, dict[str, Array]] | None = None
-        if self.is_root:
+        if self._sharded is not None:
+            self._make_shard(self._sharded, initial)
+        elif self.is_root:
             self._make_center(initial)
-            self._loop = self._make_loop()
-            self._loop.set_step(step)
+            self._updates = self._make_updates()
+        if loop := self._loop:
+            loop.set_step(step)
             group.progress.start()
         self._register(group, what)
         # No rank pulls before the center is published, and has come to all nodes.
         group.allgather(None, what)
         self._wait_for(step, Deadline(None, f"{what}: first parameters"))
+
+    def _make_shard(
+        self, sharded: ShardedParameters, initial: Mapping[str, Array]
+    ) -> None:
+        """Make what several servers need, with the root's parameters."""
+
+        def fill(flat: Array) -> None:
+            arrays = {name: to_host(array) for name, array in initial.items()}
+            self._wire.write_parameters(arrays, flat)
+
+        sharded.scatter(fill)
+        if self.is_server:
+            assert sharded.server is not None
+            self._shard = ShardLoop(sharded, sharded.server, self._what)
+            self.center = self._shard.center
+        if self.is_root:
+            self._orders = OrderLoop(
+                self._inbox, sharded, self._update_lock, self._what
+            )
 
     def _make_center(self, initial: Mapping[str, Array]) -> None:
         if self._together is None:
@@ -124,11 +164,12 @@ class ParameterServer(Client):
         for name, array in initial.items():
             np.copyto(self.center[name], to_host(array))
 
-    def _make_loop(self) -> UpdateLoop:
+    def _make_updates(self) -> UpdateLoop:
+        assert self._published is not None
         return UpdateLoop(
             self.center,
             self._inbox,
-            self._parameters,
+            self._published,
             self._wire,
             self._together,
             self._update_lock,
@@ -137,34 +178,87 @@ class ParameterServer(Client):
         )
 
     @property
+    def _loop(self) -> Loop | None:
+        """The loop of the root."""
+        return self._updates or self._orders
+
+    @property
     def is_root(self) -> bool:
-        """Whether this rank holds the center."""
+        """Whether this rank decides what makes each update."""
         return self._group.rank == self._root
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank holds the center, or a part of it."""
+        return self._group.rank in self._servers
+
+    @property
+    def shards(self) -> bool:
+        """Whether several servers hold parts of the center."""
+        return len(self._servers) > 1
 
     @property
     def only_serves(self) -> bool:
         """Whether this rank serves and does not train."""
-        return self._dedicated and self.is_root
+        return self._dedicated and self.is_server
 
-    def start(self, update: Update) -> None:
-        """Begin to serve, in a thread unless the root is dedicated; the root only.
+    def start(
+        self,
+        update: Update,
+        rate: Callable[[], float | None] = lambda: None,
+        answer: Callable[[Any], Any] = lambda _: None,
+        last_question: Any = None,
+    ) -> None:
+        """Begin to serve, in threads unless servers are dedicated; servers only.
 
         Args:
             update: Gets the gradients by name, without those that no rank submitted;
-                changes the arrays in `center`.
+                changes the arrays in `center`. One of several servers gets the result
+                of ``rate``, too.
+            rate: Returns the learning rate of the next update, called on the root of
+                several servers; None if each of them finds it.
+            answer: Answers a question that the root asks all of several servers.
+            last_question: The question after the last update.
         """
-        assert self._loop is not None
-        self._loop.update = update
-        if not self._dedicated:
-            self._loop.start_thread()
+        if self._updates is not None:
+            self._updates.update = update
+        if self._orders is not None:
+            self._orders.rate, self._orders.last_question = rate, last_question
+        if self._shard is not None:
+            self._shard.update, self._shard.answer = update, answer
+        for loop in self._loops():
+            if not self._dedicated:
+                loop.start_thread()
+
+    def _loops(self) -> list[Background]:
+        return [loop for loop in (self._loop, self._shard) if loop is not None]
 
     def serve(self) -> None:
-        """Serve until all other ranks have left; a dedicated root only."""
-        if self._loop is None or not self._dedicated:
+        """Serve until all other ranks have left; a dedicated server only."""
+        if not self.only_serves:
             raise InvalidArgumentError(
-                f"{self._what}: serve() is for the host of dedicated=True"
+                f"{self._what}: serve() is for the servers of dedicated=True"
             )
-        self._loop.run()
+        # The root of several servers is one of them.
+        first, *others = self._loops()
+        for loop in others:
+            loop.start_thread()
+        first.run()
+
+    def ask(self, question: Any) -> list[Any]:
+        """Return the answers of several servers, all of one step; the root only.
+
+        After `free`, those to the last question.
+
+        Raises:
+            InvalidArgumentError, WaitTimeoutError: See `paused`.
+        """
+        assert self._sharded is not None
+        if self._orders is not None and self._orders.last_answers is not None:
+            return self._orders.last_answers
+        with self.paused():
+            deadline = Deadline(None, f"{self._what}: servers")
+            return self._sharded.ask(question, deadline)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[int]:
@@ -192,7 +286,9 @@ class ParameterServer(Client):
         """
         if self._final is None:
             with self.paused() as step:
-                return ServerState(step, self.tally(), _copies(self.center))
+                names = list(self._wire.parameters)
+                center = dict(zip(names, self.read(names), strict=True))
+                return ServerState(step, self.tally(), center)
         return self._final._replace(center=_copies(self._final.center))
 
     # What can be asked after `free` too
@@ -237,19 +333,22 @@ class ParameterServer(Client):
         # From now on nothing reads the shared memory.
         self._final = ServerState(self.step, self.tally(), center)
         self.center, self.slots = center, None
+        if self._updates is not None:
+            self._updates.center = center
         if self._loop is not None:
-            self._loop.center = center
             self._group.progress.stop()
         super()._free()
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""
-        failure = None
-        if self._loop is not None:
-            try:
-                self._loop.join(Deadline(None, call))
-            except WaitTimeoutError as error:
-                failure = error
+        failure, deadline = None, Deadline(None, call)
+        try:
+            if self._loop is not None:
+                self._loop.end(deadline)
+            if self._shard is not None:
+                self._shard.join(deadline, lambda: "the last updates of this server")
+        except WaitTimeoutError as error:
+            failure = error
         self._group.raise_together(call, failure)
 
 

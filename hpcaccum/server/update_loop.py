@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import EverybodyLeftError
-from hpcaccum.mpi import report_and_abort
+from hpcaccum.server.background import Background
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,13 +24,65 @@ if TYPE_CHECKING:
     from hpcaccum.server.update_lock import UpdateLock
     from hpcaccum.server.wire_format import WireFormat
 
-    Update = Callable[[dict[str, "Array"]], None]
+    # Gets gradients by name and a learning rate, or None for the optimizer's own.
+    Update = Callable[[dict[str, "Array"], float | None], None]
 
 Array = np.ndarray[Any, Any]
 
 
-class UpdateLoop:
-    """Takes gradients, updates the center, publishes it; on the root only.
+class Loop(Background):
+    """Takes gradients and makes an update of each batch; on the root only.
+
+    Args:
+        inbox: Where gradients come from.
+        lock: Held during each update.
+        what: Name for messages.
+    """
+
+    def __init__(self, inbox: Inbox, lock: UpdateLock, what: str) -> None:
+        self._inbox, self._lock, self._what = inbox, lock, what
+
+    def made(self) -> int:
+        """Return the step that the center has."""
+        raise NotImplementedError
+
+    def set_step(self, step: int) -> None:
+        """Publish the center as that of a step, before any rank pushes or pulls."""
+        self._inbox.start(step)
+
+    def run(self) -> None:
+        """Make updates until all ranks have left."""
+        with contextlib.suppress(EverybodyLeftError):
+            for step in itertools.count(self.made()):
+                # Those who wait for an update have a limit; an idle server has none.
+                deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
+                use = functools.partial(self._make_in_turn, step + 1, deadline)
+                self._inbox.next(step, deadline, use)
+
+    def _make_in_turn(self, step: int, deadline: Deadline, batch: Batch) -> None:
+        with self._lock:
+            self._make_step(step, deadline, batch)
+
+    def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
+        """Update the center with a batch of gradients, and publish it."""
+        raise NotImplementedError
+
+    def end(self, deadline: Deadline) -> None:
+        """Wait until the thread has ended; all ranks have left by now.
+
+        Raises:
+            WaitTimeoutError: If its last updates take too long.
+        """
+        self.join(deadline, self._unfinished)
+
+    def _unfinished(self) -> str:
+        step = self.made()
+        lacks = self._inbox.awaited(step) or "the update itself"
+        return f"the last updates of this rank, at step {step}, which waits for {lacks}"
+
+
+class UpdateLoop(Loop):
+    """Updates the whole center on this rank.
 
     Args:
         center: Name to array, which the updates change.
@@ -54,54 +105,30 @@ class UpdateLoop:
         threads: int,
         what: str,
     ) -> None:
+        super().__init__(inbox, lock, what)
         self.center = center
         self.update: Update | None = None
-        self._inbox, self._parameters, self._wire = inbox, parameters, wire
-        self._together, self._lock, self._threads = together, lock, threads
-        self._what = what
+        self._parameters, self._wire = parameters, wire
+        self._together, self._threads = together, threads
         # The memory of each sum, allocated once.
         self._sum: Array | None = None
-        self._thread: threading.Thread | None = None
+
+    def made(self) -> int:
+        """Return the step that is published."""
+        return self._parameters.version()
 
     def set_step(self, step: int) -> None:
-        """Publish the center as that of a step, before any rank pushes or pulls."""
-        self._inbox.start(step)
+        """Publish the center as that of a step."""
+        super().set_step(step)
         self._parameters.publish(self._fill, step)
 
-    def start_thread(self) -> None:
-        """Run the loop in a thread."""
-        self._thread = threading.Thread(target=self._run_or_abort, daemon=True)
-        self._thread.start()
-
-    def _run_or_abort(self) -> None:
-        try:
-            self.run()
-        except BaseException:
-            # Without this thread every rank would wait for its update.
-            report_and_abort(*sys.exc_info())
-
-    def run(self) -> None:
-        """Make updates until all ranks have left."""
-        assert self.update is not None
-        try:
-            for step in itertools.count(self._parameters.version()):
-                # Those who wait for an update have a limit; an idle server has none.
-                deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
-                use = functools.partial(self._make_step, step + 1, deadline)
-                self._inbox.next(step, deadline, use)
-        except EverybodyLeftError:
-            return
-
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
-        """Update the center with a batch of gradients, and publish it."""
-
         def fill(flat: Array) -> None:
             if not self._update_together(batch, flat, deadline):
                 self._update_alone(batch, deadline)
                 self._fill(flat)
 
-        with self._lock:
-            self._parameters.publish(fill, step)
+        self._parameters.publish(fill, step)
 
     def _update_together(self, batch: Batch, flat: Array, deadline: Deadline) -> bool:
         """Update the center and write it to a vector, if all ranks can help."""
@@ -117,7 +144,7 @@ class UpdateLoop:
         if not batch.places:
             return
         if grads := self._wire.read_gradients(self._total(batch, deadline)):
-            self.update(grads)
+            self.update(grads, None)
 
     def _total(self, batch: Batch, deadline: Deadline) -> Array:
         """Return the sum of the gradients of a batch, which may be changed."""
@@ -135,22 +162,3 @@ class UpdateLoop:
 
     def _fill(self, flat: Array) -> None:
         self._wire.write_parameters(self.center, flat)
-
-    def join(self, deadline: Deadline) -> None:
-        """Wait until the thread has ended; all ranks have left by now.
-
-        Raises:
-            WaitTimeoutError: If its last updates take too long.
-        """
-        if self._thread is not None:
-            deadline.block(self._has_ended, self._unfinished)
-
-    def _has_ended(self, seconds: float) -> bool | None:
-        assert self._thread is not None
-        self._thread.join(seconds)
-        return None if self._thread.is_alive() else True
-
-    def _unfinished(self) -> str:
-        step = self._parameters.version()
-        lacks = self._inbox.awaited(step) or "the update itself"
-        return f"the last updates of this rank, at step {step}, which waits for {lacks}"

@@ -42,6 +42,11 @@ class WireFormat:
         self.gradients = Layout(shapes, self.parameters.dtype)
         self.dtypes = {name: array.dtype for name, array in variables.items()}
 
+    @property
+    def present(self) -> slice:
+        """The place of the numbers in a vector of gradients."""
+        return self.gradients.place(_PRESENT)
+
     def gradient_views(self, flat: Array) -> tuple[dict[str, Array], Array]:
         """Return the place of each gradient in a vector, and that of the numbers."""
         views = self.gradients.views(flat)
@@ -76,7 +81,7 @@ class WireFormat:
 
     def is_complete(self, batch: Batch) -> bool:
         """Whether every vector of a batch on this node has all gradients."""
-        present = self.gradients.place(_PRESENT)
+        present = self.present
         numbers = [view[present] for view in batch.views(present.stop)]
         # A vector may be the sum of several.
         return bool(numbers) and bool(np.all(sum(numbers) == batch.divisor))
@@ -88,12 +93,7 @@ class WireFormat:
         lack is changed, in place, to the mean over those that have it.
         """
         views, present = self.gradient_views(flat)
-        for name, share in zip(list(views), present, strict=True):
-            if share == 0:
-                del views[name]
-            elif share != 1:
-                views[name] /= share
-        return views
+        return present_gradients(views, present)
 
     def write_parameters(self, center: Mapping[str, Array], flat: Array) -> None:
         """Copy parameters to a vector."""
@@ -105,6 +105,24 @@ class WireFormat:
         views = self.parameters.views(flat)
         for name, array in into.items():
             copyto(array, views[name])
+
+
+def present_gradients(
+    views: Mapping[str, Array], shares: Sequence[float] | Array
+) -> dict[str, Array]:
+    """Return the gradients that are present; see `WireFormat.read_gradients`.
+
+    Args:
+        views: Name to gradient, which may be changed.
+        shares: For each, the share of the vectors that have it.
+    """
+    found = {}
+    for (name, view), share in zip(views.items(), shares, strict=True):
+        if share not in (0, 1):
+            view /= share
+        if share != 0:
+            found[name] = view
+    return found
 
 
 def _copy_gradients(

@@ -57,7 +57,9 @@ def start(
         **options,
     )
 
-    def update(grads: dict[str, np.ndarray[Any, Any]]) -> None:
+    def update(
+        grads: dict[str, np.ndarray[Any, Any]], rate: float | None = None
+    ) -> None:
         for name, grad in grads.items():
             server.center[name] -= grad
 

@@ -1,0 +1,127 @@
+"""The ranks that hold the center of a one-sided optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcaccum.arguments import rank_number
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import MPI
+from hpcaccum.optimizers.update_rule import Rule
+from hpcaccum.server import joined
+
+if TYPE_CHECKING:
+    from hpcaccum.mpi import Group
+    from hpcaccum.optimizers.base import Optimizer
+    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.optimizers.variable import Variable
+
+# What `servers=` accepts.
+Servers = str | int | Sequence[int] | None
+
+AUTO = "auto"
+# A slot of a variable: the names of both.
+Slot = tuple[str, str]
+
+
+def server_ranks(servers: Any, host: Any, size: int) -> tuple[int, ...] | None:
+    """Return the ranks that hold the center, the host first; None for "auto".
+
+    Args:
+        servers: "auto", a rank, or ranks; None for the host alone.
+        host: The host, 0 if the user named none.
+        size: Number of ranks.
+
+    Raises:
+        InvalidArgumentError, TypeError: If they are no ranks, or the first of them is
+            not the host that the user named.
+    """
+    host = rank_number(host, size, "host")
+    if servers is None:
+        return (host,)
+    if isinstance(servers, str):
+        if servers != AUTO:
+            raise InvalidArgumentError(
+                f"servers must be {AUTO!r}, a rank or several ranks, got {servers!r}"
+            )
+        return None
+    listed = list(servers) if isinstance(servers, Iterable) else [servers]
+    ranks = tuple(rank_number(each, size, "servers") for each in listed)
+    if not ranks or len(set(ranks)) < len(ranks):
+        raise InvalidArgumentError(
+            f"servers must be at least one rank, each named once, got {servers!r}"
+        )
+    if host not in (0, ranks[0]):
+        raise InvalidArgumentError(
+            f"the first of servers is the host: got servers={servers!r} and host={host}"
+        )
+    return ranks
+
+
+def check_nodes(servers: Sequence[int], group: Group) -> None:
+    """Check that several servers are on different nodes. Collective.
+
+    Raises:
+        InvalidArgumentError: On every rank, if two share a node.
+    """
+    if len(servers) == 1:
+        return
+    for ranks in group.nodes:
+        if len(shared := [rank for rank in servers if rank in ranks]) > 1:
+            raise InvalidArgumentError(
+                f"servers must be on different nodes: ranks {shared[0]} and "
+                f"{shared[1]} share node {_name(group, shared[0])}"
+            )
+
+
+def _name(group: Group, rank: int) -> str:
+    # Collective; all ranks find the same pair.
+    return group.allgather(MPI.Get_processor_name(), "servers")[rank]
+
+
+def spread(host: int, group: Group) -> tuple[int, ...]:
+    """Return the host and the first rank of each other node. Collective."""
+    others = [ranks[0] for ranks in group.nodes if host not in ranks]
+    return (host, *others)
+
+
+def apply_at(
+    optimizer: Optimizer, rate: float | None, pairs: list[tuple[Array, Variable]]
+) -> None:
+    """Apply gradients at the learning rate of another rank, if there is one."""
+    if rate is not None and isinstance(optimizer, Rule):
+        optimizer._apply_at(rate, pairs)
+    else:
+        optimizer.apply_gradients(pairs)
+
+
+def shared_rate(optimizer: Optimizer) -> float | None:
+    """Return the learning rate for all servers; None if each of them finds it."""
+    if isinstance(optimizer, Rule) and optimizer.elementwise:
+        return optimizer._shared_rate()
+    return None
+
+
+def find_slots(
+    optimizer: Optimizer, center: Mapping[str, Variable], wanted: Iterable[Slot]
+) -> dict[Slot, tuple[str, Array]]:
+    """Return the name and the value of each slot of the center that there is."""
+    found = {}
+    for variable, name in wanted:
+        if variable in center:
+            slot = optimizer.get_slot(center[variable], name)
+            if slot is not None:
+                found[variable, name] = slot.name, slot.value
+    return found
+
+
+def whole_slot(
+    answers: Sequence[Mapping[Slot, tuple[str, Array]]], var: Variable, name: str
+) -> tuple[str, Array] | None:
+    """Return the name and the value of a slot, of which servers have parts."""
+    found = [answer.get((var.name, name)) for answer in answers]
+    value = joined([None if each is None else each[1] for each in found], var.shape)
+    if value is None:
+        return None
+    return next(each[0] for each in found if each is not None), value

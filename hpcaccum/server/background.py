@@ -1,0 +1,45 @@
+"""A loop of a server, in a thread of its own or in that of the caller."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from hpcaccum.mpi import report_and_abort
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.deadline import Deadline
+
+
+class Background:
+    """The base of loops; they differ in `run`."""
+
+    _thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Run the loop until its work is done."""
+        raise NotImplementedError
+
+    def start_thread(self) -> None:
+        """Run the loop in a thread."""
+        self._thread = threading.Thread(target=self._run_or_abort, daemon=True)
+        self._thread.start()
+
+    def _run_or_abort(self) -> None:
+        try:
+            self.run()
+        except BaseException:
+            # Without this thread every rank would wait for its update.
+            report_and_abort(*sys.exc_info())
+
+    def join(self, deadline: Deadline, missing: Callable[[], str]) -> None:
+        """Wait until the thread has ended, if there is one.
+
+        Raises:
+            WaitTimeoutError: If it takes too long.
+        """
+        if self._thread is not None:
+            deadline.join(self._thread, missing)

@@ -1,0 +1,117 @@
+"""Parameters as the ranks of one node read them."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.server.double_buffer import DoubleBuffer
+
+Array = np.ndarray[Any, Any]
+
+
+class NodeCopy:
+    """Parameters as the ranks of a node read them.
+
+    Args:
+        copies: Those of this node.
+        written_here: Whether a thread of this rank writes them.
+
+    Attributes:
+        copies: Those of this node.
+        changed: Notified by this thread, after what others of this rank wait for.
+    """
+
+    def __init__(self, copies: DoubleBuffer, *, written_here: bool) -> None:
+        self.copies = copies
+        self.changed = threading.Condition()
+        self._written_here = written_here
+
+    def pin(self) -> None:
+        """Pin the memory that `read` passes on."""
+        self.copies.pin()
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of this rank that holds copies."""
+        return self.copies.window_bytes
+
+    def version(self) -> int:
+        """Return the step that this node has; a load. -1 before the first one."""
+        return self.copies.version()
+
+    def newest(self) -> int:
+        """Return the newest step that a rank may have; across nodes a round trip."""
+        raise NotImplementedError
+
+    def wait(
+        self,
+        step: int,
+        deadline: Deadline,
+        missing: Callable[[], str],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait until this node has a step, or a newer one.
+
+        Args:
+            step: The step.
+            deadline: Of the call.
+            missing: Returns what the step waits for, while it is not published; called
+                for messages only.
+            meanwhile: Called again and again during the wait, except on the rank that
+                writes the copies.
+
+        Raises:
+            WaitTimeoutError: If it does not come in time.
+        """
+        self._until(
+            lambda: self.version() >= step,
+            deadline,
+            lambda: self._under_way(step) or missing(),
+            meanwhile,
+        )
+
+    def complete(self, step: int) -> None:
+        """Publish to this node what `copies.begin` returned the memory for."""
+        self.copies.complete(step)
+        with self.changed:
+            self.changed.notify_all()
+
+    def _until(
+        self,
+        fact: Callable[[], bool],
+        deadline: Deadline,
+        missing: Callable[[], str],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait until something is true that the thread brings about."""
+
+        def notified(seconds: float) -> bool | None:
+            with self.changed:
+                return self.changed.wait_for(fact, seconds) or None
+
+        def found() -> bool | None:
+            if fact():
+                return True
+            meanwhile()
+            return None
+
+        if self._written_here:
+            # One that polls would take the interpreter from that thread.
+            deadline.block(notified, missing)
+        else:
+            deadline.wait(found, missing)
+
+    def _under_way(self, step: int) -> str | None:
+        """Return which agents move a step; None if it is not published."""
+        raise NotImplementedError
+
+    def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
+        """Let ``use`` copy the newest step of this node; see `DoubleBuffer.read`."""
+        return self.copies.read(use, deadline)

@@ -1,0 +1,368 @@
+"""The agents of a center in parts: they carry orders, gradients and parameters.
+
+The host decides which gradients make each update, and its agent tells the other agents:
+an order. The agent of a node adds the gradients of its ranks and sends each server its
+part of the sum. The agent of a server adds these sums, and the server updates its part.
+An order also lists the nodes that wait for the new parameters, and every server sends
+them its part. Servers carry out orders one after the other, so all parts that a node
+gets are of one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.nodes import Incoming, pieces_of, send_pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hpcaccum.mpi import AtomicWords
+    from hpcaccum.nodes import Agent, NodeParts, Place, Steps
+    from hpcaccum.server.node_copy import NodeCopy
+    from hpcaccum.server.shard import Shard
+
+Array = np.ndarray[Any, Any]
+
+# Words of a node. Of a server: the number of its newest order, of the last that it has
+# carried out, what it is, and its learning rate as bits. Then, on the host's node, the
+# last step of each server.
+ORDER, DONE, KIND, RATE, MADE = range(5)
+# Words of the host: the newest step that was ordered; again the last of each server,
+# for messages of all ranks.
+NEWEST = 0
+# What an order asks a server for.
+UPDATE, NO_UPDATE, ANSWER, END = range(4)
+# Channels of messages: gradients, parameters, questions to servers, answers.
+GRADIENTS, PARAMETERS, QUESTIONS, ANSWERS = range(4)
+# Requests that may follow from one of a rank: of parameters, to the host's agent, and
+# from there to all.
+DEPTH = 3
+
+
+@dataclass
+class Server:
+    """The server of a node, in memory of the node.
+
+    Attributes:
+        number: Its place among the servers.
+        shard: Its part of the center.
+        part: The parameters of this part.
+        gradients: The gradients of its next update.
+    """
+
+    number: int
+    shard: Shard
+    part: Array
+    gradients: Array
+
+
+@dataclass
+class _Snapshot:
+    """A copy of a part, which agents send while the server goes on."""
+
+    vector: Array
+    users: int = 0
+
+
+class OrderAgent:
+    """The service of one node's agent.
+
+    Args:
+        agent: Runs it.
+        nodes: Of the servers; the first is the host's.
+        shards: Of the servers.
+        server: That of this node, if it has one.
+        parts: Where gradients lie.
+        node_copy: Where ranks of this node read the parameters.
+        words: Of this node.
+        steps: Of the host.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        nodes: Sequence[int],
+        shards: Sequence[Shard],
+        server: Server | None,
+        parts: NodeParts,
+        node_copy: NodeCopy,
+        words: AtomicWords,
+        steps: AtomicWords,
+    ) -> None:
+        self._agent, self._nodes, self._shards = agent, nodes, shards
+        self._server, self._parts = server, parts
+        self._node_copy, self._copies = node_copy, node_copy.copies
+        self._words, self._steps = words, steps
+        # Of a server: orders that wait for their turn, whether one is carried out, the
+        # number of the last one that the server has got, and snapshots.
+        self._orders: deque[Steps] = deque()
+        self._obeying, self._given = False, 0
+        self._snapshots: list[_Snapshot] = []
+        # Of the host: the step that was ordered last, the least step that each node
+        # waits for, and the last step sent to each.
+        self._ordered = -1
+        self._wants: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
+        # Of every node: the steps for which its ranks wait, the one that it has asked
+        # for, steps on their way, and the part of its own server of each of these.
+        self._waiting: set[int] = set()
+        self._wanted: int | None = None
+        self._coming: deque[int] = deque()
+        self._receiving = False
+        self._own: dict[int, _Snapshot] = {}
+        self.number = agent.add(self)
+
+    def tag(self, channel: int) -> int:
+        """Return the tag of a channel."""
+        return self._agent.tag(self.number, channel)
+
+    def _write(self, word: int, value: int) -> None:
+        """Set a word that a rank of this node waits for."""
+        with self._node_copy.changed:
+            self._words.write(word, value)
+            self._node_copy.changed.notify_all()
+
+    def handle(self, source: int, kind: str, *request: Any) -> Steps:
+        """Begin to carry out a request."""
+        getattr(self, f"_do_{kind}")(*request)
+        return iter(())
+
+    def _tell(self, nodes: Iterable[int], *request: Any) -> None:
+        for node in nodes:
+            self._agent.request(node, self.number, *request)
+
+    # The host's agent
+
+    def _do_begin(self, step: int) -> None:
+        self._ordered = step
+        # Of agents whose messages came before this one.
+        for node, wanted in list(self._wants.items()):
+            self._do_want(node, wanted)
+
+    def _do_order(
+        self,
+        step: int,
+        places: list[Place],
+        divisor: int,
+        rate: float | None,
+        awaited: bool,
+    ) -> None:
+        """Tell all nodes concerned to make a step."""
+        self._ordered = step
+        givers = set(self._parts.by_node(places))
+        ready = {node for node, wanted in self._wants.items() if wanted <= step}
+        if awaited:
+            # They need not ask.
+            ready |= givers
+        for node in ready:
+            self._wants.pop(node, None)
+            self._sent[node] = step
+        order = step, places, divisor, rate, sorted(ready)
+        self._tell(givers.union(ready, self._nodes), "step", *order)
+
+    def _do_want(self, node: int, step: int) -> None:
+        """Have a step sent to a node, now or when it is ordered."""
+        if step <= self._sent.get(node, -1):
+            return
+        if step <= self._ordered:
+            self._sent[node] = self._ordered
+            self._tell(self._nodes, "send", self._ordered, [node])
+            self._tell([node], "coming", self._ordered)
+        else:
+            self._wants[node] = min(step, self._wants.get(node, step))
+
+    def _do_made(self, server: int, step: int) -> None:
+        self._steps.write(NEWEST + 1 + server, step)
+        self._write(MADE + server, step)
+
+    def _do_ask(self) -> None:
+        self._tell(self._nodes, "obey", ANSWER)
+
+    def _do_end(self) -> None:
+        self._tell(self._nodes, "obey", END)
+
+    # An order, on every node that it concerns
+
+    def _do_step(
+        self,
+        step: int,
+        places: list[Place],
+        divisor: int,
+        rate: float | None,
+        ready: list[int],
+    ) -> None:
+        """Give gradients, make the step, receive its parameters."""
+        here = self._agent.node
+        self._give(self._parts.by_node(places).get(here, []))
+        if here in self._nodes:
+            self._in_turn(self._make(step, places, divisor, rate, ready))
+        if here in ready:
+            self._do_coming(step)
+
+    def _give(self, places: list[Place]) -> None:
+        """Send each server its part of the sum of this node, if it has gradients."""
+        for node, shard in zip(self._nodes, self._shards, strict=True):
+            if places and node != self._agent.node:
+                rank, tag = self._agent.leaders[node], self.tag(GRADIENTS)
+                steps = self._parts.sending(
+                    rank, tag, places, self._copies.dtype, shard.ranges
+                )
+                self._agent.run(self.number, steps)
+
+    # The agent of a server
+
+    def _do_send(self, step: int, nodes: list[int]) -> None:
+        self._in_turn(self._send(step, nodes))
+
+    def _do_obey(self, kind: int) -> None:
+        self._in_turn(self._obey(kind, None))
+
+    def _in_turn(self, steps: Steps) -> None:
+        """Carry out an order after those before it."""
+        self._orders.append(steps)
+        if not self._obeying:
+            self._obeying = True
+            self._agent.run(self.number, self._carry_out())
+
+    def _carry_out(self) -> Steps:
+        while self._orders:
+            yield from self._orders.popleft()
+        self._obeying = False
+
+    def _make(
+        self,
+        step: int,
+        places: list[Place],
+        divisor: int,
+        rate: float | None,
+        nodes: list[int],
+    ) -> Steps:
+        """Have the server update its part; send it to nodes."""
+        server = self._server
+        assert server is not None
+        if places:
+            tag, ranges = self.tag(GRADIENTS), server.shard.ranges
+            yield from self._parts.collecting(
+                tag, places, ranges, divisor, server.gradients
+            )
+        yield from self._obey(UPDATE if places else NO_UPDATE, rate)
+        yield from self._send(step, nodes)
+        self._tell(self._nodes[:1], "made", server.number, step)
+
+    def _obey(self, kind: int, rate: float | None) -> Steps:
+        """Give the server of this node an order; wait until it is carried out."""
+        self._given += 1
+        self._words.write_range(KIND, [kind, bits(rate)])
+        self._write(ORDER, self._given)
+        while self._words.read(DONE) < self._given:
+            yield False
+
+    def _send(self, step: int, nodes: list[int]) -> Steps:
+        """Begin to send this server's part to nodes."""
+        if not nodes:
+            return
+        yield True
+        snapshot = self._snapshot()
+        for node in nodes:
+            snapshot.users += 1
+            if node == self._agent.node:
+                self._own[step] = snapshot
+            else:
+                self._agent.run(self.number, self._send_to(node, snapshot))
+
+    def _snapshot(self) -> _Snapshot:
+        """Return a copy of the part; a node that is slow must not delay updates."""
+        assert self._server is not None
+        part = self._server.part
+        snapshot = next((each for each in self._snapshots if not each.users), None)
+        if snapshot is None:
+            snapshot = _Snapshot(np.empty_like(part))
+            self._snapshots.append(snapshot)
+        np.copyto(snapshot.vector, part)
+        return snapshot
+
+    def _send_to(self, node: int, snapshot: _Snapshot) -> Steps:
+        vector, rank = snapshot.vector, self._agent.leaders[node]
+        pieces = pieces_of([slice(0, len(vector))], vector.itemsize)
+        comm, tag = self._agent.comm, self.tag(PARAMETERS)
+        yield from send_pieces(comm, rank, tag, pieces, vector.__getitem__)
+        snapshot.users -= 1
+
+    # The agent of a node that waits
+
+    def _do_fetch(self, step: int) -> None:
+        """Ask for a step for this node, once."""
+        if self._copies.version() < step:
+            self._waiting.add(step)
+            self._want()
+
+    def _want(self) -> None:
+        least = min(self._waiting, default=None)
+        if least is not None and (self._wanted is None or least < self._wanted):
+            self._wanted = least
+            self._tell(self._nodes[:1], "want", self._agent.node, least)
+
+    def _do_coming(self, step: int) -> None:
+        """Receive the parts of a step, after those of earlier ones."""
+        self._coming.append(step)
+        if not self._receiving:
+            self._receiving = True
+            self._agent.run(self.number, self._fetch())
+
+    def _fetch(self) -> Steps:
+        while self._coming:
+            step = self._coming.popleft()
+            yield from self._receive(step, self._copies.begin(step))
+            self._node_copy.complete(step)
+            self._waiting = {each for each in self._waiting if each > step}
+            self._wanted = None
+            self._want()
+        self._receiving = False
+
+    def _receive(self, step: int, vector: Array) -> Steps:
+        """Receive all parts into a vector."""
+        receiving = [
+            self._incoming(node, shard.part, vector)
+            for node, shard in zip(self._nodes, self._shards, strict=True)
+            if node != self._agent.node
+        ]
+        if self._server is not None:
+            while step not in self._own:
+                yield from _take_all(receiving)
+                yield False
+            snapshot = self._own.pop(step)
+            np.copyto(vector[self._server.shard.part], snapshot.vector)
+            snapshot.users -= 1
+        while any(not each.complete for each in receiving):
+            yield from _take_all(receiving)
+            yield False
+
+    def _incoming(self, node: int, part: slice, vector: Array) -> Incoming:
+        rank, tag = self._agent.leaders[node], self.tag(PARAMETERS)
+        pieces = pieces_of([part], self._copies.dtype.itemsize)
+        return Incoming(self._agent.comm, rank, tag, pieces, vector.__getitem__)
+
+
+def _take_all(receiving: Iterable[Incoming]) -> Steps:
+    """Take the pieces that have arrived."""
+    for each in receiving:
+        while not each.complete and each.first() is not None:
+            each.take()
+            yield True
+
+
+def bits(rate: float | None) -> int:
+    """Return a learning rate as a word; that of NaN for None."""
+    return int(np.float64(math.nan if rate is None else rate).view(np.int64))
+
+
+def rate_of(word: int) -> float | None:
+    """Return the learning rate of a word."""
+    rate = float(np.int64(word).view(np.float64))
+    return None if math.isnan(rate) else rate

@@ -1,0 +1,114 @@
+"""How the variables of a center are divided among servers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.layout import ALIGNMENT
+from hpcaccum.server.wire_format import present_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpcaccum.layout import Layout
+    from hpcaccum.server.wire_format import WireFormat
+
+Array = np.ndarray[Any, Any]
+
+
+def cut(layout: Layout, count: int, *, elementwise: bool) -> list[slice]:
+    """Divide a vector of parameters into consecutive parts of about the same size.
+
+    Args:
+        layout: Of the vector.
+        count: Number of parts, some of which may be empty.
+        elementwise: Whether a part may begin within a variable.
+    """
+    step = ALIGNMENT // layout.dtype.itemsize
+    wanted = [number * layout.size / count for number in range(1, count)]
+    if elementwise:
+        ends = [round(each / step) * step for each in wanted]
+    else:
+        allowed = [*layout.offsets.values(), layout.size]
+        ends = [min(allowed, key=lambda end: abs(end - each)) for each in wanted]
+    bounds = [0, *ends, layout.size]
+    return [slice(*pair) for pair in itertools.pairwise(bounds)]
+
+
+class Shard:
+    """The part of one server: of some variables, or of each variable some elements.
+
+    Args:
+        wire: Of all variables.
+        part: Of the vector of parameters.
+        elementwise: Whether a part may begin within a variable. Its arrays are vectors
+            then, one for each variable, of which some may be empty.
+
+    Attributes:
+        part: Of the vector of parameters, and of that of gradients.
+        ranges: Of the vector of gradients: the part, and the numbers that say which
+            gradients are present.
+        size: Elements of these ranges.
+    """
+
+    def __init__(self, wire: WireFormat, part: slice, *, elementwise: bool) -> None:
+        self.part, self.ranges = part, [part, wire.present]
+        self.size = sum(each.stop - each.start for each in self.ranges)
+        self._length = part.stop - part.start
+        self._dtypes = wire.dtypes
+        # Of each variable: the place in the part, and the shape.
+        self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        # The places of these variables among all.
+        self._numbers: list[int] = []
+        for number, name in enumerate(wire.parameters):
+            place, shape = wire.parameters.place(name), wire.parameters.shapes[name]
+            begin = min(max(place.start, part.start), part.stop)
+            end = max(min(place.stop, part.stop), begin)
+            if elementwise or (begin < end and math.prod(shape)):
+                there = slice(begin - part.start, end - part.start)
+                self._places[name] = there, (end - begin,) if elementwise else shape
+                self._numbers.append(number)
+
+    def arrays(self, flat: Array) -> dict[str, Array]:
+        """Return the parameters in the memory of the part, in arrays of their own."""
+        return {
+            name: view.astype(self._dtypes[name])
+            for name, view in self._views(flat).items()
+        }
+
+    def read_gradients(self, flat: Array) -> dict[str, Array]:
+        """Return the gradients that are present in the `ranges` of a vector.
+
+        As `WireFormat.read_gradients`; they are views.
+        """
+        present = flat[self._length :]
+        return present_gradients(self._views(flat), present[self._numbers])
+
+    def write_parameters(self, center: Mapping[str, Array], flat: Array) -> None:
+        """Copy the parameters of this shard to the memory of its part."""
+        for name, view in self._views(flat).items():
+            view[...] = center[name]
+
+    def _views(self, flat: Array) -> dict[str, Array]:
+        return {
+            name: flat[there].reshape(shape)
+            for name, (there, shape) in self._places.items()
+        }
+
+
+def joined(pieces: Sequence[Array | None], shape: tuple[int, ...]) -> Array | None:
+    """Return an array whose elements, or all of it, are with several servers.
+
+    Args:
+        pieces: Of each server, in their order; None from one that has none.
+        shape: Of the array.
+    """
+    found = [piece for piece in pieces if piece is not None]
+    if not found:
+        return None
+    whole = [piece for piece in found if piece.shape == shape and shape == ()]
+    return whole[0] if whole else np.concatenate([*map(np.ravel, found)]).reshape(shape)

@@ -1,0 +1,67 @@
+"""The loop of one server among several: update a part of the center as ordered."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.server.background import Background
+from hpcaccum.server.order_agent import ANSWER, END, UPDATE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.server.order_agent import Server
+    from hpcaccum.server.sharded import ShardedParameters
+    from hpcaccum.server.update_loop import Update
+
+Array = np.ndarray[Any, Any]
+
+
+class ShardLoop(Background):
+    """Updates the part of the center that one rank holds, as the host orders.
+
+    Args:
+        parameters: Where orders come from.
+        server: This rank's part of the center, with its first parameters.
+        what: Name for messages.
+
+    Attributes:
+        center: Name to array: the part's.
+        update: Called with the gradients and the learning rate of the host, if any.
+        answer: Called with a question of the host; returns the answer.
+    """
+
+    def __init__(
+        self,
+        parameters: ShardedParameters,
+        server: Server,
+        what: str,
+    ) -> None:
+        self._parameters, self._server, self._what = parameters, server, what
+        self.center = server.shard.arrays(server.part)
+        self.update: Update | None = None
+        self.answer: Callable[[Any], Any] = lambda _: None
+
+    def run(self) -> None:
+        """Carry out orders until the host ends them."""
+        number, kind = 0, UPDATE
+        while kind != END:
+            # An idle server has no limit.
+            deadline = Deadline(math.inf, f"{self._what}: server")
+            number, kind, rate = self._parameters.next_order(number, deadline)
+            if kind == UPDATE:
+                self._make_update(rate)
+            elif kind == ANSWER:
+                self._parameters.answer(self.answer, deadline)
+            self._parameters.done(number)
+
+    def _make_update(self, rate: float | None) -> None:
+        assert self.update is not None
+        shard, part = self._server.shard, self._server.part
+        if grads := shard.read_gradients(self._server.gradients):
+            self.update(grads, rate)
+            shard.write_parameters(self.center, part)

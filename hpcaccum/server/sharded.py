@@ -1,0 +1,297 @@
+"""Parameters of which several ranks, the servers, update a part each.
+
+The host decides which gradients make each update, and orders it when all servers have
+carried out the last one. How orders, gradients and parameters travel: see
+`order_agent`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.errors import format_ranks
+from hpcaccum.mpi import AtomicWords, NodeMemory
+from hpcaccum.nodes import Agent
+from hpcaccum.server.double_buffer import DoubleBuffer
+from hpcaccum.server.node_copy import NodeCopy
+from hpcaccum.server.order_agent import (
+    ANSWERS,
+    DEPTH,
+    DONE,
+    KIND,
+    MADE,
+    NEWEST,
+    ORDER,
+    PARAMETERS,
+    QUESTIONS,
+    RATE,
+    OrderAgent,
+    Server,
+    rate_of,
+)
+from hpcaccum.server.shard import Shard, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hpcaccum.accumulator import Batch
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.mpi import Group
+    from hpcaccum.nodes import NodeParts
+    from hpcaccum.server.wire_format import WireFormat
+
+Array = np.ndarray[Any, Any]
+
+
+class ShardedParameters(NodeCopy):
+    """A flat vector, with a step that increases, in parts on several ranks. Collective.
+
+    Args:
+        group: The ranks, on several nodes.
+        servers: Those that hold the parts, each on another node. The first is the host,
+            which gives the orders.
+        wire: How variables lie in the vector.
+        parts: Where gradients lie.
+        elementwise: See `Shard`.
+        what: Name for messages.
+
+    Attributes:
+        shards: Of each server.
+        server: That of this node, if it has one.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        servers: Sequence[int],
+        wire: WireFormat,
+        parts: NodeParts,
+        what: str,
+        *,
+        elementwise: bool,
+    ) -> None:
+        layout, inside = wire.parameters, group.inside
+        self._servers, self._what = servers, what
+        self.shards = [
+            Shard(wire, part, elementwise=elementwise)
+            for part in cut(layout, len(servers), elementwise=elementwise)
+        ]
+        self._nodes = [
+            next(node for node, ranks in enumerate(group.nodes) if server in ranks)
+            for server in servers
+        ]
+        with contextlib.ExitStack() as undo:
+            copies = DoubleBuffer(inside, 0, layout.size, layout.dtype)
+            super().__init__(copies, written_here=inside.rank == 0)
+            undo.callback(self.copies.free)
+            self._words = AtomicWords(inside, 0, MADE + len(servers))
+            undo.callback(self._words.free)
+            self._steps = AtomicWords(group, servers[0], 1 + len(servers))
+            undo.callback(self._steps.free)
+            # Collective on the node, so all of its ranks allocate or none.
+            here = group.node_number in self._nodes
+            self.server = self._allocate(group) if here else None
+            self._agent = Agent.of(group)
+            undo.pop_all()
+        self._service = OrderAgent(
+            self._agent,
+            self._nodes,
+            self.shards,
+            self.server,
+            parts,
+            self,
+            self._words,
+            self._steps,
+        )
+        # Questions that the host has asked.
+        self._asked = 0
+        group.allgather(None, f"{what}: servers")
+
+    def _allocate(self, group: Group) -> Server:
+        """Make the memory of the server of this node."""
+        number = self._nodes.index(group.node_number)
+        shard, dtype = self.shards[number], self.copies.dtype
+        rank = group.nodes[group.node_number].index(self._servers[number])
+        length = shard.part.stop - shard.part.start
+        sizes = [0] * group.inside.size
+        sizes[rank] = (length + shard.size) * dtype.itemsize
+        memory = NodeMemory(group.inside, sizes).parts[rank].view(dtype)
+        return Server(number, shard, memory[:length], memory[length:])
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of this rank that holds copies, and what it serves."""
+        nbytes = super().window_bytes
+        if self.server is not None and self._agent.comm.rank in self._servers:
+            nbytes += self.server.part.nbytes + self.server.gradients.nbytes
+        return nbytes
+
+    def scatter(self, fill: Callable[[Array], None]) -> None:
+        """Send each server its part of a vector of the host. Collective.
+
+        Args:
+            fill: Writes the vector; called on the host.
+        """
+        comm, tag, sent = self._agent.comm, self._service.tag(PARAMETERS), []
+        if comm.rank == self._servers[0]:
+            flat = np.empty(self.copies.size, self.copies.dtype)
+            fill(flat)
+            for rank, shard in zip(self._servers, self.shards, strict=True):
+                sent.append(comm.Isend(flat[shard.part], rank, tag))
+        if comm.rank in self._servers:
+            assert self.server is not None
+            comm.Recv(self.server.part, self._servers[0], tag)
+        for each in sent:
+            each.Wait()
+
+    # The host
+
+    def newest(self) -> int:
+        """Return the step that the host has ordered last; a round trip."""
+        return self._steps.read(NEWEST)
+
+    def begin(self, step: int) -> None:
+        """Set the step of the parameters that the servers begin with; the host only."""
+        self._steps.write_range(NEWEST, [step] * (1 + len(self._servers)))
+        self._words.write_range(MADE, [step] * len(self._servers))
+        self._request("begin", step)
+
+    def update(
+        self,
+        step: int,
+        batch: Batch,
+        rate: float | None,
+        deadline: Deadline,
+        *,
+        awaited: bool,
+    ) -> None:
+        """Make a step of a batch of gradients; wait for it. The host only.
+
+        Args:
+            step: The step.
+            batch: The gradients; may be empty.
+            rate: The learning rate; None if each server finds it.
+            deadline: Of the call.
+            awaited: Whether all nodes with gradients wait for it. If not, they ask, and
+                get several steps at a time if updates are faster than parameters.
+        """
+        # Not again if a call that was interrupted has ordered it.
+        if self.newest() < step:
+            # First: no rank may have a step before `newest` returns it.
+            self._steps.write(NEWEST, step)
+            places = list(batch.places)
+            self._request("order", step, places, batch.divisor, rate, awaited)
+        self._until(
+            lambda: self.made() >= step,
+            deadline,
+            lambda: self._under_way(step) or "its own agent",
+        )
+
+    def made(self) -> int:
+        """Return the step that all servers have made; on the host's node only."""
+        return min(self._words.read_range(MADE, len(self._servers)))
+
+    def _request(self, kind: str, *request: Any) -> None:
+        """Send a request to the agent of this node."""
+        self._agent.request(self._agent.node, self._service.number, kind, *request)
+
+    def ask(self, question: Any, deadline: Deadline) -> list[Any]:
+        """Ask all servers between two updates; return their answers. The host only.
+
+        Raises:
+            WaitTimeoutError: If one does not answer in time.
+        """
+        self._asked += 1
+        comm, number = self._agent.comm, self._asked
+        tag = self._service.tag(QUESTIONS)
+        sent = [comm.isend((number, question), rank, tag) for rank in self._servers]
+        self._request("ask")
+        answers = [self._answer(rank, number, deadline) for rank in self._servers]
+        for request in sent:
+            request.wait()
+        return answers
+
+    def _answer(self, rank: int, number: int, deadline: Deadline) -> Any:
+        tag = self._service.tag(ANSWERS)
+
+        def receive() -> tuple[Any] | None:
+            message = self._agent.comm.improbe(rank, tag)
+            if message is None:
+                return None
+            to, answer = message.recv()
+            # Not one to a question that was given up.
+            return (answer,) if to == number else None
+
+        return deadline.wait(receive, lambda: f"the answer of server rank {rank}")[0]
+
+    def end(self) -> None:
+        """Tell all servers that there will be no order any more; the host only."""
+        self._request("end")
+
+    # A server
+
+    def next_order(
+        self, last: int, deadline: Deadline
+    ) -> tuple[int, int, float | None]:
+        """Wait for the next order to the server of this node.
+
+        Args:
+            last: The number of the last one, 0 at first.
+            deadline: Of the call.
+
+        Returns:
+            Its number, what it asks for, and the learning rate, if it has one.
+        """
+        read = self._words.read
+        self._until(lambda: read(ORDER) > last, deadline, lambda: "an order")
+        return read(ORDER), read(KIND), rate_of(read(RATE))
+
+    def done(self, number: int) -> None:
+        """Say that an order has been carried out."""
+        self._words.write(DONE, number)
+
+    def answer(self, find: Callable[[Any], Any], deadline: Deadline) -> None:
+        """Receive the question of the host and answer it."""
+        comm, host = self._agent.comm, self._servers[0]
+        number, question = comm.recv(source=host, tag=self._service.tag(QUESTIONS))
+        reply = comm.isend((number, find(question)), host, self._service.tag(ANSWERS))
+        deadline.wait(
+            lambda: reply.test()[0] or None, lambda: f"rank {host} to take an answer"
+        )
+
+    # Every rank
+
+    def wait(
+        self,
+        step: int,
+        deadline: Deadline,
+        missing: Callable[[], str],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait until this node has a step, or a newer one; see `NodeCopy`."""
+        if self.version() < step:
+            self._request("fetch", step)
+        super().wait(step, deadline, missing, meanwhile)
+
+    def _under_way(self, step: int) -> str | None:
+        newest, *made = self._steps.read_range(NEWEST, 1 + len(self._servers))
+        if newest < step:
+            return None
+        agent = self._agent
+        behind = [n for n, each in enumerate(made) if each < step]
+        if not behind:
+            sources, here = agent.describe(self._nodes), agent.describe([agent.node])
+            return f"step {step}, on its way from {sources} to {here}"
+        ranks = format_ranks([self._servers[n] for n in behind])
+        nodes = agent.describe(self._nodes[n] for n in behind)
+        return f"update {step} by {ranks}, servers of {nodes}"
+
+    def free(self) -> None:
+        """Free the memory, after the last update. Collective."""
+        self._agent.remove(self._service.number, f"{self._what}: free", DEPTH)
+        self._words.free()
+        self._steps.free()
+        self.copies.free()

@@ -1,0 +1,409 @@
+"""A center in parts, each on a server of another node."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import DisagreementError, Group, InvalidArgumentError, WaitTimeoutError
+from hpcaccum.nodes import Agent, NodeParts
+from hpcaccum.server.order_agent import OrderAgent
+
+from ..common import same_bits
+from .acting import until
+from .on_nodes import group_on_nodes as group_on_nodes
+from .on_nodes import leads, named
+from .support import meet
+from .training import gives, raised
+
+SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
+RULES = {
+    "SGD": lambda: hpc.SGD(0.1),
+    "Momentum": lambda: hpc.Momentum(0.1, 0.9),
+    "Adagrad": lambda: hpc.Adagrad(0.1),
+    "Adam": lambda: hpc.Adam(lambda step: 0.1 / (step + 1)),
+}
+
+
+def made(dtypes=(np.float32,)):
+    return [
+        hpc.Variable(np.ones(shape, dtypes[n % len(dtypes)]), name)
+        for n, (name, shape) in enumerate(SHAPES.items())
+    ]
+
+
+def drawn(rank, call, variables):
+    random = np.random.default_rng([rank, call])
+    return [random.normal(size=var.shape).astype(var.dtype) for var in variables]
+
+
+def flat(arrays):
+    return np.concatenate([each.ravel() for each in arrays])
+
+
+def leaders(group):
+    return [ranks[0] for ranks in group.nodes]
+
+
+def last_ranks(group):
+    return [ranks[-1] for ranks in reversed(group.nodes)]
+
+
+def train(group, rule, servers, *, calls=3, dtypes=(np.float32,), lacks=()):
+    """Make steps with all ranks; return the variables, and the slots on the host.
+
+    Args:
+        lacks: Pairs of a call and a variable of which a rank has no gradient, with it.
+    """
+    variables = made(dtypes)
+    opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers=servers)
+    for call in range(calls):
+        grads = drawn(group.rank, call, variables)
+        for at, number, ranks in lacks:
+            if at == call and group.rank in ranks:
+                grads[number] = None
+        opt.minimize(lambda grads=grads: (0.0, grads), var_list=variables)
+    meet()
+    slots = found_slots(opt, variables)
+    opt.free()
+    # Also after the end.
+    for one, other in zip(slots, found_slots(opt, variables), strict=True):
+        same_bits(one, other)
+    return [var.value for var in variables], slots
+
+
+def found_slots(opt, variables):
+    found = []
+    if opt._group.rank == opt._root:
+        for var in variables:
+            slots = [opt.get_slot(var, name) for name in opt.get_slot_names()]
+            assert all(slot is None or slot.name.startswith(var.name) for slot in slots)
+            found += [np.zeros(0) if slot is None else slot.value for slot in slots]
+    return found
+
+
+def compare(one, other):
+    for each, those in zip(one, other, strict=True):
+        for left, right in zip(each, those, strict=True):
+            same_bits(left, right)
+
+
+@pytest.mark.parametrize(
+    ("kind", "choose"),
+    [
+        ("SGD", leaders),
+        ("Momentum", last_ranks),
+        ("Adagrad", leaders),
+        ("Adam", last_ranks),
+    ],
+)
+def test_bits_are_those_of_one_server(group, kind, choose):
+    servers = choose(group)
+    alone = train(group, RULES[kind](), servers[0])
+    compare(train(group, RULES[kind](), servers), alone)
+
+
+def test_bits_with_missing_gradients_and_several_dtypes(group):
+    # Of call 1 nobody has the vector's gradient; of call 2, rank 0 lacks the matrix's.
+    options = {
+        "dtypes": (np.float16, np.float32, np.float64),
+        "lacks": [(1, 2, range(group.size)), (2, 0, [0])],
+        "calls": 4,
+    }
+    alone = train(group, RULES["Adam"](), None, **options)
+    compare(train(group, RULES["Adam"](), leaders(group), **options), alone)
+
+
+class Normed(hpc.Optimizer):
+    """An update that depends on the whole variable."""
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        for grad, var in grads_and_vars:
+            if grad is not None:
+                var.value[...] -= grad / (1 + np.linalg.norm(var.value))
+
+
+def test_other_optimizers_get_whole_variables(group):
+    alone = train(group, Normed("normed"), None)
+    compare(train(group, Normed("normed"), leaders(group)), alone)
+
+
+def push_in_turn(group, opt, variables, calls):
+    for call in range(calls):
+        for rank in range(group.size):
+            if rank == group.rank:
+                grads = drawn(rank, call, variables)
+                opt.minimize(lambda grads=grads: (0.0, grads), var_list=variables)
+            meet()
+
+
+def drop_stale(group, variables, servers):
+    rule = hpc.Momentum(0.1, 0.9)
+    return hpc.DropStaleGradientOptimizer(rule, 0, comm=group, servers=servers)
+
+
+def agn(group, variables, servers):
+    getter = hpc.AGNCustomGetter(comm=group)
+    for var in variables:
+        getter.register(var)
+    rule = hpc.Momentum(0.1, 0.9)
+    return hpc.AGNOptimizer(rule, group.size, getter, 2, servers=servers)
+
+
+@pytest.mark.parametrize("make", [drop_stale, agn])
+def test_single_gradients_are_applied_in_order(group, make):
+    found = []
+    for servers in (None, leaders(group)):
+        variables = made()
+        opt = make(group, variables, servers)
+        opt.initialize(variables)
+        push_in_turn(group, opt, variables, 4)
+        step, tally = opt.global_step, opt.statistics()
+        center = opt.center(variables)
+        slots = found_slots(opt, variables)
+        meet()
+        opt.free()
+        found.append((center, slots, [var.value for var in variables]))
+        pushes = 4 if make is drop_stale else 2
+        assert step == sum(tally.accepted) == group.size * pushes
+    compare(found[1], found[0])
+
+
+def test_all_parts_are_of_one_step(group):
+    # All elements of step k are k.
+    variables = made()
+    for var in variables:
+        var.value[...] = 0
+    opt = hpc.DropStaleGradientOptimizer(
+        hpc.SGD(1.0), 1000, comm=group, servers=last_ranks(group)
+    )
+    opt.initialize(variables)
+    steps = []
+    for _ in range(30):
+        opt.minimize(lambda: (0.0, [-np.ones(var.shape) for var in variables]))
+        values = flat(var.value for var in variables)
+        assert (values == values[0]).all()
+        steps.append(values[0])
+        if group.rank == opt._root:
+            with opt.paused() as step:
+                center = flat(opt.center(variables))
+            assert (center == step).all()
+    assert steps == sorted(steps)
+    assert len(set(steps)) == len(steps)
+    meet()
+    opt.free()
+    assert (variables[0].value == opt.global_step).all()
+    assert opt.global_step == 30 * group.size
+
+
+def test_a_learning_rate_set_on_the_host_is_that_of_all_servers(group):
+    found = []
+    for servers in (None, leaders(group)):
+        var, rates = hpc.Variable(np.ones(400), "w"), [0.5, 0.25]
+        rule = hpc.SGD(lambda rates=rates: rates[0])
+        opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers=servers)
+        opt.initialize([var])
+        for call in range(3):
+            if group.rank == 0 and call == 1:
+                rates[0] = 0.125
+            if group.rank == 0 and call == 2:
+                opt.learning_rate = 2.0
+            meet()
+            opt.minimize(gives(np.ones(400)))
+        meet()
+        opt.free()
+        found.append([var.value])
+    assert (found[0][0] == 1 - 0.5 - 0.125 - 2).all()
+    compare([found[1]], [found[0]])
+
+
+def test_servers_may_only_serve(group):
+    servers = leaders(group)
+    if len(servers) == group.size:
+        pytest.skip("no rank is left to train")
+    var = hpc.Variable(np.zeros(300), "w")
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.SGD(1.0),
+        group.size - len(servers),
+        comm=group,
+        servers=servers,
+        dedicated=True,
+    )
+    opt.initialize([var])
+    if leads(group):
+        assert "does not train" in str(raised(opt.minimize, gives(np.ones(300))))
+        opt.serve()
+        assert (var.value == -5).all()
+    else:
+        assert "for the servers" in str(raised(opt.serve))
+        for _ in range(5):
+            opt.minimize(gives(np.ones(300)))
+        opt.leave()
+    meet()
+    opt.free()
+    assert (var.value == -5).all()
+    assert opt.global_step == 5
+
+
+def test_memory_is_divided(group):
+    servers, var = leaders(group), hpc.Variable(np.zeros(1 << 16), "w")
+    opt = hpc.SyncReplicasOptimizer(hpc.Adam(), group.size, comm=group, servers=servers)
+    opt.initialize([var])
+    opt.minimize(gives(np.ones(1 << 16)))
+    slots = sum(slot.value.size for slot in opt.inner.variables())
+    meet()
+    opt.free()
+    share = 2 * (1 << 16) / len(servers)
+    assert slots <= 1.1 * share if leads(group) else slots == 0
+
+
+def test_messages_of_a_step(group, monkeypatch):
+    """As in docs/growth.md."""
+    var, nodes = hpc.Variable(np.zeros(300), "w"), len(group.nodes)
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.SGD(1.0), group.size, comm=group, servers=leaders(group)
+    )
+    opt.initialize([var])
+    meet()
+    counts = {"request": 0, "sending": 0, "_send_to": 0}
+
+    def count(owner, name, counts_it=lambda *args: True):
+        call = getattr(owner, name)
+
+        def counted(self, *args):
+            counts[name] += counts_it(self, *args)
+            return call(self, *args)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(Agent, "request", lambda agent, node, *args: node != agent.node)
+    count(NodeParts, "sending")
+    count(OrderAgent, "_send_to")
+    meet()
+    opt.minimize(gives(np.ones(300)))
+    # Afterwards, all agents have sent what belongs to the step.
+    until(lambda: opt._server._sharded._under_way(1).startswith("step 1, on its way"))
+    meet()
+    monkeypatch.undo()
+    totals = {name: sum(each[name] for each in meet(counts)) for name in counts}
+    opt.free()
+    links = nodes * (nodes - 1)
+    # A node that gets the order early does not ask for the parameters.
+    assert 2 * (nodes - 1) <= totals.pop("request") <= 3 * (nodes - 1)
+    assert totals == {"sending": links, "_send_to": links}
+
+
+def test_auto_is_one_rank_of_each_node_for_large_variables(group):
+    for size, rule, expected in (
+        (1 << 19, hpc.SGD(1.0), leaders(group)),
+        (1 << 19, Normed("normed"), [0]),
+        (1 << 18, hpc.SGD(1.0), [0]),
+    ):
+        var = hpc.Variable(np.zeros(size, np.float64), "w")
+        opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers="auto")
+        opt.initialize([var])
+        assert opt._server._servers == tuple(expected)
+        opt.free()
+
+
+def test_auto_on_one_node_is_the_host(comm):
+    if not Group.of(comm).single_node:
+        pytest.skip("the ranks are on several nodes")
+    var = hpc.Variable(np.zeros(1 << 19), "w")
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), comm.size, comm=comm, servers="auto")
+    opt.initialize([var])
+    assert opt._server._servers == (0,)
+    opt.free()
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("servers", "options", "message"),
+    [
+        ([], {}, "at least one rank"),
+        ([0, 0], {}, "each named once"),
+        ("all", {}, "'auto'"),
+        (1000, {}, "rank of the communicator"),
+        ([0, -1], {}, "rank of the communicator"),
+        ([0], {"host": 1}, "first of servers is the host"),
+    ],
+)
+@pytest.mark.ranks(min=2)
+def test_wrong_servers_are_refused(comm, servers, options, message):
+    options = {"comm": comm, "servers": servers, **options}
+    with pytest.raises(InvalidArgumentError, match=message):
+        hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1, **options)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_with_different_servers(comm, rank):
+    servers = [0, 1] if rank else [0]
+    with pytest.raises(DisagreementError, match="servers"):
+        hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1, comm=comm, servers=servers)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_server_needs_ranks_that_train(comm, size):
+    with pytest.raises(InvalidArgumentError, match=f"{size} only serve"):
+        hpc.SyncReplicasOptimizer(
+            hpc.SGD(1.0), 1, comm=comm, servers=list(range(size)), dedicated=True
+        )
+
+
+def test_two_servers_of_one_node_are_refused(group):
+    ranks = max(group.nodes, key=len)
+    if len(ranks) == 1:
+        pytest.skip("no node has two ranks")
+    with pytest.raises(InvalidArgumentError, match=f"ranks {ranks[0]} and {ranks[1]}"):
+        hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1, comm=group, servers=ranks)
+
+
+def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
+    servers = leaders(group)
+    if len(servers) == group.size:
+        pytest.skip("no rank is left to train")
+    var = hpc.Variable(np.zeros(300), "w")
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.SGD(1.0),
+        group.size - len(servers),
+        comm=group,
+        servers=servers,
+        dedicated=True,
+    )
+    opt.initialize([var])
+    late = servers[-1]
+    if group.rank in servers and group.rank != late:
+        opt.serve()
+    elif group.rank != late:
+        with monkeypatch.context() as patch:
+            patch.setenv("HPCACCUM_TIMEOUT", "0.2")
+            error = raised(opt.minimize, gives(np.ones(300)))
+        assert type(error) is WaitTimeoutError
+        assert f"update 1 by rank {late}, servers of {named(late)}" in str(error)
+        opt.leave()
+    else:
+        time.sleep(0.5)
+        opt.serve()
+    meet()
+    opt.free()
+    assert (var.value == -1).all()
+
+
+def test_a_wait_that_was_given_up_is_ended_by_free(group, monkeypatch):
+    var = hpc.Variable(np.zeros(300), "w")
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 2, comm=group, servers=leaders(group))
+    opt.initialize([var])
+    if group.rank == group.size - 1:
+        with monkeypatch.context() as patch:
+            patch.setenv("HPCACCUM_TIMEOUT", "0.2")
+            error = raised(opt.minimize, gives(np.ones(300)))
+        assert "waits for 2 gradients at step 0, had 1" in str(error)
+    meet()
+    opt.free()
+    # One gradient is the mean of those that remain.
+    assert (var.value == -1).all()

@@ -1,0 +1,102 @@
+"""How the variables of a center are divided among servers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpcaccum.server.shard import Shard, cut, joined
+from hpcaccum.server.wire_format import WireFormat
+
+SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
+
+
+def wire(dtypes=(np.float32,)):
+    return WireFormat(
+        {
+            name: np.zeros(shape, dtypes[n % len(dtypes)])
+            for n, (name, shape) in enumerate(SHAPES.items())
+        }
+    )
+
+
+def shards(form, count, elementwise):
+    return [
+        Shard(form, part, elementwise=elementwise)
+        for part in cut(form.parameters, count, elementwise=elementwise)
+    ]
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 200])
+def test_parts_follow_each_other_and_cover_the_vector(count, elementwise):
+    form = wire()
+    parts = cut(form.parameters, count, elementwise=elementwise)
+
+    assert len(parts) == count
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == form.parameters.size
+    lengths = [part.stop - part.start for part in parts]
+    assert min(lengths) >= 0
+    if elementwise:
+        assert max(lengths) <= form.parameters.size / count + 16
+    else:
+        starts = {*form.parameters.offsets.values(), form.parameters.size}
+        assert {part.start for part in parts} <= starts
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_pieces_of_all_servers_are_the_variables(count, elementwise):
+    form = wire((np.float16, np.float64))
+    flat = np.arange(form.parameters.size, dtype=form.parameters.dtype)
+    found = [each.arrays(flat[each.part]) for each in shards(form, count, elementwise)]
+
+    for name, view in form.parameters.views(flat).items():
+        whole = joined([arrays.get(name) for arrays in found], SHAPES[name])
+        if whole is None:
+            # No server has a variable without elements, unless all have all variables.
+            assert view.size == 0
+            assert not elementwise
+            continue
+        assert whole.dtype == form.dtypes[name]
+        np.testing.assert_array_equal(whole, view.astype(whole.dtype))
+        holders = [name in arrays for arrays in found]
+        assert all(holders) if elementwise else holders.count(True) == 1
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_gradients_are_those_of_the_wire_format(elementwise):
+    form, rng = wire(), np.random.default_rng(0)
+    gradient = rng.standard_normal(form.gradients.size).astype(np.float32)
+    # Half of the ranks have the matrix, all the vector, none the scalar.
+    gradient[form.present] = [0.5, 0, 1, 1]
+    expected = form.read_gradients(gradient.copy())
+    found = []
+    for each in shards(form, 3, elementwise):
+        ranges = np.concatenate([gradient[piece] for piece in each.ranges])
+        assert len(ranges) == each.size
+        found.append(each.read_gradients(ranges))
+
+    assert expected.keys() == {"matrix", "vector", "empty"}
+    for name in ("matrix", "vector"):
+        whole = joined([grads.get(name) for grads in found], SHAPES[name])
+        np.testing.assert_array_equal(whole, expected[name])
+    assert not any("scalar" in grads for grads in found)
+
+
+def test_parameters_are_written_to_their_places():
+    form = wire()
+    flat = np.arange(form.parameters.size, dtype=np.float32)
+    for each in shards(form, 3, True):
+        arrays = each.arrays(flat[each.part])
+        written = np.full(each.part.stop - each.part.start, np.nan, np.float32)
+        each.write_parameters(arrays, written)
+        filled = ~np.isnan(written)
+        np.testing.assert_array_equal(written[filled], flat[each.part][filled])
+        assert filled.sum() == sum(array.size for array in arrays.values())
+
+
+def test_scalars_of_all_servers_are_one():
+    assert joined([np.array(3.0), np.array(3.0)], ()) == 3
+    assert joined([None, None], (2,)) is None
