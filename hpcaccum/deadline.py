@@ -36,8 +36,11 @@ FIRST_WARNING = 60.0
 # times as long as necessary. Yielding leaves the core to other ranks, which may be more
 # than there are cores.
 _EAGER = 200e-6
-# Naps are short: a collective of several rounds waits for one after the other.
-_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 200e-6
+# Naps are short at first: a collective of several rounds waits for one after the other.
+# After 20 ms they grow with their number, to at most 1 % of the wait: a server that is
+# idle takes the interpreter from other threads at each look.
+_SHORTEST_NAP, _SHORT_NAP, _LONGEST_NAP = 20e-6, 200e-6, 1e-3
+_GROWTH = 2e-6
 
 _observer: Observer | None = None
 
@@ -206,8 +209,9 @@ class Deadline:
         return min(seconds, self.remaining, threading.TIMEOUT_MAX)
 
     def _nap(self, before: int) -> float:
-        doubled = _SHORTEST_NAP * 2 ** min(before // 8, 16)
-        return min(float(doubled), _LONGEST_NAP, self.remaining)
+        doubled = _SHORTEST_NAP * 2.0 ** min(before // 8, 16)
+        longer = max(min(doubled, _SHORT_NAP), before * _GROWTH)
+        return min(longer, _LONGEST_NAP, self.remaining)
 
     def _message(self, missing: str) -> str:
         return f"{self.what}: waited {self.elapsed:.3g} s for {missing}"

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 # Bytes of variables from which on "auto" takes several servers.
-_LARGE = 4 << 20
+_LARGE = 1 << 20
 
 
 class OneSidedOptimizer(Wrapper):
@@ -75,7 +75,7 @@ class OneSidedOptimizer(Wrapper):
         servers: The ranks that hold the center, each a part, and update it: one rank,
             or several on different nodes, of which the first is the host. By default
             the host alone. "auto" takes one rank of each node if the variables have
-            4 MiB or more and the inner optimizer is `elementwise`. Several share the
+            1 MiB or more and the inner optimizer is `elementwise`. Several share the
             traffic, the memory and the work of updates; but each update waits for all
             of them.
 

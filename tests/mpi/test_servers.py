@@ -298,9 +298,9 @@ def test_messages_of_a_step(group, monkeypatch):
 
 def test_auto_is_one_rank_of_each_node_for_large_variables(group):
     for size, rule, expected in (
-        (1 << 19, hpc.SGD(1.0), leaders(group)),
-        (1 << 19, Normed("normed"), [0]),
-        (1 << 18, hpc.SGD(1.0), [0]),
+        (1 << 17, hpc.SGD(1.0), leaders(group)),
+        (1 << 17, Normed("normed"), [0]),
+        (1 << 16, hpc.SGD(1.0), [0]),
     ):
         var = hpc.Variable(np.zeros(size, np.float64), "w")
         opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers="auto")
@@ -312,7 +312,7 @@ def test_auto_is_one_rank_of_each_node_for_large_variables(group):
 def test_auto_on_one_node_is_the_host(comm):
     if not Group.of(comm).single_node:
         pytest.skip("the ranks are on several nodes")
-    var = hpc.Variable(np.zeros(1 << 19), "w")
+    var = hpc.Variable(np.zeros(1 << 17), "w")
     opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), comm.size, comm=comm, servers="auto")
     opt.initialize([var])
     assert opt._server._servers == (0,)
