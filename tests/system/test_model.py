@@ -138,7 +138,36 @@ UPDATES = Model(
     processes={"Root", "Rank"},
 )
 
-MODELS = {"accumulator": ACCUMULATOR, "updates": UPDATES}
+# Here it is 2 nodes, and 3 ranks: one of each node gives gradients, one only reads.
+SERVERS = Model(
+    configurations={
+        "two rounds": "",
+        "one round, waits in vain": "STEPS=2 HOPE TIMEOUTS",
+        "single gradients": "SINGLE STEPS=2",
+    },
+    happenings={
+        "": {
+            "a want that comes after the order",
+            "a want that comes before the host begins",
+            "a want for what is on its way",
+            "a step that is there when it is asked for",
+        },
+        "HOPE": {"a wait that is given up"},
+    },
+    bugs={
+        "BEGIN_FORGETS": ("STEPS=2", "host_done"),
+        "WANT_FORGOTTEN": ("SINGLE STEPS=2", "host_done"),
+        "SENT_TWICE": ("STEPS=2", "sent[from]<ordered"),
+        "LATER_FIRST": ("SINGLE STEPS=2 HOPE", "wanted[node]<=least"),
+        "NO_SNAPSHOT": ("SINGLE", "value==step"),
+        "COMPLETE_EARLY": ("STEPS=2", "==version[node]"),
+        "NOT_ASKED_AGAIN": ("SINGLE", "done=="),
+        "SLOT_REUSED": ("", "value==step"),
+    },
+    processes={"Host", "Giver", "Reader"},
+)
+
+MODELS = {"accumulator": ACCUMULATOR, "updates": UPDATES, "servers": SERVERS}
 
 
 @pytest.fixture(scope="module")
