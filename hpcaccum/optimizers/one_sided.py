@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, overload
 
-from hpcaccum.arguments import rank_number
 from hpcaccum.device import all_on_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
@@ -42,10 +41,6 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.base import Pairs
     from hpcaccum.optimizers.checks import Array, Loss
     from hpcaccum.server import Inbox
-
-
-# Bytes of variables from which on "auto" takes several servers.
-_LARGE = 1 << 20
 
 
 class OneSidedOptimizer(Wrapper):
@@ -99,18 +94,10 @@ class OneSidedOptimizer(Wrapper):
         group = Group.of(comm)
 
         def check_all() -> dict[str, Any]:
-            ranks = server_ranks(servers, host, group.size)
-            # Beside "auto": the user must know which ranks serve.
-            if dedicated and ranks is None:
-                ranks = (rank_number(host, group.size, "host"),)
-            if dedicated and ranks is not None and len(ranks) == group.size:
-                raise InvalidArgumentError(
-                    f"dedicated=True needs {group.size + 1} ranks, as {len(ranks)} "
-                    f"only serve and others train; got {group.size}"
-                )
+            first, ranks = server_ranks(servers, host, group.size, dedicated)
             return {
                 "optimizer": opt,
-                "host": ranks[0] if ranks else rank_number(host, group.size, "host"),
+                "host": first,
                 "servers": ranks,
                 "dedicated": bool(dedicated),
                 **check(),
@@ -121,8 +108,7 @@ class OneSidedOptimizer(Wrapper):
         self._dedicated: bool = self._options["dedicated"]
         # None if they depend on the variables.
         self._servers: tuple[int, ...] | None = self._options["servers"]
-        if self._servers is not None:
-            check_nodes(self._servers, group)
+        check_nodes(self._servers, group)
         num_serving = len(self._servers or ()) * self._dedicated
         self._workers = group.size - num_serving
         self._server: ParameterServer | None = None
@@ -171,7 +157,8 @@ class OneSidedOptimizer(Wrapper):
             what=self.get_name(),
             rule=self._flat,
             finish=self._pull_all,
-            servers=self._choose_servers(variables),
+            servers=self._servers
+            or spread(self._root, self._group, self.inner, variables),
             elementwise=self.inner.elementwise,
             step=self._loaded.get("global_step", 0),
             tally=self._loaded.get("tally"),
@@ -183,14 +170,6 @@ class OneSidedOptimizer(Wrapper):
             self._resume(self._server, self._loaded)
         # No rank may train before all have the same variables.
         self._group.allgather(None, what)
-
-    def _choose_servers(self, variables: Sequence[Variable]) -> Sequence[int]:
-        if self._servers is not None:
-            return self._servers
-        nbytes = sum(var.value.nbytes for var in variables)
-        if nbytes < _LARGE or not self.inner.elementwise:
-            return (self._root,)
-        return spread(self._root, self._group)
 
     def _serve_with(self, server: ParameterServer) -> None:
         center = self._center = {

@@ -4,6 +4,8 @@
 `update_loop`. Gradients travel through an `Inbox`, of which there are two:
 `QuorumInbox` and `BoundedStalenessInbox`. Parameters travel through
 `Parameters`. On one node, `node_update` divides an update among the ranks that wait.
+Several servers between nodes have a part of the center each: `ShardedParameters`, with
+an `order_loop` on the root and a `shard_loop` on each of them.
 `wire_format` maps both between names and flat vectors.
 
 Imports `accumulator`, `mpi`, `device` and the modules below them.

@@ -24,7 +24,9 @@ class Background:
         raise NotImplementedError
 
     def start_thread(self) -> None:
-        """Run the loop in a thread."""
+        """Run the loop in a thread, unless it has one."""
+        if self._thread is not None:
+            return
         self._thread = threading.Thread(target=self._run_or_abort, daemon=True)
         self._thread.start()
 

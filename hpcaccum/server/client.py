@@ -158,7 +158,9 @@ class Client(Freeable):
         )
 
     def _wait_for(self, step: int, deadline: Deadline) -> None:
-        if step > self._parameters.newest():
+        # What is made already comes to this node also during a pause.
+        paused = self._update_lock.is_read_by_this_thread()
+        if paused and step > self._parameters.newest():
             self._check_not_paused("a pull")
         wait = functools.partial(
             self._parameters.wait, step, deadline, lambda: self._missing(step)

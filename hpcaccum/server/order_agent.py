@@ -171,6 +171,8 @@ class OrderAgent:
         if step <= self._sent.get(node, -1):
             return
         if step <= self._ordered:
+            # If it waits for a later one, too, it asks again.
+            self._wants.pop(node, None)
             self._sent[node] = self._ordered
             self._tell(self._nodes, "send", self._ordered, [node])
             self._tell([node], "coming", self._ordered)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.server.background import Background
-from hpcaccum.server.order_agent import ANSWER, END, UPDATE
+from hpcaccum.server.order_agent import ANSWER, END, NO_UPDATE, UPDATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,20 +44,22 @@ class ShardLoop(Background):
         self._parameters, self._server, self._what = parameters, server, what
         self.center = server.shard.arrays(server.part)
         self.update: Update | None = None
+        # The last order that was carried out.
+        self._number, self._kind = 0, NO_UPDATE
         self.answer: Callable[[Any], Any] = lambda _: None
 
     def run(self) -> None:
         """Carry out orders until the host ends them."""
-        number, kind = 0, UPDATE
-        while kind != END:
+        while self._kind != END:
             # An idle server has no limit.
             deadline = Deadline(math.inf, f"{self._what}: server")
-            number, kind, rate = self._parameters.next_order(number, deadline)
+            number, kind, rate = self._parameters.next_order(self._number, deadline)
             if kind == UPDATE:
                 self._make_update(rate)
             elif kind == ANSWER:
                 self._parameters.answer(self.answer, deadline)
             self._parameters.done(number)
+            self._number, self._kind = number, kind
 
     def _make_update(self, rate: float | None) -> None:
         assert self.update is not None

@@ -439,7 +439,7 @@ def test_push_after_one_that_failed_waits_for_its_empty_update(
     meet()
     if rank == 0:
         server.start(
-            lambda grads: np.subtract(server.center["w"], 1, server.center["w"])
+            lambda grads, rate: np.subtract(server.center["w"], 1, server.center["w"])
         )
     if last:
         train(server, [1])

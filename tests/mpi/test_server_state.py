@@ -178,7 +178,7 @@ def test_a_step_that_cannot_be_is_refused_on_all_ranks(comm, rank, size, step):
 def test_a_last_update_that_takes_too_long_is_named(comm, rank, size, monkeypatch):
     server, go = start(comm, updates=False), threading.Event()
     if rank == 0:
-        server.start(lambda grads: go.wait(WAIT))
+        server.start(lambda grads, rate: go.wait(WAIT))
         server.push({"w": np.ones(3)}, 0)
         monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     # Others wait for longer, so the failure is reported to them.

@@ -248,6 +248,46 @@ def test_servers_may_only_serve(group):
     assert opt.global_step == 5
 
 
+def test_an_interrupted_server_goes_on(group):
+    servers = leaders(group)
+    if len(servers) == group.size:
+        pytest.skip("no rank is left to train")
+    var = hpc.Variable(np.zeros(300), "w")
+    rule = hpc.Momentum(1.0, 0.5)
+    opt = hpc.SyncReplicasOptimizer(
+        rule, group.size - len(servers), comm=group, servers=servers, dedicated=True
+    )
+    opt.initialize([var])
+    if group.rank == servers[-1]:
+        interrupt_orders(opt._server._sharded, after=2)
+        with pytest.raises(KeyboardInterrupt):
+            opt.serve()
+    if group.rank in servers:
+        opt.serve()
+        # There is nothing left to do.
+        opt.serve()
+    else:
+        for _ in range(4):
+            opt.minimize(gives(np.ones(300)))
+        opt.leave()
+    meet()
+    opt.free()
+    assert (var.value == -(1 + 1.5 + 1.75 + 1.875)).all()
+
+
+def interrupt_orders(parameters, after):
+    """Interrupt the wait for an order once, after some orders."""
+    next_order, left = parameters.next_order, [after]
+
+    def interrupted(last, deadline):
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return next_order(last, deadline)
+
+    parameters.next_order = interrupted
+
+
 def test_memory_is_divided(group):
     servers, var = leaders(group), hpc.Variable(np.zeros(1 << 16), "w")
     opt = hpc.SyncReplicasOptimizer(hpc.Adam(), group.size, comm=group, servers=servers)
@@ -349,7 +389,7 @@ def test_ranks_with_different_servers(comm, rank):
 
 @pytest.mark.ranks(min=2)
 def test_a_server_needs_ranks_that_train(comm, size):
-    with pytest.raises(InvalidArgumentError, match=f"{size} only serve"):
+    with pytest.raises(InvalidArgumentError, match=f"{size} to serve"):
         hpc.SyncReplicasOptimizer(
             hpc.SGD(1.0), 1, comm=comm, servers=list(range(size)), dedicated=True
         )
