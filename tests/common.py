@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-# Seconds a test waits for something that takes milliseconds.  Long enough for virtual
-# machines that stand still for half a minute, well below the time limit of a test: the
-# message should be the timeout's.
-WAIT = 60.0
+# Seconds a test waits for something that takes milliseconds.  Virtual machines stand
+# still for a minute at times.  It is well below the time limit of a test, so that the
+# message is the timeout's.
+WAIT = 150.0
 
 # Seconds of a wait that is meant to time out.
 VAIN = 0.05

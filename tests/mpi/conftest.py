@@ -84,7 +84,7 @@ COMM = pytest.StashKey[MPI.Intracomm]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
-        "mpi_time_limit", "seconds after which a test counts as hung", default="180"
+        "mpi_time_limit", "seconds after which a test counts as hung", default="420"
     )
 
 

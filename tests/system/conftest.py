@@ -88,7 +88,7 @@ def mpirun(mpiexec: str, mpi_environment: dict[str, str]) -> Run:
     def run(
         ranks: int,
         *args: str | Path,
-        timeout: float = 60,
+        timeout: float = 200,
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
         program: str | Path = sys.executable,
@@ -139,7 +139,7 @@ def _end(process: subprocess.Popen[str]) -> str:
     # A launcher that is asked ends its ranks; one that is killed may leave them.
     process.terminate()
     try:
-        return process.communicate(timeout=5)[0]
+        return process.communicate(timeout=30)[0]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate(timeout=5)[0]
+        return process.communicate(timeout=30)[0]

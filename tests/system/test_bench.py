@@ -75,7 +75,7 @@ def compare(tmp_path):
         program = COMPARE.format([list(map(str, words)) for words in commands])
         command = [sys.executable, "-c", program]
         env = {"PYTHONPATH": str(REPOSITORY)}
-        result = run_program(command, timeout=60, cwd=tmp_path, env=env)
+        result = run_program(command, timeout=200, cwd=tmp_path, env=env)
         assert result.returncode == 0, result.stdout
         return json.loads((tmp_path / "attempts.json").read_text())
 
@@ -370,7 +370,7 @@ def test_help_says_what_the_rows_are(tmp_path):
         f"import sys; sys.modules['mpi4py']=None;{program}",
     ]
     env = {"PYTHONPATH": str(REPOSITORY)}
-    result = run_program(command, timeout=60, cwd=tmp_path, env=env)
+    result = run_program(command, timeout=200, cwd=tmp_path, env=env)
 
     assert result.returncode == 0, result.stdout
     assert "- zero-copy: in place in the reducer's arrays." in result.stdout

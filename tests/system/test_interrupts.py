@@ -73,7 +73,7 @@ def interrupted(mpiexec, mpi_environment, tmp_path):
                 if only in (None, rank):
                     os.kill(int(file.read_text()), signal.SIGINT)
             try:
-                output, _ = process.communicate(timeout=40)
+                output, _ = process.communicate(timeout=150)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

@@ -186,7 +186,7 @@ def test_the_installed_package_exchanges_gradients(installed, mpirun):
             with hpc.ConditionalAccumulator("float32", shape=(2,)) as acc:
                 assert acc.apply_grad(np.full(2, rank + 1, "float32"))
                 if rank == 0:
-                    print("mean", acc.take_grad(2, timeout=20).tolist())
+                    print("mean", acc.take_grad(2, timeout=150).tolist())
         """)
     )
     # The MPI of the test environment: this one has none.

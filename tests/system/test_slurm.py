@@ -21,7 +21,7 @@ from .conftest import REPOSITORY
 pytestmark = pytest.mark.mpi
 
 # Seconds; a job here takes 1 to 8.
-WAIT = 120
+WAIT = 300
 QUICK = {
     "bench-array.sbatch": ("--sizes", "4K", "--seconds", "0.2"),
     "train-multi-node.sbatch": ("--epochs", "1"),

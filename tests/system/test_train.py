@@ -201,7 +201,9 @@ def test_without_a_launcher(tmp_path, mpi_environment, samples):
     command = [sys.executable, "-m", "hpcaccum", "train", "--strategy", "agn"]
     command += ["--data", str(samples)]
     env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
-    result = run_program([*command, "--epochs", "2"], timeout=60, cwd=tmp_path, env=env)
+    result = run_program(
+        [*command, "--epochs", "2"], timeout=200, cwd=tmp_path, env=env
+    )
 
     assert result.returncode == 0, result.stdout
     assert result.stdout.startswith("1 rank on ")
@@ -236,7 +238,7 @@ def test_ranks_with_different_options_are_reported(mpi_environment, mpiexec, tmp
     one = ["-n", "1", sys.executable, "-m", "hpcaccum", "train", "--strategy"]
     result = run_program(
         [mpiexec, *one, "agn", ":", *one, "drop-stale"],
-        timeout=60,
+        timeout=200,
         cwd=tmp_path,
         env=mpi_environment | {"PYTHONPATH": str(REPOSITORY)},
     )
@@ -266,7 +268,7 @@ def test_help_needs_no_mpi(tmp_path):
     for words in ["--help"], ["train", "--help"], ["--version"]:
         command = [sys.executable, "-c", f"{program}c.main({words})"]
         env = {"PYTHONPATH": str(REPOSITORY)}
-        result = run_program(command, timeout=60, cwd=tmp_path, env=env)
+        result = run_program(command, timeout=200, cwd=tmp_path, env=env)
         assert result.returncode == 0, result.stdout
 
 
