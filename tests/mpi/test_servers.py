@@ -9,7 +9,8 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, Group, InvalidArgumentError, WaitTimeoutError
-from hpcaccum.nodes import Agent, NodeParts
+from hpcaccum.nodes import Agent, NodeParts, send_pieces
+from hpcaccum.server import order_agent
 from hpcaccum.server.order_agent import OrderAgent
 
 from ..common import same_bits
@@ -172,7 +173,18 @@ def test_single_gradients_are_applied_in_order(group, make):
     compare(found[1], found[0])
 
 
-def test_all_parts_are_of_one_step(group):
+def send_slowly(*args):
+    """Send as an agent does, but later: meanwhile the server goes on."""
+    end = time.monotonic() + 0.005
+    while time.monotonic() < end:
+        yield False
+    yield from send_pieces(*args)
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["at_once", "slowly"])
+def test_all_parts_are_of_one_step(group, monkeypatch, slow):
+    if slow:
+        monkeypatch.setattr(order_agent, "send_pieces", send_slowly)
     # All elements of step k are k.
     variables = made()
     for var in variables:
@@ -182,10 +194,10 @@ def test_all_parts_are_of_one_step(group):
     )
     opt.initialize(variables)
     steps = []
-    for _ in range(30):
+    for _ in range(20):
         opt.minimize(lambda: (0.0, [-np.ones(var.shape) for var in variables]))
         values = flat(var.value for var in variables)
-        assert (values == values[0]).all()
+        assert (values == opt._step).all()
         steps.append(values[0])
         if group.rank == opt._root:
             with opt.paused() as step:
@@ -196,7 +208,7 @@ def test_all_parts_are_of_one_step(group):
     meet()
     opt.free()
     assert (variables[0].value == opt.global_step).all()
-    assert opt.global_step == 30 * group.size
+    assert opt.global_step == 20 * group.size
 
 
 def test_a_learning_rate_set_on_the_host_is_that_of_all_servers(group):
