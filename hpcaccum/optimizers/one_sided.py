@@ -70,9 +70,9 @@ class OneSidedOptimizer(Wrapper):
         servers: The ranks that hold the center, each a part, and update it: one rank,
             or several on different nodes, of which the first is the host. By default
             the host alone. "auto" takes one rank of each node if the variables have
-            1 MiB or more and the inner optimizer is `elementwise`. Several share the
-            traffic, the memory and the work of updates; but each update waits for all
-            of them.
+            1 MiB or more, the inner optimizer is `elementwise`, and servers also train;
+            else the host. Several servers share the traffic, the memory and the work of
+            updates; but each update waits for all of them.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
