@@ -71,7 +71,7 @@ class Wire:
     - ``sync-replicas``: the sync-replicas optimizer with a quorum of all ranks.
     - ``drop-stale``: the drop-stale optimizer, an update for each rank's gradient. AGN
       pushes in the same way, every few steps.
-    - ``sync, sharded`` and ``stale, sharded``: both with a server on each node.
+    - ``sync, sharded`` and ``drop, sharded``: both with a server on each node.
     - ``MPI``: the library's Allreduce of the same bytes.
     - ``exchange``: each node sends the bytes to the next one.
 
@@ -109,7 +109,7 @@ class Wire:
             **self._one_sided("sync-replicas", "drop-stale", count, 0),
             **self._one_sided(
                 "sync, sharded",
-                "stale, sharded",
+                "drop, sharded",
                 count,
                 [ranks[0] for ranks in group.nodes],
             ),
@@ -139,7 +139,7 @@ class Wire:
         n, nodes = self._group.size, len(self._group.nodes)
         least = dict.fromkeys(self._strategies, floors.sum_everywhere(nodes))
         least["drop-stale"] = floors.update_each(nodes, n)
-        least["stale, sharded"] = least["drop-stale"]
+        least["drop, sharded"] = least["drop-stale"]
         return [
             self._kind(name, each.run, each.check, least[name])
             for name, each in self._strategies.items()

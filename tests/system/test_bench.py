@@ -159,7 +159,11 @@ def test_wire_on_nodes_of_one_host_has_no_bytes(bench, tmp_path):
     assert "no bytes: the nodes of ranks 0-1 are one host, " in shown
     assert max(map(len, shown.splitlines()[2:])) <= 80
     found = read(tmp_path / "rows.json")
-    names = ["cross-shard", "sync-replicas", "drop-stale", "MPI", "exchange"]
+    one_server, sharded = (
+        ["sync-replicas", "drop-stale"],
+        ["sync, sharded", "drop, sharded"],
+    )
+    names = ["cross-shard", *one_server, *sharded, "MPI", "exchange"]
     assert [row["name"] for row in found] == names * 2
     for row in found:
         assert row["links"].startswith("no bytes: ")
@@ -168,8 +172,8 @@ def test_wire_on_nodes_of_one_host_has_no_bytes(bench, tmp_path):
             "times the time of cross-shard",
         }
         assert row["vs_floor"] > 0
-    assert [row["figures"]["bytes that must cross a link"] for row in found[:5]] == [
-        pytest.approx(floor) for floor in (4 / 3, 4 / 3, 4 / 3, 4 / 3, 1)
+    assert [row["figures"]["bytes that must cross a link"] for row in found[:7]] == [
+        pytest.approx(floor) for floor in (*[4 / 3] * 6, 1)
     ]
 
 
