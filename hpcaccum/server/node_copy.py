@@ -70,6 +70,7 @@ class NodeCopy:
         Raises:
             WaitTimeoutError: If it does not come in time.
         """
+        self._ask_for(step)
         self._until(
             lambda: self.version() >= step,
             deadline,
@@ -107,6 +108,10 @@ class NodeCopy:
             deadline.block(notified, missing)
         else:
             deadline.wait(found, missing)
+
+    def _ask_for(self, step: int) -> None:
+        """Have a step sent to this node, unless it comes anyway."""
+        raise NotImplementedError
 
     def _under_way(self, step: int) -> str | None:
         """Return which agents move a step; None if it is not published."""

@@ -1,11 +1,11 @@
 """The agents of a center in parts: they carry orders, gradients and parameters.
 
-The host decides which gradients make each update, and its agent tells the other agents:
-an order. The agent of a node adds the gradients of its ranks and sends each server its
-part of the sum. The agent of a server adds these sums, and the server updates its part.
-An order also lists the nodes that wait for the new parameters, and every server sends
-them its part. Servers carry out orders one after the other, so all parts that a node
-gets are of one step.
+The host decides which gradients make each update, and its agent sends an order to the
+agents of all nodes concerned. The agent of a node adds the gradients of its ranks and
+sends each server its part of the sum. The agent of a server adds these sums, and the
+server updates its part. An order also lists the nodes that wait for the new parameters,
+and every server sends them its part. Servers carry out orders one after the other, so
+all parts that a node gets are of one step.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class OrderAgent:
         rate: float | None,
         awaited: bool,
     ) -> None:
-        """Tell all nodes concerned to make a step."""
+        """Send the order for a step to all nodes concerned."""
         self._ordered = step
         givers = set(self._parts.by_node(places))
         ready = {node for node, wanted in self._wants.items() if wanted <= step}

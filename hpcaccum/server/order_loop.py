@@ -56,7 +56,9 @@ class OrderLoop(Loop):
     def run(self) -> None:
         """Order updates until all ranks have left; then end the loops of servers."""
         super().run()
-        if self.last_answers is None:
-            deadline = Deadline(math.inf, f"{self._what}: end")
-            self.last_answers = self._parameters.ask(self.last_question, deadline)
-            self._parameters.end()
+        deadline = Deadline(math.inf, f"{self._what}: end")
+        # Another thread of this rank may ask, too.
+        with self._lock:
+            if self.last_answers is None:
+                self.last_answers = self._parameters.ask(self.last_question, deadline)
+                self._parameters.end()

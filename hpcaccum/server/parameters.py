@@ -21,7 +21,6 @@ from hpcaccum.server.node_copy import NodeCopy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Steps
 
@@ -102,18 +101,10 @@ class Parameters(NodeCopy):
             self._words.write(0, step)
         self.complete(step)
 
-    def wait(
-        self,
-        step: int,
-        deadline: Deadline,
-        missing: Callable[[], str],
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Wait until this node has a step, or a newer one; see `NodeCopy`."""
+    def _ask_for(self, step: int) -> None:
         if self._agent is not None and not self._is_here:
             # The agent asks the root's, which answers when the step is published.
             self._agent.request(self._agent.node, self._number, "fetch", step)
-        super().wait(step, deadline, missing, meanwhile)
 
     def _under_way(self, step: int) -> str | None:
         """Return which agents move a step; None if it is not published."""

@@ -79,7 +79,8 @@ class ParameterServer(Client):
 
     Raises:
         InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE and the
-            root is not dedicated or there are several nodes; or ``step`` is negative.
+            root is not dedicated, or there are several nodes or servers; or ``step`` is
+            negative.
         DisagreementError: On every rank, if ``step`` or ``tally`` differ.
     """
 
@@ -253,10 +254,11 @@ class ParameterServer(Client):
         Raises:
             InvalidArgumentError, WaitTimeoutError: See `paused`.
         """
-        assert self._sharded is not None
-        if self._orders is not None and self._orders.last_answers is not None:
-            return self._orders.last_answers
         with self.paused():
+            assert self._sharded is not None
+            assert self._orders is not None
+            if self._orders.last_answers is not None:
+                return self._orders.last_answers
             deadline = Deadline(None, f"{self._what}: servers")
             return self._sharded.ask(question, deadline)
 

@@ -108,7 +108,4 @@ def joined(pieces: Sequence[Array | None], shape: tuple[int, ...]) -> Array | No
         shape: Of the array.
     """
     found = [piece for piece in pieces if piece is not None]
-    if not found:
-        return None
-    whole = [piece for piece in found if piece.shape == shape and shape == ()]
-    return whole[0] if whole else np.concatenate([*map(np.ravel, found)]).reshape(shape)
+    return np.concatenate([*map(np.ravel, found)]).reshape(shape) if found else None

@@ -3,6 +3,9 @@
 The host decides which gradients make each update, and orders it when all servers have
 carried out the last one. How orders, gradients and parameters travel: see
 `order_agent`.
+
+One server alone needs no orders: it updates, and its agent sends the newest parameters
+to each node that asks. That is `Parameters`, with fewer messages.
 """
 
 from __future__ import annotations
@@ -228,7 +231,7 @@ class ShardedParameters(NodeCopy):
         return deadline.wait(receive, lambda: f"the answer of server rank {rank}")[0]
 
     def end(self) -> None:
-        """Tell all servers that there will be no order any more; the host only."""
+        """End the loops of all servers, after the last order; the host only."""
         self._request("end")
 
     # A server
@@ -264,17 +267,9 @@ class ShardedParameters(NodeCopy):
 
     # Every rank
 
-    def wait(
-        self,
-        step: int,
-        deadline: Deadline,
-        missing: Callable[[], str],
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Wait until this node has a step, or a newer one; see `NodeCopy`."""
+    def _ask_for(self, step: int) -> None:
         if self.version() < step:
             self._request("fetch", step)
-        super().wait(step, deadline, missing, meanwhile)
 
     def _under_way(self, step: int) -> str | None:
         newest, *made = self._steps.read_range(NEWEST, 1 + len(self._servers))

@@ -232,19 +232,21 @@ def test_a_learning_rate_set_on_the_host_is_that_of_all_servers(group):
     compare([found[1]], [found[0]])
 
 
-def test_servers_may_only_serve(group):
+def dedicated(group, rule):
+    """Return a variable, its optimizer, and the ranks that only serve."""
     servers = leaders(group)
     if len(servers) == group.size:
         pytest.skip("no rank is left to train")
-    var = hpc.Variable(np.zeros(300), "w")
+    var, workers = hpc.Variable(np.zeros(300), "w"), group.size - len(servers)
     opt = hpc.SyncReplicasOptimizer(
-        hpc.SGD(1.0),
-        group.size - len(servers),
-        comm=group,
-        servers=servers,
-        dedicated=True,
+        rule, workers, comm=group, servers=servers, dedicated=True
     )
     opt.initialize([var])
+    return var, opt, servers
+
+
+def test_servers_may_only_serve(group):
+    var, opt, _ = dedicated(group, hpc.SGD(1.0))
     if leads(group):
         assert "does not train" in str(raised(opt.minimize, gives(np.ones(300))))
         opt.serve()
@@ -261,15 +263,7 @@ def test_servers_may_only_serve(group):
 
 
 def test_an_interrupted_server_goes_on(group):
-    servers = leaders(group)
-    if len(servers) == group.size:
-        pytest.skip("no rank is left to train")
-    var = hpc.Variable(np.zeros(300), "w")
-    rule = hpc.Momentum(1.0, 0.5)
-    opt = hpc.SyncReplicasOptimizer(
-        rule, group.size - len(servers), comm=group, servers=servers, dedicated=True
-    )
-    opt.initialize([var])
+    var, opt, servers = dedicated(group, hpc.Momentum(1.0, 0.5))
     if group.rank == servers[-1]:
         interrupt_orders(opt._server._sharded, after=2)
         with pytest.raises(KeyboardInterrupt):
@@ -310,6 +304,26 @@ def test_memory_is_divided(group):
     opt.free()
     share = 2 * (1 << 16) / len(servers)
     assert slots <= 1.1 * share if leads(group) else slots == 0
+
+
+def test_slots_are_asked_for_while_the_last_ones_are_collected(group):
+    var = hpc.Variable(np.zeros(300), "w")
+    rule, servers = hpc.Momentum(1.0, 0.5), leaders(group)
+    opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers=servers)
+    opt.initialize([var])
+    opt.minimize(gives(np.ones(300)))
+    meet()
+    if leads(group):
+        answer = opt._server._shard.answer
+        opt._server._shard.answer = lambda asked: (time.sleep(0.1), answer(asked))[1]
+    meet()
+    opt.leave()
+    if group.rank == 0:
+        until(lambda: opt._server._sharded._asked)
+        same_bits(opt.get_slot(var, "momentum").value, np.ones(300))
+        same_bits(opt.get_slot(var, "momentum").value, np.ones(300))
+    meet()
+    opt.free()
 
 
 def test_messages_of_a_step(group, monkeypatch):
@@ -416,18 +430,7 @@ def test_two_servers_of_one_node_are_refused(group):
 
 
 def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
-    servers = leaders(group)
-    if len(servers) == group.size:
-        pytest.skip("no rank is left to train")
-    var = hpc.Variable(np.zeros(300), "w")
-    opt = hpc.SyncReplicasOptimizer(
-        hpc.SGD(1.0),
-        group.size - len(servers),
-        comm=group,
-        servers=servers,
-        dedicated=True,
-    )
-    opt.initialize([var])
+    var, opt, servers = dedicated(group, hpc.SGD(1.0))
     late = servers[-1]
     if group.rank in servers and group.rank != late:
         opt.serve()
