@@ -24,6 +24,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum
+from hpcaccum.mpi import shutdown
 
 from ..common import WAIT
 from .exchange import world
@@ -43,6 +44,8 @@ class Harness:
         self.limit = float(config.getini("mpi_time_limit"))
         # Later on, stderr is a file of pytest's while a test runs.
         self.watchdog = Watchdog(os.dup(2), self.last_words)
+        # A thread that fails ends the job, and with it what pytest has captured.
+        shutdown._report = self.watchdog.say
         self.collect_errors: list[str] = []
         self.failures: list[str] = []  # on rank 0, those of all ranks
         self.unshared = ""  # this rank's failure, before the others heard of it

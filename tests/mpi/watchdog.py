@@ -62,9 +62,15 @@ class Watchdog:
             self._deadline = None
             self._changed.notify()
 
+    def say(self, text: str) -> None:
+        """Print ``text``, with the rank, on the real stderr."""
+        rank = MPI.COMM_WORLD.rank
+        lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
+        os.write(self._stderr, f"\n{lines}".encode())
+
     def end_job(self, message: str) -> None:
         """Say ``message`` on the real stderr and end all ranks."""
-        self._write(message)
+        self.say(message)
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE and not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(1)
         os._exit(1)
@@ -79,17 +85,12 @@ class Watchdog:
         # Not at once: the lines of two ranks may mix.
         time.sleep(0.1 * MPI.COMM_WORLD.rank)
         problem = f"no progress in {self._seconds:g} s: {self.what}"
-        self._write("\n".join([problem, stacks(), self._last_words()]))
+        self.say("\n".join([problem, stacks(), self._last_words()]))
         time.sleep(_GRACE)
         self.end_job("ending the job")
 
     def _left(self) -> float | None:
         return None if self._deadline is None else self._deadline - time.monotonic()
-
-    def _write(self, text: str) -> None:
-        rank = MPI.COMM_WORLD.rank
-        lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
-        os.write(self._stderr, f"\n{lines}".encode())
 
 
 def stacks() -> str:

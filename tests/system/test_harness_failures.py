@@ -17,15 +17,13 @@ def run_tests(mpirun, tmp_path):
     """Run the text of a test file on 3 ranks under the harness."""
 
     def run(text, *options):
-        (tmp_path / "pytest.ini").write_text(
-            "[pytest]\nmarkers =\n  ranks\n  time_limit"
-        )
         (tmp_path / "test_it.py").write_text(
             "import sys, time, pytest\nfrom mpi4py import MPI\n"
             "rank = MPI.COMM_WORLD.rank\n" + textwrap.dedent(text)
         )
+        config = ["-c", REPOSITORY / "pyproject.toml", "--rootdir", tmp_path]
         plugins = ["-p", "tests.conftest", "-p", "tests.mpi.conftest"]
-        args = ["-m", "pytest", *plugins, "--color=no", *options, "test_it.py"]
+        args = ["-m", "pytest", *config, *plugins, "--color=no", *options, "test_it.py"]
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         return mpirun(3, *args, cwd=tmp_path, env={"PYTHONPATH": path})
 
@@ -156,6 +154,37 @@ def test_a_rank_that_leaves_ends_the_job(run_tests):
     assert time.monotonic() - begin < 30
     assert result.returncode != 0
     assert "[rank 1] left in the middle of test_it.py::test_leaver" in result.stdout
+
+
+def test_a_thread_that_ends_the_job_says_why(run_tests):
+    result = run_tests("""
+        import threading
+        from hpcaccum.mpi import report_and_abort
+        def fail():
+            report_and_abort(None, RuntimeError("no luck"), None)
+        def test_bad(comm):
+            if rank == 1:
+                threading.Thread(target=fail).start()
+            time.sleep(1000)
+    """)
+
+    assert result.returncode != 0
+    assert "[rank 1] rank 1 of 3 failed, ending the job" in result.stdout
+    assert "no luck" in result.stdout
+
+
+def test_what_a_library_prints_before_it_exits_is_shown(run_tests):
+    result = run_tests("""
+        import os
+        def test_bad(comm):
+            if rank == 1:
+                os.write(2, b"an error of a library\\n")
+                os._exit(1)
+            comm.Barrier()
+    """)
+
+    assert result.returncode != 0
+    assert "an error of a library" in result.stdout
 
 
 def test_ranks_that_collect_different_tests_are_reported(run_tests):
