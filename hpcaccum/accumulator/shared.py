@@ -83,9 +83,6 @@ class SharedAccumulator(Freeable):
             undo.pop_all()
         self.writer = Writer(self.protocol, self.storage)
         self.taker = Taker(self.protocol, self.storage, settings, what)
-        self._progress = group.progress if group.rank == settings.host else None
-        if self._progress:
-            self._progress.start()
         self._register(group, what)
 
     @classmethod
@@ -140,8 +137,6 @@ class SharedAccumulator(Freeable):
             # No take must wait for a gradient of a rank whose program has ended.
             self.writer.leave()
         self.group.allgather(None, f"{self.label}: free")
-        if self._progress:
-            self._progress.stop()
         self.writer.free()
         self.storage.free()
         self.protocol.free()

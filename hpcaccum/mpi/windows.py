@@ -117,9 +117,15 @@ class AtomicWords:
         self._window = allocate(group, root, count * 8, 8)
         # The words themselves, where this rank may load and store them.
         self._words: memoryview | None = None
+        # Those of the root, whose windows the other nodes reach with its help.
+        self._mine: memoryview | None = None
+        self._progress = group.progress
         if group.single_node:
             memory: Any = self._window.Shared_query(root)[0]
             self._words = memoryview(memory).cast("B").cast("q")
+        elif group.rank == root:
+            self._mine = memoryview(self._window.tomemory())
+            self._progress.start(self._mine)
 
     @property
     def direct(self) -> bool:
@@ -229,7 +235,9 @@ class AtomicWords:
 
     def free(self) -> None:
         """Free the window. Collective."""
-        self._words = None
+        if self._mine is not None:
+            self._progress.stop(self._mine)
+        self._words = self._mine = None
         self._window.Unlock_all()
         self._window.Free()
         self._window = FREED

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
-from hpcaccum.mpi import MPI, report_and_abort, short_switch_interval
+from hpcaccum.mpi import MPI, idle_nap, report_and_abort, short_switch_interval
 
 if TYPE_CHECKING:
     from hpcaccum.mpi import Group
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 # The steps of a handler. Each yields whether it has done something.
 Steps = Iterator[bool]
 
-# Seconds without a nap after an agent has done something, seconds with short naps, and
-# the naps. The answer to a message takes tens of microseconds between nodes, an update
-# milliseconds. An idle agent takes some 3 % of one core.
-_EAGER, _ALERT = 2e-4, 2e-2
-_SHORT_NAP, _LONG_NAP = 5e-5, 3e-4
+# Seconds without a nap after an agent has done something, and then the shortest nap.
+# The answer to a message takes tens of microseconds between nodes, an update
+# milliseconds.
+_EAGER, _NAP = 2e-4, 5e-5
 # Nodes that a message names.
 _SHOWN = 8
 # In `Group.named`.
@@ -263,7 +262,7 @@ def _nap(idle: float) -> None:
     if idle < _EAGER:
         os.sched_yield()
     else:
-        time.sleep(_SHORT_NAP if idle < _ALERT else _LONG_NAP)
+        time.sleep(idle_nap(idle, _NAP))
 
 
 def _lack_of_threads(leads: bool, nodes: int) -> Exception | None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 Servers = str | int | Sequence[int] | None
 
 AUTO = "auto"
-# Bytes of variables from which on "auto" takes several servers. Measured on 4 hosts with
-# 1 Gbit/s: at 16 MiB 0.3 to 0.5 of the time of one server, at 1 MiB 0.4 to 1.2, at
-# 256 KiB no less.
+# Bytes of variables from which on "auto" takes several servers. Measured on 4 hosts,
+# links of 1 Gbit/s: at 16 MiB 0.3 to 0.5 of the time of one server, at 1 MiB 0.4 to
+# 1.2, at 256 KiB no less.
 _LARGE = 1 << 20
 # A slot of a variable: the names of both.
 Slot = tuple[str, str]

@@ -132,7 +132,6 @@ class ParameterServer(Client):
             self._updates = self._make_updates()
         if loop := self._loop:
             loop.set_step(step)
-            group.progress.start()
         self._register(group, what)
         # No rank pulls before the center is published, and has come to all nodes.
         group.allgather(None, what)
@@ -337,8 +336,6 @@ class ParameterServer(Client):
         self.center, self.slots = center, None
         if self._updates is not None:
             self._updates.center = center
-        if self._loop is not None:
-            self._group.progress.stop()
         super()._free()
 
     def _end_updates(self, call: str) -> None:

@@ -57,11 +57,11 @@ def test_switch_interval_is_short_while_it_runs(comm):
     group, before = Group.of(comm), sys.getswitchinterval()
     apart = not group.single_node
     progress = [ProgressThread(comm, needed=apart) for _ in range(2)]
-    seen = []
+    memory, seen = memoryview(b""), []
     for each, change in zip(
         [0, 1, 0, 1], ["start", "start", "stop", "stop"], strict=True
     ):
-        getattr(progress[each], change)()
+        getattr(progress[each], change)(memory)
         seen.append(sys.getswitchinterval())
 
     during = pytest.approx(1e-3 if apart else before)
@@ -73,10 +73,46 @@ def test_shorter_switch_interval_of_the_user_is_kept(comm):
     sys.setswitchinterval(1e-4)
     short = sys.getswitchinterval()
     progress = ProgressThread(comm, needed=True)
-    progress.start()
+    memory = memoryview(b"")
+    progress.start(memory)
     during = sys.getswitchinterval()
-    progress.stop()
+    progress.stop(memory)
     after = sys.getswitchinterval()
     sys.setswitchinterval(before)
 
     assert (during, after) == (short, short)
+
+
+class Clock:
+    """Stands for the module `time`: naps take no time, and are noted."""
+
+    def __init__(self, after):
+        self.naps, self._now, self._after = [], 0.0, after
+
+    def monotonic(self):
+        return self._now
+
+    def sleep(self, seconds):
+        self._now += seconds
+        self.naps.append(seconds)
+        self._after(len(self.naps))
+
+
+def test_naps_are_long_where_no_word_changes(comm, monkeypatch):
+    words, progress = bytearray(16), ProgressThread(comm, needed=True)
+
+    def after(nap):
+        words[8] = nap >= 3000
+        if nap == 3010:
+            progress._windows = []
+
+    clock = Clock(after)
+    monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
+    progress._windows = [memoryview(words)]
+    progress._run()
+
+    assert clock.naps[:50] == [clock.naps[0]] * 50
+    assert clock.naps[2999] == 5e-3
+    # The change is seen after the nap.
+    assert clock.naps[3000:] == [clock.naps[0]] * 10
+    assert clock.naps[:3000] == sorted(clock.naps[:3000])

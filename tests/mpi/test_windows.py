@@ -17,7 +17,7 @@ from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.region import Region
 from hpcaccum.mpi.windows import AtomicWords
 
-from .acting import at, everywhere, meet, until
+from .acting import at, everywhere, meet
 from .support import WAIT
 
 
@@ -194,9 +194,6 @@ def test_swaps_of_all_ranks_are_atomic(words, size):
 @pytest.mark.ranks(min=2)
 def test_words_are_reached_while_the_host_computes(comm, rank):
     words = AtomicWords(Group.of(comm), 0, 2)
-    progress = Group.of(comm).progress if rank == 0 else None
-    if progress:
-        progress.start()
     meet()
     if rank == 0:
         block = np.ones((300, 300))
@@ -211,8 +208,6 @@ def test_words_are_reached_while_the_host_computes(comm, rank):
             words.fetch_add(0, 1)
         meet_quickly(comm, done=True)
     assert at(0, words.read, 0) == 20 * (comm.size - 1)
-    if progress:
-        progress.stop()
     meet()
     words.free()
 
@@ -339,18 +334,13 @@ def test_window_is_refused_where_mpi_can_make_no_communicator(comm, monkeypatch)
             AtomicWords(group, 0, 8)
 
 
-def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm):
-    group = Group.of(comm)
-    progress = group.progress
-    assert group.progress is progress
-    before = threading.active_count()
-    for _ in range(2):
-        progress.start()
+def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm, rank):
+    group, before = Group.of(comm), threading.active_count()
+    words = [AtomicWords(group, 0, 8) for _ in range(2)]
     started = threading.active_count() - before
-    assert started == (0 if group.single_node else 1)
-    progress.stop()
-    assert threading.active_count() == before + started
-    progress.stop()
-    until(lambda: threading.active_count() == before)
-    progress.start()
-    progress.stop()
+    words.pop().free()
+    left = threading.active_count() - before
+    words.pop().free()
+
+    assert started == left == (rank == 0 and not group.single_node)
+    assert threading.active_count() == before
