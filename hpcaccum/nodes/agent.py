@@ -83,7 +83,8 @@ class Agent:
         # Several threads send them.
         self._sent: list[tuple[int, Any]] = []
         self._lock = threading.Lock()
-        self._services: dict[int, Service] = {}
+        # None: about to be removed.
+        self._services: dict[int, Service | None] = {}
         # What the agent is doing, with the number of the service.
         self._running: list[tuple[int, Steps]] = []
         # Held from the receipt of a request until it is among them.
@@ -116,8 +117,8 @@ class Agent:
     def add(self, service: Service) -> int:
         """Add a service; return its number, the same on all ranks. Collective.
 
-        All ranks add and remove their services in the same order. No rank may send a
-        request before all have added the service.
+        All ranks add and remove their services in the same order. Requests that come
+        before this rank has added the service wait for it.
         """
         number = next(n for n in itertools.count() if n not in self._services)
         self._services[number] = service
@@ -142,8 +143,13 @@ class Agent:
         # After the first round, agents have received the requests of all ranks; after
         # the next ones, those that agents sent to carry them out. The last of these end
         # in the last round.
-        for _ in range(2 + depth):
-            self._group.raise_together(what, self._end_requests(number, deadline))
+        for left in reversed(range(2 + depth)):
+            failure = self._end_requests(number, deadline)
+            if left == 0 and failure is None:
+                # The next request is one to the next service of this number, which
+                # another rank may add before this one.
+                self._services[number] = None
+            self._group.raise_together(what, failure)
         del self._services[number]
         if not self._services:
             self._stop()
@@ -253,9 +259,15 @@ class Agent:
             if message is None:
                 return False
             number, *request = message.recv()
-            steps = self._services[number].handle(status.Get_source(), *request)
+            steps = self._handle(number, status.Get_source(), *request)
             self._running.append((number, steps))
             return True
+
+    def _handle(self, number: int, source: int, *request: Any) -> Steps:
+        while (service := self._services.get(number)) is None:
+            # Another rank has added it before this one.
+            yield False
+        yield from service.handle(source, *request)
 
 
 def _nap(idle: float) -> None:

@@ -156,6 +156,54 @@ def test_a_service_is_removed_after_requests_of_agents_for_it(group, rank):
     agent.remove(agent.add(Notes()), "test")
 
 
+def test_a_request_may_come_before_its_service(added, group, size):
+    agent, _ = added(Notes())
+    notes, late = Notes(), group.rank == agent.leaders[-1]
+    number = None if late else agent.add(notes)
+    numbers = meet(number)
+    if group.rank == 0:
+        for turn in range(3):
+            agent.request(len(agent.leaders) - 1, numbers[0], 0, turn)
+        until(lambda: not agent._unreceived())
+    meet()
+    if late:
+        number = agent.add(notes)
+        until(lambda: len(notes.done) == 3)
+    meet()
+    agent.remove(number, "test")
+
+    assert notes.done == [(0, turn) for turn in range(3)] * late
+
+
+def test_a_request_may_come_before_the_last_service_is_removed(
+    added, group, monkeypatch
+):
+    agent, _ = added(Notes())
+    old, new, late = Notes(), Notes(), group.rank == agent.leaders[-1]
+    number, exchange, rounds = agent.add(old), group.raise_together, []
+    meet()
+
+    def slow(*args):
+        found = exchange(*args)
+        rounds.append(None)
+        if len(rounds) == 3:
+            until(agent._running.__len__)
+        return found
+
+    if late:
+        monkeypatch.setattr(group, "raise_together", slow)
+    agent.remove(number, "test")
+    assert agent.add(new) == number
+    if group.rank == 0:
+        agent.request(len(agent.leaders) - 1, number, 0)
+    if late:
+        until(lambda: new.done)
+    meet()
+    agent.remove(number, "test")
+
+    assert (old.done, new.done) == ([], [(0,)] * late)
+
+
 def test_numbers_of_services_are_reused_with_their_tags(group):
     agent = Agent.of(group)
     numbers = [agent.add(Notes()) for _ in range(3)]
@@ -213,6 +261,7 @@ def test_agent_that_does_not_receive_a_request_is_named(held, group, rank, monke
     with held:
         if rank == 0:
             agent.request(agent.node, number, 0)
+            until(lambda: notes.done)
             agent.request(len(agent.leaders) - 1, number, 0)
             monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
         error = raised(agent.remove, number, "test: free")
