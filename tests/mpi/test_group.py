@@ -323,6 +323,21 @@ def test_accumulator_outlives_the_communicator_it_was_made_on(comm, size):
     assert group.comm == MPI.COMM_NULL
 
 
+def test_a_group_is_freed_once_and_made_anew(comm, rank, size, capsys):
+    part = comm.Dup()
+    group = Group.of(part)
+    group.free()
+    group.free()
+    again = Group.of(part)
+    assert again.allgather(rank, "again") == list(range(size))
+    part.Free()
+
+    assert again is not group
+    assert again.comm == group.comm == MPI.COMM_NULL
+    # What mpi4py says of errors while a communicator is freed.
+    assert capsys.readouterr().err == ""
+
+
 def test_nodes_are_ordered_by_their_first_rank(comm):
     group = Group.of(comm)
     ranks = group.nodes[group.node_number]
