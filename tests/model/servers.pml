@@ -8,7 +8,7 @@
  *               gradients
  *   STEPS       the host orders steps 2 to STEPS; the servers begin with step 1
  *   SINGLE      one node's gradient makes a step, in turn; otherwise those of all nodes
- *   READERS     on the last node, so many ranks that wait for any step
+ *   READERS     ranks that wait for any step, from the last node to the first
  *   HOPE        they may wait for a step that will never come, and then give up
  *   TIMEOUTS    they may give up any wait
  *   BUG_...     one planted bug each: search for the name
@@ -455,7 +455,7 @@ init {
         }
         run Host();
 #if READERS
-        for (n : 1 .. READERS) { run Reader(NODES - 1) }
+        for (n : 1 .. READERS) { run Reader((NODES - n % NODES) % NODES) }
 #endif
         run Monitor()
     }
