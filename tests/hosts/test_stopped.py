@@ -59,12 +59,12 @@ TRAIN = (
     STOP
     + """
 strategy, option, moment = arguments[0], int(arguments[1]), arguments[2]
-many = int(arguments[3])
+many, servers = int(arguments[3]), json.loads(arguments[4])
 w = hpc.Variable(np.zeros(1000), "w")
 if strategy == "sync":
-    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), option)
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), option, servers=servers)
 else:
-    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), option)
+    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), option, servers=servers)
 opt.initialize([w])
 calls, steps, pushes, held = 0, [], moment == "pushed", False
 elsewhere = [rank for rank, name in enumerate(comm.allgather(host)) if name != "h3"]
@@ -171,9 +171,16 @@ def run(cluster: Cluster, program: str, flags: Path, *arguments: object) -> Any:
     return json.loads(line)
 
 
-def test_others_go_on_without_a_stopped_node(cluster: Cluster, tmp_path: Path):
+def train(cluster: Cluster, flags: Path, *arguments: object, servers: object = None):
+    return run(cluster, TRAIN, flags, *arguments, json.dumps(servers))
+
+
+@pytest.mark.parametrize("servers", [None, [0, 2]], ids=["one-server", "two-servers"])
+def test_others_go_on_without_a_stopped_node(
+    cluster: Cluster, tmp_path: Path, servers: list[int] | None
+):
     # Four gradients make an update, and two ranks are stopped.
-    found = run(cluster, TRAIN, tmp_path, "sync", 4, "computing", MANY)
+    found = train(cluster, tmp_path, "sync", 4, "computing", MANY, servers=servers)
     stopped, continued, last = found["steps"]
 
     assert continued >= stopped + MANY
@@ -182,7 +189,7 @@ def test_others_go_on_without_a_stopped_node(cluster: Cluster, tmp_path: Path):
 
 def test_others_go_on_if_each_gradient_is_an_update(cluster: Cluster, tmp_path: Path):
     staleness = 8
-    found = run(cluster, TRAIN, tmp_path, "drop", staleness, "computing", MANY)
+    found = train(cluster, tmp_path, "drop", staleness, "computing", MANY)
     stopped, continued, last = found["steps"]
 
     assert continued >= stopped + MANY
@@ -197,11 +204,22 @@ def test_others_go_on_if_each_gradient_is_an_update(cluster: Cluster, tmp_path: 
 def test_a_round_waits_for_a_stopped_node_that_takes_part(
     cluster: Cluster, tmp_path: Path, quorum: int, moment: str
 ):
-    found = run(cluster, TRAIN, tmp_path, "sync", quorum, moment, 0)
+    found = train(cluster, tmp_path, "sync", quorum, moment, 0)
     stopped, continued, last = found["steps"]
 
     assert continued == stopped
     # Each rank has made five more gradients since.
+    assert last >= stopped + 5
+
+
+def test_all_updates_wait_for_a_server_that_is_stopped(
+    cluster: Cluster, tmp_path: Path
+):
+    found = train(cluster, tmp_path, "sync", 4, "computing", 0, servers=[0, 2, 4])
+    stopped, continued, last = found["steps"]
+
+    # It may be stopped after its part of an update, when the others make theirs.
+    assert continued <= stopped + 1
     assert last >= stopped + 5
 
 
