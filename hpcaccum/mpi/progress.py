@@ -24,6 +24,8 @@ _NAP = 3e-4
 # most this many seconds. Two idle threads on each of 4 ranks, with naps of 0.3 ms, made
 # all else on 2 cores take twice as long.
 _PART, _LONGEST_NAP = 0.01, 5e-3
+# Bytes of a window up to which the thread looks whether they change.
+_WATCHED = 1 << 16
 # Switch interval of Python's threads: the longest that a computation in Python delays
 # this thread.
 _SWITCH_INTERVAL = 1e-3
@@ -74,8 +76,8 @@ class ProgressThread:
 
     Between nodes a one-sided call may wait until the target enters MPI. A thread that
     probes for a message which no rank sends is enough; each group has one. While one
-    runs, Python's threads have a `short_switch_interval`. It naps for longer when the
-    words of its windows have not changed for a while.
+    runs, Python's threads have a `short_switch_interval`. It naps for longer when its
+    windows have not changed for a while, unless one of them is too large to see that.
 
     Args:
         comm: Communicator on which to probe.
@@ -109,14 +111,18 @@ class ProgressThread:
         while seen:
             time.sleep(idle_nap(time.monotonic() - changed, _NAP))
             self._comm.Iprobe(MPI.ANY_SOURCE, _NO_TAG)
-            if (found := self._look()) != seen:
+            found = self._look()
+            if found != seen or None in found:
                 seen, changed = found, time.monotonic()
 
-    def _look(self) -> list[bytes]:
+    def _look(self) -> list[bytes | None]:
         """Return what is in all windows, of which there is none at the end."""
         # No window is freed meanwhile.
         with self._lock:
-            return [bytes(memory) for memory in self._windows]
+            return [
+                bytes(memory) if memory.nbytes <= _WATCHED else None
+                for memory in self._windows
+            ]
 
     def stop(self, memory: memoryview) -> None:
         """Remove the memory of a window; the last one stops the thread."""

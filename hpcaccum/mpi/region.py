@@ -45,6 +45,11 @@ class Region:
         self.direct = group.single_node or group.rank == root
         self.nbytes_here = nbytes if group.rank == root else 0
         self._window: Any = allocate(group, root, nbytes, 1)
+        self._mine: memoryview | None = None
+        self._progress = group.progress
+        if group.rank == root and not group.single_node:
+            self._mine = memoryview(self._window.tomemory())
+            self._progress.start(self._mine)
         self._memory = self._map(group) if self.direct else np.empty(0, np.uint8)
 
     def _map(self, group: Group) -> Array:
@@ -106,6 +111,9 @@ class Region:
 
     def free(self) -> None:
         """Free the window. Collective."""
+        if self._mine is not None:
+            self._progress.stop(self._mine)
+        self._mine = None
         self._memory = np.empty(0, np.uint8)
         self._window.Unlock_all()
         self._window.Free()

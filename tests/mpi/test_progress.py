@@ -123,3 +123,18 @@ def test_naps_are_long_where_no_word_changes(comm, monkeypatch):
     assert clock.naps[2999] == 5e-3
     # The change is seen after the nap.
     assert clock.naps[3000:] == [first] * 10
+
+
+def test_naps_are_short_where_changes_cannot_be_seen(comm, monkeypatch):
+    progress = ProgressThread(comm, needed=True)
+
+    def after(nap):
+        if nap == 3000:
+            progress._windows = []
+
+    clock = Clock(after)
+    monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
+    progress._windows = [memoryview(bytearray(8)), memoryview(bytearray(1 << 20))]
+    progress._run()
+
+    assert set(clock.naps) == {clock.naps[0]}
