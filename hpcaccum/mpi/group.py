@@ -68,7 +68,7 @@ class Group:
         self.node.allreduce(0)
         self.control = ControlChannel(comm)
         self._numbers = itertools.count(1)
-        self._retained, self._closed, self._freed = 0, False, False
+        self._retained, self._closed = 0, False
 
     @classmethod
     def of(cls, comm: mpi4py_MPI.Comm | Group | None = None) -> Group:
@@ -91,7 +91,7 @@ class Group:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise TypeError(f"comm must be an MPI intracommunicator, got {comm!r}")
         group: Any = comm.Get_attr(_keyval())
-        if group is None or group._freed:
+        if group is None or group.comm == MPI.COMM_NULL:
             group = cls(_duplicate(comm))
             for each in (comm, MPI.COMM_WORLD):
                 # The user may sum objects on these.
@@ -280,13 +280,12 @@ class Group:
 
     def free(self) -> None:
         """Free the private communicators, once. Collective."""
-        if self._freed:
+        if self.comm == MPI.COMM_NULL:
             return
         if "inside" in self.__dict__:
             self.inside.free()
         if not is_ending():
             self.control.drain()
-        self._freed = True
         self.node.Free()
         self.comm.Free()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.mpi.runtime import MPI
-from hpcaccum.mpi.windows import FREED, allocate, without_signals
+from hpcaccum.mpi.windows import FREED, allocate, make_progress, without_signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,11 +45,7 @@ class Region:
         self.direct = group.single_node or group.rank == root
         self.nbytes_here = nbytes if group.rank == root else 0
         self._window: Any = allocate(group, root, nbytes, 1)
-        self._mine: memoryview | None = None
-        self._progress = group.progress
-        if group.rank == root and not group.single_node:
-            self._mine = memoryview(self._window.tomemory())
-            self._progress.start(self._mine)
+        self._end_progress = make_progress(group, root, self._window)
         self._memory = self._map(group) if self.direct else np.empty(0, np.uint8)
 
     def _map(self, group: Group) -> Array:
@@ -111,9 +107,7 @@ class Region:
 
     def free(self) -> None:
         """Free the window. Collective."""
-        if self._mine is not None:
-            self._progress.stop(self._mine)
-        self._mine = None
+        self._end_progress()
         self._memory = np.empty(0, np.uint8)
         self._window.Unlock_all()
         self._window.Free()

@@ -11,6 +11,7 @@ wait for a target that computes.
 from __future__ import annotations
 
 import collections
+import functools
 import operator
 import threading
 from pathlib import Path
@@ -117,15 +118,10 @@ class AtomicWords:
         self._window = allocate(group, root, count * 8, 8)
         # The words themselves, where this rank may load and store them.
         self._words: memoryview | None = None
-        # Those of the root, whose windows the other nodes reach with its help.
-        self._mine: memoryview | None = None
-        self._progress = group.progress
+        self._end_progress = make_progress(group, root, self._window)
         if group.single_node:
             memory: Any = self._window.Shared_query(root)[0]
             self._words = memoryview(memory).cast("B").cast("q")
-        elif group.rank == root:
-            self._mine = memoryview(self._window.tomemory())
-            self._progress.start(self._mine)
 
     @property
     def direct(self) -> bool:
@@ -235,9 +231,8 @@ class AtomicWords:
 
     def free(self) -> None:
         """Free the window. Collective."""
-        if self._mine is not None:
-            self._progress.stop(self._mine)
-        self._words = self._mine = None
+        self._end_progress()
+        self._words = None
         self._window.Unlock_all()
         self._window.Free()
         self._window = FREED
@@ -292,6 +287,21 @@ def allocate(group: Group, root: int, nbytes: int, unit: int) -> Any:
         window.Free()
         raise
     return window
+
+
+def make_progress(group: Group, root: int, window: Any) -> Callable[[], None]:
+    """Let other nodes reach a window while its root computes.
+
+    Returns:
+        What ends this; to be called before the window is freed.
+    """
+    # On all ranks: it is collective at first use.
+    progress = group.progress
+    if group.single_node or group.rank != root:
+        return lambda: None
+    memory = memoryview(window.tomemory())
+    progress.start(memory)
+    return functools.partial(progress.stop, memory)
 
 
 def _check_communicators(group: Group) -> None:
