@@ -18,6 +18,8 @@ _GRACE = 2.0
 # After that much more, C code ends the process that Python cannot: one that holds
 # the interpreter lock, or whose MPI_Abort hangs.
 _LAST_RESORT = 10.0
+# Launchers drop what they have not forwarded yet when a rank aborts.
+_FORWARDING = 0.3
 # Frames of the machinery between main() and the test say nothing.
 _MACHINERY = ("/_pytest/", "/pluggy/", "/hypothesis/", "/pytest/__main__.py", "runpy")
 
@@ -71,6 +73,7 @@ class Watchdog:
     def end_job(self, message: str) -> None:
         """Say ``message`` on the real stderr and end all ranks."""
         self.say(message)
+        time.sleep(_FORWARDING)
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE and not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(1)
         os._exit(1)
