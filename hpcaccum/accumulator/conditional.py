@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.accumulator.receipts import Tally
 from hpcaccum.accumulator.settings import Settings, check_settings
 from hpcaccum.accumulator.shared import AccumulatorStatistics, SharedAccumulator
 from hpcaccum.accumulator.storage import Slots
@@ -323,11 +325,52 @@ class ConditionalAccumulator(Freeable):
         return AccumulatorStatistics(
             self._protocol.state().step,
             self._protocol.count(),
-            self._protocol.counters.tally(),
+            self._shared.tally(),
             tuple(self._protocol.membership.left()),
             self._storage.name,
             self._storage.window_bytes,
         )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the step and the counts, for `restore`; any rank may call it.
+
+        Returns:
+            "global_step"; "tally", the counts of `statistics` as lists; and
+            "num_accumulated", the gradients that no take has returned. They are in the
+            tally, but they are not part of the snapshot: take them before.
+        """
+        found = self.statistics()
+        return {
+            "global_step": found.global_step,
+            "tally": found.tally.as_lists(),
+            "num_accumulated": found.num_accumulated,
+        }
+
+    def restore(self, snapshot: Any) -> None:
+        """Continue at the step and with the counts of a snapshot. Collective.
+
+        Call it before gradients are applied. The number of ranks may be another one.
+
+        Args:
+            snapshot: On the host rank; others may pass None.
+
+        Raises:
+            TypeError, InvalidArgumentError: On every rank, if it is none.
+        """
+        self._check_open()
+        group, host = self._shared.group, self._settings.host
+        what = f"{self._name}: restore"
+
+        def begin() -> Tally | None:
+            if group.rank != host:
+                return None
+            step, tally = _counts(snapshot)
+            self._protocol.set_step(step)
+            return tally
+
+        tally = group.agree(what, begin, lambda _: {})
+        # No rank applies a gradient before this.
+        self._shared.earlier = group.allgather(tally, what)[host]
 
     def _describe(self) -> str:
         return f"accumulator {self._name!r}"
@@ -359,3 +402,12 @@ class ConditionalAccumulator(Freeable):
 
     def _free(self) -> None:
         self._shared.detach()
+
+
+def _counts(snapshot: Any) -> tuple[int, Tally]:
+    """Return the step and the tally of a snapshot."""
+    if not isinstance(snapshot, Mapping) or "global_step" not in snapshot:
+        found = "None" if snapshot is None else f"a {type(snapshot).__name__}"
+        raise TypeError(f"snapshot must be one of an accumulator, got {found}")
+    step = step_number(snapshot["global_step"], "global_step")
+    return step, Tally.of_lists(snapshot.get("tally", {}))

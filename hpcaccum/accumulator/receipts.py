@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.errors import InvalidArgumentError
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hpcaccum.mpi import AtomicWords
 
 # Lags of this and more are counted together.
@@ -56,6 +62,50 @@ class Tally:
     lags: dict[int, int]
     given_up: tuple[int, ...] = ()
 
+    def __add__(self, other: Tally) -> Tally:
+        """Return the counts of two runs; their numbers of ranks may differ."""
+        lags = {
+            lag: self.lags.get(lag, 0) + other.lags.get(lag, 0)
+            for lag in sorted(self.lags.keys() | other.lags.keys())
+        }
+        return Tally(
+            _added(self.accepted, other.accepted),
+            _added(self.dropped, other.dropped),
+            lags,
+            _added(self.given_up, other.given_up),
+        )
+
+    def as_lists(self) -> dict[str, Any]:
+        """Return the counts in lists; each lag and its count are a pair."""
+        return {
+            "accepted": list(self.accepted),
+            "dropped": list(self.dropped),
+            "given_up": list(self.given_up),
+            "lags": [list(pair) for pair in self.lags.items()],
+        }
+
+    @classmethod
+    def of_lists(cls, lists: Mapping[str, Any]) -> Tally:
+        """Return the tally whose `as_lists` returned ``lists``.
+
+        Raises:
+            InvalidArgumentError: If they are something else.
+        """
+        try:
+            rows = (lists[name] for name in ("accepted", "dropped", "given_up"))
+            accepted, dropped, given_up = (tuple(map(index, row)) for row in rows)
+            lags = {index(lag): index(count) for lag, count in lists["lags"]}
+        except (TypeError, ValueError, KeyError) as error:
+            raise InvalidArgumentError(
+                f"the tally of a snapshot cannot be read: {error!r}"
+            ) from None
+        return cls(accepted, dropped, lags, given_up)
+
+
+def _added(these: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
+    pairs = itertools.zip_longest(these, those, fillvalue=0)
+    return tuple(left + right for left, right in pairs)
+
 
 # Columns of a row, and their new values.
 Counts = tuple[tuple[int, int], ...]
@@ -103,15 +153,6 @@ class Counters:
         for column, number in counts:
             self._row[column] = number
             self._words.store_unordered(self._index + column, number)
-
-    def row(self) -> list[int]:
-        """Return a copy of this rank's counters, to be passed to `restore`."""
-        return self._row.copy()
-
-    def restore(self, row: list[int]) -> None:
-        """Set this rank's counters to those that `row` returned."""
-        self.post(tuple(enumerate(row)))
-        self._words.flush()
 
     def tally(self) -> Tally:
         """Return the counts of all ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 from hpcaccum.accumulator.protocol import AdmissionProtocol
 from hpcaccum.accumulator.settings import Settings
@@ -16,18 +16,6 @@ from hpcaccum.mpi import Freeable, Group, is_ending
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.receipts import Tally
-
-
-class Snapshot(NamedTuple):
-    """What an accumulator must remember of its past, gradients excepted.
-
-    Attributes:
-        step: The step.
-        counters: This rank's row of `Counters`.
-    """
-
-    step: int
-    counters: list[int]
 
 
 @dataclass(frozen=True)
@@ -64,11 +52,13 @@ class SharedAccumulator(Freeable):
         protocol: Admits gradients.
         storage: Has them until they are taken.
         writer, taker: This rank's gradients, and its takes.
+        earlier: The counts of runs that this one continues.
     """
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         self.group, self.settings, self._what = group, settings, what
         self._handles = 0
+        self.earlier: Tally | None = None
         with contextlib.ExitStack() as undo:
             self.protocol = AdmissionProtocol(group, settings, what)
             undo.callback(self.protocol.free)
@@ -120,14 +110,10 @@ class SharedAccumulator(Freeable):
             self.group.named.pop(_key(self.settings), None)
         self._handles -= 1
 
-    def snapshot(self) -> Snapshot:
-        """Return step and counters, of one moment if no rank applies or takes."""
-        return Snapshot(self.protocol.state().step, self.protocol.counters.row())
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Set step and counters; on every rank, before any gradient is applied."""
-        self.protocol.set_step(snapshot.step)
-        self.protocol.counters.restore(snapshot.counters)
+    def tally(self) -> Tally:
+        """Return the counts of all ranks, with those of earlier runs."""
+        tally = self.protocol.counters.tally()
+        return tally if self.earlier is None else self.earlier + tally
 
     def _describe(self) -> str:
         return f"accumulator {self._what!r}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import positive_count
-from hpcaccum.device import all_on_device, copyto, cupy, release, to_host
+from hpcaccum.device import all_on_device, copyto, cupy, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import Optimizer, set_global_step
@@ -155,11 +155,11 @@ class AGNOptimizer(OneSidedOptimizer):
         Args:
             var_list: Variables of the getter; all of them by default.
         """
-        if var_list is None:
-            var_list = list(self._getter.variables.values())
         super().initialize(var_list)
 
     def _check_start(self, var_list: Any) -> list[Variable]:
+        if var_list is None:
+            var_list = list(self._getter.variables.values())
         variables = super()._check_start(var_list)
         self._check_registered(variables)
         return variables
@@ -245,19 +245,6 @@ class AGNOptimizer(OneSidedOptimizer):
         self._useful = receipt.global_step + 1
         self._pull({name: self._values[name] for name in means})
         return receipt
-
-    def _state_dict(self) -> dict[str, Any]:
-        state = {**super()._state_dict(), "calls": self._calls, "sums": {}}
-        if self._summed:
-            sums = self._sums(self._open_server())
-            state["sums"] = {name: to_host(sums[name]).copy() for name in self._summed}
-        return state
-
-    def _resume(self, server: ParameterServer, state: Mapping[str, Any]) -> None:
-        super()._resume(server, state)
-        self._calls = state["calls"]
-        if state["sums"]:
-            self._add(self._sums(server), state["sums"])
 
     def gradient_arrays(self) -> dict[str, Array]:
         """Return arrays in which a loss can compute its next gradients, by name.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +23,15 @@ from hpcaccum.optimizers.checks import (
     check_loss_result,
     check_name,
     check_variables,
+)
+from hpcaccum.optimizers.snapshot import (
+    Key,
+    Parts,
+    check_snapshot,
+    made,
+    plain,
+    set_state,
+    set_values,
 )
 from hpcaccum.optimizers.variable import Variable, is_float
 
@@ -193,6 +202,66 @@ class Optimizer(abc.ABC):
     def variables(self) -> list[Variable]:
         """Return all state variables, in the order of their creation."""
         return []
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return copies of the variables and of their state, to `restore` them.
+
+        Returns:
+            "variables": name to array in CPU memory. "state": for each of these names,
+            the slots, and "step", the number of updates of the variable.
+            `checkpoint.save` writes it to a file.
+
+        Raises:
+            InvalidArgumentError: If there are no variables yet.
+        """
+        variables = self._snapshot_variables(None)
+        values = {var.name: var.value for var in variables}
+        state = self._kept_state(variables)
+        return made(values, {key: plain(var) for key, var in state.items()})
+
+    def restore(self, snapshot: Any, var_list: Any = None) -> None:
+        """Initialize, and set the variables and their state to those of a snapshot.
+
+        Args:
+            snapshot: Of an optimizer of the same kind.
+            var_list: Variables with the names, shapes and dtypes of the snapshot; by
+                default those of this optimizer.
+
+        Raises:
+            TypeError, InvalidArgumentError: If they do not fit; nothing is changed.
+        """
+        variables = self._snapshot_variables(var_list)
+        self._check_snapshot(snapshot, variables)
+        self.initialize(variables)
+        set_values(variables, snapshot)
+        self._restore_state(variables, snapshot["state"])
+
+    def _snapshot_variables(self, var_list: Any) -> list[Variable]:
+        """Return checked variables; for None, all that this optimizer has."""
+        return check_variables(self._variables if var_list is None else var_list)
+
+    def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
+        """Raise unless `restore` can use a snapshot for these variables."""
+        check_snapshot(snapshot, variables)
+
+    def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
+        """Return the state of variables, by names of a variable and of a slot."""
+        slots = {
+            (var.name, name): self.get_slot(var, name)
+            for var in variables
+            for name in self.get_slot_names()
+        }
+        return {key: slot for key, slot in slots.items() if slot is not None}
+
+    def _restore_state(
+        self, variables: Sequence[Variable], states: Mapping[str, Parts]
+    ) -> None:
+        """Set the state of variables to that of a snapshot."""
+        set_state(self._kept_state(variables), states, self._name)
+        self._state_changed(variables)
+
+    def _state_changed(self, variables: Iterable[Variable]) -> None:  # noqa: B027
+        """Note that the state of variables is that of earlier updates now."""
 
 
 def check_inner(inner: Any, outer: Optimizer) -> None:

@@ -16,12 +16,13 @@ from hpcaccum.optimizers.checks import (
     check_pairs,
     listed,
 )
+from hpcaccum.optimizers.snapshot import set_state, set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
 from hpcaccum.optimizers.wrapper import Wrapper
 from hpcaccum.reducer import Reducer, check_direct
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -272,12 +273,44 @@ class CrossShardOptimizer(Wrapper):
         summed = [(None if g is None else sums[v.name], v) for g, v in pairs]
         return self.inner.apply_gradients(summed, global_step, name)
 
-    def _state_dict(self) -> dict[str, Any]:
-        return {**super()._state_dict(), "computed": self._computed}
+    def restore(self, snapshot: Any, var_list: Any = None) -> None:
+        """Initialize, and set a group's variables and state to a snapshot. Collective.
 
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super()._load_state_dict(state)
-        self._computed = state["computed"]
+        Args:
+            snapshot: On the first rank of each group; others may pass None.
+            var_list: As for `Optimizer.restore`.
+
+        Raises:
+            TypeError, InvalidArgumentError, DisagreementError: On every rank, if the
+                snapshot does not fit, or variables differ.
+        """
+        self._check_open()
+        what, first = f"{self.get_name()}: restore", self._group.rank == 0
+
+        def check() -> list[Variable]:
+            variables = self._snapshot_variables(listed(var_list))
+            if first:
+                self._check_snapshot(snapshot, variables)
+            return variables
+
+        variables = self._group.agree(
+            what, check, lambda variables: {"variables": signature(variables)}
+        )
+        set_values(variables, snapshot if first else None)
+        # Also of an optimizer that is initialized, or was made with sync=False.
+        broadcast(self._group, variables, what)
+        self.initialize(variables)
+        kept = self._kept_state(variables)
+
+        def fill() -> dict[str, object]:
+            if first:
+                set_state(kept, snapshot["state"], self.get_name())
+            return {}
+
+        self._group.agree(what, fill)
+        broadcast(self._group, kept.values(), what)
+        self._state_changed(variables)
+        self._computed = 0
 
     @property
     def waited(self) -> float:

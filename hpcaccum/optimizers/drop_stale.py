@@ -10,8 +10,6 @@ from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.server import BoundedStalenessInbox
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy as np
     from mpi4py import MPI as mpi4py_MPI
 
@@ -91,13 +89,6 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
     @property
     def _local_step(self) -> int:
         return self._step if self._computed_at is None else self._computed_at
-
-    def _state_dict(self) -> dict[str, Any]:
-        return {**super()._state_dict(), "computed_at": self._computed_at}
-
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super()._load_state_dict(state)
-        self._computed_at = state["computed_at"]
 
     @property
     def stale_counter(self) -> int:

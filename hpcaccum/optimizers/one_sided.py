@@ -9,23 +9,16 @@ from hpcaccum.device import all_on_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import Exchange, Optimizer, set_global_step
+from hpcaccum.optimizers.center import Center
 from hpcaccum.optimizers.checks import (
     check_global_step,
     check_pairs,
     check_variables,
     listed,
 )
-from hpcaccum.optimizers.flat_rule import FlatRule, flat_rule
-from hpcaccum.optimizers.servers import (
-    Servers,
-    apply_at,
-    check_nodes,
-    find_slots,
-    server_ranks,
-    shared_rate,
-    spread,
-    whole_slot,
-)
+from hpcaccum.optimizers.flat_rule import flat_rule
+from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spread
+from hpcaccum.optimizers.snapshot import counts_of, set_values
 from hpcaccum.optimizers.start import signature, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper
@@ -112,13 +105,12 @@ class OneSidedOptimizer(Wrapper):
         num_serving = len(self._servers or ()) * self._dedicated
         self._workers = group.size - num_serving
         self._server: ParameterServer | None = None
-        # The center's variables, on a server: its part of them.
-        self._center: dict[str, Variable] = {}
-        self._flat: FlatRule | None = None
+        self._center: Center | None = None
         # The step of this rank's variables, and the first one worth waiting for.
         self._step, self._useful = -1, 0
-        # The state to resume from.
-        self._loaded: Mapping[str, Any] = {}
+        # What `restore` begins with: the counts, and on the host the state.
+        self._earlier: Mapping[str, Any] = {}
+        self._restored: Mapping[str, Any] | None = None
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
         """Return the inbox, in which the one-sided optimizers differ."""
@@ -147,52 +139,29 @@ class OneSidedOptimizer(Wrapper):
         if self._group.rank == 0:
             warn_of_wider(self.get_name(), variables)
         self._start(variables)
-        self._flat = flat_rule(self.inner)
-        self._server = ParameterServer(
+        flat = flat_rule(self.inner)
+        server = self._server = ParameterServer(
             self._group,
             self._root,
             self._values,
             self._make_inbox,
             dedicated=self._dedicated,
             what=self.get_name(),
-            rule=self._flat,
+            rule=flat,
             finish=self._pull_all,
             servers=self._servers
             or spread(self._root, self._group, self.inner, variables),
             elementwise=self.inner.elementwise,
-            step=self._loaded.get("global_step", 0),
-            tally=self._loaded.get("tally"),
+            **self._earlier,
         )
-        if self._server.is_server:
-            self._serve_with(self._server)
+        center = self._center = Center(self.inner, flat, server, self._values)
+        states = server.divide(self._restored)
+        self._group.agree(what, lambda: center.prepare(states), lambda _: {})
+        if server.is_server:
+            center.serve()
         self._pull()
-        if self._loaded:
-            self._resume(self._server, self._loaded)
         # No rank may train before all have the same variables.
         self._group.allgather(None, what)
-
-    def _serve_with(self, server: ParameterServer) -> None:
-        center = self._center = {
-            name: Variable(array, name) for name, array in server.center.items()
-        }
-        variables = list(center.values())
-        if self._flat is not None and server.slots is not None:
-            self._flat.set_variables(variables, server.slots)
-        # One of more servers than variables may have none.
-        if variables:
-            self.inner.initialize(variables)
-
-        def update(grads: dict[str, Array], rate: float | None) -> None:
-            pairs = [(grad, center[name]) for name, grad in grads.items()]
-            apply_at(self.inner, rate, pairs)
-
-        slots = [(v, slot) for v in self._values for slot in self.get_slot_names()]
-        server.start(
-            update,
-            rate=lambda: shared_rate(self.inner),
-            answer=lambda wanted: find_slots(self.inner, center, wanted),
-            last_question=slots,
-        )
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return a slot of this rank's variable or, on the host rank, of the center's.
@@ -200,17 +169,10 @@ class OneSidedOptimizer(Wrapper):
         A slot of the center is a copy, taken between two updates. Use `paused` to read
         several of the same step.
         """
-        own, server = self.inner.get_slot(var, name), self._server
-        if own is not None or server is None or not server.is_root:
+        own, center = self.inner.get_slot(var, name), self._center
+        if own is not None or center is None or not self._any_server().is_root:
             return own
-        if server.shards:
-            found = whole_slot(server.ask([(var.name, name)]), var, name)
-            return None if found is None else Variable(found[1], found[0], False)
-        if var.name not in self._center:
-            return None
-        with self.paused():
-            slot = self.inner.get_slot(self._center[var.name], name)
-            return None if slot is None else slot.copy()
+        return center.slot(var, name)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[int]:
@@ -352,24 +314,64 @@ class OneSidedOptimizer(Wrapper):
         if not receipt:
             self._useful = server.useful(receipt.global_step)
 
-    def _state_dict(self) -> dict[str, Any]:
-        # The first two are the same on all ranks if no rank pushes meanwhile.
-        server = self._open_server()
-        counts = {"global_step": server.step, "tally": server.tally()}
-        return {**super()._state_dict(), **counts, "step": self._step}
+    def snapshot(self) -> dict[str, Any]:
+        """Return copies of the center and of its state, all of one step.
 
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `_state_dict`; before `initialize`.
+        On the host rank only, between two updates; other ranks go on. Also after
+        `free`.
 
-        `initialize` must be given the values of the center. Afterwards a rank may set
-        its variables to those that it had.
+        Returns:
+            As `Optimizer.snapshot`; and "global_step", the number of updates, and
+            "tally", the `statistics` as lists. These may count gradients whose update
+            is not yet made: it is not part of the snapshot, nor are gradients that a
+            rank has not yet pushed, or the sums of AGN.
+
+        Raises:
+            InvalidArgumentError: On other ranks.
         """
-        super()._load_state_dict(state)
-        self._loaded = state
+        with self.paused():
+            assert self._center is not None
+            return self._center.snapshot()
 
-    def _resume(self, server: ParameterServer, state: Mapping[str, Any]) -> None:
-        """Restore what depends on the server."""
-        self._step = state["step"]
+    def restore(self, snapshot: Any, var_list: Any = None) -> None:
+        """Initialize from a snapshot instead of the host's variables. Collective.
+
+        Call it instead of `initialize`. Ranks, nodes, servers and their numbers may be
+        others than those of the snapshot.
+
+        Args:
+            snapshot: On the host rank; others may pass None.
+            var_list: As for `initialize`.
+
+        Raises:
+            TypeError, InvalidArgumentError, DisagreementError: On every rank, if the
+                snapshot does not fit, or the optimizer is initialized already.
+        """
+        self._check_open()
+        what, host = f"{self.get_name()}: restore", self._group.rank == self._root
+
+        def check() -> dict[str, Any]:
+            if self._server is not None:
+                raise InvalidArgumentError(
+                    f"{what}: it is initialized already; make a new optimizer"
+                )
+            variables = self._check_start(listed(var_list))
+            if not host:
+                return {"variables": variables}
+            self._check_snapshot(snapshot, variables)
+            return {"variables": variables, **counts_of(snapshot)}
+
+        start = self._group.agree(
+            what, check, lambda start: {"variables": signature(start["variables"])}
+        )
+        variables = start.pop("variables")
+        set_values(variables, snapshot if host else None)
+        self._earlier = self._group.allgather(start, what)[self._root]
+        self._restored = snapshot["state"] if host else {}
+        try:
+            self.initialize(variables)
+        finally:
+            self._restored = None
 
     @property
     def global_step(self) -> int:
@@ -430,9 +432,6 @@ class OneSidedOptimizer(Wrapper):
     def _free(self) -> None:
         if self._server is not None:
             self._server.free()
-            if self._flat is not None:
-                self._flat.move_slots()
-            if not self._server.shards:
-                for name, var in self._center.items():
-                    var._move_to(self._server.center[name])
+        if self._center is not None:
+            self._center.free()
         super()._free()

@@ -1,20 +1,17 @@
-"""The ranks that hold the center of a one-sided optimizer."""
+"""Which ranks hold the center of a one-sided optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.arguments import rank_number
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI
-from hpcaccum.optimizers.update_rule import Rule
-from hpcaccum.server import joined
 
 if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.checks import Array
     from hpcaccum.optimizers.variable import Variable
 
 # What `servers=` accepts.
@@ -25,8 +22,6 @@ AUTO = "auto"
 # links of 1 Gbit/s: at 16 MiB 0.3 to 0.5 of the time of one server, at 1 MiB 0.4 to
 # 1.2, at 256 KiB no less.
 _LARGE = 1 << 20
-# A slot of a variable: the names of both.
-Slot = tuple[str, str]
 
 
 def server_ranks(
@@ -111,44 +106,3 @@ def spread(
         return (host,)
     others = [ranks[0] for ranks in group.nodes if host not in ranks]
     return (host, *others)
-
-
-def apply_at(
-    optimizer: Optimizer, rate: float | None, pairs: list[tuple[Array, Variable]]
-) -> None:
-    """Apply gradients at the learning rate of another rank, if there is one."""
-    if rate is not None and isinstance(optimizer, Rule):
-        optimizer._apply_at(rate, pairs)
-    else:
-        optimizer.apply_gradients(pairs)
-
-
-def shared_rate(optimizer: Optimizer) -> float | None:
-    """Return the learning rate for all servers; None if each of them finds it."""
-    if isinstance(optimizer, Rule) and optimizer.elementwise:
-        return optimizer._shared_rate()
-    return None
-
-
-def find_slots(
-    optimizer: Optimizer, center: Mapping[str, Variable], wanted: Iterable[Slot]
-) -> dict[Slot, tuple[str, Array]]:
-    """Return the name and the value of each slot of the center that there is."""
-    found = {}
-    for variable, name in wanted:
-        if variable in center:
-            slot = optimizer.get_slot(center[variable], name)
-            if slot is not None:
-                found[variable, name] = slot.name, slot.value
-    return found
-
-
-def whole_slot(
-    answers: Sequence[Mapping[Slot, tuple[str, Array]]], var: Variable, name: str
-) -> tuple[str, Array] | None:
-    """Return the name and the value of a slot, of which servers have parts."""
-    found = [answer.get((var.name, name)) for answer in answers]
-    value = joined([None if each is None else each[1] for each in found], var.shape)
-    if value is None:
-        return None
-    return next(each[0] for each in found if each is not None), value

@@ -8,7 +8,7 @@ on a device are updated by `device_update`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from hpcaccum.optimizers.base import Optimizer, count_step
 from hpcaccum.optimizers.checks import Array, check_global_step, check_pairs
 from hpcaccum.optimizers.device_update import Updates
 from hpcaccum.optimizers.learning_rate import Rate, RateOfStep
+from hpcaccum.optimizers.snapshot import COUNT, Key, check_state
 from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.overlap import crossing, overlap
 
@@ -326,6 +327,34 @@ class Rule(Optimizer):
             for state in states
             for variable in (*state.slots.values(), *[state.step] * self._counts)
         ]
+
+    # Snapshots
+
+    def _snapshot_variables(self, var_list: Any) -> list[Variable]:
+        if var_list is None and self._states:
+            # Also those that were only given to `apply_gradients`.
+            var_list = list(dict.fromkeys([*(self._variables or ()), *self._states]))
+        return super()._snapshot_variables(var_list)
+
+    def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
+        super()._check_snapshot(snapshot, variables)
+        check_state(self._name, snapshot, variables, self.get_slot_names())
+
+    def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
+        kept: dict[Key, Variable] = {}
+        for var in variables:
+            if is_float(var.dtype):
+                state = self._states.get(var) or self._made.get(var)
+                if state is None:
+                    state = self._made[var] = self._new_state(var)
+                for name, each in [*state.slots.items(), (COUNT, state.step)]:
+                    kept[var.name, name] = each
+        return kept
+
+    def _state_changed(self, variables: Iterable[Variable]) -> None:
+        for var in variables:
+            if var in self._made and self._made[var].updates:
+                self._state(var)
 
     def _release(self) -> None:
         self._on_device.clear()

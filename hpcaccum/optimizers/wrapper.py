@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Array
+    from hpcaccum.optimizers.snapshot import Key
     from hpcaccum.optimizers.variable import Variable
 
 
@@ -116,20 +117,15 @@ class Wrapper(Freeable, Optimizer):
                     f"{var.name!r}, with {sorted(self._values)}"
                 )
 
-    def _state_dict(self) -> dict[str, Any]:
-        """Return what this rank must save to resume, besides variables and slots.
+    def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
+        check_trainable(variables)
+        self.inner._check_snapshot(snapshot, variables)
 
-        Numbers, tuples, and dictionaries of NumPy arrays. No gradient may be pending:
-        between two updates, on all ranks.
-        """
-        if isinstance(self.inner, Wrapper):
-            return {"inner": self.inner._state_dict()}
-        return {}
+    def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
+        return self.inner._kept_state(variables)
 
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `_state_dict`; before `initialize`."""
-        if isinstance(self.inner, Wrapper):
-            self.inner._load_state_dict(state["inner"])
+    def _state_changed(self, variables: Iterable[Variable]) -> None:
+        self.inner._state_changed(variables)
 
     def _describe(self) -> str:
         return f"optimizer {self.get_name()!r}"

@@ -26,8 +26,7 @@ class OrderLoop(Loop):
 
     Attributes:
         rate: Returns the learning rate of the next update; None if servers find it.
-        last_question: For all servers, after the last update.
-        last_answers: Their answers.
+        last_answers: Of all servers after the last update, to the question None.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class OrderLoop(Loop):
         super().__init__(inbox, lock, what)
         self._parameters = parameters
         self.rate: Callable[[], float | None] = lambda: None
-        self.last_question: Any = None
         self.last_answers: list[Any] | None = None
 
     def made(self) -> int:
@@ -60,5 +58,5 @@ class OrderLoop(Loop):
         # Another thread of this rank may ask, too.
         with self._lock:
             if self.last_answers is None:
-                self.last_answers = self._parameters.ask(self.last_question, deadline)
+                self.last_answers = self._parameters.ask(None, deadline)
                 self._parameters.end()

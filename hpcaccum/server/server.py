@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcaccum.accumulator import Tally
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
@@ -21,12 +19,16 @@ from hpcaccum.server.update_loop import UpdateLoop
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from hpcaccum.accumulator import Tally
     from hpcaccum.mpi import Group
     from hpcaccum.server.background import Background
     from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.node_update import ElementwiseRule
     from hpcaccum.server.sharded import ShardedParameters
     from hpcaccum.server.update_loop import Loop, Update
+
+    # Of each variable, name to an array or an integer.
+    Arrays = Mapping[str, Mapping[str, Any]]
 
 Array = np.ndarray[Any, Any]
 
@@ -207,7 +209,6 @@ class ParameterServer(Client):
         update: Update,
         rate: Callable[[], float | None] = lambda: None,
         answer: Callable[[Any], Any] = lambda _: None,
-        last_question: Any = None,
     ) -> None:
         """Begin to serve, in threads unless servers are dedicated; servers only.
 
@@ -217,13 +218,13 @@ class ParameterServer(Client):
                 of ``rate``, too.
             rate: Returns the learning rate of the next update, called on the root of
                 several servers; None if each of them finds it.
-            answer: Answers a question that the root asks all of several servers.
-            last_question: The question after the last update.
+            answer: Answers a question that the root asks all of several servers, and
+                None after the last update.
         """
         if self._updates is not None:
             self._updates.update = update
         if self._orders is not None:
-            self._orders.rate, self._orders.last_question = rate, last_question
+            self._orders.rate = rate
         if self._shard is not None:
             self._shard.update, self._shard.answer = update, answer
         for loop in self._loops():
@@ -248,7 +249,7 @@ class ParameterServer(Client):
     def ask(self, question: Any) -> list[Any]:
         """Return the answers of several servers, all of one step; the root only.
 
-        After `free`, those to the last question.
+        After `free`, those to None.
 
         Raises:
             InvalidArgumentError, WaitTimeoutError: See `paused`.
@@ -260,6 +261,22 @@ class ParameterServer(Client):
                 return self._orders.last_answers
             deadline = Deadline(None, f"{self._what}: servers")
             return self._sharded.ask(question, deadline)
+
+    def divide(self, arrays: Arrays | None) -> Arrays | None:
+        """Return what a server keeps of arrays of the root. Collective.
+
+        Args:
+            arrays: On the root: of each variable, name to an array that is divided as
+                the variable is, or to an integer. None on all ranks: nothing is done.
+
+        Returns:
+            None on ranks that are no servers.
+        """
+        if arrays is None:
+            return None
+        if self._sharded is not None:
+            return self._sharded.divide(arrays)
+        return arrays if self.is_root else None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[int]:
@@ -312,7 +329,7 @@ class ParameterServer(Client):
         if self._final is not None:
             return self._final.tally
         tally = self._inbox.tally()
-        return tally if self._earlier is None else _sum(self._earlier, tally)
+        return tally if self._earlier is None else self._earlier + tally
 
     # The end
 
@@ -361,22 +378,3 @@ def _check_threads() -> None:
 
 def _copies(arrays: Mapping[str, Array]) -> dict[str, Array]:
     return {name: array.copy() for name, array in arrays.items()}
-
-
-def _sum(one: Tally, other: Tally) -> Tally:
-    """Return the counts of two runs together; their numbers of ranks may differ."""
-
-    def added(these: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
-        pairs = itertools.zip_longest(these, those, fillvalue=0)
-        return tuple(left + right for left, right in pairs)
-
-    lags = {
-        lag: one.lags.get(lag, 0) + other.lags.get(lag, 0)
-        for lag in sorted(one.lags.keys() | other.lags.keys())
-    }
-    return Tally(
-        added(one.accepted, other.accepted),
-        added(one.dropped, other.dropped),
-        lags,
-        added(one.given_up, other.given_up),
-    )

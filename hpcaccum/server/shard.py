@@ -12,7 +12,7 @@ from hpcaccum.layout import ALIGNMENT
 from hpcaccum.server.wire_format import present_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from hpcaccum.layout import Layout
     from hpcaccum.server.wire_format import WireFormat
@@ -60,8 +60,9 @@ class Shard:
         self.size = sum(each.stop - each.start for each in self.ranges)
         self._length = part.stop - part.start
         self._dtypes = wire.dtypes
-        # Of each variable: the place in the part, and the shape.
+        # Of each variable: the place in the part, and the shape; the place in itself.
         self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        self._within: dict[str, slice] = {}
         # The places of these variables among all.
         self._numbers: list[int] = []
         for number, name in enumerate(wire.parameters):
@@ -71,7 +72,31 @@ class Shard:
             if elementwise or (begin < end and math.prod(shape)):
                 there = slice(begin - part.start, end - part.start)
                 self._places[name] = there, (end - begin,) if elementwise else shape
+                self._within[name] = slice(begin - place.start, end - place.start)
                 self._numbers.append(number)
+
+    @property
+    def names(self) -> Collection[str]:
+        """The variables of which it has elements, or could have."""
+        return self._places.keys()
+
+    def pieces(self, name: str, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the part of this shard of arrays that are divided as a variable is.
+
+        Args:
+            name: Of the variable.
+            whole: Name to array of the variable's shape, or to an integer, which every
+                shard has.
+        """
+        if name not in self._places:
+            return {}
+        within, (_, shape) = self._within[name], self._places[name]
+        return {
+            key: value
+            if isinstance(value, int)
+            else np.asarray(value).reshape(-1)[within].reshape(shape)
+            for key, value in whole.items()
+        }
 
     def arrays(self, flat: Array) -> dict[str, Array]:
         """Return the parameters in the memory of the part, in arrays of their own."""

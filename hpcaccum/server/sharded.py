@@ -38,7 +38,7 @@ from hpcaccum.server.order_agent import (
 from hpcaccum.server.shard import Shard, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum.accumulator import Batch
     from hpcaccum.deadline import Deadline
@@ -78,6 +78,7 @@ class ShardedParameters(NodeCopy):
     ) -> None:
         layout, inside = wire.parameters, group.inside
         self._servers, self._what = servers, what
+        self._names = list(wire.parameters)
         self.shards = [
             Shard(wire, part, elementwise=elementwise)
             for part in cut(layout, len(servers), elementwise=elementwise)
@@ -149,6 +150,30 @@ class ShardedParameters(NodeCopy):
             comm.Recv(self.server.part, self._servers[0], tag)
         for each in sent:
             each.Wait()
+
+    def divide(
+        self, arrays: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, dict[str, Any]] | None:
+        """Send each server its part of arrays of the host; return it. Collective.
+
+        Args:
+            arrays: Of each variable, name to array or integer; used on the host.
+        """
+        # There are no questions yet; parameters may be on their way.
+        comm, tag, sent = self._agent.comm, self._service.tag(QUESTIONS), []
+        if comm.rank == self._servers[0]:
+            for rank, shard in zip(self._servers, self.shards, strict=True):
+                for name in self._names:
+                    sent.append(comm.isend(shard.pieces(name, arrays[name]), rank, tag))
+        mine = None
+        if comm.rank in self._servers:
+            host = self._servers[0]
+            mine = {name: comm.recv(source=host, tag=tag) for name in self._names}
+        for each in sent:
+            each.wait()
+        if mine is None or self.server is None:
+            return None
+        return {n: each for n, each in mine.items() if n in self.server.shard.names}
 
     # The host
 

@@ -18,6 +18,7 @@ from .acting import (
     same_bits,
 )
 from .support import WAIT
+from .training import raised
 
 
 def test_arguments_have_the_order_and_names_of_tensorflow():
@@ -213,21 +214,54 @@ def test_dropped_accumulator_gives_a_warning_and_does_no_harm():
         assert at(0, other.num_accumulated) == 0
 
 
-def test_a_snapshot_continues_in_another_accumulator(rank, size):
-    options = {"dtype": "float64", "shape": (2,)}
+@pytest.mark.parametrize("host", ["first", "last"])
+def test_a_snapshot_continues_in_another_accumulator(rank, size, host):
+    options = {"dtype": "float64", "shape": (2,), "host": at_end(host, size)}
     with hpc.ConditionalAccumulator(**options) as acc:
         acc.apply_grad([1, 2], 0)
         meet()
         at(0, acc.set_global_step, 7)
         acc.apply_grad([1, 2], 5) if rank == size - 1 else None
         meet()
-        before, snapshot = at(0, acc.statistics), acc._shared.snapshot()
-    with hpc.ConditionalAccumulator(**options) as acc:
-        acc._shared.restore(snapshot)
+        # Any rank may call it.
+        before, snapshot = at(0, acc.statistics), acc.snapshot()
         meet()
-        found = at(1, acc.statistics)
+    with hpc.ConditionalAccumulator(**options) as acc:
+        acc.restore(snapshot if rank == options["host"] else None)
+        found = acc.statistics()
         assert (found.global_step, found.tally) == (before.global_step, before.tally)
         assert (found.global_step, found.num_accumulated) == (7, 0)
+        meet()
         acc.apply_grad([1, 2], 7)
         meet()
-        assert at(0, acc.statistics).tally.accepted == (2,) * size
+        assert acc.statistics().tally.accepted == (2,) * size
+        meet()
+    assert snapshot["num_accumulated"] == size
+    assert snapshot["tally"]["lags"] == [[0, size], [2, 1]]
+
+
+def at_end(which, size):
+    return 0 if which == "first" else size - 1
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "error", "text"),
+    [
+        (None, TypeError, "must be one of an accumulator, got None"),
+        ({"step": 1}, TypeError, "got a dict"),
+        ({"global_step": "x"}, hpc.InvalidArgumentError, "global_step must be"),
+        ({"global_step": 2**62}, hpc.InvalidArgumentError, "within +-"),
+        ({"global_step": 1}, hpc.InvalidArgumentError, "tally of a snapshot cannot"),
+    ],
+)
+def test_a_bad_snapshot_is_refused_on_all_ranks(rank, snapshot, error, text):
+    if isinstance(snapshot, dict) and snapshot.get("global_step") == 2**62:
+        tally = {"accepted": [], "dropped": [], "given_up": [], "lags": []}
+        snapshot = {**snapshot, "tally": tally}
+    with hpc.ConditionalAccumulator("float64", ()) as acc:
+        found = raised(acc.restore, snapshot if rank == 0 else None)
+        assert acc.global_step == 0
+        meet()
+
+    assert type(found) is error
+    assert text in str(found)

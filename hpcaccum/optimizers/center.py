@@ -1,0 +1,162 @@
+"""The center of a one-sided optimizer: how its servers update, show and save it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpcaccum.optimizers.snapshot import COUNT, made, plain
+from hpcaccum.optimizers.update_rule import Rule
+from hpcaccum.optimizers.variable import Variable
+from hpcaccum.server import joined
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from hpcaccum.optimizers.base import Optimizer
+    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.optimizers.flat_rule import FlatRule
+    from hpcaccum.optimizers.snapshot import Key, Parts
+    from hpcaccum.server import ParameterServer
+
+# A part of the state of a variable: its name and its value.
+Found = tuple[str, Any]
+
+
+class Center:
+    """The variables of a parameter server, and the state that an optimizer keeps.
+
+    On ranks that are no servers it is empty.
+
+    Args:
+        inner: Makes the updates.
+        flat: Its updates as those of a vector, which the server may call instead.
+        server: Has the parameters.
+        values: All variables of this rank, by name.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        flat: FlatRule | None,
+        server: ParameterServer,
+        values: Mapping[str, Array],
+    ) -> None:
+        self._inner, self._flat, self._server = inner, flat, server
+        self._values = values
+        # One of several servers has parts of them.
+        self._variables = {n: Variable(a, n) for n, a in server.center.items()}
+
+    def prepare(self, states: Mapping[str, Parts] | None) -> None:
+        """Make the state of the variables; that of a snapshot if it is given."""
+        variables = list(self._variables.values())
+        # One of more servers than variables may have none.
+        if not variables:
+            return
+        if self._flat is not None and self._server.slots is not None:
+            self._flat.set_variables(variables, self._server.slots)
+        self._inner.initialize(variables)
+        if states is not None:
+            self._inner._restore_state(variables, states)
+
+    def serve(self) -> None:
+        """Begin to make updates."""
+        self._server.start(self._update, rate=self._shared_rate, answer=self._answer)
+
+    def _update(self, grads: Mapping[str, Array], rate: float | None) -> None:
+        """Apply gradients at the learning rate of another rank, if there is one."""
+        pairs = [(grad, self._variables[name]) for name, grad in grads.items()]
+        if rate is not None and isinstance(self._inner, Rule):
+            self._inner._apply_at(rate, pairs)
+        else:
+            self._inner.apply_gradients(pairs)
+
+    def _shared_rate(self) -> float | None:
+        """Return the learning rate for all servers; None if each of them finds it."""
+        if isinstance(self._inner, Rule) and self._inner.elementwise:
+            return self._inner._shared_rate()
+        return None
+
+    def _answer(self, name: str | None) -> dict[Key, Found]:
+        """Return the state of a variable, or of all that this server has."""
+        return kept_state(
+            self._inner,
+            [var for var in self._variables.values() if name in (None, var.name)],
+        )
+
+    # The root
+
+    def slot(self, var: Variable, name: str) -> Variable | None:
+        """Return a copy of a slot; None before the first update."""
+        if self._server.shards:
+            return _whole_slot(self._server.ask(var.name), var, name)
+        if var.name not in self._variables:
+            return None
+        with self._server.paused():
+            slot = self._inner.get_slot(self._variables[var.name], name)
+            return None if slot is None else slot.copy()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return copies of the variables, their state and the counts, of one step."""
+        with self._server.paused():
+            step, tally, values = self._server.state()
+            state = self._state()
+        return {**made(values, state), "global_step": step, "tally": tally.as_lists()}
+
+    def _state(self) -> dict[Key, Any]:
+        if self._server.shards:
+            # One variable at a time: a message with all of it may be too long.
+            found = {
+                key: value
+                for name, array in self._values.items()
+                for key, value in _whole(self._server.ask(name), name, array).items()
+            }
+        else:
+            found = kept_state(self._inner, self._variables.values())
+        return {key: value for key, (_, value) in found.items()}
+
+    def free(self) -> None:
+        """Move all of it to memory of its own, after the server is freed."""
+        if self._flat is not None:
+            self._flat.move_slots()
+        if not self._server.shards:
+            for name, var in self._variables.items():
+                var._move_to(self._server.center[name])
+
+
+def kept_state(optimizer: Optimizer, variables: Iterable[Variable]) -> dict[Key, Found]:
+    """Return the state of variables: of each part, its name and its value."""
+    kept = optimizer._kept_state(variables)
+    return {key: (var.name, plain(var)) for key, var in kept.items()}
+
+
+def _whole(
+    answers: Sequence[Mapping[Key, Found]], variable: str, like: Array
+) -> dict[Key, Found]:
+    """Return the state of a variable of which servers have parts.
+
+    Args:
+        answers: Of each server: the state of this variable, or of all.
+        variable: Its name.
+        like: An array of its shape.
+    """
+    whole: dict[Key, Found] = {}
+    for key in dict.fromkeys(key for answer in answers for key in answer):
+        if key[0] == variable:
+            found = [answer[key] for answer in answers if key in answer]
+            name, value = found[0]
+            if not isinstance(value, int):
+                value = joined([piece for _, piece in found], like.shape)
+            whole[key] = name, value
+    return whole
+
+
+def _whole_slot(
+    answers: Sequence[Mapping[Key, Found]], var: Variable, name: str
+) -> Variable | None:
+    """Return a slot of which servers have parts; None before the first update."""
+    found = _whole(answers, var.name, var.value)
+    _, updates = found.get((var.name, COUNT), ("", None))
+    if (var.name, name) not in found or updates == 0:
+        return None
+    title, value = found[var.name, name]
+    return Variable(value, title, trainable=False)

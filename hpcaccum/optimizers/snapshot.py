@@ -1,0 +1,158 @@
+"""Snapshots: copies of variables and of the state that optimizers keep of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.accumulator import Tally
+from hpcaccum.arguments import step_number
+from hpcaccum.device import copyto, to_host
+from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.optimizers.variable import is_float, is_integer
+
+if TYPE_CHECKING:
+    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.optimizers.variable import Variable
+
+# Of a variable: names of slots to arrays, and of counts to integers.
+Parts = Mapping[str, Any]
+# Names of a variable and of a part of its state.
+Key = tuple[str, str]
+
+# The part that is the number of updates of a variable.
+COUNT = "step"
+
+
+def made(values: Mapping[str, Array], state: Mapping[Key, Any]) -> dict[str, Any]:
+    """Return a snapshot of variables and of their state; arrays are copied."""
+    states: dict[str, dict[str, Any]] = {name: {} for name in values}
+    for (name, part), value in state.items():
+        states[name][part] = value if isinstance(value, int) else _copied(value)
+    copies = {name: _copied(value) for name, value in values.items()}
+    return {"variables": copies, "state": states}
+
+
+def plain(variable: Variable) -> Any:
+    """Return the array of a variable, or its value if it is a count."""
+    is_count = is_integer(variable.dtype) and variable.shape == ()
+    return variable.value.item() if is_count else variable.value
+
+
+def _copied(array: Array) -> Array:
+    return np.array(to_host(array))
+
+
+def counts_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the step and the tally of a snapshot; of another optimizer, none.
+
+    Raises:
+        InvalidArgumentError: If they cannot be read.
+    """
+    tally = snapshot.get("tally")
+    return {
+        "step": step_number(snapshot.get("global_step", 0), "global_step"),
+        "tally": None if tally is None else Tally.of_lists(tally),
+    }
+
+
+def check_snapshot(snapshot: Any, variables: Sequence[Variable]) -> None:
+    """Raise unless a snapshot has the values of these variables.
+
+    Raises:
+        TypeError: If it is not a snapshot.
+        InvalidArgumentError: If names, shapes or dtypes differ.
+    """
+    if not isinstance(snapshot, Mapping) or not snapshot.keys() >= {
+        "variables",
+        "state",
+    }:
+        raise TypeError(f"snapshot must be one of an optimizer, got {_kind(snapshot)}")
+    values, names = snapshot["variables"], [var.name for var in variables]
+    if set(values) != set(names):
+        raise InvalidArgumentError(
+            f"the snapshot is of other variables: it has {sorted(values)}, the "
+            f"optimizer {sorted(names)}"
+        )
+    for var in variables:
+        _check_array(f"variable {var.name!r}", values[var.name], var.value)
+
+
+def _kind(snapshot: Any) -> str:
+    if isinstance(snapshot, Mapping):
+        return f"a mapping with {sorted(map(str, snapshot))}"
+    return "None" if snapshot is None else f"a {type(snapshot).__name__}"
+
+
+def check_state(
+    what: str,
+    snapshot: Mapping[str, Any],
+    variables: Sequence[Variable],
+    slots: Sequence[str],
+) -> None:
+    """Raise unless a snapshot has the state that a rule keeps of its variables.
+
+    Args:
+        what: The rule, for messages.
+        snapshot: One of these variables.
+        variables: Those of floats have slots and a count, others nothing.
+        slots: The names of the slots.
+
+    Raises:
+        InvalidArgumentError: If names, shapes or dtypes differ.
+    """
+    for var in variables:
+        found = snapshot["state"].get(var.name, {})
+        wanted = {*slots, COUNT} if is_float(var.dtype) else set()
+        if set(found) != wanted:
+            raise InvalidArgumentError(
+                f"the snapshot was made with another optimizer: of {var.name!r} it has "
+                f"{sorted(found)}, and {what} keeps {sorted(wanted)}"
+            )
+        like = np.broadcast_to(np.empty((), accumulation_dtype(var.dtype)), var.shape)
+        for part in wanted - {COUNT}:
+            _check_array(f"slot {part!r} of {var.name!r}", found[part], like)
+
+
+def _check_array(what: str, array: Any, like: Array) -> None:
+    found = np.asarray(array)
+    if (found.shape, found.dtype) != (like.shape, like.dtype):
+        raise InvalidArgumentError(
+            f"{what} is {like.dtype} {like.shape}, in the snapshot it is {found.dtype} "
+            f"{found.shape}"
+        )
+
+
+def set_values(
+    variables: Sequence[Variable], snapshot: Mapping[str, Any] | None
+) -> None:
+    """Copy a snapshot to variables; None changes nothing."""
+    if snapshot is not None:
+        for var in variables:
+            copyto(var.value, snapshot["variables"][var.name])
+
+
+def set_state(
+    kept: Mapping[Key, Variable], states: Mapping[str, Mapping[str, Any]], what: str
+) -> None:
+    """Copy the states of a snapshot to the state of an optimizer.
+
+    Args:
+        kept: The state of these variables that the optimizer has.
+        states: Of each variable.
+        what: The optimizer, for messages.
+
+    Raises:
+        InvalidArgumentError: If the optimizer does not have all of it.
+    """
+    for name, parts in states.items():
+        for part, value in parts.items():
+            if (name, part) not in kept:
+                raise InvalidArgumentError(
+                    f"{what} has no slot {part!r} of {name!r} before the first update, "
+                    f"and cannot restore it"
+                )
+            copyto(kept[name, part].value, np.asarray(value))

@@ -1,0 +1,530 @@
+"""Snapshots of optimizers that exchange gradients, and the runs that they continue."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import DisagreementError, Group, InvalidArgumentError
+from hpcaccum.optimizers import center
+
+from ..common import same_bits
+from .on_nodes import group_on_nodes as group_on_nodes
+from .support import WAIT
+from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, turns, variable
+
+RULES = {
+    "SGD": lambda: hpc.SGD(lambda step: 0.5 / (step + 1)),
+    "Momentum": lambda: hpc.Momentum(0.1, 0.9),
+    "Adagrad": lambda: hpc.Adagrad(0.1),
+    "Adam": lambda: hpc.Adam(0.1),
+}
+SHAPES = {"w": (37,), "m": (5, 3), "s": ()}
+CALLS = 6
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+
+
+def fresh(value=1.0, dtype=np.float32):
+    return [
+        variable(np.full(shape, value), dtype, name) for name, shape in SHAPES.items()
+    ]
+
+
+def drawn(rank, call, variables):
+    random = np.random.default_rng([rank, call])
+    return [random.normal(size=var.shape).astype(var.dtype) for var in variables]
+
+
+def same(one, other):
+    """Raise AssertionError unless two snapshots are the same, bit for bit."""
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if isinstance(value, dict):
+            same(value, other[key])
+        elif isinstance(value, np.ndarray):
+            same_bits(value, other[key])
+        else:
+            assert value == other[key], key
+
+
+def of_host(opt, comm):
+    """Return the snapshot of rank 0, the host, when no rank pushes; else None."""
+    meet()
+    found = opt.snapshot() if comm.rank == 0 else None
+    meet()
+    return found
+
+
+def continued(kind, rule, comm, snapshot, **options):
+    """Return an optimizer that continues from a snapshot, and its variables."""
+    own = fresh(7.0)
+    opt = WRAPPERS[kind](RULES[rule](), own, comm, **options)
+    opt.restore(snapshot, own)
+    meet()
+    return opt, own
+
+
+def step(opt, own, rank, call):
+    return opt.minimize(gives(*drawn(rank, call, own)), var_list=own)
+
+
+def newest_step(opt, own, rank, call, _):
+    # Between nodes this brings the newest parameters to this node.
+    opt.center(own[0])
+    return step(opt, own, rank, call)
+
+
+def train(kind, rule, comm, stops, size):
+    """Return the last snapshot and the receipts; the run is interrupted at stops."""
+    own, receipts = fresh(), []
+    opt = WRAPPERS[kind](RULES[rule](), own, comm)
+    opt.initialize(own)
+    for call in range(CALLS):
+        if call in stops:
+            snapshot = of_host(opt, comm)
+            opt.free()
+            opt, own = continued(kind, rule, comm, snapshot)
+        if kind in ("CrossShard", "SyncReplicas"):
+            receipts.append(step(opt, own, comm.rank, call))
+        else:
+            receipts += turns(
+                range(size), functools.partial(newest_step, opt, own, comm.rank, call)
+            )
+    found = of_host(opt, comm)
+    opt.free()
+    return found, receipts, [var.value for var in own]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["CrossShard", "SyncReplicas", "DropStale"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+    comm, rank, size, kind, rule
+):
+    whole, receipts, values = train(kind, rule, comm, (), size)
+    found, again, others = train(kind, rule, comm, (1, 2, 5), size)
+
+    assert again == receipts
+    if rank == 0:
+        same(found, whole)
+    for one, other in zip(values, others, strict=True):
+        same_bits(one, other)
+
+
+def test_workers_of_agn_begin_with_the_center(comm, rank, size):
+    own = fresh()
+    opt = WRAPPERS["AGN"](hpc.Momentum(0.1, 0.9), own, comm)
+    opt.initialize(own)
+    for call in range(3):
+        # The last call makes a local step only.
+        step(opt, own, rank, call)
+    snapshot = of_host(opt, comm)
+    opt.free()
+    opt, new = continued("AGN", "Momentum", comm, snapshot)
+    found = [var.value.copy() for var in new]
+    first = step(opt, new, rank, 0)
+    opt.free()
+
+    expected = meet(snapshot)[0]
+    assert expected["global_step"] == size
+    assert first is None
+    for var, value in zip(new, found, strict=True):
+        same_bits(value, expected["variables"][var.name])
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_only_the_host_has_a_snapshot(comm, rank, size, kind):
+    own = fresh()
+    with WRAPPERS[kind](hpc.SGD(1), own, comm, host=size - 1) as opt:
+        opt.initialize(own)
+        meet()
+        found = raised(opt.snapshot)
+        meet()
+
+    if rank == size - 1:
+        assert found["global_step"] == 0
+    else:
+        assert type(found) is InvalidArgumentError
+        assert f"by rank {size - 1}" in str(found)
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_a_snapshot_after_the_end_is_the_last_one(comm, rank, kind):
+    own = fresh()
+    opt = WRAPPERS[kind](hpc.Momentum(0.1, 0.9), own, comm)
+    for call in range(2):
+        step(opt, own, rank, call)
+    opt.free()
+    if rank == 0:
+        found = opt.snapshot()
+        for var in own:
+            same_bits(found["variables"][var.name], var.value)
+        assert found["global_step"] == opt.global_step
+        assert sum(found["tally"]["accepted"]) == sum(opt.statistics().accepted)
+        assert found["state"]["w"]["step"] == opt.global_step
+        assert found["state"]["w"]["momentum"].any()
+
+
+@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
+def test_a_snapshot_is_of_one_step_while_others_push(comm, rank, kind, monkeypatch):
+    kept_state = center.kept_state
+
+    def slowly(*args):
+        time.sleep(0.002)
+        return kept_state(*args)
+
+    # Between the copies of the variables and of the slots.
+    monkeypatch.setattr(center, "kept_state", slowly)
+    own, done = fresh(0.0), threading.Event()
+    opt = WRAPPERS[kind](hpc.Momentum(1.0, 1.0), own, comm)
+    opt.initialize(own)
+    found = []
+
+    def watch():
+        while not done.is_set():
+            found.append(opt.snapshot())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    meet()
+    if rank == 0:
+        watcher.start()
+    ones = [np.ones(var.shape, var.dtype) for var in own]
+    for _ in range(100):
+        opt.minimize(gives(*ones), var_list=own)
+    done.set()
+    if rank == 0:
+        watcher.join()
+    opt.free()
+
+    for each in found:
+        count = each["global_step"]
+        for name in SHAPES:
+            # After k updates by one: the slot is k, the variable minus their sum.
+            assert (each["state"][name]["momentum"] == count).all()
+            assert each["state"][name]["step"] == count
+            assert (each["variables"][name] == -count * (count + 1) / 2).all()
+    if rank == 0:
+        assert len({each["global_step"] for each in found}) > 1
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.ranks(min=2)
+def test_another_number_of_ranks_goes_on(comm, rank, size, kind):
+    own = fresh()
+    opt = WRAPPERS[kind](hpc.Adam(0.1), own, comm)
+    for call in range(2):
+        step(opt, own, rank, call)
+    snapshot = of_host(opt, comm)
+    opt.free()
+    fewer = comm.Split(rank == size - 1, rank)
+    if rank < size - 1:
+        opt, new = continued_alone(kind, fewer, snapshot)
+        again = opt.snapshot() if fewer.rank == 0 else None
+        for call in range(2):
+            step(opt, new, rank, call)
+        opt.free()
+        if fewer.rank == 0:
+            same(again["variables"], snapshot["variables"])
+            same(again["state"], snapshot["state"])
+            last = opt.snapshot()
+            assert last["state"]["w"]["step"] > snapshot["state"]["w"]["step"]
+    meet()
+    Group.of(fewer).free()
+    fewer.Free()
+
+
+def continued_alone(kind, comm, snapshot):
+    own = fresh(7.0)
+    opt = WRAPPERS[kind](hpc.Adam(0.1), own, comm)
+    opt.restore(snapshot, own)
+    comm.Barrier()
+    return opt, own
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_slots_of_half_precision_are_single(comm, rank, kind, dtype):
+    own = fresh(dtype=dtype)
+    opt = WRAPPERS[kind](hpc.Momentum(0.1, 0.9), own, comm)
+    for call in range(2):
+        step(opt, own, rank, call)
+    snapshot = of_host(opt, comm)
+    opt.free()
+    new = fresh(7.0, dtype)
+    opt = WRAPPERS[kind](hpc.Momentum(0.1, 0.9), new, comm)
+    opt.restore(snapshot, new)
+    again = of_host(opt, comm)
+    opt.free()
+
+    if rank == 0:
+        same(again, snapshot)
+        assert snapshot["variables"]["w"].dtype == dtype
+        wide = np.float64 if dtype is np.float64 else np.float32
+        assert snapshot["state"]["w"]["momentum"].dtype == wide
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_device_variables_are_restored(cp, comm, rank, kind):
+    def placed(value):
+        return [hpc.Variable(cp.full(3, value, np.float32), "w")]
+
+    own = placed(1.0)
+    opt = WRAPPERS[kind](hpc.Momentum(0.1, 0.9), own, comm)
+    for _ in range(2):
+        opt.minimize(lambda: (0.0, [cp.ones(3, np.float32)]), var_list=own)
+    snapshot = of_host(opt, comm)
+    opt.free()
+    new = placed(7.0)
+    opt = WRAPPERS[kind](hpc.Momentum(0.1, 0.9), new, comm)
+    opt.restore(snapshot, new)
+    again, value = of_host(opt, comm), new[0].value.get()
+    opt.free()
+
+    expected = meet(snapshot)[0]
+    same_bits(value, expected["variables"]["w"])
+    if rank == 0:
+        assert type(snapshot["variables"]["w"]) is np.ndarray
+        same(again, snapshot)
+
+
+@pytest.mark.ranks(min=2)
+def test_shard_groups_restore_their_own(comm, rank, size):
+    # One group of each rank: each has its own variables.
+    groups = [[each] for each in range(size)]
+    own = fresh(float(rank))
+    opt = hpc.CrossShardOptimizer(hpc.Adam(0.1), group_assignment=groups, comm=comm)
+    step(opt, own, rank, 0)
+    snapshot = opt.snapshot()
+    expected = own[0].value.copy()
+    step(opt, own, rank, 1)
+    # Also while it is in use: back to the snapshot.
+    opt.restore(snapshot)
+    found = own[0].value.copy()
+    again = opt.snapshot()
+    opt.free()
+
+    same_bits(found, expected)
+    same(again, snapshot)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_restored_slot_is_seen_on_all_ranks_of_a_group(comm, rank):
+    own = fresh()
+    opt = hpc.CrossShardOptimizer(hpc.Momentum(0.1, 0.9), comm=comm)
+    step(opt, own, rank, 0)
+    snapshot = opt.snapshot()
+    opt.free()
+    new = fresh()
+    opt = hpc.CrossShardOptimizer(hpc.Momentum(0.1, 0.9), comm=comm)
+    opt.restore(snapshot if rank == 0 else None, new)
+    first = opt.get_slot(new[0], "momentum").value.copy()
+    # Also while it is in use.
+    step(opt, new, rank, 1)
+    opt.restore(snapshot if rank == 0 else None)
+    again = opt.snapshot()
+    opt.free()
+
+    expected = meet(snapshot)[0]
+    same_bits(first, expected["state"]["w"]["momentum"])
+    same(again, expected)
+
+
+def spoiled(snapshot, **changes):
+    return {**snapshot, **changes}
+
+
+def without(mapping, name):
+    return {key: value for key, value in mapping.items() if key != name}
+
+
+BAD = {
+    "nothing": (lambda s: None, TypeError, "must be one of an optimizer, got None"),
+    "another file": (lambda s: {"a": 1}, TypeError, "got a mapping with"),
+    "missing": (
+        lambda s: spoiled(s, variables=without(s["variables"], "w")),
+        InvalidArgumentError,
+        "of other variables: it has ['m', 's']",
+    ),
+    "shape": (
+        lambda s: spoiled(s, variables={**s["variables"], "w": np.ones(3, np.float32)}),
+        InvalidArgumentError,
+        "variable 'w' is float32 (37,), in the snapshot it is float32 (3,)",
+    ),
+    "dtype": (
+        lambda s: spoiled(s, variables={**s["variables"], "w": np.ones(37)}),
+        InvalidArgumentError,
+        "in the snapshot it is float64 (37,)",
+    ),
+    "another rule": (
+        lambda s: spoiled(
+            s, state={name: {"momentum": np.zeros(1), "step": 1} for name in SHAPES}
+        ),
+        InvalidArgumentError,
+        "made with another optimizer: of 'w' it has ['momentum', 'step'], and Adam "
+        "keeps ['m', 'step', 'v']",
+    ),
+    "slot": (
+        lambda s: spoiled(
+            s,
+            state={
+                **s["state"],
+                "w": {**s["state"]["w"], "v": np.ones(2, np.float32)},
+            },
+        ),
+        InvalidArgumentError,
+        "slot 'v' of 'w' is float32 (37,)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_snapshot_that_does_not_fit_changes_nothing(comm, rank, kind, case):
+    spoil, error_type, text = BAD[case]
+    first = WRAPPERS[kind](hpc.Adam(0.1), own := fresh(), comm)
+    first.initialize(own)
+    snapshot = of_host(first, comm)
+    first.free()
+    new = fresh(float(rank))
+    opt = WRAPPERS[kind](hpc.Adam(0.1), new, comm)
+    error = raised(opt.restore, spoil(snapshot) if rank == 0 else None, new)
+    values = [var.value.copy() for var in new]
+    # It can be used as if there had been no call.
+    opt.restore(snapshot, new)
+    opt.free()
+
+    assert type(error) is error_type
+    assert text in str(error)
+    assert all((value == rank).all() for value in values)
+    assert (new[0].value == 1).all()
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+@pytest.mark.parametrize(
+    "counts", [{"global_step": "x"}, {"tally": {}}, {"tally": {"accepted": 3}}]
+)
+def test_counts_that_cannot_be_read_are_refused(comm, rank, kind, counts):
+    own = fresh()
+    opt = WRAPPERS[kind](hpc.SGD(1), own, comm)
+    state = {name: {"step": 0} for name in SHAPES}
+    values = {var.name: var.value for var in own}
+    snapshot = {"variables": values, "state": state, **counts}
+    error = raised(opt.restore, snapshot, own)
+    opt.free()
+
+    text = "tally of a snapshot cannot" if "tally" in counts else "global_step must be"
+    assert text in str(error)
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_an_optimizer_in_use_is_not_restored(comm, rank, kind):
+    own = fresh()
+    with WRAPPERS[kind](hpc.SGD(1), own, comm) as opt:
+        opt.initialize(own)
+        error = raised(opt.restore, of_host(opt, comm), own)
+
+    assert type(error) is InvalidArgumentError
+    assert "initialized already" in str(error)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_variables_that_differ_between_ranks_are_refused(comm, rank, kind):
+    own = fresh()
+    with WRAPPERS[kind](hpc.SGD(1), own, comm) as opt:
+        opt.initialize(own)
+        snapshot = of_host(opt, comm)
+    new = fresh() if rank == 0 else fresh()[:2]
+    opt = WRAPPERS[kind](hpc.SGD(1), new, comm)
+    error = raised(opt.restore, snapshot, new)
+    opt.free()
+
+    assert type(error) is DisagreementError
+    assert "variables must be the same" in str(error)
+
+
+def test_a_snapshot_of_cross_shard_starts_a_server(comm, rank):
+    own = fresh()
+    with hpc.CrossShardOptimizer(hpc.Adam(0.1), comm=comm) as opt:
+        step(opt, own, rank, 0)
+        snapshot = opt.snapshot()
+    opt, new = continued("SyncReplicas", "Adam", comm, snapshot)
+    again = of_host(opt, comm)
+    opt.free()
+
+    same_bits(new[0].value, own[0].value)
+    if rank == 0:
+        same(again["state"], snapshot["state"])
+        assert again["global_step"] == 0
+
+
+# Several servers
+
+
+def serving(group, rule, servers, snapshot=None):
+    """Return a sync-replicas optimizer with servers, and its variables."""
+    own = fresh()
+    opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers=servers)
+    if snapshot is None:
+        opt.initialize(own)
+    else:
+        opt.restore(snapshot if group.rank == opt._root else None, own)
+    return opt, own
+
+
+class Doubled(hpc.Momentum):
+    """A rule that is not elementwise, so servers have whole variables."""
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        pairs = [(2 * grad, var) for grad, var in grads_and_vars]
+        super().apply_gradients(pairs, global_step, name)
+
+
+SHARDED = {
+    "Momentum": lambda: hpc.Momentum(0.1, 0.9),
+    "Adam": lambda: hpc.Adam(0.1),
+    "whole variables": lambda: Doubled(0.1, 0.9),
+}
+
+
+@pytest.mark.parametrize("rule", SHARDED)
+@pytest.mark.parametrize("before", ["one", "several"])
+@pytest.mark.parametrize("after", ["one", "several"])
+def test_other_servers_continue(group, rule, before, after):
+    leaders = [ranks[0] for ranks in group.nodes]
+    chosen = {"one": [0], "several": leaders}
+    expected = uninterrupted(group, SHARDED[rule])
+    opt, own = serving(group, SHARDED[rule](), chosen[before])
+    for call in range(2):
+        step(opt, own, group.rank, call)
+    snapshot = of_host(opt, group)
+    opt.free()
+    if group.rank == 0:
+        # Also after the end.
+        same(opt.snapshot(), snapshot)
+    opt, own = serving(group, SHARDED[rule](), chosen[after], meet(snapshot)[0])
+    for call in range(2, 4):
+        step(opt, own, group.rank, call)
+    found = of_host(opt, group)
+    opt.free()
+
+    if group.rank == 0:
+        same(found, expected)
+
+
+def uninterrupted(group, rule):
+    opt, own = serving(group, rule(), [0])
+    for call in range(4):
+        step(opt, own, group.rank, call)
+    found = of_host(opt, group)
+    opt.free()
+    return found
