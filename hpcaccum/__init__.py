@@ -12,6 +12,7 @@ The way of a gradient through the packages:
 
 from __future__ import annotations
 
+from hpcaccum import checkpoint
 from hpcaccum.accumulator import (
     AccumulatorStatistics,
     ConditionalAccumulator,
@@ -23,6 +24,7 @@ from hpcaccum.accumulator import (
     Tally,
 )
 from hpcaccum.errors import (
+    CheckpointError,
     DeviceUnavailableError,
     DisagreementError,
     EverybodyLeftError,
@@ -62,6 +64,7 @@ __all__ = [
     "AccumulatorStatistics",
     "Adagrad",
     "Adam",
+    "CheckpointError",
     "ConditionalAccumulator",
     "CrossShardOptimizer",
     "DeviceAccumulator",
@@ -88,6 +91,7 @@ __all__ = [
     "Tally",
     "Variable",
     "WaitTimeoutError",
+    "checkpoint",
     "get_variable",
 ]
 

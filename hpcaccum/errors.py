@@ -31,6 +31,10 @@ class FreedError(RuntimeError):
     """Raised by the use of an object after its ``free()``."""
 
 
+class CheckpointError(ValueError):
+    """Raised for a file that is damaged, or is not a checkpoint."""
+
+
 class MPIUnavailableError(ImportError):
     """Raised at the first use of MPI if no MPI library can be loaded."""
 

@@ -1,0 +1,233 @@
+"""Checkpoints: the state of a job in files that survive its end.
+
+A checkpoint is one file in the format of safetensors: arrays as such, all else as JSON
+in its header. Nothing is pickled, so reading a file runs no code of it. A file is
+written under another name, brought to the disk, and renamed: an interrupted `save`
+leaves the earlier checkpoints as they were. A checksum reveals damaged files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from hpcaccum.arguments import positive_count
+from hpcaccum.device import is_device, to_host
+from hpcaccum.errors import CheckpointError, InvalidArgumentError
+
+logger = logging.getLogger("hpcaccum")
+
+Array = np.ndarray[Any, Any]
+
+# Of the contents; readers refuse others.
+_FORMAT = "hpcaccum checkpoint 1"
+# In the JSON, a mapping of this key alone stands for an array.
+_ARRAY = "array of hpcaccum"
+_SUFFIX = ".safetensors"
+_NAME = re.compile(r"checkpoint-(\d+)" + re.escape(_SUFFIX))
+_UNFINISHED = ".unfinished"
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_DTYPES = {_BFLOAT16, *map(np.dtype, "?bBhHiIlLefd")}
+
+
+def save(directory: str | os.PathLike[str], state: Any, *, keep: int = 3) -> Path:
+    """Write a checkpoint to a directory; remove older ones.
+
+    Not collective: call it on the rank that has the state, with a directory that no
+    other rank uses. When it returns, the checkpoint is on the disk.
+
+    Args:
+        directory: Created if necessary.
+        state: Dictionaries with string keys, lists and tuples, of arrays (NumPy or
+            CuPy; real numbers), numbers, strings, booleans and None; such as the
+            `snapshot` of an optimizer or the state of a NumPy random generator. Tuples
+            become lists, and NumPy scalars arrays.
+        keep: How many checkpoints are kept, this one included.
+
+    Returns:
+        The file. Files are numbered; a larger number is a later save.
+
+    Raises:
+        InvalidArgumentError, TypeError: If ``state`` contains something else.
+        OSError: If it cannot be written, as on a full disk. Earlier checkpoints stay.
+    """
+    keep = positive_count(keep, "keep")
+    arrays: dict[str, Array] = {}
+    header = _header(_described(state, "state", arrays), arrays)
+    place = Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    earlier = _numbered(place)
+    path = place / f"checkpoint-{max(earlier, default=0) + 1}{_SUFFIX}"
+    _write(path, arrays, header)
+    for number in sorted(earlier)[: max(0, len(earlier) + 1 - keep)]:
+        with contextlib.suppress(FileNotFoundError):
+            earlier[number].unlink()
+    return path
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Read a checkpoint.
+
+    Not collective. Every rank may read; `restore` of an optimizer needs the snapshot on
+    its host rank only.
+
+    Args:
+        path: A file, or a directory of which the latest checkpoint is read. If that is
+            damaged, a warning says so, and the one before it is read.
+
+    Returns:
+        The state that was saved; None if the directory does not exist or has no
+        checkpoint.
+
+    Raises:
+        CheckpointError: If the file, or every checkpoint of the directory, is damaged
+            or was not written by `save`.
+        OSError: If it cannot be read.
+    """
+    place = Path(path)
+    if place.is_file() or place.suffix == _SUFFIX:
+        return _read(place)
+    files = _numbered(place) if place.exists() else {}
+    damaged: list[CheckpointError] = []
+    for number in sorted(files, reverse=True):
+        try:
+            state = _read(files[number])
+        except CheckpointError as error:
+            damaged.append(error)
+            continue
+        for each in damaged:
+            logger.warning("%s; %s is used instead", each, files[number].name)
+        return state
+    if damaged:
+        raise CheckpointError("; ".join(map(str, damaged)))
+    return None
+
+
+def _numbered(directory: Path) -> dict[int, Path]:
+    """Return the checkpoints of a directory by their numbers."""
+    matches = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
+    return {int(match[1]): path for match, path in matches if match}
+
+
+# Writing
+
+
+def _described(value: Any, where: str, arrays: dict[str, Array]) -> Any:
+    """Return a value as JSON has it; add its arrays to ``arrays``."""
+    if isinstance(value, (np.ndarray, np.generic)) or is_device(value):
+        return {_ARRAY: _added(value, where, arrays)}
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or key == _ARRAY:
+                raise TypeError(f"keys must be strings: {where} has {key!r}")
+        return {
+            key: _described(each, f"{where}.{key}", arrays)
+            for key, each in value.items()
+        }
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+        return [
+            _described(each, f"{where}[{number}]", arrays)
+            for number, each in enumerate(value)
+        ]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{where} is a {type(value).__name__}, which cannot be saved")
+
+
+def _added(value: Any, where: str, arrays: dict[str, Array]) -> str:
+    array = np.ascontiguousarray(to_host(value)).reshape(np.shape(value))
+    if array.dtype.newbyteorder("=") not in _DTYPES:
+        raise InvalidArgumentError(
+            f"{where} is an array of {array.dtype}, which cannot be saved; only real "
+            f"numbers of up to 64 bits can"
+        )
+    # Also two arrays whose keys contain dots have different names.
+    name = f"{len(arrays)}: {where}"
+    arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return name
+
+
+def _header(described: Any, arrays: Mapping[str, Array]) -> dict[str, str]:
+    header = {"format": _FORMAT, "state": json.dumps(described)}
+    return {**header, "checksum": _checksum(header["state"], arrays)}
+
+
+def _checksum(text: str, arrays: Mapping[str, Array]) -> str:
+    total = zlib.crc32(text.encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        total = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), total)
+        total = zlib.crc32(array.reshape(-1).view(np.uint8).data, total)
+    return f"crc32 {total:08x}"
+
+
+def _write(path: Path, arrays: Mapping[str, Array], header: dict[str, str]) -> None:
+    # In a folder of its own: what a job left there that was killed is known to be junk.
+    unfinished = path.parent / _UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        part = unfinished / path.name
+        try:
+            save_file(dict(arrays), part, header)
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{path}: {error}") from None
+        # safetensors makes it private; the folder has what the user's umask permits.
+        part.chmod(unfinished.stat().st_mode & 0o666)
+        _synchronize(part)
+        part.replace(path)
+        _synchronize(path.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _synchronize(path: Path) -> None:
+    """Bring a file, or the entries of a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Reading
+
+
+def _read(path: Path) -> Any:
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            header = file.metadata() or {}
+            if header.get("format") != _FORMAT:
+                raise CheckpointError(
+                    f"{path} is not a checkpoint of hpcaccum: its format is "
+                    f"{header.get('format')!r}, and not {_FORMAT!r}"
+                )
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if _checksum(header["state"], arrays) != header["checksum"]:
+                raise CheckpointError(f"{path} is damaged: its checksum is wrong")
+    except (safetensors.SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    return _restored(json.loads(header["state"]), arrays)
+
+
+def _restored(value: Any, arrays: Mapping[str, Array]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_ARRAY}:
+            return arrays[value[_ARRAY]]
+        return {key: _restored(each, arrays) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_restored(each, arrays) for each in value]
+    return value

@@ -1,0 +1,424 @@
+"""Checkpoints: what is saved is loaded, and damaged files are found."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import stat
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+from safetensors.numpy import load_file, save_file
+
+import hpcaccum as hpc
+from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
+
+from ..common import same_bits
+
+
+def same(one, other):
+    if isinstance(one, np.ndarray):
+        same_bits(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            same(left, right)
+    else:
+        assert type(one) is type(other)
+        assert one == other or (one != one and other != other)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st_numpy.arrays(
+        st.sampled_from(["?", "i1", "u8", "f2", "f4", "f8", "i8"]),
+        st_numpy.array_shapes(min_dims=0, min_side=0),
+    )
+)
+STATES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+    ),
+)
+
+
+@given(STATES)
+def test_what_is_saved_is_loaded(tmp_path_factory, state):
+    directory = tmp_path_factory.mktemp("states")
+    checkpoint.save(directory, state)
+    same(state, checkpoint.load(directory))
+
+
+def test_arrays_of_any_kind(tmp_path):
+    big_endian = np.arange(3, dtype=">f4")
+    strided = np.arange(12.0).reshape(3, 4).T[::2]
+    state = {
+        "bfloat16": np.arange(4).astype(ml_dtypes.bfloat16),
+        "big endian": big_endian,
+        "strided": strided,
+        "scalar": np.float32(3),
+        "tuple": (1, 2),
+    }
+    checkpoint.save(tmp_path, state)
+    found = checkpoint.load(tmp_path)
+
+    same_bits(found["bfloat16"], state["bfloat16"])
+    same_bits(found["big endian"], big_endian.astype("f4"))
+    same_bits(found["strided"], np.ascontiguousarray(strided))
+    same_bits(found["scalar"], np.array(3, np.float32))
+    assert found["tuple"] == [1, 2]
+    # The result belongs to the caller.
+    assert all(found[name].flags.writeable for name in found if name != "tuple")
+
+
+def test_random_generators_continue(tmp_path):
+    generators = {
+        "PCG64": np.random.default_rng(1),
+        "MT19937": np.random.Generator(np.random.MT19937(1)),
+    }
+    plain = random.Random(1)
+    state = {name: each.bit_generator.state for name, each in generators.items()}
+    checkpoint.save(tmp_path, {**state, "python": plain.getstate()})
+    expected = [each.random(5) for each in generators.values()]
+    expected_plain = plain.random()
+    found = checkpoint.load(tmp_path)
+    for (name, generator), values in zip(generators.items(), expected, strict=True):
+        generator.bit_generator.state = found[name]
+        same_bits(generator.random(5), values)
+    version, numbers, gauss = found["python"]
+    plain.setstate((version, tuple(numbers), gauss))
+
+    assert plain.random() == expected_plain
+
+
+def test_other_programs_read_the_arrays(tmp_path):
+    path = checkpoint.save(tmp_path, {"a": {"b": np.arange(3.0)}})
+
+    assert {name: list(array) for name, array in load_file(path).items()} == {
+        "0: state.a.b": [0, 1, 2]
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "text"),
+    [
+        ({"a": [1, object()]}, TypeError, "state.a[1] is a object, which cannot"),
+        ({"a": b"bytes"}, TypeError, "state.a is a bytes"),
+        ({"a": {1: 2}}, TypeError, "keys must be strings: state.a has 1"),
+        ({"a": np.array(["text"])}, InvalidArgumentError, "state.a is an array of <U4"),
+        ({"a": np.ones(1, complex)}, InvalidArgumentError, "array of complex128"),
+        ({"a": np.array([object()])}, InvalidArgumentError, "array of object"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(tmp_path, state, error, text):
+    directory = tmp_path / "new"
+    with pytest.raises(error) as caught:
+        checkpoint.save(directory, state)
+
+    assert text in str(caught.value)
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("keep", [0, 1.5, None])
+def test_keep_must_be_a_count(tmp_path, keep):
+    with pytest.raises((TypeError, InvalidArgumentError), match="keep must be"):
+        checkpoint.save(tmp_path, {}, keep=keep)
+
+
+# The files of a directory
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    directory = tmp_path / "some" / "directory"
+    paths = [checkpoint.save(directory, step, keep=2) for step in range(12)]
+
+    assert names(directory) == [
+        "checkpoint-11.safetensors",
+        "checkpoint-12.safetensors",
+    ]
+    assert checkpoint.load(directory) == 11
+    assert checkpoint.load(paths[-2]) == 10
+    checkpoint.save(directory, 12, keep=1)
+    assert names(directory) == ["checkpoint-13.safetensors"]
+
+
+def test_other_files_are_left_alone(tmp_path):
+    others = ["checkpoint-1.safetensors.old", "checkpoint-x.safetensors", "notes.txt"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    checkpoint.save(tmp_path, 1, keep=1)
+    path = checkpoint.save(tmp_path, 2, keep=1)
+
+    assert names(tmp_path) == sorted([*others, path.name])
+
+
+def test_nothing_saved_is_none(tmp_path):
+    assert checkpoint.load(tmp_path) is None
+    assert checkpoint.load(tmp_path / "missing") is None
+
+
+def test_a_file_that_is_missing_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="checkpoint-7"):
+        checkpoint.load(tmp_path / "checkpoint-7.safetensors")
+
+
+def test_the_file_has_the_permissions_of_the_user(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = checkpoint.save(tmp_path, 1)
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_an_interrupted_save_leaves_the_earlier_ones(tmp_path, monkeypatch):
+    path = checkpoint.save(tmp_path, 1)
+    # What a job left that was killed.
+    (tmp_path / ".unfinished").mkdir()
+    (tmp_path / ".unfinished" / "half").write_bytes(b"x")
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_synchronize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, 2)
+
+    assert names(tmp_path) == [path.name]
+    assert checkpoint.load(tmp_path) == 1
+    checkpoint.save(tmp_path, 3)
+    assert checkpoint.load(tmp_path) == 3
+
+
+def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
+    calls = []
+    synchronize = checkpoint._synchronize
+
+    def watched(path):
+        calls.append((path.name, names(tmp_path)))
+        synchronize(path)
+
+    checkpoint.save(tmp_path, 1, keep=1)
+    monkeypatch.setattr(checkpoint, "_synchronize", watched)
+    checkpoint.save(tmp_path, 2, keep=1)
+    one, two = "checkpoint-1.safetensors", "checkpoint-2.safetensors"
+
+    assert calls == [
+        (two, [".unfinished", one]),
+        (tmp_path.name, [".unfinished", one, two]),
+    ]
+    assert names(tmp_path) == [two]
+
+
+# Damaged files
+
+STATE = {"step": 7, "weights": np.arange(1000.0)}
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "an element": lambda path: flip(path, -8),
+    "the header": lambda path: flip(path, path.read_bytes().index(b"step") + 2),
+    "a shape": lambda path: flip(path, path.read_bytes().index(b"1000") + 3),
+    "cut short": lambda path: os.truncate(path, 600),
+    "empty": lambda path: os.truncate(path, 0),
+    "text": lambda path: path.write_text("hello, this is some text"),
+    "foreign": lambda path: save_file({"a": np.ones(3)}, path),
+    "a later format": lambda path: save_file(
+        {}, path, {"format": "hpcaccum checkpoint 2"}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found_and_the_one_before_is_used(tmp_path, caplog, kind):
+    checkpoint.save(tmp_path, "before")
+    path = checkpoint.save(tmp_path, STATE)
+    DAMAGE[kind](path)
+    with caplog.at_level(logging.WARNING, "hpcaccum"):
+        assert checkpoint.load(tmp_path) == "before"
+    [record] = caplog.records
+    assert str(path) in record.message
+    assert "checkpoint-1.safetensors is used instead" in record.message
+    with pytest.raises(CheckpointError, match="checkpoint-2") as caught:
+        checkpoint.load(path)
+    known = kind not in ("foreign", "a later format")
+    assert ("damaged" if known else "is not a checkpoint") in str(caught.value)
+
+
+def test_every_bit_of_a_small_file_counts(tmp_path):
+    path = checkpoint.save(tmp_path, {"a": np.ones(1, np.uint8), "b": "text"})
+    size = path.stat().st_size
+    for place in range(size):
+        flip(path, place)
+        try:
+            found = checkpoint.load(path)
+        except CheckpointError:
+            pass
+        else:
+            # White space of the header, or the order of its entries.
+            assert found == {"a": np.ones(1, np.uint8), "b": "text"}, place
+        flip(path, place)
+
+
+def test_if_all_are_damaged_all_are_named(tmp_path):
+    for step in range(2):
+        flip(checkpoint.save(tmp_path, {"weights": np.ones(5), "step": step}), -1)
+    with pytest.raises(CheckpointError, match=r"checkpoint-2.*; .*checkpoint-1"):
+        checkpoint.load(tmp_path)
+
+
+# Snapshots of optimizers without ranks
+
+
+RULES = {
+    "SGD": lambda: hpc.SGD(lambda step: 0.5 / (step + 1)),
+    "Momentum": lambda: hpc.Momentum(0.1, 0.9),
+    "Adagrad": lambda: hpc.Adagrad(0.1),
+    "Adam": lambda: hpc.Adam(0.1),
+}
+
+
+def variables(dtype, value=1.0):
+    return [
+        hpc.Variable(np.full(3, value, dtype), "w"),
+        hpc.Variable(np.array(value, dtype), "s"),
+    ]
+
+
+def train(opt, own, steps):
+    for step in steps:
+        grads = [np.full(var.shape, 1.0 + step, var.dtype) for var in own]
+        opt.minimize(lambda grads=grads: (0.0, grads), var_list=own)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_continues_from_a_file(tmp_path, rule, dtype):
+    own = variables(dtype)
+    opt = RULES[rule]()
+    train(opt, own, range(3))
+    checkpoint.save(tmp_path, {"optimizer": opt.snapshot()})
+    train(opt, own, range(3, 5))
+    new = variables(dtype, 7.0)
+    other = RULES[rule]()
+    other.restore(checkpoint.load(tmp_path)["optimizer"], new)
+    train(other, new, range(3, 5))
+
+    same(other.snapshot(), opt.snapshot())
+    assert [v.name for v in other.variables()] == [v.name for v in opt.variables()]
+
+
+def test_a_snapshot_is_a_copy_of_all_variables():
+    own = variables(np.float32)
+    opt = hpc.Momentum(0.1, 0.9)
+    with pytest.raises(InvalidArgumentError, match="no variables are known"):
+        opt.snapshot()
+    opt.apply_gradients([(np.ones(3, np.float32), own[0])])
+    found = opt.snapshot()
+    found["variables"]["w"][:] = 7
+    found["state"]["w"]["momentum"][:] = 7
+
+    assert own[0].value[0] == np.float32(0.9)
+    assert found["state"]["w"]["step"] == 1
+    assert opt.get_slot(own[0], "momentum").value[0] == 1
+
+
+def test_slots_are_hidden_until_the_first_update():
+    own = variables(np.float32)
+    opt = hpc.Momentum(0.1, 0.9)
+    opt.initialize(own)
+    other = hpc.Momentum(0.1, 0.9)
+    other.restore(opt.snapshot(), own)
+
+    assert other.get_slot(own[0], "momentum") is None
+    assert other.variables() == []
+
+
+def test_a_snapshot_of_other_variables_changes_nothing():
+    own = variables(np.float32)
+    opt = hpc.Momentum(0.1, 0.9)
+    opt.initialize(own)
+    snapshot = opt.snapshot()
+    snapshot["variables"]["w"][:] = 7
+    for part in ("w", "s"):
+        snapshot["state"][part]["momentum"] = np.ones(9, np.float32)
+    with pytest.raises(InvalidArgumentError, match="slot 'momentum' of 'w' is float32"):
+        opt.restore(snapshot)
+
+    assert (own[0].value == 1).all()
+
+
+class Counting(hpc.Optimizer):
+    """An optimizer of the user, whose slot exists from `initialize` on."""
+
+    def initialize(self, var_list):
+        super().initialize(var_list)
+        self.sums = {
+            var: hpc.Variable(np.zeros(var.shape), f"{var.name}/sum")
+            for var in self._variables
+        }
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        for grad, var in grads_and_vars:
+            self.sums[var].value += grad
+            var.value -= grad
+
+    def get_slot_names(self):
+        return ["sum"]
+
+    def get_slot(self, var, name):
+        return getattr(self, "sums", {}).get(var)
+
+
+def test_optimizers_of_the_user_are_restored_by_their_slots():
+    own = variables(np.float64)
+    opt = Counting("counting")
+    train(opt, own, range(2))
+    snapshot = opt.snapshot()
+    other = Counting("counting")
+    new = variables(np.float64, 7.0)
+    other.restore(snapshot, new)
+
+    same(other.snapshot(), snapshot)
+    assert snapshot["state"] == {"w": {"sum": pytest.approx(3)}, "s": {"sum": 3.0}}
+
+
+class Late(Counting):
+    """One whose slots appear with the first update."""
+
+    def initialize(self, var_list):
+        hpc.Optimizer.initialize(self, var_list)
+
+
+def test_slots_that_do_not_exist_yet_cannot_be_restored():
+    own = variables(np.float64)
+    opt = Counting("counting")
+    train(opt, own, range(2))
+    with pytest.raises(InvalidArgumentError, match="no slot 'sum' of 'w' before"):
+        Late("late").restore(opt.snapshot(), own)
