@@ -1,4 +1,4 @@
-"""A wait for one rank that times out as soon as all other ranks wait.
+"""A wait for some ranks that times out as soon as all other ranks wait.
 
 A short timeout would have to be long enough for the slowest rank, which is a matter of
 luck on a busy machine, and every test would take that long.
@@ -50,15 +50,17 @@ class _Clock:
 
 
 @contextlib.contextmanager
-def times_out_without(late: int, comm: MPI.Intracomm) -> Iterator[None]:
-    """Let the next wait time out, on all ranks but one, when they all wait. Collective.
+def times_out_without(comm: MPI.Intracomm, *late: int) -> Iterator[None]:
+    """Let the next wait time out, on all other ranks, when these all wait. Collective.
+
+    Not for pulls: ranks with an agent or a server wait for its notice, without a clock.
 
     Args:
-        late: The rank that does not wait.
         comm: All ranks.
+        late: The ranks that do not wait.
     """
-    waiting = comm.Split(comm.rank == late, comm.rank)
-    clock = time if comm.rank == late else _Clock(waiting)
+    waiting = comm.Split(comm.rank in late, comm.rank)
+    clock = time if comm.rank in late else _Clock(waiting)
     with mock.patch.object(
         deadline, "time", Namespace(time, monotonic=clock.monotonic)
     ):

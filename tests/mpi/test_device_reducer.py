@@ -268,7 +268,7 @@ def test_no_rank_enters_a_blocking_call_before_all_have_arrived(
     given, mine = Aware.of(reducer), {"x": cp.ones(900, np.float32)}
     reducer.reduce(mine, out=mine)
     before, error = given.given, None
-    with times_out_without(size - 1, comm):
+    with times_out_without(comm, size - 1):
         if rank != size - 1:
             error = raised(reducer.reduce, mine, out=mine)
     meet()

@@ -127,7 +127,7 @@ def test_threads_may_call_in_different_order(maker, rank, monkeypatch):
 @ALL
 def test_rank_that_gave_up_a_reduction_waits_in_no_call(comm, maker, rank, size):
     reducer, group = maker(SHAPES), maker.group
-    with times_out_without(0, comm):
+    with times_out_without(comm, 0):
         if rank > 0:
             assert type(raised(copying, reducer)) is hpc.WaitTimeoutError
     meet()

@@ -45,7 +45,7 @@ def test_a_rank_that_does_not_arrive_is_named(comm, maker, rank, size, which, ca
     late = 0 if which == "first" else size - 1
     reducer = maker(SHAPES)
     call(reducer)
-    with times_out_without(late, comm):
+    with times_out_without(comm, late):
         error = raised(call, reducer) if rank != late else None
     again = raised(call, reducer) if rank != late else None
     started = raised(reducer.start, "x") if rank != late else None
@@ -77,7 +77,7 @@ def test_only_late_ranks_are_named(comm, maker, rank, size):
     reducer = maker(SHAPES)
     ways = [copying, in_place, starting]
     ways[rank % 3](reducer)
-    with times_out_without(1, comm):
+    with times_out_without(comm, 1):
         error = raised(ways[rank % 3], reducer) if rank != 1 else None
     meet()
 
@@ -93,7 +93,7 @@ def test_inputs_of_a_call_that_was_given_up_are_not_in_later_sums(
     for late in (0, size - 1):
         given_up = Maker(comm, kind)
         reducer = given_up(SHAPES)
-        with times_out_without(late, comm):
+        with times_out_without(comm, late):
             error = raised(copying, reducer) if rank != late else None
         meet()
         given_up.free()

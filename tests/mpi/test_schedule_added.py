@@ -18,6 +18,7 @@ from hpcaccum import (
 from hpcaccum.reducer import selection
 from hpcaccum.reducer.schedule import MessageSchedule, Schedule
 
+from .expiring import times_out_without
 from .on_device import empty_like, to_device
 from .reducing import (
     KINDS,
@@ -31,7 +32,7 @@ from .reducing import (
 )
 from .test_schedules import SHAPES as VARIED
 from .test_schedules import WAYS, check, parts_of
-from .training import meet, raised
+from .training import raised
 
 
 class Toy(MessageSchedule):
@@ -206,13 +207,11 @@ def test_a_failure_of_one_rank_is_raised_on_all(maker, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_that_does_not_arrive_is_named(maker, rank, size, monkeypatch):
+def test_a_rank_that_does_not_arrive_is_named(maker, comm, rank, size):
     reducer = maker(SHAPES)
     reducer.reduce(ONES)
-    meet()
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.25")
-    error = raised(reducer.reduce, ONES) if rank != size - 1 else None
-    meet()
+    with times_out_without(comm, size - 1):
+        error = raised(reducer.reduce, ONES) if rank != size - 1 else None
 
     if rank != size - 1:
         assert type(error) is WaitTimeoutError

@@ -30,6 +30,16 @@ def in_vain(monkeypatch):
     return call
 
 
+def push_in_vain(opt, step, brings, in_vain):
+    """Let some ranks push, and when all have, pull what is missing; return why."""
+    if brings:
+        opt._server.push({"w": np.ones(())}, step)
+    meet()
+    message = in_vain(opt._server.pull, {}, at_least=step + 1) if brings else ""
+    meet()
+    return message
+
+
 def ranks(*numbers):
     return f"rank{'s' * (numbers[0] < numbers[-1])} " + "-".join(
         map(str, sorted({numbers[0], numbers[-1]}))
@@ -42,9 +52,7 @@ def test_ranks_whose_gradients_are_missing_are_named(comm, rank, size, in_vain):
     with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm, host=late) as opt:
         opt.initialize([w])
         opt.minimize(gives(1.0))
-        meet()
-        message = in_vain(opt.minimize, gives(1.0)) if rank != late else ""
-        meet()
+        message = push_in_vain(opt, 1, rank != late, in_vain)
         if rank == late:
             opt.minimize(gives(1.0))
         # A rank that leaves before would shrink the quorum.
@@ -65,10 +73,7 @@ def test_ranks_that_left_are_not_missing(comm, rank, size, in_vain):
         if rank == 1:
             opt.leave()
         until(lambda: opt._server._inbox.left() == [1])
-        meet()
-        if rank not in (1, late):
-            message = in_vain(opt.minimize, gives(1.0))
-        meet()
+        message = push_in_vain(opt, 0, rank not in (1, late), in_vain)
         if rank == late:
             opt.minimize(gives(1.0))
     if message:
