@@ -100,24 +100,31 @@ def load(path: str | os.PathLike[str]) -> Any:
     place = Path(path)
     if place.is_file() or place.suffix == _SUFFIX:
         return _read(place)
-    files = _numbered(place) if place.exists() else {}
     damaged: list[CheckpointError] = []
-    for number in sorted(files, reverse=True):
+    for file in reversed(files(place)):
         try:
-            state = _read(files[number])
+            state = _read(file)
         except CheckpointError as error:
             damaged.append(error)
             continue
         for each in damaged:
-            logger.warning("%s; %s is used instead", each, files[number].name)
+            logger.warning("%s; %s is used instead", each, file.name)
         return state
     if damaged:
         raise CheckpointError("; ".join(map(str, damaged)))
     return None
 
 
+def files(directory: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints of a directory, the latest last; it may be missing."""
+    place = Path(directory)
+    return [each for _, each in sorted(_numbered(place).items())]
+
+
 def _numbered(directory: Path) -> dict[int, Path]:
     """Return the checkpoints of a directory by their numbers."""
+    if not directory.exists():
+        return {}
     matches = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
     return {int(match[1]): path for match, path in matches if match}
 

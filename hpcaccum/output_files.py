@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import tempfile
 from typing import IO, TYPE_CHECKING
 
 from hpcaccum.errors import InvalidArgumentError
@@ -49,6 +50,13 @@ def check_writable(option: str, path: Path) -> None:
         path.open("ab").close()
         if not existed:
             path.unlink()
+
+
+def check_directory(option: str, path: Path) -> None:
+    """Make a directory; raise InvalidArgumentError if files cannot be written to it."""
+    with _one_line(option, path):
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
 
 
 def open_output(option: str, path: Path | None) -> IO[str] | None:

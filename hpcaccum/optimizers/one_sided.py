@@ -213,12 +213,16 @@ class OneSidedOptimizer(Wrapper):
             )
         return server
 
-    def serve(self) -> None:
+    def serve(self, after_update: Callable[[int], object] | None = None) -> None:
         """Serve until all other ranks have left; servers of ``dedicated=True`` only.
 
         On return, this rank's variables are those of the final center.
+
+        Args:
+            after_update: Called on the host rank with the step after each update; the
+                next one waits for it. It may call `snapshot`.
         """
-        self._open_server().serve()
+        self._open_server().serve(after_update)
         self._pull_all()
 
     @property

@@ -234,12 +234,18 @@ class ParameterServer(Client):
     def _loops(self) -> list[Background]:
         return [loop for loop in (self._loop, self._shard) if loop is not None]
 
-    def serve(self) -> None:
-        """Serve until all other ranks have left; a dedicated server only."""
+    def serve(self, after_update: Callable[[int], object] | None = None) -> None:
+        """Serve until all other ranks have left; a dedicated server only.
+
+        Args:
+            after_update: Called on the root with the step after each update.
+        """
         if not self.only_serves:
             raise InvalidArgumentError(
                 f"{self._what}: serve() is for the servers of dedicated=True"
             )
+        if self._loop is not None:
+            self._loop.after_update = after_update
         # The root of several servers is one of them.
         first, *others = self._loops()
         for loop in others:

@@ -37,10 +37,14 @@ class Loop(Background):
         inbox: Where gradients come from.
         lock: Held during each update.
         what: Name for messages.
+
+    Attributes:
+        after_update: Called with the step after each update, before the next one.
     """
 
     def __init__(self, inbox: Inbox, lock: UpdateLock, what: str) -> None:
         self._inbox, self._lock, self._what = inbox, lock, what
+        self.after_update: Callable[[int], object] | None = None
 
     def made(self) -> int:
         """Return the step that the center has."""
@@ -58,6 +62,8 @@ class Loop(Background):
                 deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
                 use = functools.partial(self._make_in_turn, step + 1, deadline)
                 self._inbox.next(step, deadline, use)
+                if self.after_update is not None:
+                    self.after_update(step + 1)
 
     def _make_in_turn(self, step: int, deadline: Deadline, batch: Batch) -> None:
         with self._lock:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum import Group, InvalidArgumentError
 from hpcaccum.device import use_device
-from hpcaccum.output_files import check_apart, check_writable, ending_the_job
+from hpcaccum.output_files import (
+    check_apart,
+    check_writable,
+    ending_the_job,
+)
+from hpcaccum.train import saving
 from hpcaccum.train.data import MISSING, load
 from hpcaccum.train.log import Log, circumstances
 from hpcaccum.train.loop import Run
+from hpcaccum.train.model import widths
 from hpcaccum.train.options import Options, resolve
-from hpcaccum.train.report import Bar, console, describe, tables
+from hpcaccum.train.report import Bar, console, describe, saved, tables
 
 if TYPE_CHECKING:
     import argparse
@@ -39,7 +45,11 @@ def prepare(args: argparse.Namespace) -> Callable[[], None]:
     group.agree("--device", lambda: _use_device(options, group), _nothing)
     data = load(options.data, group)
     log = group.agree("output", lambda: _open_files(options, group), _nothing)
-    return functools.partial(_train, options, data, group, log)
+    expected = saving.facts(options, widths(options, data))
+    found = group.agree(
+        "checkpoints", lambda: saving.find(options, group.rank, expected), _nothing
+    )
+    return functools.partial(_train, options, data, group, found, log)
 
 
 def _nothing(_: object) -> dict[str, object]:
@@ -77,7 +87,7 @@ def _check_plot(path: Path) -> None:
     check_writable("--plot", path)
 
 
-def _train(options: Options, data: Dataset, group: Group, log: Log) -> None:
+def _train(options: Options, data: Dataset, group: Group, found: Any, log: Log) -> None:
     """Train with each strategy, then show the results. Collective."""
     facts = circumstances(options, data, group)
     log.write("start", facts)
@@ -86,13 +96,15 @@ def _train(options: Options, data: Dataset, group: Group, log: Log) -> None:
     title = describe(facts, options)
     out.print(title, soft_wrap=True)
     results = [
-        _run(strategy, options, data, group, log, out)
+        _run(strategy, options, data, group, found, log, out)
         for strategy in options.strategies
     ]
     log.close()
     if reports:
         for table in tables(results, options):
             out.print(table)
+        if options.save:
+            out.print(saved(results[0], options), soft_wrap=True)
         if options.plot:
             from hpcaccum.train.plot import draw
 
@@ -106,6 +118,7 @@ def _run(
     options: Options,
     data: Dataset,
     group: Group,
+    found: Any,
     log: Log,
     out: Console,
 ) -> Result:
@@ -117,7 +130,7 @@ def _run(
         log.record(record)
         bar.show(record)
 
-    result = Run(strategy, options, data, group, show)()
+    result = Run(strategy, options, data, group, found, show)()
     bar.stop()
     # Records of other shard groups' models, made on other ranks.
     for record in result.records:

@@ -263,18 +263,23 @@ def _scaled(data: Dataset) -> Dataset:
 
 
 def batches(
-    data: Dataset, batch: int, rank: int, ranks: int, seed: int
+    data: Dataset, batch: int, rank: int, ranks: int, seed: int, start: int = 0
 ) -> Iterator[tuple[Array, Array]]:
     """Yield a rank's batches without end: ``batch`` rows and labels each.
 
     In every epoch all ranks shuffle the training set identically and each takes every
     ``ranks``-th sample: an epoch of all ranks contains each sample once, and over many
     epochs each rank sees all samples. Each rank goes through its epochs independently.
+
+    The first ``start`` batches are left out.
     """
-    epoch, rest = 0, np.empty(0, np.int64)
+    own = len(range(rank, len(data.y), ranks))
+    epoch, begin = divmod(start * batch, own)
+    rest = np.empty(0, np.int64)
     while True:
         while len(rest) < batch:
             order = np.random.default_rng([seed, epoch]).permutation(len(data.y))
-            rest, epoch = np.concatenate([rest, order[rank::ranks]]), epoch + 1
+            rest = np.concatenate([rest, order[rank::ranks][begin:]])
+            epoch, begin = epoch + 1, 0
         now, rest = rest[:batch], rest[batch:]
         yield data.x[now], data.y[now]

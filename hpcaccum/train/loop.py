@@ -10,8 +10,9 @@ import numpy as np
 from hpcaccum import CrossShardOptimizer, Tally, Variable
 from hpcaccum.device import cupy
 from hpcaccum.train.data import batches
-from hpcaccum.train.model import MLP
+from hpcaccum.train.model import MLP, widths
 from hpcaccum.train.records import Observer, Record, Result
+from hpcaccum.train.saving import Saver, facts
 from hpcaccum.train.strategies import MAKERS
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Run:
     Args:
         strategy: A key of `strategies.MAKERS`.
         options, data, group: The same on all ranks.
+        found: From `saving.find`.
         show: Called with each record of this rank.
     """
 
@@ -50,24 +52,30 @@ class Run:
         options: Options,
         data: Dataset,
         group: Group,
+        found: Any,
         show: Callable[[Record], None],
     ) -> None:
         self._strategy, self._group = strategy, group
+        self._options, self._data = options, data
         self._exchange = MAKERS[strategy](options, group)
         self._optimizer = self._exchange.optimizer
         self._collective = isinstance(self._optimizer, CrossShardOptimizer)
-        sizes = (data.x.shape[1], *options.hidden, data.classes)
+        sizes = widths(options, data)
         place = cupy().asarray if options.device == "cuda" else np.asarray
         self._model = MLP(sizes, options.seed, self._exchange.variable, place=place)
         self._target = self._exchange.updates(options.epochs * len(data.y))
         self._delay = options.straggler.get(group.rank, 0) / 1000
         self._serves = options.dedicated and group.rank == 0 and not self._collective
-        self._batches = batches(
-            data, options.batch, group.rank, group.size, options.seed
-        )
         self._check_at = 0.0
         self._observer: Observer | None = None
         number, first = self._shard_group(options)
+        self._saver = Saver(
+            options, group.rank, facts(options, sizes), self._optimizer.snapshot
+        )
+        # Without shard groups the number is 0.
+        self._found, self._keeper = found, options.keepers[number]
+        # The updates, and the gradients in them, of earlier jobs.
+        self._start, self._earlier = 0, 0
         if group.rank == first:
             self._observer = Observer(
                 strategy,
@@ -89,19 +97,53 @@ class Run:
 
     def __call__(self) -> Result:
         """Train. Collective."""
-        self._optimizer.initialize(self._model.variables)
+        self._start_or_resume()
+        self._batches = batches(
+            self._data,
+            self._options.batch,
+            self._group.rank,
+            self._group.size,
+            self._options.seed,
+            self._batches_used(),
+        )
         if self._observer:
-            self._observer.evaluate(0, 0.0)
+            self._observer.evaluate(self._start, 0.0)
         self._group.allgather(None, "start of training")
         self._begun = time.monotonic()
         if self._serves:
-            self._optimizer.serve()
+            self._optimizer.serve(self._saver.passed)
         else:
             self._work()
         return self._finish(time.monotonic() - self._begun)
 
+    def _start_or_resume(self) -> None:
+        """Continue from the checkpoint of this rank's model, if there is one."""
+        found, variables = self._found or {}, self._model.variables
+        step = self._group.allgather(found.get("step"), "--resume")[self._keeper]
+        if step is None:
+            self._optimizer.initialize(variables)
+            return
+        self._optimizer.restore(found.get("optimizer"), variables)
+        self._saver.begin(step)
+        self._start, self._earlier = step, sum(self._tally(step).accepted)
+
+    def _batches_used(self) -> int:
+        """Return how many batches this rank has used in earlier jobs, about.
+
+        Exactly if it contributes to each update. If not, the counts include gradients
+        that were pushed and not applied.
+        """
+        if self._exchange.exact or not self._start:
+            return self._start
+        tally, ranks = self._optimizer.statistics(), self._group.size
+        gradients: int = sum(tally.accepted) + sum(tally.dropped)
+        return (
+            gradients * self._exchange.gradient_samples // (ranks * self._options.batch)
+        )
+
     def _work(self) -> None:
-        global_step, step = Variable(np.zeros((), np.int64), "global_step"), 0
+        step = self._start
+        global_step = Variable(np.array(step), "global_step")
         while step < self._target and not self._done_by_others():
             self._optimizer.minimize(self._loss, global_step)
             # Between two pushes of AGN the variables are local values that belong to no
@@ -110,6 +152,7 @@ class Run:
                 step = int(global_step.value)
                 if self._observer and step < self._target:
                     self._observer.passed(step, time.monotonic() - self._begun)
+                self._saver.passed(step)
 
     def _done_by_others(self) -> bool:
         # A rank learns the step when it communicates, which for a slow one with AGN may
@@ -141,6 +184,7 @@ class Run:
         self._optimizer.free()
         updates = self._target if self._collective else self._optimizer.global_step
         tally = self._tally(updates)
+        self._saver.finish(updates)
         if self._observer:
             self._observer.evaluate(updates, seconds)
         mine = self._observer.records if self._observer else []
@@ -151,6 +195,8 @@ class Run:
             strategy=self._strategy,
             seconds=seconds,
             updates=updates,
+            resumed_at=self._start,
+            earlier=self._earlier,
             gradient_samples=self._exchange.gradient_samples,
             accepted=tally.accepted,
             dropped=tally.dropped,

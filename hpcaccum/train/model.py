@@ -13,11 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum import Variable
+    from hpcaccum.train.data import Dataset
+    from hpcaccum.train.options import Options
 
 Array = np.ndarray[Any, Any]
 
 # Number of rows evaluated at once, to limit the memory.
 _CHUNK = 4096
+
+
+def widths(options: Options, data: Dataset) -> tuple[int, ...]:
+    """Return the widths of all layers of the model that the options describe."""
+    return (data.x.shape[1], *options.hidden, data.classes)
 
 
 class MLP:

@@ -30,9 +30,31 @@ _AS_GIVEN = (
     "period",
     "dedicated",
     "log",
+    "save",
+    "resume",
 )
 
 Groups = list[list[int]]
+
+# Seconds in each unit of --every.
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often something is done; one of the two is 0.
+
+    Attributes:
+        updates: After so many updates.
+        seconds: After so much time.
+    """
+
+    updates: int = 0
+    seconds: float = 0.0
+
+
+# Seldom enough that saving a large model costs little.
+DEFAULT_EVERY = Every(seconds=300.0)
 
 
 @dataclass(frozen=True)
@@ -45,6 +67,9 @@ class Options:
         epochs: The amount of work, see `loop.Run`.
         straggler: Rank to the delay of each of its gradients, in milliseconds.
         groups: Shard groups; empty means one group of all ranks.
+        save: Directory of checkpoints.
+        every: How often one is written.
+        resume: Whether to continue from the last one, if there is one.
     """
 
     strategies: tuple[str, ...]
@@ -64,11 +89,20 @@ class Options:
     straggler: dict[int, float]
     log: Path | None
     plot: Path | None
+    save: Path | None
+    every: Every
+    resume: bool
 
     @property
     def reporter(self) -> int:
         """The first rank that trains; it evaluates the model and writes all output."""
         return int(self.dedicated)
+
+    @property
+    def keepers(self) -> list[int]:
+        """The ranks that save a model: the host, or the first of each shard group."""
+        groups = self.groups if self.strategies == ("cross-shard",) else []
+        return [min(ranks) for ranks in groups] or [0]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"--compare: {DEFAULT_PICTURE})",
     )
     output.add_argument("--no-plot", action="store_true", help="do not plot")
+    _add_checkpoints(parser.add_argument_group("checkpoints"))
 
 
 def _add_task(group: argparse._ArgumentGroup) -> None:
@@ -140,6 +175,28 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
         choices=("cpu", "cuda"),
         default="cpu",
         help="device that computes gradients; ranks of a node share its GPUs (cpu)",
+    )
+
+
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="write checkpoints to a directory: the model, and what is needed to "
+        "continue; the last three are kept",
+    )
+    group.add_argument(
+        "--every",
+        type=_every,
+        metavar="N|TIME",
+        help="write one after N updates, or after a time such as 90s, 5m or 1h (5m); "
+        "one more is written at the end",
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last checkpoint of --save; without one, from the start",
     )
 
 
@@ -192,6 +249,7 @@ def resolve(args: argparse.Namespace, ranks: int) -> Options:
     if args.dedicated and (workers == 0 or strategies == ("cross-shard",)):
         cause = "cannot be used with cross-shard" if workers else "needs 2 ranks, got 1"
         raise InvalidArgumentError(f"--dedicated {cause}")
+    _check_saving(args)
     rate, quorum, staleness = args.rate, args.quorum, args.staleness
     return Options(
         strategies=strategies,
@@ -201,8 +259,17 @@ def resolve(args: argparse.Namespace, ranks: int) -> Options:
         groups=_checked_groups(args.groups, ranks),
         straggler=_stragglers(args, ranks),
         plot=_picture(args),
+        every=args.every or DEFAULT_EVERY,
         **{name: getattr(args, name) for name in _AS_GIVEN},
     )
+
+
+def _check_saving(args: argparse.Namespace) -> None:
+    for name in ("every", "resume"):
+        if getattr(args, name) and args.save is None:
+            raise InvalidArgumentError(f"--{name} needs --save DIR")
+    if args.save is not None and args.compare:
+        raise InvalidArgumentError("--save is for one run: use --strategy")
 
 
 def _quorum(quorum: int, workers: int) -> int:
@@ -266,6 +333,12 @@ def _number(text: str, kind: type[int | float], least: int) -> float:
         message = f"must be {name} of at least {least}, got {text!r}"
         raise argparse.ArgumentTypeError(message)
     return number
+
+
+def _every(text: str) -> Every:
+    if text[-1:] in _UNITS:
+        return Every(seconds=_positive(text[:-1]) * _UNITS[text[-1]])
+    return Every(updates=_count(text))
 
 
 def _widths(text: str) -> tuple[int, ...]:

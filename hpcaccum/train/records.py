@@ -53,6 +53,8 @@ class Result:
     Attributes:
         seconds: Time from the common start until the last rank stopped.
         updates: Number of updates applied to the parameters of one model.
+        resumed_at: How many of them were made by earlier jobs.
+        earlier: How many of the accepted gradients were.
         gradient_samples: Number of samples in one gradient.
         accepted, dropped: Number of gradients of each rank.
         lags: Lag to number of gradients.
@@ -64,6 +66,8 @@ class Result:
     strategy: str
     seconds: float
     updates: int
+    resumed_at: int
+    earlier: int
     gradient_samples: int
     accepted: tuple[int, ...]
     dropped: tuple[int, ...]
@@ -74,13 +78,14 @@ class Result:
 
     @property
     def updates_per_second(self) -> float:
-        """Updates applied per second."""
-        return self.updates / self.seconds
+        """Updates applied per second of this job."""
+        return (self.updates - self.resumed_at) / self.seconds
 
     @property
     def samples_per_second(self) -> float:
-        """Samples of accepted gradients per second."""
-        return sum(self.accepted) * self.gradient_samples / self.seconds
+        """Samples of accepted gradients per second of this job."""
+        accepted = sum(self.accepted) - self.earlier
+        return accepted * self.gradient_samples / self.seconds
 
     def lag_shares(self) -> list[float]:
         """Return the fraction of all gradients in each class of `LAG_NAMES`."""
@@ -130,7 +135,6 @@ class Observer:
         # CPU time: other ranks may use the core meanwhile.
         begun = time.thread_time()
         self.evaluate(step, seconds)
-        self._next_epoch = int(epoch) + 1.0
         self._quiet_until = seconds + _PAUSE * (time.thread_time() - begun)
 
     def _epoch(self, step: int) -> float:
@@ -138,6 +142,7 @@ class Observer:
 
     def evaluate(self, step: int, seconds: float) -> None:
         """Evaluate the model and add a record."""
+        self._next_epoch = int(self._epoch(step)) + 1.0
         loss = float(np.mean(self._losses)) if self._losses else None
         self._losses.clear()
         found = self._measure()

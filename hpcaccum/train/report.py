@@ -74,6 +74,12 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def saved(result: Result, options: Options) -> str:
+    """Return where the model of a run is, and where the run began."""
+    begun = f"resumed at {result.resumed_at}" if result.resumed_at else "from the start"
+    return f"checkpoints: {options.save}; update {result.updates}, {begun}"
+
+
 class Bar:
     """Progress of one run: a bar on a terminal, otherwise a line every second."""
 

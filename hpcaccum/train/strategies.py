@@ -27,12 +27,14 @@ class Exchange:
         variable: Makes a variable from an array and a name.
         samples: Number of samples in one update of the parameters.
         gradient_samples: Number of samples in one gradient that is exchanged.
+        exact: Whether each rank that trains has a gradient in each update.
     """
 
     optimizer: Any
     variable: Callable[[Array, str], hpc.Variable]
     samples: int
     gradient_samples: int
+    exact: bool = False
 
     def updates(self, total: int) -> int:
         """Return the least number of updates that use at least ``total`` samples."""
@@ -56,7 +58,8 @@ def _cross_shard(options: Options, group: hpc.Group) -> Exchange:
         _rule(options), group_assignment=options.groups or None, comm=group
     )
     # Samples of all groups: each group trains its own model on its share of them.
-    return Exchange(optimizer, hpc.Variable, options.batch * group.size, options.batch)
+    samples = options.batch * group.size
+    return Exchange(optimizer, hpc.Variable, samples, options.batch, exact=True)
 
 
 def _sync_replicas(options: Options, group: hpc.Group) -> Exchange:
@@ -64,7 +67,8 @@ def _sync_replicas(options: Options, group: hpc.Group) -> Exchange:
         _rule(options), options.quorum, comm=group, dedicated=options.dedicated
     )
     samples = options.batch * options.quorum
-    return Exchange(optimizer, hpc.Variable, samples, options.batch)
+    exact = options.quorum == group.size - options.dedicated
+    return Exchange(optimizer, hpc.Variable, samples, options.batch, exact)
 
 
 def _drop_stale(options: Options, group: hpc.Group) -> Exchange:

@@ -21,6 +21,12 @@ TRAIN = [
     (["--strategy", "agn", "--data", "no.npz"], "no.npz: No such file"),
     (["--strategy", "agn", "--log", "no/log"], "no/log: No such file"),
     (["--strategy", "agn", "--plot", "no/p.png"], "no/p.png: No such file"),
+    (["--strategy", "agn", "--resume"], "--resume needs --save DIR"),
+    (["--strategy", "agn", "--every", "5"], "--every needs --save DIR"),
+    (["--strategy", "agn", "--save", "s", "--every", "5x"], "got '5x'"),
+    (["--strategy", "agn", "--save", "s", "--every", "0s"], "got '0'"),
+    (["--strategy", "agn", "--save", "/dev/null/s"], "/dev/null/s: Not a directory"),
+    (["--compare", "--save", "s"], "--save is for one run: use --strategy"),
 ]
 BENCH = [
     ([], "the following arguments are required: benchmark"),

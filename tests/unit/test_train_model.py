@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.train.data import prepare
+from hpcaccum.train.data import batches, prepare
 from hpcaccum.train.model import MLP
 
 
@@ -74,3 +74,19 @@ def test_labels_may_be_any_integers():
     assert data.classes == 2
     assert data.y.tolist() == [0] * 8 + [1] * 8
     assert data.y_test.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("batch", [1, 7, 50])
+@pytest.mark.parametrize("start", [0, 1, 5, 29])
+def test_batches_continue_where_an_earlier_job_was(batch, start):
+    rng = np.random.default_rng(2)
+    x, y = rng.standard_normal((100, 2)), np.arange(100) % 2
+    data = prepare("made", x, y)
+    whole = batches(data, batch, 1, 3, seed=4)
+    for _ in range(start):
+        next(whole)
+    rest = batches(data, batch, 1, 3, seed=4, start=start)
+    for _ in range(20):
+        (x1, y1), (x2, y2) = next(whole), next(rest)
+        assert np.array_equal(x1, x2)
+        assert np.array_equal(y1, y2)

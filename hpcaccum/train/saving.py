@@ -1,0 +1,133 @@
+"""The checkpoints of a run: when they are written, and how a run continues."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
+from hpcaccum.output_files import check_directory, ending_the_job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hpcaccum.train.options import Options
+
+logger = logging.getLogger("hpcaccum")
+
+
+def directory_of(options: Options, rank: int) -> Path | None:
+    """Return where a rank saves the model that it keeps; None if it keeps none."""
+    if options.save is None or rank not in options.keepers:
+        return None
+    if len(options.keepers) == 1:
+        return options.save
+    return options.save / f"group-{options.keepers.index(rank)}"
+
+
+def facts(options: Options, widths: tuple[int, ...]) -> dict[str, Any]:
+    """Return what must be the same in a run that continues, by option."""
+    return {
+        "--strategy": options.strategies[0],
+        "--optimizer": options.optimizer,
+        "network": "-".join(map(str, widths)),
+    }
+
+
+def find(options: Options, rank: int, expected: dict[str, Any]) -> Any:
+    """Return the checkpoint from which the model of a rank continues, or None.
+
+    Compares it with the ``expected`` `facts` of this job.
+
+    Raises:
+        InvalidArgumentError: If the directory cannot be used, a checkpoint cannot be
+            read or is of another run, or there is one and it is not wanted.
+    """
+    directory = directory_of(options, rank)
+    if directory is None:
+        return None
+    check_directory("--save", directory)
+    if not options.resume:
+        if checkpoint.files(directory):
+            raise InvalidArgumentError(
+                f"--save: {directory} has checkpoints: add --resume to continue from "
+                f"the last one, or use another directory"
+            )
+        return None
+    try:
+        found = checkpoint.load(directory)
+    except (CheckpointError, OSError) as error:
+        raise InvalidArgumentError(f"--resume: {error}") from None
+    if found is not None:
+        _check(found, expected, directory)
+    return found
+
+
+def _check(found: Any, expected: dict[str, Any], directory: Path) -> None:
+    if not isinstance(found, dict) or found.keys() != {"facts", "step", "optimizer"}:
+        raise InvalidArgumentError(
+            f"--resume: {directory} has checkpoints of another program"
+        )
+    for name, value in expected.items():
+        if found["facts"].get(name) != value:
+            raise InvalidArgumentError(
+                f"--resume: {directory} has checkpoints of a run with {name} "
+                f"{found['facts'].get(name)}, this one has {name} {value}"
+            )
+
+
+class Saver:
+    """Writes the checkpoints of the model that a rank keeps, if it keeps one.
+
+    Args:
+        options, rank: Of this job.
+        about: The `facts` of this job.
+        snapshot: Returns that of the optimizer.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        rank: int,
+        about: dict[str, Any],
+        snapshot: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._directory, self._every = directory_of(options, rank), options.every
+        self._facts, self._snapshot = about, snapshot
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Count from a step and from now on."""
+        self._last, self._at = step, time.monotonic()
+
+    def passed(self, step: int) -> None:
+        """Write one if it is time; the model has made ``step`` updates."""
+        if self._directory is None or not self._is_due(step):
+            return
+        try:
+            self._save(step)
+        except OSError as error:
+            # The training is worth more. The next one may succeed, and the last must.
+            logger.warning("--save: %s; training goes on", error)
+        self.begin(step)
+
+    def _is_due(self, step: int) -> bool:
+        if self._every.updates:
+            return step - self._last >= self._every.updates
+        return time.monotonic() - self._at >= self._every.seconds
+
+    def finish(self, step: int) -> None:
+        """Write the last one, after the last update; end the job if that fails."""
+        if self._directory is not None:
+            with ending_the_job("--save", self._directory):
+                self._save(step)
+
+    def _save(self, step: int) -> None:
+        assert self._directory is not None
+        snapshot = self._snapshot()
+        # With a server, other ranks may have made updates since.
+        step = snapshot.get("global_step", step)
+        state = {"facts": self._facts, "step": step, "optimizer": snapshot}
+        checkpoint.save(self._directory, state)

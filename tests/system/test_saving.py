@@ -1,0 +1,166 @@
+"""``hpcaccum train --save``: what a job continues that follows another one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from hpcaccum import checkpoint
+
+from .conftest import REPOSITORY, run_program
+
+pytestmark = pytest.mark.mpi
+
+COMMON = "-m", "hpcaccum", "train", "--save", "saved", "--hidden", "8", "--batch", "64"
+
+
+@pytest.fixture
+def train(mpirun, tmp_path):
+    """Run ``hpcaccum train`` and return what it shows."""
+
+    def run(*options, ranks=2, status=0, directory="."):
+        where = tmp_path / directory
+        where.mkdir(exist_ok=True)
+        env = {"PYTHONPATH": str(REPOSITORY)}
+        result = mpirun(ranks, *COMMON, *options, cwd=where, env=env)
+        assert result.returncode == status, result.stdout
+        return result.stdout
+
+    return run
+
+
+def last(directory):
+    state = checkpoint.load(directory / "saved")
+    assert state is not None
+    return state
+
+
+def same_arrays(one, other):
+    for name, array in one["variables"].items():
+        assert np.array_equal(array, other["variables"][name])
+        for part, value in one["state"][name].items():
+            assert np.array_equal(value, other["state"][name][part])
+
+
+@pytest.mark.parametrize(
+    "strategy", ["cross-shard", "sync-replicas --quorum 2"], ids=["cross", "sync"]
+)
+def test_two_jobs_end_with_the_bits_of_one(train, tmp_path, strategy):
+    options = ["--strategy", *strategy.split(), "--optimizer", "adam"]
+    train(*options, "--epochs", "4", directory="whole")
+    first = train(*options, "--epochs", "2", "--resume", directory="parts")
+    second = train(*options, "--epochs", "4", "--resume", directory="parts")
+
+    whole, parts = last(tmp_path / "whole"), last(tmp_path / "parts")
+    assert whole["step"] == parts["step"] == 46
+    same_arrays(whole["optimizer"], parts["optimizer"])
+    assert "checkpoints: saved; update 23, from the start" in first
+    assert "checkpoints: saved; update 46, resumed at 23" in second
+    assert "epoch 2 of 4" in second
+    assert "epoch 1 of 4" not in second
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["drop-stale", "--dedicated"], ["agn", "--period", "4"]],
+    ids=["drop-stale", "agn"],
+)
+def test_a_job_continues_one_that_was_killed(
+    train, mpiexec, mpi_environment, tmp_path, options
+):
+    words = ["--strategy", *options, "--every", "5"]
+    slow = ["--straggler", "1:20", "--straggler", "0:20"]
+    command = [mpiexec, "-n", "2", sys.executable, *COMMON, *words, *slow]
+    job = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=mpi_environment | {"PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(checkpoint.files(tmp_path / "saved")) < 2:
+            assert time.monotonic() < deadline
+            assert job.poll() is None
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    step = last(tmp_path)["step"]
+    shown = train(*words, "--resume", "--epochs", "40")
+    found = last(tmp_path)
+
+    assert step >= 10
+    assert f"resumed at {step}" in shown
+    assert found["step"] == found["optimizer"]["global_step"] > step
+    # The gradients of both jobs are counted.
+    assert sum(found["optimizer"]["tally"]["accepted"]) >= found["step"]
+    assert len(checkpoint.files(tmp_path / "saved")) == 3
+
+
+def test_each_shard_group_has_its_own_checkpoints(train, tmp_path):
+    options = "--strategy", "cross-shard", "--groups", "0/1", "--every", "3"
+    train(*options, "--epochs", "1")
+    shown = train(*options, "--epochs", "2", "--resume")
+    groups = [checkpoint.load(tmp_path / "saved" / f"group-{n}") for n in range(2)]
+
+    assert [group["step"] for group in groups] == [23, 23]
+    assert "resumed at 12" in shown
+    one, other = (group["optimizer"]["variables"]["weights0"] for group in groups)
+    assert not np.array_equal(one, other)
+
+
+def test_what_cannot_be_continued_is_refused(train, tmp_path):
+    options = "--strategy", "cross-shard", "--epochs", "1"
+    train(*options, ranks=1)
+
+    def refused(*others):
+        shown = train(*others, ranks=1, status=2)
+        assert shown.count("error: ") == 1
+        assert "Traceback" not in shown
+        return shown
+
+    assert "saved has checkpoints: add --resume" in refused(*options)
+    agn = refused("--strategy", "agn", "--resume")
+    assert "a run with --strategy cross-shard, this one has --strategy agn" in agn
+    widths = refused(*options, "--resume", "--hidden", "9")
+    assert "with network 64-8-10, this one has network 64-9-10" in widths
+    for path in checkpoint.files(tmp_path / "saved"):
+        path.write_bytes(b"no checkpoint")
+    assert "--resume: saved/checkpoint-1.safetensors is damaged" in refused(
+        *options, "--resume"
+    )
+    checkpoint.save(tmp_path / "saved", {"mine": 1})
+    assert "checkpoints of another program" in refused(*options, "--resume")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_does_not_end_the_training_until_its_end(
+    mpiexec, mpi_environment, tmp_path
+):
+    (tmp_path / "saved").mkdir()
+    # Room for one checkpoint of 20 KB, not for two.
+    command = [
+        *["unshare", "--mount", "sh", "-c"],
+        'mount -t tmpfs -o size=28k none saved && "$@"; s=$?; ls saved; exit $s',
+        *["sh", mpiexec, "-n", "2", sys.executable, *COMMON, "--hidden", "64"],
+        *["--strategy", "drop-stale", "--every", "10", "--epochs", "2"],
+    ]
+    env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
+    result = run_program(command, timeout=100, cwd=tmp_path, env=env)
+
+    assert result.returncode != 0
+    assert "No space left on device" in result.stdout
+    assert "training goes on" in result.stdout
+    assert "epoch 2 of 2" not in result.stdout or "--save saved:" in result.stdout
+    assert "checkpoint-1.safetensors" in result.stdout
+    assert "Traceback" not in result.stdout
