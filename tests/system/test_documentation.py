@@ -8,6 +8,8 @@ import re
 import numpy as np
 import pytest
 
+from hpcaccum import checkpoint
+
 from .conftest import REPOSITORY
 
 PAGES = {
@@ -46,6 +48,7 @@ def test_there_is_a_program_for_each_part():
         "AGNOptimizer",
         "ConditionalAccumulator",
         "Reducer",
+        "Checkpoints",
     ]
 
 
@@ -61,6 +64,13 @@ def test_program_runs_as_printed(mpirun, tmp_path, name, ranks):
     if name == "README-0":
         assert "step 150: loss 0.0" in result.stdout
         np.testing.assert_allclose(np.load(tmp_path / "parameters.npz")["w"], 1, 1e-3)
+    if (tmp_path / "saved").exists():
+        # From the first of its three checkpoints, on another number of ranks.
+        for file in checkpoint.files(tmp_path / "saved")[1:]:
+            file.unlink()
+        result = mpirun(2, path, env={"HPCACCUM_TIMEOUT": "20"}, cwd=tmp_path)
+        assert result.returncode == 0, result.stdout
+        assert len(checkpoint.files(tmp_path / "saved")) == 3
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
