@@ -289,6 +289,8 @@ class CrossShardOptimizer(Wrapper):
 
         def check() -> list[Variable]:
             variables = self._snapshot_variables(listed(var_list))
+            if self._reducer is not None:
+                self._check_known(variables)
             if first:
                 self._check_snapshot(snapshot, variables)
             return variables
@@ -300,17 +302,21 @@ class CrossShardOptimizer(Wrapper):
         # Also of an optimizer that is initialized, or was made with sync=False.
         broadcast(self._group, variables, what)
         self.initialize(variables)
+        self._share_state(variables, snapshot, what)
+        self._computed = 0
+
+    def _share_state(self, variables: list[Variable], snapshot: Any, what: str) -> None:
+        """Set the state on all ranks of a group to that of the first. Collective."""
         kept = self._kept_state(variables)
 
         def fill() -> dict[str, object]:
-            if first:
+            if self._group.rank == 0:
                 set_state(kept, snapshot["state"], self.get_name())
             return {}
 
         self._group.agree(what, fill)
         broadcast(self._group, kept.values(), what)
         self._state_changed(variables)
-        self._computed = 0
 
     @property
     def waited(self) -> float:

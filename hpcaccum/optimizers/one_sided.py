@@ -375,7 +375,7 @@ class OneSidedOptimizer(Wrapper):
         try:
             self.initialize(variables)
         finally:
-            self._restored = None
+            self._earlier, self._restored = {}, None
 
     @property
     def global_step(self) -> int:

@@ -342,13 +342,14 @@ class Rule(Optimizer):
 
     def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
         kept: dict[Key, Variable] = {}
-        for var in variables:
-            if is_float(var.dtype):
-                state = self._states.get(var) or self._made.get(var)
-                if state is None:
-                    state = self._made[var] = self._new_state(var)
-                for name, each in [*state.slots.items(), (COUNT, state.step)]:
-                    kept[var.name, name] = each
+        with self._lock:
+            for var in variables:
+                if is_float(var.dtype):
+                    state = self._states.get(var) or self._made.get(var)
+                    if state is None:
+                        state = self._made[var] = self._new_state(var)
+                    for name, each in [*state.slots.items(), (COUNT, state.step)]:
+                        kept[var.name, name] = each
         return kept
 
     def _state_changed(self, variables: Iterable[Variable]) -> None:

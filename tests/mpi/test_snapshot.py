@@ -316,6 +316,17 @@ def test_shard_groups_restore_their_own(comm, rank, size):
     same(again, snapshot)
 
 
+def test_other_variables_than_those_in_use_are_refused(comm, rank):
+    own, others = fresh(), fresh(7.0)
+    with hpc.CrossShardOptimizer(hpc.SGD(0.1), comm=comm) as opt:
+        step(opt, own, rank, 0)
+        error = raised(opt.restore, opt.snapshot(), others)
+
+    assert type(error) is InvalidArgumentError
+    assert "was initialized without this variable 'w'" in str(error)
+    assert (others[0].value == 7).all()
+
+
 @pytest.mark.ranks(min=2)
 def test_a_restored_slot_is_seen_on_all_ranks_of_a_group(comm, rank):
     own = fresh()
