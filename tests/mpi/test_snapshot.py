@@ -206,14 +206,18 @@ def test_a_snapshot_is_of_one_step_while_others_push(comm, rank, kind, monkeypat
     opt.free()
 
     for each in found:
-        count = each["global_step"]
-        for name in SHAPES:
-            # After k updates by one: the slot is k, the variable minus their sum.
-            assert (each["state"][name]["momentum"] == count).all()
-            assert each["state"][name]["step"] == count
-            assert (each["variables"][name] == -count * (count + 1) / 2).all()
+        check_count(each)
     if rank == 0:
         assert len({each["global_step"] for each in found}) > 1
+
+
+def check_count(snapshot):
+    """Check that the slot is the number of updates by one, the variable their sum."""
+    count = snapshot["global_step"]
+    for name in SHAPES:
+        assert (snapshot["state"][name]["momentum"] == count).all()
+        assert snapshot["state"][name]["step"] == count
+        assert (snapshot["variables"][name] == -count * (count + 1) / 2).all()
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
@@ -490,6 +494,37 @@ def serving(group, rule, servers, snapshot=None):
     else:
         opt.restore(snapshot if group.rank == opt._root else None, own)
     return opt, own
+
+
+def test_a_snapshot_of_several_servers_is_of_one_step(group):
+    own, done, found = fresh(0.0), threading.Event(), []
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.Momentum(1.0, 1.0), group.size, comm=group, servers=[0, last_leader(group)]
+    )
+    opt.initialize(own)
+
+    def watch():
+        while not done.is_set():
+            found.append(opt.snapshot())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    if group.rank == 0:
+        watcher.start()
+    ones = [np.ones(var.shape, var.dtype) for var in own]
+    for _ in range(20):
+        opt.minimize(gives(*ones), var_list=own)
+    done.set()
+    if group.rank == 0:
+        watcher.join()
+    opt.free()
+
+    for each in found:
+        check_count(each)
+    assert group.rank > 0 or found
+
+
+def last_leader(group):
+    return group.nodes[-1][0]
 
 
 class Doubled(hpc.Momentum):
