@@ -111,6 +111,11 @@ def _train(options: Options, data: Dataset, group: Group, found: Any, log: Log) 
             with ending_the_job("--plot", options.plot):
                 draw(results, title, options.plot)
             out.print(f"picture: {options.plot}", soft_wrap=True)
+    if diverged := [result.strategy for result in results if result.diverged]:
+        raise SystemExit(
+            f"a loss that is no finite number ({', '.join(diverged)}): try a smaller "
+            f"--rate"
+        )
 
 
 def _run(

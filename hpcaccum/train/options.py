@@ -196,8 +196,8 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the last checkpoint of --save; without one, from the start. "
-        "Its updates count, also if they were made by another number of ranks",
+        help="continue from the last checkpoint of --save; without one, start anew. "
+        "Its updates count, also those of another number of ranks",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -86,6 +87,12 @@ class Result:
         """Samples of accepted gradients per second of this job."""
         accepted = sum(self.accepted) - self.earlier
         return accepted * self.gradient_samples / self.seconds
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last loss of a model, on test samples, is not a finite number."""
+        last = {record.group: record.test_loss for record in self.records}
+        return not all(map(math.isfinite, last.values()))
 
     def lag_shares(self) -> list[float]:
         """Return the fraction of all gradients in each class of `LAG_NAMES`."""

@@ -175,6 +175,15 @@ def test_accuracy_of_each_shard_group(train, tmp_path, samples):
     assert {look["group"] for look in looks} == {0, 1}
 
 
+def test_a_loss_that_is_not_finite_is_a_failure(train):
+    options = ["--strategy", "cross-shard", "--epochs", "2", "--rate", "1e20"]
+    shown = train(2, *options, status=1)
+
+    assert shown.count("ended with a loss that is no finite number (cross-shard)") == 1
+    assert "one gradient: the mean of 16 samples" in shown
+    assert "Traceback" not in shown
+
+
 def test_on_a_device(train, tmp_path, simulator):
     words = "--compare", "--epochs", "5", "--batch", "64", "--rate", "0.5", "--no-plot"
     words += "--device", "cuda", "--log", "log.jsonl"
