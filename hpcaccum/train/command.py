@@ -20,6 +20,7 @@ from hpcaccum.train.loop import Run
 from hpcaccum.train.model import widths
 from hpcaccum.train.options import Options, resolve
 from hpcaccum.train.report import Bar, console, describe, saved, tables
+from hpcaccum.train.stopping import STOPPED
 
 if TYPE_CHECKING:
     import argparse
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from hpcaccum.train.records import Record, Result
 
 
-def prepare(args: argparse.Namespace) -> Callable[[], None]:
+def prepare(args: argparse.Namespace) -> Callable[[], int]:
     """Check the options and load the data; return the training. Collective.
 
     All errors that can be found before the training are found here.
@@ -87,8 +88,8 @@ def _check_plot(path: Path) -> None:
     check_writable("--plot", path)
 
 
-def _train(options: Options, data: Dataset, group: Group, found: Any, log: Log) -> None:
-    """Train with each strategy, then show the results. Collective."""
+def _train(options: Options, data: Dataset, group: Group, found: Any, log: Log) -> int:
+    """Train with each strategy, show the results, return the status. Collective."""
     facts = circumstances(options, data, group)
     log.write("start", facts)
     reports = group.rank == options.reporter
@@ -103,7 +104,7 @@ def _train(options: Options, data: Dataset, group: Group, found: Any, log: Log) 
     if reports:
         for table in tables(results, options):
             out.print(table)
-        if options.save:
+        if options.stoppable:
             out.print(saved(results[0], options), soft_wrap=True)
         if options.plot:
             from hpcaccum.train.plot import draw
@@ -116,6 +117,7 @@ def _train(options: Options, data: Dataset, group: Group, found: Any, log: Log) 
             f"a loss that is no finite number ({', '.join(diverged)}): try a smaller "
             f"--rate"
         )
+    return STOPPED if any(result.stopped for result in results) else 0
 
 
 def _run(
@@ -135,7 +137,7 @@ def _run(
         log.record(record)
         bar.show(record)
 
-    result = Run(strategy, options, data, group, found, show)()
+    result = Run(strategy, options, data, group, show, found)()
     bar.stop()
     # Records of other shard groups' models, made on other ranks.
     for record in result.records:

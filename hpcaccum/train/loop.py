@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from hpcaccum.train.data import batches
 from hpcaccum.train.model import MLP, widths
 from hpcaccum.train.records import Observer, Record, Result
 from hpcaccum.train.saving import Saver, facts
+from hpcaccum.train.stopping import Stop
 from hpcaccum.train.strategies import MAKERS
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ class Run:
     Args:
         strategy: A key of `strategies.MAKERS`.
         options, data, group: The same on all ranks.
-        found: From `saving.find`.
         show: Called with each record of this rank.
+        found: The checkpoint to continue from, see `saving.find`.
     """
 
     def __init__(
@@ -52,8 +54,8 @@ class Run:
         options: Options,
         data: Dataset,
         group: Group,
-        found: Any,
         show: Callable[[Record], None],
+        found: Any = None,
     ) -> None:
         self._strategy, self._group = strategy, group
         self._options, self._data = options, data
@@ -76,6 +78,11 @@ class Run:
         self._found, self._keeper = found, options.keepers[number]
         # The updates, and the gradients in them, of earlier jobs.
         self._start, self._earlier = 0, 0
+        self._step = 0
+        self._stop: Stop | None = None
+        if options.stoppable:
+            models = len(options.keepers)
+            self._stop = Stop(group, models, number, options.time_limit)
         if group.rank == first:
             self._observer = Observer(
                 strategy,
@@ -110,11 +117,19 @@ class Run:
             self._observer.evaluate(self._start, 0.0)
         self._group.allgather(None, "start of training")
         self._begun = time.monotonic()
-        if self._serves:
-            self._optimizer.serve(self._saver.passed)
-        else:
-            self._work()
-        return self._finish(time.monotonic() - self._begun)
+        with self._stop.listening() if self._stop else contextlib.nullcontext():
+            if self._serves:
+                self._optimizer.serve(self._after_update)
+            else:
+                self._work()
+            return self._finish(time.monotonic() - self._begun)
+
+    def _after_update(self, step: int) -> None:
+        """Do what a rank that only serves does between two updates."""
+        self._saver.passed(step)
+        if self._stop:
+            # Lets the others know.
+            self._stop.asked()
 
     def _start_or_resume(self) -> None:
         """Continue from the checkpoint of this rank's model, if there is one."""
@@ -144,7 +159,7 @@ class Run:
     def _work(self) -> None:
         step = self._start
         global_step = Variable(np.array(step), "global_step")
-        while step < self._target and not self._done_by_others():
+        while step < self._target and not self._is_over(step):
             self._optimizer.minimize(self._loss, global_step)
             # Between two pushes of AGN the variables are local values that belong to no
             # step; the step changes when they are the center's.
@@ -153,6 +168,13 @@ class Run:
                 if self._observer and step < self._target:
                     self._observer.passed(step, time.monotonic() - self._begun)
                 self._saver.passed(step)
+        self._step = step
+
+    def _is_over(self, step: int) -> bool:
+        if self._stop and self._exchange.exact:
+            # All stop after one step: the next would lack a gradient, or never end.
+            return self._stop.is_after(step) or self._done_by_others()
+        return self._done_by_others()
 
     def _done_by_others(self) -> bool:
         # A rank learns the step when it communicates, which for a slow one with AGN may
@@ -161,6 +183,8 @@ class Run:
         if self._collective or now < self._check_at:
             return False
         self._check_at = now + _CHECK_PAUSE
+        if self._stop and not self._exchange.exact and self._stop.asked():
+            return True
         return bool(self._optimizer.global_step >= self._target)
 
     def _loss(self) -> tuple[float, list[Array]]:
@@ -182,7 +206,7 @@ class Run:
         seconds = max(each for each, _ in times)
         # This sets all ranks' variables to those of the last update.
         self._optimizer.free()
-        updates = self._target if self._collective else self._optimizer.global_step
+        updates = self._step if self._collective else self._optimizer.global_step
         tally = self._tally(updates)
         self._saver.finish(updates)
         if self._observer:
@@ -190,11 +214,14 @@ class Run:
         mine = self._observer.records if self._observer else []
         records = [r for each in self._group.allgather(mine, "records") for r in each]
         records.sort(key=lambda record: record.group)
+        if self._stop:
+            self._stop.free()
         finals = {record.group: record.accuracy for record in records}
         return Result(
             strategy=self._strategy,
             seconds=seconds,
             updates=updates,
+            target=self._target,
             resumed_at=self._start,
             earlier=self._earlier,
             gradient_samples=self._exchange.gradient_samples,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ _AS_GIVEN = (
     "log",
     "save",
     "resume",
+    "time_limit",
 )
 
 Groups = list[list[int]]
@@ -70,6 +72,7 @@ class Options:
         save: Directory of checkpoints.
         every: How often one is written.
         resume: Whether to continue from the last one, if there is one.
+        time_limit: Seconds after which to stop; infinite if there is none.
     """
 
     strategies: tuple[str, ...]
@@ -92,11 +95,17 @@ class Options:
     save: Path | None
     every: Every
     resume: bool
+    time_limit: float
 
     @property
     def reporter(self) -> int:
         """The first rank that trains; it evaluates the model and writes all output."""
         return int(self.dedicated)
+
+    @property
+    def stoppable(self) -> bool:
+        """Whether the run ends early, and in order, when a rank is asked to."""
+        return self.save is not None or self.time_limit < math.inf
 
     @property
     def keepers(self) -> list[int]:
@@ -199,6 +208,14 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         help="continue from the last checkpoint of --save; without one, start anew. "
         "Its updates count, also those of another number of ranks",
     )
+    group.add_argument(
+        "--time-limit",
+        type=_time,
+        default=math.inf,
+        metavar="TIME",
+        help="stop after a time such as 55m, as after SIGTERM or SIGUSR1 to any rank: "
+        f"with --save, write a checkpoint; end with status {os.EX_TEMPFAIL}",
+    )
 
 
 def _add_exchange(group: argparse._ArgumentGroup) -> None:
@@ -269,8 +286,10 @@ def _check_saving(args: argparse.Namespace) -> None:
     for name in ("every", "resume"):
         if getattr(args, name) and args.save is None:
             raise InvalidArgumentError(f"--{name} needs --save DIR")
-    if args.save is not None and args.compare:
-        raise InvalidArgumentError("--save is for one run: use --strategy")
+    if args.compare:
+        for name, given in {"save": args.save, "time-limit": args.time_limit}.items():
+            if given not in (None, math.inf):
+                raise InvalidArgumentError(f"--{name} is for one run: use --strategy")
 
 
 def _quorum(quorum: int, workers: int) -> int:
@@ -338,8 +357,14 @@ def _number(text: str, kind: type[int | float], least: int) -> float:
 
 def _every(text: str) -> Every:
     if text[-1:] in _UNITS:
-        return Every(seconds=_positive(text[:-1]) * _UNITS[text[-1]])
+        return Every(seconds=_time(text))
     return Every(updates=_count(text))
+
+
+def _time(text: str) -> float:
+    if text[-1:] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"must be such as 90s, 5m or 1h, got {text!r}")
+    return _positive(text[:-1]) * _UNITS[text[-1]]
 
 
 def _widths(text: str) -> tuple[int, ...]:

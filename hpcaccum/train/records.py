@@ -54,6 +54,7 @@ class Result:
     Attributes:
         seconds: Time from the common start until the last rank stopped.
         updates: Number of updates applied to the parameters of one model.
+        target: The number that the options ask for.
         resumed_at: How many of them were made by earlier jobs.
         earlier: How many of the accepted gradients were.
         gradient_samples: Number of samples in one gradient.
@@ -67,6 +68,7 @@ class Result:
     strategy: str
     seconds: float
     updates: int
+    target: int
     resumed_at: int
     earlier: int
     gradient_samples: int
@@ -87,6 +89,11 @@ class Result:
         """Samples of accepted gradients per second of this job."""
         accepted = sum(self.accepted) - self.earlier
         return accepted * self.gradient_samples / self.seconds
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run ended before its last update."""
+        return self.updates < self.target
 
     @property
     def diverged(self) -> bool:

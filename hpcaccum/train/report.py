@@ -75,9 +75,12 @@ def _count(number: int, what: str) -> str:
 
 
 def saved(result: Result, options: Options) -> str:
-    """Return where the model of a run is, and where the run began."""
+    """Return where the model of a run is, where the run began, and where it stopped."""
     begun = f"resumed at {result.resumed_at}" if result.resumed_at else "from the start"
-    return f"checkpoints: {options.save}; update {result.updates}, {begun}"
+    place = f"checkpoints: {options.save}; " if options.save else ""
+    how = " (--resume continues)" if options.save else ""
+    end = f"; stopped before {result.target}{how}" if result.stopped else ""
+    return f"{place}update {result.updates}, {begun}{end}"
 
 
 class Bar:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -19,6 +15,25 @@ from .conftest import REPOSITORY, run_program
 pytestmark = pytest.mark.mpi
 
 COMMON = "-m", "hpcaccum", "train", "--save", "saved", "--hidden", "8", "--batch", "64"
+
+
+# Kills a rank when there are two checkpoints.
+DYING = """
+import os, signal, sys, threading, time
+from mpi4py import MPI
+from hpcaccum import checkpoint
+from hpcaccum.cli import main
+
+def die():
+    while len(checkpoint.files("saved")) < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    if MPI.COMM_WORLD.rank == 1:
+        threading.Thread(target=die, daemon=True).start()
+    sys.exit(main())
+"""
 
 
 @pytest.fixture
@@ -72,33 +87,18 @@ def test_two_jobs_end_with_the_bits_of_one(train, tmp_path, strategy):
     [["drop-stale", "--dedicated"], ["agn", "--period", "4"]],
     ids=["drop-stale", "agn"],
 )
-def test_a_job_continues_one_that_was_killed(
-    train, mpiexec, mpi_environment, tmp_path, options
-):
+def test_a_job_continues_one_that_was_killed(train, mpirun, tmp_path, options):
     words = ["--strategy", *options, "--every", "5"]
     slow = ["--straggler", "1:20", "--straggler", "0:20"]
-    command = [mpiexec, "-n", "2", sys.executable, *COMMON, *words, *slow]
-    job = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=mpi_environment | {"PYTHONPATH": str(REPOSITORY)},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while len(checkpoint.files(tmp_path / "saved")) < 2:
-            assert time.monotonic() < deadline
-            assert job.poll() is None
-            time.sleep(0.05)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+    program = tmp_path / "program.py"
+    program.write_text(DYING)
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    job = mpirun(2, program, *COMMON[2:], *words, *slow, cwd=tmp_path, env=env)
     step = last(tmp_path)["step"]
     shown = train(*words, "--resume", "--epochs", "40")
     found = last(tmp_path)
 
+    assert job.returncode != 0
     assert step >= 10
     assert f"resumed at {step}" in shown
     assert found["step"] == found["optimizer"]["global_step"] > step

@@ -1,0 +1,114 @@
+"""``hpcaccum train`` that is asked to stop: all ranks end at one step, and save."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from hpcaccum import checkpoint
+
+from .conftest import REPOSITORY
+
+pytestmark = pytest.mark.mpi
+
+COMMON = "--hidden", "8", "--batch", "64", "--epochs", "20"
+SLOW = "--straggler", "0:10", "--straggler", "1:10"
+
+# Asks one rank with a signal, shortly after the training has begun.
+ASKING = """
+import os, signal, sys, threading, time
+from mpi4py import MPI
+from hpcaccum.cli import main
+
+def ask():
+    while signal.getsignal(signal.{name}) in (signal.SIG_DFL, None):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.{name})
+
+if __name__ == "__main__":
+    if MPI.COMM_WORLD.rank == {rank}:
+        threading.Thread(target=ask, daemon=True).start()
+    sys.exit(main())
+"""
+
+
+@pytest.fixture
+def train(mpirun, tmp_path):
+    """Run ``hpcaccum train`` on two ranks; return what it shows."""
+
+    def run(*options, status=0, name=None, rank=1):
+        program = ["-m", "hpcaccum"]
+        if name is not None:
+            path = tmp_path / "program.py"
+            path.write_text(ASKING.format(name=name, rank=rank))
+            program = [path]
+        env = {"PYTHONPATH": str(REPOSITORY)}
+        result = mpirun(2, *program, "train", *COMMON, *options, cwd=tmp_path, env=env)
+        assert result.returncode == status, result.stdout
+        assert "Traceback" not in result.stdout
+        return result.stdout
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [("cross-shard", "SIGUSR1"), ("sync-replicas --quorum 2", "SIGTERM")],
+    ids=["cross-shard", "sync-replicas"],
+)
+def test_a_stopped_run_that_goes_on_has_the_bits_of_one(
+    train, tmp_path, strategy, name
+):
+    options = "--strategy", *strategy.split(), "--optimizer", "momentum"
+    train(*options, "--save", "whole")
+    shown = train(*options, *SLOW, "--save", "parts", name=name, status=os.EX_TEMPFAIL)
+    step = checkpoint.load(tmp_path / "parts")["step"]
+    train(*options, "--save", "parts", "--resume")
+    whole, parts = (checkpoint.load(tmp_path / each) for each in ("whole", "parts"))
+
+    assert 0 < step < whole["step"] == parts["step"]
+    assert f"update {step}, from the start; stopped before {whole['step']} (" in shown
+    for array, other in zip(
+        whole["optimizer"]["variables"].values(),
+        parts["optimizer"]["variables"].values(),
+        strict=True,
+    ):
+        assert np.array_equal(array, other)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank"),
+    [("drop-stale --dedicated", 0), ("agn --period 3", 1), ("sync-replicas", 1)],
+)
+def test_any_rank_stops_all(train, tmp_path, strategy, rank):
+    options = "--strategy", *strategy.split(), "--save", "saved"
+    train(*options, *SLOW, name="SIGTERM", rank=rank, status=os.EX_TEMPFAIL)
+    found = checkpoint.load(tmp_path / "saved")
+    tally = found["optimizer"]["tally"]
+
+    assert found["step"] == found["optimizer"]["global_step"] > 0
+    if "sync" not in strategy:
+        # All gradients under way were taken.
+        assert sum(tally["accepted"]) == found["step"]
+
+
+def test_each_shard_group_stops_at_a_step_of_its_own(train, tmp_path):
+    options = "--strategy", "cross-shard", "--groups", "0/1", "--save", "saved"
+    delay = "--straggler", "0:10", "--straggler", "1:30"
+    train(*options, *delay, name="SIGUSR1", rank=0, status=os.EX_TEMPFAIL)
+    steps = [
+        checkpoint.load(tmp_path / "saved" / f"group-{group}")["step"]
+        for group in range(2)
+    ]
+
+    assert 0 < steps[1] < steps[0]
+
+
+def test_a_time_limit_needs_no_checkpoint(train):
+    options = "--strategy", "cross-shard", *SLOW, "--time-limit", "0.5s"
+    shown = train(*options, status=os.EX_TEMPFAIL)
+
+    assert "from the start; stopped before 226\n" in shown
