@@ -2,7 +2,8 @@
 
 `base` is the interface of all, `rules` has SGD, Momentum, Adagrad and Adam. A `wrapper`
 holds another optimizer: `cross_shard` reduces gradients with a `Reducer`, `one_sided`
-is the base of those that use a parameter server.
+is the base of those that use a parameter server, and `center` is what that server has.
+`snapshot` copies and restores variables and their state.
 
 Imports `server`, `reducer` and the packages below them.
 """
