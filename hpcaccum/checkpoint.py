@@ -2,8 +2,8 @@
 
 A checkpoint is one file in the format of safetensors: arrays as such, all else as JSON
 in its header. Nothing is pickled, so reading a file runs no code of it. A file is
-written under another name, brought to the disk, and renamed: an interrupted `save`
-leaves the earlier checkpoints as they were. A checksum reveals damaged files.
+written under another name, synchronized with the disk, and renamed: an interrupted
+`save` leaves the earlier checkpoints as they were. A checksum reveals damaged files.
 """
 
 from __future__ import annotations

@@ -99,8 +99,9 @@ class Center:
         """Return copies of the variables, their state and the counts, of one step."""
         with self._server.paused():
             step, tally, values = self._server.state()
-            state = self._state()
-        return {**made(values, state), "global_step": step, "tally": tally.as_lists()}
+            # The slots are copied during the pause, too.
+            copies = made(values, self._state())
+        return {**copies, "global_step": step, "tally": tally.as_lists()}
 
     def _state(self) -> dict[Key, Any]:
         if self._server.shards:

@@ -298,7 +298,8 @@ class CrossShardOptimizer(Wrapper):
         variables = self._group.agree(
             what, check, lambda variables: {"variables": signature(variables)}
         )
-        set_values(variables, snapshot if first else None)
+        if first:
+            set_values(variables, snapshot)
         # Also of an optimizer that is initialized, or was made with sync=False.
         broadcast(self._group, variables, what)
         self.initialize(variables)

@@ -333,9 +333,9 @@ class OneSidedOptimizer(Wrapper):
         Raises:
             InvalidArgumentError: On other ranks.
         """
-        with self.paused():
-            assert self._center is not None
-            return self._center.snapshot()
+        self._any_server()
+        assert self._center is not None
+        return self._center.snapshot()
 
     def restore(self, snapshot: Any, var_list: Any = None) -> None:
         """Initialize from a snapshot instead of the host's variables. Collective.
@@ -369,7 +369,8 @@ class OneSidedOptimizer(Wrapper):
             what, check, lambda start: {"variables": signature(start["variables"])}
         )
         variables = start.pop("variables")
-        set_values(variables, snapshot if host else None)
+        if host:
+            set_values(variables, snapshot)
         self._earlier = self._group.allgather(start, what)[self._root]
         self._restored = snapshot["state"] if host else {}
         try:

@@ -126,13 +126,10 @@ def _check_array(what: str, array: Any, like: Array) -> None:
         )
 
 
-def set_values(
-    variables: Sequence[Variable], snapshot: Mapping[str, Any] | None
-) -> None:
-    """Copy a snapshot to variables; None changes nothing."""
-    if snapshot is not None:
-        for var in variables:
-            copyto(var.value, snapshot["variables"][var.name])
+def set_values(variables: Sequence[Variable], snapshot: Mapping[str, Any]) -> None:
+    """Copy a snapshot to variables."""
+    for var in variables:
+        copyto(var.value, snapshot["variables"][var.name])
 
 
 def set_state(

@@ -74,15 +74,14 @@ class Run:
         self._saver = Saver(
             options, group.rank, facts(options, sizes), self._optimizer.snapshot
         )
-        # Without shard groups the number is 0.
-        self._found, self._keeper = found, options.keepers[number]
+        keepers = options.keepers(strategy)
+        self._found, self._keeper = found, keepers[number]
         # The updates, and the gradients in them, of earlier jobs.
         self._start, self._earlier = 0, 0
         self._step = 0
         self._stop: Stop | None = None
         if options.stoppable:
-            models = len(options.keepers)
-            self._stop = Stop(group, models, number, options.time_limit)
+            self._stop = Stop(group, len(keepers), number, options.time_limit)
         if group.rank == first:
             self._observer = Observer(
                 strategy,
@@ -140,7 +139,9 @@ class Run:
             return
         self._optimizer.restore(found.get("optimizer"), variables)
         self._saver.begin(step)
-        self._start, self._earlier = step, sum(self._tally(step).accepted)
+        self._start = step
+        if not self._collective:
+            self._earlier = sum(self._optimizer.statistics().accepted)
 
     def _batches_used(self) -> int:
         """Return how many batches this rank has used in earlier jobs, about.
@@ -207,22 +208,26 @@ class Run:
         # This sets all ranks' variables to those of the last update.
         self._optimizer.free()
         updates = self._step if self._collective else self._optimizer.global_step
-        tally = self._tally(updates)
         self._saver.finish(updates)
         if self._observer:
             self._observer.evaluate(updates, seconds)
         mine = self._observer.records if self._observer else []
         records = [r for each in self._group.allgather(mine, "records") for r in each]
         records.sort(key=lambda record: record.group)
+        # Models of shard groups may have stopped at different updates.
+        steps = self._group.allgather((updates, self._start), "updates")
+        tally = self._tally([made for made, _ in steps])
+        if self._collective:
+            self._earlier = sum(start for _, start in steps)
         if self._stop:
             self._stop.free()
         finals = {record.group: record.accuracy for record in records}
         return Result(
             strategy=self._strategy,
             seconds=seconds,
-            updates=updates,
+            updates=min(made for made, _ in steps),
             target=self._target,
-            resumed_at=self._start,
+            resumed_at=min(start for _, start in steps),
             earlier=self._earlier,
             gradient_samples=self._exchange.gradient_samples,
             accepted=tally.accepted,
@@ -233,8 +238,8 @@ class Run:
             records=tuple(records),
         )
 
-    def _tally(self, updates: int) -> Tally:
+    def _tally(self, updates: list[int]) -> Tally:
+        """Return the counts, given the updates of each rank's model."""
         if not self._collective:
             return self._optimizer.statistics()  # type: ignore[no-any-return]
-        ranks = self._group.size
-        return Tally((updates,) * ranks, (0,) * ranks, {0: updates * ranks})
+        return Tally(tuple(updates), (0,) * len(updates), {0: sum(updates)})

@@ -38,7 +38,7 @@ _AS_GIVEN = (
 
 Groups = list[list[int]]
 
-# Seconds in each unit of --every.
+# Seconds in each unit of a time.
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -107,11 +107,13 @@ class Options:
         """Whether the run ends early, and in order, when a rank is asked to."""
         return self.save is not None or self.time_limit < math.inf
 
-    @property
-    def keepers(self) -> list[int]:
-        """The ranks that save a model: the host, or the first of each shard group."""
-        groups = self.groups if self.strategies == ("cross-shard",) else []
-        return [min(ranks) for ranks in groups] or [0]
+    def keepers(self, strategy: str) -> list[int]:
+        """Return the ranks that have all of a model: the host, or one of each group.
+
+        That of a shard group is the first of its list, as for `CrossShardOptimizer`.
+        """
+        groups = self.groups if strategy == "cross-shard" else []
+        return [ranks[0] for ranks in groups] or [0]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

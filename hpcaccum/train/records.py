@@ -53,7 +53,8 @@ class Result:
 
     Attributes:
         seconds: Time from the common start until the last rank stopped.
-        updates: Number of updates applied to the parameters of one model.
+        updates: Number of updates applied to the parameters of one model; of several,
+            the one with the fewest.
         target: The number that the options ask for.
         resumed_at: How many of them were made by earlier jobs.
         earlier: How many of the accepted gradients were.

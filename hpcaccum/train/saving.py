@@ -20,11 +20,12 @@ logger = logging.getLogger("hpcaccum")
 
 def directory_of(options: Options, rank: int) -> Path | None:
     """Return where a rank saves the model that it keeps; None if it keeps none."""
-    if options.save is None or rank not in options.keepers:
+    keepers = options.keepers(options.strategies[0])
+    if options.save is None or rank not in keepers:
         return None
-    if len(options.keepers) == 1:
+    if len(keepers) == 1:
         return options.save
-    return options.save / f"group-{options.keepers.index(rank)}"
+    return options.save / f"group-{keepers.index(rank)}"
 
 
 def facts(options: Options, widths: tuple[int, ...]) -> dict[str, Any]:

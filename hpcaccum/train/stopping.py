@@ -29,7 +29,7 @@ class Stop:
 
     Args:
         group: The ranks.
-        models: The number of shard groups; one if there are none.
+        models: The number of models: one, or as many as shard groups.
         number: That of this rank's group.
         seconds: The time limit, from now on.
     """
@@ -72,10 +72,10 @@ class Stop:
         first that knows of the request makes the next step the last one, before it
         contributes to it; so all others know when they have made that step.
         """
-        if self.asked():
-            self._words.compare_and_swap(self._place, 0, step + 1)
-        last = self._words.read(self._place)
-        return last != 0 and step >= last
+        if not self.asked():
+            return False
+        found = self._words.compare_and_swap(self._place, 0, step + 1)
+        return step >= (found or step + 1)
 
     def free(self) -> None:
         """Free the memory. Collective."""

@@ -175,6 +175,13 @@ def test_accuracy_of_each_shard_group(train, tmp_path, samples):
     assert {look["group"] for look in looks} == {0, 1}
 
 
+def test_shard_groups_may_be_compared_with_the_other_strategies(train):
+    options = ["--compare", "--no-plot", "--epochs", "1", "--groups", "0/1"]
+    shown = train(2, *options)
+
+    assert all(strategy in shown for strategy in STRATEGIES)
+
+
 def test_a_loss_that_is_not_finite_is_a_failure(train):
     options = ["--strategy", "cross-shard", "--epochs", "2", "--rate", "1e20"]
     shown = train(2, *options, status=1)
