@@ -236,28 +236,30 @@ def test_another_number_of_ranks_goes_on(comm, rank, size, kind):
     snapshot = of_host(opt, comm)
     opt.free()
     fewer = comm.Split(rank == size - 1, rank)
-    if rank < size - 1:
-        opt, new = continued_alone(kind, fewer, snapshot)
-        again = opt.snapshot() if fewer.rank == 0 else None
-        for call in range(2):
-            step(opt, new, rank, call)
-        opt.free()
-        if fewer.rank == 0:
-            same(again["variables"], snapshot["variables"])
-            same(again["state"], snapshot["state"])
-            last = opt.snapshot()
-            assert last["state"]["w"]["step"] > snapshot["state"]["w"]["step"]
+    found = going_on(kind, fewer, snapshot) if rank < size - 1 else None
     meet()
     Group.of(fewer).free()
     fewer.Free()
 
+    if rank == 0:
+        again, last = found
+        same(again["variables"], snapshot["variables"])
+        same(again["state"], snapshot["state"])
+        assert last["state"]["w"]["step"] > snapshot["state"]["w"]["step"]
 
-def continued_alone(kind, comm, snapshot):
+
+def going_on(kind, comm, snapshot):
+    """Return the first and the last snapshot of rank 0; comm has not all ranks."""
     own = fresh(7.0)
     opt = WRAPPERS[kind](hpc.Adam(0.1), own, comm)
     opt.restore(snapshot, own)
+    again = opt.snapshot() if comm.rank == 0 else None
+    # None pushes before.
     comm.Barrier()
-    return opt, own
+    for call in range(2):
+        step(opt, own, comm.rank, call)
+    opt.free()
+    return (again, opt.snapshot()) if comm.rank == 0 else None
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
