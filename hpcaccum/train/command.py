@@ -20,7 +20,7 @@ from hpcaccum.train.loop import Run
 from hpcaccum.train.model import widths
 from hpcaccum.train.options import Options, resolve
 from hpcaccum.train.report import Bar, console, describe, saved, tables
-from hpcaccum.train.stopping import STOPPED
+from hpcaccum.train.stopping import Requests
 
 if TYPE_CHECKING:
     import argparse
@@ -96,16 +96,22 @@ def _train(options: Options, data: Dataset, group: Group, found: Any, log: Log) 
     out = console(reports)
     title = describe(facts, options)
     out.print(title, soft_wrap=True)
-    results = [
-        _run(strategy, options, data, group, found, log, out)
-        for strategy in options.strategies
-    ]
+    results: list[Result] = []
+    requests = Requests(options.time_limit)
+    with requests.listening():
+        for strategy in options.strategies:
+            results.append(
+                _run(strategy, options, data, group, requests, found, log, out)
+            )
+            if results[-1].stopped:
+                break
     log.close()
+    last = results[-1]
     if reports:
         for table in tables(results, options):
             out.print(table)
-        if options.stoppable:
-            out.print(saved(results[0], options), soft_wrap=True)
+        if options.save or last.stopped:
+            out.print(saved(last, options), soft_wrap=True)
         if options.plot:
             from hpcaccum.train.plot import draw
 
@@ -117,7 +123,7 @@ def _train(options: Options, data: Dataset, group: Group, found: Any, log: Log) 
             f"a loss that is no finite number ({', '.join(diverged)}): try a smaller "
             f"--rate"
         )
-    return STOPPED if any(result.stopped for result in results) else 0
+    return last.stopped
 
 
 def _run(
@@ -125,6 +131,7 @@ def _run(
     options: Options,
     data: Dataset,
     group: Group,
+    requests: Requests,
     found: Any,
     log: Log,
     out: Console,
@@ -137,7 +144,7 @@ def _run(
         log.record(record)
         bar.show(record)
 
-    result = Run(strategy, options, data, group, show, found)()
+    result = Run(strategy, options, data, group, show, requests, found)()
     bar.stop()
     # Records of other shard groups' models, made on other ranks.
     for record in result.records:

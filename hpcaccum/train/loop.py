@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from hpcaccum.train.data import batches
 from hpcaccum.train.model import MLP, widths
 from hpcaccum.train.records import Observer, Record, Result
 from hpcaccum.train.saving import Saver, facts
-from hpcaccum.train.stopping import Stop
+from hpcaccum.train.stopping import Requests, Stop
 from hpcaccum.train.strategies import MAKERS
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ class Run:
         strategy: A key of `strategies.MAKERS`.
         options, data, group: The same on all ranks.
         show: Called with each record of this rank.
+        requests: Those to this process to stop.
         found: The checkpoint to continue from, see `saving.find`.
     """
 
@@ -55,6 +55,7 @@ class Run:
         data: Dataset,
         group: Group,
         show: Callable[[Record], None],
+        requests: Requests,
         found: Any = None,
     ) -> None:
         self._strategy, self._group = strategy, group
@@ -79,9 +80,8 @@ class Run:
         # The updates, and the gradients in them, of earlier jobs.
         self._start, self._earlier = 0, 0
         self._step = 0
-        self._stop: Stop | None = None
-        if options.stoppable:
-            self._stop = Stop(group, len(keepers), number, options.time_limit)
+        says = group.rank == options.reporter
+        self._stop = Stop(group, requests, len(keepers), number, says)
         if group.rank == first:
             self._observer = Observer(
                 strategy,
@@ -116,19 +116,17 @@ class Run:
             self._observer.evaluate(self._start, 0.0)
         self._group.allgather(None, "start of training")
         self._begun = time.monotonic()
-        with self._stop.listening() if self._stop else contextlib.nullcontext():
-            if self._serves:
-                self._optimizer.serve(self._after_update)
-            else:
-                self._work()
-            return self._finish(time.monotonic() - self._begun)
+        if self._serves:
+            self._optimizer.serve(self._after_update)
+        else:
+            self._work()
+        return self._finish(time.monotonic() - self._begun)
 
     def _after_update(self, step: int) -> None:
         """Do what a rank that only serves does between two updates."""
         self._saver.passed(step)
-        if self._stop:
-            # Lets the others know.
-            self._stop.asked()
+        # Lets the others know.
+        self._stop.asked()
 
     def _start_or_resume(self) -> None:
         """Continue from the checkpoint of this rank's model, if there is one."""
@@ -172,7 +170,7 @@ class Run:
         self._step = step
 
     def _is_over(self, step: int) -> bool:
-        if self._stop and self._exchange.exact:
+        if self._exchange.exact:
             # All stop after one step: the next would lack a gradient, or never end.
             return self._stop.is_after(step) or self._done_by_others()
         return self._done_by_others()
@@ -184,7 +182,7 @@ class Run:
         if self._collective or now < self._check_at:
             return False
         self._check_at = now + _CHECK_PAUSE
-        if self._stop and not self._exchange.exact and self._stop.asked():
+        if not self._exchange.exact and self._stop.asked():
             return True
         return bool(self._optimizer.global_step >= self._target)
 
@@ -219,14 +217,16 @@ class Run:
         tally = self._tally([made for made, _ in steps])
         if self._collective:
             self._earlier = sum(start for _, start in steps)
-        if self._stop:
-            self._stop.free()
+        updates = min(made for made, _ in steps)
+        stopped = self._stop.status if updates < self._target else 0
+        self._stop.free()
         finals = {record.group: record.accuracy for record in records}
         return Result(
             strategy=self._strategy,
             seconds=seconds,
-            updates=min(made for made, _ in steps),
+            updates=updates,
             target=self._target,
+            stopped=stopped,
             resumed_at=min(start for _, start in steps),
             earlier=self._earlier,
             gradient_samples=self._exchange.gradient_samples,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,11 +102,6 @@ class Options:
     def reporter(self) -> int:
         """The first rank that trains; it evaluates the model and writes all output."""
         return int(self.dedicated)
-
-    @property
-    def stoppable(self) -> bool:
-        """Whether the run ends early, and in order, when a rank is asked to."""
-        return self.save is not None or self.time_limit < math.inf
 
     def keepers(self, strategy: str) -> list[int]:
         """Return the ranks that have all of a model: the host, or one of each group.
@@ -216,7 +212,8 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         default=math.inf,
         metavar="TIME",
         help="stop after a time such as 55m, as after SIGTERM or SIGUSR1 to any rank: "
-        f"with --save, write a checkpoint; end with status {os.EX_TEMPFAIL}",
+        f"with --save, write a checkpoint; end with status {os.EX_TEMPFAIL}. Ctrl-C "
+        f"does the same, with status {128 + signal.SIGINT}",
     )
 
 
@@ -288,10 +285,8 @@ def _check_saving(args: argparse.Namespace) -> None:
     for name in ("every", "resume"):
         if getattr(args, name) and args.save is None:
             raise InvalidArgumentError(f"--{name} needs --save DIR")
-    if args.compare:
-        for name, given in {"save": args.save, "time-limit": args.time_limit}.items():
-            if given not in (None, math.inf):
-                raise InvalidArgumentError(f"--{name} is for one run: use --strategy")
+    if args.compare and args.save:
+        raise InvalidArgumentError("--save is for one run: use --strategy")
 
 
 def _quorum(quorum: int, workers: int) -> int:

@@ -56,6 +56,7 @@ class Result:
         updates: Number of updates applied to the parameters of one model; of several,
             the one with the fewest.
         target: The number that the options ask for.
+        stopped: The exit status if it was asked to stop before that; else 0.
         resumed_at: How many of them were made by earlier jobs.
         earlier: How many of the accepted gradients were.
         gradient_samples: Number of samples in one gradient.
@@ -70,6 +71,7 @@ class Result:
     seconds: float
     updates: int
     target: int
+    stopped: int
     resumed_at: int
     earlier: int
     gradient_samples: int
@@ -90,11 +92,6 @@ class Result:
         """Samples of accepted gradients per second of this job."""
         accepted = sum(self.accepted) - self.earlier
         return accepted * self.gradient_samples / self.seconds
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the run ended before its last update."""
-        return self.updates < self.target
 
     @property
     def diverged(self) -> bool:

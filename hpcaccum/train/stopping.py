@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import logging
 import os
 import signal
 import time
@@ -16,54 +16,97 @@ if TYPE_CHECKING:
 
     from hpcaccum import Group
 
+logger = logging.getLogger("hpcaccum")
+
 # The exit status of a run that can be continued: "try again later".
 STOPPED = os.EX_TEMPFAIL
-# SLURM sends the first at the end of a job, others on request (--signal).
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# That of an interrupted one, by the convention of shells: do not start it again.
+INTERRUPTED = 128 + signal.SIGINT
+# SLURM sends SIGTERM at the end of a job, others on request (--signal).
+_STATUS = {
+    signal.SIGTERM: STOPPED,
+    signal.SIGUSR1: STOPPED,
+    signal.SIGINT: INTERRUPTED,
+}
+_NOTES = {
+    STOPPED: "asked to stop: training ends here",
+    INTERRUPTED: "interrupted: training ends here; Ctrl-C again ends the job at once",
+}
 
 
-class Stop:
-    """Whether any rank was asked to stop, and after which step all do. Collective.
-
-    A rank is asked by one of `SIGNALS`, or by its clock.
+class Requests:
+    """The requests to this process to stop: its signals and its clock.
 
     Args:
-        group: The ranks.
-        models: The number of models: one, or as many as shard groups.
-        number: That of this rank's group.
         seconds: The time limit, from now on.
     """
 
-    def __init__(
-        self, group: Group, models: int, number: int, seconds: float = math.inf
-    ) -> None:
-        # Whether to stop; and for each group, the step after which its ranks do.
-        self._words = AtomicWords(group, 0, 1 + models)
-        self._place = 1 + number
+    def __init__(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
-        self._signaled = self._known = False
+        self._signaled = 0
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals to this process as requests during the block."""
-        before = {each: signal.signal(each, self._note) for each in SIGNALS}
+        """Take signals as requests during the block; a second Ctrl-C interrupts it."""
+        before = {each: signal.signal(each, self._note) for each in _STATUS}
         try:
             yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
 
-    def _note(self, *_: object) -> None:
+    def _note(self, number: int, _: object) -> None:
         # No more: it may run between any two instructions.
-        self._signaled = True
+        status = _STATUS[signal.Signals(number)]
+        if status == self._signaled == INTERRUPTED:
+            raise KeyboardInterrupt
+        self._signaled = status
+
+    @property
+    def status(self) -> int:
+        """The exit status for the request; 0 if there was none."""
+        late = time.monotonic() >= self._until
+        return self._signaled or (STOPPED if late else 0)
+
+
+class Stop:
+    """Whether any rank was asked to stop, and after which step all do. Collective.
+
+    Args:
+        group: The ranks.
+        requests: Those to this rank.
+        models: The number of models: one, or as many as shard groups.
+        number: That of this rank's model.
+        says: Whether this rank says that the training stops.
+    """
+
+    def __init__(
+        self, group: Group, requests: Requests, models: int, number: int, says: bool
+    ) -> None:
+        # The exit status, if any was asked; and for each model, its last step.
+        self._words = AtomicWords(group, 0, 1 + models)
+        self._requests, self._place, self._says = requests, 1 + number, says
+        self._status = 0
 
     def asked(self) -> bool:
         """Return whether any rank was asked; let the others know."""
-        if not self._known:
-            if self._signaled or time.monotonic() >= self._until:
-                self._words.write(0, 1)
-            self._known = bool(self._words.read(0))
-        return self._known
+        if not self._status:
+            self._status = self._find()
+            if self._status and self._says:
+                logger.warning(_NOTES[self._status])
+        return self._status != 0
+
+    def _find(self) -> int:
+        found = self._words.read(0)
+        if not found and (mine := self._requests.status):
+            # The first request counts.
+            found = self._words.compare_and_swap(0, 0, mine) or mine
+        return found
+
+    @property
+    def status(self) -> int:
+        """The exit status; 0 if no rank was asked. It is final when all have ended."""
+        return self._words.read(0)
 
     def is_after(self, step: int) -> bool:
         """Return whether all ranks of the group stop after ``step``.

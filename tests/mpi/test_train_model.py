@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import hpcaccum as hpc
 from hpcaccum.train.data import batches, load, prepare
 from hpcaccum.train.loop import Run
 from hpcaccum.train.options import STRATEGIES, add_arguments, resolve
+from hpcaccum.train.stopping import Requests
 
 
 def options(ranks, *words):
@@ -72,7 +74,9 @@ def test_a_batch_may_be_larger_than_a_ranks_share(blobs):
 def test_a_run_learns_and_adds_up(strategy, blobs, comm, size):
     chosen = options(size, "--strategy", strategy, "--epochs", "8", "--period", "3")
     shown = []
-    result = Run(strategy, chosen, blobs, hpc.Group.of(comm), shown.append)()
+    result = Run(
+        strategy, chosen, blobs, hpc.Group.of(comm), shown.append, Requests(math.inf)
+    )()
 
     assert comm.allgather(result) == [result] * size
     assert result.accuracy[0] >= 0.9
@@ -92,7 +96,9 @@ def test_a_run_learns_and_adds_up(strategy, blobs, comm, size):
 def test_a_dedicated_host_does_not_train(strategy, blobs, comm, size):
     chosen = options(size, "--strategy", strategy, "--epochs", "4", "--dedicated")
     shown = []
-    result = Run(strategy, chosen, blobs, hpc.Group.of(comm), shown.append)()
+    result = Run(
+        strategy, chosen, blobs, hpc.Group.of(comm), shown.append, Requests(math.inf)
+    )()
 
     assert result.accepted[0] == result.dropped[0] == 0
     assert sum(result.accepted) > 0
@@ -103,7 +109,14 @@ def test_a_dedicated_host_does_not_train(strategy, blobs, comm, size):
 def test_shard_groups_train_models_of_their_own(blobs, comm):
     words = "--strategy", "cross-shard", "--groups", "0,2/3,1", "--epochs", "4"
     chosen = options(4, *words)
-    result = Run("cross-shard", chosen, blobs, hpc.Group.of(comm), lambda _: None)()
+    result = Run(
+        "cross-shard",
+        chosen,
+        blobs,
+        hpc.Group.of(comm),
+        lambda _: None,
+        Requests(math.inf),
+    )()
 
     assert len(result.accuracy) == 2
     losses = [r.test_loss for r in result.records if r.step == result.updates]
@@ -114,8 +127,9 @@ def test_shard_groups_train_models_of_their_own(blobs, comm):
 def test_a_slow_rank_does_not_hold_up_the_end(blobs, comm, size):
     # Ten batches make a push of AGN: 4 s, more than all others need together.
     words = "--strategy", "agn", "--epochs", "4", "--straggler", f"{size - 1}:400"
+    chosen = options(size, *words)
     result = Run(
-        "agn", options(size, *words), blobs, hpc.Group.of(comm), lambda _: None
+        "agn", chosen, blobs, hpc.Group.of(comm), lambda _: None, Requests(math.inf)
     )()
 
     assert result.accepted[-1] == 0

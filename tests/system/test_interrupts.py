@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,14 +23,14 @@ from hpcaccum.train.model import MLP
 compute, looks = MLP.loss_and_gradients, []
 def computed(*args):
     looks.append(None)
-    if len(looks) == 20:
+    if len(looks) == int(sys.argv[1]):
         name = f"{MPI.COMM_WORLD.rank}.part"
         pathlib.Path(name).write_text(str(os.getpid()))
         pathlib.Path(name).rename(f"{MPI.COMM_WORLD.rank}.pid")
     return compute(*args)
 MLP.loss_and_gradients = computed
 from hpcaccum.cli import main
-sys.exit(main(["train", *sys.argv[1:], "--epochs", "1000000"]))
+sys.exit(main(["train", *sys.argv[2:], "--epochs", "1000000"]))
 """
 LIBRARY = """
 import os, pathlib, time
@@ -49,7 +50,7 @@ with hpc.Reducer(hpc.Layout({"x": (100,)}, "float32")) as reducer:
 def interrupted(mpiexec, mpi_environment, tmp_path):
     """Run a script on some ranks, interrupt some of them; return what it wrote."""
 
-    def run(ranks, text, *words, only=None):
+    def run(ranks, text, *words, only=None, times=1):
         script = tmp_path / "script.py"
         script.write_text(text)
         launcher = [mpiexec, "-n", str(ranks)] if ranks else []
@@ -69,9 +70,11 @@ def interrupted(mpiexec, mpi_environment, tmp_path):
                 assert process.poll() is None, process.stdout.read()
                 assert time.monotonic() < limit
                 time.sleep(0.01)
-            for rank, file in enumerate(files):
-                if only in (None, rank):
-                    os.kill(int(file.read_text()), signal.SIGINT)
+            for _ in range(times):
+                for rank, file in enumerate(files):
+                    if only in (None, rank):
+                        os.kill(int(file.read_text()), signal.SIGINT)
+                time.sleep(0.3)
             try:
                 output, _ = process.communicate(timeout=150)
             finally:
@@ -83,32 +86,42 @@ def interrupted(mpiexec, mpi_environment, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["cross-shard", "drop-stale"])
-def test_an_interrupted_command_is_one_line(interrupted, samples, strategy):
-    words = "--strategy", strategy, "--data", samples
-    output, status = interrupted(3, COMMAND, *words)
+@pytest.mark.parametrize("only", [None, 1])
+def test_an_interrupted_command_ends_in_order(interrupted, samples, strategy, only):
+    words = "20", "--strategy", strategy, "--data", samples
+    output, status = interrupted(3, COMMAND, *words, only=only)
 
-    assert output.count("interrupted") == 1, output
-    assert "hpcaccum: interrupted\n" in output
-    assert "Traceback" not in output
-    assert status != 0
-
-
-def test_an_interrupted_command_without_a_launcher_has_status_130(interrupted, samples):
-    words = "--strategy", "cross-shard", "--data", samples
-    output, status = interrupted(0, COMMAND, *words)
-
-    assert output.splitlines()[-1] == "hpcaccum: interrupted"
+    assert output.count("interrupted: training ends here; Ctrl-C again") == 1
+    assert re.search(r"^update \d+, from the start; stopped before", output, re.M)
+    assert "accepted and dropped" in output
     assert "Traceback" not in output
     assert status == 130
 
 
-def test_a_rank_that_is_interrupted_alone_ends_the_job(interrupted, samples):
-    words = "--strategy", "drop-stale", "--data", samples
-    output, status = interrupted(2, COMMAND, *words, only=1)
+def test_an_interrupted_comparison_shows_what_it_has(interrupted, samples, tmp_path):
+    words = "20", "--compare", "--data", samples
+    output, status = interrupted(2, COMMAND, *words)
 
-    assert "rank 1: hpcaccum: interrupted\n" in output
+    assert "stopped before" in output
+    assert "sync-replicas" not in output
+    assert (tmp_path / "hpcaccum-compare.png").stat().st_size > 1000
+    assert status == 130
+
+
+@pytest.mark.parametrize(("ranks", "only"), [(3, None), (2, 1), (0, None)])
+def test_a_second_interrupt_ends_the_job_at_once(interrupted, samples, ranks, only):
+    # A gradient that takes longer than this test may.
+    slow = [
+        word for rank in range(ranks or 1) for word in ("--straggler", f"{rank}:4e5")
+    ]
+    words = "1", "--strategy", "drop-stale", "--data", samples, *slow
+    output, status = interrupted(ranks, COMMAND, *words, only=only, times=2)
+
+    prefix = f"rank {only}: " if only else ""
+    assert f"{prefix}hpcaccum: interrupted\n" in output
+    assert output.count("interrupted\n") == 1
     assert "Traceback" not in output
-    assert status != 0
+    assert status == 130 if ranks == 0 else status != 0
 
 
 def test_an_interrupted_program_is_a_line_a_rank_at_most(interrupted):
