@@ -90,40 +90,45 @@ def _check_plot(path: Path) -> None:
 
 def _train(options: Options, data: Dataset, group: Group, found: Any, log: Log) -> int:
     """Train with each strategy, show the results, return the status. Collective."""
+    mark = saving.Mark(options, group.rank)
     facts = circumstances(options, data, group)
     log.write("start", facts)
-    reports = group.rank == options.reporter
-    out = console(reports)
+    out = console(group.rank == options.reporter)
     title = describe(facts, options)
     out.print(title, soft_wrap=True)
     results: list[Result] = []
     requests = Requests(options.time_limit)
     with requests.listening():
         for strategy in options.strategies:
-            results.append(
-                _run(strategy, options, data, group, requests, found, log, out)
-            )
-            if results[-1].stopped:
+            run = _run(strategy, options, data, group, requests, found, log, out)
+            results.append(run)
+            if run.stopped:
                 break
     log.close()
-    last = results[-1]
-    if reports:
-        for table in tables(results, options):
-            out.print(table)
-        if options.save or last.stopped:
-            out.print(saved(last, options), soft_wrap=True)
-        if options.plot:
-            from hpcaccum.train.plot import draw
-
-            with ending_the_job("--plot", options.plot):
-                draw(results, title, options.plot)
-            out.print(f"picture: {options.plot}", soft_wrap=True)
-    if diverged := [result.strategy for result in results if result.diverged]:
+    diverged = [result.strategy for result in results if result.diverged]
+    mark.write(1 if diverged else run.stopped)
+    if group.rank == options.reporter:
+        _report(results, options, title, out)
+    if diverged:
         raise SystemExit(
             f"a loss that is no finite number ({', '.join(diverged)}): try a smaller "
             f"--rate"
         )
-    return last.stopped
+    return run.stopped
+
+
+def _report(results: list[Result], options: Options, title: str, out: Console) -> None:
+    """Print the tables and draw the picture."""
+    for table in tables(results, options):
+        out.print(table)
+    if options.save or results[-1].stopped:
+        out.print(saved(results[-1], options), soft_wrap=True)
+    if options.plot:
+        from hpcaccum.train.plot import draw
+
+        with ending_the_job("--plot", options.plot):
+            draw(results, title, options.plot)
+        out.print(f"picture: {options.plot}", soft_wrap=True)
 
 
 def _run(

@@ -6,6 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
 from hpcaccum.output_files import check_directory, ending_the_job
 
@@ -26,6 +28,25 @@ def directory_of(options: Options, rank: int) -> Path | None:
     if len(keepers) == 1:
         return options.save
     return options.save / f"group-{keepers.index(rank)}"
+
+
+class Mark:
+    """The file ``status`` beside the checkpoints: the exit status, of one rank.
+
+    It exists only after a job that ended in order, which no launcher reports reliably.
+    """
+
+    def __init__(self, options: Options, rank: int) -> None:
+        self._path = options.save / "status" if options.save and rank == 0 else None
+        if self._path:
+            with ending_the_job("--save", self._path):
+                self._path.unlink(missing_ok=True)
+
+    def write(self, status: int) -> None:
+        """Write it, after all checkpoints of all ranks."""
+        if self._path:
+            with ending_the_job("--save", self._path):
+                self._path.write_text(f"{status}\n")
 
 
 def facts(options: Options, widths: tuple[int, ...]) -> dict[str, Any]:
@@ -128,6 +149,9 @@ class Saver:
     def _save(self, step: int) -> None:
         assert self._directory is not None
         snapshot = self._snapshot()
+        if not all(np.isfinite(each).all() for each in snapshot["variables"].values()):
+            logger.warning("--save: the model is not finite, so it is not saved")
+            return
         # With a server, other ranks may have made updates since.
         step = snapshot.get("global_step", step)
         state = {"facts": self._facts, "step": step, "optimizer": snapshot}

@@ -95,16 +95,39 @@ def test_a_job_continues_one_that_was_killed(train, mpirun, tmp_path, options):
     env = {"PYTHONPATH": str(REPOSITORY)}
     job = mpirun(2, program, *COMMON[2:], *words, *slow, cwd=tmp_path, env=env)
     step = last(tmp_path)["step"]
+    file = tmp_path / "saved" / "status"
+    status = [file.exists()]
     shown = train(*words, "--resume", "--epochs", "40")
+    status.append(file.read_text() == "0\n")
     found = last(tmp_path)
 
     assert job.returncode != 0
+    # Only a job that ends in order has it.
+    assert status == [False, True]
     assert step >= 10
     assert f"resumed at {step}" in shown
     assert found["step"] == found["optimizer"]["global_step"] > step
     # The gradients of both jobs are counted.
     assert sum(found["optimizer"]["tally"]["accepted"]) >= found["step"]
     assert len(checkpoint.files(tmp_path / "saved")) == 3
+
+
+def test_a_model_that_is_not_finite_is_not_saved(train, tmp_path):
+    options = "--strategy", "drop-stale", "--epochs"
+    train(*options, "1")
+    step = last(tmp_path)["step"]
+    diverging = "--resume", "--rate", "1e20", "--every", "1"
+    shown = train(*options, "2", *diverging, status=1)
+
+    assert "the model is not finite, so it is not saved" in shown
+    found = last(tmp_path)
+    assert found["step"] >= step
+    assert np.isfinite(np.concatenate([v.ravel() for v in arrays_of(found)])).all()
+    assert (tmp_path / "saved" / "status").read_text() == "1\n"
+
+
+def arrays_of(state):
+    return list(state["optimizer"]["variables"].values())
 
 
 def test_each_shard_group_has_its_own_checkpoints(train, tmp_path):

@@ -90,6 +90,7 @@ def test_any_rank_stops_all(train, tmp_path, strategy, rank):
     tally = found["optimizer"]["tally"]
 
     assert found["step"] == found["optimizer"]["global_step"] > 0
+    assert (tmp_path / "saved" / "status").read_text() == f"{os.EX_TEMPFAIL}\n"
     if "sync" not in strategy:
         # All gradients under way were taken.
         assert sum(tally["accepted"]) == found["step"]
