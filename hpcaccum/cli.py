@@ -18,6 +18,7 @@ import hpcaccum
 from hpcaccum.bench import command as bench
 from hpcaccum.bench import options as bench_options
 from hpcaccum.errors import DeviceUnavailableError
+from hpcaccum.launch import sbatch
 from hpcaccum.mpi import MPI, abort_job, install_excepthook
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
@@ -58,6 +59,12 @@ COMMANDS = {
         bench_options.add_arguments,
         bench.prepare,
         bench.needs_mpi,
+    ),
+    "sbatch": Command(
+        "write a batch script for SLURM that trains, measures, or runs another program",
+        sbatch.add_arguments,
+        sbatch.prepare,
+        lambda _: False,
     ),
 }
 

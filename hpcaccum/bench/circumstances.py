@@ -31,7 +31,7 @@ def circumstances(group: Group) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
         "ranks": group.size,
-        "nodes": group.comm.allreduce(group.node.rank == 0),
+        "nodes": group.comm.allreduce(int(group.node.rank == 0)),
         "ranks_per_node": group.comm.allreduce(group.node.size, MPI.MAX),
         "hosts": hosts,
         "mpi": vendor,

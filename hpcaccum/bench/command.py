@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
 from hpcaccum import Group, device
-from hpcaccum.bench import report, wire
+from hpcaccum.bench import report, scaling, wire
 from hpcaccum.bench.circumstances import circumstances, describe
 from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.device_case import describe_device, device_facts
@@ -30,18 +30,22 @@ _ONE_NODE = (
 
 
 def needs_mpi(args: argparse.Namespace) -> bool:
-    """Whether this call measures, instead of comparing files."""
-    return bool(args.benchmark != "compare")
+    """Whether this call measures, instead of reading files."""
+    return args.benchmark not in ("compare", "scaling")
 
 
-def prepare(args: argparse.Namespace) -> Callable[[], int]:
+def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
     """Check all arguments; return the command, ready to call. Collective.
 
     Raises:
         InvalidArgumentError, DisagreementError: On every rank.
         DeviceUnavailableError: If there is no device to be measured.
     """
-    if not needs_mpi(args):
+    if args.benchmark == "scaling":
+        check_apart({"--plot": args.plot}, {str(each): each for each in args.files})
+        check_picture(args.plot)
+        return scaling.report(args.files, args.plot)
+    if args.benchmark == "compare":
         check_apart({"--plot": args.plot}, {"old": args.old, "new": args.new})
         check_picture(args.plot)
         return comparison(args.old, args.new, args.tolerance, args.plot)

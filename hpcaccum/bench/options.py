@@ -47,6 +47,7 @@ _HELP = {
     WIRE: "what each strategy sends between nodes, counted at the links",
     _ON_DEVICE: "kernels, accumulator and exchange on a CUDA device, vs CuPy",
     "compare": "what became slower between two --json files",
+    "scaling": "how times grow with ranks and nodes, from files of several jobs",
 }
 
 # 4 KiB to 256 MiB.
@@ -117,6 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         if name == "compare":
             _add_compare(each)
+        elif name == "scaling":
+            _add_scaling(each)
         else:
             _add_measure(each, with_gloo=name in ("allreduce", "all"))
 
@@ -168,6 +171,17 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         help="allowed slowdown of a median; more gives exit status 1 (0.1)",
     )
     _add_plot(parser, "draw the ratios over sizes")
+
+
+def _add_scaling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="written by bench --json or train --log, on different numbers of ranks",
+    )
+    _add_plot(parser, "draw the efficiency over ranks")
 
 
 def _add_plot(parser: argparse.ArgumentParser, text: str) -> None:

@@ -30,6 +30,7 @@ _MARKERS = "osD^vPX*"
 _RAW_COLOR, _COPY_COLOR, _FLOOR_COLOR = "0.15", "0.6", "0.88"
 _COPIES = ("copy", "copy shared")
 _COLUMN, _ROW = 7.2, 4.2
+_PANELS = 6
 
 
 class _Look(NamedTuple):
@@ -91,6 +92,35 @@ def draw_ratios(
         _size_axis(axis, [row for row, _ in found])
         _legend(axis)
         axis.set_title(f"{benchmark}: new time over old")
+    figure.savefig(path, dpi=120)
+
+
+def draw_efficiencies(curves: Sequence[tuple[str, str, Curve]], path: Path) -> None:
+    """Draw efficiency over ranks, a panel for each title.
+
+    Args:
+        curves: Title, name, and efficiencies by ranks. Of more titles than panels,
+            some evenly spaced ones are drawn.
+        path: File to write; its suffix selects the format.
+    """
+    titles = list(dict.fromkeys(title for title, _, _ in curves))
+    titles = titles[:: -(-len(titles) // _PANELS)]
+    figure, axes = _figure(len(titles), "efficiency: 1 is perfect")
+    for axis, title in zip(axes, titles, strict=False):
+        found = [(name, curve) for each, name, curve in curves if each == title]
+        looks = itertools.cycle(zip(_COLORS, _MARKERS, strict=True))
+        for name, curve in found:
+            _line(axis, name, curve, _Look(*next(looks), "-"))
+        ranks = sorted({count for _, curve in found for count, _ in curve})
+        axis.axhline(1, color="0.5", linewidth=1)
+        axis.set_ylim(0, max(1.1, axis.get_ylim()[1]))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ranks, map(str, ranks))
+        axis.set_xticks([], minor=True)
+        axis.set_xlabel("ranks")
+        axis.grid(alpha=0.25)
+        axis.set_title(title)
+        _legend(axis)
     figure.savefig(path, dpi=120)
 
 

@@ -4,11 +4,12 @@
         job = slurm.submit("train.sbatch", cwd=directory)
         assert slurm.wait(job, timeout=30) == ["COMPLETED"]
 
-It has two nodes, named n1 and n2, of four pretended cores each.  Root, Debian's
-SLURM and namespaces are needed (`obstacle` says what is missing), but no systemd,
-cgroups or accounting.  Everything it writes lies below ``directory``, its ports
-listen on 127.0.0.1, and its processes live in a pid namespace that ends with the
-``with`` block, or with this process.
+It has two nodes, named n1 and n2, of eight pretended cores and four pretended GPUs
+each.  Jobs of the partition ``urgent`` take the place of others.  Root, Debian's SLURM
+and namespaces are needed (`obstacle` says what is missing), but no systemd, cgroups or
+accounting.  Everything it writes lies below ``directory``, its ports listen on
+127.0.0.1, and its processes live in a pid namespace that ends with the ``with`` block,
+or with this process.
 
 To try something by hand:  python tests/cluster/slurm.py srun -N2 hostname
 """
@@ -37,6 +38,8 @@ PACKAGES = "slurm-wlm munge libpmix-dev"
 NODES_SCRIPT = Path(__file__).with_name("nodes.sh")
 
 # Without this slurmd looks for cgroups, and ends where none are mounted.
+# Files that stand for devices: they are counted and given to jobs.
+GRES_CONF = "Name=gpu File={directory}/gpu/[0-3]\n"
 CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"
 
 SLURM_CONF = """\
@@ -62,6 +65,8 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MailProg=/bin/true
+# Seconds between SIGTERM and SIGKILL; by default 30.
+KillWait=5
 MpiDefault=none
 # The defaults let a job wait for many seconds.
 SchedulerParameters=sched_interval=1,bf_interval=2,batch_sched_delay=0,sched_min_interval=0
@@ -69,10 +74,16 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 # More cores than the machine has.
 SlurmdParameters=config_overrides
-PartitionName=debug Nodes=ALL Default=YES State=UP
+PartitionName=debug Nodes=ALL Default=YES State=UP PriorityTier=1
+# Its jobs take the place of others.
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+GresTypes=gpu
 """
 NODE_LINE = (
-    "NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs=4\n"
+    "NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs=8 "
+    "Gres=gpu:4\n"
 )
 
 _ENDED = {
@@ -141,6 +152,10 @@ class Cluster:
             time.sleep(0.1)
         return states
 
+    def find(self, pattern: str) -> list[Path]:
+        """Return files of the daemons."""
+        return list(self.directory.glob(pattern))
+
     def states(self, job: str) -> list[str]:
         """State of a job, one for each task of an array, such as RUNNING."""
         words = self.call("scontrol", "--oneliner", "show", "job", job).split()
@@ -207,7 +222,7 @@ def cluster(directory: Path) -> Iterator[Cluster]:
 
 
 def _configure(directory: Path) -> None:
-    for name in ("etc", "log", "munge", "spool", "state", "tmp"):
+    for name in ("etc", "gpu", "log", "munge", "spool", "state", "tmp"):
         (directory / name).mkdir()
     key = directory / "munge/key"
     key.touch(mode=0o600)
@@ -222,6 +237,9 @@ def _configure(directory: Path) -> None:
     hosts = Path("/etc/hosts").read_text() + f"\n127.0.0.1 {' '.join(NODES)}\n"
     (directory / "etc/slurm.conf").write_text(conf)
     (directory / "etc/cgroup.conf").write_text(CGROUP_CONF)
+    (directory / "etc/gres.conf").write_text(GRES_CONF.format(directory=directory))
+    for number in range(4):
+        (directory / "gpu" / str(number)).touch()
     (directory / "etc/hosts").write_text(hosts)
 
 

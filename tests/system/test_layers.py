@@ -23,7 +23,8 @@ LAYERS = [
     ["adapters", "checkpoint"],
     ["hpcaccum"],
     ["free_memory", "output_files"],
-    ["train", "bench", "launch"],
+    ["train", "bench"],
+    ["launch"],
     ["cli"],
     ["__main__"],
 ]

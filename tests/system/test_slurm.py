@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,15 +23,36 @@ from .conftest import REPOSITORY
 
 pytestmark = pytest.mark.mpi
 
-# Seconds; a job here takes 1 to 8.
+# Seconds; a job here takes 1 to 15.
 WAIT = 300
 QUICK = {
     "bench-array.sbatch": ("--sizes", "4K", "--seconds", "0.2"),
-    "train-multi-node.sbatch": ("--epochs", "1"),
+    "bench-nodes.sbatch": ("--sizes", "4K", "--seconds", "0.2"),
+    "train-gpu.sbatch": ("--epochs", "1", "--no-plot"),
+    "train-mpiexec.sbatch": ("--epochs", "1", "--no-plot"),
+    "train-multi-node.sbatch": ("--epochs", "1", "--no-plot"),
     "train-one-node.sbatch": ("--epochs", "1"),
 }
+# A training of some seconds, most of them asleep.
+LONG = ("--batch", "64", "--epochs", "10", "--every", "5", "--no-plot")
+LONG += ("--straggler", "0:30", "--straggler", "1:30")
 # What a launcher around these tests may have left in their environment.
 FOREIGN = ("SLURM_", "SBATCH_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
+
+# Ends with status 75 when it gets SIGUSR1, and in order when it is started again.
+PROGRAM = """
+import os, signal, sys, time
+from mpi4py import MPI
+
+def stop(*_):
+    # Launchers end a job when the first rank fails.
+    MPI.COMM_WORLD.Barrier()
+    sys.exit(75)
+
+signal.signal(signal.SIGUSR1, stop)
+print("started with", sys.argv[1:], flush=True)
+time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else 60)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +75,19 @@ def mpi(slurm: Cluster) -> str:
     return "pmix" if vendor.strip() == "Open MPI" else "pmi2"
 
 
+@pytest.fixture(scope="module")
+def environment(mpi_environment: dict[str, str]) -> dict[str, str]:
+    """The environment of a user's shell."""
+    clean = {k: v for k, v in mpi_environment.items() if not k.startswith(FOREIGN)}
+    bin_directory = str(Path(sys.executable).parent)
+    return clean | {
+        "PATH": os.pathsep.join([bin_directory, os.environ["PATH"]]),
+        "PYTHONPATH": str(REPOSITORY),
+    }
+
+
 class Submit:
-    """Submit a script of slurm/ and wait for the job."""
+    """Submit scripts of slurm/ from a directory, and follow their jobs."""
 
     def __init__(self, slurm: Cluster, env: dict[str, str], directory: Path):
         self.slurm = slurm
@@ -61,19 +96,58 @@ class Submit:
 
     def __call__(self, script: str, *options: str, **env: str) -> tuple[str, list[str]]:
         """Return the number of the job and how it, or each task of it, ended."""
+        job = self.start(script, *options, words=QUICK[script], **env)
+        return job, self.wait(job)
+
+    def start(
+        self, script: str, *options: str, words: tuple[str, ...], **env: str
+    ) -> str:
+        """Submit a script with words for its program; return the number of the job."""
         path = REPOSITORY / "slurm" / script
-        job = self.slurm.submit(
-            *options, path, *QUICK[script], cwd=self.directory, env=self.env | env
+        return self.slurm.submit(
+            *options, path, *words, cwd=self.directory, env=self.env | env
         )
+
+    def wait(self, job: str) -> list[str]:
+        """Return how the job, or each task of it, ended."""
         try:
-            return job, self.slurm.wait(job, timeout=WAIT)
+            return self.slurm.wait(job, timeout=WAIT)
         except TimeoutError as error:
             self.slurm.call("scancel", job)
             pytest.fail(f"{error}\n{self.outputs()}")
 
-    def outputs(self) -> str:
-        """What all jobs of this test have written."""
-        files = sorted(self.directory.glob("*.out"))
+    def until(self, job: str, text: str) -> str:
+        """Wait until the job has written a text; return all that it has written."""
+        limit = time.monotonic() + WAIT
+        while text not in (shown := self.outputs(f"*-{job}.out")):
+            if time.monotonic() > limit or "FAILED" in self.slurm.states(job):
+                pytest.fail(f"{text!r} is not in what job {job} wrote:\n{shown}")
+            time.sleep(0.05)
+        return shown
+
+    def saved(self, job: str) -> Path:
+        """Wait until the job has written a checkpoint; return their directory."""
+        limit = time.monotonic() + WAIT
+        saved = self.directory / f"hpcaccum-train-{job}.saved"
+        while not list(saved.glob("*.safetensors")):
+            if time.monotonic() > limit or "FAILED" in self.slurm.states(job):
+                pytest.fail(f"no checkpoint of job {job}:\n{self.outputs()}")
+            time.sleep(0.05)
+        return saved
+
+    def again(self, job: str) -> None:
+        """Wait until the job is queued again; start it without the pause of 2 min."""
+        limit = time.monotonic() + WAIT
+        left = f"spool/*/*_{job}.*"  # of daemons of its steps, which end later
+        while "PENDING" not in self.slurm.states(job) or self.slurm.find(left):
+            if time.monotonic() > limit or "FAILED" in self.slurm.states(job):
+                pytest.fail(f"job {job} is not queued again:\n{self.outputs()}")
+            time.sleep(0.1)
+        self.slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+
+    def outputs(self, names: str = "*.out") -> str:
+        """What jobs of this test have written."""
+        files = sorted(self.directory.glob(names))
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in files)
 
     def log(self, name: str) -> tuple[dict, dict]:
@@ -83,37 +157,149 @@ class Submit:
 
 
 @pytest.fixture
-def submit(slurm: Cluster, mpi_environment: dict[str, str], tmp_path: Path) -> Submit:
-    clean = {k: v for k, v in mpi_environment.items() if not k.startswith(FOREIGN)}
-    bin_directory = str(Path(sys.executable).parent)
-    paths = {
-        "PATH": os.pathsep.join([bin_directory, os.environ["PATH"]]),
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    return Submit(slurm, clean | paths, tmp_path)
+def submit(slurm: Cluster, environment: dict[str, str], tmp_path: Path) -> Submit:
+    return Submit(slurm, environment, tmp_path)
 
 
-def test_one_node(submit: Submit):
+@pytest.fixture(scope="module")
+def limited(
+    slurm: Cluster, environment: dict[str, str], tmp_path_factory
+) -> tuple[Submit, str]:
+    """A job that will come to its time limit, which SLURM looks at every 30 s."""
+    submit = Submit(slurm, environment, tmp_path_factory.mktemp("limited"))
+    options = "--ntasks-per-node=2", "--time=1", "--signal=USR1@40"
+    words = (*LONG, "--epochs", "1000")
+    return submit, submit.start("train-one-node.sbatch", *options, words=words)
+
+
+def test_one_node(submit: Submit, limited):
     job, states = submit(
         "train-one-node.sbatch", "--ntasks-per-node=2", "--cpus-per-task=2"
     )
 
     assert states == ["COMPLETED"], submit.outputs()
     names = {path.name for path in submit.directory.iterdir()}
-    assert names == {f"hpcaccum-train-{job}{end}" for end in (".out", ".jsonl", ".png")}
+    ends = ".out", ".jsonl", ".png", ".saved"
+    assert names == {f"hpcaccum-train-{job}{end}" for end in ends}
     start, result = submit.log(f"hpcaccum-train-{job}.jsonl")
     assert (start["ranks"], start["threads"]) == (2, "2")
     assert len(result["accepted"]) == 2
     assert "test accuracy" in submit.outputs()
 
 
-def test_two_nodes(submit: Submit):
-    job, states = submit("train-multi-node.sbatch", "--ntasks-per-node=2")
+@pytest.mark.parametrize("script", ["train-multi-node.sbatch", "train-mpiexec.sbatch"])
+def test_two_nodes(submit: Submit, script):
+    job, states = submit(script, "--ntasks-per-node=2")
 
     assert states == ["COMPLETED"], submit.outputs()
     start, result = submit.log(f"hpcaccum-train-{job}.jsonl")
     assert start["hosts"] == {"n1": 2, "n2": 2}
     assert len(result["accepted"]) == 4
+
+
+def test_gpus(submit: Submit, simulator: str):
+    path = os.pathsep.join([simulator, str(REPOSITORY)])
+    options = "--ntasks-per-node=2", "--cpus-per-task=1"
+    job, states = submit("train-gpu.sbatch", *options, PYTHONPATH=path)
+
+    assert states == ["COMPLETED"], submit.outputs()
+    assert submit.log(f"hpcaccum-train-{job}.jsonl")[0]["device"]
+
+
+def test_ranks_that_do_not_find_each_other_are_an_error(submit: Submit, mpi: str):
+    _, states = submit(
+        "train-one-node.sbatch", "--ntasks-per-node=2", SLURM_MPI_TYPE="none"
+    )
+
+    assert states == ["FAILED"], submit.outputs()
+    assert f"srun --mpi={mpi}" in submit.outputs()
+    assert "nothing new was saved, so the job is not queued again" in submit.outputs()
+    assert not list(submit.directory.glob("*.jsonl"))
+
+
+def check_continued(submit: Submit, job: str) -> None:
+    """Start a job that is queued again; it continues and completes the training."""
+    submit.again(job)
+    states = submit.wait(job)
+    shown = submit.outputs()
+
+    assert states == ["COMPLETED"], shown
+    assert re.search(r"update \d+, resumed at [1-9]", shown), shown
+    saved = submit.directory / f"hpcaccum-train-{job}.saved"
+    assert (saved / "status").read_text() == "0\n"
+    # Each start has a log of its own.
+    assert submit.log(f"hpcaccum-train-{job}.1.jsonl")[1]["resumed_at"] > 0
+
+
+# Who gets the signal of --signal, and of scancel.
+@pytest.mark.parametrize(
+    ("script", "who"),
+    [("train-multi-node.sbatch", ()), ("train-mpiexec.sbatch", ("--batch",))],
+)
+def test_a_signal_stops_the_ranks_and_queues_the_job_again(submit, script, who):
+    job = submit.start(script, "--ntasks-per-node=1", words=LONG)
+    submit.saved(job)
+    submit.slurm.call("scancel", *who, "--signal=USR1", job)
+    shown = submit.until(job, "the job is queued again")
+
+    assert "asked to stop: training ends here" in shown
+    check_continued(submit, job)
+
+
+def test_a_job_of_higher_priority_takes_its_place(submit: Submit):
+    job = submit.start(
+        "train-one-node.sbatch", "--nodelist=n2", "--ntasks-per-node=2", words=LONG
+    )
+    submit.saved(job)
+    command = "--partition=urgent", "--nodelist=n2", "--exclusive", "--wrap=true"
+    urgent = submit.slurm.submit(*command, cwd=submit.directory, env=submit.env)
+
+    assert submit.wait(urgent) == ["COMPLETED"]
+    check_continued(submit, job)
+
+
+@pytest.mark.parametrize("script", ["train-one-node.sbatch", "train-mpiexec.sbatch"])
+def test_a_job_continues_after_a_rank_was_killed(submit: Submit, script):
+    options = "--nodes=1", "--ntasks-per-node=2"
+    job = submit.start(script, *options, words=LONG)
+    saved = submit.saved(job)
+    kill_a_rank(f"--save {saved.name}")
+    shown = submit.until(job, "the job is queued again")
+
+    assert "asked to stop" not in shown
+    check_continued(submit, job)
+
+
+def kill_a_rank(words: str) -> None:
+    """Kill one process that was started with these words."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if words in command and command.split()[0].rpartition("/")[2] == "python":
+            os.kill(int(folder.name), signal.SIGKILL)
+            return
+    pytest.fail(f"no rank was started with {words}")
+
+
+def test_a_program_that_asks_for_it_is_started_again(submit: Submit):
+    (submit.directory / "program.py").write_text(PROGRAM)
+    job = submit.start("program.sbatch", "--ntasks-per-node=1", words=("--x", "a b"))
+    submit.until(job, "started with ['--x', 'a b']")
+    submit.slurm.call("scancel", "--signal=USR1", job)
+    submit.again(job)
+
+    assert submit.wait(job) == ["COMPLETED"], submit.outputs()
+    assert submit.outputs().count("started with") == 4
+
+
+def test_the_time_limit(limited):
+    submit, job = limited
+    shown = submit.until(job, "the job is queued again")
+    submit.slurm.call("scancel", job)
+
+    assert "asked to stop: training ends here" in shown
 
 
 def test_array(submit: Submit):
@@ -130,11 +316,13 @@ def test_array(submit: Submit):
         assert name in table
 
 
-def test_ranks_that_do_not_find_each_other_are_an_error(submit: Submit, mpi: str):
-    _, states = submit(
-        "train-one-node.sbatch", "--ntasks-per-node=2", SLURM_MPI_TYPE="none"
-    )
+def test_a_sweep_over_nodes(submit: Submit):
+    options = "--nodes=2", "--ntasks-per-node=1"
+    job, states = submit("bench-nodes.sbatch", *options)
 
-    assert states == ["FAILED"], submit.outputs()
-    assert f"srun --mpi={mpi}" in submit.outputs()
-    assert not list(submit.directory.glob("*.jsonl"))
+    assert states == ["COMPLETED"], submit.outputs()
+    for nodes in 1, 2:
+        facts = submit.log(f"hpcaccum-bench-{job}-{nodes}.jsonl")[0]
+        assert (facts["ranks"], facts["nodes"]) == (nodes, nodes)
+    assert re.search(r"1 on 1 +2 on 2\n", submit.outputs())
+    assert (submit.directory / f"hpcaccum-bench-{job}.png").stat().st_size > 1000

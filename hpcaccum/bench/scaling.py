@@ -1,0 +1,145 @@
+"""``hpcaccum bench scaling``: how times grow with ranks and nodes. It needs no MPI."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcaccum import InvalidArgumentError
+from hpcaccum.bench.compare import read
+from hpcaccum.bench.report import number_text, size_text, time_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+_TRAINING = "training"
+_ABOUT = """\
+efficiency: 1 is perfect. Of a benchmark, the time on the fewest ranks over the time
+here: every rank brings as many bytes as before. Of a training, the samples per second
+of a rank over those on the fewest ranks."""
+
+
+class Size(NamedTuple):
+    """How large a job was."""
+
+    ranks: int
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"{self.ranks} on {self.nodes}"
+
+
+class Curve(NamedTuple):
+    """One operation, or the training with one strategy, in jobs of several sizes.
+
+    Attributes:
+        title: The benchmark and the size of its arrays.
+        name: Of the operation or strategy.
+        points: Microseconds, or samples per second, of each job.
+    """
+
+    title: str
+    name: str
+    points: dict[Size, float]
+
+    def efficiency(self, size: Size) -> float:
+        """Return that of a job, relative to the one with the fewest ranks."""
+        first = min(self.points)
+        ratio = self.points[first] / self.points[size]
+        return first.ranks / size.ranks / ratio if self.title == _TRAINING else ratio
+
+    def text(self, size: Size) -> str:
+        """Return what was measured."""
+        if self.title == _TRAINING:
+            return f"{number_text(self.points[size])}/s"
+        return time_text(self.points[size])
+
+
+def report(files: Sequence[Path], plot: Path | None) -> Callable[[], None]:
+    """Return a function that prints how times grow, and draws it.
+
+    Args:
+        files: Written by ``hpcaccum bench --json`` or ``hpcaccum train --log``.
+        plot: The picture, or None.
+
+    Raises:
+        InvalidArgumentError: If a file cannot be used, or no operation was measured in
+            jobs of two sizes.
+    """
+    curves: dict[tuple[str, str], Curve] = {}
+    for path in files:
+        for title, name, size, value in _measured(path):
+            curve = curves.setdefault((title, name), Curve(title, name, {}))
+            curve.points[size] = value
+    grown = [curve for curve in curves.values() if len(curve.points) > 1]
+    if not grown:
+        raise InvalidArgumentError(
+            "the files have no benchmark, name and size, and no strategy, in common "
+            "that was measured with different numbers of ranks"
+        )
+    return functools.partial(_show, grown, plot)
+
+
+def _measured(path: Path) -> Iterator[tuple[str, str, Size, float]]:
+    """Yield title, name, size of the job, and what was measured."""
+    training = _log(path)
+    if training is not None:
+        yield from training
+        return
+    for row, facts in read(path).values():
+        title = f"{row.benchmark}, {size_text(row.bytes)}"
+        yield title, row.name, Size(facts["ranks"], int(facts["nodes"])), row.median_us
+
+
+def _log(path: Path) -> list[tuple[str, str, Size, float]] | None:
+    """Return what a log of a training says; None if the file is something else."""
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        if lines[0]["event"] != "start":
+            return None
+        size = Size(lines[0]["ranks"], len(lines[0]["hosts"]))
+        return [
+            (_TRAINING, line["strategy"], size, line["samples_per_second"])
+            for line in lines
+            if line["event"] == "result"
+        ]
+    except (OSError, ValueError, TypeError, KeyError, IndexError):
+        return None
+
+
+def _show(curves: list[Curve], plot: Path | None) -> None:
+    sizes = sorted({size for curve in curves for size in curve.points})
+    heads = "".join(f"{f'{size}':>16}" for size in sizes)
+    print(f"{'':31}ranks on nodes, and efficiency\n{'':26}{heads}")
+    shown = ""
+    for curve in curves:
+        if curve.title != shown:
+            shown = curve.title
+            print(shown)
+        cells = "".join(f"{_cell(curve, size):>16}" for size in sizes)
+        print(f"  {curve.name:24}{cells}".rstrip())
+    print(_ABOUT)
+    if plot:
+        from hpcaccum.bench.plot import draw_efficiencies
+
+        draw_efficiencies(
+            [
+                (
+                    curve.title,
+                    curve.name,
+                    [(s.ranks, curve.efficiency(s)) for s in found],
+                )
+                for curve in curves
+                if (found := sorted(curve.points))
+            ],
+            plot,
+        )
+        print(f"picture: {plot}")
+
+
+def _cell(curve: Curve, size: Size) -> str:
+    if size not in curve.points:
+        return "-"
+    return f"{curve.text(size)} {curve.efficiency(size):5.2f}"

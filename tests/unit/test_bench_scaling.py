@@ -1,0 +1,86 @@
+"""``hpcaccum bench scaling``: its figures, from files written here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from hpcaccum import InvalidArgumentError
+from hpcaccum.bench.measure import Row
+from hpcaccum.bench.scaling import report
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """Write a file as ``bench --json`` does, of one row; return its path."""
+
+    def write(ranks, nodes, median, nbytes=4096):
+        found = {field.name: None for field in dataclasses.fields(Row)}
+        found |= {"benchmark": "step", "name": "reducer", "bytes": nbytes}
+        found |= {"median_us": median, "ranks": ranks, "nodes": nodes, "mpi": "M"}
+        path = tmp_path / f"{ranks}-{nodes}-{nbytes}.jsonl"
+        path.write_text(json.dumps(found) + "\n")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Write a log as ``train --log`` does; return its path."""
+
+    def write(ranks, hosts, rate):
+        start = {"event": "start", "ranks": ranks, "hosts": dict.fromkeys(hosts, 1)}
+        end = {"event": "result", "strategy": "agn", "samples_per_second": rate}
+        path = tmp_path / f"train-{ranks}.jsonl"
+        path.write_text(f"{json.dumps(start)}\n{json.dumps(end)}\n")
+        return path
+
+    return write
+
+
+def shown(capsys, files):
+    report(files, None)()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_benchmark_should_take_as_long_on_more_ranks(measured, capsys):
+    # Any order of files; the job with the fewest ranks is the reference.
+    files = [measured(8, 2, 500.0), measured(2, 1, 200.0), measured(4, 1, 250.0)]
+    _, heads, title, row, *_ = shown(capsys, files)
+
+    assert heads.split() == ["2", "on", "1", "4", "on", "1", "8", "on", "2"]
+    assert title == "step, 4 KiB"
+    assert " ".join(row.split()) == "reducer 200 us 1.00 250 us 0.80 500 us 0.40"
+
+
+def test_a_training_should_use_as_many_samples_on_each_rank(trained, capsys):
+    files = [trained(2, "a", 100.0), trained(8, "ab", 300.0)]
+    _, heads, title, row, *_ = shown(capsys, files)
+
+    assert heads.split() == ["2", "on", "1", "8", "on", "2"]
+    assert title == "training"
+    assert " ".join(row.split()) == "agn 100/s 1.00 300/s 0.75"
+
+
+def test_what_was_measured_once_is_left_out(measured, capsys):
+    files = [measured(2, 1, 1.0), measured(4, 1, 1.0), measured(4, 1, 1.0, 8192)]
+
+    assert not any("8 KiB" in line for line in shown(capsys, files))
+
+
+def test_files_with_nothing_in_common_are_an_error(measured, tmp_path):
+    with pytest.raises(InvalidArgumentError, match="in common that was measured"):
+        report([measured(2, 1, 1.0), measured(4, 1, 1.0, 8192)], None)
+    other = tmp_path / "other"
+    other.write_text("{}\n")
+    with pytest.raises(InvalidArgumentError, match="other: line 1 is not what"):
+        report([other], None)
+
+
+def test_a_picture(measured, tmp_path):
+    report([measured(2, 1, 1.0), measured(4, 1, 2.0)], tmp_path / "x.png")()
+
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
