@@ -18,7 +18,7 @@ import hpcaccum
 from hpcaccum.bench import command as bench
 from hpcaccum.bench import options as bench_options
 from hpcaccum.errors import DeviceUnavailableError
-from hpcaccum.launch import sbatch
+from hpcaccum.launch import doctor, sbatch
 from hpcaccum.mpi import MPI, abort_job, install_excepthook
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
@@ -59,6 +59,12 @@ COMMANDS = {
         bench_options.add_arguments,
         bench.prepare,
         bench.needs_mpi,
+    ),
+    "doctor": Command(
+        "try what the MPI of this machine really does, and say what to set",
+        doctor.add_arguments,
+        doctor.prepare,
+        doctor.needs_mpi,
     ),
     "sbatch": Command(
         "write a batch script for SLURM that trains, measures, or runs another program",

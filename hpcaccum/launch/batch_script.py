@@ -52,8 +52,9 @@ _ABOUT_SWEEP = """\
 
 _ABOUT_OTHER = f"""\
 #
-# {MARGIN} s before the time limit, the ranks get SIGUSR1. A program that then saves its
-# state and ends with status 75 is queued again."""
+# {MARGIN} s before the time limit, the ranks get SIGUSR1. If the program then saves its
+# state and creates the file that $REQUEUE_FILE names, the job is queued again. (Its
+# status is no sign: a launcher may kill the ranks that end last, and report that.)"""
 
 _PLUGIN = """\
 # How srun must start the ranks: pmix for Open MPI, pmi2 for MPICH and derivatives
@@ -88,7 +89,7 @@ _SIZE = """\
 --nodes="$nodes" --ntasks="$((nodes * SLURM_NTASKS_PER_NODE))" \\
     """
 _MPIEXEC = """\
-mpiexec -n "$SLURM_NTASKS" \\
+mpiexec -n "$SLURM_NTASKS" "${place[@]}" \\
 """
 
 _WAIT = """\
@@ -101,6 +102,15 @@ while kill -0 "$launcher" 2>/dev/null; do
     status=0
     wait "$launcher" || status=$?
 done
+"""
+
+_PLACE = """\
+# How many ranks mpiexec starts on each node.
+library=$(python -m mpi4py --mpi-lib-version | tr -d '\\0')
+case $library in
+    "Open MPI"*) place=(--map-by "ppr:$SLURM_NTASKS_PER_NODE:node") ;;
+    *) place=(-ppn "$SLURM_NTASKS_PER_NODE") ;;
+esac
 """
 
 _STEPS = """\
@@ -136,13 +146,20 @@ if [ "$(newest)" = "$before" ]; then
     exit $((status ? status : 1))
 fi
 echo "{name}: the job is queued again, to continue from $saved" >&2
-scontrol requeue "$SLURM_JOB_ID"
-exit 75
+scontrol requeue "$SLURM_JOB_ID" || exit 75
+# SLURM ends this script; its own exit could be taken for that of the next run.
+sleep 60
+"""
+
+_BEFORE_OTHER = """\
+export REQUEUE_FILE=$SLURM_JOB_NAME-$SLURM_JOB_ID.requeue
+rm -f "$REQUEUE_FILE"
 """
 
 _AFTER_OTHER = """\
-if [ "$status" -eq 75 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+if [ -e "$REQUEUE_FILE" ]; then
+    # SLURM ends this script; its own exit could be taken for that of the next run.
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60
 fi
 exit "$status"
 """
@@ -199,6 +216,8 @@ def script(job: Job) -> str:
         paragraphs.append(_PLUGIN)
         if not job.measures:
             paragraphs.append(_STEPS)
+    else:
+        paragraphs.append(_PLACE)
     paragraphs.append(_SETTINGS.format(timeout=120 if job.measures else 600))
     if job.nodes > 1 and job.launcher == "srun":
         paragraphs.append(_INTERFACE)
@@ -267,7 +286,7 @@ def _body(job: Job) -> str:
         return _sweep(job)
     if job.measures:
         return _bench(job)
-    return f"{_run(job, job.words)}\n{_AFTER_OTHER}"
+    return f"{_BEFORE_OTHER}\n{_run(job, job.words)}\n{_AFTER_OTHER}"
 
 
 def _bench(job: Job) -> str:

@@ -39,13 +39,14 @@ LONG += ("--straggler", "0:30", "--straggler", "1:30")
 # What a launcher around these tests may have left in their environment.
 FOREIGN = ("SLURM_", "SBATCH_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
 
-# Ends with status 75 when it gets SIGUSR1, and in order when it is started again.
+# Asks to be started again when it gets SIGUSR1, and ends in order then.
 PROGRAM = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 from mpi4py import MPI
 
 def stop(*_):
-    # Launchers end a job when the first rank fails.
+    if MPI.COMM_WORLD.rank == 0:
+        pathlib.Path(os.environ["REQUEUE_FILE"]).touch()
     MPI.COMM_WORLD.Barrier()
     sys.exit(75)
 
@@ -136,14 +137,25 @@ class Submit:
         return saved
 
     def again(self, job: str) -> None:
-        """Wait until the job is queued again; start it without the pause of 2 min."""
+        """Wait until the job is queued again; let it start in 2 s, not in 2 min."""
         limit = time.monotonic() + WAIT
-        left = f"spool/*/*_{job}.*"  # of daemons of its steps, which end later
-        while "PENDING" not in self.slurm.states(job) or self.slurm.find(left):
+        # Daemons of the script and of its steps end later.
+        left = f"spool/*/job{int(job):05}", f"spool/*/*_{job}.*"
+        while "PENDING" not in self.slurm.states(job) or any(
+            self.slurm.find(each) for each in left
+        ):
             if time.monotonic() > limit or "FAILED" in self.slurm.states(job):
-                pytest.fail(f"job {job} is not queued again:\n{self.outputs()}")
+                pytest.fail(f"job {job} is not queued again:\n{self.history(job)}")
             time.sleep(0.1)
-        self.slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+        # In the second of its end, a node would refuse it as a job that was killed.
+        start = "StartTime=now+2seconds"
+        self.slurm.call("scontrol", "update", f"jobid={job}", start)
+
+    def history(self, job: str) -> str:
+        """What a job has written, and what SLURM says of it."""
+        about = self.slurm.call("scontrol", "show", "job", job)
+        logs = [path.read_text()[-2000:] for path in self.slurm.find("log/slurm*")]
+        return "\n".join([self.outputs(f"*-{job}.out"), about, *logs])
 
     def outputs(self, names: str = "*.out") -> str:
         """What jobs of this test have written."""
@@ -223,7 +235,7 @@ def check_continued(submit: Submit, job: str) -> None:
     states = submit.wait(job)
     shown = submit.outputs()
 
-    assert states == ["COMPLETED"], shown
+    assert states == ["COMPLETED"], submit.history(job)
     assert re.search(r"update \d+, resumed at [1-9]", shown), shown
     saved = submit.directory / f"hpcaccum-train-{job}.saved"
     assert (saved / "status").read_text() == "0\n"
@@ -286,7 +298,8 @@ def kill_a_rank(words: str) -> None:
 def test_a_program_that_asks_for_it_is_started_again(submit: Submit):
     (submit.directory / "program.py").write_text(PROGRAM)
     job = submit.start("program.sbatch", "--ntasks-per-node=1", words=("--x", "a b"))
-    submit.until(job, "started with ['--x', 'a b']")
+    both = "started with ['--x', 'a b']\n" * 2
+    submit.until(job, both)
     submit.slurm.call("scancel", "--signal=USR1", job)
     submit.again(job)
 

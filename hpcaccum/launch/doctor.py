@@ -1,0 +1,243 @@
+"""``hpcaccum doctor``: what the MPI of this machine really does.
+
+Alone, it starts a small job for each probe, so a crash or a hang is a finding as any
+other. Started by a launcher, its ranks are the job, and run all probes one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcaccum import Group, InvalidArgumentError, __version__
+from hpcaccum.launch.probes import BAD, GOOD, NOTE, PROBES, Finding, hosts
+from hpcaccum.mpi import abort_job, launched_ranks
+from hpcaccum.output_files import open_output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+# Lines of a failed job that are shown.
+_TAIL = 6
+_LIBRARY = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
+# What launchers print, and what helps.
+_KNOWN = {
+    "not enough slots": "--launcher 'mpiexec --oversubscribe -n 2'",
+    "run as root": "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    "do not know each other": "the mpiexec of the same MPI; srun --mpi=list",
+    "more processes than": "--launcher 'mpiexec --bind-to none -n 2'",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the parser."""
+    parser.add_argument(
+        "--launcher",
+        metavar="COMMAND",
+        help="what starts the small jobs, such as 'srun --mpi=pmix -N 2 -n 4' (in a "
+        "job of SLURM: srun; else mpiexec with 2 ranks)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="for each probe; one that takes longer is a problem (60)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the findings as JSON, too"
+    )
+    # What the small jobs run.
+    parser.add_argument("--probe", choices=PROBES, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+
+
+def needs_mpi(args: argparse.Namespace) -> bool:
+    """Whether this process is a rank of a job."""
+    return args.probe is not None or launched_ranks() > 1
+
+
+def prepare(args: argparse.Namespace) -> Callable[[], int]:
+    """Check the arguments; return what tries everything, and its exit status.
+
+    Raises:
+        InvalidArgumentError: If an argument is wrong, or there is no launcher.
+    """
+    if not args.timeout > 0:
+        raise InvalidArgumentError("--timeout must be more than 0")
+    if args.probe:
+        return functools.partial(_run_one, args)
+    if needs_mpi(args):
+        return functools.partial(_run_all, args)
+    open_output("--json", args.json)
+    launcher = shlex.split(args.launcher) if args.launcher else _launcher()
+    return functools.partial(_diagnose, launcher, args)
+
+
+def _launcher() -> list[str]:
+    """Return what starts two ranks here."""
+    slurm = "SLURM_JOB_ID" in os.environ and shutil.which("srun")
+    if slurm:
+        plugin = "pmix" if _vendor() == "Open MPI" else "pmi2"
+        return [slurm, f"--mpi={plugin}"]
+    places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    mpiexec = shutil.which("mpiexec", path=places)
+    if mpiexec is None:
+        raise InvalidArgumentError("no mpiexec in PATH: name one with --launcher")
+    return [mpiexec, "-n", "2"]
+
+
+def _vendor() -> str:
+    """Return the name of the MPI library; asks another process, as it may crash."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LIBRARY], capture_output=True, text=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
+# A job for each probe
+
+
+def _diagnose(launcher: list[str], args: argparse.Namespace) -> int:
+    print(f"hpcaccum {__version__} doctor: {shlex.join(launcher)}", flush=True)
+    return _report(_findings(launcher, args.timeout), args.json)
+
+
+def _findings(launcher: list[str], timeout: float) -> Iterator[tuple[str, Finding]]:
+    for name in PROBES:
+        finding = _tried(launcher, name, timeout)
+        yield name, finding
+        if name == "launch" and finding.verdict == BAD:
+            return
+
+
+def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
+    """Return what a job of its own found, or how it ended."""
+    # All nodes see the directory of a job, but not /tmp.
+    place = "." if os.access(".", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".hpcaccum-doctor-", dir=place) as folder:
+        out = Path(folder).resolve() / "finding.json"
+        words = ["-m", "hpcaccum", "doctor", "--probe", name, "--out", str(out)]
+        words += ["--timeout", str(timeout)]
+        output, ended = _output([*launcher, sys.executable, *words], timeout + 10)
+        if out.exists():
+            return Finding(*json.loads(out.read_text()))
+    tail = "\n".join(output.strip().splitlines()[-_TAIL:])
+    advice = next((text for sign, text in _KNOWN.items() if sign in output), "")
+    if name == "launch" and not advice:
+        library = _vendor() or "none that can be loaded"
+        advice = f"the MPI library is {library}: does the launcher belong to it?"
+    return Finding(BAD, f"{_tries(name)}: {ended}\n{tail}".rstrip(), advice)
+
+
+def _output(command: list[str], timeout: float) -> tuple[str, str]:
+    """Run a command; return its output and how it ended."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return _text(error.stdout), f"the job did not end within {timeout:g} s"
+    except OSError as error:
+        return "", f"cannot be started: {error.strerror}"
+    return _text(done.stdout), f"the job ended with status {done.returncode}"
+
+
+def _text(output: bytes | None) -> str:
+    return (output or b"").decode(errors="replace")
+
+
+# In a job
+
+
+def _run_one(args: argparse.Namespace) -> int:
+    group = Group.of()
+    with _limit(args.probe, args.timeout):
+        finding = PROBES[args.probe](group)
+        if args.probe == "launch":
+            finding = finding._replace(text=f"{finding.text}; {hosts(group)}")
+    if group.rank == 0:
+        part = args.out.with_suffix(".part")
+        part.write_text(json.dumps(finding))
+        part.rename(args.out)
+    return 0
+
+
+def _run_all(args: argparse.Namespace) -> int:
+    group = Group.of()
+
+    def findings() -> Iterator[tuple[str, Finding]]:
+        for name, probe in PROBES.items():
+            with _limit(name, args.timeout):
+                yield name, probe(group)
+
+    if group.rank == 0:
+        print(f"hpcaccum {__version__} doctor: {hosts(group)}", flush=True)
+        return _report(findings(), args.json)
+    hosts(group)
+    for _ in findings():
+        pass
+    return 0
+
+
+class _limit:
+    """Ends the job if the block takes too long."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self._end, [name, seconds])
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    @staticmethod
+    def _end(name: str, seconds: float) -> None:
+        print(f"{_tries(name)}: did not end within {seconds:g} s", file=sys.stderr)
+        abort_job(1)
+
+
+def _tries(name: str) -> str:
+    return (PROBES[name].__doc__ or "").partition("\n")[0].rstrip(".")
+
+
+# The report
+
+
+def _report(findings: Iterable[tuple[str, Finding]], path: Path | None) -> int:
+    """Print each finding when it is there; return the exit status."""
+    found = []
+    for name, finding in findings:
+        found.append((name, finding))
+        first, *rest = finding.text.splitlines()
+        print(f"{finding.verdict:8} {name:11} {first}")
+        for line in [*rest, *([f"-> {finding.advice}"] if finding.advice else [])]:
+            print(f"{'':20} {line}")
+        sys.stdout.flush()
+    if path:
+        facts = [{"probe": name, **each._asdict()} for name, each in found]
+        path.write_text(json.dumps(facts, indent=1) + "\n")
+    counts = {kind: sum(each.verdict == kind for _, each in found) for kind in _KINDS}
+    print(", ".join(f"{number} {kind}" for kind, number in counts.items()))
+    return 1 if counts[BAD] else 0
+
+
+_KINDS = (GOOD, NOTE, BAD)
