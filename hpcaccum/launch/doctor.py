@@ -7,11 +7,14 @@ other. Started by a launcher, its ranks are the job, and run all probes one by o
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import functools
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +31,8 @@ from hpcaccum.output_files import open_output
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+# Seconds: for the start of a job, and for its end when it is asked to.
+_START, _PATIENCE = 10.0, 5.0
 # Lines of a failed job that are shown.
 _TAIL = 6
 _LIBRARY = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
@@ -130,7 +135,7 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
         out = Path(folder).resolve() / "finding.json"
         words = ["-m", "hpcaccum", "doctor", "--probe", name, "--out", str(out)]
         words += ["--timeout", str(timeout)]
-        output, ended = _output([*launcher, sys.executable, *words], timeout + 10)
+        output, ended = _output([*launcher, sys.executable, *words], timeout + _START)
         if out.exists():
             return Finding(*json.loads(out.read_text()))
     tail = "\n".join(output.strip().splitlines()[-_TAIL:])
@@ -143,24 +148,34 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
 
 def _output(command: list[str], timeout: float) -> tuple[str, str]:
     """Run a command; return its output and how it ended."""
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        return _text(error.stdout), f"the job did not end within {timeout:g} s"
-    except OSError as error:
-        return "", f"cannot be started: {error.strerror}"
-    return _text(done.stdout), f"the job ended with status {done.returncode}"
+    with tempfile.TemporaryFile() as file:
+        try:
+            job = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return "", f"cannot be started: {error.strerror}"
+        try:
+            ended = f"the job ended with status {job.wait(timeout)}"
+        except subprocess.TimeoutExpired:
+            _end(job)
+            ended = f"the job did not end within {timeout:g} s"
+        file.seek(0)
+        return file.read().decode(errors="replace"), ended
 
 
-def _text(output: bytes | None) -> str:
-    return (output or b"").decode(errors="replace")
+def _end(job: subprocess.Popen[bytes]) -> None:
+    # A launcher that is asked ends its ranks; one that is killed may leave them.
+    job.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        job.wait(_PATIENCE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
 
 
 # In a job
@@ -211,6 +226,8 @@ class _limit:
 
     @staticmethod
     def _end(name: str, seconds: float) -> None:
+        # For whoever runs the probe alone; the last lines are what the doctor shows.
+        faulthandler.dump_traceback(sys.stderr)
         print(f"{_tries(name)}: did not end within {seconds:g} s", file=sys.stderr)
         abort_job(1)
 

@@ -44,7 +44,12 @@ def _keyval() -> int:
 
 
 class Group:
-    """A private duplicate of a communicator, and what its ranks share.
+    """A private duplicate of a communicator, and what its ranks share. Collective.
+
+    Args:
+        comm: The duplicate, which the group frees.
+        node: The part of it that shares memory with this rank, which the group frees;
+            None to ask MPI.
 
     Attributes:
         comm: The private communicator, so that messages of the user and of hpcaccum
@@ -52,23 +57,48 @@ class Group:
         rank: Rank of this process.
         size: Number of ranks.
         node: Communicator of the ranks that share memory with this one.
+        nodes: The ranks of each node, ordered by first rank.
+        node_number: The place of this rank's node in `nodes`.
+        single_node: Whether all ranks share memory.
+        own_cores: This rank's share of the cores of its node, at least 1. Ranks that
+            may run on the same cores share them evenly.
         named: Objects that several users of the group share, by name.
         control: The exchanges of small objects, and the order of collective calls.
     """
 
-    def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
+    def __init__(
+        self, comm: mpi4py_MPI.Intracomm, node: mpi4py_MPI.Intracomm | None = None
+    ) -> None:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
-        self.node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        self.node = node or comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         self.named: dict[str, Any] = {}
         # The first sum of objects on a communicator stops all threads of a rank, a
         # server among them, until all ranks have called it. So it is done now. Source:
         # mpi4py duplicates the communicator then, and holds the interpreter lock.
         comm.allreduce(0)
         self.node.allreduce(0)
+        # Not at their first use, which may be on some ranks only.
+        self.nodes = self._find_nodes()
+        self.node_number = next(
+            number for number, ranks in enumerate(self.nodes) if self.rank in ranks
+        )
+        self.single_node = len(self.nodes) == 1
+        self.own_cores = self._share_cores()
         self.control = ControlChannel(comm)
         self._numbers = itertools.count(1)
         self._retained, self._closed = 0, False
+
+    def _find_nodes(self) -> list[list[int]]:
+        nodes: dict[int, list[int]] = {}
+        for rank, first in enumerate(self.comm.allgather(self.node.bcast(self.rank))):
+            nodes.setdefault(first, []).append(rank)
+        return list(nodes.values())
+
+    def _share_cores(self) -> int:
+        mine = os.sched_getaffinity(0)
+        sharing = [cores for cores in self.node.allgather(mine) if cores & mine]
+        return max(1, len(mine) // len(sharing))
 
     @classmethod
     def of(cls, comm: mpi4py_MPI.Comm | Group | None = None) -> Group:
@@ -107,38 +137,9 @@ class Group:
         return f"Group(rank {self.rank} of {self.size}, {self.node.size} on its node)"
 
     @functools.cached_property
-    def single_node(self) -> bool:
-        """Whether all ranks share memory. Collective at first use."""
-        return bool(self.comm.allreduce(self.node.size == self.size, MPI.LAND))
-
-    @functools.cached_property
-    def own_cores(self) -> int:
-        """This rank's share of the cores of its node, at least 1.
-
-        Collective at first use. Ranks that may run on the same cores share them evenly.
-        """
-        mine = os.sched_getaffinity(0)
-        sharing = [cores for cores in self.node.allgather(mine) if cores & mine]
-        return max(1, len(mine) // len(sharing))
-
-    @functools.cached_property
     def progress(self) -> ProgressThread:
         """The thread that calls MPI for other nodes while this rank computes."""
         return ProgressThread(self.comm, needed=not self.single_node)
-
-    @functools.cached_property
-    def nodes(self) -> list[list[int]]:
-        """The ranks of each node, ordered by first rank. Collective at first use."""
-        first = self.node.bcast(self.rank)
-        nodes: dict[int, list[int]] = {}
-        for rank, node in enumerate(self.comm.allgather(first)):
-            nodes.setdefault(node, []).append(rank)
-        return list(nodes.values())
-
-    @functools.cached_property
-    def node_number(self) -> int:
-        """The place of this rank's node in `nodes`. Collective at first use."""
-        return next(n for n, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @functools.cached_property
     def inside(self) -> Group:

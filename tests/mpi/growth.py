@@ -245,9 +245,8 @@ def main(layouts: list[str]) -> None:
         color = int(world.rank >= ranks)
         comm = world.Split(color, world.rank)
         if not color:
-            group = Group(comm.Dup())
-            group.node.Free()
-            group.node = comm.Split(comm.rank * nodes // ranks, comm.rank)
+            node = comm.Split(comm.rank * nodes // ranks, comm.rank)
+            group = Group(comm.Dup(), node)
             found = costs(group)
             if world.rank == 0:
                 print(json.dumps([ranks, nodes, found]), flush=True)

@@ -123,9 +123,8 @@ def made_up_once(comm: MPI.Intracomm, nodes: str) -> Group:
 
 def made_up(comm: MPI.Intracomm, node: Callable[[int, int], int]) -> Group:
     """Return a new group that believes its ranks to be on several nodes."""
-    group = Group(comm.Dup())
-    group.node.Free()
-    group.node = comm.Split(node(comm.rank, comm.size), comm.rank)
+    own = comm.Split(node(comm.rank, comm.size), comm.rank)
+    group = Group(comm.Dup(), own)
     assert not group.single_node
     return group
 

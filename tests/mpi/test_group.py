@@ -69,6 +69,22 @@ def test_single_node_is_what_mpi_says(comm, size):
     assert group.single_node == (nodes == [size] * size)
 
 
+def test_what_a_group_knows_needs_no_other_rank(comm, rank, size):
+    # A rank may ask for one of these and others not: they differ in what they do.
+    group = Group(comm.Dup())
+    found = meet(None)
+    if rank == 0:
+        found = group.own_cores, group.nodes, group.node_number, group.single_node
+    meet()
+    group.free()
+
+    if rank == 0:
+        assert found[0] >= 1
+        assert sorted(rank for ranks in found[1] for rank in ranks) == list(range(size))
+        assert found[2] == 0
+        assert found[3] == (len(found[1]) == 1)
+
+
 def test_exchange_returns_all_values_on_all_ranks(comm, rank, size):
     group = Group.of(comm)
     for turn in range(10):

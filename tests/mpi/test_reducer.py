@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import ml_dtypes
@@ -371,3 +372,17 @@ def test_results_may_be_copied_over_other_inputs(maker, size):
 
     assert (a == 10 * size).all()
     assert (b == size).all()
+
+
+@pytest.mark.ranks(min=3)
+def test_only_some_nodes_have_fewer_cores_than_ranks(comm, rank, size, monkeypatch):
+    # The last rank is alone on its node; the others share one core.
+    last = rank == size - 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1} if last else {0})
+    group = Group(comm.Dup(), comm.Split(last, rank))
+    with Reducer(Layout({"x": (4,)}, "float32"), group) as reducer:
+        reducer.arrays()["x"][...] = rank
+        mean = reducer.reduce()["x"].copy()
+    group.free()
+
+    assert (mean == np.float32((size - 1) / 2)).all()

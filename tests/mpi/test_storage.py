@@ -19,24 +19,23 @@ INVALID = hpc.InvalidArgumentError
 
 
 def test_cores_are_shared_with_ranks_that_may_run_on_them(comm, monkeypatch):
-    group, found = hpc.Group.of(comm), []
-    ranks = group.node.size
+    ranks, found = hpc.Group.of(comm).node.size, []
     for cores in (ranks, 2 * ranks, 5 * ranks - 1, 1):
-        vars(group).pop("own_cores", None)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
+        group = hpc.Group(comm.Dup())
         found.append(group.own_cores)
-    del vars(group)["own_cores"]
+        group.free()
 
     assert found == [1, 2, 4, 1]
 
 
 def test_cores_of_ranks_that_are_bound_are_their_own(comm, rank, monkeypatch):
-    group = hpc.Group.of(comm)
-    vars(group).pop("own_cores", None)
     mine = set(range(3 * rank, 3 * rank + 3))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine)
+    group = hpc.Group(comm.Dup())
+    group.free()
+
     assert group.own_cores == 3
-    del vars(group)["own_cores"]
 
 
 # Where a take leaves its result

@@ -16,8 +16,7 @@ from hpcaccum import Group
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD
-group = Group(comm.Dup())
-group.node = comm.Split(comm.rank % 2, comm.rank)
+group = Group(comm.Dup(), comm.Split(comm.rank % 2, comm.rank))
 w = hpc.Variable(np.zeros(1000), "w")
 opt = {optimizer}
 

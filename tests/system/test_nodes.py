@@ -15,9 +15,8 @@ from hpcaccum.nodes import Agent, NodeParts
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD
-group = Group(comm.Dup())
 # Each rank is on a node of its own.
-group.node = comm.Split(comm.rank, 0)
+group = Group(comm.Dup(), comm.Split(comm.rank, 0))
 
 class Service:
     def handle(self, source):

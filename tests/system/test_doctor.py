@@ -1,0 +1,113 @@
+"""``hpcaccum doctor``: alone, as ranks of a job, and where something is broken."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from hpcaccum.launch.probes import PROBES
+
+from .conftest import REPOSITORY, run_program
+
+pytestmark = pytest.mark.mpi
+
+DOCTOR = "-m", "hpcaccum", "doctor"
+
+# Starts jobs as asked, but for one probe.
+BROKEN = """\
+#!/bin/bash
+case " $* " in
+    *" --probe atomics "*) {what} ;;
+    *" --probe launch "*) exec {mpiexec} -n 2 "$@" ;;
+    *) exit 3 ;;
+esac
+"""
+
+
+@pytest.fixture
+def doctor(tmp_path, mpi_environment):
+    """Run the doctor alone; return its exit status and what it shows."""
+
+    def run(*options):
+        env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
+        command = [sys.executable, *DOCTOR, *map(str, options)]
+        done = run_program(command, timeout=300, cwd=tmp_path, env=env)
+        assert "Traceback (most recent call last)" not in done.stdout
+        return done.returncode, done.stdout
+
+    return run
+
+
+def test_alone_it_starts_a_job_for_each_probe(doctor, mpiexec, tmp_path):
+    options = "--launcher", f"{mpiexec} -n 2", "--json", "found.json"
+    status, shown = doctor(*options)
+    found = json.loads((tmp_path / "found.json").read_text())
+
+    assert status == 0, shown
+    assert [each["probe"] for each in found] == list(PROBES)
+    assert {each["verdict"] for each in found} <= {"ok", "note"}
+    assert "2 ranks on 1 node" in found[0]["text"]
+    for each in found:
+        assert re.search(f"^{each['verdict']} +{each['probe']} +", shown, re.M)
+    assert "0 problem\n" in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
+def test_started_by_a_launcher_its_ranks_are_the_job(mpirun, tmp_path):
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    done = mpirun(3, *DOCTOR, "--json", "found.json", cwd=tmp_path, env=env)
+    found = json.loads((tmp_path / "found.json").read_text())
+
+    assert done.returncode == 0, done.stdout
+    assert [each["probe"] for each in found] == list(PROBES)
+    assert done.stdout.count("0 problem\n") == 1
+    assert re.search(r"doctor: \S.* \S+; ranks: 3 on ", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("echo oh; kill -SEGV $$", "the job ended with status -11"),
+        ("sleep 60", "the job did not end within 11 s"),
+    ],
+)
+def test_a_crash_or_a_hang_is_a_finding(doctor, mpiexec, tmp_path, what, text):
+    launcher = tmp_path / "launcher"
+    launcher.write_text(BROKEN.format(what=what, mpiexec=mpiexec))
+    launcher.chmod(0o700)
+    status, shown = doctor("--launcher", launcher, "--timeout", "1")
+
+    assert status == 1
+    about = f"atomics     Words that all ranks change at the same time: {text}"
+    assert f"problem  {about}\n" in shown
+    # It goes on with the next one.
+    assert "problem  writers " in shown
+
+
+@pytest.mark.parametrize(
+    ("launcher", "text"),
+    [
+        ("nonesuch", "cannot be started: No such file or directory"),
+        ("false", "the job ended with status 1"),
+        ("env PMI_SIZE=2", "each is alone in its MPI_COMM_WORLD"),
+        ("env", "only one rank"),
+    ],
+)
+def test_ranks_that_do_not_find_each_other(doctor, launcher, text):
+    status, shown = doctor("--launcher", launcher, "--timeout", "30")
+
+    assert text in shown
+    if launcher != "env":
+        assert status == 1
+        assert "1 problem\n" in shown
+        assert "->" in shown
+
+
+def test_a_timeout_must_be_positive(doctor):
+    status, shown = doctor("--timeout", "0")
+
+    assert status == 2
+    assert "--timeout must be more than 0" in shown
