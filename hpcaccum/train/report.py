@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from hpcaccum.train.options import Options
     from hpcaccum.train.records import Record, Result
 
-# Seconds between two lines of progress without a terminal, which has a bar.
-_LINE_PAUSE = 1.0
+# Without a terminal, which has a bar, a line of progress comes when the time since the
+# start has doubled: after this many seconds at first, and at least so often.
+_FIRST_LINE, _LONGEST_PAUSE = 1.0, 600.0
 # Columns without a terminal, unless COLUMNS is set.
 _WIDTH = 100
 # Number of ranks that have their own row.
@@ -84,11 +85,13 @@ def saved(result: Result, options: Options) -> str:
 
 
 class Bar:
-    """Progress of one run: a bar on a terminal, otherwise a line every second."""
+    """Progress of one run: a bar on a terminal, otherwise lines, ever more seldom."""
 
     def __init__(self, out: Console, strategy: str, epochs: int) -> None:
         self._out, self._strategy, self._epochs = out, strategy, epochs
         self._next_line = 0.0
+        # The epoch in which the run began, of which a resumed one has passed some.
+        self._begin: float | None = None
         text = TextColumn("{task.fields[text]}")
         name = TextColumn(f"{strategy:13}")
         # No drawing thread: it would disturb the measurement.
@@ -99,17 +102,34 @@ class Bar:
 
     def show(self, record: Record) -> None:
         """Show one record."""
+        if self._begin is None:
+            self._begin = record.epoch
         loss = "" if record.loss is None else f"loss {record.loss:.3f}, "
         text = (
-            f"epoch {record.epoch:.0f} of {self._epochs}, {record.seconds:.1f} s, "
-            f"{loss}test accuracy {record.accuracy:.1%}"
+            f"epoch {record.epoch:.0f} of {self._epochs}, {record.seconds:.1f} s"
+            f"{self._left(record)}, {loss}test accuracy {record.accuracy:.1%}"
         )
         if self._out.is_terminal:
             self._bar.update(self._task, completed=record.epoch, text=text)
             self._bar.refresh()
-        elif time.monotonic() >= self._next_line or record.epoch >= self._epochs:
-            self._out.print(f"{self._strategy}: {text}", soft_wrap=True)
-            self._next_line = time.monotonic() + _LINE_PAUSE
+        elif record.seconds >= self._next_line or record.epoch >= self._epochs:
+            clock = time.strftime("%H:%M:%S")
+            self._out.print(f"{clock} {self._strategy}: {text}", soft_wrap=True)
+            pause = min(max(record.seconds, _FIRST_LINE), _LONGEST_PAUSE)
+            self._next_line = record.seconds + pause
+
+    def _left(self, record: Record) -> str:
+        """Return how long the rest will take at the speed so far."""
+        assert self._begin is not None
+        done = record.epoch - self._begin
+        if done <= 0 or record.epoch >= self._epochs:
+            return ""
+        seconds = record.seconds / done * (self._epochs - record.epoch)
+        if seconds < 100:
+            return f", {seconds:.0f} s left"
+        minutes = round(seconds / 60)
+        hours = f"{minutes // 60} h {minutes % 60:02} min"
+        return f", {hours if minutes >= 100 else f'{minutes} min'} left"
 
     def stop(self) -> None:
         """Stop drawing the bar; it stays visible."""

@@ -1,0 +1,56 @@
+"""Progress of ``hpcaccum train`` without a terminal: a few lines, with the time left."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from hpcaccum.train.records import Record
+from hpcaccum.train.report import Bar
+
+
+def shown(times, epochs):
+    """Return the lines for one record an epoch, at these times."""
+    out = io.StringIO()
+    bar = Bar(Console(file=out, width=200), "agn", epochs)
+    for epoch, seconds in times:
+        bar.show(Record("agn", 0, seconds, epoch, epoch, None, 1.0, 0.5))
+    bar.stop()
+    return out.getvalue().splitlines()
+
+
+def test_lines_come_when_the_time_has_doubled():
+    lines = shown([(second, float(second)) for second in range(101)], 100)
+    epochs = [int(re.search(r"epoch (\d+) of 100", line)[1]) for line in lines]
+
+    assert epochs == [0, 1, 2, 4, 8, 16, 32, 64, 100]
+    assert re.match(r"\d\d:\d\d:\d\d agn: epoch 1 of 100, 1.0 s, 99 s left, ", lines[1])
+    assert " left" not in lines[0] + lines[-1]
+
+
+def test_lines_of_a_long_job_come_every_10_minutes():
+    lines = shown([(minute, 60.0 * minute) for minute in range(1000)], 2000)
+    epochs = [int(re.search(r"epoch (\d+) of", line)[1]) for line in lines]
+
+    assert epochs[:8] == [0, 1, 2, 4, 8, 16, 26, 36]
+    assert "996 of 2000" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("done", "seconds", "text"),
+    [
+        (50, 30.0, "30 s left"),
+        (1, 60.0, "99 min left"),
+        (1, 3600.0, "99 h 00 min left"),
+    ],
+)
+def test_time_left(done, seconds, text):
+    assert text in shown([(0, 0.0), (done, seconds)], 100)[-1]
+
+
+def test_a_resumed_job_counts_its_own_epochs():
+    # 10 epochs in 10 s; the first 80 were made by another job.
+    assert "10 s left" in shown([(80, 0.0), (90, 10.0)], 100)[-1]
