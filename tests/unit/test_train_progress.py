@@ -1,4 +1,4 @@
-"""Progress of ``hpcaccum train`` without a terminal: a few lines, with the time left."""
+"""Progress of ``hpcaccum train`` without a terminal: few lines, with the time left."""
 
 from __future__ import annotations
 
