@@ -15,6 +15,7 @@ from hpcaccum.bench.gloo import Gloo, check_usable
 from hpcaccum.bench.links import Links, describe_links
 from hpcaccum.bench.measure import Conditions, Measurement, Row, rows
 from hpcaccum.bench.options import Options, case_of, check_picture, resolve
+from hpcaccum.bench.soak import Soak
 from hpcaccum.output_files import check_apart, ending_the_job, open_output
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
         check_apart({"--plot": args.plot}, {"old": args.old, "new": args.new})
         check_picture(args.plot)
         return comparison(args.old, args.new, args.tolerance, args.plot)
+    if args.benchmark == "soak":
+        group = Group.of()
+        group.agree("hpcaccum bench soak", lambda: {"--seed": args.seed})
+        return Soak(group, args.seconds, args.seed)
     group, options = Group.of(), resolve(args)
 
     def open_files() -> IO[str] | None:

@@ -46,6 +46,7 @@ _HELP = {
     "all": "all of the above",
     WIRE: "what each strategy sends between nodes, counted at the links",
     _ON_DEVICE: "kernels, accumulator and exchange on a CUDA device, vs CuPy",
+    "soak": "random operations for any time: exact counts, and nothing leaks",
     "compare": "what became slower between two --json files",
     "scaling": "how times grow with ranks and nodes, from files of several jobs",
 }
@@ -120,6 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _add_compare(each)
         elif name == "scaling":
             _add_scaling(each)
+        elif name == "soak":
+            _add_soak(each)
         else:
             _add_measure(each, with_gloo=name in ("allreduce", "all"))
 
@@ -182,6 +185,15 @@ def _add_scaling(parser: argparse.ArgumentParser) -> None:
         help="written by bench --json or train --log, on different numbers of ranks",
     )
     _add_plot(parser, "draw the efficiency over ranks")
+
+
+def _add_soak(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seconds", type=_seconds, default=60.0, help="how long, about (60)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the settings and operations (0)"
+    )
 
 
 def _add_plot(parser: argparse.ArgumentParser, text: str) -> None:
