@@ -80,7 +80,7 @@ class Soak:
         Raises:
             WrongAnswerError: On every rank, if a sum is wrong on one.
         """
-        begun = shown = time.monotonic()
+        begun, shown = time.monotonic(), 0.5
         first, episode, now = Use.now(), 0, 0.0
         self._say(
             f"soak: {self._group.size} ranks, {self._seconds:g} s, seed {self._seed}\n"

@@ -209,9 +209,11 @@ class Job:
 
 def script(job: Job) -> str:
     """Return the text of the batch script."""
-    paragraphs = [_head(job), _directives(job), "set -uo pipefail\n"]
+    paragraphs = [_head(job), _directives(job)]
     if job.setup:
+        # Scripts of modules use variables that are not set.
         paragraphs.append("".join(f"{each}\n" for each in job.setup))
+    paragraphs.append("set -uo pipefail\n")
     if job.launcher == "srun":
         paragraphs.append(_PLUGIN)
         if not job.measures:
@@ -269,9 +271,8 @@ def _directives(job: Job) -> str:
     else:
         target = "" if job.launcher == "srun" else "B:"
         lines += [f"signal={target}USR1@{MARGIN}", "requeue", "open-mode=append"]
-    return "".join(f"#SBATCH {'--' + each}\n" for each in lines) + "".join(
-        f"#SBATCH {each}\n" for each in job.options
-    )
+    words = [*(f"--{each}" for each in lines), *job.options]
+    return "".join(f"#SBATCH {each}\n" for each in words)
 
 
 def _body(job: Job) -> str:
@@ -290,7 +291,7 @@ def _body(job: Job) -> str:
 
 
 def _bench(job: Job) -> str:
-    json = '--json "$name.jsonl"'
+    json = "" if job.words[1:2] == ("soak",) else '--json "$name.jsonl"'
     if not job.benchmarks:
         name = "name=$SLURM_JOB_NAME-$SLURM_JOB_ID\n"
         return f"{name}\n{_run(job, job.words, json)}\nexit $status\n"

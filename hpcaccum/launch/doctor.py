@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from hpcaccum import Group, InvalidArgumentError, __version__
 from hpcaccum.launch.probes import BAD, GOOD, NOTE, PROBES, Finding, hosts
 from hpcaccum.mpi import abort_job, launched_ranks
-from hpcaccum.output_files import open_output
+from hpcaccum.output_files import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -84,10 +84,23 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     if args.probe:
         return functools.partial(_run_one, args)
     if needs_mpi(args):
+        _check_together(args.json)
         return functools.partial(_run_all, args)
-    open_output("--json", args.json)
+    _check(args.json)
     launcher = shlex.split(args.launcher) if args.launcher else _launcher()
     return functools.partial(_diagnose, launcher, args)
+
+
+def _check(path: Path | None) -> None:
+    if path is not None:
+        check_writable("--json", path)
+
+
+def _check_together(path: Path | None) -> None:
+    """Check the file, which rank 0 writes. Collective."""
+    group = Group.of()
+    own = path if group.rank == 0 else None
+    group.agree("--json", functools.partial(_check, own), lambda _: {})
 
 
 def _launcher() -> list[str]:
@@ -183,7 +196,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 def _run_one(args: argparse.Namespace) -> int:
     group = Group.of()
-    with _limit(args.probe, args.timeout):
+    with _Limit(args.probe, args.timeout):
         finding = PROBES[args.probe](group)
         if args.probe == "launch":
             finding = finding._replace(text=f"{finding.text}; {hosts(group)}")
@@ -199,7 +212,7 @@ def _run_all(args: argparse.Namespace) -> int:
 
     def findings() -> Iterator[tuple[str, Finding]]:
         for name, probe in PROBES.items():
-            with _limit(name, args.timeout):
+            with _Limit(name, args.timeout):
                 yield name, probe(group)
 
     if group.rank == 0:
@@ -211,7 +224,7 @@ def _run_all(args: argparse.Namespace) -> int:
     return 0
 
 
-class _limit:
+class _Limit:
     """Ends the job if the block takes too long."""
 
     def __init__(self, name: str, seconds: float) -> None:

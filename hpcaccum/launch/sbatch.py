@@ -160,7 +160,7 @@ def _check_bench(words: tuple[str, ...]) -> None:
         found = _parsed("bench", bench_options.add_arguments, each)
         if not needs_mpi(found):
             raise InvalidArgumentError(f"bench {found.benchmark} needs no job")
-        if found.json:
+        if getattr(found, "json", None):
             raise InvalidArgumentError("bench --json: the script sets it")
 
 

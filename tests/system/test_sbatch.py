@@ -58,6 +58,15 @@ def test_all_options_come_into_the_script():
     assert again.stdout == text
 
 
+def test_modules_are_loaded_before_unset_variables_are_errors():
+    text = sbatch("--setup=module load x", "--", "bench", "soak").stdout
+
+    assert text.index("module load x") < text.index("set -uo pipefail")
+    # It writes no JSON lines.
+    assert "python -m hpcaccum bench soak \\\n" in text
+    assert "--json" not in text
+
+
 def test_words_of_a_program_are_quoted():
     done = sbatch("--", "python", "it's mine.py", "a b", "$HOME")
 
