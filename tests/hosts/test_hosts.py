@@ -108,7 +108,9 @@ def test_results_are_those_of_one_process(cluster: Cluster, ranks: int):
 
 def test_links_have_the_rate_in_both_directions(cluster: Cluster):
     tc = ("tc", "qdisc", "show")
-    outgoing = cluster.run(1, *tc, timeout=WAIT).stdout
+    # Open MPI's launcher may miss the end of programs that end at once.
+    slowly = ("sh", "-c", f"{' '.join(tc)}; sleep 1")
+    outgoing = cluster.run(1, *slowly, timeout=WAIT).stdout
     incoming = subprocess.run([*cluster.enter, *tc], capture_output=True, text=True)
 
     for found in (outgoing, incoming.stdout):
