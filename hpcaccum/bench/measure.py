@@ -40,7 +40,7 @@ EXCHANGE = "exchange"
 
 
 class WrongAnswerError(RuntimeError):
-    """Raised if the operation to be measured gives a wrong result."""
+    """Raised if an operation gives a wrong result."""
 
 
 class Times(NamedTuple):

@@ -50,6 +50,10 @@ class Curve(NamedTuple):
         ratio = self.points[first] / self.points[size]
         return first.ranks / size.ranks / ratio if self.title == _TRAINING else ratio
 
+    def efficiencies(self) -> list[tuple[int, float]]:
+        """Return the numbers of ranks, in order, and the efficiency of each."""
+        return [(size.ranks, self.efficiency(size)) for size in sorted(self.points)]
+
     def text(self, size: Size) -> str:
         """Return what was measured."""
         if self.title == _TRAINING:
@@ -124,18 +128,7 @@ def _show(curves: list[Curve], plot: Path | None) -> None:
     if plot:
         from hpcaccum.bench.plot import draw_efficiencies
 
-        draw_efficiencies(
-            [
-                (
-                    curve.title,
-                    curve.name,
-                    [(s.ranks, curve.efficiency(s)) for s in found],
-                )
-                for curve in curves
-                if (found := sorted(curve.points))
-            ],
-            plot,
-        )
+        draw_efficiencies([(c.title, c.name, c.efficiencies()) for c in curves], plot)
         print(f"picture: {plot}")
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import hpcaccum as hpc
+from hpcaccum.bench.measure import WrongAnswerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,10 +38,6 @@ _WARM = 10
 # Growth of a rank's memory that is no leak of ours: what allocators keep; and in each
 # episode, as MPICH's MPI_Win_allocate_shared and MPI_Win_free keep 300 bytes a window.
 _ALLOWED, _EACH = 4 << 20, 4 << 10
-
-
-class WrongAnswerError(RuntimeError):
-    """Raised if a count or a sum is not exact."""
 
 
 class Use(NamedTuple):

@@ -44,8 +44,8 @@ _ABOUT_ARRAY = """\
 
 _ABOUT_SWEEP = """\
 #
-# Measures on {counts} nodes, as far as the job has them, one after the other, and
-# reports how the times grow.
+# Measures on {counts} nodes, one after the other, and reports how the times grow.
+# A job with fewer nodes leaves out the larger numbers.
 #
 # Writes, here: {name}-JOB.out (tables and report), -JOB.png (the picture) and, for each
 # number of nodes, {name}-JOB-NODES.jsonl."""

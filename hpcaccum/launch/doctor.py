@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from hpcaccum import Group, InvalidArgumentError, __version__
 from hpcaccum.launch.probes import BAD, GOOD, NOTE, PROBES, Finding, hosts
-from hpcaccum.mpi import abort_job, launched_ranks
+from hpcaccum.mpi import abort_job, launched_ranks, slurm_plugin
 from hpcaccum.output_files import check_writable
 
 if TYPE_CHECKING:
@@ -107,8 +107,7 @@ def _launcher() -> list[str]:
     """Return what starts two ranks here."""
     slurm = "SLURM_JOB_ID" in os.environ and shutil.which("srun")
     if slurm:
-        plugin = "pmix" if _vendor() == "Open MPI" else "pmi2"
-        return [slurm, f"--mpi={plugin}"]
+        return [slurm, f"--mpi={slurm_plugin(_vendor())}"]
     places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     mpiexec = shutil.which("mpiexec", path=places)
     if mpiexec is None:
@@ -239,7 +238,7 @@ class _Limit:
 
     @staticmethod
     def _end(name: str, seconds: float) -> None:
-        # For whoever runs the probe alone; the last lines are what the doctor shows.
+        # The stacks are for a user who runs the probe alone: the doctor shows the end.
         faulthandler.dump_traceback(sys.stderr)
         print(f"{_tries(name)}: did not end within {seconds:g} s", file=sys.stderr)
         abort_job(1)

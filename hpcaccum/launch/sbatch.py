@@ -39,6 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to the parser."""
     parser.usage = "%(prog)s [options] -- train ... | bench ... | PROGRAM ..."
     parser.set_defaults(**_DEFAULTS)
+    _add_size(parser)
+    _add_script(parser)
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        help="train or bench with their options, or any other program and its "
+        "arguments. `bench` without a benchmark makes a job array of all of them",
+    )
+
+
+def _add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=_count, help="nodes (1)")
     parser.add_argument("--ranks-per-node", type=_count, metavar="N", help="ranks (4)")
     parser.add_argument(
@@ -59,17 +70,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time limit as sbatch reads it: minutes, H:M:S or D-H:M:S (1:00:00). A "
         "training is queued again before it ends",
     )
-    parser.add_argument("--name", help="of the job (that of the program)")
-    parser.add_argument(
-        "--launcher",
-        choices=("srun", "mpiexec"),
-        help="what starts the ranks; mpiexec where srun does not know the MPI (srun)",
-    )
     parser.add_argument(
         "--sweep",
         type=_counts,
         metavar="1,2,4",
         help="with a benchmark: measure on so many nodes, one after the other",
+    )
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", help="of the job (that of the program)")
+    parser.add_argument(
+        "--launcher",
+        choices=("srun", "mpiexec"),
+        help="what starts the ranks; mpiexec where srun does not know the MPI (srun)",
     )
     parser.add_argument(
         "--setup",
@@ -86,12 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="OPTION",
         help="another option of sbatch, as --sbatch=--partition=gpu; may be repeated",
-    )
-    parser.add_argument(
-        "program",
-        nargs=argparse.REMAINDER,
-        help="train or bench with their options, or any other program and its "
-        "arguments. `bench` without a benchmark makes a job array of all of them",
     )
 
 

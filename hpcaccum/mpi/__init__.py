@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.launcher import launched_ranks
+from hpcaccum.mpi.launcher import launched_ranks, slurm_plugin
 from hpcaccum.mpi.lifetime import Freeable
 from hpcaccum.mpi.node_memory import NodeMemory
 from hpcaccum.mpi.progress import idle_nap, short_switch_interval
@@ -43,5 +43,6 @@ __all__ = [
     "launched_ranks",
     "report_and_abort",
     "short_switch_interval",
+    "slurm_plugin",
     "without_signals",
 ]

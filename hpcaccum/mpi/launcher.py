@@ -36,8 +36,14 @@ def launcher_problem(env: Mapping[str, str], size: int, vendor: str) -> str | No
     if not sizes or 1 in sizes.values():
         return None
     name, tasks = next(iter(sizes.items()))
-    plugin = "pmix" if vendor == "Open MPI" else "pmi2"
-    return _WRONG_LAUNCHER.format(name=name, tasks=tasks, vendor=vendor, plugin=plugin)
+    return _WRONG_LAUNCHER.format(
+        name=name, tasks=tasks, vendor=vendor, plugin=slurm_plugin(vendor)
+    )
+
+
+def slurm_plugin(vendor: str) -> str:
+    """Return what ``srun --mpi=`` needs to start ranks of an MPI library."""
+    return "pmix" if vendor == "Open MPI" else "pmi2"
 
 
 def _sizes(env: Mapping[str, str]) -> dict[str, int]:

@@ -7,7 +7,8 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Group
 from hpcaccum.bench import soak
-from hpcaccum.bench.soak import Soak, Use, WrongAnswerError
+from hpcaccum.bench.measure import WrongAnswerError
+from hpcaccum.bench.soak import Soak, Use
 
 from .training import meet, raised
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -119,34 +119,33 @@ class Submit:
 
     def until(self, job: str, text: str) -> str:
         """Wait until the job has written a text; return all that it has written."""
-        limit = time.monotonic() + WAIT
-        while text not in (shown := self.outputs(f"*-{job}.out")):
-            if time.monotonic() > limit or "FAILED" in self.slurm.states(job):
-                pytest.fail(f"{text!r} is not in what job {job} wrote:\n{shown}")
-            time.sleep(0.05)
-        return shown
+        name = f"*-{job}.out"
+        self.follow(job, lambda: text in self.outputs(name), f"{text!r} from")
+        return self.outputs(name)
 
     def saved(self, job: str) -> Path:
         """Wait until the job has written a checkpoint; return their directory."""
-        limit = time.monotonic() + WAIT
         saved = self.directory / f"hpcaccum-train-{job}.saved"
-        while not list(saved.glob("*.safetensors")):
-            if time.monotonic() > limit or "FAILED" in self.slurm.states(job):
-                pytest.fail(f"no checkpoint of job {job}:\n{self.outputs()}")
-            time.sleep(0.05)
+        self.follow(job, lambda: any(saved.glob("*.safetensors")), "checkpoint of")
         return saved
+
+    def follow(self, job: str, done: Callable[[], bool], what: str) -> None:
+        """Wait for something of a job, which must not fail meanwhile."""
+        limit = time.monotonic() + WAIT
+        while not done():
+            if time.monotonic() > limit or "FAILED" in self.slurm.states(job):
+                pytest.fail(f"no {what} job {job}:\n{self.history(job)}")
+            time.sleep(0.1)
+
+    def is_queued(self, job: str) -> bool:
+        # Daemons of the script and of its steps end later.
+        left = f"spool/*/job{int(job):05}", f"spool/*/*_{job}.*"
+        ended = not any(self.slurm.find(each) for each in left)
+        return ended and "PENDING" in self.slurm.states(job)
 
     def again(self, job: str) -> None:
         """Wait until the job is queued again; let it start in 2 s, not in 2 min."""
-        limit = time.monotonic() + WAIT
-        # Daemons of the script and of its steps end later.
-        left = f"spool/*/job{int(job):05}", f"spool/*/*_{job}.*"
-        while "PENDING" not in self.slurm.states(job) or any(
-            self.slurm.find(each) for each in left
-        ):
-            if time.monotonic() > limit or "FAILED" in self.slurm.states(job):
-                pytest.fail(f"job {job} is not queued again:\n{self.history(job)}")
-            time.sleep(0.1)
+        self.follow(job, lambda: self.is_queued(job), "second start of")
         # In the second of its end, a node would refuse it as a job that was killed.
         start = "StartTime=now+2seconds"
         self.slurm.call("scontrol", "update", f"jobid={job}", start)
