@@ -11,6 +11,9 @@ BIN     := $(VENV)/bin
 MPIEXEC := $(BIN)/mpiexec
 PYTEST  := $(BIN)/python -m pytest
 
+# What pytest runs: the directory, or those tests of ARGS that are named there.
+SOME = $(if $(findstring tests/,$(ARGS)),,$(1)) $(ARGS)
+
 # More ranks than cores: threads of the linear algebra would only add to that, and a rank
 # that waits must leave its core (see the file).  Without a compiler, tests are slower.
 export OMP_NUM_THREADS ?= 1
@@ -55,20 +58,20 @@ test-single: $(VENV)/.test
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(SINGLE)
 
 test-unit: $(VENV)/.test
-	$(PYTEST) tests/unit $(ARGS) </dev/null
+	$(PYTEST) $(call SOME,tests/unit) </dev/null
 
 # Whole programs, and what needs no MPI job.
 test-system: test-programs test-checks
 
 test-programs: $(VENV)/.test
-	$(SHARE) $(PYTEST) tests/system -m mpi $(ARGS) </dev/null
+	$(SHARE) $(PYTEST) -m mpi $(call SOME,tests/system) </dev/null
 
 test-checks: $(VENV)/.test
-	$(PYTEST) tests/system -m "not mpi" $(ARGS) </dev/null
+	$(PYTEST) -m "not mpi" $(call SOME,tests/system) </dev/null
 
 # CUDA kernels on the simulated device, and the simulator's own tests.
 test-device: $(VENV)/.test
-	$(PYTEST) tests/device tests/simulator/tests $(ARGS) </dev/null
+	$(PYTEST) $(call SOME,tests/device tests/simulator/tests) </dev/null
 
 # From now on test-device compiles kernels with NVIDIA's compiler, too.
 nvrtc: $(VENV)/.nvrtc
@@ -119,10 +122,10 @@ test-1-openmpi:
 	@$(MAKE) --no-print-directory test-1 MPI=openmpi
 
 test-%: $(VENV)/.test
-	$(SHARE) $(MPIEXEC) -n $* $(PYTEST) tests/mpi $(ARGS) </dev/null
+	$(SHARE) $(MPIEXEC) -n $* $(PYTEST) $(call SOME,tests/mpi) </dev/null
 
 test-hosts: $(VENV)/.test
-	$(SHARE) $(PYTEST) tests/hosts $(ARGS) </dev/null
+	$(SHARE) $(PYTEST) $(call SOME,tests/hosts) </dev/null
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

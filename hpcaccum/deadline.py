@@ -225,7 +225,7 @@ class Deadline:
 
 def _seconds(timeout: float | None) -> float:
     if timeout is None:
-        return _environment_limit()
+        return limit_of_environment("HPCACCUM_TIMEOUT", math.inf)
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(
             f"timeout must be seconds or None, got {type(timeout).__name__}"
@@ -235,12 +235,17 @@ def _seconds(timeout: float | None) -> float:
     return float(timeout)
 
 
-def _environment_limit() -> float:
-    text = os.environ.get("HPCACCUM_TIMEOUT", "")
+def limit_of_environment(variable: str, default: float) -> float:
+    """Return the seconds that a variable of the environment contains.
+
+    Raises:
+        InvalidArgumentError: If they are not a positive number.
+    """
+    text = os.environ.get(variable, "")
     try:
-        limit = float(text) if text else math.inf
+        limit = float(text) if text else default
     except ValueError:
         limit = math.nan
     if not limit > 0:
-        raise InvalidArgumentError(f"HPCACCUM_TIMEOUT must be seconds, got {text!r}")
+        raise InvalidArgumentError(f"{variable} must be seconds, got {text!r}")
     return limit

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Of messages, see `Mailbox`.
+_TAG = 1
 # Seconds after which a rank that waits in a call of a track reports it to rank 0. A
 # rank has at most one report in flight, so reports cost little if a rank is just slow.
 _PATIENCE = 0.2
@@ -116,7 +118,8 @@ class ControlChannel:
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
-        self._mailbox, self._rank, self._size = Mailbox(comm), comm.rank, comm.size
+        self._mailbox = Mailbox(comm, _TAG)
+        self._rank, self._size = comm.rank, comm.size
         # The last exchange that this rank has entered, and the last that has ended.
         self._number = self._ended = 0
         self._tracks: dict[int, Track] = {}

@@ -21,6 +21,7 @@ from hpcaccum.errors import (
     format_ranks,
 )
 from hpcaccum.mpi.control import ControlChannel
+from hpcaccum.mpi.heartbeat import Heartbeat, main_thread_place
 from hpcaccum.mpi.progress import ProgressThread
 from hpcaccum.mpi.runtime import MPI, check_running
 from hpcaccum.mpi.shutdown import is_ending
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.mpi.lifetime import Freeable
 
 logger = logging.getLogger("hpcaccum")
 
@@ -87,7 +90,10 @@ class Group:
         self.own_cores = self._share_cores()
         self.control = ControlChannel(comm)
         self._numbers = itertools.count(1)
-        self._retained, self._closed = 0, False
+        # The objects made with it, which are not freed.
+        self._objects: list[Freeable] = []
+        self._heartbeat: Heartbeat | None = None
+        self._closed = False
 
     def _find_nodes(self) -> list[list[int]]:
         nodes: dict[int, list[int]] = {}
@@ -261,14 +267,27 @@ class Group:
         """
         return next(self._numbers)
 
-    def retain(self) -> None:
-        """Keep the private communicators, also if the user frees the original."""
-        self._retained += 1
+    def retain(self, made: Freeable) -> None:
+        """Keep the private communicators, also if the user frees the original.
 
-    def release(self) -> None:
-        """End one `retain`."""
-        self._retained -= 1
+        Collective. The first object starts the heartbeat, the last one stops it.
+        """
+        if self._heartbeat is None and self.size > 1:
+            self._heartbeat = Heartbeat(self, self._place)
+        self._objects.append(made)
+
+    def release(self, freed: Freeable) -> None:
+        """End a `retain`. Collective."""
+        if self._heartbeat is not None and self._objects == [freed]:
+            self._heartbeat.stop()
+            self._heartbeat = None
+        self._objects.remove(freed)
         self._free_if_unused()
+
+    def _place(self) -> str:
+        """Return where this rank is, for messages."""
+        steps = [each.place() for each in list(self._objects)]
+        return ", ".join([*filter(None, steps), main_thread_place()])
 
     def close(self) -> None:
         """Free the private communicators, after the last `release`."""
@@ -276,7 +295,7 @@ class Group:
         self._free_if_unused()
 
     def _free_if_unused(self) -> None:
-        if self._closed and self._retained == 0:
+        if self._closed and not self._objects:
             self.free()
 
     def free(self) -> None:

@@ -38,7 +38,7 @@ class Freeable:
             what: Name for messages.
         """
         self.label = f"{what} (number {group.next_number()})"
-        group.retain()
+        group.retain(self)
         self._retained = group
         shutdown.at_exit(self._free_once)
 
@@ -56,6 +56,13 @@ class Freeable:
         """Return what messages call the object."""
         return type(self).__name__
 
+    def place(self) -> str:
+        """Return how far this rank is, for messages; "" if the object has no steps.
+
+        Any thread may call it, at any time; so it must not call MPI.
+        """
+        return ""
+
     def free(self) -> None:
         """Free it. Collective. Calling it again does nothing."""
         self._free_once()
@@ -67,7 +74,7 @@ class Freeable:
         self._free()
         self._freed = True
         if self._retained is not None:
-            self._retained.release()
+            self._retained.release(self)
 
     def _free(self) -> None:
         """Free what it holds. If this raises, the object is still open."""

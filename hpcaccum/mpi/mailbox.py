@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI as mpi4py_MPI
 
-_TAG = 1
-
 
 class Mailbox:
     """Sends and receives Python objects over a communicator.
@@ -24,11 +22,12 @@ class Mailbox:
     Messages of one rank arrive in the order in which they were sent.
 
     Args:
-        comm: The communicator. No other messages have the same tag.
+        comm: The communicator.
+        tag: Of the messages; no others have it.
     """
 
-    def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
-        self._comm = comm
+    def __init__(self, comm: mpi4py_MPI.Intracomm, tag: int) -> None:
+        self._comm, self._tag = comm, tag
         self._requests: list[Any] = []
         # Messages to and from each rank.
         self._sent, self._received = [0] * comm.size, [0] * comm.size
@@ -41,7 +40,7 @@ class Mailbox:
         The mailbox keeps the message until the other rank has received it, as MPI may
         not copy a large one.
         """
-        request = self._comm.isend(message, rank, _TAG)
+        request = self._comm.isend(message, rank, self._tag)
         self._requests = [each for each in self._requests if not each.Test()]
         self._requests.append(request)
         self._sent[rank] += 1
@@ -50,7 +49,7 @@ class Mailbox:
     def receive(self) -> Iterator[tuple[int, Any]]:
         """Yield the messages that have arrived, each with the rank that sent it."""
         status = MPI.Status()
-        probe = functools.partial(self._comm.improbe, MPI.ANY_SOURCE, _TAG, status)
+        probe = functools.partial(self._comm.improbe, MPI.ANY_SOURCE, self._tag, status)
         while (message := probe()) is not None:
             source = status.Get_source()
             self._received[source] += 1

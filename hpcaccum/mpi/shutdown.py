@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import signal
 import sys
 import time
 import traceback
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 # Seconds that a launcher needs to forward a traceback, with a margin.
 _FORWARDING = 0.2
+# Seconds after which a process that could not abort the job ends alone: MPI may wait
+# for a node that is cut off.
+_ABORT = 10
 
 _open: list[Callable[[], None]] = []
 _ending = False
@@ -105,7 +110,11 @@ def abort_job(status: int = 1) -> None:
     if module is not None and module.COMM_WORLD.size > 1:
         # Launchers drop what they have not forwarded yet when a rank aborts.
         time.sleep(_FORWARDING)
+        # Its default action ends the process, whatever its threads do.
+        signal.alarm(_ABORT)
         module.COMM_WORLD.Abort(status)
+        # It returns if the launcher cannot be reached.
+        os._exit(status)
     # This process ends without an abort, and nobody is left to free windows with.
     _open.clear()
 
@@ -143,6 +152,12 @@ def report_and_abort(
         # Ctrl-C interrupts all ranks: one line from each is enough.
         text = " KeyboardInterrupt\n"
     _report(text)
+    abort_job()
+
+
+def abort_because(reason: str) -> None:
+    """Print a reason with the number of the rank, then end the job."""
+    _report(f" {reason}\n")
     abort_job()
 
 

@@ -376,6 +376,10 @@ class Reducer(Freeable):
     def _describe(self) -> str:
         return self._name
 
+    def place(self) -> str:
+        """Return how many calls this rank has made, for messages."""
+        return f"call {self._calls.track.calls} of {self._name}"
+
     def _free(self) -> None:
         given_up = self._group.allgather(self._calls.given_up, f"{self.label}: free")
         # Arrays that the caller holds keep their memory.

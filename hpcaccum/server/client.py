@@ -83,6 +83,8 @@ class Client(Freeable):
         self._lent: Array | None = None
         self._views: list[Array] = []
         self._transfer: Transfer | None = None
+        # The step of the last pull.
+        self._pulled = 0
         self.waited = 0.0
 
     def _make_parameters(
@@ -122,6 +124,10 @@ class Client(Freeable):
     def _describe(self) -> str:
         return self._what
 
+    def place(self) -> str:
+        """Return the step that this rank has pulled, for messages."""
+        return f"step {self._pulled} of {self._what}"
+
     @property
     def step(self) -> int:
         """The step of the newest parameters; across nodes a round trip."""
@@ -152,10 +158,11 @@ class Client(Freeable):
         if here < at_least:
             self._wait_for(at_least, deadline)
         if all_on_device(self._what, into.values()):
-            return self._parameters.read(self._fetch_to(into), deadline)
-        return self._parameters.read(
-            lambda flat: self._wire.read_parameters(flat, into), deadline
-        )
+            copy = self._fetch_to(into)
+        else:
+            copy = functools.partial(self._wire.read_parameters, into=into)
+        self._pulled = self._parameters.read(copy, deadline)
+        return self._pulled
 
     def _wait_for(self, step: int, deadline: Deadline) -> None:
         # What is made already comes to this node also during a pause.

@@ -68,7 +68,7 @@ class Cluster:
     def __init__(self, directory: Path, count: int, init: int):
         self.names = [f"h{number}" for number in range(1, count + 1)]
         self.enter = ["nsenter", f"--target={init}", *ISOLATED]
-        self._init = init  # process 1 of h0
+        self._init, self._directory = init, directory  # process 1 of h0
         self._own = {
             "HOSTS_DIRECTORY": str(directory),  # for ssh.sh
             "TMPDIR": str(directory / "tmp"),
@@ -135,6 +135,30 @@ class Cluster:
         defaults["OMP_NUM_THREADS"] = "1"
         kept = {k: v for k, v in env.items() if not k.startswith(FOREIGN)}
         return defaults | kept | self._own
+
+    def cut(self, name: str) -> None:
+        """Take the link of a host down: what is sent to it or by it is lost."""
+        self._on_h0("ip", "link", "set", name, "down")
+
+    def connect(self, name: str) -> None:
+        """Take the link of a host up again."""
+        self._on_h0("ip", "link", "set", name, "up")
+
+    def power_off(self, name: str) -> None:
+        """End a host with all of its processes at once; it does not return."""
+        init = (self._directory / f"{name}.pid").read_text().strip()
+        self._on_h0("kill", "-KILL", init)
+
+    def running(self, word: str) -> list[str]:
+        """The commands of all hosts that have this word as an argument."""
+        found = self._on_h0("ps", "-A", "-o", "args=")
+        lines = [line for line in found.splitlines() if "mpiexec" not in line]
+        return [line for line in lines if word in line.split()]
+
+    def _on_h0(self, *command: str) -> str:
+        entered = [*self.enter, *command]
+        done = subprocess.run(entered, check=True, stdout=subprocess.PIPE, text=True)
+        return done.stdout
 
     def traffic(self) -> dict[str, Traffic]:
         """Bytes that each host has sent to and received from others, by its name.

@@ -1,0 +1,366 @@
+"""The heartbeat: finds ranks that have died or are cut off, and ends the job.
+
+A rank that waits inside MPI for such a rank waits without end, and no limit of a
+`Deadline` reaches it there. So a thread of each rank sends rank 0 a message now and
+then, and rank 0 answers. A rank that has sent none for HPCACCUM_HEARTBEAT seconds is
+missing. The ranks of a node also look whether each other's processes exist.
+
+Messages say where a rank is, so that the error can name that place.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcaccum.deadline import FIRST_WARNING, Deadline, limit_of_environment
+from hpcaccum.errors import InvalidArgumentError, format_ranks
+from hpcaccum.mpi.mailbox import Mailbox
+from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.shutdown import abort_because, report_and_abort
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.mpi.group import Group
+
+logger = logging.getLogger("hpcaccum")
+
+VARIABLE = "HPCACCUM_HEARTBEAT"
+# Seconds without a message after which a rank is missing, if the variable is not set.
+# A computation that holds Python's interpreter lock delays messages for as long.
+_LIMIT = 300.0
+# Seconds between two looks, and parts of the limit: between two looks at most, and
+# between two messages of a rank.
+_LOOK, _LOOKS, _MESSAGES = 1.0, 10, 60
+# Seconds after the end of a process for which its launcher may end the job.
+_GRACE = 3.0
+# In messages: missing ranks that are listed, and characters of a place.
+_SHOWN, _LENGTH = 8, 160
+# The directory of the library, what in it is a program, and other libraries.
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_PROGRAMS = tuple(
+    _PACKAGE + each for each in ("bench", "launch", "train", "cli.py", "__main__.py")
+)
+_INSTALLED = tuple(
+    sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")
+)
+# Of messages, see `Mailbox`.
+_TAG = 3
+
+
+class _Process(NamedTuple):
+    """A rank's process: its host, its number there and when it was started."""
+
+    host: str
+    number: int
+    started: str
+
+    @classmethod
+    def own(cls) -> _Process:
+        number = os.getpid()
+        return cls(MPI.Get_processor_name(), number, _start_time(number))
+
+    def exists(self) -> bool:
+        """Whether it runs on this rank's node."""
+        return _start_time(self.number) == self.started
+
+
+class _Report(NamedTuple):
+    """The limit of a rank, its process, and whether its threads may call MPI."""
+
+    limit: float
+    process: _Process
+    threads: bool
+
+
+class _Beat(NamedTuple):
+    """What a rank sends: its place, and the ranks of its node that have died."""
+
+    place: str
+    leaves: bool
+    dead: frozenset[int]
+
+
+@dataclass
+class _Peer:
+    """A rank that sends messages to this one.
+
+    Attributes:
+        seen: When the last one came.
+        place: Where the rank was then.
+        leaves: Whether it was the last one.
+        warned: Whether a warning has been given since.
+    """
+
+    seen: float = field(default_factory=time.monotonic)
+    place: str = "the start"
+    leaves: bool = False
+    warned: bool = False
+
+
+class Heartbeat:
+    """The heartbeat of a group. Collective.
+
+    Args:
+        group: The ranks.
+        place: Returns where this rank is; any thread may call it.
+
+    Raises:
+        InvalidArgumentError: On every rank, if HPCACCUM_HEARTBEAT is invalid on one.
+    """
+
+    def __init__(self, group: Group, place: Callable[[], str]) -> None:
+        self._group, self._place = group, place
+        reports = _exchange(group)
+        self._limit = reports[group.rank].limit
+        self._processes = [report.process for report in reports]
+        # Without them no rank sends anything; processes that end are found.
+        self._talks = all(report.threads for report in reports)
+        others = range(1, group.size) if group.rank == 0 else range(min(group.rank, 1))
+        self._peers = {rank: _Peer() for rank in others if self._talks}
+        mates = set(group.nodes[group.node_number]) - {group.rank}
+        # In containers, processes may not see each other.
+        self._mates = {rank for rank in mates if self._processes[rank].exists()}
+        self._dead: dict[int, float] = {}
+        self._mailbox = Mailbox(group.comm, _TAG)
+        self._sent = -math.inf
+        _thread.add(self)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two calls of `look`."""
+        return min(_LOOK, self._limit / _LOOKS)
+
+    def stop(self) -> None:
+        """Stop it. Collective. After a timeout it can be called again.
+
+        Raises:
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
+        """
+        if _thread.remove(self):
+            self._send(leaves=True)
+        self._mailbox.drain()
+
+    def look(self) -> None:
+        """Receive and send messages; end the job if a rank is missing."""
+        now = time.monotonic()
+        self._receive(now)
+        self._find_dead(now)
+        if now - self._sent >= self._limit / _MESSAGES:
+            self._sent = now
+            self._send()
+        self._check(now)
+
+    def forgive(self, seconds: float) -> None:
+        """Do not count a time in which this process did not run."""
+        for peer in self._peers.values():
+            peer.seen += seconds
+
+    def _receive(self, now: float) -> None:
+        for rank, beat in self._mailbox.receive():
+            peer = self._peers[rank]
+            if peer.warned:
+                logger.warning("heartbeat of %s again", self._name(rank))
+            peer.seen, peer.place, peer.leaves = now, beat.place, beat.leaves
+            peer.warned = False
+            for each in beat.dead:
+                self._dead.setdefault(each, now)
+
+    def _send(self, *, leaves: bool = False) -> None:
+        beat = _Beat(self._place()[:_LENGTH], leaves, frozenset(self._dead))
+        for rank, peer in self._peers.items():
+            if rank not in self._dead and not (peer.leaves and not leaves):
+                self._mailbox.send(rank, beat)
+
+    def _find_dead(self, now: float) -> None:
+        """Look for processes of this node that have ended."""
+        found = {
+            rank
+            for rank in self._mates - self._dead.keys()
+            if not self._leaves(rank) and not self._processes[rank].exists()
+        }
+        self._dead |= dict.fromkeys(found, now)
+        if found and self._talks:
+            self._send()
+
+    def _leaves(self, rank: int) -> bool:
+        return rank in self._peers and self._peers[rank].leaves
+
+    def _check(self, now: float) -> None:
+        """End the job if ranks have died or are missing; warn if they are late."""
+        dead = [rank for rank, since in self._dead.items() if now - since > _GRACE]
+        if dead and self._decides():
+            ranks = format_ranks(dead)
+            self._end(f"the program of {ranks} has ended, without MPI_Finalize", dead)
+        silent = {r: now - p.seen for r, p in self._peers.items() if not p.leaves}
+        late = {r: age for r, age in silent.items() if age > self._patience}
+        if max(late.values(), default=0.0) > self._limit:
+            text = f"no heartbeat for {self._limit:g} s from {format_ranks(late)}"
+            self._end(f"{text}; {VARIABLE} sets the limit", late)
+        self._warn([rank for rank in late if not self._peers[rank].warned])
+
+    @property
+    def _patience(self) -> float:
+        """Seconds without a message that a warning reports."""
+        return min(FIRST_WARNING, self._limit / 2)
+
+    def _decides(self) -> bool:
+        """Whether this rank reports ranks that have died: the first one that can."""
+        if self._talks and 0 not in self._dead:
+            return self._group.rank == 0
+        return self._group.rank == min({self._group.rank, *self._mates} - {*self._dead})
+
+    def _warn(self, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            self._peers[rank].warned = True
+        if ranks:
+            text = "no heartbeat for %.3g s from %s:\n%s"
+            names = format_ranks(ranks)
+            logger.warning(text, self._patience, names, self._list(ranks))
+
+    def _end(self, text: str, ranks: Collection[int]) -> None:
+        abort_because(f"{text}\n{self._list(ranks)}")
+
+    def _list(self, ranks: Iterable[int]) -> str:
+        found = sorted(ranks)
+        lines = [self._describe(rank) for rank in found[:_SHOWN]]
+        if more := found[_SHOWN:]:
+            lines.append(f"and {len(more)} more")
+        return "\n".join(f"  {line}" for line in lines)
+
+    def _describe(self, rank: int) -> str:
+        if rank not in self._peers:
+            return self._name(rank)
+        peer = self._peers[rank]
+        age = time.monotonic() - peer.seen
+        return f"{self._name(rank)}: last seen {age:.3g} s ago at {peer.place}"
+
+    def _name(self, rank: int) -> str:
+        process = self._processes[rank]
+        return f"rank {rank} (process {process.number} on {process.host})"
+
+
+class _Thread:
+    """Calls `Heartbeat.look` of all groups of this process."""
+
+    def __init__(self) -> None:
+        self._hearts: list[Heartbeat] = []
+        # Held during a look, so that none is stopped meanwhile.
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, heart: Heartbeat) -> None:
+        """Begin with a heartbeat; the first one starts the thread."""
+        with self._lock:
+            self._hearts.append(heart)
+        self._changed.set()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run_or_abort, daemon=True, name="heartbeat"
+            )
+            self._thread.start()
+
+    def remove(self, heart: Heartbeat) -> bool:
+        """End a heartbeat, once; the last one ends the thread."""
+        with self._lock:
+            if heart not in self._hearts:
+                return False
+            self._hearts.remove(heart)
+        self._changed.set()
+        if not self._hearts and self._thread is not None:
+            # A thread of this rank: no limit of the user's applies.
+            deadline = Deadline(math.inf, self._thread.name)
+            deadline.join(self._thread, lambda: "its thread to end")
+            self._thread = None
+        return True
+
+    def _run_or_abort(self) -> None:
+        try:
+            while (pause := self._look()) is not None:
+                self._wait(pause)
+        except BaseException:
+            # Without this thread, the other ranks would find this one missing.
+            report_and_abort(*sys.exc_info())
+
+    def _wait(self, pause: float) -> None:
+        begun = time.monotonic()
+        self._changed.wait(pause)
+        self._changed.clear()
+        # Not the time of `look`: MPI may take long if another thread waits in it.
+        late = time.monotonic() - begun - pause
+        if late > _LOOK:
+            with self._lock:
+                for heart in self._hearts:
+                    heart.forgive(late)
+
+    def _look(self) -> float | None:
+        """Look once; return the seconds until the next time, None at the end."""
+        with self._lock:
+            for heart in self._hearts:
+                heart.look()
+            return min((heart.interval for heart in self._hearts), default=None)
+
+
+_thread = _Thread()
+
+
+def main_thread_place() -> str:
+    """Return where the main thread is: function of hpcaccum, and line of the program.
+
+    The programs of hpcaccum count as programs.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    function = ""
+    while frame is not None:
+        code = frame.f_code
+        if not _is_library(code.co_filename):
+            line = f"{Path(code.co_filename).name}:{frame.f_lineno}"
+            return f"{function or code.co_name} ({line})"
+        if code.co_filename.startswith(_PACKAGE):
+            function = code.co_name
+        frame = frame.f_back
+    return function
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is of hpcaccum, of Python, or of an installed package."""
+    if file.startswith(_PACKAGE):
+        return not file.startswith(_PROGRAMS)
+    return file.startswith(("<", *_INSTALLED))
+
+
+def _exchange(group: Group) -> list[_Report]:
+    """Return what the ranks know of themselves. Collective.
+
+    No message comes before all ranks have ended an earlier heartbeat of the group.
+    """
+    limit, failure = math.inf, None
+    try:
+        limit = limit_of_environment(VARIABLE, _LIMIT)
+    except InvalidArgumentError as error:
+        failure = error
+    threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+    report = _Report(limit, _Process.own(), threads)
+    return group.raise_together("heartbeat", failure, report)
+
+
+def _start_time(process: int) -> str:
+    """Return when a process of this node was started, "" if there is none now."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return ""
+    # After the name, which may contain spaces. Source: proc(5), fields 3 and 22.
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state in "ZX" else fields[18]
