@@ -13,6 +13,8 @@ from pathlib import Path
 _USUAL = 80
 
 _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "mpirun", "orterun", "prterun"}
+# What Open MPI's launcher starts on other machines.
+_DAEMONS = {"prted", "orted"}
 
 
 def columns() -> int | None:
@@ -40,12 +42,19 @@ def _width(output: int) -> int | None:
 
 
 def _launcher() -> int | None:
-    """Return the process id of the launcher; None if it is on another machine."""
+    """Return the process id of the launcher, None without one.
+
+    Raises:
+        OSError: If it is on another machine, where its output cannot be seen.
+    """
     process = os.getppid()
     while process > 1 and (folder := Path(f"/proc/{process}")).exists():
         # "pid (name) state parent ..."; a name may have spaces and parentheses.
         about, _, rest = (folder / "stat").read_text().rpartition(")")
-        if about.partition("(")[2] in _LAUNCHERS:
+        name = about.partition("(")[2]
+        if name in _DAEMONS:
+            raise OSError(f"{name} was started from another machine")
+        if name in _LAUNCHERS:
             return process
         process = int(rest.split()[1])
     return None

@@ -17,7 +17,7 @@ from tests.cluster.hosts import Cluster, hosts, obstacle
 # Seconds; a job here takes 5 to 15.
 WAIT = 60
 # Seconds without a message of the heartbeat.
-LIMIT = 4
+LIMIT = 8
 # A training that does not end, and one of some seconds.
 TRAIN = "train", "--no-plot", "--batch", "64"
 ENDLESS, SHORT = ("--epochs", "1000000"), ("--epochs", "100")
