@@ -43,9 +43,29 @@ def _same(one: Path, other: Path) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
+def check_new(outputs: Mapping[str, Path | None]) -> None:
+    """Raise InvalidArgumentError if an output would overwrite a file.
+
+    Args:
+        outputs: Option to path; None if the option was not given.
+    """
+    for name, path in outputs.items():
+        if path is None:
+            continue
+        with _one_line(name, path):
+            exists = path.is_file()
+        if exists:
+            raise InvalidArgumentError(
+                f"{name} {path}: the file exists; use --force to overwrite it"
+            )
+
+
 def check_writable(option: str, path: Path) -> None:
     """Raise InvalidArgumentError if a file cannot be written; do not create it."""
     with _one_line(option, path):
+        if path.is_fifo():
+            # Its reader would take this for the end.
+            return
         existed = path.exists()
         path.open("ab").close()
         if not existed:

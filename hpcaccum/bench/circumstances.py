@@ -17,6 +17,8 @@ import hpcaccum
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpcaccum import Group
 
 # Settings of MPI libraries and of the libraries below them.
@@ -25,19 +27,20 @@ _SETTINGS = ("MPIR_CVAR_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", "OMP_NUM_THREAD
 
 def circumstances(group: Group) -> dict[str, Any]:
     """Return the circumstances of this job, for all its rows. Collective."""
-    names = group.allgather(MPI.Get_processor_name(), "names of the hosts")
-    hosts = dict(Counter(names))
+    here = MPI.Get_processor_name(), os.sched_getaffinity(0)
+    places = group.allgather(here, "names and cores of the hosts")
     vendor, version = MPI.get_vendor()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
         "ranks": group.size,
         "nodes": group.comm.allreduce(int(group.node.rank == 0)),
         "ranks_per_node": group.comm.allreduce(group.node.size, MPI.MAX),
-        "hosts": hosts,
+        "hosts": dict(Counter(host for host, _ in places)),
         "mpi": vendor,
         "mpi_version": ".".join(map(str, version)),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
+        "oversubscribed": oversubscribed(places),
         "settings": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -51,8 +54,30 @@ def circumstances(group: Group) -> dict[str, Any]:
     }
 
 
+def oversubscribed(places: Sequence[tuple[str, set[int]]]) -> dict[str, Any] | None:
+    """Return the host whose ranks outnumber its cores; of several, the worst.
+
+    Args:
+        places: Of each rank, the host and the cores that it may use.
+
+    Returns:
+        The host, its ranks and the cores that they may use, or None.
+    """
+    ranks = Counter(host for host, _ in places)
+    cores: dict[str, set[int]] = {}
+    for host, usable in places:
+        cores.setdefault(host, set()).update(usable)
+    worst = max(ranks, key=lambda host: ranks[host] / len(cores[host]))
+    if ranks[worst] <= len(cores[worst]):
+        return None
+    return {"host": worst, "ranks": ranks[worst], "cores": len(cores[worst])}
+
+
 def describe(facts: dict[str, Any]) -> str:
-    """Return the circumstances in two lines of at most 80 columns, if names allow."""
+    """Return the circumstances in two lines of at most 80 columns, if names allow.
+
+    A third line warns if ranks wait for a core.
+    """
     ranks, hosts = facts["ranks"], list(facts["hosts"])
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     if facts["nodes"] > 1:
@@ -62,6 +87,17 @@ def describe(facts: dict[str, Any]) -> str:
         f"{facts['mpi']} {facts['mpi_version']}\n"
         f"{facts['cpu']}, {facts['cores']} cores; hpcaccum {facts['hpcaccum']}"
         f"{' ' + facts['commit'] if facts['commit'] else ''}"
+        f"{_warning(facts['oversubscribed'])}"
+    )
+
+
+def _warning(crowd: dict[str, Any] | None) -> str:
+    if crowd is None:
+        return ""
+    cores = f"{crowd['cores']} core{'' if crowd['cores'] == 1 else 's'}"
+    return (
+        f"\nwarning: {crowd['ranks']} ranks share {cores} of {crowd['host']}: the "
+        "times include waits for a core"
     )
 
 

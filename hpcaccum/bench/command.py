@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum import Group, device
 from hpcaccum.bench import report, scaling, wire
@@ -15,15 +14,24 @@ from hpcaccum.bench.gloo import Gloo, check_usable
 from hpcaccum.bench.links import Links, describe_links
 from hpcaccum.bench.measure import Conditions, Measurement, Row, rows
 from hpcaccum.bench.options import Options, case_of, check_picture, resolve
+from hpcaccum.bench.row_files import RowFiles
 from hpcaccum.bench.soak import Soak
-from hpcaccum.output_files import check_apart, ending_the_job, open_output
+from hpcaccum.output_files import (
+    check_apart,
+    check_new,
+    check_writable,
+    ending_the_job,
+)
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
+    from pathlib import Path
 
     from hpcaccum.bench.measure import Case
 
+# Options that name a file to write; a comparison has only a picture.
+_OUTPUTS = ("json", "csv", "plot")
 _ONE_NODE = (
     "all ranks are on one node, and nothing crosses a wire: use hpcaccum bench step "
     "or\nhpcaccum bench server, or start ranks on several nodes"
@@ -43,12 +51,10 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
         DeviceUnavailableError: If there is no device to be measured.
     """
     if args.benchmark == "scaling":
-        check_apart({"--plot": args.plot}, {str(each): each for each in args.files})
-        check_picture(args.plot)
+        _check_outputs(args, {str(each): each for each in args.files})
         return scaling.report(args.files, args.plot)
     if args.benchmark == "compare":
-        check_apart({"--plot": args.plot}, {"old": args.old, "new": args.new})
-        check_picture(args.plot)
+        _check_outputs(args, {"old": args.old, "new": args.new})
         return comparison(args.old, args.new, args.tolerance, args.plot)
     if args.benchmark == "soak":
         group = Group.of()
@@ -56,20 +62,34 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
         return Soak(group, args.seconds, args.seed)
     group, options = Group.of(), resolve(args)
 
-    def open_files() -> IO[str] | None:
+    def open_files() -> RowFiles | None:
         if options.gloo:
             check_usable()
         if options.on_device:
             device.use_device(group.node.rank)
-        if group.rank != 0:
+        if group.rank != 0 or (options.on_wire and group.single_node):
             return None
-        check_apart({"--json": options.json, "--plot": options.plot}, {})
-        check_picture(options.plot)
-        return open_output("--json", options.json)
+        _check_outputs(args, {})
+        return RowFiles(options.json, options.csv)
 
     group.agree("options", lambda: asdict(options))
-    file = group.agree("hpcaccum bench", open_files, facts=lambda _: {})
-    return Bench(group, options, file)
+    files = group.agree("hpcaccum bench", open_files, facts=lambda _: {})
+    return Bench(group, options, files)
+
+
+def _check_outputs(args: argparse.Namespace, inputs: dict[str, Path]) -> None:
+    """Raise InvalidArgumentError if a file of the call cannot or must not be written.
+
+    Nothing is created or changed.
+    """
+    outputs = {f"--{each}": getattr(args, each, None) for each in _OUTPUTS}
+    check_apart(outputs, inputs)
+    if not args.force:
+        check_new(outputs)
+    check_picture(args.plot)
+    for name, path in outputs.items():
+        if path is not None:
+            check_writable(name, path)
 
 
 class Bench:
@@ -78,11 +98,11 @@ class Bench:
     Args:
         group: The ranks.
         options: The same on all.
-        file: Where rank 0 writes JSON lines, or None.
+        files: What rank 0 writes; None on the others.
     """
 
-    def __init__(self, group: Group, options: Options, file: IO[str] | None) -> None:
-        self._group, self._options, self._file = group, options, file
+    def __init__(self, group: Group, options: Options, files: RowFiles | None) -> None:
+        self._group, self._options, self._files = group, options, files
         self._facts: dict[str, Any] = {}
         self._columns = self._choose_columns()
 
@@ -116,8 +136,8 @@ class Bench:
         ]
         if gloo:
             gloo.free()
-        if self._file:
-            self._file.close()
+        if self._files:
+            self._files.close()
         if options.plot and group.rank == 0 and measured:
             from hpcaccum.bench.plot import draw
 
@@ -163,8 +183,6 @@ class Bench:
     def _show(self, found: list[Row]) -> None:
         for line in report.lines(found, self._columns):
             self._print(line)
-        for row in found if self._file else ():
-            assert self._file is not None
-            with ending_the_job("--json", self._options.json):
-                self._file.write(json.dumps({**self._facts, **asdict(row)}) + "\n")
-                self._file.flush()
+        if self._files:
+            for row in found:
+                self._files.write(row, self._facts)

@@ -1,24 +1,28 @@
-"""``hpcaccum bench compare``: what became slower. It needs no MPI."""
+"""``hpcaccum bench compare``: what became slower. It needs no MPI.
+
+Machines are shared, and slow down as a whole. So a row is judged by the ratio to its
+reference, which was measured in turns with it: MPI's call or a plain copy.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.measure import Row
 from hpcaccum.bench.report import number_text, size_text, time_text
+from hpcaccum.bench.row_files import read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    Key = tuple[str, str, int, int, str]
-    Rows = dict[Key, "Measured"]
+    from hpcaccum.bench.measure import Row
+    from hpcaccum.bench.row_files import Key, Rows
 
-_FIELDS = [field.name for field in dataclasses.fields(Row)]
 # Circumstances that must be the same for times to be comparable, and their names.
 _SAME = {
     "hosts": "hosts",
@@ -30,58 +34,57 @@ _SAME = {
     "numpy": "NumPy",
 }
 
-
-class Measured(NamedTuple):
-    """A row of a file, and its circumstances."""
-
-    row: Row
-    facts: Mapping[str, Any]
+_TITLES = (
+    f"{'size':>7} {'':13} {'old':>8} {'new':>8} {'time':>5} {'ratio':>5} {'noise':>5}  "
+    f"reference"
+)
+_ABOUT = """\
+time: new over old; ratio: the same, relative to the reference of the same run
+noise: how much the ratio may vary, from the quartiles of the times"""
 
 
 class Change(NamedTuple):
-    """A row of the old file, and that of the new one."""
+    """A row of the old file, and that of the new one.
+
+    Attributes:
+        old, new: The rows.
+        reference: The same of the row that they are compared with; None if this is a
+            reference, or there is none in both files.
+    """
 
     old: Row
     new: Row
+    reference: Change | None = None
 
     @property
-    def ratio(self) -> float:
+    def time(self) -> float:
         """The new median time over the old one."""
         return self.new.median_us / self.old.median_us
 
-    def slower(self, tolerance: float) -> bool:
-        """Whether hpcaccum became slower than allowed."""
-        return not self.new.reference and self.ratio > 1 + tolerance
+    @property
+    def ratio(self) -> float:
+        """The new time over the old one, each relative to the reference's."""
+        return self.time / (self.reference.time if self.reference else 1)
+
+    @property
+    def noise(self) -> float:
+        """How much the ratio may vary, as a fraction; 0 if no spread is known."""
+        rows = [self.old, self.new]
+        if self.reference:
+            rows += [self.reference.old, self.reference.new]
+        return math.hypot(*(_spread(row) for row in rows))
+
+    def verdict(self, tolerance: float) -> str:
+        """Return "slower", "faster" or "", which it also is for references."""
+        allowed = (1 + tolerance) * (1 + self.noise)
+        if self.new.reference or 1 / allowed <= self.ratio <= allowed:
+            return ""
+        return "slower" if self.ratio > allowed else "faster"
 
 
-def read(path: Path) -> Rows:
-    """Return the rows of a file that ``--json`` wrote; of equal ones the last.
-
-    Raises:
-        InvalidArgumentError: If it cannot be read, or is not such a file.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise InvalidArgumentError(f"{path}: {reason}") from None
-    rows: Rows = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            facts = json.loads(line)
-            row = Row(**{name: facts[name] for name in _FIELDS})
-            key = row.benchmark, row.name, row.bytes, facts["ranks"], facts["mpi"]
-            usable = row.median_us > 0
-        except (ValueError, TypeError, KeyError):
-            usable = False
-        if not usable:
-            raise InvalidArgumentError(
-                f"{path}: line {number} is not what hpcaccum bench --json writes"
-            )
-        rows[key] = Measured(row, facts)
-    if not rows:
-        raise InvalidArgumentError(f"{path}: empty")
-    return rows
+def _spread(row: Row) -> float:
+    """Return the distance of the quartiles over the median."""
+    return (row.spread_us or 0) / row.median_us
 
 
 def comparison(
@@ -89,9 +92,9 @@ def comparison(
 ) -> Callable[[], int]:
     """Return a function that prints the comparison and returns the exit status.
 
-    The status is 1 if a median of hpcaccum in the new file is longer than the old one
-    by more than the fraction ``tolerance``, else 0. MPI's own calls and plain copies
-    are shown as well: they show how similar the machines were.
+    The status is 1 if a row of hpcaccum became slower, relative to its reference, by
+    more than the fraction ``tolerance`` and the noise, else 0. References are shown as
+    well, with their own times.
 
     Raises:
         InvalidArgumentError: If a file cannot be used, or they have no row in common.
@@ -103,13 +106,33 @@ def comparison(
             f"{old} and {new} have no benchmark, name, size, number of ranks and MPI "
             f"in common"
         )
-    changes = [Change(before[key].row, after[key].row) for key in common]
     notes = [
         *_differences(before, after, common),
         *_alone(before, after, old),
         *_alone(after, before, new),
     ]
+    changes = _changes(before, after, common)
     return functools.partial(_show, changes, notes, tolerance, plot)
+
+
+def _changes(before: Rows, after: Rows, common: list[Key]) -> list[Change]:
+    plain = {key: Change(before[key].row, after[key].row) for key in common}
+    references = [key for key in common if plain[key].new.reference]
+
+    def reference(key: Key) -> Change | None:
+        """Return that of the raw call, or else the first one of the size."""
+        benchmark, _, *rest = key
+        raw = plain[key].new.raw
+        for other in references:
+            fits = other[0] == benchmark and [*other[2:]] == rest
+            if fits and raw in (None, other[1]):
+                return plain[other]
+        return None
+
+    return [
+        change if change.new.reference else change._replace(reference=reference(key))
+        for key, change in plain.items()
+    ]
 
 
 def _differences(before: Rows, after: Rows, common: list[Key]) -> Iterator[str]:
@@ -132,40 +155,54 @@ def _alone(here: Rows, there: Rows, path: Path) -> Iterator[str]:
 def _show(
     changes: list[Change], notes: list[str], tolerance: float, plot: Path | None
 ) -> int:
-    slower = sum(change.slower(tolerance) for change in changes)
-    print(
-        f"{'':11} {'':13} {'size':>7} {'old':>8} {'new':>8} {'ratio':>5}   "
-        f"vs MPI old, new"
-    )
-    title = ""
+    print(_TITLES)
+    above: tuple[str, int] | None = None
     for change in changes:
-        shown = "" if change.new.benchmark == title else change.new.benchmark
-        title = change.new.benchmark
+        benchmark, size = change.new.benchmark, change.new.bytes
+        if above is None or above[0] != benchmark:
+            print(benchmark)
+        shown = "" if above == (benchmark, size) else size_text(size)
+        above = benchmark, size
         print(_line(shown, change, tolerance))
-    for note in notes:
+    print(_ABOUT)
+    for note in [*notes, *_machine(changes, tolerance)]:
         print(note)
-    print(f"{len(changes)} rows compared, {slower} slower by more than {tolerance:.0%}")
+    slower = sum(change.verdict(tolerance) == "slower" for change in changes)
+    print(
+        f"{len(changes)} rows compared, {slower} slower by more than {tolerance:.0%} "
+        "and the noise"
+    )
     if plot:
-        _draw(changes, tolerance, plot)
+        from hpcaccum.bench.plot import draw_changes
+
+        draw_changes(changes, tolerance, plot)
         print(f"picture: {plot}")
     return 1 if slower else 0
 
 
-def _line(benchmark: str, change: Change, tolerance: float) -> str:
-    old, new, ratio = change.old, change.new, change.ratio
-    verdict = "slower" if change.slower(tolerance) else ""
-    if ratio < 1 / (1 + tolerance) and not new.reference:
-        verdict = "faster"
+def _line(size: str, change: Change, tolerance: float) -> str:
+    """Return a line of the table; without a reference, the ratio is that of times."""
+    old, new = time_text(change.old.median_us), time_text(change.new.median_us)
+    ratio, noise, reference = number_text(change.ratio), f"{change.noise:.0%}", "-"
+    if change.new.reference:
+        ratio = noise = "-"
+    else:
+        reference = change.reference.new.name if change.reference else "none: times"
     return (
-        f"{benchmark:11} {new.name:13} {size_text(new.bytes):>7} "
-        f"{time_text(old.median_us):>8} {time_text(new.median_us):>8} "
-        f"{number_text(ratio):>5}   {number_text(old.vs_mpi):>6} "
-        f"{number_text(new.vs_mpi):>6}  {verdict}"
+        f"{size:>7} {change.new.name:13} {old:>8} {new:>8} "
+        f"{number_text(change.time):>5} {ratio:>5} {noise:>5}  {reference:12} "
+        f"{change.verdict(tolerance)}"
     ).rstrip()
 
 
-def _draw(changes: list[Change], tolerance: float, path: Path) -> None:
-    from hpcaccum.bench.plot import draw_ratios
-
-    title = f"grey: at most {tolerance:.0%} slower or faster"
-    draw_ratios([(each.new, each.ratio) for each in changes], tolerance, title, path)
+def _machine(changes: list[Change], tolerance: float) -> Iterator[str]:
+    """Yield how the times of the references changed, if there are any."""
+    times = [change.time for change in changes if change.new.reference]
+    if not times:
+        return
+    median = float(np.median(times))
+    text = f"the references took {number_text(median)} times as long"
+    if not 1 / (1 + tolerance) <= median <= 1 + tolerance:
+        word = "slower" if median > 1 else "faster"
+        text += f": the machine was {word} as a whole"
+    yield text

@@ -35,6 +35,8 @@ _MAX_INNER = 1000
 _MIN_SAMPLES, _AGREEMENT = 10, 0.02
 # Samples that are taken even if the time is up.
 _LEAST = 3
+# Samples from which the 99th percentile is not simply the maximum.
+_P99_SAMPLES = 100
 # The name of the kind that defines the floor of the network.
 EXCHANGE = "exchange"
 
@@ -44,19 +46,29 @@ class WrongAnswerError(RuntimeError):
 
 
 class Times(NamedTuple):
-    """Seconds of one operation, over all ranks and repeats."""
+    """Seconds of one operation, over all ranks and repeats.
+
+    Attributes:
+        samples: Their number.
+        min, median, max: In seconds.
+        p99: The 99th percentile; None of fewer than 100 samples.
+        spread: The upper quartile minus the lower one.
+    """
 
     samples: int
     min: float
     median: float
-    p99: float
+    p99: float | None
     max: float
+    spread: float
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
         """Return the statistics of at least one sample."""
-        low, median, p99, high = np.percentile(seconds, [0, 50, 99, 100])
-        return cls(len(seconds), float(low), float(median), float(p99), float(high))
+        percentiles = np.percentile(seconds, [0, 25, 50, 75, 99, 100])
+        low, lower, median, upper, p99, high = map(float, percentiles)
+        known = p99 if len(seconds) >= _P99_SAMPLES else None
+        return cls(len(seconds), low, median, known, high, upper - lower)
 
 
 @dataclass(frozen=True)
@@ -140,13 +152,15 @@ class Row:
         raw: What ``vs_mpi`` compares with.
         reference: Whether this is not hpcaccum, but what it is compared with.
         samples: Over all ranks.
-        min_us, median_us, p99_us, max_us: Of one operation, over ranks and repeats.
+        min_us, median_us, max_us: Of one operation, over ranks and repeats.
+        p99_us: The 99th percentile; None of fewer than 100 samples.
         algbw, busbw: In GB/s: bytes over the median; that times nccl-tests' factor.
         floor_us: Time to move the bytes at the rate of a copy by all ranks or, between
             nodes, at that of a plain exchange.
         vs_mpi: Time of the raw call over this time; above 1 is faster.
         vs_floor: This time over the floor; 1 is optimal.
         figures: More numbers, by name.
+        spread_us: The upper quartile of the times minus the lower one; None if unknown.
     """
 
     benchmark: str
@@ -157,7 +171,7 @@ class Row:
     samples: int
     min_us: float
     median_us: float
-    p99_us: float
+    p99_us: float | None
     max_us: float
     algbw: float | None
     busbw: float | None
@@ -165,6 +179,7 @@ class Row:
     vs_mpi: float | None
     vs_floor: float | None
     figures: dict[str, float]
+    spread_us: float | None = None
 
 
 def repeated(operation: Callable[[], object]) -> Run:
@@ -326,7 +341,7 @@ def rows(
             samples=each.samples,
             min_us=1e6 * each.min,
             median_us=1e6 * each.median,
-            p99_us=1e6 * each.p99,
+            p99_us=None if each.p99 is None else 1e6 * each.p99,
             max_us=1e6 * each.max,
             algbw=bandwidth if kind.bus else None,
             busbw=bandwidth * kind.bus or None,
@@ -334,6 +349,7 @@ def rows(
             vs_mpi=medians[kind.raw] / each.median if kind.raw else None,
             vs_floor=each.median / floor if floor else None,
             figures=kind.figures(medians),
+            spread_us=1e6 * each.spread,
         )
         made.append(row)
     return made

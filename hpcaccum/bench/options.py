@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +17,13 @@ from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.device import __doc__ as device_help
 from hpcaccum.bench.progress import Progress
 from hpcaccum.bench.server import Server
+from hpcaccum.bench.sizes import sizes
 from hpcaccum.bench.step import Step
 from hpcaccum.bench.wire import Wire
-from hpcaccum.output_files import check_writable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpcaccum.bench.measure import Case
 
 BENCHMARKS: dict[str, type[Case]] = {
@@ -59,9 +61,6 @@ _DEFAULT_SIZES = {
     WIRE: (4 << 10, 1 << 20, 16 << 20),
     **dict.fromkeys(DEVICE_BENCHMARKS, (1 << 30,)),
 }
-# A vector is cut into 32 arrays of 4-byte numbers.
-_GRAIN = 128
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -75,7 +74,8 @@ class Options:
         sizes: In bytes; None selects the default of each benchmark.
         seconds: Approximate time for each size.
         gloo: Whether to measure torch.distributed as well.
-        json, plot: Files to write, or None.
+        json, csv, plot: Files to write, or None.
+        force: Whether these files may be overwritten.
     """
 
     benchmarks: tuple[str, ...]
@@ -83,7 +83,9 @@ class Options:
     seconds: float
     gloo: bool
     json: Path | None
+    csv: Path | None
     plot: Path | None
+    force: bool
 
     @property
     def on_device(self) -> bool:
@@ -140,11 +142,12 @@ def _description(name: str, text: str) -> str:
 def _add_measure(parser: argparse.ArgumentParser, *, with_gloo: bool) -> None:
     parser.add_argument(
         "--sizes",
-        type=_size,
+        type=sizes,
         nargs="+",
         metavar="SIZE",
-        help="bytes of a gradient, such as 4K 1M 256M "
-        "(4K to 256M, progress 4M, wire 4K 1M 16M, device 1G)",
+        help="bytes of a gradient, such as 4K,1M, and ranges: 4K:256M is 4K, 16K and "
+        "so on, 4K:256M:2 has all powers of two "
+        "(4K:256M, progress 4M, wire 4K,1M,16M, device 1G)",
     )
     parser.add_argument(
         "--seconds",
@@ -161,7 +164,10 @@ def _add_measure(parser: argparse.ArgumentParser, *, with_gloo: bool) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write a JSON line for each row"
     )
-    _add_plot(parser, "draw times over sizes")
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write the same fields as a table"
+    )
+    _add_files(parser, "draw times over sizes")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
@@ -171,9 +177,10 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=_tolerance,
         default=0.1,
-        help="allowed slowdown of a median; more gives exit status 1 (0.1)",
+        help="allowed slowdown, relative to the reference and beside the noise; more "
+        "gives exit status 1 (0.1)",
     )
-    _add_plot(parser, "draw the ratios over sizes")
+    _add_files(parser, "draw the ratios over sizes")
 
 
 def _add_scaling(parser: argparse.ArgumentParser) -> None:
@@ -184,7 +191,7 @@ def _add_scaling(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="written by bench --json or train --log, on different numbers of ranks",
     )
-    _add_plot(parser, "draw the efficiency over ranks")
+    _add_files(parser, "draw the efficiency over ranks")
 
 
 def _add_soak(parser: argparse.ArgumentParser) -> None:
@@ -196,10 +203,13 @@ def _add_soak(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_plot(parser: argparse.ArgumentParser, text: str) -> None:
+def _add_files(parser: argparse.ArgumentParser, text: str) -> None:
     ends = ", ".join(PICTURES)
     parser.add_argument(
         "--plot", type=_picture, metavar="FILE", help=f"{text} ({ends})"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="overwrite files that exist"
     )
 
 
@@ -209,16 +219,23 @@ def resolve(args: argparse.Namespace) -> Options:
     several = {"all": tuple(BENCHMARKS), _ON_DEVICE: tuple(DEVICE_BENCHMARKS)}
     return Options(
         benchmarks=several.get(name, (name,)),
-        sizes=tuple(args.sizes) if args.sizes else None,
+        sizes=_union(args.sizes) if args.sizes else None,
         seconds=args.seconds,
         gloo=getattr(args, "against", None) == "gloo",
         json=args.json,
+        csv=args.csv,
         plot=args.plot,
+        force=args.force,
     )
 
 
+def _union(words: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the sizes of all words in order, each once."""
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(words)))
+
+
 def check_picture(path: Path | None) -> None:
-    """Raise InvalidArgumentError if no picture can be written to ``path``."""
+    """Raise InvalidArgumentError if a picture is wanted and matplotlib is missing."""
     if path is None:
         return
     try:
@@ -227,21 +244,6 @@ def check_picture(path: Path | None) -> None:
         raise InvalidArgumentError(
             "--plot needs matplotlib, which is not installed: pip install matplotlib"
         ) from None
-    check_writable("--plot", path)
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
-    if not found:
-        raise argparse.ArgumentTypeError(
-            f"must be a number, optionally with K, M or G, got {text!r}"
-        )
-    size = int(found[1]) << _UNITS[found[2].upper()]
-    if size == 0 or size % _GRAIN:
-        raise argparse.ArgumentTypeError(
-            f"must be a multiple of {_GRAIN} bytes, got {text!r}"
-        )
-    return size
 
 
 def _seconds(text: str) -> float:

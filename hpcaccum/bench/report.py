@@ -19,10 +19,10 @@ class Column(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of a table, after the size and the name.
+    """The columns of a table, after the size, the name and the number of samples.
 
     Attributes:
-        legend: Explains them, in two lines.
+        legend: Explains them, in three lines.
         last: The columns after the times.
         above: A line above the last ones, which divides them into groups.
         times: Which times are shown.
@@ -38,9 +38,9 @@ class Columns(NamedTuple):
 
 def _host(limit: str) -> Columns:
     return Columns(
-        "one operation, over all ranks and repeats; GB/s of the median, as in "
-        "nccl-tests\nvs MPI: times faster than MPI's own call; floor: times slower "
-        f"than {limit} allows",
+        "one operation, over all ranks and repeats; n: samples; p99: from 100 samples "
+        "on\nGB/s of the median, as in nccl-tests; vs MPI: times faster than MPI's own "
+        f"call\nfloor: times slower than {limit} allows",
         (
             Column("algbw", 5, lambda row: row.algbw),
             Column("busbw", 5, lambda row: row.busbw),
@@ -54,7 +54,8 @@ HOST = _host("memory")
 # The floor of a copy is still that of memory, and 1.
 BETWEEN_NODES = _host("a link")
 DEVICE = Columns(
-    "one operation; GB/s of the median, and of all bytes that must move\n"
+    "one operation; n: samples; p99: from 100 samples on\n"
+    "GB/s of the median, and of all bytes that must move\n"
     "vsCuPy: times faster than plain CuPy; copy: fraction of the rate of a plain copy",
     (
         Column("GB/s", 5, lambda row: row.algbw),
@@ -99,9 +100,9 @@ def number_text(number: float | None) -> str:
 
 def head(benchmark: str, columns: Columns = HOST) -> str:
     """Return the lines above the rows of a benchmark."""
-    times = " ".join(f"{each:>6}" for each in columns.times)
+    times = " ".join(f"{each:>{_width(each)}}" for each in columns.times)
     last = " ".join(f"{title:>{width}}" for title, width, _ in columns.last)
-    titles = f"{'size':>7} {'':13} {times} {'':2} "
+    titles = f"{'size':>7} {'':13} {'n':>5} {times} {'':2} "
     above = f"{benchmark:{len(titles)}}{columns.above}".rstrip()
     return f"\n{above}\n{titles}{last}"
 
@@ -119,8 +120,19 @@ def lines(rows: Sequence[Row], columns: Columns = HOST) -> Iterator[str]:
 
 def _line(row: Row, size: str, columns: Columns) -> str:
     scale, unit = _unit(row.median_us)
-    times = (getattr(row, f"{each}_us") for each in columns.times)
-    shown = [f"{number_text(each / scale):>6}" for each in times]
+    shown = [f"{_count_text(row.samples):>5}"]
+    for name in columns.times:
+        time = getattr(row, f"{name}_us")
+        text = number_text(None if time is None else time / scale)
+        shown.append(f"{text:>{_width(name)}}")
     shown.append(f"{unit:2}")
     shown += [f"{number_text(c.value(row)):>{c.width}}" for c in columns.last]
     return f"{size:>7} {row.name:13} {' '.join(shown)}"
+
+
+def _width(time: str) -> int:
+    return max(len(time), 5)
+
+
+def _count_text(count: int) -> str:
+    return str(count) if count < 1e5 else f"{count:.0e}"

@@ -7,8 +7,8 @@ import json
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.compare import read
 from hpcaccum.bench.report import number_text, size_text, time_text
+from hpcaccum.bench.row_files import read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,11 +38,15 @@ class Curve(NamedTuple):
         title: The benchmark and the size of its arrays.
         name: Of the operation or strategy.
         points: Microseconds, or samples per second, of each job.
+        raw: The name of MPI's call that does the same, or None.
+        reference: Whether this is such a call or a plain copy.
     """
 
     title: str
     name: str
     points: dict[Size, float]
+    raw: str | None = None
+    reference: bool = False
 
     def efficiency(self, size: Size) -> float:
         """Return that of a job, relative to the one with the fewest ranks."""
@@ -74,9 +78,9 @@ def report(files: Sequence[Path], plot: Path | None) -> Callable[[], None]:
     """
     curves: dict[tuple[str, str], Curve] = {}
     for path in files:
-        for title, name, size, value in _measured(path):
-            curve = curves.setdefault((title, name), Curve(title, name, {}))
-            curve.points[size] = value
+        for found in _measured(path):
+            curve = curves.setdefault((found.title, found.name), found)
+            curve.points.update(found.points)
     grown = [curve for curve in curves.values() if len(curve.points) > 1]
     if not grown:
         raise InvalidArgumentError(
@@ -86,18 +90,19 @@ def report(files: Sequence[Path], plot: Path | None) -> Callable[[], None]:
     return functools.partial(_show, grown, plot)
 
 
-def _measured(path: Path) -> Iterator[tuple[str, str, Size, float]]:
-    """Yield title, name, size of the job, and what was measured."""
+def _measured(path: Path) -> Iterator[Curve]:
+    """Yield what was measured in one job: curves of one point."""
     training = _log(path)
     if training is not None:
         yield from training
         return
     for row, facts in read(path).values():
         title = f"{row.benchmark}, {size_text(row.bytes)}"
-        yield title, row.name, Size(facts["ranks"], int(facts["nodes"])), row.median_us
+        points = {Size(facts["ranks"], int(facts["nodes"])): row.median_us}
+        yield Curve(title, row.name, points, row.raw, row.reference)
 
 
-def _log(path: Path) -> list[tuple[str, str, Size, float]] | None:
+def _log(path: Path) -> list[Curve] | None:
     """Return what a log of a training says; None if the file is something else."""
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -105,7 +110,7 @@ def _log(path: Path) -> list[tuple[str, str, Size, float]] | None:
             return None
         size = Size(lines[0]["ranks"], len(lines[0]["hosts"]))
         return [
-            (_TRAINING, line["strategy"], size, line["samples_per_second"])
+            Curve(_TRAINING, line["strategy"], {size: line["samples_per_second"]})
             for line in lines
             if line["event"] == "result"
         ]
@@ -128,7 +133,7 @@ def _show(curves: list[Curve], plot: Path | None) -> None:
     if plot:
         from hpcaccum.bench.plot import draw_efficiencies
 
-        draw_efficiencies([(c.title, c.name, c.efficiencies()) for c in curves], plot)
+        draw_efficiencies(curves, plot)
         print(f"picture: {plot}")
 
 

@@ -47,8 +47,9 @@ def _column(title: str, width: int, figure: str) -> Column:
 
 
 COLUMNS = Columns(
-    "a step of all ranks; bytes in units of the gradient, at the links: host's node,\n"
-    "most of another, of all; need: must cross one; time: over that of cross-shard",
+    "a step of all ranks; n: samples; bytes in units of the gradient, at the links:\n"
+    "host's node, most of another, most of all; need: must cross one\n"
+    "time: over that of cross-shard",
     (
         _column("out", 4, OUT),
         _column("in", 4, IN),
@@ -59,7 +60,7 @@ COLUMNS = Columns(
         _column("time", 4, TIME),
     ),
     above="    host    another",
-    times=("min", "median", "max"),
+    times=("min", "median"),
     figures=frozenset((OUT, IN, OTHER_OUT, OTHER_IN, LINK, FLOOR, TIME)),
 )
 

@@ -291,7 +291,8 @@ def _body(job: Job) -> str:
 
 
 def _bench(job: Job) -> str:
-    json = "" if job.words[1:2] == ("soak",) else '--json "$name.jsonl"'
+    # The job may be queued again, and the files of its first run are then in the way.
+    json = "" if job.words[1:2] == ("soak",) else '--json "$name.jsonl" --force'
     if not job.benchmarks:
         name = "name=$SLURM_JOB_NAME-$SLURM_JOB_ID\n"
         return f"{name}\n{_run(job, job.words, json)}\nexit $status\n"
@@ -305,7 +306,7 @@ def _bench(job: Job) -> str:
 
 
 def _sweep(job: Job) -> str:
-    run = _run(job, job.words, '--json "$name-$nodes.jsonl"', sweep=True)
+    run = _run(job, job.words, '--json "$name-$nodes.jsonl" --force', sweep=True)
     inner = "".join(f"    {line}\n" for line in run.splitlines())
     return f"""\
 name=$SLURM_JOB_NAME-$SLURM_JOB_ID
@@ -318,7 +319,7 @@ for nodes in {" ".join(map(str, job.sweep))}; do
     files+=("$name-$nodes.jsonl")
 done
 
-python -m hpcaccum bench scaling "${{files[@]}}" --plot "$name.png"
+python -m hpcaccum bench scaling "${{files[@]}}" --plot "$name.png" --force
 """
 
 

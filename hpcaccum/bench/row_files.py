@@ -1,0 +1,113 @@
+"""The files of rows: JSON lines and CSV. JSON lines are also read."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcaccum import InvalidArgumentError
+from hpcaccum.bench.measure import Row
+from hpcaccum.output_files import ending_the_job, open_output
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    Key = tuple[str, str, int, int, str]
+    Rows = dict[Key, "Measured"]
+
+_FIELDS = dataclasses.fields(Row)
+# Files of earlier versions do not have the others.
+_REQUIRED = {each.name for each in _FIELDS if each.default is dataclasses.MISSING}
+
+
+class RowFiles:
+    """The files of one run. Each row is written when it is measured.
+
+    Args:
+        lines: Gets a JSON line for each row; None writes none.
+        table: Gets the same fields as CSV. Lists and mappings are JSON in a cell.
+
+    Raises:
+        InvalidArgumentError: If a file cannot be opened, or the disk is full.
+    """
+
+    def __init__(self, lines: Path | None, table: Path | None) -> None:
+        self._paths = lines, table
+        self._lines = open_output("--json", lines)
+        self._table = open_output("--csv", table)
+        self._writer: csv.DictWriter[str] | None = None
+
+    def write(self, row: Row, facts: Mapping[str, Any]) -> None:
+        """Write a row and its circumstances, whose names are those of every row."""
+        fields = {**facts, **dataclasses.asdict(row)}
+        if self._lines:
+            with ending_the_job("--json", self._paths[0]):
+                self._lines.write(json.dumps(fields) + "\n")
+                self._lines.flush()
+        if self._table:
+            with ending_the_job("--csv", self._paths[1]):
+                self._write_table(fields)
+                self._table.flush()
+
+    def _write_table(self, fields: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            assert self._table is not None
+            self._writer = csv.DictWriter(self._table, [*fields], lineterminator="\n")
+            self._writer.writeheader()
+        self._writer.writerow({name: _cell(value) for name, value in fields.items()})
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._lines, self._table):
+            if file:
+                file.close()
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, (dict, list)) else value
+
+
+class Measured(NamedTuple):
+    """A row of a file, and its circumstances."""
+
+    row: Row
+    facts: Mapping[str, Any]
+
+
+def read(path: Path) -> Rows:
+    """Return the rows of a file that ``--json`` wrote; of equal ones the last.
+
+    Raises:
+        InvalidArgumentError: If it cannot be read, or is not such a file.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise InvalidArgumentError(f"{path}: {reason}") from None
+    rows: Rows = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            key, found = _parse(line)
+        except (ValueError, TypeError, KeyError):
+            raise InvalidArgumentError(
+                f"{path}: line {number} is not what hpcaccum bench --json writes"
+            ) from None
+        rows[key] = found
+    if not rows:
+        raise InvalidArgumentError(f"{path}: empty")
+    return rows
+
+
+def _parse(line: str) -> tuple[Key, Measured]:
+    """Return a row and what it is known by; any error means that it is not one."""
+    facts = json.loads(line)
+    given = {each.name for each in _FIELDS} & facts.keys() | _REQUIRED
+    row = Row(**{name: facts[name] for name in given})
+    if not row.median_us > 0 or not (row.spread_us or 0) >= 0:
+        raise ValueError(line)
+    key = row.benchmark, row.name, row.bytes, facts["ranks"], facts["mpi"]
+    return key, Measured(row, facts)
