@@ -58,7 +58,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
 def draw_changes(changes: Sequence[Change], tolerance: float, path: Path) -> None:
     """Draw the changes between two runs, a panel for each benchmark.
 
-    Of hpcaccum, these are ratios with their noise, of references times.
+    Of hpcaccum, these are the ratios; of references, their own times.
 
     Args:
         changes: Rows of both runs.
@@ -67,13 +67,13 @@ def draw_changes(changes: Sequence[Change], tolerance: float, path: Path) -> Non
     """
     panels = group_by(changes, lambda change: change.new.benchmark)
     title = (
-        "new time over old, relative to the reference; bars: noise\n"
-        "dashed and dotted: the references' own times; grey: at most "
-        f"{tolerance:.0%} slower or faster"
+        f"new time over old, relative to the reference; grey: at most {tolerance:.0%} "
+        "slower or faster; circle: more, beyond the noise\n"
+        "dashed and dotted: the references' own times"
     )
     figure, axes = make_figure(len(panels), title)
     for axis, (benchmark, found) in zip(axes, panels.items(), strict=False):
-        _changes(axis, found)
+        _changes(axis, found, tolerance)
         axis.axhspan(1 / (1 + tolerance), 1 + tolerance, color=FLOOR_COLOR, zorder=0)
         axis.axhline(1, color="0.5", linewidth=1)
         axis.set_yscale("log")
@@ -87,18 +87,16 @@ def draw_changes(changes: Sequence[Change], tolerance: float, path: Path) -> Non
     figure.savefig(path, dpi=120)
 
 
-def _changes(axis: Any, changes: Sequence[Change]) -> None:
+def _changes(axis: Any, changes: Sequence[Change], tolerance: float) -> None:
     looks = looks_of([change.new for change in changes])
     for name, found in group_by(changes, lambda change: change.new.name).items():
         curve = [(change.new.bytes, change.ratio) for change in found]
         draw_line(axis, name, curve, looks[name])
-        if looks[name].style != "-":
-            continue
-        for change in found:
-            # It is slower or faster if all of this is outside of the grey area.
-            span = change.ratio / (1 + change.noise), change.ratio * (1 + change.noise)
-            size = [change.new.bytes] * 2
-            axis.plot(size, span, color=looks[name].color, linewidth=1, alpha=0.5)
+        judged = [each for each in found if each.verdict(tolerance)]
+        x = [change.new.bytes for change in judged]
+        y = [change.ratio for change in judged]
+        circle = {"markeredgecolor": looks[name].color, "markerfacecolor": "none"}
+        axis.plot(x, y, "o", markersize=11, **circle)
 
 
 def draw_efficiencies(curves: Sequence[scaling.Curve], path: Path) -> None:
