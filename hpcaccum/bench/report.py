@@ -65,6 +65,8 @@ DEVICE = Columns(
     ),
 )
 
+# No minimum is longer than 999 of the unit of its median.
+_WIDTHS = {"min": 4, "median": 6, "p99": 5, "max": 5}
 _UNITS = ((1.0, "us"), (1e3, "ms"), (1e6, "s"))
 
 
@@ -100,7 +102,7 @@ def number_text(number: float | None) -> str:
 
 def head(benchmark: str, columns: Columns = HOST) -> str:
     """Return the lines above the rows of a benchmark."""
-    times = " ".join(f"{each:>{_width(each)}}" for each in columns.times)
+    times = " ".join(f"{each:>{_WIDTHS[each]}}" for each in columns.times)
     last = " ".join(f"{title:>{width}}" for title, width, _ in columns.last)
     titles = f"{'size':>7} {'':13} {'n':>5} {times} {'':2} "
     above = f"{benchmark:{len(titles)}}{columns.above}".rstrip()
@@ -124,14 +126,10 @@ def _line(row: Row, size: str, columns: Columns) -> str:
     for name in columns.times:
         time = getattr(row, f"{name}_us")
         text = number_text(None if time is None else time / scale)
-        shown.append(f"{text:>{_width(name)}}")
+        shown.append(f"{text:>{_WIDTHS[name]}}")
     shown.append(f"{unit:2}")
     shown += [f"{number_text(c.value(row)):>{c.width}}" for c in columns.last]
     return f"{size:>7} {row.name:13} {' '.join(shown)}"
-
-
-def _width(time: str) -> int:
-    return max(len(time), 5)
 
 
 def _count_text(count: int) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Rows = dict[Key, "Measured"]
 
 _FIELDS = dataclasses.fields(Row)
-# Files of earlier versions do not have the others.
+# Files of earlier versions do not have the fields with a default.
 _REQUIRED = {each.name for each in _FIELDS if each.default is dataclasses.MISSING}
 
 
@@ -105,7 +105,7 @@ def read(path: Path) -> Rows:
 def _parse(line: str) -> tuple[Key, Measured]:
     """Return a row and what it is known by; any error means that it is not one."""
     facts = json.loads(line)
-    given = {each.name for each in _FIELDS} & facts.keys() | _REQUIRED
+    given = [e.name for e in _FIELDS if e.name in _REQUIRED or e.name in facts]
     row = Row(**{name: facts[name] for name in given})
     if not row.median_us > 0 or not (row.spread_us or 0) >= 0:
         raise ValueError(line)

@@ -48,7 +48,9 @@ def test_every_kind_is_verified_and_timed(name, nbytes, make):
     names = [row.name for row in found]
     assert len(set(names)) == len(names)
     for row in found:
-        assert 0 < row.min_us <= row.median_us <= row.p99_us <= row.max_us
+        last = row.max_us if row.p99_us is None else row.p99_us
+        assert 0 < row.min_us <= row.median_us <= last <= row.max_us
+        assert 0 <= row.spread_us <= row.max_us - row.min_us
         assert row.raw is None or row.raw in names
         if name != "device exchange":
             assert row.busbw > 0

@@ -42,6 +42,12 @@ def test_statistics_are_those_of_numpy():
     assert (times.min, times.max) == (min(samples), max(samples))
     assert times.median == np.median(samples)
     assert times.p99 == np.percentile(samples, 99)
+    assert times.spread == np.subtract(*np.percentile(samples, [75, 25]))
+
+
+def test_few_samples_have_no_99th_percentile():
+    assert Times.of([1.0] * 99).p99 is None
+    assert Times.of([1.0] * 100).p99 == 1.0
 
 
 def test_statistics_are_over_all_ranks(comm, rank, size):
@@ -184,12 +190,15 @@ def test_rows():
         constant("late", 0, bus=0, figures=lambda m: {"twice": 2 * m["late"]}),
     ]
     medians = {"ours": 4e-6, "raw": 6e-6, "copy": 1e-6, "late": 3.0}
-    times = {name: Times(5, t / 2, t, 2 * t, 3 * t) for name, t in medians.items()}
+    times = {
+        name: Times(5, t / 2, t, 2 * t, 3 * t, t / 4) for name, t in medians.items()
+    }
     ours, raw, copy, late = rows("x", 8, 4, kinds, times)
 
     assert (ours.benchmark, ours.name, ours.bytes, ours.samples) == ("x", "ours", 8, 5)
     assert np.allclose(
-        [ours.min_us, ours.median_us, ours.p99_us, ours.max_us], [2, 4, 8, 12]
+        [ours.min_us, ours.median_us, ours.p99_us, ours.max_us, ours.spread_us],
+        [2, 4, 8, 12, 1],
     )
     assert math.isclose(ours.algbw, 0.002)
     assert math.isclose(ours.busbw, 0.003)

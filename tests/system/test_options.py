@@ -40,6 +40,11 @@ BENCH = [
     (["allreduce", "--plot", "no/rows.png"], "no/rows.png: No such file"),
     (["allreduce", "--plot", "rows.txt"], "must end in one of .png"),
     (["server", "--against", "gloo"], "unrecognized arguments: --against"),
+    (["allreduce", "--sizes", "4K,"], "optionally with K, M or G, got ''"),
+    (["allreduce", "--sizes", "1M:4K"], "from a smaller to a larger size, got '1M:4K'"),
+    (["allreduce", "--json", "script.py"], "script.py: the file exists; use --force"),
+    (["allreduce", "--csv", "script.py"], "script.py: the file exists; use --force"),
+    (["allreduce", "--csv", "no/rows.csv"], "no/rows.csv: No such file"),
 ]
 
 # Writes the status and the output of each rank for each command line.
@@ -68,7 +73,8 @@ if MPI.COMM_WORLD.rank == 0:
 )
 def test_bad_options_are_reported_once(command, cases, mpirun, script, tmp_path):
     lines = [[command, *options] for options, _ in cases]
-    program = script(SCRIPT.format(lines=lines))
+    text = SCRIPT.format(lines=lines)
+    program = script(text)
     result = mpirun(2, program, cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)})
 
     assert result.returncode == 0, result.stdout
@@ -80,6 +86,7 @@ def test_bad_options_are_reported_once(command, cases, mpirun, script, tmp_path)
         assert shown.count(": error: ") == 1, options
         assert "Traceback" not in shown, options
     assert result.stdout == ""
+    assert program.read_text() == text
 
 
 @pytest.mark.parametrize(

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.measure import Row
 from hpcaccum.bench.scaling import report
+
+from .measured import reference, row, write
 
 
 @pytest.fixture
 def measured(tmp_path):
     """Write a file as ``bench --json`` does, of one row; return its path."""
 
-    def write(ranks, nodes, median, nbytes=4096):
-        found = {field.name: None for field in dataclasses.fields(Row)}
-        found |= {"benchmark": "step", "name": "reducer", "bytes": nbytes}
-        found |= {"median_us": median, "ranks": ranks, "nodes": nodes, "mpi": "M"}
+    def make(ranks, nodes, median, nbytes=4096):
         path = tmp_path / f"{ranks}-{nodes}-{nbytes}.jsonl"
-        path.write_text(json.dumps(found) + "\n")
+        found = row("reducer", median, benchmark="step", bytes=nbytes)
+        write(path, [found], ranks=ranks, nodes=nodes)
         return path
 
-    return write
+    return make
 
 
 @pytest.fixture
@@ -84,3 +82,25 @@ def test_a_picture(measured, tmp_path):
     report([measured(2, 1, 1.0), measured(4, 1, 2.0)], tmp_path / "x.png")()
 
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_has_mpi_in_the_color_of_its_row(tmp_path, monkeypatch):
+    drawn = []
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    rows = [row("round", raw="Accumulate"), row("apply", raw="Put")]
+    rows += [row("in slot", raw="Put"), row("stale", raw=None)]
+    rows += [reference(name) for name in ("Accumulate", "Put", "copy")]
+    for ranks in 1, 2:
+        write(tmp_path / f"{ranks}", rows, ranks=ranks)
+    report([tmp_path / "1", tmp_path / "2"], tmp_path / "x.png")()
+
+    lines = {line.get_label(): line for line in drawn[0].axes[0].lines}
+    color = {name: line.get_color() for name, line in lines.items()}
+    style = {name: line.get_linestyle() for name, line in lines.items()}
+    assert color["Accumulate"] == color["round"]
+    assert color["Put"] == color["apply"]
+    ours = ["round", "apply", "in slot", "stale"]
+    assert len({color[name] for name in [*ours, "copy"]}) == 5
+    assert {style[name] for name in ours} == {"-"}
+    assert {style["Accumulate"], style["Put"]} == {"--"}

@@ -1,0 +1,147 @@
+"""``hpcaccum bench compare``: its judgement, on files written here."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcaccum.bench.compare import comparison
+
+from .measured import reference, row, write
+
+
+@pytest.fixture
+def compare(tmp_path, capsys):
+    """Compare rows; return the exit status, the line of each row, and the notes."""
+
+    def run(old, new, *, without=(), plot=None):
+        write(tmp_path / "old", old, without)
+        write(tmp_path / "new", new, without)
+        files = tmp_path / "old", tmp_path / "new"
+        status = comparison(*files, tolerance=0.1, plot=plot)()
+        shown = capsys.readouterr().out.splitlines()
+        assert max(map(len, shown)) <= 80
+        end = next(place for place, line in enumerate(shown) if line[:5] == "time:")
+        # The titles of the table and of a single benchmark come first.
+        return status, [line.split() for line in shown[2:end]], shown[end + 2 :]
+
+    return run
+
+
+JUDGED = {
+    "the same": (10.0, 10.0, ""),
+    "slower": (11.1, 10.0, "slower"),
+    "within the tolerance": (10.9, 10.0, ""),
+    "faster": (9.0, 10.0, "faster"),
+    "a slower machine": (20.0, 20.0, ""),
+    "slower on a slower machine": (40.0, 20.0, "slower"),
+    "slower on a faster machine": (10.0, 5.0, "slower"),
+    "faster on a slower machine": (10.0, 20.0, "faster"),
+}
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_rows_are_judged_by_the_ratio_to_their_reference(case, compare):
+    ours, mpi, verdict = JUDGED[case]
+    status, lines, _ = compare(
+        [row(), reference()], [row("zero-copy", ours), reference(median_us=mpi)]
+    )
+
+    assert status == (verdict == "slower")
+    expected = ["4", "KiB", "zero-copy", "10.0", "us", f"{ours:#.3g}", "us"]
+    expected += [f"{ours / 10:.2f}", f"{ours / mpi:.2f}", "0%", "MPI", verdict]
+    assert lines[0] == [word for word in expected if word]
+    assert lines[1][-4:] == [f"{mpi / 10:.2f}", "-", "-", "-"]
+
+
+def test_each_row_has_its_own_reference(compare):
+    # By name if it has one, else the first of its size.
+    old = [row("a", raw="Get"), row("b", raw=None), reference("copy"), reference("Get")]
+    other = [row("b", raw=None, bytes=8192), reference("copy", bytes=8192)]
+    new = [row("a", 20.0, raw="Get"), row("b", 30.0, raw=None)]
+    new += [reference("copy", 30.0), reference("Get", 20.0)]
+    status, lines, _ = compare(old + other, new + other)
+
+    assert status == 0
+    assert [line[-1] for line in lines] == ["Get", "copy", "-", "-", "copy", "-"]
+
+
+def test_without_a_reference_in_both_files_times_are_compared(compare):
+    old = [row("zero-copy", 10.0), row("alone", raw=None, benchmark="x")]
+    new = [row("zero-copy", 12.0), row("alone", raw=None, benchmark="x")]
+    status, lines, notes = compare([*old, reference()], new)
+
+    assert status == 1
+    assert lines[0][-6:] == ["1.20", "1.20", "0%", "none:", "times", "slower"]
+    assert lines[2][-2:] == ["none:", "times"]
+    assert not any("references took" in note for note in notes)
+
+
+def test_times_that_vary_must_differ_more(compare):
+    # 1.2 is beyond the tolerance of 0.1, but not beyond that and 10 % of noise.
+    def files(spread, times):
+        yield [row(spread_us=spread), reference()]
+        yield [row("zero-copy", times * 10), reference()]
+
+    assert compare(*files(0.0, 1.2))[0] == 1
+    assert compare(*files(1.0, 1.2))[0] == 0
+    status, lines, _ = compare(*files(1.0, 1.22))
+    assert (status, lines[0][-3]) == (1, "10%")
+    # Of all four times: 2 parts in 10 are of 20.
+    old = [row(spread_us=1.0), reference(spread_us=1.0)]
+    new = [row("zero-copy", 20.0, spread_us=2.0), reference(spread_us=1.0)]
+    assert compare(old, new)[1][0][-3] == "20%"
+
+
+def test_files_of_earlier_versions_have_no_noise(compare):
+    old, new = [row(), reference()], [row("zero-copy", 12.0), reference()]
+    status, lines, _ = compare(old, new, without=["spread_us"])
+
+    assert (status, lines[0][-3]) == (1, "0%")
+
+
+def test_what_is_not_the_same_is_reported(tmp_path, capsys):
+    write(tmp_path / "a", [row(), reference()], cpu="old one", cores=2)
+    extra = [row(bytes=8192), reference(bytes=8192)]
+    write(tmp_path / "b", [row(), reference(), *extra], cpu="new one", cores=2)
+    status = comparison(tmp_path / "a", tmp_path / "b", tolerance=0.1, plot=None)()
+    shown = capsys.readouterr().out
+
+    assert status == 0
+    assert "other CPU: old one before, new one now\n" in shown
+    assert f"only in {tmp_path / 'b'}: 2 rows\n" in shown
+    assert "cores" not in shown
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ((18.0, 18.0, 5.0), "1.80 times as long: the machine was slower as a whole"),
+        ((5.0, 5.0, 10.0), "0.50 times as long: the machine was faster as a whole"),
+        ((10.5, 10.5, 90.0), "1.05 times as long"),
+    ],
+)
+def test_the_speed_of_the_machine_is_the_median_of_the_references(times, text, compare):
+    names = "MPI", "exchange", "copy"
+    old = [row(), *(reference(name) for name in names)]
+    new = [row(), *map(reference, names, times)]
+    *notes, last = compare(old, new)[2]
+
+    assert f"the references took {text}" in notes
+    assert last.startswith("4 rows compared, ")
+
+
+def test_the_picture_has_the_ratios_and_marks_what_is_judged(
+    compare, monkeypatch, tmp_path
+):
+    drawn = []
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    old = [row(), row("flat"), reference()]
+    new = [row("zero-copy", 80.0), row("flat", 20.0), reference(median_us=20.0)]
+    compare(old, new, plot=tmp_path / "x.png")
+
+    [axis] = drawn[0].axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+    assert (lines["zero-copy"], lines["flat"], lines["MPI"]) == ([4.0], [1.0], [2.0])
+    circles = [line for line in axis.lines if line.get_markersize() > 10]
+    assert [list(line.get_ydata()) for line in circles] == [[4.0], [], []]
