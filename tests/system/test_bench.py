@@ -169,10 +169,11 @@ def test_a_size_that_does_not_fit_is_skipped(bench, tmp_path):
 
 
 @pytest.mark.mpi
-def test_wire_on_one_node_names_what_to_use_instead(bench):
+def test_wire_on_one_node_names_what_to_use_instead(bench, tmp_path):
     nodes = "import os; os.environ['MPIR_CVAR_NOLOCAL'] = '0'"
-    shown = bench(2, "wire", *QUICK, before=nodes)
+    shown = bench(2, "wire", *QUICK, "--json", "rows.json", before=nodes)
 
+    assert not (tmp_path / "rows.json").exists()
     assert shown.startswith("all ranks are on one node, and nothing crosses a wire: ")
     assert "hpcaccum bench step" in shown
     assert "sync-replicas" not in shown

@@ -29,6 +29,7 @@ TRAIN = [
     (["--compare", "--save", "s"], "--save is for one run: use --strategy"),
     (["--strategy", "agn", "--time-limit", "5"], "90s, 5m or 1h, got '5'"),
 ]
+QUICK = "allreduce", "--sizes", "4K", "--seconds", "0.01"
 BENCH = [
     ([], "the following arguments are required: benchmark"),
     (["x"], "invalid choice: 'x'"),
@@ -42,8 +43,8 @@ BENCH = [
     (["server", "--against", "gloo"], "unrecognized arguments: --against"),
     (["allreduce", "--sizes", "4K,"], "optionally with K, M or G, got ''"),
     (["allreduce", "--sizes", "1M:4K"], "from a smaller to a larger size, got '1M:4K'"),
-    (["allreduce", "--json", "script.py"], "script.py: the file exists; use --force"),
-    (["allreduce", "--csv", "script.py"], "script.py: the file exists; use --force"),
+    ([*QUICK, "--json", "script.py"], "script.py: the file exists; use --force"),
+    ([*QUICK, "--csv", "script.py"], "script.py: the file exists; use --force"),
     (["allreduce", "--csv", "no/rows.csv"], "no/rows.csv: No such file"),
 ]
 
