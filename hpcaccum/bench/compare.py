@@ -155,16 +155,8 @@ def _alone(here: Rows, there: Rows, path: Path) -> Iterator[str]:
 def _show(
     changes: list[Change], notes: list[str], tolerance: float, plot: Path | None
 ) -> int:
-    print(_TITLES)
-    above: tuple[str, int] | None = None
-    for change in changes:
-        benchmark, size = change.new.benchmark, change.new.bytes
-        if above is None or above[0] != benchmark:
-            print(benchmark)
-        shown = "" if above == (benchmark, size) else size_text(size)
-        above = benchmark, size
-        print(_line(shown, change, tolerance))
-    print(_ABOUT)
+    for line in _table(changes, tolerance):
+        print(line)
     for note in [*notes, *_machine(changes, tolerance)]:
         print(note)
     slower = sum(change.verdict(tolerance) == "slower" for change in changes)
@@ -178,6 +170,20 @@ def _show(
         draw_changes(changes, tolerance, plot)
         print(f"picture: {plot}")
     return 1 if slower else 0
+
+
+def _table(changes: list[Change], tolerance: float) -> Iterator[str]:
+    """Yield the lines of the table, with a title above each benchmark."""
+    yield _TITLES
+    above: tuple[str, int] | None = None
+    for change in changes:
+        benchmark, size = change.new.benchmark, change.new.bytes
+        if above is None or above[0] != benchmark:
+            yield benchmark
+        shown = "" if above == (benchmark, size) else size_text(size)
+        above = benchmark, size
+        yield _line(shown, change, tolerance)
+    yield _ABOUT
 
 
 def _line(size: str, change: Change, tolerance: float) -> str:

@@ -251,7 +251,7 @@ def _seconds(text: str) -> float:
 
 
 def _tolerance(text: str) -> float:
-    return _number(text, -math.inf, "a fraction such as 0.1")
+    return _number(text, -1.0, "a fraction such as 0.1")
 
 
 def _number(text: str, above: float, what: str) -> float:
