@@ -51,6 +51,7 @@ from hpcaccum.optimizers import (
     get_variable,
 )
 from hpcaccum.reducer import Reducer, ReducerStatistics
+from hpcaccum.tracing import span, trace
 
 __version__ = "0.1.0"
 
@@ -93,6 +94,8 @@ __all__ = [
     "WaitTimeoutError",
     "checkpoint",
     "get_variable",
+    "span",
+    "trace",
 ]
 
 # A rank that fails before it uses MPI must end the job, too: the others wait for it.

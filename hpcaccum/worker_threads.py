@@ -87,7 +87,9 @@ def _start(count: int) -> int:
         _threads[:] = [thread for thread in _threads if thread.is_alive()]
         with contextlib.suppress(RuntimeError):
             while len(_threads) < count:
-                thread = threading.Thread(target=_help, name="hpcaccum", daemon=True)
+                thread = threading.Thread(
+                    target=_help, name="hpcaccum worker", daemon=True
+                )
                 thread.start()
                 _threads.append(thread)
         return len(_threads)

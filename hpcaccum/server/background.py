@@ -27,7 +27,10 @@ class Background:
         """Run the loop in a thread, unless it has one."""
         if self._thread is not None:
             return
-        self._thread = threading.Thread(target=self._run_or_abort, daemon=True)
+        name = f"server ({type(self).__name__})"
+        self._thread = threading.Thread(
+            target=self._run_or_abort, daemon=True, name=name
+        )
         self._thread.start()
 
     def _run_or_abort(self) -> None:

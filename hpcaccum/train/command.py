@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum import Group, InvalidArgumentError
+from hpcaccum import Group, InvalidArgumentError, span, trace
 from hpcaccum.device import use_device
 from hpcaccum.output_files import (
     check_apart,
@@ -24,7 +25,7 @@ from hpcaccum.train.stopping import Requests
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from rich.console import Console
@@ -60,7 +61,11 @@ def _nothing(_: object) -> dict[str, object]:
 
 def _options(args: argparse.Namespace, group: Group) -> Options:
     options = resolve(args, group.size)
-    outputs = {"--log": options.log, "--plot": options.plot}
+    outputs = {
+        "--log": options.log,
+        "--plot": options.plot,
+        "--trace": options.trace,
+    }
     check_apart(outputs, {"--data": options.data})
     return options
 
@@ -71,7 +76,9 @@ def _use_device(options: Options, group: Group) -> None:
 
 
 def _open_files(options: Options, group: Group) -> Log:
-    """Return the log, which only the reporting rank writes; check the picture."""
+    """Return the log, which only the reporting rank writes; check other outputs."""
+    if group.rank == 0 and options.trace is not None:
+        check_writable("--trace", options.trace)
     if group.rank != options.reporter:
         return Log(None)
     if options.plot is not None:
@@ -96,25 +103,46 @@ def _train(options: Options, data: Dataset, group: Group, found: Any, log: Log) 
     out = console(group.rank == options.reporter)
     title = describe(facts, options)
     out.print(title, soft_wrap=True)
-    results: list[Result] = []
-    requests = Requests(options.time_limit)
-    with requests.listening():
-        for strategy in options.strategies:
-            run = _run(strategy, options, data, group, requests, found, log, out)
-            results.append(run)
-            if run.stopped:
-                break
-    log.close()
-    diverged = [result.strategy for result in results if result.diverged]
-    mark.write(1 if diverged else run.stopped)
-    if group.rank == options.reporter:
-        _report(results, options, title, out)
+    with _traced(options, group):
+        results = _train_all(options, data, group, found, log, out)
+        log.close()
+        diverged = [result.strategy for result in results if result.diverged]
+        mark.write(1 if diverged else results[-1].stopped)
+        if group.rank == options.reporter:
+            _report(results, options, title, out)
     if diverged:
         raise SystemExit(
             f"a loss that is no finite number ({', '.join(diverged)}): try a smaller "
             f"--rate"
         )
-    return run.stopped
+    return results[-1].stopped
+
+
+@contextlib.contextmanager
+def _traced(options: Options, group: Group) -> Iterator[None]:
+    """Trace the block, if a trace is wanted. Collective."""
+    with contextlib.ExitStack() as tracing:
+        if options.trace is not None:
+            tracing.enter_context(trace(options.trace, group))
+        yield
+        with ending_the_job("--trace", options.trace):
+            tracing.close()
+
+
+def _train_all(
+    options: Options, data: Dataset, group: Group, found: Any, log: Log, out: Console
+) -> list[Result]:
+    """Train with each strategy, until a request to stop. Collective."""
+    results: list[Result] = []
+    requests = Requests(options.time_limit)
+    with requests.listening():
+        for strategy in options.strategies:
+            with span(strategy):
+                run = _run(strategy, options, data, group, requests, found, log, out)
+            results.append(run)
+            if run.stopped:
+                break
+    return results
 
 
 def _report(results: list[Result], options: Options, title: str, out: Console) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum import CrossShardOptimizer, Tally, Variable
+from hpcaccum import CrossShardOptimizer, Tally, Variable, span
 from hpcaccum.device import cupy
 from hpcaccum.train.data import batches
 from hpcaccum.train.model import MLP, widths
@@ -86,11 +86,15 @@ class Run:
             self._observer = Observer(
                 strategy,
                 number,
-                lambda: self._model.evaluate(data.x_test, data.y_test),
+                self._evaluate,
                 self._target,
                 options.epochs,
                 show,
             )
+
+    def _evaluate(self) -> tuple[float, float]:
+        with span("evaluate"):
+            return self._model.evaluate(self._data.x_test, self._data.y_test)
 
     def _shard_group(self, options: Options) -> tuple[int, int]:
         """Return this rank's group number and the rank that evaluates its model."""

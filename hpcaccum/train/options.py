@@ -32,6 +32,7 @@ _AS_GIVEN = (
     "period",
     "dedicated",
     "log",
+    "trace",
     "save",
     "resume",
     "time_limit",
@@ -93,6 +94,7 @@ class Options:
     straggler: dict[int, float]
     log: Path | None
     plot: Path | None
+    trace: Path | None
     save: Path | None
     every: Every
     resume: bool
@@ -137,6 +139,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"--compare: {DEFAULT_PICTURE})",
     )
     output.add_argument("--no-plot", action="store_true", help="do not plot")
+    output.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write what each rank did when, to be opened in https://ui.perfetto.dev",
+    )
     _add_checkpoints(parser.add_argument_group("checkpoints"))
 
 

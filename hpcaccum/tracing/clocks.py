@@ -1,0 +1,93 @@
+"""The clocks of nodes, compared with that of rank 0.
+
+The first rank of each node asks rank 0 for the time, several times. The answer that
+came fastest counts: the offset lies within half of its round trip.
+
+Source: F. Cristian, Probabilistic Clock Synchronization, 1989.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.mpi import MPI
+from hpcaccum.tracing.recorder import clock
+
+if TYPE_CHECKING:
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.mpi import Group
+
+_QUESTIONS = 32
+# The mailbox of the group has tag 1.
+_TAG = 2
+
+
+class Offset(NamedTuple):
+    """What must be added to a node's clock to get that of rank 0.
+
+    Attributes:
+        at: When it was measured, by the node's clock.
+        seconds: The offset.
+        error: Its largest error, in seconds.
+    """
+
+    at: float
+    seconds: float
+    error: float
+
+
+def measure(group: Group) -> Offset:
+    """Return the offset of this rank's node. Collective.
+
+    Raises:
+        WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
+    """
+    first, *leaders = [ranks[0] for ranks in group.nodes]
+    mine = Offset(clock(), 0.0, 0.0)
+    if group.rank == first:
+        for leader in leaders:
+            _answer(group.comm, leader)
+    elif group.rank in leaders:
+        mine = _ask(group.comm, first)
+    offsets = group.allgather(mine, "trace: clocks of the nodes")
+    return offsets[group.nodes[group.node_number][0]]
+
+
+def common_time(time: float, before: Offset, after: Offset) -> float:
+    """Return a time of this node by the clock of rank 0.
+
+    Between the two measurements, the offset is taken to grow evenly.
+    """
+    elapsed = max(after.at - before.at, 1e-9)
+    drift = (after.seconds - before.seconds) / elapsed
+    return time + before.seconds + drift * (time - before.at)
+
+
+def _ask(comm: mpi4py_MPI.Intracomm, rank: int) -> Offset:
+    return min((_ask_once(comm, rank) for _ in range(_QUESTIONS)), key=lambda o: o[2])
+
+
+def _ask_once(comm: mpi4py_MPI.Intracomm, rank: int) -> Offset:
+    answer, begun = np.empty(1), clock()
+    question = comm.Isend(np.empty(0), rank, _TAG)
+    _complete([question, comm.Irecv(answer, rank, _TAG)], rank)
+    ended = clock()
+    middle = (begun + ended) / 2
+    return Offset(middle, float(answer[0]) - middle, (ended - begun) / 2)
+
+
+def _answer(comm: mpi4py_MPI.Intracomm, rank: int) -> None:
+    for _ in range(_QUESTIONS):
+        _complete([comm.Irecv(np.empty(0), rank, _TAG)], rank)
+        _complete([comm.Isend(np.array([clock()]), rank, _TAG)], rank)
+
+
+def _complete(requests: list[Any], rank: int) -> None:
+    Deadline(None, "trace: clocks of the nodes").wait(
+        lambda: MPI.Request.Testall(requests) or None,
+        lambda: f"rank {rank} to make the same call",
+    )

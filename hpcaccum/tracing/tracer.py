@@ -1,0 +1,64 @@
+"""The public call `trace`."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import Group
+from hpcaccum.output_files import check_writable
+from hpcaccum.tracing.clocks import measure
+from hpcaccum.tracing.recorder import Recorder, clock, is_running
+from hpcaccum.tracing.table import installed
+from hpcaccum.tracing.timeline import Timeline
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from mpi4py import MPI as mpi4py_MPI
+
+
+@contextlib.contextmanager
+def trace(
+    path: str | os.PathLike[str], comm: mpi4py_MPI.Comm | Group | None = None
+) -> Iterator[None]:
+    """Record what every rank does during the block; rank 0 writes it to a file.
+
+    The beginning and the end are collective. Objects may be made before the block or in
+    it. Open the file in https://ui.perfetto.dev or in ``chrome://tracing``: it has a
+    row for each rank, and one for each thread that serves other ranks. Add blocks of
+    your program with `span`.
+
+    If the block raises an exception, nothing is written: the other ranks may not have
+    reached its end.
+
+    Args:
+        path: Of the JSON file, on rank 0; an existing file is overwritten.
+        comm: Communicator of the ranks; COMM_WORLD by default.
+
+    Raises:
+        TypeError, InvalidArgumentError: On every rank, before the block, if the file
+            cannot be written or a trace is running.
+        OSError: After the block, on rank 0, if the file cannot be written; the other
+            ranks go on.
+    """
+    group = Group.of(comm)
+    file = group.agree("trace", lambda: _checked(path, group.rank), lambda _: {})
+    before, recorder = measure(group), Recorder()
+    origin = group.allgather(clock(), "trace: begin")[0]
+    with recorder.running(), installed(recorder):
+        yield
+    after = measure(group)
+    Timeline(group, recorder, before, after, origin).write(file)
+
+
+def _checked(path: str | os.PathLike[str], rank: int) -> Path:
+    if is_running():
+        raise InvalidArgumentError("a trace is running already")
+    file = Path(path)
+    if rank == 0:
+        check_writable("trace", file)
+    return file
