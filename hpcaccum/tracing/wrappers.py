@@ -143,8 +143,7 @@ def blocks(
         with _recorded(self, missing, label, recorder) as found:
 
             def attempt_and_ask(seconds: float) -> Any:
-                # Short at first: what is missing is asked between two attempts.
-                result = attempt(seconds if found.args else min(seconds, 2 * _PATIENCE))
+                result = attempt(min(seconds, found.patience))
                 if result is None:
                     found.ask()
                 return result

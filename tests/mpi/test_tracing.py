@@ -1,0 +1,265 @@
+"""Traces of real runs: what is in the file, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import Group, InvalidArgumentError
+from hpcaccum.tracing import clocks, recorder
+from hpcaccum.tracing.table import TABLE
+from hpcaccum.tracing.timeline import lanes
+
+from .reducing import NODES, made_up
+from .support import meet
+from .training import WRAPPERS, gives, raised, variable
+
+# Long enough that the ranks of a node share the work of an update.
+LENGTH = 70_000
+
+
+@pytest.fixture
+def traced(comm, tmp_path):
+    """Trace a call; return the contents of the file on all ranks. Collective."""
+
+    def run(act, on=comm):
+        path = tmp_path / "trace.json"
+        with hpc.trace(path, on):
+            act()
+        return meet(json.loads(path.read_text()) if comm.rank == 0 else None)[0]
+
+    return run
+
+
+@pytest.fixture
+def nodes(comm):
+    """Yield a group on two nodes."""
+    group = made_up(comm, NODES["halves"])
+    yield group
+    group.free()
+
+
+def events(file):
+    return [event for event in file["traceEvents"] if event["ph"] == "X"]
+
+
+def rows(file):
+    """Return the name of each row by its number, as pairs with that of its node."""
+    names = {"process_name": {}, "thread_name": {}}
+    for event in file["traceEvents"]:
+        if event["ph"] == "M" and event["name"] in names:
+            key = event["pid"], event["tid"]
+            names[event["name"]][key] = event["args"]["name"]
+    nodes = {node: name for (node, _), name in names["process_name"].items()}
+    return {key: (nodes[key[0]], name) for key, name in names["thread_name"].items()}
+
+
+def check_file(file):
+    """Check what the viewers need."""
+    found, named = {}, rows(file)
+    assert len({thread for _, thread in named}) == len(named)
+    for event in events(file):
+        assert event["name"]
+        assert event["cat"]
+        assert event["dur"] >= 0
+        found.setdefault((event["pid"], event["tid"]), []).append(event)
+    assert found.keys() <= named.keys()
+    for row in found.values():
+        ends = [
+            recorder.Event(e["name"], e["ts"], round(e["ts"] + e["dur"], 3), None)
+            for e in row
+        ]
+        assert len(lanes(ends)) == 1
+
+
+def train(maker, on, **options):
+    w = variable(np.zeros(LENGTH), np.float32)
+    with maker(hpc.SGD(0.1), [w], on, **options) as opt:
+        opt.initialize([w])
+        for _ in range(4):
+            opt.minimize(gives(np.ones(LENGTH, np.float32)), var_list=[w])
+
+
+def train_with_all(on):
+    for maker in WRAPPERS.values():
+        train(maker, on)
+
+
+def use_parts(comm):
+    """Use what no optimizer uses."""
+    for storage in "slots", "sum":
+        with hpc.ConditionalAccumulator("f4", (8,), comm=comm, storage=storage) as acc:
+            acc.apply_grad(np.ones(8, "f4"))
+            if comm.rank == 0:
+                acc.take_grad(comm.size)
+    layout = hpc.Layout({"x": (8,)}, "float32")
+    with hpc.Reducer(layout, comm) as reducer:
+        reducer.start("x", np.ones(8, "f4"))
+        reducer.wait()
+
+
+def test_file_of_all_strategies(traced, comm):
+    file = traced(lambda: train_with_all(comm))
+    names = Counter(event["name"] for event in events(file))
+    ranks = {name for _, name in rows(file).values()}
+
+    check_file(file)
+    assert file["otherData"]["events_left_out"] == {}
+    # Four gradients of each rank and strategy.
+    assert names["compute"] == 4 * len(WRAPPERS) * comm.size
+    assert names["reduce"] == 4 * comm.size
+    assert {f"rank {rank}" for rank in range(comm.size)} <= ranks
+    assert "rank 0: server (UpdateLoop)" in ranks
+
+
+@pytest.mark.ranks(min=2)
+def test_every_method_of_the_table_is_in_a_trace(traced, comm, nodes):
+    if not Group.of(comm).single_node:
+        pytest.skip("the ranks of a node update together only if there is one")
+    servers = [each[0] for each in nodes.nodes]
+
+    def act():
+        train_with_all(comm)
+        train_with_all(nodes)
+        train(WRAPPERS["SyncReplicas"], nodes, servers=servers)
+        use_parts(comm)
+
+    file = traced(act, nodes)
+    found = {event["cat"]: event["name"] for event in events(file)}
+    expected = {row.label.category: row.name for row in TABLE}
+
+    check_file(file)
+    assert found == expected
+
+
+@pytest.mark.ranks(min=2)
+def test_nodes_and_their_agents_have_rows(traced, comm, nodes):
+    file = traced(lambda: train(WRAPPERS["SyncReplicas"], nodes), nodes)
+    found = {name: number for (number, _), (_, name) in rows(file).items()}
+    accuracy = file["otherData"]["clock_error_us"]
+    begins = {}
+    for event in events(file):
+        begins.setdefault(event["pid"], []).append(event["ts"])
+
+    check_file(file)
+    assert accuracy > 0
+    for number, ranks in enumerate(nodes.nodes, 1):
+        assert all(found[f"rank {rank}"] == number for rank in ranks)
+        agents = [name for name in found if name.startswith(f"rank {ranks[0]}: agent")]
+        assert agents
+        assert found[agents[0]] == number
+    # No node begins after another one has ended.
+    assert max(map(min, begins.values())) < min(map(max, begins.values())) + accuracy
+
+
+@pytest.mark.ranks(min=2)
+def test_offset_of_a_clock(comm, nodes, monkeypatch):
+    late = 1000.0 * nodes.node_number
+    monkeypatch.setattr(clocks, "clock", lambda: recorder.clock() + late)
+    offset = clocks.measure(nodes)
+
+    assert abs(offset.seconds + late) <= offset.error + 1e-6
+    assert (offset.error > 0) == (nodes.node_number > 0)
+
+
+def test_lag_and_step_of_a_gradient(traced, comm, rank):
+    with hpc.ConditionalAccumulator("f4", (2,), comm=comm) as acc:
+        acc.set_global_step(5)
+        meet()
+        file = traced(lambda: acc.apply_grad([1.0, 1.0], 5 - rank))
+        meet()
+    named = {key: name for key, (_, name) in rows(file).items()}
+    found = {
+        named[event["pid"], event["tid"]]: event["args"]
+        for event in events(file)
+        if event["name"] == "admission"
+    }
+
+    assert found == {
+        f"rank {each}": {"accepted": each == 0, "lag": each, "step": 5}
+        for each in range(comm.size)
+    }
+
+
+def test_events_that_were_left_out_are_counted(traced, comm, caplog, monkeypatch):
+    monkeypatch.setattr(recorder, "MOST", 10)
+
+    def act():
+        for _ in range(12):
+            with hpc.span("work"):
+                pass
+
+    with caplog.at_level(logging.WARNING, "hpcaccum"):
+        file = traced(act)
+
+    assert len(events(file)) == 10 * comm.size
+    assert file["otherData"]["events_left_out"] == {
+        f"rank {rank}": 2 for rank in range(comm.size)
+    }
+    if comm.rank == 0:
+        assert f"{2 * comm.size} events of rank" in caplog.text
+        assert caplog.text.strip().endswith("a rank keeps the first 10")
+
+
+def test_many_pieces(traced, comm):
+    def act():
+        for number in range(2500):
+            with hpc.span("work", number=number):
+                pass
+
+    file = traced(act)
+    found = Counter(event["args"]["number"] for event in events(file))
+
+    check_file(file)
+    assert found == dict.fromkeys(range(2500), comm.size)
+
+
+def test_an_error_leaves_no_trace_running(traced, comm, tmp_path):
+    path = tmp_path / "none.json"
+    with pytest.raises(KeyError, match="mine"), hpc.trace(path, comm):
+        raise KeyError("mine")
+
+    assert not path.exists()
+    assert traced(lambda: None)["otherData"]["events_left_out"] == {}
+
+
+def test_only_one_trace_at_a_time(traced, comm, tmp_path):
+    def act():
+        second = hpc.trace(tmp_path / "second.json", comm)
+        error = raised(second.__enter__)
+        assert isinstance(error, InvalidArgumentError)
+        assert "a trace is running already" in str(error)
+
+    traced(act)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "message"),
+    [
+        ("no/such/trace.json", InvalidArgumentError, "no/such/trace.json: No such"),
+        (None, TypeError, "NoneType"),
+    ],
+)
+def test_a_bad_path_is_an_error_on_every_rank(comm, path, kind, message):
+    error = raised(hpc.trace(path, comm).__enter__)
+
+    assert type(error) is kind
+    assert message in str(error)
+
+
+def test_a_full_disk_is_an_error_on_rank_0_and_no_hang(comm, rank):
+    def act():
+        with hpc.trace("/dev/full", comm):
+            for _ in range(3000):
+                with hpc.span("work"):
+                    pass
+
+    error = raised(act)
+
+    assert isinstance(error, OSError) == (rank == 0)
+    assert rank == 0 or error is None

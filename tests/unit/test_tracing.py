@@ -1,0 +1,180 @@
+"""Traces: which methods are replaced, what is recorded, how rows are made."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum.deadline import Deadline
+from hpcaccum.tracing import recorder as module
+from hpcaccum.tracing import wrappers
+from hpcaccum.tracing.clocks import Offset, common_time
+from hpcaccum.tracing.recorder import Event, Label, Recorder
+from hpcaccum.tracing.table import TABLE, installed
+from hpcaccum.tracing.timeline import lanes
+
+from ..common import WAIT
+
+
+def methods():
+    return {row.label.category: vars(row.owner)[row.method] for row in TABLE}
+
+
+@pytest.fixture
+def recorder():
+    recorder = Recorder()
+    with recorder.running(), installed(recorder):
+        yield recorder
+
+
+def spans(recorder, thread=""):
+    return recorder.rows()[thread]
+
+
+def test_every_row_of_the_table_is_a_method():
+    assert len(methods()) == len(TABLE)
+    assert all(callable(method) for method in methods().values())
+
+
+def test_without_a_trace_the_methods_are_the_original_ones():
+    before = methods()
+    with installed(Recorder()):
+        during = methods()
+    with pytest.raises(KeyError), installed(Recorder()):
+        raise KeyError
+    after = methods()
+
+    assert all(during[name] is not before[name] for name in before)
+    assert all(during[name].__wrapped__ is before[name] for name in before)
+    assert all(after[name] is before[name] for name in before)
+
+
+def test_a_wait_has_its_call_and_what_was_missing_last(recorder, monkeypatch):
+    looks = []
+    # A second passes between two looks.
+    monkeypatch.setattr(wrappers, "clock", lambda: float(len(looks)))
+    Deadline(WAIT, "call").wait(
+        lambda: looks.append(None) or (len(looks) == 11 or None),
+        lambda: f"look {len(looks)}",
+    )
+    (event,) = spans(recorder)
+
+    # Asked again whenever the wait was twice as long.
+    assert event == (
+        ("wait", "Deadline.wait"),
+        0.0,
+        11.0,
+        {"call": "call", "for": "look 8"},
+    )
+
+
+def test_a_wait_that_is_over_at_once_is_not_recorded(recorder):
+    Deadline(WAIT, "call").wait(lambda: True, str)
+    Deadline(WAIT, "call").block(lambda seconds: True, str)
+
+    assert not spans(recorder)
+
+
+def test_a_wait_that_blocks_asks_while_it_waits(recorder):
+    lock, asked = threading.Lock(), []
+    lock.acquire()
+
+    def missing():
+        asked.append(None)
+        if len(asked) == 2:
+            lock.release()
+        return "the lock"
+
+    Deadline(WAIT, "call").block(
+        lambda seconds: lock.acquire(timeout=seconds) or None, missing
+    )
+    (event,) = spans(recorder)
+
+    assert event.label == ("wait", "Deadline.block")
+    assert event.args == {"call": "call", "for": "the lock"}
+
+
+def test_a_wait_goes_on_if_what_is_missing_is_unknown(recorder):
+    late = time.monotonic() + 0.01
+    Deadline(WAIT, "call").wait(
+        lambda: time.monotonic() > late or None, lambda: {}["missing"]
+    )
+    (event,) = spans(recorder)
+
+    assert event.args["for"] == "unknown (KeyError)"
+
+
+def test_a_wait_that_fails_is_recorded(recorder):
+    with pytest.raises(hpc.WaitTimeoutError, match=r"call: waited .* s for rain"):
+        Deadline(0.01, "call").wait(lambda: None, lambda: "rain")
+
+    assert len(spans(recorder)) == 1
+
+
+def test_a_call_that_fails_shows_its_error(recorder):
+    variable = hpc.Variable([0.0], "w")
+    with pytest.raises(ZeroDivisionError):
+        hpc.SGD(1.0).minimize(lambda: 1 / 0, var_list=[variable])
+    (event,) = spans(recorder)
+
+    assert event.label.name == "compute"
+    assert event.args == {"error": "ZeroDivisionError"}
+
+
+def test_each_thread_has_a_row(recorder):
+    def work():
+        with hpc.span("work", item=3):
+            pass
+
+    for _ in range(2):
+        thread = threading.Thread(target=work, name="helper")
+        thread.start()
+        thread.join()
+    rows = recorder.rows()
+
+    assert list(rows) == ["", "helper"]
+    assert [event.label.name for event in rows["helper"]] == ["work"] * 2
+    assert rows["helper"][0].args == {"item": 3}
+
+
+def test_events_above_the_limit_are_counted(monkeypatch):
+    monkeypatch.setattr(module, "MOST", 3)
+    recorder = Recorder()
+    for number in range(5):
+        recorder.add(Label("x", "y"), number, number, None)
+
+    assert recorder.left_out() == 2
+    recorder.add(Label("x", "y"), 9, 9, None)
+    assert [event.begin for event in spans(recorder)] == [0, 1, 2]
+
+
+def test_span_without_a_trace_does_nothing():
+    with hpc.span("work"):
+        pass
+
+
+def event(begin, end):
+    return Event(Label(f"{begin}-{end}", ""), begin, end, None)
+
+
+def test_lanes():
+    nested = [event(0, 10), event(0, 4), event(1, 3), event(4, 10), event(10, 11)]
+    overlapping = [event(2, 12), event(5, 6)]
+
+    assert lanes(nested[::-1]) == [nested]
+    assert lanes(nested + overlapping) == [
+        [*nested[:4], overlapping[1], nested[4]],
+        overlapping[:1],
+    ]
+    assert lanes([]) == [[]]
+
+
+def test_times_of_another_clock():
+    before, after = Offset(100.0, 7.0, 0.0), Offset(200.0, 8.0, 0.0)
+
+    assert common_time(100.0, before, after) == 107.0
+    assert common_time(150.0, before, after) == 157.5
+    assert common_time(200.0, before, after) == 208.0
