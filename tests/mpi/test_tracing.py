@@ -11,7 +11,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Group, InvalidArgumentError
-from hpcaccum.tracing import clocks, recorder
+from hpcaccum.tracing import clocks, recorder, tracer, wrappers
 from hpcaccum.tracing.table import TABLE
 from hpcaccum.tracing.timeline import lanes
 
@@ -137,8 +137,17 @@ def test_every_method_of_the_table_is_in_a_trace(traced, comm, nodes):
     assert found == expected
 
 
+@pytest.fixture
+def late(nodes, monkeypatch):
+    """Set the clock of the second node forward; return by how much this rank's is."""
+    seconds, real = 1000.0 * nodes.node_number, recorder.clock
+    for module in clocks, recorder, tracer, wrappers:
+        monkeypatch.setattr(module, "clock", lambda: real() + seconds)
+    return seconds
+
+
 @pytest.mark.ranks(min=2)
-def test_nodes_and_their_agents_have_rows(traced, comm, nodes):
+def test_nodes_and_their_agents_have_rows(traced, comm, nodes, late):
     file = traced(lambda: train(WRAPPERS["SyncReplicas"], nodes), nodes)
     found = {name: number for (number, _), (_, name) in rows(file).items()}
     accuracy = file["otherData"]["clock_error_us"]
@@ -158,9 +167,7 @@ def test_nodes_and_their_agents_have_rows(traced, comm, nodes):
 
 
 @pytest.mark.ranks(min=2)
-def test_offset_of_a_clock(comm, nodes, monkeypatch):
-    late = 1000.0 * nodes.node_number
-    monkeypatch.setattr(clocks, "clock", lambda: recorder.clock() + late)
+def test_offset_of_a_clock(comm, nodes, late):
     offset = clocks.measure(nodes)
 
     assert abs(offset.seconds + late) <= offset.error + 1e-6

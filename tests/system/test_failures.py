@@ -93,6 +93,15 @@ with hpc.ConditionalAccumulator("float32", (2,)) as acc:
     acc.take_grad(MPI.COMM_WORLD.size)
 """
 
+LEAVES_AN_ERROR_TO_A_TRACE = """
+import hpcaccum as hpc
+from mpi4py import MPI
+
+with hpc.trace("trace.json"):
+    if MPI.COMM_WORLD.rank == 1:
+        raise ValueError("rank one has had enough")
+"""
+
 WAITS_TOO_LONG = """
 import hpcaccum as hpc
 from mpi4py import MPI
@@ -113,11 +122,12 @@ else:
         (RAISES_BEFORE_MPI, "rank one has had enough"),
         (RAISES_IN_THE_SERVER, "the update has had enough"),
         (LEAVES_AN_ERROR_TO_WITH, "rank one has had enough"),
+        (LEAVES_AN_ERROR_TO_A_TRACE, "rank one has had enough"),
     ],
-    ids=["waiting", "before MPI", "server", "with"],
+    ids=["waiting", "before MPI", "server", "with", "trace"],
 )
-def test_exception_on_one_rank_ends_the_job(mpirun, script, program, message):
-    result = mpirun(3, script(program), timeout=SOON)
+def test_exception_on_one_rank_ends_the_job(mpirun, script, program, message, tmp_path):
+    result = mpirun(3, script(program), timeout=SOON, cwd=tmp_path)
 
     assert result.returncode != 0
     assert f"ValueError: {message}" in result.stdout

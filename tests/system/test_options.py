@@ -21,6 +21,8 @@ TRAIN = [
     (["--strategy", "agn", "--data", "no.npz"], "no.npz: No such file"),
     (["--strategy", "agn", "--log", "no/log"], "no/log: No such file"),
     (["--strategy", "agn", "--plot", "no/p.png"], "no/p.png: No such file"),
+    (["--strategy", "agn", "--trace", "no/t.json"], "no/t.json: No such file"),
+    (["--strategy", "agn", "--trace", "t", "--log", "t"], "is the same file as --log"),
     (["--strategy", "agn", "--resume"], "--resume needs --save DIR"),
     (["--strategy", "agn", "--every", "5"], "--every needs --save DIR"),
     (["--strategy", "agn", "--save", "s", "--every", "5x"], "got '5x'"),

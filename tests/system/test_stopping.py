@@ -84,8 +84,9 @@ def test_a_stopped_run_that_goes_on_has_the_bits_of_one(
     [("drop-stale --dedicated", 0), ("agn --period 3", 1), ("sync-replicas", 1)],
 )
 def test_any_rank_stops_all(train, tmp_path, strategy, rank):
-    options = "--strategy", *strategy.split(), "--save", "saved"
+    options = "--strategy", *strategy.split(), "--save", "saved", "--trace", "t.json"
     train(*options, *SLOW, name="SIGTERM", rank=rank, status=os.EX_TEMPFAIL)
+    assert '"name":"compute"' in (tmp_path / "t.json").read_text()
     found = checkpoint.load(tmp_path / "saved")
     tally = found["optimizer"]["tally"]
 

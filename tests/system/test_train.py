@@ -70,6 +70,7 @@ class Comparison:
     shown: str
     log: list[dict]
     picture: bytes
+    trace: dict
 
     def of(self, strategy):
         """Return the looks at the model of one strategy, and its result."""
@@ -81,9 +82,11 @@ class Comparison:
 def comparison(mpirun, tmp_path_factory):
     directory = tmp_path_factory.mktemp("comparison")
     words = "--straggler", "2:8", "--seed", "3", "--log", "log.jsonl"
+    words = *words, "--trace", "trace.json"
     shown = run_train(mpirun, directory, 3, "--compare", *words)
     picture = (directory / "hpcaccum-compare.png").read_bytes()
-    return Comparison(shown, read(directory / "log.jsonl"), picture)
+    trace = json.loads((directory / "trace.json").read_text())
+    return Comparison(shown, read(directory / "log.jsonl"), picture, trace)
 
 
 def check_start(start, shown):
@@ -154,6 +157,16 @@ def test_compare_reaches_95_percent_with_each_and_draws_them(comparison):
     assert picture.startswith(b"\x89PNG")
     assert struct.unpack(">II", picture[16:24]) == (1320, 900)
     assert len(picture) > 30_000
+
+
+def test_trace_of_a_comparison_shows_each_strategy_on_each_rank(comparison):
+    events = comparison.trace["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for name in [*STRATEGIES, "compute", "wait"]:
+        shown = {rows[e["tid"]] for e in events if e["name"] == name}
+        assert {"rank 0", "rank 1", "rank 2"} <= shown, name
+    begins = [min(e["ts"] for e in events if e["name"] == name) for name in STRATEGIES]
+    assert begins == sorted(begins)
 
 
 def test_own_data_and_picture(train, tmp_path, samples):
