@@ -74,6 +74,11 @@ def _receiver(args: tuple[Any, ...], _: Any) -> Mapping[str, Any]:
     return {"to": args[1]}
 
 
+def _call_number(args: tuple[Any, ...], _: Any) -> Mapping[str, Any]:
+    """Return how many calls a reducer has completed, the same on all ranks."""
+    return {"call": args[0]._calls.track.calls}
+
+
 # No object keeps one of these methods bound, so a trace may begin at any time.
 TABLE = (
     Traced(Optimizer, "compute_gradients", "compute"),
@@ -114,9 +119,9 @@ TABLE = (
     Traced(Parameters, "_receive", "receive", wrap=steps),
     Traced(OrderAgent, "_receive", "receive", _step, steps),
     Traced(Client, "pull", "pull", lambda _, step: {"step": step}),
-    Traced(Reducer, "reduce", "reduce"),
+    Traced(Reducer, "reduce", "reduce", _call_number),
     Traced(Reducer, "start", "reduce", lambda args, _: {"array": args[1]}),
-    Traced(Reducer, "wait", "reduce"),
+    Traced(Reducer, "wait", "reduce", _call_number),
 )
 
 
