@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-# Events that a rank keeps; one takes some 200 bytes.
+# Events that a rank keeps; one takes some 300 bytes.
 MOST = 1_000_000
 
 # One clock for all processes of a node.
