@@ -15,6 +15,7 @@ import numpy as np
 
 import hpcaccum
 from hpcaccum.mpi import MPI
+from hpcaccum.processor import processor_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,7 @@ def circumstances(group: Group) -> dict[str, Any]:
         "hosts": dict(Counter(host for host, _ in places)),
         "mpi": vendor,
         "mpi_version": ".".join(map(str, version)),
-        "cpu": _cpu(),
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "oversubscribed": oversubscribed(places),
         "settings": {
@@ -99,18 +100,6 @@ def _warning(crowd: dict[str, Any] | None) -> str:
         f"\nwarning: {crowd['ranks']} ranks share {cores} of {crowd['host']}: the "
         "times include waits for a core"
     )
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        name, _, model = line.partition(":")
-        if name.strip() == "model name":
-            return " ".join(model.split())
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

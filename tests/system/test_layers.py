@@ -23,7 +23,7 @@ LAYERS = [
     ["adapters", "checkpoint"],
     ["tracing"],
     ["hpcaccum"],
-    ["free_memory"],
+    ["free_memory", "processor"],
     ["train", "bench"],
     ["launch"],
     ["cli"],
