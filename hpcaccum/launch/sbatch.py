@@ -150,6 +150,10 @@ def _check(words: tuple[str, ...], args: argparse.Namespace, ranks: int) -> None
         for name in _CHOSEN:
             if getattr(found, name):
                 raise InvalidArgumentError(f"train --{name}: the script sets it")
+        if found.record:
+            raise InvalidArgumentError(
+                "train --record: a record is of one job, and the script's continue"
+            )
         train_options.resolve(found, ranks)
     elif words[0] == "bench":
         _check_bench(words)

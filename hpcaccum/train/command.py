@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum import Group, InvalidArgumentError, span, trace
 from hpcaccum.device import use_device
@@ -20,6 +20,7 @@ from hpcaccum.train.log import Log, circumstances
 from hpcaccum.train.loop import Run
 from hpcaccum.train.model import widths
 from hpcaccum.train.options import Options, resolve
+from hpcaccum.train.recorder import Recorder
 from hpcaccum.train.report import Bar, console, describe, saved, tables
 from hpcaccum.train.stopping import Requests
 
@@ -34,6 +35,13 @@ if TYPE_CHECKING:
     from hpcaccum.train.records import Record, Result
 
 
+class _Outputs(NamedTuple):
+    """What the reporting rank writes during the training."""
+
+    log: Log
+    recorder: Recorder | None
+
+
 def prepare(args: argparse.Namespace) -> Callable[[], int]:
     """Check the options and load the data; return the training. Collective.
 
@@ -46,12 +54,12 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     options = group.agree("options", lambda: _options(args, group))
     group.agree("--device", lambda: _use_device(options, group), _nothing)
     data = load(options.data, group)
-    log = group.agree("output", lambda: _open_files(options, group), _nothing)
+    outputs = group.agree("output", lambda: _open_files(options, group), _nothing)
     expected = saving.facts(options, widths(options, data))
     found = group.agree(
         "checkpoints", lambda: saving.find(options, group.rank, expected), _nothing
     )
-    return functools.partial(_train, options, data, group, found, log)
+    return functools.partial(_train, options, data, group, found, outputs)
 
 
 def _nothing(_: object) -> dict[str, object]:
@@ -65,6 +73,7 @@ def _options(args: argparse.Namespace, group: Group) -> Options:
         "--log": options.log,
         "--plot": options.plot,
         "--trace": options.trace,
+        "--record": options.record,
     }
     check_apart(outputs, {"--data": options.data})
     return options
@@ -75,15 +84,17 @@ def _use_device(options: Options, group: Group) -> None:
         use_device(group.node.rank)
 
 
-def _open_files(options: Options, group: Group) -> Log:
-    """Return the log, which only the reporting rank writes; check other outputs."""
+def _open_files(options: Options, group: Group) -> _Outputs:
+    """Open the files, which only the reporting rank writes; check other outputs."""
     if group.rank == 0 and options.trace is not None:
         check_writable("--trace", options.trace)
-    if group.rank != options.reporter:
-        return Log(None)
-    if options.plot is not None:
+    reports = group.rank == options.reporter
+    if reports and options.plot is not None:
         _check_plot(options.plot)
-    return Log(options.log)
+    log, recorder = Log(options.log if reports else None), None
+    if options.record is not None:
+        recorder = Recorder(options.record if reports else None)
+    return _Outputs(log, recorder)
 
 
 def _check_plot(path: Path) -> None:
@@ -95,17 +106,25 @@ def _check_plot(path: Path) -> None:
     check_writable("--plot", path)
 
 
-def _train(options: Options, data: Dataset, group: Group, found: Any, log: Log) -> int:
+def _train(
+    options: Options,
+    data: Dataset,
+    group: Group,
+    found: Any,
+    outputs: _Outputs,
+) -> int:
     """Train with each strategy, show the results, return the status. Collective."""
     mark = saving.Mark(options, group.rank)
     facts = circumstances(options, data, group)
-    log.write("start", facts)
+    outputs.log.write("start", facts)
+    if outputs.recorder:
+        outputs.recorder.begin(facts, widths(options, data), data, group)
     out = console(group.rank == options.reporter)
     title = describe(facts, options)
     out.print(title, soft_wrap=True)
     with _traced(options, group):
-        results = _train_all(options, data, group, found, log, out)
-        log.close()
+        results = _train_all(options, data, group, found, outputs, out)
+        outputs.log.close()
         diverged = [result.strategy for result in results if result.diverged]
         mark.write(1 if diverged else results[-1].stopped)
         if group.rank == options.reporter:
@@ -130,7 +149,12 @@ def _traced(options: Options, group: Group) -> Iterator[None]:
 
 
 def _train_all(
-    options: Options, data: Dataset, group: Group, found: Any, log: Log, out: Console
+    options: Options,
+    data: Dataset,
+    group: Group,
+    found: Any,
+    outputs: _Outputs,
+    out: Console,
 ) -> list[Result]:
     """Train with each strategy, until a request to stop. Collective."""
     results: list[Result] = []
@@ -138,7 +162,9 @@ def _train_all(
     with requests.listening():
         for strategy in options.strategies:
             with span(strategy):
-                run = _run(strategy, options, data, group, requests, found, log, out)
+                run = _run(
+                    strategy, options, data, group, requests, found, outputs, out
+                )
             results.append(run)
             if run.stopped:
                 break
@@ -157,6 +183,8 @@ def _report(results: list[Result], options: Options, title: str, out: Console) -
         with ending_the_job("--plot", options.plot):
             draw(results, title, options.plot)
         out.print(f"picture: {options.plot}", soft_wrap=True)
+    if options.record:
+        out.print(f"record: {options.record}", soft_wrap=True)
 
 
 def _run(
@@ -166,9 +194,10 @@ def _run(
     group: Group,
     requests: Requests,
     found: Any,
-    log: Log,
+    outputs: _Outputs,
     out: Console,
 ) -> Result:
+    log, recorder = outputs
     bar = Bar(out, strategy, options.epochs)
     shown = set()
 
@@ -177,7 +206,8 @@ def _run(
         log.record(record)
         bar.show(record)
 
-    result = Run(strategy, options, data, group, show, requests, found)()
+    run = Run(strategy, options, data, group, show, requests, found, recorder)
+    result = run()
     bar.stop()
     # Records of other shard groups' models, made on other ranks.
     for record in result.records:

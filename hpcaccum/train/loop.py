@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hpcaccum import Group
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
+    from hpcaccum.train.recorder import Recorder
 
 Array = np.ndarray[Any, Any]
 
@@ -46,6 +47,7 @@ class Run:
         show: Called with each record of this rank.
         requests: Those to this process to stop.
         found: The checkpoint to continue from, see `saving.find`.
+        recorder: Notes what happens to gradients; None if the run is not recorded.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Run:
         show: Callable[[Record], None],
         requests: Requests,
         found: Any = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._strategy, self._group = strategy, group
         self._options, self._data = options, data
@@ -77,6 +80,7 @@ class Run:
         )
         keepers = options.keepers(strategy)
         self._found, self._keeper = found, keepers[number]
+        self._recorder = recorder
         # The updates, and the gradients in them, of earlier jobs.
         self._start, self._earlier = 0, 0
         self._step = 0
@@ -163,7 +167,10 @@ class Run:
         step = self._start
         global_step = Variable(np.array(step), "global_step")
         while step < self._target and not self._is_over(step):
-            self._optimizer.minimize(self._loss, global_step)
+            receipt = self._optimizer.minimize(self._loss, global_step)
+            # AGN returns one for each push.
+            if self._recorder and receipt is not None:
+                self._recorder.add(receipt)
             # Between two pushes of AGN the variables are local values that belong to no
             # step; the step changes when they are the center's.
             if step != global_step.value:
@@ -198,6 +205,8 @@ class Run:
             time.sleep(self._delay)
         if self._observer:
             self._observer.add(loss)
+        if self._recorder:
+            self._recorder.loss = loss
         return loss, gradients
 
     def _finish(self, seconds: float) -> Result:
@@ -211,6 +220,8 @@ class Run:
         self._optimizer.free()
         updates = self._step if self._collective else self._optimizer.global_step
         self._saver.finish(updates)
+        if self._recorder:
+            self._finish_record(self._recorder)
         if self._observer:
             self._observer.evaluate(updates, seconds)
         mine = self._observer.records if self._observer else []
@@ -241,6 +252,10 @@ class Run:
             accuracy=tuple(finals.values()),
             records=tuple(records),
         )
+
+    def _finish_record(self, recorder: Recorder) -> None:
+        keeps = self._group.rank == self._keeper
+        recorder.finish(self._group, self._optimizer.snapshot() if keeps else None)
 
     def _tally(self, updates: list[int]) -> Tally:
         """Return the counts, given the updates of each rank's model."""

@@ -33,6 +33,7 @@ _AS_GIVEN = (
     "dedicated",
     "log",
     "trace",
+    "record",
     "save",
     "resume",
     "time_limit",
@@ -93,6 +94,7 @@ class Options:
     dedicated: bool
     straggler: dict[int, float]
     log: Path | None
+    record: Path | None
     plot: Path | None
     trace: Path | None
     save: Path | None
@@ -137,6 +139,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.png",
         help="plot accuracy, loss, staleness and samples per rank (default with "
         f"--compare: {DEFAULT_PICTURE})",
+    )
+    output.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="write the order in which gradients made the updates, from which hpcaccum "
+        "replay repeats the run (not for cross-shard)",
     )
     output.add_argument("--no-plot", action="store_true", help="do not plot")
     output.add_argument(
@@ -275,6 +284,8 @@ def resolve(args: argparse.Namespace, ranks: int) -> Options:
         cause = "cannot be used with cross-shard" if workers else "needs 2 ranks, got 1"
         raise InvalidArgumentError(f"--dedicated {cause}")
     _check_saving(args)
+    if args.record:
+        _check_record(args)
     rate, quorum, staleness = args.rate, args.quorum, args.staleness
     return Options(
         strategies=strategies,
@@ -295,6 +306,24 @@ def _check_saving(args: argparse.Namespace) -> None:
             raise InvalidArgumentError(f"--{name} needs --save DIR")
     if args.compare and args.save:
         raise InvalidArgumentError("--save is for one run: use --strategy")
+
+
+def _check_record(args: argparse.Namespace) -> None:
+    if args.compare:
+        raise InvalidArgumentError("--record is for one run: use --strategy")
+    if args.strategy == "cross-shard":
+        raise InvalidArgumentError(
+            "--record cannot be used with cross-shard: it has no order of admission, "
+            "and each run has the same bits"
+        )
+    if args.resume:
+        raise InvalidArgumentError(
+            "--record cannot be used with --resume: a record begins with update 1"
+        )
+    if args.device != "cpu":
+        raise InvalidArgumentError(
+            "--record needs --device cpu: a replay cannot have the bits of a device"
+        )
 
 
 def _quorum(quorum: int, workers: int) -> int:

@@ -42,10 +42,10 @@ class Exchange:
 
 
 def _rule(options: Options) -> hpc.Optimizer:
-    return _RULES[options.optimizer](options.rate)
+    return RULES[options.optimizer](options.rate)
 
 
-_RULES: dict[str, Callable[[float], hpc.Optimizer]] = {
+RULES: dict[str, Callable[[float], hpc.Optimizer]] = {
     "sgd": hpc.SGD,
     "momentum": lambda rate: hpc.Momentum(rate, 0.9),
     "adagrad": hpc.Adagrad,

@@ -29,6 +29,17 @@ TRAIN = [
     (["--strategy", "agn", "--save", "s", "--every", "0s"], "got '0'"),
     (["--strategy", "agn", "--save", "/dev/null/s"], "/dev/null/s: Not a directory"),
     (["--compare", "--save", "s"], "--save is for one run: use --strategy"),
+    (["--compare", "--record", "r"], "--record is for one run: use --strategy"),
+    (["--strategy", "cross-shard", "--record", "r"], "has no order of admission"),
+    (["--strategy", "agn", "--record", "no/r"], "no/r: No such file"),
+    (
+        ["--strategy", "agn", "--record", "r", "--save", "s", "--resume"],
+        "a record begins with update 1",
+    ),
+    (
+        ["--strategy", "agn", "--record", "r", "--device", "cuda"],
+        "--record needs --device cpu",
+    ),
     (["--strategy", "agn", "--time-limit", "5"], "90s, 5m or 1h, got '5'"),
 ]
 QUICK = "allreduce", "--sizes", "4K", "--seconds", "0.01"
@@ -48,6 +59,10 @@ BENCH = [
     ([*QUICK, "--json", "script.py"], "script.py: the file exists; use --force"),
     ([*QUICK, "--csv", "script.py"], "script.py: the file exists; use --force"),
     (["allreduce", "--csv", "no/rows.csv"], "no/rows.csv: No such file"),
+]
+REPLAY = [
+    ([], "the following arguments are required: FILE.jsonl"),
+    (["no.jsonl"], "runs in one process, without mpiexec; there are 2 ranks"),
 ]
 
 # Writes the status and the output of each rank for each command line.
@@ -72,7 +87,9 @@ if MPI.COMM_WORLD.rank == 0:
 
 
 @pytest.mark.parametrize(
-    ("command", "cases"), [("train", TRAIN), ("bench", BENCH)], ids=["train", "bench"]
+    ("command", "cases"),
+    [("train", TRAIN), ("bench", BENCH), ("replay", REPLAY)],
+    ids=["train", "bench", "replay"],
 )
 def test_bad_options_are_reported_once(command, cases, mpirun, script, tmp_path):
     lines = [[command, *options] for options, _ in cases]
