@@ -152,7 +152,7 @@ def _check(words: tuple[str, ...], args: argparse.Namespace, ranks: int) -> None
                 raise InvalidArgumentError(f"train --{name}: the script sets it")
         if found.record:
             raise InvalidArgumentError(
-                "train --record: a record is of one job, and the script's continue"
+                "train --record cannot be used with --resume, which the script sets"
             )
         train_options.resolve(found, ranks)
     elif words[0] == "bench":

@@ -217,10 +217,10 @@ def _facts(first: Mapping[str, Any]) -> dict[str, Any]:
         "strategy": strategy,
         "optimizer": optimizer,
         "rate": float(options["rate"]),
-        **{name: _positive(options[name]) for name in ("batch", "period")},
-        "seed": index(options["seed"]),
+        **{name: _count(options[name], 1) for name in ("batch", "period")},
+        "seed": _count(options["seed"]),
         "nodes": nodes,
-        "widths": [_positive(width) for width in first["widths"]],
+        "widths": [_count(width, 1) for width in first["widths"]],
         "data": None if options["data"] is None else Path(options["data"]),
         "data_digest": str(first["data_digest"]),
         "arithmetic": {
@@ -230,18 +230,18 @@ def _facts(first: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _positive(number: Any) -> int:
-    if index(number) < 1:
-        raise ValueError(f"{number} is not positive")
+def _count(number: Any, least: int = 0) -> int:
+    if index(number) < least:
+        raise ValueError(f"{number} is less than {least}")
     return index(number)
 
 
 def _update(line: Mapping[str, Any], ranks: range) -> tuple[int, list[Gradient]]:
     gradients = [
         Gradient(
-            index(rank),
-            index(number),
-            index(step),
+            _count(rank),
+            _count(number),
+            _count(step),
             None if loss is None else float(loss),
         )
         for rank, number, step, loss in line["gradients"]

@@ -155,24 +155,16 @@ class Replay:
         due: dict[int, list[Gradient]] = {}
         # Of each rank: its last gradient, and the update that this made.
         last: dict[int, tuple[int, int]] = {}
-        for update, (found, gradients) in enumerate(
-            self._recording.updates[:updates], 1
-        ):
+        made = self._recording.updates[:updates]
+        for update, (found, gradients) in enumerate(made, 1):
             if found != update:
                 raise DifferenceError(
                     f"the record has update {found} in the place of update {update}"
                 )
-            for each in gradients:
-                number, made = last.get(each.rank, (-1, 0))
-                # A rank waits for the update of its gradient.
-                if each.number <= number or not made <= each.step < update:
-                    raise DifferenceError(
-                        f"update {update} cannot have gradient {each.number} of rank "
-                        f"{each.rank}, computed at step {each.step}: gradient {number} "
-                        f"of this rank made update {made}"
-                    )
-                last[each.rank] = each.number, update
-                due.setdefault(each.step, []).append(each)
+            for gradient in gradients:
+                _check_order(update, gradient, last.get(gradient.rank))
+                last[gradient.rank] = gradient.number, update
+                due.setdefault(gradient.step, []).append(gradient)
         return due
 
     def _compute(self, gradient: Gradient) -> None:
@@ -194,6 +186,26 @@ class Replay:
                     f"{name} differs after the last update: its digest is "
                     f"{found.get(name)}, in the record {digest}"
                 )
+
+
+def _check_order(update: int, gradient: Gradient, last: tuple[int, int] | None) -> None:
+    """Raise DifferenceError if a gradient cannot be part of an update.
+
+    Args:
+        update: The number of the update.
+        gradient: The gradient.
+        last: The number of the gradient of this rank before it, and the update of that.
+    """
+    rank, number, step, _ = gradient
+    what = f"update {update} cannot have gradient {number} of rank {rank}"
+    if step >= update:
+        raise DifferenceError(f"{what}: it was computed at step {step}")
+    # A rank waits for the update of its gradient.
+    if last is not None and not (last[0] < number and last[1] <= step):
+        raise DifferenceError(
+            f"{what}, computed at step {step}: update {last[1]} has its gradient "
+            f"{last[0]}"
+        )
 
 
 def mean(vectors: Mapping[int, Array], nodes: Sequence[Sequence[int]]) -> Array:

@@ -146,13 +146,16 @@ def test_differences_are_named(records, mpi_environment):
     for name, text in changed.items():
         (records / name).write_text("\n".join(text))
     commands = [["cut"], ["swapped"], ["end"], ["before", "--until", "2"]]
-    attempts = replay(records, mpi_environment, *commands, ["end", "--until", "9999"])
+    commands += [["end", "--until", "9999"], ["end", "--data", "other.npz"]]
+    np.savez(records / "other.npz", x=np.eye(20), y=np.arange(20) % 2)
+    attempts = replay(records, mpi_environment, *commands)
 
     statuses, shown = zip(*attempts, strict=True)
-    assert statuses == (2, 1, 1, 0, 2), shown
+    assert statuses == (2, 1, 1, 0, 2, 2), shown
     assert "cut is not complete: its last line is missing" in shown[0]
     assert "a difference: the record has update 3 in the place of update 2" in shown[1]
     assert "a difference: biases0/momentum differs after the last update" in shown[2]
     assert f"NumPy is {np.__version__}, in the recorded run 1.0: " in shown[3]
     assert f"repeated 2 of {total} updates; all losses so far are the same" in shown[3]
     assert f"--until must be from 0 to {total}" in shown[4]
+    assert "other.npz differs from the data of the recorded run" in shown[5]

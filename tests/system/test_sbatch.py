@@ -93,6 +93,10 @@ BAD = {
         ["--", "train", "--strategy", "agn", "--save", "s"],
         "train --save: the script sets it",
     ),
+    "record": (
+        ["--", "train", "--strategy", "agn", "--record", "r"],
+        "train --record cannot be used with --resume, which the script sets",
+    ),
     "bench": (["--", "bench", "stop"], "bench: argument benchmark: invalid choice"),
     "json": (
         ["--", "bench", "step", "--json", "f"],

@@ -137,6 +137,10 @@ BAD = {
         lambda path: edit(path, 2, lambda line: line.update(gradients=[[3, 0, 0, 1]])),
         "line 2 is damaged",
     ),
+    "step -1": (
+        lambda path: edit(path, 2, lambda line: line.update(gradients=[[0, 0, -1, 1]])),
+        "line 2 is damaged: ValueError('-1 is less than 0')",
+    ),
     "no gradient": (
         lambda path: edit(path, 4, lambda line: line.update(gradients=[])),
         "line 4 is damaged",

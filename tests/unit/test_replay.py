@@ -113,8 +113,8 @@ CHANGES = {
     ),
     "a gradient comes too early": (
         lambda u: swapped(u, 2),
-        "update 5 cannot have gradient 2 of rank 0, computed at step 3: gradient 1 of "
-        "this rank made update 4",
+        "update 5 cannot have gradient 2 of rank 0, computed at step 3: update 4 has "
+        "its gradient 1",
     ),
     "a loss": (
         lambda u: with_gradient(u, 0, loss=0.5),
@@ -122,12 +122,12 @@ CHANGES = {
     ),
     "a later step": (
         lambda u: with_gradient(u, 3, step=4),
-        "update 4 cannot have gradient 2 of rank 1, computed at step 4",
+        "update 4 cannot have gradient 2 of rank 1: it was computed at step 4",
     ),
     "an earlier step": (
         lambda u: with_gradient(u, 4, step=2),
-        "update 5 cannot have gradient 2 of rank 0, computed at step 2: gradient 1 of "
-        "this rank made update 3",
+        "update 5 cannot have gradient 2 of rank 0, computed at step 2: update 3 has "
+        "its gradient 1",
     ),
     "an earlier number": (
         lambda u: with_gradient(u, 3, number=0),
