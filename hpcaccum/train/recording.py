@@ -35,7 +35,7 @@ Array = np.ndarray[Any, Any]
 
 FORMAT = 1
 # Those with an order of admission.
-RECORDED = tuple(name for name in STRATEGIES if name != "cross-shard")
+_RECORDED = tuple(name for name in STRATEGIES if name != "cross-shard")
 _DIGEST_BYTES = 16
 
 
@@ -207,7 +207,7 @@ def _facts(first: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of a recording that the first line has."""
     options = first["options"]
     [strategy], optimizer = options["strategies"], options["optimizer"]
-    if strategy not in RECORDED or optimizer not in RULES:
+    if strategy not in _RECORDED or optimizer not in RULES:
         raise ValueError(f"unknown option {strategy} or {optimizer}")
     nodes = [[index(rank) for rank in ranks] for ranks in first["nodes"]]
     ranks = sorted(itertools.chain.from_iterable(nodes))

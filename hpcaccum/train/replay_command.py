@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.recording import Recording
+    from hpcaccum.train.replay import Replica
 
 logger = logging.getLogger("hpcaccum")
 
@@ -92,12 +93,17 @@ def _replay(recording: Recording, data: Dataset, updates: int) -> None:
             replay.compare()
     except DifferenceError as error:
         raise SystemExit(f"a difference: {error}") from None
-    loss, accuracy = replay.center.model.evaluate(data.x_test, data.y_test)
     same = "variables and slots are" if updates == total else "all losses so far are"
     ranks = f"{recording.ranks} rank{'' if recording.ranks == 1 else 's'}"
     print(
-        f"{recording.strategy} on {ranks}: repeated {updates} of "
-        f"{total} updates; {same} the same, bit for bit\n"
+        f"{recording.strategy} on {ranks}: repeated {updates} of {total} updates; "
+        f"{same} the same, bit for bit\n{_describe(replay.center, data)}"
+    )
+
+
+def _describe(center: Replica, data: Dataset) -> str:
+    loss, accuracy = center.model.evaluate(data.x_test, data.y_test)
+    return (
         f"test loss {loss:.6f}, test accuracy {accuracy:.1%}, digest "
-        f"{combined(replay.center.digests())}"
+        f"{combined(center.digests())}"
     )
