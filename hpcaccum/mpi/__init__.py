@@ -24,6 +24,7 @@ from hpcaccum.mpi.shutdown import (
     is_ending,
     report_and_abort,
 )
+from hpcaccum.mpi.tags import Tag
 from hpcaccum.mpi.windows import AtomicWords, Attempt, without_signals
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Group",
     "NodeMemory",
     "Region",
+    "Tag",
     "abort_job",
     "cuda_awareness",
     "idle_nap",

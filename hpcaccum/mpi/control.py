@@ -22,14 +22,13 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.errors import DisagreementError, WaitTimeoutError, format_ranks
 from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.shutdown import is_ending
+from hpcaccum.mpi.tags import Tag
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
 T = TypeVar("T")
 
-# Of messages, see `Mailbox`.
-_TAG = 1
 # Seconds after which a rank that waits in a call of a track reports it to rank 0. A
 # rank has at most one report in flight, so reports cost little if a rank is just slow.
 _PATIENCE = 0.2
@@ -118,7 +117,7 @@ class ControlChannel:
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
-        self._mailbox = Mailbox(comm, _TAG)
+        self._mailbox = Mailbox(comm, Tag.CONTROL)
         self._rank, self._size = comm.rank, comm.size
         # The last exchange that this rank has entered, and the last that has ended.
         self._number = self._ended = 0

@@ -21,7 +21,8 @@ from hpcaccum.errors import (
     format_ranks,
 )
 from hpcaccum.mpi.control import ControlChannel
-from hpcaccum.mpi.heartbeat import Heartbeat, main_thread_place
+from hpcaccum.mpi.heartbeat import Facts, Heartbeat
+from hpcaccum.mpi.place import main_thread_place
 from hpcaccum.mpi.progress import ProgressThread
 from hpcaccum.mpi.runtime import MPI, check_running
 from hpcaccum.mpi.shutdown import is_ending
@@ -94,12 +95,26 @@ class Group:
         self._objects: list[Freeable] = []
         self._heartbeat: Heartbeat | None = None
         self._closed = False
+        self._facts = self._find_facts()
 
     def _find_nodes(self) -> list[list[int]]:
         nodes: dict[int, list[int]] = {}
         for rank, first in enumerate(self.comm.allgather(self.node.bcast(self.rank))):
             nodes.setdefault(first, []).append(rank)
         return list(nodes.values())
+
+    def _find_facts(self) -> list[Facts]:
+        """Return what the heartbeat needs to know of each rank."""
+        failure = facts = None
+        try:
+            facts = Facts.own()
+        except InvalidArgumentError as error:
+            failure = error
+        try:
+            return self.raise_together("heartbeat", failure, facts)
+        except Exception:
+            self.free()
+            raise
 
     def _share_cores(self) -> int:
         mine = os.sched_getaffinity(0)
@@ -119,6 +134,8 @@ class Group:
             FreedError: After MPI.Finalize().
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if not all ranks make the
                 first call.
+            InvalidArgumentError: On every rank, if HPCACCUM_HEARTBEAT is invalid on
+                one.
         """
         check_running(MPI)
         if isinstance(comm, Group):
@@ -273,7 +290,7 @@ class Group:
         Collective. The first object starts the heartbeat, the last one stops it.
         """
         if self._heartbeat is None and self.size > 1:
-            self._heartbeat = Heartbeat(self, self._place)
+            self._heartbeat = Heartbeat(self, self._facts, self._place)
         self._objects.append(made)
 
     def release(self, freed: Freeable) -> None:

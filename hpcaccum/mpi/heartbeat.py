@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.deadline import FIRST_WARNING, Deadline, limit_of_environment
-from hpcaccum.errors import InvalidArgumentError, format_ranks
+from hpcaccum.errors import format_ranks
 from hpcaccum.mpi.mailbox import Mailbox
+from hpcaccum.mpi.processes import Process
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.shutdown import abort_because, report_and_abort
+from hpcaccum.mpi.tags import Tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,10 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hpcaccum")
 
-VARIABLE = "HPCACCUM_HEARTBEAT"
-# Seconds without a message after which a rank is missing, if the variable is not set.
-# A computation that holds Python's interpreter lock delays messages for as long.
-_LIMIT = 300.0
 # Seconds between two looks, and parts of the limit: between two looks at most, and
 # between two messages of a rank.
 _LOOK, _LOOKS, _MESSAGES = 1.0, 10, 60
@@ -46,41 +41,28 @@ _LOOK, _LOOKS, _MESSAGES = 1.0, 10, 60
 _GRACE = 3.0
 # In messages: missing ranks that are listed, and characters of a place.
 _SHOWN, _LENGTH = 8, 160
-# The directory of the library, what in it is a program, and other libraries.
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_PROGRAMS = tuple(
-    _PACKAGE + each for each in ("bench", "launch", "train", "cli.py", "__main__.py")
-)
-_INSTALLED = tuple(
-    sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")
-)
-# Of messages, see `Mailbox`.
-_TAG = 3
+VARIABLE = "HPCACCUM_HEARTBEAT"
+# Seconds without a message after which a rank is missing, if the variable is not set.
+# A computation that holds Python's interpreter lock delays messages for as long.
+_LIMIT = 300.0
 
 
-class _Process(NamedTuple):
-    """A rank's process: its host, its number there and when it was started."""
-
-    host: str
-    number: int
-    started: str
-
-    @classmethod
-    def own(cls) -> _Process:
-        number = os.getpid()
-        return cls(MPI.Get_processor_name(), number, _start_time(number))
-
-    def exists(self) -> bool:
-        """Whether it runs on this rank's node."""
-        return _start_time(self.number) == self.started
-
-
-class _Report(NamedTuple):
-    """The limit of a rank, its process, and whether its threads may call MPI."""
+class Facts(NamedTuple):
+    """Of a rank: its limit, its process, and whether its threads may call MPI."""
 
     limit: float
-    process: _Process
+    process: Process
     threads: bool
+
+    @classmethod
+    def own(cls) -> Facts:
+        """Return those of this rank.
+
+        Raises:
+            InvalidArgumentError: If HPCACCUM_HEARTBEAT is invalid.
+        """
+        limit = limit_of_environment(VARIABLE, _LIMIT)
+        return cls(limit, Process.own(), MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
 
 
 class _Beat(NamedTuple):
@@ -111,28 +93,29 @@ class _Peer:
 class Heartbeat:
     """The heartbeat of a group. Collective.
 
+    An earlier one of the group has been stopped on all ranks.
+
     Args:
         group: The ranks.
+        facts: Those of each rank.
         place: Returns where this rank is; any thread may call it.
-
-    Raises:
-        InvalidArgumentError: On every rank, if HPCACCUM_HEARTBEAT is invalid on one.
     """
 
-    def __init__(self, group: Group, place: Callable[[], str]) -> None:
+    def __init__(
+        self, group: Group, facts: Sequence[Facts], place: Callable[[], str]
+    ) -> None:
         self._group, self._place = group, place
-        reports = _exchange(group)
-        self._limit = reports[group.rank].limit
-        self._processes = [report.process for report in reports]
+        self._limit = facts[group.rank].limit
+        self._processes = [each.process for each in facts]
         # Without them no rank sends anything; processes that end are found.
-        self._talks = all(report.threads for report in reports)
+        self._talks = all(each.threads for each in facts)
         others = range(1, group.size) if group.rank == 0 else range(min(group.rank, 1))
         self._peers = {rank: _Peer() for rank in others if self._talks}
         mates = set(group.nodes[group.node_number]) - {group.rank}
         # In containers, processes may not see each other.
         self._mates = {rank for rank in mates if self._processes[rank].exists()}
         self._dead: dict[int, float] = {}
-        self._mailbox = Mailbox(group.comm, _TAG)
+        self._mailbox = Mailbox(group.comm, Tag.HEARTBEAT)
         self._sent = -math.inf
         _thread.add(self)
 
@@ -154,7 +137,8 @@ class Heartbeat:
     def look(self) -> None:
         """Receive and send messages; end the job if a rank is missing."""
         now = time.monotonic()
-        self._receive(now)
+        if self._talks:
+            self._receive(now)
         self._find_dead(now)
         if now - self._sent >= self._limit / _MESSAGES:
             self._sent = now
@@ -190,8 +174,6 @@ class Heartbeat:
             if not self._leaves(rank) and not self._processes[rank].exists()
         }
         self._dead |= dict.fromkeys(found, now)
-        if found and self._talks:
-            self._send()
 
     def _leaves(self, rank: int) -> bool:
         return rank in self._peers and self._peers[rank].leaves
@@ -313,54 +295,3 @@ class _Thread:
 
 
 _thread = _Thread()
-
-
-def main_thread_place() -> str:
-    """Return where the main thread is: function of hpcaccum, and line of the program.
-
-    The programs of hpcaccum count as programs.
-    """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    function = ""
-    while frame is not None:
-        code = frame.f_code
-        if not _is_library(code.co_filename):
-            line = f"{Path(code.co_filename).name}:{frame.f_lineno}"
-            return f"{function or code.co_name} ({line})"
-        if code.co_filename.startswith(_PACKAGE):
-            function = code.co_name
-        frame = frame.f_back
-    return function
-
-
-def _is_library(file: str) -> bool:
-    """Whether a file is of hpcaccum, of Python, or of an installed package."""
-    if file.startswith(_PACKAGE):
-        return not file.startswith(_PROGRAMS)
-    return file.startswith(("<", *_INSTALLED))
-
-
-def _exchange(group: Group) -> list[_Report]:
-    """Return what the ranks know of themselves. Collective.
-
-    No message comes before all ranks have ended an earlier heartbeat of the group.
-    """
-    limit, failure = math.inf, None
-    try:
-        limit = limit_of_environment(VARIABLE, _LIMIT)
-    except InvalidArgumentError as error:
-        failure = error
-    threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
-    report = _Report(limit, _Process.own(), threads)
-    return group.raise_together("heartbeat", failure, report)
-
-
-def _start_time(process: int) -> str:
-    """Return when a process of this node was started, "" if there is none now."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return ""
-    # After the name, which may contain spaces. Source: proc(5), fields 3 and 22.
-    state, *fields = stat.rpartition(")")[2].split()
-    return "" if state in "ZX" else fields[18]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.tags import Tag
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
@@ -29,8 +30,6 @@ _WATCHED = 1 << 16
 # Switch interval of Python's threads: the longest that a computation in Python delays
 # this thread.
 _SWITCH_INTERVAL = 1e-3
-# A tag that no message carries.
-_NO_TAG = 2
 
 
 class ShortSwitchInterval:
@@ -110,7 +109,7 @@ class ProgressThread:
         seen, changed = self._look(), time.monotonic()
         while seen:
             time.sleep(idle_nap(time.monotonic() - changed, _NAP))
-            self._comm.Iprobe(MPI.ANY_SOURCE, _NO_TAG)
+            self._comm.Iprobe(MPI.ANY_SOURCE, Tag.NONE)
             found = self._look()
             if found != seen or None in found:
                 seen, changed = found, time.monotonic()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi import MPI
+from hpcaccum.mpi import MPI, Tag
 from hpcaccum.tracing.recorder import clock
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
 
 _QUESTIONS = 32
-# The mailbox of the group has tag 1.
-_TAG = 2
 
 
 class Offset(NamedTuple):
@@ -73,8 +71,8 @@ def _ask(comm: mpi4py_MPI.Intracomm, rank: int) -> Offset:
 
 def _ask_once(comm: mpi4py_MPI.Intracomm, rank: int) -> Offset:
     answer, begun = np.empty(1), clock()
-    question = comm.Isend(np.empty(0), rank, _TAG)
-    _complete([question, comm.Irecv(answer, rank, _TAG)], rank)
+    question = comm.Isend(np.empty(0), rank, Tag.CLOCK)
+    _complete([question, comm.Irecv(answer, rank, Tag.CLOCK)], rank)
     ended = clock()
     middle = (begun + ended) / 2
     return Offset(middle, float(answer[0]) - middle, (ended - begun) / 2)
@@ -82,8 +80,8 @@ def _ask_once(comm: mpi4py_MPI.Intracomm, rank: int) -> Offset:
 
 def _answer(comm: mpi4py_MPI.Intracomm, rank: int) -> None:
     for _ in range(_QUESTIONS):
-        _complete([comm.Irecv(np.empty(0), rank, _TAG)], rank)
-        _complete([comm.Isend(np.array([clock()]), rank, _TAG)], rank)
+        _complete([comm.Irecv(np.empty(0), rank, Tag.CLOCK)], rank)
+        _complete([comm.Isend(np.array([clock()]), rank, Tag.CLOCK)], rank)
 
 
 def _complete(requests: list[Any], rank: int) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import format_ranks
-from hpcaccum.mpi import MPI
+from hpcaccum.mpi import MPI, Tag
 from hpcaccum.tracing.clocks import common_time
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ logger = logging.getLogger("hpcaccum")
 
 # Events in one message.
 _PIECE = 1000
-# Those of `clocks` have tag 2.
-_TAG = 3
 
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
@@ -163,7 +161,7 @@ class Timeline:
         self._send_one(None)
 
     def _send_one(self, piece: str | None) -> None:
-        request = self._group.comm.issend(piece, 0, _TAG)
+        request = self._group.comm.issend(piece, 0, Tag.TRACE)
         Deadline(None, "trace: events").wait(
             lambda: request.Test() or None, lambda: "rank 0 to receive events"
         )
@@ -182,7 +180,7 @@ class Timeline:
 
     def _receive(self) -> tuple[int, str | None] | None:
         status = MPI.Status()
-        message = self._group.comm.improbe(MPI.ANY_SOURCE, _TAG, status)
+        message = self._group.comm.improbe(MPI.ANY_SOURCE, Tag.TRACE, status)
         return None if message is None else (status.Get_source(), message.recv())
 
 

@@ -1,0 +1,164 @@
+"""The heartbeat: ranks that send nothing, or whose process has ended."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcaccum as hpc
+from hpcaccum.mpi import Group, heartbeat
+
+from .acting import until
+from .support import meet
+
+pytestmark = pytest.mark.ranks(min=2)
+
+
+@pytest.fixture(name="ended")
+def not_ended(monkeypatch) -> list[str]:
+    """Reasons for which the heartbeat would have ended the job."""
+    texts: list[str] = []
+    monkeypatch.setattr(heartbeat, "abort_because", texts.append)
+    monkeypatch.setattr(heartbeat, "_GRACE", 0.0)
+    monkeypatch.setattr(heartbeat, "_LOOK", 0.05)
+    monkeypatch.setattr(heartbeat, "_MESSAGES", 600)
+    monkeypatch.setenv("HPCACCUM_HEARTBEAT", "30")
+    return texts
+
+
+@pytest.fixture(name="heart")
+def running(comm, ended) -> Iterator[heartbeat.Heartbeat]:
+    """The heartbeat of an accumulator, when each rank has heard of its peers."""
+    with hpc.ConditionalAccumulator("f4", (2,), comm=comm):
+        heart = Group.of(comm)._heartbeat
+        assert heart is not None
+        until(lambda: all("(" in peer.place for peer in heart._peers.values()) or None)
+        meet()
+        yield heart
+        meet()
+
+
+def age(heart: heartbeat.Heartbeat, rank: int, seconds: float) -> None:
+    """Make the last message of a rank older, and look."""
+    with heartbeat._thread._lock:
+        heart._peers[rank].seen -= seconds
+        heart._check(time.monotonic())
+
+
+def test_rank_0_names_missing_ranks_and_their_place(heart, ended, rank, size):
+    if rank == 0:
+        age(heart, size - 1, 31)
+        [text] = ended
+        first, *lines = text.splitlines()
+
+        assert first == (
+            f"no heartbeat for 30 s from rank {size - 1}; HPCACCUM_HEARTBEAT sets the "
+            f"limit"
+        )
+        assert len(lines) == 1
+        assert lines[0].startswith(f"  rank {size - 1} (process ")
+        assert re.search(r"last seen 31.* s ago at \w+ \(\w+\.py:\d+\)$", lines[0])
+    else:
+        assert not ended
+
+
+def test_other_ranks_notice_that_rank_0_is_missing(heart, ended, rank):
+    if rank > 0:
+        age(heart, 0, 31)
+        [text] = ended
+        assert text.startswith("no heartbeat for 30 s from rank 0; ")
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_process_that_has_ended_is_found_at_once(heart, ended, rank, size, place):
+    if not heart._group.single_node:
+        pytest.skip("the ranks do not see each other's processes")
+    dead, first = place % size, 1 if place == 0 else 0
+    with heartbeat._thread._lock:
+        gone = heart._processes[dead]._replace(started="another time")
+        heart._processes[dead] = gone
+    if rank == first:
+        until(lambda: ended or None)
+        assert ended[0].startswith(f"the program of rank {dead} has ended, without")
+        assert f"\n  rank {dead} (process {gone.number} on {gone.host})" in ended[0]
+    meet()
+    if rank not in (first, dead):
+        assert not ended
+
+
+def test_a_late_rank_is_a_warning(heart, ended, rank, size, caplog):
+    if rank == 0:
+        age(heart, size - 1, 16)
+        said = f"no heartbeat for 15 s from rank {size - 1}:\n  rank {size - 1} ("
+        assert said in caplog.text
+        until(lambda: " again" in caplog.text or None)
+        assert f"heartbeat of rank {size - 1} (process" in caplog.text
+        age(heart, size - 1, 16)
+        assert caplog.text.count(said) == 2
+    assert not ended
+
+
+def test_time_in_which_this_process_did_not_run_does_not_count(heart, ended, rank):
+    for peer in heart._peers:
+        with heartbeat._thread._lock:
+            heart._peers[peer].seen -= 31
+            heart.forgive(31)
+            heart._check(time.monotonic())
+    assert not ended
+
+
+def test_place_is_the_step_and_the_line_of_the_program(comm, size):
+    w = hpc.Variable(np.zeros(2), "w")
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1.0), size, comm=comm) as opt:
+        for _ in range(3):
+            opt.minimize(lambda: (0.0, [np.ones(2)]), var_list=[w])
+        place = Group.of(comm)._place()
+        # The last pull of a rank may be that of the update before.
+        assert re.match(r"step [23] of sync_replicas, \w+ \(test_heartbeat", place)
+    with hpc.Reducer(hpc.Layout({"x": (2,)}, "f4"), comm) as reducer:
+        reducer.reduce()
+        assert Group.of(comm)._place().startswith("call 1 of ")
+
+
+def test_it_runs_as_long_as_there_are_objects(comm):
+    before = threading.active_count()
+    first = hpc.ConditionalAccumulator("f4", (2,), comm=comm)
+    second = hpc.ConditionalAccumulator("f4", (2,), comm=comm)
+    heart = Group.of(comm)._heartbeat
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("heartbeat") == 1
+    first.free()
+    assert Group.of(comm)._heartbeat is heart
+    second.free()
+
+    assert Group.of(comm)._heartbeat is None
+    assert threading.active_count() == before
+
+
+def test_without_threads_in_mpi_it_sends_nothing(comm, ended, rank, monkeypatch):
+    if not Group.of(comm.Dup()).single_node:
+        pytest.skip("agents of nodes need these threads")
+    # On one rank only: it could not answer the others.
+    if rank == 1:
+        monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+        monkeypatch.setattr(
+            "hpcaccum.mpi.heartbeat.MPI.Query_thread", lambda: MPI.THREAD_SERIALIZED
+        )
+    with hpc.ConditionalAccumulator("f4", (2,), comm=comm):
+        heart = Group.of(comm)._heartbeat
+        assert heart is not None
+        assert not heart._peers
+        assert heart._mailbox._sent == [0] * comm.size
+
+
+def test_its_limit_must_be_seconds(comm, rank, monkeypatch):
+    monkeypatch.setenv("HPCACCUM_HEARTBEAT", "soon" if rank == 1 else "60")
+    said = "HPCACCUM_HEARTBEAT must be seconds, got 'soon'"
+    with pytest.raises(hpc.InvalidArgumentError, match=said):
+        hpc.ConditionalAccumulator("f4", (2,), comm=comm)
