@@ -52,7 +52,8 @@ print("the end")
 def test_the_job_ends_when_a_rank_is_killed(mpirun, script, moment):
     result = mpirun(3, script(PROGRAM), moment, timeout=SOON)
 
-    assert result.returncode != 0
+    # MPICH, Open MPI.
+    assert result.returncode in (9, 128 + 9)
     assert "killed" in result.stdout
     assert any(reason in result.stdout for reason in REASONS), result.stdout
     assert "the end" not in result.stdout

@@ -55,6 +55,20 @@ print("started with", sys.argv[1:], flush=True)
 time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else 60)
 """
 
+# Rank 1 dies. The others wait for it: rank 2 inside MPI, where no limit reaches it.
+DIES = """
+import os, signal
+import hpcaccum as hpc
+from mpi4py import MPI
+
+acc = hpc.ConditionalAccumulator("f4", (3,))
+if MPI.COMM_WORLD.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+elif MPI.COMM_WORLD.rank == 2:
+    MPI.COMM_WORLD.Barrier()
+acc.take_grad(3)
+"""
+
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -292,6 +306,23 @@ def kill_a_rank(words: str) -> None:
             os.kill(int(folder.name), signal.SIGKILL)
             return
     pytest.fail(f"no rank was started with {words}")
+
+
+def test_a_rank_that_died_ends_the_job_if_srun_does_not(submit: Submit, mpi: str):
+    (submit.directory / "dies.py").write_text(DIES)
+    command = f"srun --mpi={mpi} --kill-on-bad-exit=0 {sys.executable} dies.py"
+    options = "--ntasks=3", "--nodes=1", "--output=dies-%j.out", f"--wrap={command}"
+    job = submit.slurm.submit(*options, cwd=submit.directory, env=submit.env)
+
+    assert submit.wait(job) == ["FAILED"], submit.outputs()
+    shown = submit.outputs()
+    assert "task 1: Killed" in shown
+    # PMIx ends the job itself.
+    reason = "the program of rank 1 has ended, without MPI_Finalize"
+    assert (
+        mpi == "pmix"
+        or f"rank 0 of 3 failed, ending the job: {reason}\n  rank 1 (proc" in shown
+    )
 
 
 def test_a_program_that_asks_for_it_is_started_again(submit: Submit):
