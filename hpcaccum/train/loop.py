@@ -210,12 +210,13 @@ class Run:
         return loss, gradients
 
     def _finish(self, seconds: float) -> Result:
+        """Free the optimizer, write what is kept, return the result. Collective."""
         if not self._collective:
             self._optimizer.leave()
-        times = self._group.allgather(
+        every = self._group.allgather(
             (seconds, self._optimizer.waited), "end of training"
         )
-        seconds = max(each for each, _ in times)
+        times, waits = zip(*every, strict=True)
         # This sets all ranks' variables to those of the last update.
         self._optimizer.free()
         updates = self._step if self._collective else self._optimizer.global_step
@@ -223,32 +224,39 @@ class Run:
         if self._recorder:
             self._finish_record(self._recorder)
         if self._observer:
-            self._observer.evaluate(updates, seconds)
+            self._observer.evaluate(updates, max(times))
+        return self._result(max(times), waits, updates)
+
+    def _records(self) -> list[Record]:
+        """Return the records of all models, in the order of their groups."""
         mine = self._observer.records if self._observer else []
         records = [r for each in self._group.allgather(mine, "records") for r in each]
-        records.sort(key=lambda record: record.group)
+        return sorted(records, key=lambda record: record.group)
+
+    def _result(self, seconds: float, waits: tuple[float, ...], updates: int) -> Result:
+        records = self._records()
         # Models of shard groups may have stopped at different updates.
         steps = self._group.allgather((updates, self._start), "updates")
-        tally = self._tally([made for made, _ in steps])
+        made, starts = zip(*steps, strict=True)
+        tally = self._tally(list(made))
         if self._collective:
-            self._earlier = sum(start for _, start in steps)
-        updates = min(made for made, _ in steps)
-        stopped = self._stop.status if updates < self._target else 0
+            self._earlier = sum(starts)
+        stopped = self._stop.status if min(made) < self._target else 0
         self._stop.free()
         finals = {record.group: record.accuracy for record in records}
         return Result(
             strategy=self._strategy,
             seconds=seconds,
-            updates=updates,
+            updates=min(made),
             target=self._target,
             stopped=stopped,
-            resumed_at=min(start for _, start in steps),
+            resumed_at=min(starts),
             earlier=self._earlier,
             gradient_samples=self._exchange.gradient_samples,
             accepted=tally.accepted,
             dropped=tally.dropped,
             lags=tally.lags,
-            waited=tuple(waited for _, waited in times),
+            waited=waits,
             accuracy=tuple(finals.values()),
             records=tuple(records),
         )
