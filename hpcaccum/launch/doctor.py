@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 # Seconds: for the start of a job, and for its end when it is asked to.
 _START, _PATIENCE = 10.0, 5.0
-# Lines of a failed job that are shown.
+# Lines of a failed job that are shown; how jobs end, and how if nothing is wrong.
 _TAIL = 6
+_STATUS = "the job ended with status {}"
+_SUCCESS = _STATUS.format(0)
 _LIBRARY = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
 # What launchers print, and what helps.
 _KNOWN = {
@@ -149,7 +151,11 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
         words += ["--timeout", str(timeout)]
         output, ended = _output([*launcher, sys.executable, *words], timeout + _START)
         if out.exists():
-            return Finding(*json.loads(out.read_text()))
+            finding = Finding(*json.loads(out.read_text()))
+            if ended == _SUCCESS:
+                return finding
+            # As in MPI_Finalize.
+            ended = f"{finding.text}; afterwards {ended}"
     tail = "\n".join(output.strip().splitlines()[-_TAIL:])
     advice = next((text for sign, text in _KNOWN.items() if sign in output), "")
     if name == "launch" and not advice:
@@ -172,7 +178,7 @@ def _output(command: list[str], timeout: float) -> tuple[str, str]:
         except OSError as error:
             return "", f"cannot be started: {error.strerror}"
         try:
-            ended = f"the job ended with status {job.wait(timeout)}"
+            ended = _STATUS.format(job.wait(timeout))
         except subprocess.TimeoutExpired:
             _end(job)
             ended = f"the job did not end within {timeout:g} s"

@@ -87,6 +87,18 @@ def test_a_crash_or_a_hang_is_a_finding(doctor, mpiexec, tmp_path, what, text):
     assert "problem  writers " in shown
 
 
+def test_a_job_that_fails_after_its_finding_is_a_problem(doctor, mpiexec, tmp_path):
+    # As if MPI_Finalize had failed.
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f'#!/bin/bash\n{mpiexec} -n 2 "$@"\nexit 5\n')
+    launcher.chmod(0o700)
+    status, shown = doctor("--launcher", launcher)
+
+    assert status == 1
+    assert re.search("^problem  launch .* 2 ranks on 1 node", shown, re.MULTILINE)
+    assert "; afterwards the job ended with status 5\n" in shown
+
+
 @pytest.mark.parametrize(
     ("launcher", "text"),
     [
