@@ -43,6 +43,8 @@ _SHORTEST_NAP, _SHORT_NAP, _LONGEST_NAP = 20e-6, 200e-6, 1e-3
 _GROWTH = 2e-6
 
 _observer: Observer | None = None
+# Of threads that wait, by identifier: their deadlines.
+_waits: dict[int, Deadline] = {}
 
 
 def observe_waits(observer: Observer | None) -> Observer | None:
@@ -56,6 +58,11 @@ def observe_waits(observer: Observer | None) -> Observer | None:
     global _observer
     previous, _observer = _observer, observer
     return previous
+
+
+def current_wait(thread: int | None) -> Deadline | None:
+    """Return the deadline in whose innermost wait a thread is, None if in none."""
+    return _waits.get(thread or 0)
 
 
 class Deadline:
@@ -124,7 +131,7 @@ class Deadline:
         result = ready()
         if result is not None:
             return result
-        begun = time.monotonic()
+        begun = self._begin()
         try:
             for _ in range(looks - 1):
                 if between is not None:
@@ -172,7 +179,7 @@ class Deadline:
         result = attempt(0.0)
         if result is not None:
             return result
-        begun = time.monotonic()
+        begun = self._begin()
         try:
             while result is None:
                 self._check_limit(missing)
@@ -216,7 +223,13 @@ class Deadline:
     def _message(self, missing: str) -> str:
         return f"{self.what}: waited {self.elapsed:.3g} s for {missing}"
 
+    def _begin(self) -> float:
+        _waits[threading.get_ident()] = self
+        return time.monotonic()
+
     def _report(self, begun: float) -> None:
+        # A wait in another one has removed it already.
+        _waits.pop(threading.get_ident(), None)
         seconds = time.monotonic() - begun
         self.waited += seconds
         if _observer is not None:

@@ -10,10 +10,11 @@ import functools
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hpcaccum.deadline import Deadline
+from hpcaccum.deadline import Deadline, current_wait
 from hpcaccum.errors import (
     DeviceUnavailableError,
     DisagreementError,
@@ -22,7 +23,6 @@ from hpcaccum.errors import (
 )
 from hpcaccum.mpi.control import ControlChannel
 from hpcaccum.mpi.heartbeat import Facts, Heartbeat
-from hpcaccum.mpi.place import main_thread_place
 from hpcaccum.mpi.progress import ProgressThread
 from hpcaccum.mpi.runtime import MPI, check_running
 from hpcaccum.mpi.shutdown import is_ending
@@ -302,9 +302,11 @@ class Group:
         self._free_if_unused()
 
     def _place(self) -> str:
-        """Return where this rank is, for messages."""
+        """Return where this rank is, for messages; any thread may call it."""
         steps = [each.place() for each in list(self._objects)]
-        return ", ".join([*filter(None, steps), main_thread_place()])
+        wait = current_wait(threading.main_thread().ident)
+        state = f"waiting in {wait.what}" if wait else "computing or in MPI"
+        return ", ".join([*filter(None, steps), state])
 
     def close(self) -> None:
         """Free the private communicators, after the last `release`."""

@@ -225,7 +225,7 @@ class Heartbeat:
             return self._name(rank)
         peer = self._peers[rank]
         age = time.monotonic() - peer.seen
-        return f"{self._name(rank)}: last seen {age:.3g} s ago at {peer.place}"
+        return f"{self._name(rank)}: last seen {age:.3g} s ago: {peer.place}"
 
     def _name(self, rank: int) -> str:
         process = self._processes[rank]

@@ -104,8 +104,8 @@ def test_a_host_that_is_cut_off_ends_the_job(cluster, start, strategy):
     reason = rf"no heartbeat for {LIMIT} s from (ranks 4-5|rank 4|rank 5);"
     assert re.search(f"rank 0 of 6 failed, ending the job: {reason}", job.text)
     place = r"step \d+ of DropStaleGradient|call \d+ of CrossShardOptimizer"
-    rank = rf"rank [45] \(process \d+ on h3\): last seen [\d.]+ s ago at ({place}), "
-    assert re.search(rf"{rank}\w+ \(loop.py:\d+\)", job.text)
+    rank = rf"rank [45] \(process \d+ on h3\): last seen [\d.]+ s ago: ({place}), "
+    assert re.search(rf"{rank}(computing or in MPI|waiting in \w)", job.text)
 
 
 def test_a_host_that_is_connected_again_goes_on(cluster, start):
