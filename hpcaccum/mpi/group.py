@@ -112,7 +112,7 @@ class Group:
             failure = error
         try:
             return self.raise_together("heartbeat", failure, facts)
-        except Exception:
+        except InvalidArgumentError:
             self.free()
             raise
 

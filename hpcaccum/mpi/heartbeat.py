@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hpcaccum")
 
-# Seconds between two looks, and parts of the limit: between two looks at most, and
-# between two messages of a rank.
-_LOOK, _LOOKS, _MESSAGES = 1.0, 10, 60
+# Seconds between two looks, and between two messages of a rank; and the parts of the
+# limit that they are at most.
+_LOOK, _LOOKS = 1.0, 10
+_MESSAGE, _MESSAGES = 5.0, 60
 # Seconds after the end of a process for which its launcher may end the job.
 _GRACE = 3.0
 # In messages: missing ranks that are listed, and characters of a place.
@@ -140,7 +141,7 @@ class Heartbeat:
         if self._talks:
             self._receive(now)
         self._find_dead(now)
-        if now - self._sent >= self._limit / _MESSAGES:
+        if now - self._sent >= min(_MESSAGE, self._limit / _MESSAGES):
             self._sent = now
             self._send()
         self._check(now)

@@ -142,6 +142,17 @@ def test_place_is_the_step_and_the_wait(comm, size):
         assert Group.of(comm)._place().endswith(", computing or in MPI")
 
 
+def test_without_a_limit_messages_go_on(comm, ended, rank, monkeypatch):
+    monkeypatch.setenv("HPCACCUM_HEARTBEAT", "inf")
+    monkeypatch.setattr(heartbeat, "_MESSAGE", 0.05, raising=False)
+    with hpc.ConditionalAccumulator("f4", (2,), comm=comm):
+        heart = Group.of(comm)._heartbeat
+        # A rank that sent only one would be reported as late.
+        until(lambda: heart._mailbox._received[int(rank == 0)] > 2 or None)
+        meet()
+    assert not ended
+
+
 def test_it_runs_as_long_as_there_are_objects(comm):
     before = threading.active_count()
     first = hpc.ConditionalAccumulator("f4", (2,), comm=comm)
