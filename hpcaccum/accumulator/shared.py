@@ -73,7 +73,7 @@ class SharedAccumulator(Freeable):
             undo.pop_all()
         self.writer = Writer(self.protocol, self.storage)
         self.taker = Taker(self.protocol, self.storage, settings, what)
-        self._register(group, what)
+        self._register(group, group.label(what))
 
     @classmethod
     def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:

@@ -277,12 +277,12 @@ class Group:
         key = list(shards[color]).index(self.rank)
         return Group(cast("mpi4py_MPI.Intracomm", self.comm.Split(color, key)))
 
-    def next_number(self) -> int:
-        """Return a number that no other object of this group has.
+    def label(self, what: str) -> str:
+        """Return a name with a number that no other object of this group has.
 
         It is the same on all ranks if they make objects in the same order.
         """
-        return next(self._numbers)
+        return f"{what} (number {next(self._numbers)})"
 
     def retain(self, made: Freeable) -> None:
         """Keep the private communicators, also if the user frees the original.

@@ -30,14 +30,15 @@ class Freeable:
     _freed = False
     _retained: Group | None = None
 
-    def _register(self, group: Group, what: str) -> None:
+    def _register(self, group: Group, label: str) -> None:
         """Have the object freed before MPI_Finalize. Collective.
 
         Args:
-            group: Its communicators are kept until the object is freed.
-            what: Name for messages.
+            group: Its communicators are kept until the object is freed. From now on its
+                heartbeat calls `place`.
+            label: See the attribute.
         """
-        self.label = f"{what} (number {group.next_number()})"
+        self.label = label
         group.retain(self)
         self._retained = group
         shutdown.at_exit(self._free_once)

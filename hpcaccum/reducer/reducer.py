@@ -130,8 +130,9 @@ class Reducer(Freeable):
         self._calls = CallSequence(self._group, name)
         self._make(layout, options)
         self._calls.watch(self._schedule.late)
-        self._register(self._group, name)
-        self._calls.open(self.label)
+        label = self._group.label(name)
+        self._calls.open(label)
+        self._register(self._group, label)
 
     def _make(self, layout: Layout, options: _Options) -> None:
         """Make the schedule, and what checks and copies the arrays. Collective."""

@@ -134,7 +134,7 @@ class ParameterServer(Client):
             self._updates = self._make_updates()
         if loop := self._loop:
             loop.set_step(step)
-        self._register(group, what)
+        self._register(group, group.label(what))
         # No rank pulls before the center is published, and has come to all nodes.
         group.allgather(None, what)
         self._wait_for(step, Deadline(None, f"{what}: first parameters"))

@@ -142,6 +142,25 @@ def test_place_is_the_step_and_the_wait(comm, size):
         assert Group.of(comm)._place().endswith(", computing or in MPI")
 
 
+def test_place_can_be_asked_for_from_the_start(comm, size, monkeypatch):
+    retain, places = Group.retain, []
+
+    def ask(group, made):
+        retain(group, made)
+        places.append(group._place())
+
+    monkeypatch.setattr(Group, "retain", ask)
+    w = hpc.Variable(np.zeros(2), "w")
+    with hpc.Reducer(hpc.Layout({"x": (2,)}, "f4"), comm):
+        pass
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1.0), size, comm=comm) as opt:
+        opt.minimize(lambda: (0.0, [np.ones(2)]), var_list=[w])
+    # The reducer, the optimizer's accumulator, and its server.
+    assert len(places) == 3
+    assert places[0] == "call 0 of reducer, computing or in MPI"
+    assert places[2] == "step 0 of sync_replicas, computing or in MPI"
+
+
 def test_without_a_limit_messages_go_on(comm, ended, rank, monkeypatch):
     monkeypatch.setenv("HPCACCUM_HEARTBEAT", "inf")
     monkeypatch.setattr(heartbeat, "_MESSAGE", 0.05, raising=False)

@@ -18,7 +18,7 @@ class Thing(Freeable):
     def __init__(self, name, freed, group=None, error=None):
         self.name, self.list, self.error = name, freed, error
         if group is not None:
-            self._register(group, name)
+            self._register(group, group.label(name))
 
     def _describe(self):
         return f"thing {self.name!r}"
