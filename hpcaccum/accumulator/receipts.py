@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,18 @@ class Receipt:
     Attributes:
         accepted: Whether it was added.
         local_step: The step at which it was computed.
-        global_step: The accumulator's step when it arrived.
+        global_step: The step of the accumulator or optimizer when it arrived.
+        sent: Whether it has left this rank. False for a local step of `AGNOptimizer`,
+            whose gradient is part of a later push.
+        loss: What the loss returned as its value, from ``minimize``; else None. It is
+            not compared.
     """
 
     accepted: bool
     local_step: int
     global_step: int
+    sent: bool = True
+    loss: Any = field(default=None, compare=False)
 
     def __bool__(self) -> bool:
         """Return whether the gradient was accepted."""

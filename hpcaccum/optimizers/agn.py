@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, copyto, cupy, release
 from hpcaccum.dtypes import accumulation_dtype
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Pairs
     from hpcaccum.optimizers.checks import Array, Loss
@@ -189,13 +189,14 @@ class AGNOptimizer(OneSidedOptimizer):
         grads_and_vars: Any,
         global_step: Variable | None = None,
         name: str | None = None,
-    ) -> Receipt | None:
+    ) -> Receipt:
         """Make a local step; at every T-th call, push and take the new center.
 
         A variable with a gradient of None is neither updated, nor pushed, nor pulled.
 
         Returns:
-            The receipt of the push; None if this call made none.
+            The receipt of the push. If this call made none, one that is not `sent`,
+            with the step of the last pull.
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
@@ -210,7 +211,7 @@ class AGNOptimizer(OneSidedOptimizer):
         self._add(self._sums(server), grads)
         self._calls += 1
         if self._calls % self._period:
-            return None
+            return Receipt(True, self._step, self._step, sent=False)
         receipt = self._communicate(server, grads)
         set_global_step(global_step, self._step)
         return receipt

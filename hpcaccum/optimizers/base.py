@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
+from hpcaccum.accumulator import Receipt
 from hpcaccum.device import library
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.checks import (
     Array,
+    KeptLoss,
     Loss,
     check_gate,
     check_global_step,
@@ -155,18 +158,26 @@ class Optimizer(abc.ABC):
         """Compute gradients and apply them.
 
         Arguments and errors are those of `compute_gradients` and `apply_gradients`.
+
+        Returns:
+            What `apply_gradients` returns. An optimizer that exchanges gradients
+            returns a `Receipt`, which here contains the value of ``loss``.
         """
         check_global_step(global_step)
         compute, apply = self._halves()
+        kept = KeptLoss(loss) if callable(loss) else loss
         pairs = compute(
-            loss,
+            kept,
             var_list,
             gate_gradients=gate_gradients,
             aggregation_method=aggregation_method,
             colocate_gradients_with_ops=colocate_gradients_with_ops,
             grad_loss=grad_loss,
         )
-        return apply(pairs, global_step, name)
+        result = apply(pairs, global_step, name)
+        if isinstance(result, Receipt):
+            return dataclasses.replace(result, loss=kept.value)
+        return result
 
     def _halves(self) -> tuple[Callable[..., Pairs], Callable[..., Any]]:
         """Return the two calls that make up `minimize`."""

@@ -173,6 +173,28 @@ def check_loss(loss: Any) -> Loss:
     return loss  # type: ignore[no-any-return]
 
 
+class KeptLoss:
+    """A loss that keeps what it returned last.
+
+    Args:
+        loss: Callable without arguments.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self._result: Any = None
+
+    def __call__(self) -> Any:
+        """Call the loss."""
+        self._result = self._loss()
+        return self._result
+
+    @property
+    def value(self) -> Any:
+        """The value that it returned last; None if it was not called."""
+        return self._result and self._result[0]
+
+
 def check_loss_result(result: Any, variables: list[Variable]) -> list[Any]:
     """Return the gradients that a loss returned, in the order of the variables.
 

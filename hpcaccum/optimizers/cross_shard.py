@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.device import cupy, is_device, release
+import numpy as np
+
+from hpcaccum.accumulator import Receipt
+from hpcaccum.device import cupy, is_device, release, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import Group
@@ -14,18 +17,21 @@ from hpcaccum.optimizers.checks import (
     check_global_step,
     check_groups,
     check_pairs,
+    check_variables,
     listed,
 )
-from hpcaccum.optimizers.snapshot import set_state, set_values
+from hpcaccum.optimizers.shard import Shard
+from hpcaccum.optimizers.snapshot import counts_of, set_state, set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
 from hpcaccum.optimizers.wrapper import Wrapper
-from hpcaccum.reducer import Reducer, check_direct
+from hpcaccum.reducer import check_direct
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
+    from hpcaccum.accumulator import Tally
     from hpcaccum.optimizers.base import Pairs
     from hpcaccum.optimizers.checks import Array, Loss
     from hpcaccum.optimizers.variable import Variable
@@ -100,18 +106,16 @@ class CrossShardOptimizer(Wrapper):
 
         super().__init__(opt, name, whole, check)
         groups = self._options["group_assignment"]
-        self._shard = whole.split(groups) if groups else None
-        self._group = self._shard or whole
+        self._split = whole.split(groups) if groups else None
+        self._group = self._split or whole
         # The ranks of the group as the user numbers them.
         ranks = groups or [list(range(whole.size))]
         self._ranks = next(each for each in ranks if whole.rank in each)
-        mean = reduction == Reduction.MEAN and self._group.size > 1
-        self._scale = 1 / self._group.size if mean else 1.0
-        self._reducer: Reducer | None = None
+        self._shard: Shard | None = None
         # Results for variables on a device.
         self._sums: dict[str, Array] = {}
-        # Calls of compute_gradients.
-        self._computed = 0
+        # Calls of compute_gradients, and the number of ranks at the last one.
+        self._computed, self._parts = 0, self._group.size
 
     def initialize(self, var_list: Any) -> None:
         """Set a group's variables to those of its first rank. Collective.
@@ -130,9 +134,10 @@ class CrossShardOptimizer(Wrapper):
     def _prepare(self, var_list: Any, error: Exception | None) -> None:
         """Initialize, or raise the error of one rank on every rank. Collective."""
         self._check_open()
-        if self._reducer is not None:
+        if self._shard is not None:
+            self._shard.check_present()
             if error is not None:
-                self._reducer.fail(error)
+                self._shard.reducer.fail(error)
             return
 
         def check() -> tuple[list[Variable], dict[str, Array]]:
@@ -158,32 +163,35 @@ class CrossShardOptimizer(Wrapper):
             warn_of_wider(self.get_name(), variables)
         self._start(variables)
         self.inner.initialize(variables)
-        direct = self._options["cuda_aware"]
-        self._reducer = Reducer(
-            Layout.of(self._values),
+        self._shard = Shard(
             self._group,
+            Layout.of(self._values),
             self.get_name(),
-            schedule="flat" if direct else "auto",
-            cuda_aware=direct,
+            direct=self._options["cuda_aware"],
         )
 
     def gradient_arrays(self) -> dict[str, Array]:
         """Return the arrays that gradients are exchanged in, by name.
 
         Gradients that the loss writes to them are not copied. They are the same arrays
-        at each call, of the dtype in which gradients are summed. For variables on a
-        device they are device memory, which is copied.
+        at each call until a rank leaves, of the dtype in which gradients are summed.
+        For variables on a device they are device memory, which is copied.
         """
-        if self._reducer is None or self._sums:
+        if self._shard is None or self._sums:
             return super().gradient_arrays()
-        return self._reducer.arrays()
+        return self._shard.reducer.arrays()
 
     def _halves(self) -> tuple[Callable[..., Pairs], Callable[..., Any]]:
         # Nothing sees the gradients between the two calls of minimize, so the reduction
         # can divide them, which saves a pass over memory; unless a call is overridden.
-        if self._scale == 1.0 or self._overrides():
+        if not self._divides or self._overrides():
             return super()._halves()
-        return self._compute, functools.partial(self._apply, reduction_type="MEAN")
+        return self._compute, functools.partial(self._apply, parts=None)
+
+    @property
+    def _divides(self) -> bool:
+        """Whether `compute_gradients` divides."""
+        return self._options["reduction"] == Reduction.MEAN and self._parts > 1
 
     def _overrides(self) -> bool:
         """Whether a subclass, or this instance, replaces one of the two calls."""
@@ -196,7 +204,7 @@ class CrossShardOptimizer(Wrapper):
     ) -> Pairs:
         """Compute the gradients of this rank's share of the loss."""
         pairs = self._compute(loss, var_list, *args, **kwargs)
-        if self._scale == 1.0:
+        if not self._divides:
             return pairs
         return [
             (None if grad is None else self._scaled(grad, var), var)
@@ -209,16 +217,17 @@ class CrossShardOptimizer(Wrapper):
         """Compute the gradients, not yet divided by the size of the group."""
         variables = self._variables if var_list is None else listed(var_list)
         self.initialize(variables)
+        self._parts = len(self._made(self._shard).present)
         pairs = self.inner.compute_gradients(loss, variables, *args, **kwargs)
         self._computed += 1
         return pairs
 
     def _scaled(self, grad: Array, var: Variable) -> Array:
-        assert self._reducer is not None
-        if grad is not self._reducer.arrays().get(var.name):
-            return scaled(grad, self._scale)
+        scale = 1 / self._parts
+        if grad is not self._made(self._shard).reducer.arrays().get(var.name):
+            return scaled(grad, scale)
         # In place, so that the exchange need not copy it.
-        grad *= grad.dtype.type(self._scale)
+        grad *= grad.dtype.type(scale)
         return grad
 
     def apply_gradients(
@@ -226,7 +235,7 @@ class CrossShardOptimizer(Wrapper):
         grads_and_vars: Any,
         global_step: Variable | None = None,
         name: str | None = None,
-    ) -> Any:
+    ) -> Receipt:
         """Sum the gradients over the group, then let the inner optimizer update.
 
         Args:
@@ -234,14 +243,19 @@ class CrossShardOptimizer(Wrapper):
             global_step: Passed to the inner optimizer.
             name: Ignored.
 
+        Returns:
+            Accepted; both steps are the number of earlier updates.
+
         Raises:
             InvalidArgumentError, TypeError: On every rank of the group, if the pairs of
-                one rank are wrong; no variable is changed.
+                one rank are wrong; no variable is changed. On this rank, if it has
+                left.
             DisagreementError: On every rank of the group, before any update, if a
                 gradient is None on some ranks only, or if ranks have called
                 `compute_gradients` a different number of times.
         """
-        return self._apply(grads_and_vars, global_step, name, reduction_type="SUM")
+        parts = self._parts if self._divides else 0
+        return self._apply(grads_and_vars, global_step, name, parts=parts)
 
     def _apply(
         self,
@@ -249,29 +263,73 @@ class CrossShardOptimizer(Wrapper):
         global_step: Variable | None,
         name: str | None,
         *,
-        reduction_type: str,
-    ) -> Any:
+        parts: int | None,
+    ) -> Receipt:
         pairs: Pairs = []
         problem: Exception | None = None
         try:
             pairs = check_pairs(grads_and_vars)
             check_global_step(global_step)
-            if self._reducer is not None:
+            if self._shard is not None:
                 self._check_known(var for _, var in pairs)
         except (TypeError, InvalidArgumentError) as error:
             problem = error
         self._prepare([var for _, var in pairs], problem)
-        assert self._reducer is not None
+        shard = self._made(self._shard)
+        receipt = Receipt(True, shard.step, shard.step)
         grads = {var.name: grad for grad, var in pairs if grad is not None}
-        sums = self._reducer.reduce(
+        sums = shard.reduce(
             grads,
-            out={name: self._sums[name] for name in grads} if self._sums else None,
+            {name: self._sums[name] for name in grads} if self._sums else None,
             # Ranks that discard a different number of gradients are out of step.
-            step=self._computed,
-            reduction_type=reduction_type,
+            self._computed,
+            parts,
         )
         summed = [(None if g is None else sums[v.name], v) for g, v in pairs]
-        return self.inner.apply_gradients(summed, global_step, name)
+        self.inner.apply_gradients(summed, global_step, name)
+        return receipt
+
+    @property
+    def global_step(self) -> int:
+        """Number of updates so far; after `free`, in total."""
+        return self._made(self._shard).step
+
+    def statistics(self) -> Tally:
+        """Return how many gradients of each rank of the group were part of an update.
+
+        Ranks are numbered as in the group's list. A rank that has left knows the rest
+        after `free`.
+        """
+        return self._made(self._shard).tally()
+
+    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
+        self._made(self._shard)
+        return lambda names: [np.array(to_host(self._values[name])) for name in names]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return copies of the variables and of their state. Not collective.
+
+        Returns:
+            As `Optimizer.snapshot`; and "global_step", the number of updates, and
+            "tally", the `statistics` as lists.
+        """
+        return {**super().snapshot(), **self._made(self._shard).counts()}
+
+    def leave(self) -> None:
+        """Declare that this rank contributes no more gradients.
+
+        The others go on without it: a mean is that over the ranks that remain. This
+        call waits until each of them applies gradients, or leaves, too. Then the rank
+        goes on alone, until `free`. So ranks with different amounts of data each call
+        this after their last gradient.
+
+        Raises:
+            InvalidArgumentError: Before `initialize`.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names the missing ranks.
+            Exception: As `apply_gradients`, of another rank; this rank has not left.
+        """
+        self._check_open()
+        self._made(self._shard).leave()
 
     def restore(self, snapshot: Any, var_list: Any = None) -> None:
         """Initialize, and set a group's variables and state to a snapshot. Collective.
@@ -287,16 +345,18 @@ class CrossShardOptimizer(Wrapper):
         self._check_open()
         what, first = f"{self.get_name()}: restore", self._group.rank == 0
 
-        def check() -> list[Variable]:
+        def check() -> tuple[list[Variable], Mapping[str, Any]]:
             variables = self._snapshot_variables(listed(var_list))
-            if self._reducer is not None:
+            if self._shard is not None:
+                self._shard.check_present()
                 self._check_known(variables)
-            if first:
-                self._check_snapshot(snapshot, variables)
-            return variables
+            if not first:
+                return variables, {}
+            self._check_snapshot(snapshot, variables)
+            return variables, counts_of(snapshot)
 
-        variables = self._group.agree(
-            what, check, lambda variables: {"variables": signature(variables)}
+        variables, counts = self._group.agree(
+            what, check, lambda checked: {"variables": signature(checked[0])}
         )
         if first:
             set_values(variables, snapshot)
@@ -304,6 +364,7 @@ class CrossShardOptimizer(Wrapper):
         broadcast(self._group, variables, what)
         self.initialize(variables)
         self._share_state(variables, snapshot, what)
+        self._made(self._shard).begin(**self._group.allgather(counts, what)[0])
         self._computed = 0
 
     def _share_state(self, variables: list[Variable], snapshot: Any, what: str) -> None:
@@ -322,13 +383,24 @@ class CrossShardOptimizer(Wrapper):
     @property
     def waited(self) -> float:
         """Seconds that this rank has spent in the exchange."""
-        return 0.0 if self._reducer is None else self._reducer.waited
+        return 0.0 if self._shard is None else self._shard.waited
+
+    def free(self) -> None:
+        """Free it. Collective, of all ranks of a group, also of those that have left.
+
+        If ranks have left, their variables are set to those of the last update.
+        `center`, `global_step` and `statistics` remain available.
+        """
+        super().free()
 
     def _free(self) -> None:
-        if self._reducer is not None:
-            self._reducer.free()
         if self._shard is not None:
-            self._shard.free()
+            newest = self._shard.finish()
+            if newest is not None:
+                variables = check_variables(self._variables)
+                broadcast(self._group, variables, f"{self.get_name()}: free", newest)
+        if self._split is not None:
+            self._split.free()
         release(self._sums)
         super()._free()
 

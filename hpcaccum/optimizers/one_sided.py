@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.device import all_on_device
 from hpcaccum.errors import InvalidArgumentError
@@ -192,13 +192,7 @@ class OneSidedOptimizer(Wrapper):
 
     def _any_server(self) -> ParameterServer:
         """Return the server; a freed one still answers questions."""
-        if self._server is None:
-            self._check_open()
-            raise InvalidArgumentError(
-                f"{self.get_name()} has no variables yet: call initialize(var_list) on "
-                f"all ranks"
-            )
-        return self._server
+        return self._made(self._server)
 
     def _open_server(self) -> ParameterServer:
         self._check_open()
@@ -286,7 +280,7 @@ class OneSidedOptimizer(Wrapper):
         grads_and_vars: Any,
         global_step: Variable | None = None,
         name: str | None = None,
-    ) -> Receipt | None:
+    ) -> Receipt:
         """Send the gradients to the host rank; wait as the optimizer promises.
 
         Args:
@@ -388,26 +382,8 @@ class OneSidedOptimizer(Wrapper):
         """Seconds that this rank has waited for other ranks."""
         return 0.0 if self._server is None else self._server.waited
 
-    @overload
-    def center(self, var: Variable) -> Array: ...
-    @overload
-    def center(self, var: Sequence[Variable]) -> list[Array]: ...
-    def center(self, var: Variable | Sequence[Variable]) -> Array | list[Array]:
-        """Return a copy of the center's value of a variable. Not collective.
-
-        Args:
-            var: A variable; or a list or tuple of variables, copied at the same step.
-
-        Returns:
-            An array in CPU memory; for a list, a list of arrays. After `free`, the
-            values of the last update.
-        """
-        server = self._any_server()
-        several = isinstance(var, (list, tuple))
-        variables: Any = var if several else [var]
-        self._check_known(check_variables(variables))
-        copies = server.read([each.name for each in variables])
-        return copies if several else copies[0]
+    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
+        return self._any_server().read
 
     def statistics(self) -> Tally:
         """Return how many gradients of each rank were accepted and dropped so far."""

@@ -55,15 +55,17 @@ def warn_of_wider(what: str, variables: Sequence[Variable]) -> None:
         )
 
 
-def broadcast(group: Group, variables: Iterable[Variable], what: str) -> None:
-    """Set the variables of all ranks to those of the group's rank 0. Collective."""
+def broadcast(
+    group: Group, variables: Iterable[Variable], what: str, root: int = 0
+) -> None:
+    """Set the variables of all ranks of a group to those of one rank. Collective."""
     for var in variables:
         buffer = _copy(var)
         data = _bytes(buffer)
         for start in range(0, data.size, _CHUNK_BYTES):
             piece = data[start : start + _CHUNK_BYTES]
-            _wait(group.comm.Ibcast(piece, 0), f"{what}: broadcast of {var.name!r}")
-        if group.rank != 0:
+            _wait(group.comm.Ibcast(piece, root), f"{what}: broadcast of {var.name!r}")
+        if group.rank != root:
             copyto(var.value, buffer)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
@@ -15,12 +15,14 @@ from hpcaccum.optimizers.checks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Array
     from hpcaccum.optimizers.snapshot import Key
     from hpcaccum.optimizers.variable import Variable
+
+T = TypeVar("T")
 
 
 class Wrapper(Freeable, Optimizer):
@@ -117,6 +119,16 @@ class Wrapper(Freeable, Optimizer):
                     f"{var.name!r}, with {sorted(self._values)}"
                 )
 
+    def _made(self, part: T | None) -> T:
+        """Return what `initialize` makes; raise InvalidArgumentError before that."""
+        if part is None:
+            self._check_open()
+            raise InvalidArgumentError(
+                f"{self.get_name()} has no variables yet: call initialize(var_list) on "
+                f"all ranks"
+            )
+        return part
+
     def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
         check_trainable(variables)
         self.inner._check_snapshot(snapshot, variables)
@@ -126,6 +138,33 @@ class Wrapper(Freeable, Optimizer):
 
     def _state_changed(self, variables: Iterable[Variable]) -> None:
         self.inner._state_changed(variables)
+
+    @overload
+    def center(self, var: Variable) -> Array: ...
+    @overload
+    def center(self, var: Sequence[Variable]) -> list[Array]: ...
+    def center(self, var: Variable | Sequence[Variable]) -> Array | list[Array]:
+        """Return a copy of the newest value of a variable. Not collective.
+
+        A one-sided optimizer copies the center's value, a collective one this rank's.
+
+        Args:
+            var: A variable; or a list or tuple of variables, copied at the same step.
+
+        Returns:
+            An array in CPU memory; for a list, a list of arrays. After `free`, the
+            values of the last update.
+        """
+        read = self._reader()
+        several = isinstance(var, (list, tuple))
+        variables: Any = var if several else [var]
+        self._check_known(check_variables(variables))
+        copies = read([each.name for each in variables])
+        return copies if several else copies[0]
+
+    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
+        """Return what copies values by name; raise if there are no variables yet."""
+        raise NotImplementedError
 
     def _describe(self) -> str:
         return f"optimizer {self.get_name()!r}"

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from hpcaccum.reducer.reducer import Reducer
 from hpcaccum.reducer.selection import check_direct
+from hpcaccum.reducer.signature import Interruption
 from hpcaccum.reducer.statistics import ReducerStatistics
 
 __all__ = [
+    "Interruption",
     "Reducer",
     "ReducerStatistics",
     "check_direct",

@@ -213,6 +213,7 @@ class Reducer(Freeable):
                 ``out`` are then undefined.
             InvalidArgumentError: On every rank, if an array does not fit.
             Exception: On every rank, if one called `fail` with it.
+            Interruption: On every rank, if one called `interrupt`.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names the missing ranks.
                 The reducer is then unusable, as other ranks may still use its memory.
         """
@@ -283,6 +284,18 @@ class Reducer(Freeable):
         self._begin()
         self._fail(error)
 
+    def interrupt(self, note: object) -> NoReturn:
+        """Take part in a call only to raise `Interruption` on every rank. Collective.
+
+        The reducer and the inputs of the other ranks are as before the call.
+
+        Args:
+            note: For the other ranks; not None.
+        """
+        self._begin()
+        self._exchange(Call(FAILED, _NOTHING, _NOTHING))
+        self._explain(0, 0, None, note)
+
     def _fail(self, error: Exception) -> NoReturn:
         self._exchange(Call(FAILED, _NOTHING, _NOTHING))
         self._explain(0, 0, error)
@@ -335,7 +348,9 @@ class Reducer(Freeable):
         calls.waited += time.monotonic() - began
         return agreed
 
-    def _explain(self, names: int, step: int, error: Exception | None) -> NoReturn:
+    def _explain(
+        self, names: int, step: int, error: Exception | None, note: object = None
+    ) -> NoReturn:
         """Raise on every rank what is wrong on one, or which fact differs."""
         contributed = self._inputs.names(names)
         facts = {
@@ -347,7 +362,7 @@ class Reducer(Freeable):
             facts[f"gradient of {name}"] = "one" if name in contributed else "none"
         # All ranks raise in this call. From now on their counts are equal again.
         self._calls.begun = self._calls.track.calls
-        explain(self._group, self._name, facts, error)
+        explain(self._group, self._name, facts, error, note)
 
     @property
     def waited(self) -> float:

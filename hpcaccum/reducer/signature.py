@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
@@ -69,8 +70,25 @@ class Agreement:
         return bool(self._words[0] == -self._words[1])
 
 
+class Interruption(Exception):
+    """A call was not made, because ranks called `Reducer.interrupt` in its place.
+
+    Attributes:
+        notes: What each rank passed; None for one that made the call.
+    """
+
+    def __init__(self, what: str, notes: Sequence[Any]) -> None:
+        ranks = [rank for rank, note in enumerate(notes) if note is not None]
+        super().__init__(f"{what}: interrupted by {format_ranks(ranks)}")
+        self.notes = list(notes)
+
+
 def explain(
-    group: Group, what: str, facts: Mapping[str, str], error: Exception | None
+    group: Group,
+    what: str,
+    facts: Mapping[str, str],
+    error: Exception | None,
+    note: Any = None,
 ) -> NoReturn:
     """Raise on every rank what is wrong on one, or which fact differs. Collective.
 
@@ -79,11 +97,16 @@ def explain(
         what: Begins the messages.
         facts: What must be the same on all ranks, by name.
         error: What this rank raises; None if its own arguments are valid.
+        note: Of a rank that interrupts the call; None if it makes the call.
 
     Raises:
-        DisagreementError: If a fact differs.
         Exception: What one rank passed as ``error``.
+        Interruption: Otherwise, if one passed a note.
+        DisagreementError: Otherwise, if a fact differs.
     """
-    reports = group.raise_together(what, error, facts)
-    group.compare(what, reports)
+    reports = group.raise_together(what, error, (facts, note))
+    notes = [note for _, note in reports]
+    if any(note is not None for note in notes):
+        raise Interruption(what, notes)
+    group.compare(what, [facts for facts, _ in reports])
     raise RuntimeError(f"{what}: ranks make different calls, but no known fact differs")

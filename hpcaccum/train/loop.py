@@ -168,8 +168,7 @@ class Run:
         global_step = Variable(np.array(step), "global_step")
         while step < self._target and not self._is_over(step):
             receipt = self._optimizer.minimize(self._loss, global_step)
-            # AGN returns one for each push.
-            if self._recorder and receipt is not None:
+            if self._recorder and receipt.sent:
                 self._recorder.add(receipt)
             # Between two pushes of AGN the variables are local values that belong to no
             # step; the step changes when they are the center's.

@@ -211,13 +211,13 @@ def test_minimize_divides_early_only_if_a_call_is_overridden(
     w, kinds = variable(), []
     with kind(hpc.SGD(1), comm=comm) as opt:
         opt.initialize([w])
-        reduce = opt._reducer.reduce
+        reduce = opt._shard.reducer.reduce
 
         def watched(*args, reduction_type, **kwargs):
             kinds.append(reduction_type)
             return reduce(*args, reduction_type=reduction_type, **kwargs)
 
-        monkeypatch.setattr(opt._reducer, "reduce", watched)
+        monkeypatch.setattr(opt._shard.reducer, "reduce", watched)
         opt.minimize(gives(8.0))
 
     assert w.value == -16 if kind is Doubling else w.value == -8

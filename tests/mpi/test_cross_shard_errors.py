@@ -164,4 +164,4 @@ def test_communicators_of_groups_are_given_back(comm, size):
     opt.free()
 
     # MPICH has 2048 context ids.
-    assert opt._shard.comm == opt._shard.node == MPI.COMM_NULL
+    assert opt._split.comm == opt._split.node == MPI.COMM_NULL

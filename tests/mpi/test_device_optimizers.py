@@ -166,12 +166,12 @@ def test_gradients_go_by_mpi_where_that_is_asked_for(cp, aware, comm, rank, size
     w = hpc.Variable(cp.zeros(500), "w")
     with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, cuda_aware=True) as opt:
         opt.initialize([w])
-        taken = Aware.of(opt._reducer)
+        taken = Aware.of(opt._shard.reducer)
         for _ in range(2):
             opt.minimize(gives(cp.full(500, float(rank))))
-        assert opt._reducer.statistics().schedule == "flat"
+        assert opt._shard.reducer.statistics().schedule == "flat"
         assert taken.given == 2
-        assert not opt._reducer.arrays()["w"].any()
+        assert not opt._shard.reducer.arrays()["w"].any()
     assert (w.value.get() == 1 - size).all()
 
 
@@ -179,8 +179,8 @@ def test_gradients_never_go_by_mpi_unasked(cp, aware, comm, rank, size):
     w = hpc.Variable(cp.zeros(500), "w")
     with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
         opt.initialize([w])
-        schedule = opt._reducer.statistics().schedule
-        taken = Aware.of(opt._reducer) if schedule == "flat" else None
+        schedule = opt._shard.reducer.statistics().schedule
+        taken = Aware.of(opt._shard.reducer) if schedule == "flat" else None
         opt.minimize(gives(cp.full(500, float(rank))))
     assert (w.value.get() == (1 - size) / 2).all()
     assert schedule == "shared" or not hpc.Group.of(comm).single_node

@@ -102,6 +102,24 @@ def test_a_global_step_counts(make, kind):
         assert step.value == 2
 
 
+def test_minimize_returns_a_receipt_with_the_loss(make, kind):
+    if kind in INNER:
+        pytest.skip("it exchanges no gradients")
+    w = variable()
+    opt = make([w])
+    value = object()
+    receipts = [opt.minimize(lambda: (value, [1.0])) for _ in range(2)]
+    opt.leave()
+    before = opt.global_step
+    sent = sum(meet(sum(bool(r) for r in receipts if r.sent)))
+
+    assert all(receipt.loss is value for receipt in receipts)
+    assert all(receipt or kind == "DropStale" for receipt in receipts)
+    assert all(0 <= receipt.lag <= receipt.global_step <= before for receipt in receipts)
+    assert sum(opt.statistics().accepted) == sent > 0
+    assert opt.center(w).shape == ()
+
+
 def test_gradients_may_be_changed_between_compute_and_apply(make, size):
     w = variable([0.0])
     opt = make([w])

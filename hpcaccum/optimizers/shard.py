@@ -1,0 +1,186 @@
+"""The exchange of gradients in a shard group, whose ranks may leave."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.accumulator import Tally
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.reducer import Interruption, Reducer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hpcaccum.layout import Layout
+    from hpcaccum.mpi import Group
+
+Array = np.ndarray[Any, Any]
+
+_LEAVES = "leaves"
+
+
+class Shard:
+    """Reduces the gradients of the ranks of a group that have not left. Collective.
+
+    A rank leaves in the place of a reduction: the others learn it there, and repeat
+    that reduction without it, with a new reducer.
+
+    Args:
+        group: The ranks.
+        layout: Of the gradients.
+        name: For messages.
+        direct: Whether to pass device memory to MPI.
+
+    Attributes:
+        reducer: That of the ranks that have not left. When this rank has, the last one.
+        present: The ranks of the group that have not left.
+        step: Number of updates so far.
+        left: Whether this rank has left.
+    """
+
+    def __init__(
+        self, group: Group, layout: Layout, name: str, *, direct: bool
+    ) -> None:
+        self._group, self._layout, self._name, self._direct = (
+            group,
+            layout,
+            name,
+            direct,
+        )
+        self.begin(0, None)
+        self.present, self.left = list(range(group.size)), False
+        self._current = group
+        self._waited = 0.0
+        self.reducer = self._make()
+
+    def _make(self) -> Reducer:
+        return Reducer(
+            self._layout,
+            self._current,
+            self._name,
+            schedule="flat" if self._direct else "auto",
+            cuda_aware=self._direct,
+        )
+
+    def begin(self, step: int, tally: Tally | None) -> None:
+        """Set the number of earlier updates, and their counts."""
+        self.step, self._earlier = step, tally
+        self._accepted = [0] * self._group.size
+
+    def check_present(self) -> None:
+        """Raise InvalidArgumentError if this rank has left."""
+        if self.left:
+            raise InvalidArgumentError(
+                f"{self._name}: rank {self._group.rank} has left and can apply no more "
+                f"gradients"
+            )
+
+    def reduce(
+        self,
+        grads: Mapping[str, Array],
+        out: Mapping[str, Array] | None,
+        step: int,
+        parts: int | None,
+    ) -> Mapping[str, Array]:
+        """Return the sums or means of the gradients. Collective.
+
+        Args:
+            grads: By name.
+            out: Arrays on the device for the results, or None.
+            step: See `Reducer.reduce`.
+            parts: The number by which the gradients have been divided, so that their
+                sum is the mean over so many ranks; 0 for sums. None if the mean is
+                made here.
+
+        Raises:
+            InvalidArgumentError: If this rank has left.
+            Exception: As `Reducer.reduce`; the number of updates is the same.
+        """
+        self.check_present()
+        kind = "MEAN" if parts is None else "SUM"
+        try:
+            sums = self.reducer.reduce(grads, out=out, step=step, reduction_type=kind)
+        except Interruption as found:
+            self._continue(found.notes)
+            sums = self.reducer.reduce(grads, out=out, step=step, reduction_type=kind)
+        if parts and parts != len(self.present):
+            sums = _divided(sums, len(self.present) / parts)
+        for rank in self.present:
+            self._accepted[rank] += 1
+        self.step += 1
+        return sums
+
+    def leave(self) -> None:
+        """Leave, at the next reduction of the other ranks. Collective.
+
+        Again it has no effect.
+
+        Raises:
+            Exception: As `Reducer.reduce`; this rank is still present.
+        """
+        if self.left:
+            return
+        try:
+            self.reducer.interrupt(_LEAVES)
+        except Interruption as found:
+            self._continue(found.notes)
+
+    def _continue(self, notes: list[Any]) -> None:
+        """Go on with the ranks that have not left. Collective."""
+        stay = [place for place, note in enumerate(notes) if note != _LEAVES]
+        gone = [place for place, note in enumerate(notes) if note == _LEAVES]
+        old = self._current
+        new = old.split([places for places in (stay, gone) if places])
+        self._free_reducer()
+        self.left = old.rank in gone
+        self.present = [self.present[place] for place in stay]
+        if self.left:
+            new.close()
+            return
+        self._current = new
+        self.reducer = self._make()
+
+    def _free_reducer(self) -> None:
+        self._waited += self.reducer.waited
+        self.reducer.free()
+        if self._current is not self._group:
+            self._current.close()
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank has spent in reductions."""
+        return self._waited + (0.0 if self.reducer.freed else self.reducer.waited)
+
+    def tally(self) -> Tally:
+        """Return how many gradients of each rank were part of an update."""
+        size = self._group.size
+        lags = {0: sum(self._accepted)} if sum(self._accepted) else {}
+        own = Tally(tuple(self._accepted), (0,) * size, lags, (0,) * size)
+        return own + self._earlier if self._earlier else own
+
+    def counts(self) -> dict[str, Any]:
+        """Return what a snapshot contains of it; see `counts_of`."""
+        return {"global_step": self.step, "tally": self.tally().as_lists()}
+
+    def finish(self) -> int | None:
+        """Free the reducer. Collective, of all ranks of the group.
+
+        Returns:
+            The rank whose variables are those of the last update, if ranks have left;
+            else None.
+        """
+        if not self.left:
+            self._free_reducer()
+        if len(self.present) == self._group.size:
+            return None
+        states = self._group.allgather((self.step, self._accepted), self._name)
+        newest = max(range(self._group.size), key=lambda rank: states[rank][0])
+        self.step, self._accepted = states[newest]
+        return newest
+
+
+def _divided(sums: Mapping[str, Array], divisor: float) -> dict[str, Array]:
+    """Return new arrays, divided by a number."""
+    return {name: total / total.dtype.type(divisor) for name, total in sums.items()}

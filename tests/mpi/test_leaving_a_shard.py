@@ -1,0 +1,215 @@
+"""Ranks of a CrossShardOptimizer that run out of data before others."""
+
+from __future__ import annotations
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import Reduction
+
+from .acting import meet
+from .training import gives, raised, variable
+
+
+def uneven(opt, w, rank, count, grad=None):
+    """Apply ``count`` gradients, then leave; return the losses of the receipts."""
+    receipts = []
+    for step in range(count):
+        value = (rank + 1.0) if grad is None else grad(step)
+        loss = step, [np.full(w.shape, value, w.dtype)]
+        receipts.append(opt.minimize(lambda loss=loss: loss, var_list=[w]))
+    opt.leave()
+    return receipts
+
+
+def expected(size, counts, mean=True):
+    """Return the sum of all updates, of gradients ``rank + 1``."""
+    total = 0.0
+    for step in range(max(counts)):
+        grads = [r + 1.0 for r in range(size) if counts[r] > step]
+        total += sum(grads) / (len(grads) if mean else 1)
+    return total
+
+
+@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.SUM])
+@pytest.mark.parametrize("order", ["first", "last", "two at once", "all at once"])
+def test_the_others_go_on_with_the_mean_over_those_that_remain(
+    comm, rank, size, order, reduction
+):
+    counts = {
+        "first": [1 + r for r in range(size)],
+        "last": [size - r for r in range(size)],
+        "two at once": [2 + r // 2 for r in range(size)],
+        "all at once": [3] * size,
+    }[order]
+    w = variable(np.zeros(3))
+    with hpc.CrossShardOptimizer(hpc.SGD(1.0), reduction, comm=comm) as opt:
+        receipts = uneven(opt, w, rank, counts[rank])
+        own = opt.global_step
+
+    assert [(r.accepted, r.lag, r.global_step, r.loss) for r in receipts] == [
+        (True, 0, step, step) for step in range(counts[rank])
+    ]
+    assert own == counts[rank]
+    assert opt.global_step == max(counts)
+    mean = reduction == Reduction.MEAN
+    np.testing.assert_allclose(w.value, -expected(size, counts, mean), rtol=1e-12)
+    assert len(set(meet(w.value.tobytes()))) == 1
+    assert opt.statistics() == hpc.Tally(
+        tuple(counts), (0,) * size, {0: sum(counts)}, (0,) * size
+    )
+
+
+def test_gradients_computed_before_a_rank_left_are_divided_rightly(comm, rank, size):
+    w = variable(np.zeros(2))
+    with hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm) as opt:
+        opt.initialize([w])
+        if rank == 0:
+            opt.leave()
+        else:
+            # Divided by the number of ranks, of which one then leaves.
+            pairs = opt.compute_gradients(gives(np.full(2, 6.0)))
+            opt.apply_gradients(pairs)
+            pairs = opt.compute_gradients(gives(np.full(2, 6.0)))
+            np.testing.assert_allclose(pairs[0][0], 6 / (size - 1))
+            opt.apply_gradients(pairs)
+            opt.leave()
+
+    np.testing.assert_allclose(w.value, -12.0 if size > 1 else 0.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_gradients_in_the_exchange_s_memory_survive(comm, rank, size, dtype):
+    w = variable(np.zeros(5), dtype)
+
+    def loss():
+        arrays = opt.gradient_arrays()
+        arrays["w"][...] = rank + 1
+        return 0.0, arrays
+
+    with hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm) as opt:
+        opt.initialize([w])
+        for _ in range(2 if rank else 1):
+            opt.minimize(loss)
+        opt.leave()
+
+    counts = [1] + [2] * (size - 1)
+    np.testing.assert_allclose(
+        w.value.astype(float), -expected(size, counts), rtol=2e-2
+    )
+
+
+def test_variables_of_a_rank_that_left_are_those_of_the_last_update(comm, rank, size):
+    w = variable(np.zeros(2))
+    opt = hpc.CrossShardOptimizer(hpc.Momentum(0.5, 0.9), comm=comm)
+    uneven(opt, w, rank, 1 + rank)
+    meet()
+    before = opt.center(w)
+    assert before is not w.value
+    np.testing.assert_array_equal(before, w.value)
+    opt.free()
+
+    everywhere = meet((before.tobytes(), w.value.tobytes()))
+    assert all(final == everywhere[-1][0] for _, final in everywhere)
+    np.testing.assert_array_equal(opt.center([w])[0], w.value)
+
+
+def test_groups_leave_independently(comm, rank, size):
+    groups = [[r for r in range(size) if r % 2 == odd] for odd in range(2)]
+    if size % 2:
+        groups = [[r] for r in range(size)]
+    w = variable(np.zeros(2))
+    with hpc.CrossShardOptimizer(
+        hpc.SGD(1.0), group_assignment=groups, comm=comm
+    ) as opt:
+        uneven(opt, w, rank, 1 + rank)
+    own = next(group for group in groups if rank in group)
+
+    assert opt.global_step == 1 + max(own)
+    assert opt.statistics().accepted == tuple(1 + r for r in own)
+
+
+def test_a_rank_that_left_can_apply_no_more(comm, rank):
+    w = variable(np.zeros(2))
+    with hpc.CrossShardOptimizer(hpc.SGD(1.0), name="mine", comm=comm) as opt:
+        uneven(opt, w, rank, 1)
+        opt.leave()
+        errors = [
+            raised(opt.minimize, gives(np.ones(2)), var_list=[w]),
+            raised(opt.apply_gradients, [(np.ones(2), w)]),
+        ]
+        assert w.value[0] != 0
+        w.value[...] = 0
+
+    assert {str(error) for error in errors} == {
+        f"mine: rank {rank} has left and can apply no more gradients"
+    }
+    assert {type(error) for error in errors} == {hpc.InvalidArgumentError}
+
+
+@pytest.mark.ranks(min=2)
+def test_an_error_of_another_rank_comes_before_leaving(comm, rank, size):
+    w = variable(np.zeros(2))
+    with hpc.CrossShardOptimizer(hpc.SGD(1.0), name="mine", comm=comm) as opt:
+        opt.initialize([w])
+        if rank == 0:
+            error = raised(opt.leave)
+        else:
+            bad = np.ones(3 if rank == 1 else 2)
+            error = raised(opt.apply_gradients, [(bad, w)])
+        assert isinstance(error, hpc.InvalidArgumentError)
+        assert "rank 1" in str(error) or rank == 1
+        assert not w.value.any()
+        # Nobody has left: all go on.
+        opt.minimize(gives(np.ones(2)))
+        opt.leave()
+
+    assert opt.statistics().accepted == (1,) * size
+
+
+@pytest.mark.ranks(min=2)
+def test_leaving_alone_names_the_rank_that_is_missing(comm, rank, monkeypatch):
+    w = variable(np.zeros(2))
+    opt = hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm)
+    opt.initialize([w])
+    error = None
+    if rank == 0:
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.3")
+        error = raised(opt.leave)
+    meet()
+    opt.free()
+
+    assert isinstance(error, hpc.WaitTimeoutError) == (rank == 0)
+    assert rank or re.search(r"waited 0.3 s for ranks? 1", str(error))
+
+
+def test_a_restored_optimizer_goes_on_counting(comm, rank, size):
+    w = variable(np.zeros(2))
+    with hpc.CrossShardOptimizer(hpc.Momentum(0.5, 0.9), comm=comm) as opt:
+        uneven(opt, w, rank, 2)
+        state = opt.snapshot()
+    assert state["global_step"] == 2
+    v = variable(np.ones(2))
+    with hpc.CrossShardOptimizer(hpc.Momentum(0.5, 0.9), comm=comm) as opt:
+        opt.restore(state if rank == 0 else None, [v])
+        np.testing.assert_array_equal(v.value, w.value)
+        uneven(opt, v, rank, 1)
+        assert opt.global_step == 3
+        assert opt.statistics().accepted == (3,) * size
+
+
+def test_before_initialize_each_call_says_so(comm):
+    with hpc.CrossShardOptimizer(hpc.SGD(1.0), name="mine", comm=comm) as opt:
+        calls = [
+            lambda: opt.global_step,
+            opt.statistics,
+            opt.leave,
+            lambda: opt.center(variable()),
+        ]
+        for call in calls:
+            with pytest.raises(hpc.InvalidArgumentError, match="no variables yet"):
+                call()
