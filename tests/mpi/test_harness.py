@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,3 +111,15 @@ def test_wait_is_well_below_the_time_limit(pytestconfig):
     limit = float(pytestconfig.getini("mpi_time_limit"))
 
     assert limit >= 2 * WAIT
+
+
+def test_a_signal_does_not_fail_a_rank_that_yields():
+    signals = []
+    before = signal.signal(signal.SIGALRM, lambda *_: signals.append(None))
+    signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-4)
+    try:
+        while len(signals) < 300:
+            os.sched_yield()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
