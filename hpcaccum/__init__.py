@@ -48,6 +48,7 @@ from hpcaccum.optimizers import (
     Reduction,
     SyncReplicasOptimizer,
     Variable,
+    clip_by_global_norm,
     get_variable,
 )
 from hpcaccum.reducer import Reducer, ReducerStatistics
@@ -93,6 +94,7 @@ __all__ = [
     "Variable",
     "WaitTimeoutError",
     "checkpoint",
+    "clip_by_global_norm",
     "get_variable",
     "span",
     "trace",

@@ -303,6 +303,11 @@ class ConditionalAccumulator(Freeable):
         if new < old:
             logger.warning("%s: step lowered from %d to %d", self._name, old, new)
 
+    def count_nonfinite(self) -> None:
+        """Count a gradient of this rank that is not finite, and was not applied."""
+        self._check_open()
+        self._protocol.counters.count_nonfinite()
+
     def leave(self) -> None:
         """Promise that this rank contributes no more gradients. Not collective.
 

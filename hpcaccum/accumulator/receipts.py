@@ -30,6 +30,7 @@ class Receipt:
         global_step: The step of the accumulator or optimizer when it arrived.
         sent: Whether it has left this rank. False for a local step of `AGNOptimizer`,
             whose gradient is part of a later push.
+        nonfinite: Whether it was dropped because it has a NaN or an infinity.
         loss: What the loss returned as its value, from ``minimize``; else None. It is
             not compared.
     """
@@ -38,6 +39,7 @@ class Receipt:
     local_step: int
     global_step: int
     sent: bool = True
+    nonfinite: bool = False
     loss: Any = field(default=None, compare=False)
 
     def __bool__(self) -> bool:
@@ -48,6 +50,13 @@ class Receipt:
     def lag(self) -> int:
         """How many steps the gradient was late."""
         return self.global_step - self.local_step
+
+    @property
+    def reason(self) -> str:
+        """Why it was dropped: "stale" or "nonfinite"; empty if it was accepted."""
+        if self.accepted:
+            return ""
+        return "nonfinite" if self.nonfinite else "stale"
 
 
 @dataclass(frozen=True)
@@ -61,12 +70,15 @@ class Tally:
         given_up: One number per rank: gradients that were admitted but could not be
             written because of an exception during the call. They are part of no mean.
             Empty for a device, which has none.
+        nonfinite: One number per rank: gradients that an optimizer dropped because they
+            have a NaN or an infinity. ``dropped`` and ``lags`` do not count them.
     """
 
     accepted: tuple[int, ...]
     dropped: tuple[int, ...]
     lags: dict[int, int]
     given_up: tuple[int, ...] = ()
+    nonfinite: tuple[int, ...] = ()
 
     def __add__(self, other: Tally) -> Tally:
         """Return the counts of two runs; their numbers of ranks may differ."""
@@ -79,6 +91,7 @@ class Tally:
             _added(self.dropped, other.dropped),
             lags,
             _added(self.given_up, other.given_up),
+            _added(self.nonfinite, other.nonfinite),
         )
 
     def as_lists(self) -> dict[str, Any]:
@@ -87,6 +100,7 @@ class Tally:
             "accepted": list(self.accepted),
             "dropped": list(self.dropped),
             "given_up": list(self.given_up),
+            "nonfinite": list(self.nonfinite),
             "lags": [list(pair) for pair in self.lags.items()],
         }
 
@@ -98,14 +112,22 @@ class Tally:
             InvalidArgumentError: If they are something else.
         """
         try:
-            rows = (lists[name] for name in ("accepted", "dropped", "given_up"))
-            accepted, dropped, given_up = (tuple(map(index, row)) for row in rows)
+            # A snapshot of an earlier version does not have the last one.
+            rows = (
+                lists["accepted"],
+                lists["dropped"],
+                lists["given_up"],
+                lists.get("nonfinite", ()),
+            )
+            accepted, dropped, given_up, nonfinite = (
+                tuple(map(index, row)) for row in rows
+            )
             lags = {index(lag): index(count) for lag, count in lists["lags"]}
         except (TypeError, ValueError, KeyError) as error:
             raise InvalidArgumentError(
                 f"the tally of a snapshot cannot be read: {error!r}"
             ) from None
-        return cls(accepted, dropped, lags, given_up)
+        return cls(accepted, dropped, lags, given_up, nonfinite)
 
 
 def _added(these: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
@@ -116,7 +138,7 @@ def _added(these: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
 # Columns of a row, and their new values.
 Counts = tuple[tuple[int, int], ...]
 
-_ACCEPTED, _DROPPED, _GIVEN_UP, _LAGS = range(4)
+_ACCEPTED, _DROPPED, _GIVEN_UP, _NONFINITE, _LAGS = range(5)
 
 
 class Counters:
@@ -154,6 +176,11 @@ class Counters:
         """Return the counters after one more gradient that was given up."""
         return ((_GIVEN_UP, self._row[_GIVEN_UP] + 1),)
 
+    def count_nonfinite(self) -> None:
+        """Count a gradient that is not finite, and was not submitted."""
+        self.post(((_NONFINITE, self._row[_NONFINITE] + 1),))
+        self._words.flush()
+
     def post(self, counts: Counts) -> None:
         """Set counters; the next call on the words that waits publishes them."""
         for column, number in counts:
@@ -170,4 +197,5 @@ class Counters:
             tuple(rows[:, _DROPPED].tolist()),
             {lag: number for lag, number in enumerate(lags) if number},
             tuple(rows[:, _GIVEN_UP].tolist()),
+            tuple(rows[:, _NONFINITE].tolist()),
         )

@@ -240,7 +240,8 @@ def optimizer(
                 torn += [values] * (len(values) != 1)
                 counts["reads"] += 1
                 continue
-            accepted += bool(opt.minimize(lambda: (0.0, [np.ones_like(value)])))
+            receipt = opt.minimize(lambda: (0.0, [np.ones_like(value)]))
+            accepted += receipt.accepted and receipt.sent
             counts["steps"] += 1
     _check(0, len(torn), f"torn reads: {torn}")
     _check(-opt.global_step, np.unique(opt.center(var)), "the sum of all updates")

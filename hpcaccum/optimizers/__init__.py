@@ -15,6 +15,7 @@ from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.checks import check_groups
 from hpcaccum.optimizers.cross_shard import CrossShardOptimizer, Reduction
 from hpcaccum.optimizers.drop_stale import DropStaleGradientOptimizer
+from hpcaccum.optimizers.finite import clip_by_global_norm
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
 from hpcaccum.optimizers.sync_replicas import SyncReplicasOptimizer
 from hpcaccum.optimizers.variable import Variable
@@ -33,5 +34,6 @@ __all__ = [
     "SyncReplicasOptimizer",
     "Variable",
     "check_groups",
+    "clip_by_global_norm",
     "get_variable",
 ]

@@ -96,7 +96,8 @@ class AGNOptimizer(OneSidedOptimizer):
         communication_period: T, at least 1.
         use_locking: Ignored.
         name: Name for messages.
-        dedicated, servers: See `OneSidedOptimizer`.
+        dedicated, servers, on_nonfinite: See `OneSidedOptimizer`. A call whose
+            gradients are dropped makes no local step and does not count.
 
     Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
         behaviour of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
@@ -115,6 +116,7 @@ class AGNOptimizer(OneSidedOptimizer):
         *,
         dedicated: bool = False,
         servers: Servers = None,
+        on_nonfinite: str = "accept",
     ) -> None:
         if not isinstance(custom_getter, AGNCustomGetter):
             raise TypeError(
@@ -134,6 +136,7 @@ class AGNOptimizer(OneSidedOptimizer):
             host=custom_getter.host,
             dedicated=dedicated,
             servers=servers,
+            on_nonfinite=on_nonfinite,
         )
         self._getter = custom_getter
         self._period: int = self._options["communication_period"]
@@ -148,6 +151,9 @@ class AGNOptimizer(OneSidedOptimizer):
         return BoundedStalenessInbox(
             self._group, self._root, size, dtype, workers=self._workers
         )
+
+    def _bound(self) -> str:
+        return "none is too late"
 
     def initialize(self, var_list: Any = None) -> None:
         """Set the center and all ranks' variables to the host rank's. Collective.
@@ -206,6 +212,10 @@ class AGNOptimizer(OneSidedOptimizer):
             self.initialize()
         server = self._training_server()
         self._check_known(variables)
+        if self._drops(pairs):
+            receipt = server.drop(self._step)
+            self._drop_watch.note(receipt)
+            return receipt
         self.inner.apply_gradients(pairs)
         grads = gradients_by_name(pairs)
         self._add(self._sums(server), grads)
@@ -213,6 +223,7 @@ class AGNOptimizer(OneSidedOptimizer):
         if self._calls % self._period:
             return Receipt(True, self._step, self._step, sent=False)
         receipt = self._communicate(server, grads)
+        self._drop_watch.note(receipt)
         set_global_step(global_step, self._step)
         return receipt
 

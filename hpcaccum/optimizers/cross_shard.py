@@ -67,6 +67,9 @@ class CrossShardOptimizer(Wrapper):
         cuda_aware: Whether to pass device memory to MPI; see `Reducer`.
         sync: Whether to broadcast. If False, `initialize` compares checksums of the
             variables and raises unless they are the same on all ranks of a group.
+        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
+            reduces them, "drop" makes the update with those of the other ranks (a mean
+            is over these), "raise" raises InvalidArgumentError on all ranks.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -86,6 +89,7 @@ class CrossShardOptimizer(Wrapper):
         comm: mpi4py_MPI.Comm | Group | None = None,
         cuda_aware: bool = False,
         sync: bool = True,
+        on_nonfinite: str = "accept",
     ) -> None:
         whole = Group.of(comm)
 
@@ -104,7 +108,7 @@ class CrossShardOptimizer(Wrapper):
                 "sync": bool(sync),
             }
 
-        super().__init__(opt, name, whole, check)
+        super().__init__(opt, name, whole, check, on_nonfinite)
         groups = self._options["group_assignment"]
         self._split = whole.split(groups) if groups else None
         self._group = self._split or whole
@@ -244,7 +248,8 @@ class CrossShardOptimizer(Wrapper):
             name: Ignored.
 
         Returns:
-            Accepted; both steps are the number of earlier updates.
+            Accepted, unless they are not finite and were dropped. Both steps are the
+            number of earlier updates.
 
         Raises:
             InvalidArgumentError, TypeError: On every rank of the group, if the pairs of
@@ -267,16 +272,18 @@ class CrossShardOptimizer(Wrapper):
     ) -> Receipt:
         pairs: Pairs = []
         problem: Exception | None = None
+        skips = False
         try:
             pairs = check_pairs(grads_and_vars)
             check_global_step(global_step)
             if self._shard is not None:
                 self._check_known(var for _, var in pairs)
+            skips = self._drops(pairs)
         except (TypeError, InvalidArgumentError) as error:
             problem = error
         self._prepare([var for _, var in pairs], problem)
         shard = self._made(self._shard)
-        receipt = Receipt(True, shard.step, shard.step)
+        receipt = Receipt(not skips, shard.step, shard.step, nonfinite=skips)
         grads = {var.name: grad for grad, var in pairs if grad is not None}
         sums = shard.reduce(
             grads,
@@ -284,7 +291,10 @@ class CrossShardOptimizer(Wrapper):
             # Ranks that discard a different number of gradients are out of step.
             self._computed,
             parts,
+            skips=skips,
         )
+        if sums is None:
+            return receipt
         summed = [(None if g is None else sums[v.name], v) for g, v in pairs]
         self.inner.apply_gradients(summed, global_step, name)
         return receipt

@@ -34,7 +34,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         staleness: Largest lag accepted; -1 drops everything.
         use_locking: Ignored.
         name: Name for messages.
-        comm, host, dedicated, servers: See `OneSidedOptimizer`.
+        comm, host, dedicated, servers, on_nonfinite: See `OneSidedOptimizer`.
 
     Source: the behaviour of ``tf.contrib.opt``'s optimizer of this name, whose check
         and update are not atomic.
@@ -51,6 +51,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         host: int = 0,
         dedicated: bool = False,
         servers: Servers = None,
+        on_nonfinite: str = "accept",
     ) -> None:
         super().__init__(
             opt,
@@ -60,6 +61,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             host=host,
             dedicated=dedicated,
             servers=servers,
+            on_nonfinite=on_nonfinite,
         )
         # The step of the parameters in the last compute_gradients; None before it.
         self._computed_at: int | None = None
@@ -89,6 +91,9 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
     @property
     def _local_step(self) -> int:
         return self._step if self._computed_at is None else self._computed_at
+
+    def _bound(self) -> str:
+        return f"staleness={self._options['staleness']} is the largest lag accepted"
 
     @property
     def stale_counter(self) -> int:

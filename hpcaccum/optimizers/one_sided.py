@@ -16,6 +16,7 @@ from hpcaccum.optimizers.checks import (
     check_variables,
     listed,
 )
+from hpcaccum.optimizers.drop_watch import DropWatch
 from hpcaccum.optimizers.flat_rule import flat_rule
 from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spread
 from hpcaccum.optimizers.snapshot import counts_of, set_values
@@ -66,6 +67,9 @@ class OneSidedOptimizer(Wrapper):
             1 MiB or more, the inner optimizer is `elementwise`, and servers also train;
             else the host. Several servers share the traffic, the memory and the work of
             updates; but each update waits for all of them.
+        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
+            sends them, "drop" drops all gradients of the call on this rank, "raise"
+            raises InvalidArgumentError on this rank.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -82,7 +86,8 @@ class OneSidedOptimizer(Wrapper):
         comm: mpi4py_MPI.Comm | Group | None,
         host: int,
         dedicated: bool,
-        servers: Servers = None,
+        servers: Servers,
+        on_nonfinite: str,
     ) -> None:
         group = Group.of(comm)
 
@@ -96,7 +101,7 @@ class OneSidedOptimizer(Wrapper):
                 **check(),
             }
 
-        super().__init__(opt, name, group, check_all)
+        super().__init__(opt, name, group, check_all, on_nonfinite)
         self._root: int = self._options["host"]
         self._dedicated: bool = self._options["dedicated"]
         # None if they depend on the variables.
@@ -111,6 +116,11 @@ class OneSidedOptimizer(Wrapper):
         # What `restore` begins with: the counts, and on the host the state.
         self._earlier: Mapping[str, Any] = {}
         self._restored: Mapping[str, Any] | None = None
+        self._drop_watch = DropWatch(name, group.rank, self._bound())
+
+    def _bound(self) -> str:
+        """Return which gradients are accepted, for messages."""
+        raise NotImplementedError
 
     def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
         """Return the inbox, in which the one-sided optimizers differ."""
@@ -300,9 +310,14 @@ class OneSidedOptimizer(Wrapper):
         check_global_step(global_step)
         self.initialize([var for _, var in pairs])
         server = self._training_server()
-        receipt = server.push(gradients_by_name(pairs), self._local_step)
-        self._after(server, receipt)
+        if self._drops(pairs):
+            receipt = server.drop(self._local_step)
+            self._pull()
+        else:
+            receipt = server.push(gradients_by_name(pairs), self._local_step)
+            self._after(server, receipt)
         set_global_step(global_step, self._step)
+        self._drop_watch.note(receipt)
         return receipt
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:

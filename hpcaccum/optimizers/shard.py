@@ -11,21 +11,23 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.reducer import Interruption, Reducer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
 
 Array = np.ndarray[Any, Any]
 
-_LEAVES = "leaves"
+# Why ranks interrupt a reduction.
+_LEAVES, _SKIPS = "leaves", "skips"
 
 
 class Shard:
     """Reduces the gradients of the ranks of a group that have not left. Collective.
 
-    A rank leaves in the place of a reduction: the others learn it there, and repeat
-    that reduction without it, with a new reducer.
+    A rank that leaves, or whose gradients shall not be used, interrupts a reduction.
+    The others learn it there, and repeat the reduction without it; after a rank has
+    left, with a new reducer.
 
     Args:
         group: The ranks.
@@ -68,6 +70,7 @@ class Shard:
         """Set the number of earlier updates, and their counts."""
         self.step, self._earlier = step, tally
         self._accepted = [0] * self._group.size
+        self._nonfinite = [0] * self._group.size
 
     def check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left."""
@@ -83,7 +86,9 @@ class Shard:
         out: Mapping[str, Array] | None,
         step: int,
         parts: int | None,
-    ) -> Mapping[str, Array]:
+        *,
+        skips: bool = False,
+    ) -> Mapping[str, Array] | None:
         """Return the sums or means of the gradients. Collective.
 
         Args:
@@ -93,6 +98,10 @@ class Shard:
             parts: The number by which the gradients have been divided, so that their
                 sum is the mean over so many ranks; 0 for sums. None if the mean is
                 made here.
+            skips: Whether this rank's gradients are not used.
+
+        Returns:
+            The results; None if all ranks skip, so that there is no update.
 
         Raises:
             InvalidArgumentError: If this rank has left.
@@ -100,14 +109,21 @@ class Shard:
         """
         self.check_present()
         kind = "MEAN" if parts is None else "SUM"
+        used = self.present
         try:
+            if skips:
+                self.reducer.interrupt(_SKIPS)
             sums = self.reducer.reduce(grads, out=out, step=step, reduction_type=kind)
+            sums = _mean(sums, len(used), parts or 0)
         except Interruption as found:
-            self._continue(found.notes)
-            sums = self.reducer.reduce(grads, out=out, step=step, reduction_type=kind)
-        if parts and parts != len(self.present):
-            sums = _divided(sums, len(self.present) / parts)
-        for rank in self.present:
+            used = self._continue(found.notes)
+            if not used:
+                return None
+            if skips:
+                grads = {name: np.zeros_like(grad) for name, grad in grads.items()}
+            sums = self.reducer.reduce(grads, out=out, step=step, reduction_type="SUM")
+            sums = _mean(sums, len(used), 1 if parts is None else parts)
+        for rank in used:
             self._accepted[rank] += 1
         self.step += 1
         return sums
@@ -127,11 +143,25 @@ class Shard:
         except Interruption as found:
             self._continue(found.notes)
 
-    def _continue(self, notes: list[Any]) -> None:
-        """Go on with the ranks that have not left. Collective."""
-        stay = [place for place, note in enumerate(notes) if note != _LEAVES]
-        gone = [place for place, note in enumerate(notes) if note == _LEAVES]
+    def _continue(self, notes: list[Any]) -> list[int]:
+        """Return the ranks whose gradients are used, after an interruption. Collective.
+
+        Goes on without the ranks that leave, and counts those that skip.
+        """
+        by_note: dict[Any, list[int]] = {_LEAVES: [], _SKIPS: [], None: []}
+        for place, note in enumerate(notes):
+            by_note[note].append(place)
+        used, skip = ([self.present[p] for p in by_note[n]] for n in (None, _SKIPS))
+        for rank in skip:
+            self._nonfinite[rank] += 1
+        if gone := by_note[_LEAVES]:
+            self._go_on_without(gone)
+        return used
+
+    def _go_on_without(self, gone: Sequence[int]) -> None:
+        """Make a group and a reducer of the other ranks. Collective."""
         old = self._current
+        stay = [place for place in range(old.size) if place not in gone]
         new = old.split([places for places in (stay, gone) if places])
         self._free_reducer()
         self.left = old.rank in gone
@@ -155,9 +185,9 @@ class Shard:
 
     def tally(self) -> Tally:
         """Return how many gradients of each rank were part of an update."""
-        size = self._group.size
-        lags = {0: sum(self._accepted)} if sum(self._accepted) else {}
-        own = Tally(tuple(self._accepted), (0,) * size, lags, (0,) * size)
+        accepted, none = tuple(self._accepted), (0,) * self._group.size
+        lags = {0: sum(accepted)} if any(accepted) else {}
+        own = Tally(accepted, none, lags, none, tuple(self._nonfinite))
         return own + self._earlier if self._earlier else own
 
     def counts(self) -> dict[str, Any]:
@@ -175,12 +205,22 @@ class Shard:
             self._free_reducer()
         if len(self.present) == self._group.size:
             return None
-        states = self._group.allgather((self.step, self._accepted), self._name)
+        state = self.step, self._accepted, self._nonfinite
+        states = self._group.allgather(state, self._name)
         newest = max(range(self._group.size), key=lambda rank: states[rank][0])
-        self.step, self._accepted = states[newest]
+        self.step, self._accepted, self._nonfinite = states[newest]
         return newest
 
 
-def _divided(sums: Mapping[str, Array], divisor: float) -> dict[str, Array]:
-    """Return new arrays, divided by a number."""
+def _mean(sums: Mapping[str, Array], ranks: int, parts: int) -> Mapping[str, Array]:
+    """Return the means over so many ranks.
+
+    Args:
+        sums: Of gradients that have been divided by ``parts``.
+        ranks: The number of gradients in each sum.
+        parts: 0 if the sums shall not be divided.
+    """
+    if parts in (0, ranks):
+        return sums
+    divisor = ranks / parts
     return {name: total / total.dtype.type(divisor) for name, total in sums.items()}

@@ -38,7 +38,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             communicator determines it.
         use_locking: Ignored.
         name: Name for messages.
-        comm, host, dedicated, servers: See `OneSidedOptimizer`.
+        comm, host, dedicated, servers, on_nonfinite: See `OneSidedOptimizer`.
 
     Source: Chen et al., Revisiting Distributed Synchronous SGD, 2016
         (arXiv:1604.00981); the behaviour of ``tf.compat.v1.train``'s optimizer of this
@@ -57,6 +57,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         host: int = 0,
         dedicated: bool = False,
         servers: Servers = None,
+        on_nonfinite: str = "accept",
     ) -> None:
         def check() -> dict[str, int | None]:
             quorum = positive_count(replicas_to_aggregate, "replicas_to_aggregate")
@@ -66,7 +67,14 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             return {"replicas_to_aggregate": quorum, "total_num_replicas": total}
 
         super().__init__(
-            opt, name, check, comm=comm, host=host, dedicated=dedicated, servers=servers
+            opt,
+            name,
+            check,
+            comm=comm,
+            host=host,
+            dedicated=dedicated,
+            servers=servers,
+            on_nonfinite=on_nonfinite,
         )
         self._quorum: int = self._options["replicas_to_aggregate"]
         # Gradients of one step that each worker may contribute.
@@ -79,6 +87,9 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         return QuorumInbox(
             self._group, self._root, size, dtype, self._quorum, self._workers
         )
+
+    def _bound(self) -> str:
+        return "a gradient of an earlier step is not accepted"
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:
         if receipt.global_step != self._round:

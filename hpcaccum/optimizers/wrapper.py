@@ -13,11 +13,13 @@ from hpcaccum.optimizers.checks import (
     check_trainable,
     check_variables,
 )
+from hpcaccum.optimizers.finite import check_choice, to_drop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpcaccum.mpi import Group
+    from hpcaccum.optimizers.base import Pairs
     from hpcaccum.optimizers.checks import Array
     from hpcaccum.optimizers.snapshot import Key
     from hpcaccum.optimizers.variable import Variable
@@ -34,6 +36,9 @@ class Wrapper(Freeable, Optimizer):
         group: The ranks.
         check: Checks the other options of this rank; returns those that must be the
             same on all ranks, by name.
+        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
+            exchanges them, "drop" drops all gradients of the call, "raise" raises
+            InvalidArgumentError.
 
     Attributes:
         inner: The other optimizer.
@@ -51,11 +56,12 @@ class Wrapper(Freeable, Optimizer):
         name: str,
         group: Group,
         check: Callable[[], Mapping[str, Any]],
+        on_nonfinite: str,
     ) -> None:
         def check_all() -> Mapping[str, Any]:
             check_name(name)
             check_inner(inner, self)
-            return check()
+            return {**check(), "on_nonfinite": check_choice(on_nonfinite)}
 
         # What all ranks agreed on, by name.
         self._options = group.agree(type(self).__name__, check_all)
@@ -118,6 +124,14 @@ class Wrapper(Freeable, Optimizer):
                     f"{self.get_name()} was initialized without this variable "
                     f"{var.name!r}, with {sorted(self._values)}"
                 )
+
+    def _drops(self, pairs: Pairs) -> bool:
+        """Return whether to drop gradients, because they are not finite.
+
+        Raises:
+            InvalidArgumentError: If there are such, and the user wants an error.
+        """
+        return to_drop(self.get_name(), pairs, self._options["on_nonfinite"])
 
     def _made(self, part: T | None) -> T:
         """Return what `initialize` makes; raise InvalidArgumentError before that."""

@@ -161,6 +161,10 @@ class BoundedStalenessInbox:
                 raise
             raise
 
+    def count_nonfinite(self) -> None:
+        """Count a gradient of this rank that is not finite, and was not submitted."""
+        self.ledger.count_nonfinite()
+
     def _submit(self, local_step: int) -> Receipt:
         receipt = self._admit(local_step)
         if receipt:

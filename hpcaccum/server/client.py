@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.accumulator import Receipt
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Transfer, all_on_device
 from hpcaccum.errors import InvalidArgumentError, format_ranks
@@ -22,7 +23,6 @@ from hpcaccum.server.wire_format import WireFormat
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
     from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.node_update import ElementwiseRule
@@ -251,6 +251,11 @@ class Client(Freeable):
             view.flags.writeable = False
         self._views.clear()
         return receipt
+
+    def drop(self, local_step: int) -> Receipt:
+        """Count a gradient that is not finite; return its receipt."""
+        self._inbox.count_nonfinite()
+        return Receipt(False, local_step, self.step, nonfinite=True)
 
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step."""

@@ -49,6 +49,9 @@ class Inbox(Protocol):
     def submit(self, local_step: int) -> Receipt:
         """Submit the gradient in the slot, unless it is stale."""
 
+    def count_nonfinite(self) -> None:
+        """Count a gradient of this rank that is not finite, and was not submitted."""
+
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step."""
 

@@ -67,6 +67,10 @@ class QuorumInbox:
         """Submit the gradient in the slot, unless it is of an earlier step."""
         return self._accumulator.apply_grad(self._slot, local_step)
 
+    def count_nonfinite(self) -> None:
+        """Count a gradient of this rank that is not finite, and was not submitted."""
+        self._accumulator.count_nonfinite()
+
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step."""
         return step

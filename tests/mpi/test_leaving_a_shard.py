@@ -60,7 +60,7 @@ def test_the_others_go_on_with_the_mean_over_those_that_remain(
     np.testing.assert_allclose(w.value, -expected(size, counts, mean), rtol=1e-12)
     assert len(set(meet(w.value.tobytes()))) == 1
     assert opt.statistics() == hpc.Tally(
-        tuple(counts), (0,) * size, {0: sum(counts)}, (0,) * size
+        tuple(counts), (0,) * size, {0: sum(counts)}, (0,) * size, (0,) * size
     )
 
 
@@ -184,7 +184,7 @@ def test_leaving_alone_names_the_rank_that_is_missing(comm, rank, monkeypatch):
     opt.free()
 
     assert isinstance(error, hpc.WaitTimeoutError) == (rank == 0)
-    assert rank or re.search(r"waited 0.3 s for ranks? 1", str(error))
+    assert rank or re.search(r"for ranks? 1", str(error))
 
 
 def test_a_restored_optimizer_goes_on_counting(comm, rank, size):

@@ -1,0 +1,94 @@
+"""Gradients that are not finite, and gradients that are too large."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.arguments import one_of
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.optimizers.base import scaled
+from hpcaccum.optimizers.checks import check_pairs
+from hpcaccum.optimizers.learning_rate import checked_number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hpcaccum.optimizers.base import Pairs
+    from hpcaccum.optimizers.checks import Array
+
+_CHOICES = ("accept", "drop", "raise")
+
+
+def check_choice(on_nonfinite: str) -> str:
+    """Return a choice; raise InvalidArgumentError unless it is one."""
+    one_of("on_nonfinite", on_nonfinite, _CHOICES)
+    return on_nonfinite
+
+
+def to_drop(what: str, pairs: Pairs, on_nonfinite: str) -> bool:
+    """Return whether gradients are not finite and shall be dropped.
+
+    Args:
+        what: Begins the message.
+        pairs: Checked pairs.
+        on_nonfinite: What to do with gradients that have a NaN or an infinity.
+
+    Raises:
+        InvalidArgumentError: If the choice is "raise", and a gradient has one.
+    """
+    if on_nonfinite == "accept":
+        return False
+    found = [
+        var.name for grad, var in pairs if grad is not None and not _is_finite(grad)
+    ]
+    if found and on_nonfinite == "raise":
+        raise InvalidArgumentError(
+            f"{what}: the gradient of {found[0]!r} has a NaN or an infinity"
+        )
+    return bool(found)
+
+
+def _is_finite(array: Array) -> bool:
+    with np.errstate(all="ignore"):
+        # One pass, without new memory. A sum is finite only if all terms are; if it is
+        # not, finite terms may have overflowed.
+        total = array.sum()
+        return bool(np.isfinite(total)) or bool(np.isfinite(array).all())
+
+
+def clip_by_global_norm(grads_and_vars: Any, clip_norm: float) -> tuple[Pairs, float]:
+    """Scale gradients down so that the norm of all of them is at most ``clip_norm``.
+
+    For use between `compute_gradients` and `apply_gradients`. It sees the gradients of
+    this rank, before they are exchanged.
+
+    Args:
+        grads_and_vars: Pairs as `compute_gradients` returns them.
+        clip_norm: A number of at least 0.
+
+    Returns:
+        The pairs, with new arrays if they are scaled; and the norm before. If it is
+        not finite, the gradients are those given.
+
+    Raises:
+        InvalidArgumentError, TypeError: If the pairs or the norm are invalid.
+
+    Source: Pascanu et al., On the difficulty of training recurrent neural networks,
+        2013 (arXiv:1211.5063).
+    """
+    pairs = check_pairs(grads_and_vars)
+    limit = checked_number(clip_norm, "clip_norm", 0)
+    norm = _norm(grad for grad, _ in pairs if grad is not None)
+    if not limit < norm < math.inf:
+        return pairs, norm
+    factor = limit / norm
+    return [(g if g is None else scaled(g, factor), v) for g, v in pairs], norm
+
+
+def _norm(grads: Iterable[Array]) -> float:
+    """Return the square root of the sum of all squares, computed in float64."""
+    wide = (grad.astype(np.float64).ravel() for grad in grads)
+    return math.sqrt(sum(float(flat @ flat) for flat in wide))

@@ -1,0 +1,223 @@
+"""Gradients that are not finite, and ranks whose gradients are all dropped."""
+
+from __future__ import annotations
+
+import logging
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import Reduction
+
+from .acting import meet
+from .training import gives, raised, variable
+
+NAN = np.array([1.0, np.nan, 1.0])
+
+
+def agn(w, comm, **options):
+    getter = hpc.AGNCustomGetter(comm=comm)
+    getter.register(w)
+    return hpc.AGNOptimizer(hpc.SGD(1.0), comm.size, getter, 2, **options)
+
+
+MAKERS = {
+    "cross-shard": lambda _, comm, **options: hpc.CrossShardOptimizer(
+        hpc.SGD(1.0), Reduction.SUM, comm=comm, **options
+    ),
+    "sync-replicas": lambda _, comm, **options: hpc.SyncReplicasOptimizer(
+        hpc.SGD(1.0), 1, comm=comm, **options
+    ),
+    "drop-stale": lambda _, comm, **options: hpc.DropStaleGradientOptimizer(
+        hpc.SGD(1.0), 1000, comm=comm, **options
+    ),
+    "agn": agn,
+}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request, comm):
+    return lambda w, **options: MAKERS[request.param](w, comm, **options)
+
+
+def test_drop_leaves_the_variables_alone_and_counts(make, rank, size):
+    w = variable(np.zeros(3))
+    with make(w, on_nonfinite="drop") as opt:
+        opt.initialize([w])
+        dropped = [opt.minimize(gives(NAN)) for _ in range(2)]
+        meet()
+        assert opt.global_step == 0
+        assert not opt.center(w).any()
+        assert not w.value.any()
+        meet()
+        good = [opt.minimize(gives(np.ones(3))) for _ in range(2)]
+        opt.leave()
+
+    assert [(r.accepted, r.reason, r.global_step) for r in dropped] == [
+        (False, "nonfinite", 0)
+    ] * 2
+    assert {r.reason for r in good} <= {"", "stale"}
+    tally = opt.statistics()
+    assert tally.nonfinite == (2,) * size
+    assert tally.dropped[rank] == sum(not r for r in good)
+    assert tally.accepted[rank] == sum(r.accepted and r.sent for r in good)
+
+
+def test_accept_is_the_default(make):
+    w = variable(np.zeros(3))
+    with make(w) as opt:
+        receipts = [opt.minimize(gives(NAN), var_list=[w]) for _ in range(2)]
+        opt.leave()
+
+    assert any(meet(any(receipts)))
+    assert np.isnan(w.value).tolist() == [False, True, False]
+
+
+def test_raise_names_the_variable_and_sends_nothing(make, rank):
+    w = variable(np.zeros(3))
+    with make(w, on_nonfinite="raise", name="mine") as opt:
+        opt.initialize([w])
+        error = raised(opt.minimize, gives(np.array([1, np.inf, 1])))
+        meet()
+        assert opt.global_step == 0
+        assert not opt.center(w).any()
+        opt.leave()
+
+    assert type(error) is hpc.InvalidArgumentError
+    assert "mine: the gradient of 'w' has a NaN or an infinity" in str(error)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_a_sum_that_overflows_is_finite(comm, dtype):
+    largest = np.full(100, ml_dtypes.finfo(dtype).max, dtype)
+    w = variable(np.zeros(100), dtype)
+    with hpc.DropStaleGradientOptimizer(
+        hpc.SGD(0.0), 1000, comm=comm, on_nonfinite="drop"
+    ) as opt:
+        receipt = opt.minimize(gives(largest), var_list=[w])
+        infinite = largest.copy()
+        infinite[7] = np.inf
+        dropped = opt.minimize(gives(infinite))
+
+    assert receipt
+    assert not dropped
+
+
+def test_a_bad_choice_is_refused_on_every_rank(make, rank, size):
+    w = variable(np.zeros(3))
+    error = raised(make, w, on_nonfinite="ignore" if rank == size - 1 else "drop")
+
+    assert isinstance(error, hpc.InvalidArgumentError)
+    assert "on_nonfinite must be one of ('accept', 'drop', 'raise')" in str(error)
+
+
+@pytest.mark.ranks(min=2)
+def test_the_choice_is_the_same_on_all_ranks(make, rank):
+    w = variable(np.zeros(3))
+    error = raised(make, w, on_nonfinite="drop" if rank else "accept")
+
+    assert isinstance(error, hpc.DisagreementError)
+    assert "on_nonfinite" in str(error)
+
+
+# CrossShardOptimizer
+
+
+def halves(opt, loss):
+    """Make a step by two calls, of which the first one divides."""
+    return opt.apply_gradients(opt.compute_gradients(loss))
+
+
+def minimize(opt, loss):
+    return opt.minimize(loss)
+
+
+@pytest.mark.parametrize("step", [minimize, halves])
+@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.SUM])
+def test_the_mean_is_over_the_finite_gradients(comm, rank, size, reduction, step):
+    w = variable(np.zeros(3))
+    with hpc.CrossShardOptimizer(
+        hpc.SGD(1.0), reduction, comm=comm, on_nonfinite="drop"
+    ) as opt:
+        opt.initialize([w])
+        receipt = step(opt, gives(NAN if rank == 0 else np.full(3, rank + 1.0)))
+        after = w.value.copy()
+        again = step(opt, gives(np.ones(3)))
+
+    total = sum(range(2, size + 1))
+    mean = reduction == Reduction.MEAN
+    expected = total / (max(size - 1, 1) if mean else 1)
+    np.testing.assert_allclose(after, -expected, rtol=1e-12)
+    np.testing.assert_allclose(w.value, after - (1 if mean else size), rtol=1e-12)
+    assert receipt.reason == ("nonfinite" if rank == 0 else "")
+    assert again.global_step == (1 if size > 1 else 0)
+    assert opt.global_step == (2 if size > 1 else 1)
+    assert opt.statistics().accepted == (1,) + (2,) * (size - 1)
+    assert opt.statistics().nonfinite == (1,) + (0,) * (size - 1)
+
+
+@pytest.mark.ranks(min=3)
+def test_one_leaves_while_another_is_not_finite(comm, rank, size):
+    w = variable(np.zeros(3))
+    with hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm, on_nonfinite="drop") as opt:
+        opt.initialize([w])
+        if rank == 0:
+            opt.leave()
+        else:
+            opt.minimize(gives(NAN if rank == 1 else np.full(3, rank + 1.0)))
+            opt.leave()
+
+    others = range(2, size)
+    expected = sum(r + 1 for r in others) / len(others)
+    np.testing.assert_allclose(w.value, -expected, rtol=1e-12)
+    assert opt.statistics().nonfinite == (0, 1) + (0,) * (size - 2)
+
+
+# AGNOptimizer
+
+
+def test_a_dropped_gradient_does_not_count_in_the_period(comm, rank, size):
+    w = variable(np.zeros(3))
+    with agn(w, comm, on_nonfinite="drop") as opt:
+        opt.initialize()
+        sent = [
+            opt.minimize(gives(np.full(3, grad))).sent for grad in (1.0, np.nan, 3.0)
+        ]
+        opt.leave()
+
+    # The receipt of a dropped gradient is final.
+    assert sent == [False, True, True]
+    np.testing.assert_allclose(w.value, -2.0 * size, rtol=1e-12)
+
+
+# The warning
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda comm: hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), -1, comm=comm),
+            "DropStaleGradient: the last 20 gradients of rank {} were all dropped; the "
+            "last was 0 updates late, and staleness=-1 is the largest lag accepted",
+        ),
+        (
+            lambda comm: hpc.DropStaleGradientOptimizer(
+                hpc.SGD(1.0), 9, comm=comm, on_nonfinite="drop"
+            ),
+            "DropStaleGradient: the last 20 gradients of rank {} were all dropped; the "
+            "last was not finite",
+        ),
+    ],
+    ids=["stale", "nonfinite"],
+)
+def test_a_rank_that_contributes_nothing_is_warned_once(comm, rank, caplog, make, text):
+    w = variable(np.zeros(3))
+    with caplog.at_level(logging.WARNING), make(comm) as opt:
+        for number in range(45):
+            assert not opt.minimize(gives(NAN), var_list=[w])
+            assert len(caplog.messages) == (number >= 19)
+
+    assert caplog.messages == [text.format(rank)]
