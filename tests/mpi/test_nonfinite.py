@@ -49,6 +49,7 @@ def test_drop_leaves_the_variables_alone_and_counts(make, rank, size):
         dropped = [opt.minimize(gives(NAN)) for _ in range(2)]
         meet()
         assert opt.global_step == 0
+        assert opt.statistics().nonfinite == (2,) * size
         assert not opt.center(w).any()
         assert not w.value.any()
         meet()
@@ -221,3 +222,20 @@ def test_a_rank_that_contributes_nothing_is_warned_once(comm, rank, caplog, make
             assert len(caplog.messages) == (number >= 19)
 
     assert caplog.messages == [text.format(rank)]
+
+
+def test_a_rank_is_warned_once_only(comm, caplog):
+    w = variable(np.zeros(3))
+    with (
+        caplog.at_level(logging.WARNING),
+        hpc.DropStaleGradientOptimizer(
+            hpc.SGD(1.0), 1000, comm=comm, on_nonfinite="drop"
+        ) as opt,
+    ):
+        for grad in [*[NAN] * 19, np.ones(3)] * 3:
+            opt.minimize(gives(grad), var_list=[w])
+        assert not caplog.messages
+        for grad in [*[NAN] * 20, np.ones(3)] * 2:
+            opt.minimize(gives(grad), var_list=[w])
+
+    assert len(caplog.messages) == 1
