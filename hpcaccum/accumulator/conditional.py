@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
-import warnings
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.accumulator.receipts import Tally
+from hpcaccum.accumulator.handle import Accumulator
 from hpcaccum.accumulator.settings import Settings, check_settings
-from hpcaccum.accumulator.shared import AccumulatorStatistics, SharedAccumulator
-from hpcaccum.accumulator.storage import Slots
-from hpcaccum.arguments import gradient_array, positive_count, result_array, step_number
+from hpcaccum.accumulator.storage import Slots, Sums
+from hpcaccum.arguments import gradient_array, result_array, step_number
 from hpcaccum.deadline import Deadline
-from hpcaccum.errors import FreedError, InvalidArgumentError
-from hpcaccum.mpi import Freeable, Group
+from hpcaccum.device import copyto, is_device
+from hpcaccum.mpi import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,14 +21,13 @@ if TYPE_CHECKING:
 
     from hpcaccum.accumulator.batch import Batch
     from hpcaccum.accumulator.receipts import Receipt
+    from hpcaccum.accumulator.state import Closed
     from hpcaccum.nodes import NodeParts
-
-logger = logging.getLogger("hpcaccum")
 
 Array = np.ndarray[Any, Any]
 
 
-class ConditionalAccumulator(Freeable):
+class ConditionalAccumulator(Accumulator):
     """Accumulates gradients of any rank, if they are not stale. Collective.
 
     The accumulator has a step, 0 at first. A gradient whose ``local_step`` is less than
@@ -74,8 +68,6 @@ class ConditionalAccumulator(Freeable):
     Source: the behaviour of TensorFlow's ``tf.compat.v1.ConditionalAccumulator``.
     """
 
-    _numbers = itertools.count()
-
     def __init__(
         self,
         dtype: Any,
@@ -105,50 +97,7 @@ class ConditionalAccumulator(Freeable):
                 size=group.size,
             )
 
-        kind = type(self).__name__
-        settings = group.agree(
-            f"{kind} {name!r}",
-            check,
-            lambda settings: {"name": name, **vars(settings)},
-            call=kind,
-        )
-        self._name, self._number = name, next(self._numbers)
-        self._shared = shared = SharedAccumulator.attach(group, settings, name)
-        self._settings = shared.settings
-        self._protocol, self._storage = shared.protocol, shared.storage
-
-    def __repr__(self) -> str:
-        """Show the step and the number of gradients."""
-        if self._freed or self._shared.freed:
-            return f"<ConditionalAccumulator {self._name!r}, freed>"
-        state = self._protocol.state()
-        return (
-            f"<ConditionalAccumulator {self._name!r} {self.dtype} "
-            f"{self._settings.shape}: step {state.step}, {self._protocol.count()} "
-            f"accumulated, {self._storage.name}>"
-        )
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of results."""
-        return self._settings.dtype
-
-    @property
-    def name(self) -> str:
-        """The name given at construction."""
-        return self._name
-
-    @property
-    def accumulator_ref(self) -> str:
-        """Text that identifies the object on this rank."""
-        shared = self._settings.shared_name
-        return f"shared:{shared}" if shared else f"{self._name}:{self._number}"
-
-    @property
-    def global_step(self) -> int:
-        """The accumulator's step now."""
-        self._check_open()
-        return self._protocol.state().step
+        super().__init__(group, name, check)
 
     def apply_grad(
         self, grad: Any, local_step: Any = 0, name: str | None = None
@@ -213,6 +162,7 @@ class ConditionalAccumulator(Freeable):
         The first gradient from a device does so, too.
         """
         self._check_open()
+        assert isinstance(self._storage, (Slots, Sums))
         self._storage.pin()
 
     def take_grad(
@@ -251,12 +201,30 @@ class ConditionalAccumulator(Freeable):
                 gradient.
         """
         self._check_open()
-        required = self._required(num_required)
         only_shape = self._protocol.shapes.only
         if out is not None and only_shape is not None:
             result_array(out, self.dtype, only_shape)
-        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
-        return self._shared.taker.take(required, deadline, out)
+        return self._take(
+            num_required,
+            timeout,
+            lambda closed, deadline: self._reduce(closed, out, deadline),
+        )
+
+    def _reduce(self, closed: Closed, out: Array | None, deadline: Deadline) -> Array:
+        shape, storage = self._protocol.shapes.shape(closed.shape), self._storage
+        assert isinstance(storage, (Slots, Sums))
+        found = result_array(out, self.dtype, shape)
+        result = np.empty(shape, self.dtype) if is_device(found) else found
+        flat = result.reshape(-1)
+        # No warning: an overflow shows up as inf in the result.
+        with np.errstate(all="ignore"):
+            storage.total(closed, self._divisor(closed), flat, deadline)
+        if found is not result:
+            copyto(found, result)
+        return found
+
+    def _divisor(self, closed: Closed) -> int:
+        return closed.count if self._settings.reduction == "MEAN" else 1
 
     @property
     def parts(self) -> NodeParts:
@@ -270,149 +238,20 @@ class ConditionalAccumulator(Freeable):
     ) -> None:
         """Do as `take_grad`, but let ``use`` read the gradients where they lie.
 
-        For callers inside the package; see `Taker.take_batch`.
+        They stay as they are until it returns. It may be called again with the same
+        gradients if it raises. For callers inside the package; not for
+        ``storage="sum"``.
         """
         self._check_open()
-        required = self._required(num_required)
-        self._shared.taker.take_batch(required, deadline, use)
-
-    def _required(self, num_required: Any) -> int:
-        required = positive_count(num_required, "num_required")
-        limit = self._protocol.packing.max_count
-        if required > limit:
-            raise InvalidArgumentError(
-                f"num_required is at most {limit}, got {required}"
-            )
-        return required
-
-    def num_accumulated(self, name: str | None = None) -> int:
-        """Return how many gradients no take has returned yet; never waits."""
-        self._check_open()
-        return self._protocol.count()
-
-    def set_global_step(self, new_global_step: Any, name: str | None = None) -> None:
-        """Set the step, also to a lower one; accumulated gradients stay.
-
-        Raises:
-            InvalidArgumentError: If it is not one number, or beyond +-2**40 (2**32 if
-                the shape is not fixed).
-        """
-        self._check_open()
-        new = step_number(new_global_step, "new_global_step")
-        old = self._protocol.set_step(new)
-        if new < old:
-            logger.warning("%s: step lowered from %d to %d", self._name, old, new)
+        storage = self._storage
+        assert isinstance(storage, Slots)
+        self._shared.taker.take(
+            self._required(num_required),
+            deadline,
+            lambda closed: use(storage.batch(closed, self._divisor(closed))),
+        )
 
     def count_nonfinite(self) -> None:
         """Count a gradient of this rank that is not finite, and was not applied."""
         self._check_open()
         self._protocol.counters.count_nonfinite()
-
-    def leave(self) -> None:
-        """Promise that this rank contributes no more gradients. Not collective.
-
-        Quorums shrink: a take that requires more gradients than there are present ranks
-        waits for one of each.
-        """
-        self._check_open()
-        self._shared.writer.leave()
-
-    def awaited(self, num_required: int, step: int) -> str | None:
-        """Return what a take at a step still waits for, for messages; None if nothing.
-
-        Any rank may call it.
-        """
-        return self._protocol.awaited(num_required, step)
-
-    def statistics(self) -> AccumulatorStatistics:
-        """Return the numbers of all ranks; any rank may call it."""
-        self._check_open()
-        return AccumulatorStatistics(
-            self._protocol.state().step,
-            self._protocol.count(),
-            self._shared.tally(),
-            tuple(self._protocol.membership.left()),
-            self._storage.name,
-            self._storage.window_bytes,
-        )
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the step and the counts, for `restore`; any rank may call it.
-
-        Returns:
-            "global_step"; "tally", the counts of `statistics` as lists; and
-            "num_accumulated", the gradients that no take has returned. They are in the
-            tally, but they are not part of the snapshot: take them before.
-        """
-        found = self.statistics()
-        return {
-            "global_step": found.global_step,
-            "tally": found.tally.as_lists(),
-            "num_accumulated": found.num_accumulated,
-        }
-
-    def restore(self, snapshot: Any) -> None:
-        """Continue at the step and with the counts of a snapshot. Collective.
-
-        Call it before gradients are applied. The number of ranks may be another one.
-
-        Args:
-            snapshot: On the host rank; others may pass None.
-
-        Raises:
-            TypeError, InvalidArgumentError: On every rank, if it is none.
-        """
-        self._check_open()
-        group, host = self._shared.group, self._settings.host
-        what = f"{self._name}: restore"
-
-        def begin() -> Tally | None:
-            if group.rank != host:
-                return None
-            step, tally = _counts(snapshot)
-            self._protocol.set_step(step)
-            return tally
-
-        tally = group.agree(what, begin, lambda _: {})
-        # No rank applies a gradient before this.
-        self._shared.earlier = group.allgather(tally, what)[host]
-
-    def _describe(self) -> str:
-        return f"accumulator {self._name!r}"
-
-    def _check_open(self) -> None:
-        # The end of the program frees what handles share, not the handles.
-        if self._freed or self._shared.freed:
-            raise FreedError(f"{self._describe()} was freed")
-
-    def __del__(self) -> None:
-        """Warn if it was dropped without `free`, which is collective."""
-        shared = getattr(self, "_shared", None)
-        if shared is not None and not (self._freed or shared.freed):
-            warnings.warn(
-                f"accumulator {self._name!r} was dropped without free(): its memory "
-                f"and its communicator of MPI stay in use until the program ends",
-                ResourceWarning,
-                source=self,
-                stacklevel=2,
-            )
-
-    def free(self) -> None:
-        """Free the accumulator; the last of several with a shared name. Collective.
-
-        Calling it again does nothing. Arrays that `slot` returned become ordinary
-        memory, which nothing else uses.
-        """
-        super().free()
-
-    def _free(self) -> None:
-        self._shared.detach()
-
-
-def _counts(snapshot: Any) -> tuple[int, Tally]:
-    """Return the step and the tally of a snapshot."""
-    if not isinstance(snapshot, Mapping) or "global_step" not in snapshot:
-        found = "None" if snapshot is None else f"a {type(snapshot).__name__}"
-        raise TypeError(f"snapshot must be one of an accumulator, got {found}")
-    step = step_number(snapshot["global_step"], "global_step")
-    return step, Tally.of_lists(snapshot.get("tally", {}))

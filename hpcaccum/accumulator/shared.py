@@ -1,4 +1,4 @@
-"""What all handles of one `ConditionalAccumulator` share."""
+"""What all handles of one accumulator share."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SharedAccumulator(Freeable):
             )
             undo.pop_all()
         self.writer = Writer(self.protocol, self.storage)
-        self.taker = Taker(self.protocol, self.storage, settings, what)
+        self.taker = Taker(self.protocol, self.storage, what)
         self._register(group, group.label(what))
 
     @classmethod

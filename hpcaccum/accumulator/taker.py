@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, TypeVar
 
 from hpcaccum.accumulator.protocol import MEMBERS, STATE
 from hpcaccum.accumulator.shapes import size_of
 from hpcaccum.accumulator.state import Closed
-from hpcaccum.accumulator.storage import Slots
-from hpcaccum.arguments import result_array
-from hpcaccum.device import copyto, is_device
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum.accumulator.batch import Batch
     from hpcaccum.accumulator.protocol import AdmissionProtocol
-    from hpcaccum.accumulator.settings import Settings
     from hpcaccum.accumulator.state import State
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.deadline import Deadline
-
-Array = np.ndarray[Any, Any]
 
 T = TypeVar("T")
 
@@ -35,25 +26,21 @@ class Taker:
     Args:
         protocol: Admits gradients; see there how a take that waits or fails behaves.
         storage: Where the gradients are.
-        settings: Of the accumulator.
         what: Name for messages.
     """
 
     def __init__(
-        self,
-        protocol: AdmissionProtocol,
-        storage: Storage,
-        settings: Settings,
-        what: str,
+        self, protocol: AdmissionProtocol, storage: Storage, what: str
     ) -> None:
         self._protocol, self._storage, self._what = protocol, storage, what
-        self._dtype, self._mean = settings.dtype, settings.reduction == "MEAN"
         # After an exception these say how far a take has come: the round that it means
         # to close, as it will be then; and what the round has once it is final.
         self._closing: State | None = None
         self._complete: Closed | None = None
 
-    def take(self, required: int, deadline: Deadline, out: Array | None) -> Array:
+    def take(
+        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+    ) -> T:
         """Close a round of ``required`` gradients or more; return their reduction.
 
         If it fails before the result is complete, or the admitted writers do not finish
@@ -62,36 +49,15 @@ class Taker:
         Args:
             required: Gradients to wait for.
             deadline: Of the call.
-            out: Array for the result; None for a new one.
+            reduce: Returns the reduction of a closed round, which has gradients. They
+                stay as they are until it returns. If it raises, it may be called again
+                with the same round.
 
         Raises:
-            InvalidArgumentError: If the result does not fit ``out``.
             WaitTimeoutError: Names what is missing.
             EverybodyLeftError: If all ranks have left and no gradient is in the round.
+            Exception: What ``reduce`` raises.
         """
-        return self._in_turn(
-            required, deadline, lambda closed: self._reduce(closed, out, deadline)
-        )
-
-    def take_batch(
-        self, required: int, deadline: Deadline, use: Callable[[Batch], None]
-    ) -> None:
-        """Do as `take`, but let ``use`` read the gradients where they lie.
-
-        They stay as they are until it returns. It may be called again with the same
-        gradients if it raises. Not for ``storage="sum"``.
-        """
-        storage = self._storage
-        assert isinstance(storage, Slots)
-        self._in_turn(
-            required,
-            deadline,
-            lambda closed: use(storage.batch(closed, self._divisor(closed))),
-        )
-
-    def _in_turn(
-        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
-    ) -> T:
         return self._protocol.line.hold(
             deadline, lambda: self._take(required, deadline, reduce)
         )
@@ -200,7 +166,7 @@ class Taker:
             if self._protocol.swap(state, state.not_waiting(wanted)):
                 return False
 
-    # Reducing
+    # Completing
 
     def _await_writers(self, closing: State, deadline: Deadline) -> Closed:
         """Return the round once all that were admitted have written, or given up."""
@@ -218,21 +184,6 @@ class Taker:
         return deadline.wait(
             complete, lambda: self._protocol.unfinished(closing.parity)
         )
-
-    def _reduce(self, closed: Closed, out: Array | None, deadline: Deadline) -> Array:
-        shape = self._protocol.shapes.shape(closed.shape)
-        found = result_array(out, self._dtype, shape)
-        result = np.empty(shape, self._dtype) if is_device(found) else found
-        flat = result.reshape(-1)
-        # No warning: an overflow shows up as inf in the result.
-        with np.errstate(all="ignore"):
-            self._storage.total(closed, self._divisor(closed), flat, deadline)
-        if found is not result:
-            copyto(found, result)
-        return found
-
-    def _divisor(self, closed: Closed) -> int:
-        return closed.count if self._mean else 1
 
     def _finish(self, closing: State, closed: Closed) -> None:
         """Make room for the next round of this parity. May be called twice."""

@@ -100,7 +100,6 @@ TABLE = (
     Traced(Deadline, "wait", "wait", wrap=waits),
     Traced(Deadline, "block", "wait", wrap=blocks),
     Traced(Taker, "take", "take"),
-    Traced(Taker, "take_batch", "take"),
     Traced(BoundedStalenessInbox, "next", "take", _step),
     Traced(Loop, "_make_in_turn", "update", _step),
     Traced(ShardLoop, "_make_update", "update"),

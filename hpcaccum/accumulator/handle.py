@@ -1,0 +1,242 @@
+"""The handle of an accumulator: what dense and sparse ones have in common."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpcaccum.accumulator.receipts import Tally
+from hpcaccum.accumulator.shared import AccumulatorStatistics, SharedAccumulator
+from hpcaccum.arguments import positive_count, step_number
+from hpcaccum.deadline import Deadline
+from hpcaccum.errors import FreedError, InvalidArgumentError
+from hpcaccum.mpi import Freeable
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hpcaccum.accumulator.settings import Settings
+    from hpcaccum.accumulator.state import Closed
+    from hpcaccum.mpi import Group
+
+logger = logging.getLogger("hpcaccum")
+
+T = TypeVar("T")
+
+
+class Accumulator(Freeable):
+    """One of the handles that share an accumulator. Collective.
+
+    A subclass applies gradients and takes them.
+
+    Args:
+        group: The ranks.
+        name: For messages.
+        check: Checks the arguments of the subclass.
+
+    Raises:
+        InvalidArgumentError, TypeError: On every rank, if ``check`` raises on one.
+        DisagreementError: On every rank, if the settings differ.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, group: Group, name: str, check: Callable[[], Settings]) -> None:
+        kind = type(self).__name__
+        settings = group.agree(
+            f"{kind} {name!r}",
+            check,
+            lambda settings: {"name": name, **vars(settings)},
+            call=kind,
+        )
+        self._name, self._number = name, next(self._numbers)
+        self._shared = shared = SharedAccumulator.attach(group, settings, name)
+        self._settings = shared.settings
+        self._protocol, self._storage = shared.protocol, shared.storage
+
+    def __repr__(self) -> str:
+        """Show the step and the number of gradients."""
+        kind = type(self).__name__
+        if self._freed or self._shared.freed:
+            return f"<{kind} {self._name!r}, freed>"
+        state = self._protocol.state()
+        return (
+            f"<{kind} {self._name!r} {self.dtype} "
+            f"{self._settings.shape}: step {state.step}, {self._protocol.count()} "
+            f"accumulated, {self._storage.name}>"
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of results."""
+        return self._settings.dtype
+
+    @property
+    def name(self) -> str:
+        """The name given at construction."""
+        return self._name
+
+    @property
+    def accumulator_ref(self) -> str:
+        """Text that identifies the object on this rank."""
+        shared = self._settings.shared_name
+        return f"shared:{shared}" if shared else f"{self._name}:{self._number}"
+
+    @property
+    def global_step(self) -> int:
+        """The accumulator's step now."""
+        self._check_open()
+        return self._protocol.state().step
+
+    def _take(
+        self,
+        num_required: Any,
+        timeout: float | None,
+        reduce: Callable[[Closed, Deadline], T],
+    ) -> T:
+        """Take as `Taker.take` does; ``reduce`` also gets the deadline."""
+        self._check_open()
+        required = self._required(num_required)
+        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
+        return self._shared.taker.take(
+            required, deadline, lambda closed: reduce(closed, deadline)
+        )
+
+    def _required(self, num_required: Any) -> int:
+        required = positive_count(num_required, "num_required")
+        limit = self._protocol.packing.max_count
+        if required > limit:
+            raise InvalidArgumentError(
+                f"num_required is at most {limit}, got {required}"
+            )
+        return required
+
+    def num_accumulated(self, name: str | None = None) -> int:
+        """Return how many gradients no take has returned yet; never waits."""
+        self._check_open()
+        return self._protocol.count()
+
+    def set_global_step(self, new_global_step: Any, name: str | None = None) -> None:
+        """Set the step, also to a lower one; accumulated gradients stay.
+
+        Raises:
+            InvalidArgumentError: If it is not one number, or beyond +-2**40 (2**32 if
+                the shape is not fixed).
+        """
+        self._check_open()
+        new = step_number(new_global_step, "new_global_step")
+        old = self._protocol.set_step(new)
+        if new < old:
+            logger.warning("%s: step lowered from %d to %d", self._name, old, new)
+
+    def leave(self) -> None:
+        """Promise that this rank contributes no more gradients. Not collective.
+
+        Quorums shrink: a take that requires more gradients than there are present ranks
+        waits for one of each.
+        """
+        self._check_open()
+        self._shared.writer.leave()
+
+    def awaited(self, num_required: int, step: int) -> str | None:
+        """Return what a take at a step still waits for, for messages; None if nothing.
+
+        Any rank may call it.
+        """
+        return self._protocol.awaited(num_required, step)
+
+    def statistics(self) -> AccumulatorStatistics:
+        """Return the numbers of all ranks; any rank may call it."""
+        self._check_open()
+        return AccumulatorStatistics(
+            self._protocol.state().step,
+            self._protocol.count(),
+            self._shared.tally(),
+            tuple(self._protocol.membership.left()),
+            self._storage.name,
+            self._storage.window_bytes,
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the step and the counts, for `restore`; any rank may call it.
+
+        Returns:
+            "global_step"; "tally", the counts of `statistics` as lists; and
+            "num_accumulated", the gradients that no take has returned. They are in the
+            tally, but they are not part of the snapshot: take them before.
+        """
+        found = self.statistics()
+        return {
+            "global_step": found.global_step,
+            "tally": found.tally.as_lists(),
+            "num_accumulated": found.num_accumulated,
+        }
+
+    def restore(self, snapshot: Any) -> None:
+        """Continue at the step and with the counts of a snapshot. Collective.
+
+        Call it before gradients are applied. The number of ranks may be another one.
+
+        Args:
+            snapshot: On the host rank; others may pass None.
+
+        Raises:
+            TypeError, InvalidArgumentError: On every rank, if it is none.
+        """
+        self._check_open()
+        group, host = self._shared.group, self._settings.host
+        what = f"{self._name}: restore"
+
+        def begin() -> Tally | None:
+            if group.rank != host:
+                return None
+            step, tally = _counts(snapshot)
+            self._protocol.set_step(step)
+            return tally
+
+        tally = group.agree(what, begin, lambda _: {})
+        # No rank applies a gradient before this.
+        self._shared.earlier = group.allgather(tally, what)[host]
+
+    def _describe(self) -> str:
+        return f"accumulator {self._name!r}"
+
+    def _check_open(self) -> None:
+        # The end of the program frees what handles share, not the handles.
+        if self._freed or self._shared.freed:
+            raise FreedError(f"{self._describe()} was freed")
+
+    def __del__(self) -> None:
+        """Warn if it was dropped without `free`, which is collective."""
+        shared = getattr(self, "_shared", None)
+        if shared is not None and not (self._freed or shared.freed):
+            warnings.warn(
+                f"accumulator {self._name!r} was dropped without free(): its memory "
+                f"and its communicator of MPI stay in use until the program ends",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
+
+    def free(self) -> None:
+        """Free the accumulator; the last of several with a shared name. Collective.
+
+        Calling it again does nothing. Arrays that `slot` returned become ordinary
+        memory, which nothing else uses.
+        """
+        super().free()
+
+    def _free(self) -> None:
+        self._shared.detach()
+
+
+def _counts(snapshot: Any) -> tuple[int, Tally]:
+    """Return the step and the tally of a snapshot."""
+    if not isinstance(snapshot, Mapping) or "global_step" not in snapshot:
+        found = "None" if snapshot is None else f"a {type(snapshot).__name__}"
+        raise TypeError(f"snapshot must be one of an accumulator, got {found}")
+    step = step_number(snapshot["global_step"], "global_step")
+    return step, Tally.of_lists(snapshot.get("tally", {}))
