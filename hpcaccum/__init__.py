@@ -21,6 +21,8 @@ from hpcaccum.accumulator import (
     DeviceRowAccumulator,
     DeviceStatistics,
     Receipt,
+    SparseConditionalAccumulator,
+    SparseGradient,
     Tally,
 )
 from hpcaccum.errors import (
@@ -33,6 +35,7 @@ from hpcaccum.errors import (
     MPIUnavailableError,
     WaitTimeoutError,
 )
+from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import Group, install_excepthook, launched_ranks
 from hpcaccum.optimizers import (
@@ -79,6 +82,7 @@ __all__ = [
     "EverybodyLeftError",
     "FreedError",
     "Group",
+    "IndexedSlices",
     "InvalidArgumentError",
     "Layout",
     "MPIUnavailableError",
@@ -88,6 +92,8 @@ __all__ = [
     "Reducer",
     "ReducerStatistics",
     "Reduction",
+    "SparseConditionalAccumulator",
+    "SparseGradient",
     "Statistics",
     "SyncReplicasOptimizer",
     "Tally",

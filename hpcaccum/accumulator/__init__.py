@@ -1,9 +1,10 @@
 """Accumulators: gradients are admitted if they are not stale, and summed until taken.
 
-`ConditionalAccumulator` is the public face of `shared`, which has the parts: `protocol`
-admits a gradient, `writer` writes it to `storage`, `taker` closes the round and sums
-it. `membership`, `ticket_lock`, `receipts` and `shapes` keep their state in words that
-`word_layout` assigns; `state` packs the words of the protocol, without MPI.
+`ConditionalAccumulator` and `SparseConditionalAccumulator` are handles of what `shared`
+has: `protocol` admits a gradient, `writer` writes it to `storage` or `row_storage`, and
+`taker` closes the round. `membership`, `ticket_lock`, `receipts` and `shapes` keep
+their state in words that `word_layout` assigns; `state` packs the words of the
+protocol, without MPI.
 `DeviceAccumulator` accumulates on one CUDA device, in one process.
 
 Imports `mpi`, `device` and the modules below them; never `reducer`.
@@ -19,6 +20,7 @@ from hpcaccum.accumulator.device_rows import DeviceRowAccumulator
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Counts, Receipt, Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics
+from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
 from hpcaccum.accumulator.word_layout import WordLayout
 
 __all__ = [
@@ -33,6 +35,8 @@ __all__ = [
     "DeviceStatistics",
     "Membership",
     "Receipt",
+    "SparseConditionalAccumulator",
+    "SparseGradient",
     "Tally",
     "WordLayout",
 ]

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpcaccum.accumulator.row_storage import RowSlots
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import overlap, same_elements
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol
+    from hpcaccum.accumulator.row_storage import Storage
     from hpcaccum.accumulator.state import Record
-    from hpcaccum.accumulator.storage import Storage
 
 Array = np.ndarray[Any, Any]
 
@@ -58,7 +59,7 @@ class Buffers:
             self._records[parity] = None
         return self._records[parity]
 
-    def choose(self, array: Array, slot: int | None, parity: int) -> tuple[int, bool]:
+    def choose(self, array: Any, slot: int | None, parity: int) -> tuple[int, bool]:
         """Choose a buffer that no round holds.
 
         Args:
@@ -94,7 +95,7 @@ class Buffers:
             self._lent[index].array.flags.writeable = False
             del self._lent[index]
 
-    def slot_of(self, array: Array) -> int | None:
+    def slot_of(self, array: Any) -> int | None:
         """Return the slot that contains an array; None if it is elsewhere.
 
         Raises:
@@ -129,6 +130,20 @@ class Buffers:
         record = self._records[parity]
         held = record is not None and self._protocol.holds_gradient(parity)
         return parity if held else None
+
+    def overflow(self, grad: Any) -> tuple[int, InvalidArgumentError] | None:
+        """Return the open parity, and the error, if a gradient has no room in it.
+
+        The rows of a gradient have room in a buffer that has none yet.
+        """
+        if not isinstance(self._storage, RowSlots):
+            return None
+        parity = self.joined()
+        record = None if parity is None else self._records[parity]
+        if parity is None or record is None:
+            return None
+        error = self._storage.overflow(record.buffer, grad)
+        return None if error is None else (parity, error)
 
     def _of_others(self, slot: int | None = None) -> set[int]:
         """Return the slots of other threads that are alive."""

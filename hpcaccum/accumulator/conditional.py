@@ -12,6 +12,7 @@ from hpcaccum.accumulator.storage import Slots, Sums
 from hpcaccum.arguments import gradient_array, result_array, step_number
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto, is_device
+from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.mpi import Group
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ class ConditionalAccumulator(Accumulator):
         Args:
             grad: Array of the accumulator's shape; any real dtype, converted to the
                 accumulator's. The array that `slot` returned is not copied. A device
-                array (CuPy) is copied once, by the device.
+                array (CuPy) is copied once, by the device. An `IndexedSlices` with a
+                ``dense_shape`` becomes an array.
             local_step: The step at which the gradient was computed; one number.
             name: Ignored.
 
@@ -127,6 +129,8 @@ class ConditionalAccumulator(Accumulator):
         """
         self._check_open()
         step = step_number(local_step, "local_step")
+        if isinstance(grad, IndexedSlices):
+            grad = grad.to_dense()
         array = gradient_array(grad, self.dtype)
         return self._shared.writer.submit(array, step)
 

@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt
-from hpcaccum.accumulator.shapes import ShapeTable, is_fixed, shape_policy
+from hpcaccum.accumulator.row_shapes import RowShapes
+from hpcaccum.accumulator.shapes import (
+    FixedShape,
+    ShapePerRound,
+    ShapePolicy,
+    ShapeTable,
+)
 from hpcaccum.accumulator.state import Packing, Record, State
 from hpcaccum.accumulator.ticket_lock import TicketLock
 from hpcaccum.accumulator.word_layout import WordLayout
@@ -36,8 +42,6 @@ from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import AtomicWords, Attempt
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hpcaccum.accumulator.settings import Settings
     from hpcaccum.mpi import Group
 
@@ -77,7 +81,7 @@ class AdmissionProtocol:
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         self._what, self._rank, self._size = what, group.rank, group.size
         rank, n = group.rank, group.size
-        self.packing = Packing(shaped=not is_fixed(settings.shape))
+        self.packing = Packing(shaped=not settings.has_one_shape)
         layout = WordLayout(after=_FIXED)
         members = layout.take(Membership.words(n))
         line = layout.take(TicketLock.words(n))
@@ -89,7 +93,7 @@ class AdmissionProtocol:
         self.membership = Membership(words, members, rank, n, settings.workers)
         self.line = TicketLock(words, line, rank, n)
         self.counters = Counters(words, counters, rank, n)
-        self.shapes = shape_policy(settings, what, ShapeTable(words, table, limit))
+        self.shapes = _policy(settings, what, ShapeTable(words, table, limit))
         # The last word seen: a first guess, where reading it costs a round trip.
         self._seen = 0
         # After an exception in `admit`, these hold the outcome.
@@ -127,12 +131,12 @@ class AdmissionProtocol:
     # Admission
 
     def admit(
-        self, grad: np.ndarray[Any, Any], local_step: int, only: int | None = None
+        self, grad: Any, local_step: int, only: int | None = None
     ) -> Admitted | None:
         """Admit a gradient to the open round, or find it stale.
 
         Args:
-            grad: The gradient, of which only dtype and shape are read.
+            grad: The gradient, which only the shape policy reads.
             local_step: The step at which the gradient was computed.
             only: Parity to which the gradient may be admitted, if not to both.
 
@@ -163,23 +167,21 @@ class AdmissionProtocol:
                 word, fresh = self.words.read(STATE), True
 
     def _shape_if_admissible(
-        self, grad: np.ndarray[Any, Any], local_step: int, state: State
+        self, grad: Any, local_step: int, state: State
     ) -> int | None:
         """Return the number of the gradient's shape; None if it is not admitted."""
         if local_step < state.step or self._is_full(state):
             return None
-        return self.shapes.number(grad.shape, state.shape)
+        return self.shapes.number(grad, state.shape)
 
     def _is_full(self, state: State) -> bool:
         return state.number >= self.packing.max_count and not state.waiting
 
-    def _refuse(
-        self, grad: np.ndarray[Any, Any], local_step: int, state: State
-    ) -> Admitted | None:
+    def _refuse(self, grad: Any, local_step: int, state: State) -> Admitted | None:
         """Return or raise the reason why a gradient is not admitted to ``state``."""
         if local_step < state.step:
             return Receipt(False, local_step, state.step), state.parity, 0
-        if self.shapes.number(grad.shape, state.shape) is None:
+        if self.shapes.number(grad, state.shape) is None:
             raise self.shapes.misfit(grad, state.shape)
         if self._is_full(state):
             raise InvalidArgumentError(
@@ -334,3 +336,11 @@ class AdmissionProtocol:
         if not slow:
             return "a rank that was admitted to the round, to begin to write"
         return f"{format_ranks(slow)}, admitted to the round, to finish writing"
+
+
+def _policy(settings: Settings, what: str, table: ShapeTable) -> ShapePolicy:
+    """Return the shape policy; ``table`` is for shapes that differ between rounds."""
+    if settings.has_one_shape:
+        return FixedShape(settings, what)
+    policy = RowShapes if settings.is_sparse else ShapePerRound
+    return policy(settings, what, table)

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from hpcaccum.accumulator.shapes import PartialShape, declared_shape, is_fixed, size_of
+from hpcaccum.accumulator.row_storage import RowSlots
+from hpcaccum.accumulator.shapes import (
+    PartialShape,
+    declared_shape,
+    is_fixed,
+    known,
+    size_of,
+)
 from hpcaccum.accumulator.storage import Slots, Sums
 from hpcaccum.arguments import one_of, positive_count, rank_number
 from hpcaccum.dtypes import float_dtype
@@ -27,9 +34,10 @@ class Settings:
         shared_name: Empty if the accumulator is not shared.
         reduction: ``"MEAN"`` or ``"SUM"``.
         host: The rank that holds the words.
-        capacity: Maximum number of elements of a gradient.
-        storage: ``"auto"``, ``"slots"`` or ``"sum"``.
+        capacity: Maximum number of elements of a gradient; if sparse, of rows.
+        storage: ``"auto"``, ``"slots"`` or ``"sum"``; if sparse, ``"rows"``.
         workers: How many ranks contribute gradients. If not all, the host does not.
+        row_size: If sparse, maximum number of elements of a row, else 0.
     """
 
     dtype: np.dtype[Any]
@@ -40,6 +48,17 @@ class Settings:
     capacity: int
     storage: str
     workers: int
+    row_size: int = 0
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether gradients have some rows only."""
+        return self.storage == RowSlots.name
+
+    @property
+    def has_one_shape(self) -> bool:
+        """Whether all gradients have one shape."""
+        return is_fixed(self.shape) and not self.is_sparse
 
 
 def check_settings(
@@ -60,27 +79,19 @@ def check_settings(
         TypeError, InvalidArgumentError: If one of them cannot be used.
     """
     kind, declared = float_dtype(dtype), declared_shape(shape)
-    if not isinstance(reduction, (str, type(None))):
-        raise TypeError(f"reduction_type must be text, got {reduction!r}")
-    reduction = "MEAN" if reduction is None else reduction
-    one_of("reduction_type", reduction, REDUCTIONS)
+    reduction = _reduction(reduction)
     one_of("storage", storage, STORAGES)
-    if shared_name is not None and not isinstance(shared_name, str):
-        raise TypeError(f"shared_name must be text, got {shared_name!r}")
+    name = _shared_name(shared_name)
     if not is_fixed(declared) and capacity is None:
         raise InvalidArgumentError(
             f"shape {declared} is not fixed: capacity=, the maximum number of elements "
             f"of a gradient, is needed"
         )
-    number = positive_count(workers, "workers")
-    if number > size:
-        raise InvalidArgumentError(
-            f"workers is at most the number of ranks, {size}, got {number}"
-        )
+    number = _workers(workers, size)
     return Settings(
         kind,
         declared,
-        shared_name or "",
+        name,
         reduction,
         rank_number(host, size, "host"),
         size_of(declared or ())
@@ -89,3 +100,72 @@ def check_settings(
         storage,
         number,
     )
+
+
+def check_sparse_settings(
+    *,
+    dtype: Any,
+    shape: Any,
+    shared_name: Any,
+    reduction: Any,
+    host: Any,
+    capacity: Any,
+    row_size: Any,
+    workers: Any,
+    size: int,
+) -> Settings:
+    """Check the arguments of a sparse accumulator; see `check_settings`."""
+    kind, declared = float_dtype(dtype), declared_shape(shape)
+    if capacity is None:
+        raise InvalidArgumentError(
+            "capacity=, the maximum number of rows of a rank in one round, is needed"
+        )
+    return Settings(
+        kind,
+        # TensorFlow uses () for a shape that is not known.
+        declared or None,
+        _shared_name(shared_name),
+        _reduction(reduction),
+        rank_number(host, size, "host"),
+        positive_count(capacity, "capacity"),
+        RowSlots.name,
+        _workers(workers, size),
+        _row_size(row_size, declared or None),
+    )
+
+
+def _row_size(row_size: Any, declared: PartialShape | None) -> int:
+    """Return the maximum number of elements of a row."""
+    row = None if declared is None else declared[1:]
+    if row_size is not None:
+        return positive_count(row_size, "row_size")
+    if not is_fixed(row):
+        raise InvalidArgumentError(
+            f"shape {declared} has rows of unknown size: row_size=, the maximum number "
+            f"of elements of a row, is needed"
+        )
+    return size_of(known(row))
+
+
+def _reduction(reduction: Any) -> str:
+    if reduction is None:
+        return "MEAN"
+    if not isinstance(reduction, str):
+        raise TypeError(f"reduction_type must be text, got {reduction!r}")
+    one_of("reduction_type", reduction, REDUCTIONS)
+    return reduction
+
+
+def _shared_name(shared_name: Any) -> str:
+    if shared_name is not None and not isinstance(shared_name, str):
+        raise TypeError(f"shared_name must be text, got {shared_name!r}")
+    return shared_name or ""
+
+
+def _workers(workers: Any, size: int) -> int:
+    number = positive_count(workers, "workers")
+    if number > size:
+        raise InvalidArgumentError(
+            f"workers is at most the number of ranks, {size}, got {number}"
+        )
+    return number

@@ -12,8 +12,6 @@ from hpcaccum.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-
     from hpcaccum.accumulator.settings import Settings
     from hpcaccum.mpi import AtomicWords
 
@@ -89,11 +87,11 @@ class ShapePolicy:
     def __init__(self, settings: Settings, what: str) -> None:
         self._settings, self._what = settings, what
 
-    def number(self, shape: Shape, of_round: int) -> int | None:
+    def number(self, grad: Any, of_round: int) -> int | None:
         """Return the number of a gradient's shape; None if it does not fit.
 
         Args:
-            shape: Of the gradient.
+            grad: The gradient.
             of_round: Number of the round's shape.
         """
         raise NotImplementedError
@@ -102,14 +100,14 @@ class ShapePolicy:
         """Return the shape of a number."""
         raise NotImplementedError
 
-    def misfit(self, grad: np.ndarray[Any, Any], of_round: int) -> InvalidArgumentError:
+    def misfit(self, grad: Any, of_round: int) -> InvalidArgumentError:
         """Return the error for a gradient that has no number."""
         return InvalidArgumentError(
             f"{self._what}: gradient must be {self._settings.dtype} "
             f"{self._expected(grad, of_round)}, got {grad.dtype} {grad.shape}"
         )
 
-    def _expected(self, grad: np.ndarray[Any, Any], of_round: int) -> str:
+    def _expected(self, grad: Any, of_round: int) -> str:
         return str(self._settings.shape)
 
     def slot_shape(self, shape: Any) -> Shape:
@@ -142,9 +140,9 @@ class FixedShape(ShapePolicy):
         super().__init__(settings, what)
         self.only = known(settings.shape)
 
-    def number(self, shape: Shape, of_round: int) -> int | None:
+    def number(self, grad: Any, of_round: int) -> int | None:
         """Return 0 for the declared shape."""
-        return 0 if shape == self.only else None
+        return 0 if grad.shape == self.only else None
 
     def shape(self, number: int) -> Shape:
         """Return the declared shape."""
@@ -168,8 +166,9 @@ class ShapePerRound(ShapePolicy):
         super().__init__(settings, what)
         self._table = table
 
-    def number(self, shape: Shape, of_round: int) -> int | None:
+    def number(self, grad: Any, of_round: int) -> int | None:
         """Return the number of a gradient's shape; None if it does not fit."""
+        shape = grad.shape
         if of_round:
             return of_round if shape == self._table.shape(of_round) else None
         return self._table.number(shape) if self._is_declared(shape) else None
@@ -185,13 +184,13 @@ class ShapePerRound(ShapePolicy):
         """Return the shape of a number."""
         return self._table.shape(number)
 
-    def misfit(self, grad: np.ndarray[Any, Any], of_round: int) -> InvalidArgumentError:
+    def misfit(self, grad: Any, of_round: int) -> InvalidArgumentError:
         """Return the error for a gradient that has no number."""
         if not of_round and self._is_declared(grad.shape):
             return self._table.full()
         return super().misfit(grad, of_round)
 
-    def _expected(self, grad: np.ndarray[Any, Any], of_round: int) -> str:
+    def _expected(self, grad: Any, of_round: int) -> str:
         if of_round:
             return f"{self._table.shape(of_round)}, as the others of this round"
         if not compatible(grad.shape, self._settings.shape):
@@ -199,13 +198,6 @@ class ShapePerRound(ShapePolicy):
         if grad.ndim > MAX_DIMS:
             return f"of at most {MAX_DIMS} dimensions"
         return f"of at most {self._settings.capacity} elements"
-
-
-def shape_policy(settings: Settings, what: str, table: ShapeTable) -> ShapePolicy:
-    """Return the policy for a declared shape; see `ShapePerRound` for the arguments."""
-    if is_fixed(settings.shape):
-        return FixedShape(settings, what)
-    return ShapePerRound(settings, what, table)
 
 
 class ShapeTable:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from hpcaccum.accumulator.protocol import AdmissionProtocol
+from hpcaccum.accumulator.row_storage import RowSlots, Storage
 from hpcaccum.accumulator.settings import Settings
-from hpcaccum.accumulator.storage import make_storage
+from hpcaccum.accumulator.storage import Slots, Sums
 from hpcaccum.accumulator.taker import Taker
 from hpcaccum.accumulator.writer import Writer
+from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group, is_ending
 
@@ -27,7 +29,7 @@ class AccumulatorStatistics:
         num_accumulated: Gradients that no take has returned yet.
         tally: Gradients accepted and dropped so far, by rank, and their lags.
         left: Ranks that have left.
-        storage: ``"slots"`` or ``"sum"``.
+        storage: ``"slots"`` or ``"sum"``; ``"rows"`` if it is sparse.
         window_bytes: Bytes of this rank's memory that hold gradients.
     """
 
@@ -62,14 +64,7 @@ class SharedAccumulator(Freeable):
         with contextlib.ExitStack() as undo:
             self.protocol = AdmissionProtocol(group, settings, what)
             undo.callback(self.protocol.free)
-            self.storage = make_storage(
-                settings.storage,
-                group,
-                settings.host,
-                settings.capacity,
-                settings.dtype,
-                what,
-            )
+            self.storage = make_storage(group, settings, what)
             undo.pop_all()
         self.writer = Writer(self.protocol, self.storage)
         self.taker = Taker(self.protocol, self.storage, what)
@@ -95,6 +90,12 @@ class SharedAccumulator(Freeable):
         return shared
 
     def _check_same(self, settings: Settings) -> None:
+        kinds = [_kind(each) for each in (self.settings, settings)]
+        if kinds[0] != kinds[1]:
+            raise InvalidArgumentError(
+                f"accumulator with shared_name {settings.shared_name!r} exists and is "
+                f"{kinds[0]}, not {kinds[1]}"
+            )
         for field, value in vars(settings).items():
             old = getattr(self.settings, field)
             if old != value:
@@ -134,3 +135,22 @@ class SharedAccumulator(Freeable):
 
 def _key(settings: Settings) -> str:
     return f"accumulator {settings.shared_name}"
+
+
+def _kind(settings: Settings) -> str:
+    return "sparse" if settings.is_sparse else "dense"
+
+
+def make_storage(group: Group, settings: Settings, what: str) -> Storage:
+    """Return a new storage. Collective.
+
+    Args:
+        group: The ranks.
+        settings: Of the accumulator.
+        what: Name for messages.
+    """
+    dtype, capacity = accumulation_dtype(settings.dtype), settings.capacity
+    if settings.is_sparse:
+        return RowSlots(group, capacity, settings.row_size, dtype, what)
+    make = Sums if settings.storage == Sums.name else Slots
+    return make(group, settings.host, capacity, dtype, what)

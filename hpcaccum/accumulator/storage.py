@@ -1,7 +1,8 @@
 """Where admitted gradients are stored until they are taken: `Slots` or `Sums`.
 
-Both store in the accumulation dtype (float32 for half precision), know nothing of the
-protocol, and may be used by several ranks at once if each uses its own buffers only.
+A storage, also `row_storage.RowSlots`, stores in the accumulation dtype (float32 for
+half precision), knows nothing of the protocol, and may be used by several ranks at once
+if each uses its own buffers only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import numpy as np
 
 from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
-from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import Region, without_signals
 from hpcaccum.nodes import NodeParts
 from hpcaccum.summation import add_in_order
@@ -55,7 +55,7 @@ class Slots:
         what: str,
     ) -> None:
         self._rank, self._capacity, self._dtype = group.rank, capacity, dtype
-        self._stride = _aligned(capacity * dtype.itemsize)
+        self._stride = aligned(capacity * dtype.itemsize)
         self.parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
         self._threads = group.own_cores
         # This rank's buffers, after its first gradient from a device.
@@ -181,7 +181,7 @@ class Sums:
         what: str,
     ) -> None:
         self._capacity, self._dtype = capacity, dtype
-        self._stride = _aligned(capacity * dtype.itemsize)
+        self._stride = aligned(capacity * dtype.itemsize)
         nbytes = 2 * self._stride
         self._region = Region(group, root, nbytes)
         self._threads = group.own_cores
@@ -243,32 +243,7 @@ class Sums:
         self._region.free()
 
 
-Storage = Slots | Sums
-
-
-def make_storage(
-    kind: str,
-    group: Group,
-    root: int,
-    capacity: int,
-    dtype: np.dtype[Any],
-    what: str,
-) -> Storage:
-    """Return a new storage. Collective.
-
-    Args:
-        kind: ``"slots"``, ``"sum"`` or ``"auto"``.
-        group: The ranks.
-        root: The rank that has the sums.
-        capacity: Maximum number of elements of a gradient.
-        dtype: Of the gradients.
-        what: Name for messages.
-    """
-    make = Sums if kind == Sums.name else Slots
-    return make(group, root, capacity, accumulation_dtype(dtype), what)
-
-
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
     """Round up to whole cache lines, so that the second buffer begins on one."""
     return -(-nbytes // 64) * 64
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol
+    from hpcaccum.accumulator.row_storage import Storage
     from hpcaccum.accumulator.state import State
-    from hpcaccum.accumulator.storage import Storage
     from hpcaccum.deadline import Deadline
 
 T = TypeVar("T")

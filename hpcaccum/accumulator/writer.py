@@ -16,12 +16,12 @@ from hpcaccum.mpi import Attempt
 if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
     from hpcaccum.accumulator.receipts import Counts, Receipt
-    from hpcaccum.accumulator.storage import Storage
+    from hpcaccum.accumulator.row_storage import Storage
 
 Array = np.ndarray[Any, Any]
 
 # What is written, whether it is in its buffer already, and the record afterwards.
-Job = tuple[Array, bool, Record]
+Job = tuple[Any, bool, Record]
 
 
 class Writer:
@@ -51,7 +51,7 @@ class Writer:
         self._stored = False
         self._counts: Counts | None = None
 
-    def submit(self, array: Array, local_step: int) -> Receipt:
+    def submit(self, array: Any, local_step: int) -> Receipt:
         """Add a gradient to the open round unless it is stale.
 
         If it raises, nothing was added; except that a signal handler may raise when the
@@ -68,25 +68,19 @@ class Writer:
             )
         return receipt
 
-    def _is_stale(self, array: Array, local_step: int) -> bool:
+    def _is_stale(self, array: Any, local_step: int) -> bool:
         """Return whether a gradient need not be prepared, as it will be dropped."""
         # Reading STATE costs less than a copy from a device, more than one of memory.
         return self._protocol.is_stale(local_step, ask=is_device(array))
 
-    def _try(
-        self, array: Array, source: Array | None, local_step: int
-    ) -> Receipt | None:
+    def _try(self, array: Any, source: Any, local_step: int) -> Receipt | None:
         """Submit; None if slots of other threads leave no buffer at the moment."""
         with self._lock:
             self._protocol.membership.check_present("apply")
-            slot, only = self._buffers.slot_of(array), None
-            if not self._buffers.has_room(slot):
-                only = self._buffers.joined()
-                if only is None:
-                    return None
+            slot = self._buffers.slot_of(array)
             self._begin()
             try:
-                admitted = self._protocol.admit(array, local_step, only)
+                admitted = self._admit(array, local_step, slot)
                 return admitted and self._submit(admitted, array, source, slot)
             except BaseException:
                 self._withdrawal = self._given_up = None
@@ -98,8 +92,26 @@ class Writer:
                     raise
                 raise
 
+    def _admit(self, array: Any, local_step: int, slot: int | None) -> Admitted | None:
+        """Admit a gradient; None if there is no buffer for it at the moment.
+
+        Raises:
+            InvalidArgumentError: Also if its rows have no room in the open round.
+        """
+        only = None
+        if not self._buffers.has_room(slot):
+            only = self._buffers.joined()
+            if only is None:
+                return None
+        elif overflow := self._buffers.overflow(array):
+            only = 1 - overflow[0]
+        admitted = self._protocol.admit(array, local_step, only)
+        if admitted is None and (overflow := self._buffers.overflow(array)):
+            raise overflow[1]
+        return admitted
+
     def _submit(
-        self, admitted: Admitted, array: Array, source: Array | None, slot: int | None
+        self, admitted: Admitted, array: Any, source: Any, slot: int | None
     ) -> Receipt:
         receipt, parity, shape = admitted
         if not receipt:

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.accumulator.protocol import AdmissionProtocol
+from hpcaccum.accumulator.row_storage import RowSlots
 from hpcaccum.accumulator.storage import Slots, Sums
 from hpcaccum.accumulator.taker import Taker
 from hpcaccum.deadline import Deadline
@@ -97,6 +98,7 @@ TABLE = (
     Traced(WireFormat, "write_gradients", "copy"),
     Traced(Slots, "write", "copy"),
     Traced(Sums, "write", "copy"),
+    Traced(RowSlots, "write", "copy"),
     Traced(Deadline, "wait", "wait", wrap=waits),
     Traced(Deadline, "block", "wait", wrap=blocks),
     Traced(Taker, "take", "take"),

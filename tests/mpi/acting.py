@@ -142,21 +142,22 @@ def close_unreduced(acc: hpc.ConditionalAccumulator) -> None:
 class Makers:
     """Makes accumulators and reuses them: to make one takes some 100 ms."""
 
-    def __init__(self) -> None:
-        self._made: dict[str, hpc.ConditionalAccumulator] = {}
-        self._used: dict[str, hpc.ConditionalAccumulator] = {}
+    def __init__(self, kind: Callable[..., Any] = hpc.ConditionalAccumulator) -> None:
+        self._kind = kind
+        self._made: dict[str, Any] = {}
+        self._used: dict[str, Any] = {}
         # Accumulators from which nothing can be taken any more. Freed at the end.
-        self._ruined: list[hpc.ConditionalAccumulator] = []
+        self._ruined: list[Any] = []
 
     def __call__(
         self, dtype: Any = "float64", shape: Any = (2,), **options: Any
-    ) -> hpc.ConditionalAccumulator:
+    ) -> Any:
         """Return one with step 0 and nothing accumulated, on all ranks. Collective."""
         key = repr((dtype, shape, sorted(options.items())))
         assert key not in self._used, "two alike in one test: give one a name"
         acc = self._made.pop(key, None)
         if acc is None:
-            acc = hpc.ConditionalAccumulator(dtype, shape, **options)
+            acc = self._kind(dtype, shape, **options)
         self._used[key] = acc
         return acc
 

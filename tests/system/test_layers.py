@@ -13,10 +13,10 @@ from .conftest import REPOSITORY
 # "hpcaccum" is the public list of names.
 LAYERS = [
     ["errors", "worker_threads"],
-    ["dtypes", "deadline", "summation", "output_files"],
+    ["dtypes", "deadline", "summation", "row_sums", "output_files"],
     ["layout"],
     ["device", "mpi"],
-    ["arguments", "overlap", "nodes"],
+    ["arguments", "overlap", "nodes", "indexed_slices"],
     ["accumulator", "reducer"],
     ["server"],
     ["optimizers"],

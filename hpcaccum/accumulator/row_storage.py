@@ -1,0 +1,220 @@
+"""Where a `SparseConditionalAccumulator` stores rows of gradients: `RowSlots`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.accumulator.batch import Batch
+from hpcaccum.accumulator.storage import Slots, Sums, aligned
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.indexed_slices import matrix
+from hpcaccum.mpi import without_signals
+from hpcaccum.nodes import NodeParts
+from hpcaccum.row_sums import Rows, distinct, merged, union_size
+
+if TYPE_CHECKING:
+    from hpcaccum.accumulator.state import Closed
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.indexed_slices import IndexedSlices
+    from hpcaccum.mpi import Group
+
+Array = np.ndarray[Any, Any]
+
+_BYTES, _INT64 = np.dtype(np.uint8), np.dtype(np.int64)
+# A buffer begins with the number of its rows.
+_HEADER = _INT64.itemsize
+# Bytes that are fetched from another node before the number of rows is known. Small
+# gradients need no more.
+_FIRST = 1 << 14
+
+
+@dataclass(frozen=True)
+class RowGradient:
+    """A gradient on its way into an accumulator of rows.
+
+    Attributes:
+        slices: As the user gave it.
+        dtype: Accumulation dtype.
+    """
+
+    slices: IndexedSlices
+    dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a row."""
+        shape: tuple[int, ...] = self.slices.values.shape[1:]
+        return shape
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The rows, of which repeated ones are added."""
+        return distinct(self.slices.indices, matrix(self.slices.values), self.dtype)
+
+
+class RowSlots:
+    """Two buffers per rank, each with the sum of this rank's gradients in a round.
+
+    A buffer has the number of rows, then their indices, counts and values, one after
+    the other. The take adds the rows of all ranks in rank order.
+
+    Args:
+        group: The ranks.
+        capacity: Maximum number of rows in a buffer.
+        row_size: Maximum number of elements of a row.
+        dtype: Accumulation dtype.
+        what: Name for messages.
+    """
+
+    name, sends = "rows", False
+
+    def __init__(
+        self,
+        group: Group,
+        capacity: int,
+        row_size: int,
+        dtype: np.dtype[Any],
+        what: str,
+    ) -> None:
+        self._rank, self._capacity, self._dtype = group.rank, capacity, dtype
+        self._what = what
+        self._stride = aligned(_end(capacity, row_size, dtype))
+        self._parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of this rank's memory that hold gradients."""
+        return self._parts.nbytes_here
+
+    def buffer(self, index: int) -> Array:
+        """Return this rank's buffer as bytes."""
+        return self._view(self._rank, index)
+
+    def _view(self, rank: int, index: int) -> Array:
+        return self._parts.view((rank, index * self._stride), self._stride, _BYTES)
+
+    def prepare(self, grad: RowGradient) -> RowGradient:
+        """Return the argument for `write`."""
+        return grad
+
+    def overflow(self, index: int, grad: RowGradient) -> InvalidArgumentError | None:
+        """Return the error if a buffer has no room for the rows of one more gradient.
+
+        Args:
+            index: A buffer of this rank that has gradients.
+            grad: The gradient.
+        """
+        held, new = _indices(self.buffer(index)), grad.rows.indices
+        if held.size + new.size <= self._capacity:
+            return None
+        number = union_size(held, new)
+        if number <= self._capacity:
+            return None
+        return InvalidArgumentError(
+            f"{self._what}: the gradients of a rank in one round have at most "
+            f"{self._capacity} different rows (capacity=); those of rank {self._rank} "
+            f"would have {number}"
+        )
+
+    def write(
+        self,
+        parity: int,
+        index: int,
+        grad: RowGradient,
+        first: bool,
+        in_place: bool,
+        added: list[None],
+    ) -> None:
+        """Store a gradient in this rank's buffer, or add it to the sum there.
+
+        See `Slots.write`.
+        """
+        if added:
+            return
+        rows, buffer = grad.rows, self.buffer(index)
+        width = rows.values.shape[1]
+        if not first:
+            rows = merged([_rows(buffer, width, self._dtype), rows])
+        number = rows.indices.size
+        places = _number(buffer), *_rows(buffer, width, self._dtype, number)
+        stores = [
+            functools.partial(place.__setitem__, ..., value)
+            for place, value in zip(places, (number, *rows), strict=True)
+        ]
+        without_signals(*stores, functools.partial(added.append, None))
+
+    def total(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
+        """Return the sum of a round's gradients; that of one may lie in its buffer.
+
+        Args:
+            closed: The round.
+            width: Elements of its rows.
+            deadline: Of the call. Other nodes have a minute, also if less is left.
+
+        Raises:
+            WaitTimeoutError: If other nodes do not send their rows in time.
+        """
+        buffers = [
+            self._view(rank, record.buffer)
+            if self._parts.is_here(rank)
+            else self._fetch(rank, record.buffer, width, deadline)
+            for rank, record in closed.records.items()
+        ]
+        return merged([_rows(buffer, width, self._dtype) for buffer in buffers])
+
+    def _fetch(self, rank: int, index: int, width: int, deadline: Deadline) -> Array:
+        """Return a copy of a buffer on another node, as far as it is used."""
+
+        def fetch(begin: int, end: int) -> Array:
+            place = rank, index * self._stride + begin
+            batch = Batch(self._parts, [place], _BYTES, 1)
+            return np.array(batch.collect(end - begin, deadline))
+
+        first = fetch(0, min(_FIRST, self._stride))
+        end = _end(_number(first).item(), width, self._dtype)
+        if end <= first.size:
+            return first
+        return np.concatenate([first, fetch(first.size, end)])
+
+    def clear(self, parity: int, size: int) -> None:
+        """Do nothing: the first gradient of a round overwrites."""
+
+    def free(self) -> None:
+        """Free the memory. Collective."""
+        self._parts.free()
+
+
+Storage = Slots | Sums | RowSlots
+
+
+def _end(number: int, width: int, dtype: np.dtype[Any]) -> int:
+    """Return the bytes of a buffer that rows take."""
+    return _HEADER + number * (2 * _INT64.itemsize + width * dtype.itemsize)
+
+
+def _number(buffer: Array) -> Array:
+    """Return the number of rows in a buffer as an array of shape ()."""
+    number: Array = buffer[:_HEADER].view(_INT64).reshape(())
+    return number
+
+
+def _indices(buffer: Array) -> Array:
+    end = _HEADER + _number(buffer).item() * _INT64.itemsize
+    indices: Array = buffer[_HEADER:end].view(_INT64)
+    return indices
+
+
+def _rows(
+    buffer: Array, width: int, dtype: np.dtype[Any], number: int | None = None
+) -> Rows:
+    """Return the rows in a buffer as views; those that ``number`` rows would have."""
+    if number is None:
+        number = _number(buffer).item()
+    values = _HEADER + 2 * number * _INT64.itemsize
+    indices, counts = buffer[_HEADER:values].view(_INT64).reshape(2, number)
+    end = _end(number, width, dtype)
+    return Rows(indices, counts, buffer[values:end].view(dtype).reshape(number, width))

@@ -1,0 +1,212 @@
+"""SparseConditionalAccumulator: sums gradients that have some rows of a matrix only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpcaccum.accumulator.handle import Accumulator
+from hpcaccum.accumulator.row_storage import RowGradient, RowSlots
+from hpcaccum.accumulator.settings import Settings, check_sparse_settings
+from hpcaccum.accumulator.shapes import size_of
+from hpcaccum.arguments import step_number
+from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.indexed_slices import IndexedSlices
+from hpcaccum.mpi import Group
+
+if TYPE_CHECKING:
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.accumulator.receipts import Receipt
+    from hpcaccum.accumulator.state import Closed
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.row_sums import Rows
+
+Array = np.ndarray[Any, Any]
+
+
+class SparseGradient(NamedTuple):
+    """What `SparseConditionalAccumulator.take_grad` returns.
+
+    Attributes:
+        indices: The rows that a gradient has: a vector of int64, ascending.
+        values: Array with a row for each index.
+        shape: Vector of int64: the declared number of rows, -1 if it is unknown; then
+            the shape of a row.
+    """
+
+    indices: Array
+    values: Array
+    shape: Array
+
+
+class SparseConditionalAccumulator(Accumulator):
+    """Accumulates gradients that have some rows only, if they are not stale.
+
+    Collective. Steps, receipts, takes and timeouts are those of
+    `ConditionalAccumulator`. A gradient is a list of rows with their indices, in any
+    order; rows that it repeats are added. A take returns each row that a gradient has
+    once. With ``"MEAN"`` it divides a row by the number of gradients that have it, so
+    that a row that few gradients have is not made smaller by the others.
+
+    Each rank stores its rows on its own node, in two buffers, until they are taken.
+    They are added in rank order: the same gradients give the same bits in any order of
+    arrival.
+
+    Args:
+        dtype: float16, float32, float64 or bfloat16. Half precision is summed in
+            float32.
+        shape: Of the matrix; it may have more dimensions. None or None entries are
+            unknown, and () is None. Values may have more dimensions than ``shape``.
+        shared_name: If not empty, all accumulators of one communicator with this name
+            are one object.
+        name: For messages.
+        reduction_type: ``"MEAN"`` or ``"SUM"``.
+        comm: Communicator of the ranks; COMM_WORLD by default.
+        host: The rank that holds the step.
+        capacity: Maximum number of different rows of the gradients of a rank in one
+            round. Memory grows with it.
+        row_size: Maximum number of elements of a row; by default that of ``shape``.
+        workers: How many ranks contribute gradients; see `ConditionalAccumulator`.
+
+    Raises:
+        InvalidArgumentError, TypeError: On every rank, for an invalid argument.
+        DisagreementError: On every rank, if the ranks' arguments differ.
+
+    Source: the behaviour of TensorFlow's ``tf.compat.v1.SparseConditionalAccumulator``,
+    which adds unsorted and repeated rows incorrectly.
+    """
+
+    def __init__(
+        self,
+        dtype: Any,
+        shape: Any = None,
+        shared_name: str | None = None,
+        name: str = "sparse_conditional_accumulator",
+        reduction_type: str | None = "MEAN",
+        *,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
+        capacity: int | None = None,
+        row_size: int | None = None,
+        workers: int | None = None,
+    ) -> None:
+        group = Group.of(comm)
+
+        def check() -> Settings:
+            return check_sparse_settings(
+                dtype=dtype,
+                shape=shape,
+                shared_name=shared_name,
+                reduction=reduction_type,
+                host=host,
+                capacity=capacity,
+                row_size=row_size,
+                workers=group.size if workers is None else workers,
+                size=group.size,
+            )
+
+        super().__init__(group, name, check)
+
+    def apply_grad(
+        self,
+        grad_indices: Any,
+        grad_values: Any,
+        grad_shape: Any = None,
+        local_step: Any = 0,
+        name: str | None = None,
+    ) -> Receipt:
+        """Add a gradient, unless it is stale.
+
+        Returns as soon as the rows are in place; never waits for another writer. The
+        caller's arrays may be changed afterwards.
+
+        Args:
+            grad_indices: Vector of integers, in any order, also repeated ones. They
+                must be less than a declared number of rows; negative ones are allowed.
+            grad_values: A row for each index; any real dtype, converted to the
+                accumulator's.
+            grad_shape: Shape of the whole gradient, compared with the declared one
+                only.
+            local_step: The step at which the gradient was computed; one number.
+            name: Ignored.
+
+        Returns:
+            Whether it was accepted, and the accumulator's step.
+
+        Raises:
+            InvalidArgumentError: On this rank, for wrong indices, values or step, or
+                more rows than ``capacity``; nothing is added. Of a stale gradient, only
+                the step is checked, and that it has a row of numbers for each index.
+            Exception: Anything else, as for `ConditionalAccumulator.apply_grad`.
+        """
+        grad = IndexedSlices(grad_values, grad_indices, grad_shape)
+        return self.apply_indexed_slices_grad(grad, local_step)
+
+    def apply_indexed_slices_grad(
+        self, grad: IndexedSlices, local_step: Any = 0, name: str | None = None
+    ) -> Receipt:
+        """Add a gradient, unless it is stale; see `apply_grad`.
+
+        Raises:
+            TypeError: If ``grad`` is not an IndexedSlices.
+        """
+        self._check_open()
+        if not isinstance(grad, IndexedSlices):
+            raise TypeError(
+                f"gradient must be an IndexedSlices, got {type(grad).__name__}"
+            )
+        step = step_number(local_step, "local_step")
+        gradient = RowGradient(grad, accumulation_dtype(self.dtype))
+        return self._shared.writer.submit(gradient, step)
+
+    def take_grad(
+        self,
+        num_required: Any,
+        name: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> SparseGradient:
+        """Wait for ``num_required`` gradients; return the reduced rows and reset.
+
+        Arguments and errors are those of `ConditionalAccumulator.take_grad`. Gradients
+        without rows count, too.
+
+        Returns:
+            Indices, values and shape; new arrays.
+        """
+        return self._take(num_required, timeout, self._reduce)
+
+    def take_indexed_slices_grad(
+        self,
+        num_required: Any,
+        name: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> IndexedSlices:
+        """Do as `take_grad`, but return an IndexedSlices."""
+        indices, values, shape = self.take_grad(num_required, timeout=timeout)
+        return IndexedSlices(values, indices, shape)
+
+    def _reduce(self, closed: Closed, deadline: Deadline) -> SparseGradient:
+        row, storage = self._protocol.shapes.shape(closed.shape), self._storage
+        assert isinstance(storage, RowSlots)
+        # No warning: an overflow shows up as inf in the result.
+        with np.errstate(all="ignore"):
+            rows = storage.total(closed, size_of(row), deadline)
+            values = self._divided(rows)
+        declared = self._settings.shape or (None,)
+        length = -1 if declared[0] is None else declared[0]
+        return SparseGradient(
+            rows.indices.copy(),
+            values.reshape(len(values), *row),
+            np.array([length, *row], np.int64),
+        )
+
+    def _divided(self, rows: Rows) -> Array:
+        """Return the values, divided by the counts if the mean is wanted; a copy."""
+        values = rows.values
+        if self._settings.reduction == "MEAN" and (rows.counts > 1).any():
+            values = values / rows.counts[:, None].astype(values.dtype)
+        return values.astype(self.dtype)

@@ -1,0 +1,148 @@
+"""IndexedSlices: a gradient of some rows of a variable, such as an embedding's."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+
+from hpcaccum.device import is_device
+from hpcaccum.dtypes import FLOATS
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.row_sums import add_at
+
+Array = np.ndarray[Any, Any]
+
+
+class IndexedSlices:
+    """A gradient of some rows of a variable; its other rows are zero.
+
+    ``values[i]`` belongs to the row ``indices[i]``. Indices may be in any order. The
+    gradient of a row that is given several times is the sum.
+
+    Args:
+        values: Array of real numbers with a row for each index. It is not copied.
+        indices: Vector of integers; the fraction of a float is dropped.
+        dense_shape: Shape of the variable; None if it is unknown.
+
+    Attributes:
+        values: As given, as an array.
+        indices: As a vector of int64.
+        dense_shape: As a tuple, or None.
+
+    Raises:
+        InvalidArgumentError: If ``indices`` is not a vector of numbers, ``values`` does
+            not have a row for each, or one of them is on a device.
+        TypeError: If ``dense_shape`` does not consist of integers.
+
+    Source: TensorFlow's ``tf.IndexedSlices``.
+    """
+
+    __slots__ = ("dense_shape", "indices", "values")
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:
+        if is_device(values) or is_device(indices):
+            raise InvalidArgumentError(
+                "IndexedSlices has arrays in host memory; on a device, "
+                "DeviceRowAccumulator sums rows"
+            )
+        self.indices = _vector(indices)
+        self.values = _array("values", values)
+        _check_rows(self.values, self.indices)
+        self.dense_shape = _shape(dense_shape)
+
+    def __repr__(self) -> str:
+        """Show the shapes, not the elements."""
+        shape = "" if self.dense_shape is None else f" of {self.dense_shape}"
+        return (
+            f"<IndexedSlices: {self.indices.size} rows{shape}, {self.values.dtype} "
+            f"{self.values.shape}>"
+        )
+
+    def to_dense(self) -> Array:
+        """Return the gradient of the whole variable, a new array of `dense_shape`.
+
+        Raises:
+            InvalidArgumentError: If `dense_shape` is None or does not fit.
+        """
+        shape = self.dense_shape
+        if shape is None:
+            raise InvalidArgumentError(
+                "IndexedSlices without dense_shape cannot become an array"
+            )
+        if not shape or shape[1:] != self.values.shape[1:]:
+            raise InvalidArgumentError(
+                f"values of shape {self.values.shape} are no rows of an array of shape "
+                f"{shape}"
+            )
+        check_indices(self.indices, shape[0])
+        dense = np.zeros(shape, self.values.dtype)
+        rows = len(dense), dense[:1].size
+        add_at(dense.reshape(rows), self.indices, matrix(self.values))
+        return dense
+
+
+def check_indices(indices: Array, rows: int) -> None:
+    """Raise InvalidArgumentError unless all indices are in 0 to ``rows - 1``."""
+    wrong = indices[(indices < 0) | (indices >= rows)]
+    if wrong.size:
+        raise InvalidArgumentError(
+            f"indices must be in 0 to {rows - 1}, got {wrong[0]} "
+            f"({wrong.size} of {indices.size} are not)"
+        )
+
+
+def matrix(values: Array) -> Array:
+    """Return values as a matrix whose rows are vectors."""
+    return values.reshape(len(values), math.prod(values.shape[1:]))
+
+
+def _vector(indices: Any) -> Array:
+    array = _array("indices", indices)
+    if array.ndim != 1:
+        raise InvalidArgumentError(
+            f"indices must be a vector, got an array of shape {array.shape}"
+        )
+    with np.errstate(all="ignore"):
+        vector = array.astype(np.int64, copy=False)
+        exact = array.dtype.kind in "bi" or bool((vector == np.trunc(array)).all())
+    if not exact:
+        raise InvalidArgumentError("indices must be integers of 64 bits")
+    return vector
+
+
+def _array(what: str, given: Any) -> Array:
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{what} are not an array: {error}") from None
+    if array.dtype.kind not in "biuf" and array.dtype not in FLOATS:
+        raise InvalidArgumentError(
+            f"{what} must be an array of real numbers, got dtype {array.dtype}"
+        )
+    return array
+
+
+def _shape(dense_shape: Any) -> tuple[int, ...] | None:
+    if dense_shape is None:
+        return None
+    try:
+        return tuple(operator.index(dim) for dim in dense_shape)
+    except TypeError:
+        raise TypeError(
+            f"dense_shape must be a list or a tuple of integers, got {dense_shape!r}"
+        ) from None
+
+
+def _check_rows(values: Array, indices: Array) -> None:
+    if values.ndim == 0:
+        raise InvalidArgumentError(
+            "values must have a row for each index, got a number"
+        )
+    if len(values) != indices.size:
+        raise InvalidArgumentError(
+            f"values must have {indices.size} rows, one for each index, got "
+            f"{len(values)}"
+        )

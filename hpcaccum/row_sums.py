@@ -1,0 +1,110 @@
+"""Sums of gradients that have some rows of a matrix only.
+
+Time and memory grow with the rows that are given. Rows are added in the order in which
+they are given, so the sums have the bits of `numpy.add.at`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+# Elements that are added by one call of NumPy, which needs the place of each.
+_CHUNK = 1 << 16
+
+
+class Rows(NamedTuple):
+    """Some rows of a matrix: ascending, each of them once.
+
+    Attributes:
+        indices: Vector of int64.
+        counts: Vector of int64: the gradients that have this row.
+        values: Matrix with a row for each index.
+    """
+
+    indices: Array
+    counts: Array
+    values: Array
+
+
+def distinct(indices: Array, values: Array, dtype: np.dtype[Any]) -> Rows:
+    """Return the rows of one gradient, which may repeat them in any order.
+
+    Args:
+        indices: Vector of int64.
+        values: Matrix with a row for each index.
+        dtype: In which repeated rows are added. If none is repeated, the result may
+            share memory with the arguments.
+    """
+    # No warning: an overflow shows up as inf in the result.
+    with np.errstate(all="ignore"):
+        if indices.size > 1 and not (indices[1:] > indices[:-1]).all():
+            indices, values, _ = _add([indices], [values], dtype)
+        values = values.astype(dtype, copy=False)
+    return Rows(indices, np.ones(indices.size, np.int64), values)
+
+
+def merged(parts: Sequence[Rows]) -> Rows:
+    """Return the sum of gradients, added from the first to the last.
+
+    The sum of a single one shares memory with it.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    all_indices, all_values = zip(*((p.indices, p.values) for p in parts), strict=True)
+    with np.errstate(all="ignore"):
+        indices, values, places = _add(all_indices, all_values, all_values[0].dtype)
+    counts = np.zeros(indices.size, np.int64)
+    np.add.at(counts, places, np.concatenate([part.counts for part in parts]))
+    return Rows(indices, counts, values)
+
+
+def union_size(one: Array, other: Array) -> int:
+    """Return how many different indices two vectors have together."""
+    return int(np.union1d(one, other).size)
+
+
+def _add(
+    indices: Sequence[Array], values: Iterable[Array], dtype: np.dtype[Any]
+) -> tuple[Array, Array, Array]:
+    """Return different indices, the sums of their rows, and the place of each index."""
+    found, first, places = np.unique(
+        np.concatenate(indices), return_index=True, return_inverse=True
+    )
+    is_first = np.zeros(places.size, np.bool_)
+    is_first[first] = True
+    begin, sums = 0, None
+    for rows in values:
+        if sums is None:
+            sums = np.empty((found.size, rows.shape[1]), dtype)
+        piece = slice(begin, begin + len(rows))
+        new, there, begin = is_first[piece], places[piece], piece.stop
+        sums[there[new]] = rows[new]
+        add_at(sums, there[~new], rows[~new])
+    assert sums is not None
+    return found, sums, places
+
+
+def add_at(sums: Array, places: Array, rows: Array) -> None:
+    """Add rows to those of ``sums`` at ``places``, which may repeat.
+
+    Does what ``numpy.add.at(sums, places, rows)`` does, several times as fast.
+
+    Args:
+        sums: A contiguous matrix.
+        places: Vector of indices, not negative.
+        rows: A row for each place.
+    """
+    width = sums.shape[1]
+    if not width:
+        return
+    flat, columns, step = sums.reshape(-1), np.arange(width), max(1, _CHUNK // width)
+    for start in range(0, len(rows), step):
+        piece = slice(start, start + step)
+        elements = places[piece, None] * width + columns
+        added = rows[piece].astype(sums.dtype, copy=False)
+        np.add.at(flat, elements.reshape(-1), added.reshape(-1))
