@@ -47,6 +47,7 @@ def test_there_is_a_program_for_each_part():
         "DropStaleGradientOptimizer",
         "AGNOptimizer",
         "ConditionalAccumulator",
+        "SparseConditionalAccumulator",
         "Reducer",
         "Checkpoints",
     ]
