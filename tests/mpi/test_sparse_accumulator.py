@@ -370,7 +370,7 @@ def test_interrupted_apply_adds_the_gradient_or_nothing(make, before):
         check(taken, [1, 3, 5], np.array(sums) / counts)
         return more, added
 
-    stride = 5 if acc._protocol.words.direct else 31
+    stride = 3 if acc._protocol.words.direct else 31
     assert at(-1, at_each_point, trial, stride) == {0, 1}
 
 
