@@ -94,6 +94,8 @@ _RANKS = (
 _PATIENCE = 3.0
 # The exit status after Ctrl-C, by the convention of shells.
 _INTERRUPTED = 128 + signal.SIGINT
+# And after a write to a pipe that nothing reads.
+_UNREAD = 128 + signal.SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,9 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     install_excepthook()
     try:
-        return _run(arguments)
+        status = _run(arguments)
+        # Not at the end of the program, which could only report an error.
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         _end_interrupted()
+    except BrokenPipeError:
+        _end_unread()
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -142,6 +149,15 @@ def _end_interrupted() -> NoReturn:
     abort_job(_INTERRUPTED)
     # MPI_Finalize would wait for open windows.
     os._exit(_INTERRUPTED)
+
+
+def _end_unread() -> NoReturn:
+    """End the job, as what reads its output has ended: ``hpcaccum bench | head``."""
+    # What is still buffered would raise again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if _launched_rank() is not None:
+        abort_job(_UNREAD)
+    sys.exit(_UNREAD)
 
 
 class _Parser(argparse.ArgumentParser):

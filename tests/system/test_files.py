@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import struct
+import subprocess
+import sys
 import zipfile
 
 import numpy as np
@@ -186,3 +189,20 @@ def test_nothing_is_lost_in_dev_null(mpirun, tmp_path):
     result = mpirun(2, "-m", "hpcaccum", *words, cwd=tmp_path, env=env)
 
     assert result.returncode == 0, result.stdout
+
+
+def test_output_that_nothing_reads_ends_the_command(mpi_environment, tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-m", "hpcaccum", *BENCH],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=tmp_path,
+        env=mpi_environment | {"PYTHONPATH": str(REPOSITORY)},
+    ) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+
+    assert errors == ""
+    assert process.returncode == 128 + signal.SIGPIPE
