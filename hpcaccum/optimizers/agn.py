@@ -12,7 +12,7 @@ from hpcaccum.device import all_on_device, copyto, cupy, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import Optimizer, set_global_step
-from hpcaccum.optimizers.checks import check_global_step, check_pairs
+from hpcaccum.optimizers.checks import check_dense, check_global_step, check_pairs
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.base import Pairs
-    from hpcaccum.optimizers.checks import Array, Loss
+    from hpcaccum.optimizers.checks import Array, Loss, Pairs
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.server import Inbox, ParameterServer
 
@@ -205,6 +204,7 @@ class AGNOptimizer(OneSidedOptimizer):
             with the step of the last pull.
         """
         pairs = check_pairs(grads_and_vars)
+        check_dense(pairs, self.get_name())
         check_global_step(global_step)
         variables = [var for _, var in pairs]
         self._check_registered(variables)

@@ -14,10 +14,12 @@ from hpcaccum.accumulator import Receipt
 from hpcaccum.device import library
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.checks import (
     Array,
     KeptLoss,
     Loss,
+    Pairs,
     check_gate,
     check_global_step,
     check_grad_loss,
@@ -27,6 +29,7 @@ from hpcaccum.optimizers.checks import (
     check_name,
     check_variables,
 )
+from hpcaccum.optimizers.slices import Gradient
 from hpcaccum.optimizers.snapshot import (
     Key,
     Parts,
@@ -37,8 +40,6 @@ from hpcaccum.optimizers.snapshot import (
     set_values,
 )
 from hpcaccum.optimizers.variable import Variable, is_float
-
-Pairs = list[tuple[Array | None, Variable]]
 
 
 class Exchange(enum.Enum):
@@ -85,13 +86,14 @@ class Optimizer(abc.ABC):
         """Return arrays in which a loss can compute its next gradients, by name.
 
         The loss may write to them until `apply_gradients`. An optimizer that exchanges
-        gradients sends them from these arrays without a copy.
+        gradients sends them from these arrays without a copy. A sparse variable has no
+        such array.
 
         Raises:
             InvalidArgumentError: Before `initialize`.
         """
         for var in check_variables(self._variables):
-            if var.name not in self._gradients:
+            if var.name not in self._gradients and not var.sparse:
                 new = library(var.value).zeros_like(var.value)
                 self._gradients[var.name] = new
         return dict(self._gradients)
@@ -109,7 +111,8 @@ class Optimizer(abc.ABC):
 
         Args:
             loss: Without arguments; returns a value, and gradients in the order of
-                ``var_list`` or by name. A gradient may be None, or its name missing.
+                ``var_list`` or by name. A gradient is an array or an `IndexedSlices`.
+                It may be None, or its name missing.
             var_list: None means the variables given to `initialize`.
             gate_gradients: 0, 1 or 2; has no effect.
             aggregation_method: Ignored.
@@ -117,8 +120,7 @@ class Optimizer(abc.ABC):
             grad_loss: A number that multiplies the gradients.
 
         Returns:
-            Pairs; a gradient is the array that ``loss`` returned unless ``grad_loss``
-            is given.
+            Pairs; a gradient is what ``loss`` returned unless ``grad_loss`` is given.
 
         Raises:
             TypeError: If ``loss`` is not callable, or its result has another form.
@@ -132,10 +134,10 @@ class Optimizer(abc.ABC):
         grads = check_loss_result(check_loss(loss)(), variables)
         pairs: Pairs = []
         for grad, variable in zip(grads, variables, strict=True):
-            array = None if grad is None else check_gradient(grad, variable)
-            if array is not None and factor is not None:
-                array = scaled(array, factor)
-            pairs.append((array, variable))
+            checked = None if grad is None else check_gradient(grad, variable)
+            if checked is not None and factor is not None:
+                checked = scaled(checked, factor)
+            pairs.append((checked, variable))
         return pairs
 
     @abc.abstractmethod
@@ -314,8 +316,15 @@ def set_global_step(global_step: Any, number: int) -> None:
         checked.value[...] = number
 
 
-def scaled(grad: Array, factor: float) -> Array:
-    """Return ``factor * grad``, a new array of the same dtype; integers as float64."""
+def scaled(grad: Gradient, factor: float) -> Gradient:
+    """Return ``factor * grad``, a new one of the same dtype; integers as float64."""
+    if isinstance(grad, IndexedSlices):
+        values = _scaled(grad.values, factor)
+        return IndexedSlices(values, grad.indices, grad.dense_shape)
+    return _scaled(grad, factor)
+
+
+def _scaled(grad: Array, factor: float) -> Array:
     dtype = grad.dtype if is_float(grad.dtype) else np.dtype(np.float64)
     product = np.multiply(grad, factor, dtype=accumulation_dtype(dtype))
     array: Array = library(grad).asarray(product)

@@ -11,10 +11,13 @@ import numpy as np
 from hpcaccum.arguments import gradient_array
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.indexed_slices import IndexedSlices
+from hpcaccum.optimizers.slices import Gradient, check_slices
 from hpcaccum.optimizers.variable import Variable, is_float, is_integer
 
 Array = np.ndarray[Any, Any]
 Loss = Callable[[], tuple[Any, Any]]
+Pairs = list[tuple[Gradient | None, Variable]]
 
 
 def check_name(name: Any) -> str:
@@ -81,8 +84,10 @@ def listed(var_list: Any) -> Any:
 # Gradients
 
 
-def check_gradient(grad: Any, variable: Variable) -> Array:
-    """Return a gradient as an array, neither copied nor converted to another dtype.
+def check_gradient(grad: Any, variable: Variable) -> Gradient:
+    """Return a gradient, as an array unless it is an IndexedSlices.
+
+    It is neither copied nor converted to another dtype.
 
     Raises:
         InvalidArgumentError: If it does not fit the variable, or the variable has
@@ -98,6 +103,8 @@ def check_gradient(grad: Any, variable: Variable) -> Array:
     usual = type(grad) is type(value) is np.ndarray
     if usual and grad.dtype is dtype and grad.shape == shape:
         return grad  # type: ignore[no-any-return]
+    if isinstance(grad, IndexedSlices):
+        return check_slices(grad, variable)
     try:
         array = gradient_array(grad, dtype)
     except InvalidArgumentError as error:
@@ -116,7 +123,7 @@ def check_gradient(grad: Any, variable: Variable) -> Array:
     return array
 
 
-def check_pairs(grads_and_vars: Any) -> list[tuple[Array | None, Variable]]:
+def check_pairs(grads_and_vars: Any) -> Pairs:
     """Return gradients and variables as a list of checked pairs.
 
     Args:
@@ -144,6 +151,16 @@ def check_pairs(grads_and_vars: Any) -> list[tuple[Array | None, Variable]]:
         (None if grad is None else check_gradient(grad, variable), variable)
         for grad, variable in pairs
     ]
+
+
+def check_dense(pairs: Pairs, what: str) -> None:
+    """Raise TypeError if a gradient is an IndexedSlices, which ``what`` cannot send."""
+    for grad, var in pairs:
+        if isinstance(grad, IndexedSlices):
+            raise TypeError(
+                f"{what} does not accept an IndexedSlices yet, got one for "
+                f"{var.name!r}: pass grad.to_dense(), or use CrossShardOptimizer"
+            )
 
 
 def _pair(item: Any, index: int) -> tuple[Any, Variable]:

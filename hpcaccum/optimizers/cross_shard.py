@@ -10,6 +10,7 @@ import numpy as np
 from hpcaccum.accumulator import Receipt
 from hpcaccum.device import cupy, is_device, release, to_host
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import Exchange, Optimizer, scaled
@@ -20,7 +21,8 @@ from hpcaccum.optimizers.checks import (
     check_variables,
     listed,
 )
-from hpcaccum.optimizers.shard import Shard
+from hpcaccum.optimizers.shard import MARK, Shard
+from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.optimizers.snapshot import counts_of, set_state, set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
 from hpcaccum.optimizers.wrapper import Wrapper
@@ -32,9 +34,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.accumulator import Tally
-    from hpcaccum.optimizers.base import Pairs
-    from hpcaccum.optimizers.checks import Array, Loss
+    from hpcaccum.optimizers.checks import Array, Loss, Pairs
+    from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.optimizers.variable import Variable
+    from hpcaccum.row_sums import Rows
 
 
 class Reduction:
@@ -56,6 +59,11 @@ class CrossShardOptimizer(Wrapper):
     names first: `initialize` broadcasts them, once. Variables may have different
     dtypes, but gradients are exchanged in the widest of them; a warning then lists the
     variables of that dtype.
+
+    Of a variable with ``sparse=True``, only the rows of the gradients are exchanged:
+    each rank gets those of all ranks, and the inner optimizer gets an `IndexedSlices`.
+    An `IndexedSlices` of another variable becomes an array. A mean is that of whole
+    gradients: rows that some ranks do not have are zero there.
 
     Args:
         opt: Makes the updates, the same on every rank of a group.
@@ -157,6 +165,7 @@ class CrossShardOptimizer(Wrapper):
             lambda checked: {
                 "optimizer": self.inner,
                 "variables": signature(checked[0]),
+                "sparse": [var.name for var in checked[0] if var.sparse],
             },
         )
         if self._options["sync"]:
@@ -164,12 +173,13 @@ class CrossShardOptimizer(Wrapper):
         else:
             compare(self._group, variables, self._ranks, what)
         if self._ranks[self._group.rank] == 0:
-            warn_of_wider(self.get_name(), variables)
+            dense = [var for var in variables if not var.sparse]
+            warn_of_wider(self.get_name(), dense)
         self._start(variables)
         self.inner.initialize(variables)
         self._shard = Shard(
             self._group,
-            Layout.of(self._values),
+            Layout.of({v.name: MARK if v.sparse else v.value for v in variables}),
             self.get_name(),
             direct=self._options["cuda_aware"],
         )
@@ -183,7 +193,9 @@ class CrossShardOptimizer(Wrapper):
         """
         if self._shard is None or self._sums:
             return super().gradient_arrays()
-        return self._shard.reducer.arrays()
+        arrays = self._shard.reducer.arrays()
+        sparse = {var.name for var in check_variables(self._variables) if var.sparse}
+        return {name: array for name, array in arrays.items() if name not in sparse}
 
     def _halves(self) -> tuple[Callable[..., Pairs], Callable[..., Any]]:
         # Nothing sees the gradients between the two calls of minimize, so the reduction
@@ -226,9 +238,11 @@ class CrossShardOptimizer(Wrapper):
         self._computed += 1
         return pairs
 
-    def _scaled(self, grad: Array, var: Variable) -> Array:
+    def _scaled(self, grad: Gradient, var: Variable) -> Gradient:
         scale = 1 / self._parts
-        if grad is not self._made(self._shard).reducer.arrays().get(var.name):
+        if isinstance(grad, IndexedSlices) or grad is not self._made(
+            self._shard
+        ).reducer.arrays().get(var.name):
             return scaled(grad, scale)
         # In place, so that the exchange need not copy it.
         grad *= grad.dtype.type(scale)
@@ -271,6 +285,7 @@ class CrossShardOptimizer(Wrapper):
         parts: int | None,
     ) -> Receipt:
         pairs: Pairs = []
+        grads: dict[str, Array | Rows] = {}
         problem: Exception | None = None
         skips = False
         try:
@@ -279,12 +294,12 @@ class CrossShardOptimizer(Wrapper):
             if self._shard is not None:
                 self._check_known(var for _, var in pairs)
             skips = self._drops(pairs)
+            grads = exchanged(pairs)
         except (TypeError, InvalidArgumentError) as error:
             problem = error
         self._prepare([var for _, var in pairs], problem)
         shard = self._made(self._shard)
         receipt = Receipt(not skips, shard.step, shard.step, nonfinite=skips)
-        grads = {var.name: grad for grad, var in pairs if grad is not None}
         sums = shard.reduce(
             grads,
             {name: self._sums[name] for name in grads} if self._sums else None,
@@ -295,7 +310,7 @@ class CrossShardOptimizer(Wrapper):
         )
         if sums is None:
             return receipt
-        summed = [(None if g is None else sums[v.name], v) for g, v in pairs]
+        summed = with_sums(pairs, sums)
         self.inner.apply_gradients(summed, global_step, name)
         return receipt
 

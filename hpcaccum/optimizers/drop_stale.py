@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.base import Optimizer, Pairs
-    from hpcaccum.optimizers.checks import Loss
+    from hpcaccum.optimizers.base import Optimizer
+    from hpcaccum.optimizers.checks import Loss, Pairs
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.server import Inbox
 

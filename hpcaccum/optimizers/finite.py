@@ -9,15 +9,17 @@ import numpy as np
 
 from hpcaccum.arguments import one_of
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.indexed_slices import IndexedSlices, matrix
 from hpcaccum.optimizers.base import scaled
 from hpcaccum.optimizers.checks import check_pairs
 from hpcaccum.optimizers.learning_rate import checked_number
+from hpcaccum.row_sums import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hpcaccum.optimizers.base import Pairs
-    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.optimizers.checks import Array, Pairs
+    from hpcaccum.optimizers.slices import Gradient
 
 _CHOICES = ("accept", "drop", "raise")
 
@@ -51,7 +53,8 @@ def to_drop(what: str, pairs: Pairs, on_nonfinite: str) -> bool:
     return bool(found)
 
 
-def _is_finite(array: Array) -> bool:
+def _is_finite(grad: Gradient) -> bool:
+    array = grad.values if isinstance(grad, IndexedSlices) else grad
     with np.errstate(all="ignore"):
         # One pass, without new memory. A sum is finite only if all terms are; if it is
         # not, finite terms may have overflowed.
@@ -88,7 +91,15 @@ def clip_by_global_norm(grads_and_vars: Any, clip_norm: float) -> tuple[Pairs, f
     return [(g if g is None else scaled(g, factor), v) for g, v in pairs], norm
 
 
-def _norm(grads: Iterable[Array]) -> float:
+def _norm(grads: Iterable[Gradient]) -> float:
     """Return the square root of the sum of all squares, computed in float64."""
-    wide = (grad.astype(np.float64).ravel() for grad in grads)
+    wide = (_elements(grad).astype(np.float64).ravel() for grad in grads)
     return math.sqrt(sum(float(flat @ flat) for flat in wide))
+
+
+def _elements(grad: Gradient) -> Array:
+    """Return the elements of a gradient that may not be zero."""
+    if not isinstance(grad, IndexedSlices):
+        return grad
+    wide = np.dtype(np.float64)
+    return distinct(grad.indices, matrix(grad.values), wide).values

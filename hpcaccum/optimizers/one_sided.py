@@ -11,6 +11,7 @@ from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import Exchange, Optimizer, set_global_step
 from hpcaccum.optimizers.center import Center
 from hpcaccum.optimizers.checks import (
+    check_dense,
     check_global_step,
     check_pairs,
     check_variables,
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.accumulator import Receipt, Tally
-    from hpcaccum.optimizers.base import Pairs
-    from hpcaccum.optimizers.checks import Array, Loss
+    from hpcaccum.optimizers.checks import Array, Loss, Pairs
     from hpcaccum.server import Inbox
 
 
@@ -173,6 +173,17 @@ class OneSidedOptimizer(Wrapper):
         # No rank may train before all have the same variables.
         self._group.allgather(None, what)
 
+    def _check_start(self, var_list: Any) -> list[Variable]:
+        variables = super()._check_start(var_list)
+        for var in variables:
+            if var.sparse:
+                raise TypeError(
+                    f"{self.get_name()} does not accept sparse variables yet, got "
+                    f"{var.name!r}: make it without sparse=True, or use "
+                    f"CrossShardOptimizer"
+                )
+        return variables
+
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return a slot of this rank's variable or, on the host rank, of the center's.
 
@@ -307,6 +318,7 @@ class OneSidedOptimizer(Wrapper):
             InvalidArgumentError, TypeError: On this rank; nothing is sent.
         """
         pairs = check_pairs(grads_and_vars)
+        check_dense(pairs, self.get_name())
         check_global_step(global_step)
         self.initialize([var for _, var in pairs])
         server = self._training_server()

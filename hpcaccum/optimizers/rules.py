@@ -20,6 +20,8 @@ from hpcaccum.optimizers.update_rule import Rule
 class SGD(Rule):
     """Gradient descent: ``value -= learning_rate * grad``.
 
+    An `IndexedSlices` has the effect of the array that is zero elsewhere.
+
     Args:
         learning_rate: As in `Rule`.
         name: As in `Rule`.
@@ -47,6 +49,9 @@ class Momentum(Rule):
     ``accum = momentum * accum + grad``; then ``value -= learning_rate * accum``, or
     with Nesterov's, ``value -= learning_rate * (grad + momentum * accum)``. The slot is
     "momentum".
+
+    With an `IndexedSlices`, the momentum of other rows neither decays nor moves them;
+    with an array that is zero there, it does both.
 
     Args:
         learning_rate: As in `Rule`.
@@ -100,6 +105,8 @@ class Adagrad(Rule):
 
     ``accum += grad ** 2; value -= learning_rate * grad / sqrt(accum)``. The slot is
     "accumulator".
+
+    An `IndexedSlices` has the effect of the array that is zero elsewhere.
 
     Args:
         learning_rate: As in `Rule`.
@@ -155,6 +162,10 @@ class Adam(Rule):
 
     The slots are "m" and "v"; t is the variable "step" of `variables`. Epsilon is
     that of the paper's section 2 ("epsilon hat"), not of its algorithm 1.
+
+    With an `IndexedSlices`, m, v and the value change in its rows only, and only these
+    rows decay, as in TensorFlow's LazyAdamOptimizer; with an array that is zero
+    elsewhere, all rows change. In both cases t counts all updates of the variable.
 
     Args:
         learning_rate: As in `Rule`.

@@ -8,7 +8,8 @@ import numpy as np
 
 from hpcaccum.accumulator import Tally
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.reducer import Interruption, Reducer
+from hpcaccum.reducer import Interruption, Reducer, sum_rows
+from hpcaccum.row_sums import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,6 +22,9 @@ Array = np.ndarray[Any, Any]
 # Why ranks interrupt a reduction.
 _LEAVES, _SKIPS = "leaves", "skips"
 
+# What the reducer adds for a gradient of rows: it finds ranks that have none.
+MARK = np.zeros(1, np.float32)
+
 
 class Shard:
     """Reduces the gradients of the ranks of a group that have not left. Collective.
@@ -31,7 +35,7 @@ class Shard:
 
     Args:
         group: The ranks.
-        layout: Of the gradients.
+        layout: Of the gradients; that of rows is `MARK`.
         name: For messages.
         direct: Whether to pass device memory to MPI.
 
@@ -82,13 +86,13 @@ class Shard:
 
     def reduce(
         self,
-        grads: Mapping[str, Array],
+        grads: Mapping[str, Array | Rows],
         out: Mapping[str, Array] | None,
         step: int,
         parts: int | None,
         *,
         skips: bool = False,
-    ) -> Mapping[str, Array] | None:
+    ) -> Mapping[str, Array | Rows] | None:
         """Return the sums or means of the gradients. Collective.
 
         Args:
@@ -108,13 +112,37 @@ class Shard:
             Exception: As `Reducer.reduce`; the number of updates is the same.
         """
         self.check_present()
+        rows = {name: each for name, each in grads.items() if isinstance(each, Rows)}
+        arrays: Mapping[str, Any] = {**grads, **dict.fromkeys(rows, MARK)}
+        found = self._reduce_arrays(arrays, out, step, parts, skips)
+        if found is None:
+            return None
+        sums, used = found
+        if rows:
+            divided_by = 1 if parts is None else parts
+            totals = self._reduce_rows(rows, len(used), divided_by, skips)
+            sums = {**sums, **totals}
+        for rank in used:
+            self._accepted[rank] += 1
+        self.step += 1
+        return sums
+
+    def _reduce_arrays(
+        self,
+        grads: Mapping[str, Array],
+        out: Mapping[str, Array] | None,
+        step: int,
+        parts: int | None,
+        skips: bool,
+    ) -> tuple[Mapping[str, Any], list[int]] | None:
+        """Return results and the ranks whose gradients they have; None if none has."""
         kind = "MEAN" if parts is None else "SUM"
         used = self.present
         try:
             if skips:
                 self.reducer.interrupt(_SKIPS)
             sums = self.reducer.reduce(grads, out=out, step=step, reduction_type=kind)
-            sums = _mean(sums, len(used), parts or 0)
+            return _mean(sums, len(used), parts or 0), used
         except Interruption as found:
             used = self._continue(found.notes)
             if not used:
@@ -122,11 +150,17 @@ class Shard:
             if skips:
                 grads = {name: np.zeros_like(grad) for name, grad in grads.items()}
             sums = self.reducer.reduce(grads, out=out, step=step, reduction_type="SUM")
-            sums = _mean(sums, len(used), 1 if parts is None else parts)
-        for rank in used:
-            self._accepted[rank] += 1
-        self.step += 1
-        return sums
+            return _mean(sums, len(used), 1 if parts is None else parts), used
+
+    def _reduce_rows(
+        self, rows: Mapping[str, Rows], ranks: int, parts: int, skips: bool
+    ) -> dict[str, Rows]:
+        """Return the sums or means of rows; see `_mean`."""
+        if skips:
+            rows = {name: Rows(*(part[:0] for part in rows[name])) for name in rows}
+        sums = sum_rows(self._current, rows, f"{self._name}: exchange of rows")
+        means = _mean({name: sums[name].values for name in sums}, ranks, parts)
+        return {name: sums[name]._replace(values=means[name]) for name in sums}
 
     def leave(self) -> None:
         """Leave, at the next reduction of the other ranks. Collective.

@@ -15,13 +15,15 @@ import numpy as np
 
 from hpcaccum.device import cupy, is_device
 from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.base import Optimizer, count_step
 from hpcaccum.optimizers.checks import Array, check_global_step, check_pairs
 from hpcaccum.optimizers.device_update import Updates
 from hpcaccum.optimizers.learning_rate import Rate, RateOfStep
+from hpcaccum.optimizers.slices import Gradient, detached, distinct_rows, update_rows
 from hpcaccum.optimizers.snapshot import COUNT, Key, check_state
 from hpcaccum.optimizers.variable import Variable, is_float
-from hpcaccum.overlap import crossing, overlap
+from hpcaccum.row_sums import Rows
 
 # Elements: small enough for the cache, large enough that calling NumPy costs little.
 # Measured with 1 MiB of L2: best of 2**13 to 2**16, all rules, 1 to 64 MiB.
@@ -83,6 +85,10 @@ class State:
 
 class Rule(Optimizer):
     """An optimizer that changes each variable by its own gradient, on this rank.
+
+    A gradient may be an `IndexedSlices`. Only its rows are then updated, and those of
+    the slots: time grows with them, not with the variable. Rows that it repeats are
+    added first.
 
     Variables are independent: two threads may apply gradients to different variables
     at the same time. The slots of half-precision variables are float32.
@@ -217,21 +223,21 @@ class Rule(Optimizer):
         count_step(global_step)
 
     def _apply_at(
-        self, rate: float | None, given: Sequence[tuple[Array, Variable]]
+        self, rate: float | None, given: Sequence[tuple[Gradient, Variable]]
     ) -> None:
         """Update variables at a learning rate; by default, its own."""
         if rate is None:
             rate = self._rate.at(lambda: self._updates(given))
         updates = [(grad, self._state(var)) for grad, var in given]
-        on_device = [update for update in updates if update[1].on_device]
+        on_device: Any = [update for update in updates if update[1].on_device]
         if len(on_device) < len(updates):
             on_host = [update for update in updates if not update[1].on_device]
-            for grad, state in _detached(on_host):
+            for grad, (_, state) in zip(_ready(on_host), on_host, strict=True):
                 self._apply(grad, state, rate)
         if on_device:
             self._apply_on_device(on_device, rate)
 
-    def _apply(self, grad: Array, state: State, rate: float) -> None:
+    def _apply(self, grad: Array | Rows, state: State, rate: float) -> None:
         step, value = state.count(), state.variable.value
         if value.size == 0:
             return
@@ -239,6 +245,14 @@ class Rule(Optimizer):
         slots = [slot.value for slot in state.slots.values()]
         dtype = accumulation_dtype(value.dtype)
         scratch = self._scratch.piece(dtype)
+        if isinstance(grad, Rows):
+            update_rows(
+                grad,
+                [value, *slots],
+                scratch,
+                lambda *pieces: self._update(*pieces, *numbers_),
+            )
+            return
         with _pieces([value, grad, *slots], dtype) as pieces:
             for piece, *others in pieces:
                 self._update(piece, *others, scratch[: piece.size], *numbers_)
@@ -287,7 +301,7 @@ class Rule(Optimizer):
             for slot in state.slots.values():
                 slot._move_to(slot.value.copy())
 
-    def _updates(self, pairs: Sequence[tuple[Array, Variable]]) -> int:
+    def _updates(self, pairs: Sequence[tuple[Gradient, Variable]]) -> int:
         """Return the largest number of earlier updates of these variables."""
         states = [self._states.get(variable) for _, variable in pairs]
         return max(state.updates if state else 0 for state in states)
@@ -379,27 +393,21 @@ def _pieces(arrays: list[Array], dtype: np.dtype[Any]) -> Any:
     )
 
 
-def _detached(updates: list[tuple[Array, State]]) -> list[tuple[Array, State]]:
-    """Copy the gradients that lie in the memory of a variable that changes earlier.
-
-    The gradient of ``x * y`` by ``y`` is ``x``.
-    """
-    if len(updates) == 1:
-        return updates
-    grads = [grad for grad, _ in updates]
-    suspect = crossing(grads, [state.variable.value for _, state in updates])
-    return [
-        (_safe(grad, updates[:i]) if suspect[i] else grad, state)
-        for i, (grad, state) in enumerate(updates)
+def _ready(updates: Sequence[tuple[Gradient, State]]) -> Sequence[Array | Rows]:
+    """Return gradients that earlier updates do not change."""
+    grads = [
+        distinct_rows(grad, state.variable) if isinstance(grad, IndexedSlices) else grad
+        for grad, state in updates
     ]
-
-
-def _safe(grad: Array, earlier: list[tuple[Array, State]]) -> Array:
-    shared = any(overlap(grad, state.variable.value) for _, state in earlier)
-    return grad.copy() if shared else grad
+    if len(grads) == 1 and not isinstance(grads[0], Rows):
+        return grads
+    return detached(grads, [state.variable.value for _, state in updates])
 
 
 def _filled(like: Array, number: float, dtype: np.dtype[Any]) -> Array:
     if is_device(like):
         return cupy().full(like.shape, number, dtype)  # type: ignore[no-any-return]
+    if number == 0:
+        # Takes memory as it is written to: gradients of rows may write to few of them.
+        return np.zeros(like.shape, dtype, "F" if like.flags.fnc else "C")
     return np.full_like(like, number, dtype, subok=False)

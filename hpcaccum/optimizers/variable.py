@@ -24,18 +24,33 @@ class Variable:
             or a list becomes a new array.
         name: Identifies the variable; the same on all ranks.
         trainable: Whether `get_variable` registers it with its getter, for AGN.
+        sparse: Whether all of its gradients are `IndexedSlices`. `CrossShardOptimizer`
+            then exchanges their rows, and has no memory for a whole gradient.
 
     Raises:
         TypeError: If ``array`` has another type, or ``name`` is not a string.
-        InvalidArgumentError: If the array is read-only or has another dtype.
+        InvalidArgumentError: If the array is read-only or has another dtype, or if it
+            is sparse and has no rows in CPU memory.
     """
 
-    def __init__(self, array: Any, name: str = "Variable", trainable: bool = True):
+    def __init__(
+        self,
+        array: Any,
+        name: str = "Variable",
+        trainable: bool = True,
+        *,
+        sparse: bool = False,
+    ):
         if not isinstance(name, str) or not name:
             raise TypeError(f"name must be a non-empty string, got {name!r}")
         self.name = name
         self.trainable = bool(trainable)
+        self.sparse = bool(sparse)
         self._value = _usable(array, name)
+        if self.sparse and (is_device(self._value) or not self.shape):
+            raise InvalidArgumentError(
+                f"value of {name!r}, which is sparse, must have rows in CPU memory"
+            )
 
     @property
     def value(self) -> Array:
@@ -74,10 +89,12 @@ class Variable:
 
     def copy(self) -> Variable:
         """Return a variable of the same name with a copy of the array."""
-        return Variable(self._value.copy(), self.name, self.trainable)
+        value = self._value.copy()
+        return Variable(value, self.name, self.trainable, sparse=self.sparse)
 
     def __repr__(self) -> str:
         kind = "" if self.trainable else ", trainable=False"
+        kind += ", sparse" if self.sparse else ""
         value = to_host(self._value)
         text = np.array2string(value, precision=4, threshold=8, edgeitems=2)
         return f"Variable({self.name!r}, {self.dtype} {self.shape}{kind}, {text})"

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.base import Pairs
-    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.optimizers.checks import Array, Pairs
     from hpcaccum.optimizers.snapshot import Key
     from hpcaccum.optimizers.variable import Variable
 

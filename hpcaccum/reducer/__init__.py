@@ -1,7 +1,8 @@
 """The Reducer: collective means and sums of named arrays, by one of several schedules.
 
 `Reducer` checks each call and pairs it with those of the other ranks; `selection` lists
-the schedules and picks one; `schedule` is their contract.
+the schedules and picks one; `schedule` is their contract. `sum_rows` exchanges
+gradients that have some rows only.
 
 Imports `mpi`, `device` and the modules below them; never `accumulator`.
 """
@@ -9,6 +10,7 @@ Imports `mpi`, `device` and the modules below them; never `accumulator`.
 from __future__ import annotations
 
 from hpcaccum.reducer.reducer import Reducer
+from hpcaccum.reducer.row_exchange import sum_rows
 from hpcaccum.reducer.selection import check_direct
 from hpcaccum.reducer.signature import Interruption
 from hpcaccum.reducer.statistics import ReducerStatistics
@@ -18,4 +20,5 @@ __all__ = [
     "Reducer",
     "ReducerStatistics",
     "check_direct",
+    "sum_rows",
 ]

@@ -20,7 +20,7 @@ from hpcaccum.train.strategies import RULES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpcaccum.optimizers.base import Pairs
+    from hpcaccum.optimizers.checks import Pairs
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.recording import Gradient, Recording
 

@@ -119,6 +119,8 @@ def test_overflow_is_infinity_without_a_warning():
     indices, values = np.array([0, 0, 1]), np.array([[3e38], [3e38], [1e300]])
     with np.errstate(all="raise"):
         found = distinct(indices, values, np.dtype("f4"))
-        found = merged([found, found])
+        large = Rows(indices[:1], indices[2:], np.full((1, 1), 3e38, "f4"))
+        sums = merged([large, large])
 
     assert found.values.tolist() == [[np.inf], [np.inf]]
+    assert sums.values.tolist() == [[np.inf]]

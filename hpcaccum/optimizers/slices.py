@@ -1,0 +1,155 @@
+"""Gradients that are `IndexedSlices`: their checks, and updates of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcaccum.device import is_device
+from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.indexed_slices import IndexedSlices, check_indices, matrix
+from hpcaccum.optimizers.variable import Variable
+from hpcaccum.overlap import crossing, overlap
+from hpcaccum.row_sums import Rows, distinct
+
+Array = np.ndarray[Any, Any]
+Gradient = Array | IndexedSlices
+
+
+def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
+    """Return a gradient of rows.
+
+    Raises:
+        InvalidArgumentError: If it does not fit the variable, or that is on a device.
+    """
+    name, shape, rows = variable.name, variable.shape, grad.values.shape[1:]
+    if is_device(variable.value):
+        raise InvalidArgumentError(
+            f"gradient of {name!r} is an IndexedSlices, the variable is on the device"
+        )
+    if not shape or rows != shape[1:]:
+        raise InvalidArgumentError(
+            f"gradient of {name!r}, which has shape {shape}, cannot have rows of shape "
+            f"{rows}"
+        )
+    if grad.dense_shape not in (None, shape):
+        raise InvalidArgumentError(
+            f"gradient of {name!r} must have dense_shape {shape}, got "
+            f"{grad.dense_shape}"
+        )
+    try:
+        check_indices(grad.indices, shape[0])
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"gradient of {name!r}: {error}") from None
+    return grad
+
+
+def distinct_rows(grad: IndexedSlices, variable: Variable) -> Rows:
+    """Return the rows of a checked gradient, each once, in the dtype of the update."""
+    dtype = accumulation_dtype(variable.dtype)
+    return distinct(grad.indices, matrix(grad.values), dtype)
+
+
+def exchanged(pairs: Sequence[tuple[Gradient | None, Variable]]) -> dict[str, Any]:
+    """Return what a collective optimizer exchanges of gradients, by name.
+
+    For a sparse variable these are rows, for others arrays.
+
+    Raises:
+        TypeError: For an array, if the variable is sparse.
+    """
+    return {var.name: _exchanged(grad, var) for grad, var in pairs if grad is not None}
+
+
+def _exchanged(grad: Gradient, variable: Variable) -> Array | Rows:
+    if not isinstance(grad, IndexedSlices):
+        if variable.sparse:
+            raise TypeError(
+                f"gradient of {variable.name!r}, which is sparse, must be an "
+                f"IndexedSlices"
+            )
+        return grad
+    rows = distinct_rows(grad, variable)
+    if variable.sparse:
+        return rows
+    dense = np.zeros(variable.shape, rows.values.dtype)
+    dense[rows.indices] = _shaped(rows, variable)
+    return dense
+
+
+def with_sums(
+    pairs: Sequence[tuple[Gradient | None, Variable]],
+    sums: Mapping[str, Array | Rows],
+) -> list[tuple[Gradient | None, Variable]]:
+    """Return the pairs with the sums of gradients instead of these."""
+    return [(None if g is None else _summed(sums[v.name], v), v) for g, v in pairs]
+
+
+def _summed(total: Array | Rows, variable: Variable) -> Gradient:
+    if not isinstance(total, Rows):
+        return total
+    return IndexedSlices(_shaped(total, variable), total.indices, variable.shape)
+
+
+def _shaped(rows: Rows, variable: Variable) -> Array:
+    return rows.values.reshape(rows.indices.size, *variable.shape[1:])
+
+
+def detached(
+    grads: Sequence[Array | Rows], values: Sequence[Array]
+) -> list[Array | Rows]:
+    """Copy the gradients that lie in the memory of a variable that changes earlier.
+
+    The gradient of ``x * y`` by ``y`` is ``x``. Rows are also copied if they lie in
+    the memory of their own variable, which is written in another order.
+
+    Args:
+        grads: Of the variables, in the order in which these change.
+        values: Of the variables.
+    """
+    arrays = [grad.values if isinstance(grad, Rows) else grad for grad in grads]
+    suspect = crossing(arrays, values)
+    return [
+        _safe(grad, values[: i + isinstance(grad, Rows)]) if suspect[i] else grad
+        for i, grad in enumerate(grads)
+    ]
+
+
+def _safe(grad: Array | Rows, earlier: Sequence[Array]) -> Array | Rows:
+    array = grad.values if isinstance(grad, Rows) else grad
+    if not any(overlap(array, value) for value in earlier):
+        return grad
+    return grad._replace(values=array.copy()) if isinstance(grad, Rows) else grad.copy()
+
+
+def update_rows(
+    rows: Rows,
+    arrays: Sequence[Array],
+    scratch: Array,
+    update: Callable[..., None],
+) -> None:
+    """Update some rows of the value and of the slots of a variable.
+
+    Args:
+        rows: The gradient, of the dtype of the update; it shares no memory with the
+            arrays.
+        arrays: The value, then the slots.
+        scratch: Working memory, a vector; pieces have as many elements, or one row.
+        update: Called with pieces of the value, of the gradient and of the slots, and
+            with working memory: vectors of one dtype.
+    """
+    width, dtype = rows.values.shape[1], scratch.dtype
+    if width > scratch.size:
+        scratch = np.empty(width, dtype)
+    step = scratch.size // max(1, width)
+    for start in range(0, rows.indices.size, step):
+        places = rows.indices[start : start + step]
+        grad = rows.values[start : start + step].reshape(-1)
+        pieces = [array[places].astype(dtype, copy=False) for array in arrays]
+        value, *slots = [piece.reshape(-1) for piece in pieces]
+        update(value, grad, *slots, scratch[: grad.size])
+        for array, piece in zip(arrays, [value, *slots], strict=True):
+            array[places] = piece.reshape(len(places), *array.shape[1:])

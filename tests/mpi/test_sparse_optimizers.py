@@ -1,0 +1,246 @@
+"""Optimizers that exchange IndexedSlices, against sums of whole gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import Reduction
+
+from .acting import meet, same_bits
+from .on_nodes import group_on_nodes  # noqa: F401
+from .training import ONE_SIDED, gives, raised, variable
+
+ROWS, ROW = 9, (2, 3)
+
+
+@pytest.fixture
+def make(comm):
+    """Make optimizers, which are freed after the test."""
+    made = []
+
+    def one(rule=None, *args, **options):
+        opt = hpc.CrossShardOptimizer(
+            rule or hpc.SGD(1.0), *args, **{"comm": comm, **options}
+        )
+        made.append(opt)
+        return opt
+
+    yield one
+    for opt in made:
+        opt.free()
+
+
+def table(dtype="f8", name="w", sparse=True):
+    return hpc.Variable(np.zeros((ROWS, *ROW), dtype), name, sparse=sparse)
+
+
+def slices_of(rank, step=0, dtype="f8"):
+    """Return the gradient of a rank: rank 1 has no rows, others repeat some."""
+    rng = np.random.default_rng([rank, step])
+    number = 0 if rank == 1 else 6
+    # Sums of these are exact.
+    values = rng.integers(-8, 8, (number, *ROW)).astype(dtype)
+    return hpc.IndexedSlices(values, rng.integers(0, ROWS - 1, number))
+
+
+def sum_of(ranks, step=0):
+    """Return the sum of whole gradients, by the plain line of NumPy."""
+    total = np.zeros((ROWS, *ROW))
+    for rank in ranks:
+        slices = slices_of(rank, step)
+        np.add.at(total, slices.indices, slices.values)
+    return total
+
+
+@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.SUM])
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_sum_is_that_of_whole_gradients(make, rank, size, reduction, halves, dtype):
+    w, opt, expected = table(dtype), make(None, reduction), np.zeros((ROWS, *ROW))
+    for step in range(3):
+        loss = gives(slices_of(rank, step, dtype))
+        if halves:
+            pairs = opt.compute_gradients(loss, [w])
+            opt.apply_gradients(pairs)
+        else:
+            opt.minimize(loss, var_list=[w])
+        mean = size if reduction == Reduction.MEAN else 1
+        expected -= sum_of(range(size), step) / mean
+
+    np.testing.assert_allclose(w.value, expected, rtol=1e-6, atol=1e-5)
+    assert len(set(meet(w.value.tobytes()))) == 1
+
+
+def test_all_kinds_of_gradients_in_one_call(make, rank, size):
+    w, v, b = table("f4"), table("f8", "v"), variable(np.zeros(4), "f2", "b")
+    opt = make()
+    for step in range(2):
+        loss = gives(slices_of(rank, step, "f4"), slices_of(rank, 7), np.ones(4, "f2"))
+        receipt = opt.minimize(loss, var_list=[w, v, b])
+        assert (receipt.accepted, receipt.global_step) == (True, step)
+
+    expected = sum_of(range(size)) + sum_of(range(size), 1)
+    np.testing.assert_allclose(w.value, -expected / size, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(v.value, -2 * sum_of(range(size), 7) / size, rtol=1e-12)
+    same_bits(b.value, np.full(4, -2, "f2"))
+
+
+def test_the_inner_optimizer_gets_rows(make, rank):
+    w, opt = table(), make(hpc.Adam(0.5))
+    opt.minimize(gives(hpc.IndexedSlices(np.ones((1, *ROW)), [0])), var_list=[w])
+    moved = w.value.copy()
+    assert (moved[0] < 0).all()
+    opt.minimize(gives(hpc.IndexedSlices(np.ones((1, *ROW)), [2])), var_list=[w])
+
+    same_bits(w.value[:2], moved[:2])
+    assert (w.value[2] < 0).all()
+
+
+def test_slices_of_a_variable_that_is_not_sparse_become_an_array(make, rank, size):
+    w, opt = table("f2", sparse=False), make(hpc.Momentum(1.0, 0.5))
+    for rows in ([0, 0], [rank % 2, 8]):
+        slices = hpc.IndexedSlices(np.ones((2, *ROW), "f2"), rows)
+        opt.minimize(gives(slices), var_list=[w])
+
+    assert (w.value[0] < -2).all()
+    # The momentum of a row that the second gradients of no rank have.
+    alone = w.value[0] if size == 1 else w.value[8]
+    assert (alone == (-4 if size == 1 else -1)).all()
+
+
+def test_memory_is_not_for_whole_gradients(make):
+    w, b, opt = table(), variable(np.zeros(2), name="b"), make()
+    opt.initialize([w, b])
+
+    assert list(opt.gradient_arrays()) == ["b"]
+    assert {n: a.shape for n, a in opt._shard.reducer.arrays().items()} == {
+        "w": (1,),
+        "b": (2,),
+    }
+    rule = hpc.SGD(1)
+    rule.initialize([w])
+    assert rule.gradient_arrays() == {}
+
+
+def test_gradients_without_any_row(make, size):
+    w, opt = table(), make()
+    opt.minimize(gives(hpc.IndexedSlices(np.ones((0, *ROW)), [])), var_list=[w])
+    empty = hpc.Variable(np.zeros((3, 0)), "empty", sparse=True)
+    other = make(name="other")
+    other.minimize(gives(hpc.IndexedSlices(np.ones((2, 0)), [1, 1])), var_list=[empty])
+
+    assert (opt.global_step, other.global_step) == (1, 1)
+    assert not w.value.any()
+
+
+@pytest.mark.ranks(min=2)
+def test_shard_groups_sum_their_own_rows(make, rank, size):
+    groups = [[r] for r in range(size)] if size % 2 else [[0, 1], [2, 3]][: size // 2]
+    mine = next(ranks for ranks in groups if rank in ranks)
+    w, opt = table(), make(None, Reduction.SUM, "grouped", groups)
+    opt.minimize(gives(slices_of(rank)), var_list=[w])
+
+    np.testing.assert_allclose(w.value, -sum_of(mine))
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_mean_is_over_the_ranks_that_remain(make, rank, size, halves):
+    w, opt, expected = table(), make(), np.zeros((ROWS, *ROW))
+    for step in range(rank + 1):
+        loss = gives(slices_of(rank, step))
+        if halves:
+            opt.apply_gradients(opt.compute_gradients(loss, [w]))
+        else:
+            opt.minimize(loss, var_list=[w])
+    opt.leave()
+    opt.free()
+    for step in range(size):
+        expected -= sum_of(range(step, size), step) / (size - step)
+
+    np.testing.assert_allclose(w.value, expected, rtol=1e-12, atol=1e-12)
+
+
+WRONG = {
+    "array": (np.zeros((ROWS, *ROW)), TypeError, "sparse, must be an IndexedSlices"),
+    "row": (
+        hpc.IndexedSlices(np.ones((1, *ROW)), [ROWS]),
+        hpc.InvalidArgumentError,
+        "gradient of 'w': indices must be in 0 to 8, got 9",
+    ),
+    "none": (None, hpc.DisagreementError, "must be the same on all"),
+}
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_gradient_of_one_rank_is_an_error_on_all(
+    make, rank, size, kind, initialized
+):
+    wrong, error, text = WRONG[kind]
+    if kind == "none" and size == 1:
+        pytest.skip("one rank agrees with itself")
+    w, b, opt = table(), variable(name="b"), make()
+    if initialized:
+        opt.initialize([w, b])
+    grad = wrong if rank == size - 1 else slices_of(rank)
+    with pytest.raises(error, match=text):
+        opt.apply_gradients([(grad, w), (1.0, b)])
+    assert not w.value.any()
+    assert b.value == 0
+
+    opt.apply_gradients([(slices_of(rank), w), (1.0, b)])
+    np.testing.assert_allclose(w.value, -sum_of(range(size)))
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_must_agree_which_variables_are_sparse(make, rank):
+    w, opt = table(sparse=rank == 0), make()
+    with pytest.raises(hpc.DisagreementError, match="sparse must be the same"):
+        opt.initialize([w])
+
+
+def test_rows_of_ranks_on_several_nodes(group, rank):
+    w = table()
+    with hpc.CrossShardOptimizer(hpc.SGD(1.0), Reduction.SUM, comm=group) as opt:
+        for step in range(2):
+            opt.minimize(gives(slices_of(rank, step)), var_list=[w])
+
+    expected = sum_of(range(group.size)) + sum_of(range(group.size), 1)
+    np.testing.assert_allclose(w.value, -expected)
+
+
+@pytest.mark.parametrize("kind", sorted(ONE_SIDED))
+def test_one_sided_optimizers_name_what_to_do(comm, kind):
+    w = variable(np.zeros((3, 2)))
+    opt = ONE_SIDED[kind](hpc.SGD(1.0), [w], comm)
+    opt.initialize([w])
+    slices = hpc.IndexedSlices(np.ones((1, 2)), [0], (3, 2))
+    error = raised(opt.minimize, gives(slices), var_list=[w])
+    assert type(error) is TypeError
+    name = opt.get_name()
+    assert str(error) == (
+        f"{name} does not accept an IndexedSlices yet, got one for 'w': pass "
+        f"grad.to_dense(), or use CrossShardOptimizer"
+    )
+    opt.free()
+    assert not w.value.any()
+
+
+@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
+def test_one_sided_optimizers_refuse_sparse_variables(comm, kind):
+    w = table()
+    opt = ONE_SIDED[kind](hpc.SGD(1.0), [w], comm)
+    with pytest.raises(TypeError, match="does not accept sparse variables yet"):
+        opt.initialize([w])
+    opt.free()
+
+
+def test_sparse_variables_have_rows():
+    for value in (3.0, np.float32(1)):
+        with pytest.raises(hpc.InvalidArgumentError, match="must have rows"):
+            hpc.Variable(value, "w", sparse=True)
+    w = hpc.Variable(np.zeros(3), "w", sparse=True)
+    assert w.copy().sparse
+    assert repr(w) == "Variable('w', float64 (3,), sparse, [0. 0. 0.])"
