@@ -162,6 +162,24 @@ def test_mean_is_over_the_ranks_that_remain(make, rank, size, halves):
     np.testing.assert_allclose(w.value, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("halves", [False, True])
+def test_rows_that_are_not_finite_are_dropped(make, rank, size, halves):
+    w, opt = table(), make(on_nonfinite="drop")
+    slices = slices_of(rank)
+    if rank == 0:
+        slices.values[2] = np.nan
+    loss = gives(slices)
+    if halves:
+        receipt = opt.apply_gradients(opt.compute_gradients(loss, [w]))
+    else:
+        receipt = opt.minimize(loss, var_list=[w])
+
+    assert (receipt.accepted, receipt.nonfinite) == (rank > 0, rank == 0)
+    expected = sum_of(range(1, size)) / max(1, size - 1)
+    np.testing.assert_allclose(w.value, -expected, rtol=1e-12, atol=1e-12)
+    assert opt.global_step == (size > 1)
+
+
 WRONG = {
     "array": (np.zeros((ROWS, *ROW)), TypeError, "sparse, must be an IndexedSlices"),
     "row": (

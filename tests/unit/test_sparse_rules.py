@@ -194,6 +194,20 @@ def test_scaled_slices_are_new():
     assert slices.values[0, 0] == 1
 
 
+def test_norm_is_that_of_the_whole_gradient():
+    w = hpc.Variable(np.zeros((5, 2)), "w")
+    indices, values = random_grads(rows=5, row=(2,))[3]
+    slices = hpc.IndexedSlices(values, indices, (5, 2))
+    [(clipped, _)], norm = hpc.clip_by_global_norm([(slices, w)], 1.0)
+
+    np.testing.assert_allclose(norm, np.linalg.norm(slices.to_dense()))
+    np.testing.assert_allclose(clipped.to_dense(), slices.to_dense() / norm)
+    slices.values[0] = np.inf
+    [(same, _)], norm = hpc.clip_by_global_norm([(slices, w)], 1.0)
+    assert same is slices
+    assert norm == np.inf
+
+
 def resident():
     """Return the bytes of memory that this process uses."""
     pages = Path("/proc/self/statm").read_text().split()[1]
