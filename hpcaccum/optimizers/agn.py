@@ -11,9 +11,11 @@ from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, copyto, cupy, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.base import Optimizer, set_global_step
-from hpcaccum.optimizers.checks import check_dense, check_global_step, check_pairs
+from hpcaccum.optimizers.checks import check_global_step, check_pairs
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.slices import add_slices
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Array, Loss, Pairs
     from hpcaccum.optimizers.servers import Servers
+    from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.server import Inbox, ParameterServer
 
 
@@ -86,7 +89,8 @@ class AGNOptimizer(OneSidedOptimizer):
 
     Pushes of several workers are applied one after the other; none is dropped. The
     step counts the pushes of all workers. x and c have separate slots; a push keeps
-    those of x.
+    those of x. If g is an `IndexedSlices`, the inner optimizer updates its rows of x; a
+    is an array nevertheless, and so is what is pushed.
 
     Args:
         optimizer: Makes the local updates and, on the host rank, those of the center.
@@ -204,7 +208,6 @@ class AGNOptimizer(OneSidedOptimizer):
             with the step of the last pull.
         """
         pairs = check_pairs(grads_and_vars)
-        check_dense(pairs, self.get_name())
         check_global_step(global_step)
         variables = [var for _, var in pairs]
         self._check_registered(variables)
@@ -237,12 +240,15 @@ class AGNOptimizer(OneSidedOptimizer):
                 self._on_device[name] = cupy().zeros(value.shape, dtype)
         return self._on_device
 
-    def _add(self, sums: Mapping[str, Array], grads: Mapping[str, Array]) -> None:
+    def _add(self, sums: Mapping[str, Array], grads: Mapping[str, Gradient]) -> None:
         for name, grad in grads.items():
-            if name in self._summed:
-                np.add(sums[name], grad, out=sums[name], casting="same_kind")
+            total, first = sums[name], name not in self._summed
+            if isinstance(grad, IndexedSlices):
+                add_slices(total, grad, first)
+            elif first:
+                copyto(total, grad)
             else:
-                copyto(sums[name], grad)
+                np.add(total, grad, out=total, casting="same_kind")
         self._summed.update(grads)
 
     def _communicate(self, server: ParameterServer, names: Iterable[str]) -> Receipt:

@@ -98,6 +98,14 @@ def _shaped(rows: Rows, variable: Variable) -> Array:
     return rows.values.reshape(rows.indices.size, *variable.shape[1:])
 
 
+def add_slices(total: Array, grad: IndexedSlices, first: bool) -> None:
+    """Add a checked gradient to an array, or set the array to it if it is the first."""
+    if first:
+        total[...] = 0
+    rows = distinct(grad.indices, matrix(grad.values), total.dtype)
+    total[rows.indices] += rows.values.reshape(rows.indices.size, *total.shape[1:])
+
+
 def detached(
     grads: Sequence[Array | Rows], values: Sequence[Array]
 ) -> list[Array | Rows]:

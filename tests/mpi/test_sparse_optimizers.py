@@ -229,7 +229,7 @@ def test_rows_of_ranks_on_several_nodes(group, rank):
     np.testing.assert_allclose(w.value, -expected)
 
 
-@pytest.mark.parametrize("kind", sorted(ONE_SIDED))
+@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
 def test_one_sided_optimizers_name_what_to_do(comm, kind):
     w = variable(np.zeros((3, 2)))
     opt = ONE_SIDED[kind](hpc.SGD(1.0), [w], comm)
@@ -244,6 +244,30 @@ def test_one_sided_optimizers_name_what_to_do(comm, kind):
     )
     opt.free()
     assert not w.value.any()
+
+
+def test_agn_updates_rows_and_pushes_an_array(comm, rank, size):
+    getter = hpc.AGNCustomGetter(comm=comm)
+    w = hpc.get_variable("w", np.zeros((ROWS, *ROW)), custom_getter=getter)
+    with hpc.AGNOptimizer(hpc.Momentum(1.0, 0.5), size, getter, 3) as opt:
+        opt.initialize()
+        for step in range(2):
+            opt.minimize(gives(hpc.IndexedSlices(np.ones((2, *ROW)), [step, step])))
+        # The momentum of the first row did not move it again.
+        assert (w.value[:2] == -2).all()
+        assert not w.value[2:].any()
+        opt.minimize(gives(np.ones((ROWS, *ROW))))
+        assert (
+            opt.minimize(gives(hpc.IndexedSlices(np.ones((1, *ROW)), [5]))).sent
+            is False
+        )
+        meet()
+        # A push has the mean of three gradients.
+        mean = np.full((ROWS, *ROW), 1 / 3)
+        mean[:2] += 2 / 3
+        pushes = sum(sum(0.5**k for k in range(each)) for each in range(1, size + 1))
+        center = opt.center(w)
+    np.testing.assert_allclose(center, -pushes * mean)
 
 
 @pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
