@@ -23,7 +23,7 @@ def sum_rows(group: Group, rows: Mapping[str, Rows], what: str) -> dict[str, Row
     """Return the sums of the rows of all ranks. Collective.
 
     Every rank gets the rows of every other one. It adds them in rank order, so all
-    ranks have the same bits.
+    ranks have the same bits. A count is the number of ranks that have the row.
 
     Args:
         group: The ranks.
@@ -42,11 +42,12 @@ def sum_rows(group: Group, rows: Mapping[str, Rows], what: str) -> dict[str, Row
 
 
 def _sum(group: Group, rows: Rows, numbers: Sequence[int], what: str) -> Rows:
-    columns = (rows.indices[:, None], rows.counts[:, None], rows.values)
-    indices, counts, values = (_gather(group, each, numbers, what) for each in columns)
-    ends = list(itertools.accumulate(numbers, initial=0))
-    pieces = [slice(*ends_of) for ends_of in itertools.pairwise(ends)]
-    return merged([Rows(indices[p, 0], counts[p, 0], values[p]) for p in pieces])
+    indices = _gather(group, rows.indices[:, None], numbers, what)[:, 0]
+    values = _gather(group, rows.values, numbers, what)
+    counts = np.ones(indices.size, np.int64)
+    ends = itertools.accumulate(numbers, initial=0)
+    places = [slice(*each) for each in itertools.pairwise(ends)]
+    return merged([Rows(indices[p], counts[p], values[p]) for p in places])
 
 
 def _gather(group: Group, own: Array, numbers: Sequence[int], what: str) -> Array:

@@ -343,6 +343,41 @@ def test_shared_name_is_one_object_of_one_kind():
         check(at(0, second.take_grad, 1, timeout=WAIT), [1], [1])
 
 
+def test_numbers_of_an_accumulator_and_its_end(comm, size):
+    acc = hpc.SparseConditionalAccumulator(
+        "f2", (10, 3), name="rows", comm=comm, capacity=100
+    )
+    assert (acc.name, acc.dtype) == ("rows", np.float16)
+    text = "<SparseConditionalAccumulator 'rows' float16 (10, 3): step 0, 0 accumulated"
+    assert repr(acc) == text + ", rows>"
+    everywhere(acc.apply_grad, [1], np.ones((1, 3)))
+    acc.leave()
+    meet()
+    found = acc.statistics()
+    assert (found.storage, found.tally.accepted) == ("rows", (1,) * size)
+    # Two buffers of 100 rows of 28 bytes; another for other nodes.
+    assert found.window_bytes // 2 in range(100 * 28, 150 * 28 + 128)
+    assert at(0, acc.take_grad, 9, timeout=WAIT).values.tolist() == [[1, 1, 1]]
+    assert [at(0, acc.snapshot)["global_step"], acc.global_step] == [1, 1]
+    acc.free()
+    for use in (acc.take_grad, acc.take_indexed_slices_grad):
+        with pytest.raises(hpc.FreedError, match="'rows' was freed"):
+            use(1)
+    with pytest.raises(hpc.FreedError, match="'rows' was freed"):
+        acc.apply_grad([1], np.ones((1, 3)))
+
+
+@pytest.mark.ranks(min=2)
+def test_takes_are_served_in_the_order_of_their_calls(acc):
+    first, second = Take(acc, 0, 2), Take(acc, 1, 1)
+    for row in (1, 2):
+        assert at(-1, acc.apply_grad, [row], filled(row))
+    check(first.result(), [1, 2], [1, 2])
+    assert not at(0, acc.apply_grad, [3], filled(3))
+    assert at(0, acc.apply_grad, [4], filled(4), None, 1)
+    check(second.result(), [4], [4])
+
+
 def test_dense_accumulator_takes_slices_with_a_shape():
     with hpc.ConditionalAccumulator("f8", (4, 2)) as acc:
         slices = hpc.IndexedSlices(filled(1, 2, 3), [3, 0, 3], (4, 2))
