@@ -32,37 +32,58 @@ def sum_rows(group: Group, rows: Mapping[str, Rows], what: str) -> dict[str, Row
         what: Name for messages.
 
     Raises:
+        MemoryError, RuntimeError: On every rank, if one has too little memory.
         WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
     """
     numbers = group.allgather([each.indices.size for each in rows.values()], what)
+    by_name = {name: [each[i] for each in numbers] for i, name in enumerate(rows)}
+
+    def allocate() -> dict[str, tuple[Array, Array]]:
+        return {name: _memory(rows[name], sum(by_name[name])) for name in rows}
+
+    # No rank begins to receive before all can.
+    memory = group.agree(what, allocate, lambda _: {})
     return {
-        name: _sum(group, each, [counts[number] for counts in numbers], what)
-        for number, (name, each) in enumerate(rows.items())
+        name: _sum(group, each, memory[name], by_name[name], what)
+        for name, each in rows.items()
     }
 
 
-def _sum(group: Group, rows: Rows, numbers: Sequence[int], what: str) -> Rows:
-    indices = _gather(group, rows.indices[:, None], numbers, what)[:, 0]
-    values = _gather(group, rows.values, numbers, what)
-    counts = np.ones(indices.size, np.int64)
+def _memory(rows: Rows, number: int) -> tuple[Array, Array]:
+    """Return memory for the indices and the values of ``number`` rows."""
+    _, width = rows.values.shape
+    return np.empty((number, 1), np.int64), np.empty((number, width), rows.values.dtype)
+
+
+def _sum(
+    group: Group,
+    rows: Rows,
+    memory: tuple[Array, Array],
+    numbers: Sequence[int],
+    what: str,
+) -> Rows:
+    indices, values = memory
+    _gather(group, rows.indices[:, None], indices, numbers, what)
+    _gather(group, rows.values, values, numbers, what)
+    counts = np.ones(len(indices), np.int64)
     ends = itertools.accumulate(numbers, initial=0)
     places = [slice(*each) for each in itertools.pairwise(ends)]
-    return merged([Rows(indices[p], counts[p], values[p]) for p in places])
+    return merged([Rows(indices[p, 0], counts[p], values[p]) for p in places])
 
 
-def _gather(group: Group, own: Array, numbers: Sequence[int], what: str) -> Array:
-    """Return the matrices of all ranks, one below the other."""
+def _gather(
+    group: Group, own: Array, out: Array, numbers: Sequence[int], what: str
+) -> None:
+    """Set ``out`` to the matrices of all ranks, one below the other."""
     own = np.ascontiguousarray(own)
-    found = np.empty((sum(numbers), own.shape[1]), own.dtype)
     if not own.shape[1]:
-        return found
+        return
     # A type of a whole row: MPI libraries before MPI-4 count in 32 bits.
     row = MPI.BYTE.Create_contiguous(own.shape[1] * own.itemsize).Commit()
     try:
-        request = group.comm.Iallgatherv([own, len(own), row], [found, numbers, row])
+        request = group.comm.Iallgatherv([own, len(own), row], [out, numbers, row])
         Deadline(None, what).wait(
             lambda: request.Test() or None, lambda: "the rows of the other ranks"
         )
     finally:
         row.Free()
-    return found

@@ -7,6 +7,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Reduction
+from hpcaccum.reducer import row_exchange
 
 from .acting import meet, same_bits
 from .on_nodes import group_on_nodes  # noqa: F401
@@ -211,6 +212,25 @@ def test_wrong_gradient_of_one_rank_is_an_error_on_all(
 
     opt.apply_gradients([(slices_of(rank), w), (1.0, b)])
     np.testing.assert_allclose(w.value, -sum_of(range(size)))
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_without_memory_does_not_hang_the_others(make, rank, size, monkeypatch):
+    w, opt = table(), make()
+    opt.initialize([w])
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        if rank == 0:
+            patch.setattr(row_exchange, "_memory", fail)
+        error = raised(opt.minimize, gives(slices_of(rank)), var_list=[w])
+    assert isinstance(error, MemoryError if rank == 0 else RuntimeError)
+    if rank:
+        assert "exchange of rows: rank 0: " in str(error)
+    opt.minimize(gives(slices_of(rank)), var_list=[w])
+    np.testing.assert_allclose(w.value, -sum_of(range(size)) / size)
 
 
 @pytest.mark.ranks(min=2)
