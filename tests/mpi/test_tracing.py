@@ -103,6 +103,8 @@ def use_parts(comm):
             acc.apply_grad(np.ones(8, "f4"))
             if comm.rank == 0:
                 acc.take_grad(comm.size)
+    with hpc.SparseConditionalAccumulator("f4", (8, 1), comm=comm, capacity=1) as acc:
+        acc.apply_grad([3], np.ones((1, 1)))
     layout = hpc.Layout({"x": (8,)}, "float32")
     with hpc.Reducer(layout, comm) as reducer:
         reducer.start("x", np.ones(8, "f4"))
