@@ -153,16 +153,6 @@ def check_pairs(grads_and_vars: Any) -> Pairs:
     ]
 
 
-def check_dense(pairs: Pairs, what: str) -> None:
-    """Raise TypeError if a gradient is an IndexedSlices, which ``what`` cannot send."""
-    for grad, var in pairs:
-        if isinstance(grad, IndexedSlices):
-            raise TypeError(
-                f"{what} does not accept an IndexedSlices yet, got one for "
-                f"{var.name!r}: pass grad.to_dense(), or use CrossShardOptimizer"
-            )
-
-
 def _pair(item: Any, index: int) -> tuple[Any, Variable]:
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise TypeError(

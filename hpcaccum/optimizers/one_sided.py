@@ -11,7 +11,6 @@ from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import Exchange, Optimizer, set_global_step
 from hpcaccum.optimizers.center import Center
 from hpcaccum.optimizers.checks import (
-    check_dense,
     check_global_step,
     check_pairs,
     check_variables,
@@ -20,11 +19,12 @@ from hpcaccum.optimizers.checks import (
 from hpcaccum.optimizers.drop_watch import DropWatch
 from hpcaccum.optimizers.flat_rule import flat_rule
 from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spread
+from hpcaccum.optimizers.slices import as_arrays
 from hpcaccum.optimizers.snapshot import counts_of, set_values
 from hpcaccum.optimizers.start import signature, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper
-from hpcaccum.server import ParameterServer, gradients_by_name
+from hpcaccum.server import ParameterServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -306,7 +306,8 @@ class OneSidedOptimizer(Wrapper):
 
         Args:
             grads_and_vars: Pairs as `compute_gradients` returns them. A variable with
-                a gradient of None is not updated.
+                a gradient of None is not updated. An `IndexedSlices` is sent as an
+                array, with which the inner optimizer updates all rows.
             global_step: An integer Variable, set to the number of updates that this
                 rank's variables contain.
             name: Ignored.
@@ -318,7 +319,6 @@ class OneSidedOptimizer(Wrapper):
             InvalidArgumentError, TypeError: On this rank; nothing is sent.
         """
         pairs = check_pairs(grads_and_vars)
-        check_dense(pairs, self.get_name())
         check_global_step(global_step)
         self.initialize([var for _, var in pairs])
         server = self._training_server()
@@ -326,7 +326,8 @@ class OneSidedOptimizer(Wrapper):
             receipt = server.drop(self._local_step)
             self._pull()
         else:
-            receipt = server.push(gradients_by_name(pairs), self._local_step)
+            grads = as_arrays(pairs, server.gradient_arrays)
+            receipt = server.push(grads, self._local_step)
             self._after(server, receipt)
         set_global_step(global_step, self._step)
         self._drop_watch.note(receipt)

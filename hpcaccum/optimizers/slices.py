@@ -98,12 +98,48 @@ def _shaped(rows: Rows, variable: Variable) -> Array:
     return rows.values.reshape(rows.indices.size, *variable.shape[1:])
 
 
+def as_arrays(
+    pairs: Sequence[tuple[Gradient | None, Variable]],
+    places: Callable[[], Mapping[str, Array]],
+) -> dict[str, Array]:
+    """Return the gradients that are not None, by name, all of them as arrays.
+
+    Args:
+        pairs: Checked pairs.
+        places: Returns memory for whole gradients, by name; called if one is needed.
+    """
+    grads = {var.name: grad for grad, var in pairs if grad is not None}
+    memory: Mapping[str, Array] = {}
+    if any(isinstance(grad, IndexedSlices) for grad in grads.values()):
+        memory = places()
+    return {
+        name: _written(memory[name], name, grads)
+        if isinstance(grad, IndexedSlices)
+        else grad
+        for name, grad in grads.items()
+    }
+
+
+def _written(place: Array, name: str, grads: Mapping[str, Gradient]) -> Array:
+    """Return an array with a gradient of rows: ``place`` if no other one lies there."""
+    for other, grad in grads.items():
+        array = grad.values if isinstance(grad, IndexedSlices) else grad
+        if other != name and overlap(array, place):
+            place = np.empty_like(place)
+    grad = grads[name]
+    assert isinstance(grad, IndexedSlices)
+    add_slices(place, grad, first=True)
+    return place
+
+
 def add_slices(total: Array, grad: IndexedSlices, first: bool) -> None:
     """Add a checked gradient to an array, or set the array to it if it is the first."""
-    if first:
-        total[...] = 0
     rows = distinct(grad.indices, matrix(grad.values), total.dtype)
-    total[rows.indices] += rows.values.reshape(rows.indices.size, *total.shape[1:])
+    values = rows.values.reshape(rows.indices.size, *total.shape[1:])
+    if first:
+        values = values.copy() if overlap(values, total) else values
+        total[...] = 0
+    total[rows.indices] += values
 
 
 def detached(

@@ -250,21 +250,47 @@ def test_rows_of_ranks_on_several_nodes(group, rank):
     np.testing.assert_allclose(w.value, -expected)
 
 
-@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
-def test_one_sided_optimizers_name_what_to_do(comm, kind):
-    w = variable(np.zeros((3, 2)))
-    opt = ONE_SIDED[kind](hpc.SGD(1.0), [w], comm)
-    opt.initialize([w])
-    slices = hpc.IndexedSlices(np.ones((1, 2)), [0], (3, 2))
-    error = raised(opt.minimize, gives(slices), var_list=[w])
-    assert type(error) is TypeError
-    name = opt.get_name()
-    assert str(error) == (
-        f"{name} does not accept an IndexedSlices yet, got one for 'w': pass "
-        f"grad.to_dense(), or use CrossShardOptimizer"
-    )
-    opt.free()
-    assert not w.value.any()
+@pytest.mark.parametrize(
+    ("kind", "inner", "weight"),
+    [
+        ("SyncReplicas", hpc.SGD(1.0), 1),
+        ("SyncReplicas", hpc.Momentum(1.0, 0.5), 1.5),
+        ("DropStale", hpc.SGD(1.0), 1),
+    ],
+)
+def test_a_server_gets_an_array(comm, rank, size, kind, inner, weight):
+    w, b = table(sparse=False), variable(np.zeros(2), name="b")
+    with ONE_SIDED[kind](inner, [w, b], comm) as opt:
+        opt.initialize([w, b])
+        for step in range(2):
+            loss = gives(slices_of(rank, step), np.ones(2))
+            assert opt.minimize(loss, var_list=[w, b])
+            meet()
+        center = opt.center(w)
+
+    first, second = (sum_of(range(size), step) for step in range(2))
+    updates = size if kind == "SyncReplicas" else 1
+    # The momentum moves all rows that the first gradients have.
+    expected = -(weight * first + second) / updates
+    np.testing.assert_allclose(center, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_may_lie_in_memory_of_the_server(comm, rank, size):
+    w, v = table(sparse=False), table(sparse=False, name="v")
+    with ONE_SIDED["SyncReplicas"](hpc.SGD(1.0), [w, v], comm) as opt:
+        opt.initialize([w, v])
+
+        def loss():
+            # Of w in the place of w, and of v in the place of w, too.
+            arrays = opt.gradient_arrays()
+            arrays["w"][:3] = [[[1.0]], [[2.0]], [[5.0]]]
+            one = hpc.IndexedSlices(arrays["w"][:2], [1, 0])
+            return 0.0, [one, hpc.IndexedSlices(arrays["w"][2:3], [8])]
+
+        opt.minimize(loss, var_list=[w, v])
+        meet()
+        assert opt.center(w)[:3, 0, 0].tolist() == [-2, -1, 0]
+        assert opt.center(v)[[0, 8], 1, 1].tolist() == [0, -5]
 
 
 def test_agn_updates_rows_and_pushes_an_array(comm, size):
