@@ -136,13 +136,14 @@ class Buffers:
 
         The rows of a gradient have room in a buffer that has none yet.
         """
-        if not isinstance(self._storage, RowSlots):
+        storage, parity = self._storage, self._last_parity
+        record = self._records[parity]
+        if record is None or not isinstance(storage, RowSlots):
             return None
-        parity = self.joined()
-        record = None if parity is None else self._records[parity]
-        if parity is None or record is None:
+        # First what reads memory of this rank only.
+        if storage.surely_fits(record.buffer, grad) or self.joined() != parity:
             return None
-        error = self._storage.overflow(record.buffer, grad)
+        error = storage.overflow(record.buffer, grad)
         return None if error is None else (parity, error)
 
     def _of_others(self, slot: int | None = None) -> set[int]:

@@ -101,6 +101,11 @@ class RowSlots:
         """Return the argument for `write`."""
         return grad
 
+    def surely_fits(self, index: int, grad: RowGradient) -> bool:
+        """Whether a buffer has room for a gradient, also if it has none of its rows."""
+        held = _number(self.buffer(index)).item()
+        return bool(held + grad.rows.indices.size <= self._capacity)
+
     def overflow(self, index: int, grad: RowGradient) -> InvalidArgumentError | None:
         """Return the error if a buffer has no room for the rows of one more gradient.
 
@@ -108,10 +113,7 @@ class RowSlots:
             index: A buffer of this rank that has gradients.
             grad: The gradient.
         """
-        held, new = _indices(self.buffer(index)), grad.rows.indices
-        if held.size + new.size <= self._capacity:
-            return None
-        number = union_size(held, new)
+        number = union_size(_indices(self.buffer(index)), grad.rows.indices)
         if number <= self._capacity:
             return None
         return InvalidArgumentError(

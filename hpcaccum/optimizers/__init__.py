@@ -3,7 +3,8 @@
 `base` is the interface of all, `rules` has SGD, Momentum, Adagrad and Adam. A `wrapper`
 holds another optimizer: `cross_shard` reduces gradients with a `Reducer`, `one_sided`
 is the base of those that use a parameter server, and `center` is what that server has.
-`snapshot` copies and restores variables and their state.
+`snapshot` copies and restores variables and their state; `slices` has what gradients of
+some rows need.
 
 Imports `server`, `reducer` and the packages below them.
 """

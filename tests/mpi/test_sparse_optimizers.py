@@ -340,3 +340,13 @@ def test_sparse_variables_have_rows():
     w = hpc.Variable(np.zeros(3), "w", sparse=True)
     assert w.copy().sparse
     assert repr(w) == "Variable('w', float64 (3,), sparse, [0. 0. 0.])"
+
+
+def test_slices_are_in_cpu_memory(cp):
+    with pytest.raises(hpc.InvalidArgumentError, match="has arrays in host memory"):
+        hpc.IndexedSlices(cp.zeros((1, 2)), [0])
+    with pytest.raises(hpc.InvalidArgumentError, match="must have rows in CPU memory"):
+        hpc.Variable(cp.zeros((1, 2)), "w", sparse=True)
+    w = hpc.Variable(cp.zeros((1, 2)), "w")
+    with pytest.raises(hpc.InvalidArgumentError, match="the variable is on the device"):
+        hpc.SGD(1).apply_gradients([(hpc.IndexedSlices(np.ones((1, 2)), [0]), w)])
