@@ -25,13 +25,14 @@ endif
 
 .PHONY: help demo test test-single test-unit test-system test-programs test-checks \
         test-device nvrtc test-1-openmpi test-cupy test-newest-cupy test-oldest-cupy \
-        test-gpu sanitize-gpu test-mpi test-hosts lint venv clean
+        test-gpu sanitize-gpu test-mpi test-hosts test-adapters lint venv clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
-	@echo "make test         all tests: units, programs, kernels, then on $(SIZES) ranks"
+	@echo "make test         units, programs, kernels, then on $(SIZES) ranks; not the adapters"
 	@echo "make test-4       the tests of tests/mpi on 4 ranks"
 	@echo "make test-mpi     the same on $(SIZES) ranks"
 	@echo "make test-hosts   some of them on several hosts made of namespaces; needs root"
+	@echo "make test-adapters   PyTorch and JAX, on $(ADAPTER_SIZES) ranks; installs them (600 MB)"
 	@echo "make test-unit    what needs no MPI; test-system, test-device: the others"
 	@echo "make nvrtc        install NVIDIA's compiler (400 MB), which test-device then uses"
 	@echo "make test-cupy    CuPy itself, oldest and newest, without a GPU; installs 700 MB"
@@ -49,6 +50,7 @@ test: $(VENV)/.test
 	for part in test-single test-programs test-mpi; do \
 	    $(MAKE) --no-print-directory $$part || status=1; \
 	done; \
+	echo "left out: make test-adapters (PyTorch, JAX)"; \
 	exit $$status
 
 # Two at a time, as each leaves a core idle.  Ranks run alone: those that wait poll, and
@@ -107,6 +109,19 @@ sanitize-gpu: $(VENV)/.test
 	$(SANITIZER) --tool=memcheck $(PYTEST) $(KERNELS) -m gpu -k 1025 </dev/null
 	$(SANITIZER) --tool=racecheck $(PYTEST) $(KERNELS) -m gpu -k 1025 </dev/null
 
+# In an environment of their own: all other tests pass without these libraries.
+ADAPTERS      := $(VENV)-adapters
+ADAPTER_SIZES ?= 1 2 3
+test-adapters:
+	@status=0; \
+	for size in $(ADAPTER_SIZES); do \
+	    $(MAKE) --no-print-directory VENV=$(ADAPTERS) adapters-$$size || status=1; \
+	done; \
+	exit $$status
+
+adapters-%: $(VENV)/.adapters
+	$(SHARE) $(MPIEXEC) -n $* $(PYTEST) $(call SOME,tests/adapters) </dev/null
+
 test-mpi: $(VENV)/.test
 	@failed=""; summary=""; \
 	for size in $(SIZES); do \
@@ -143,6 +158,10 @@ $(VENV)/.test: $(VENV)/.demo | $(YIELD)
 	$(BIN)/python -m pip install --quiet -e '.[$(MPI),demo,test,dev]'
 	@touch $@
 
+$(VENV)/.adapters: pyproject.toml setup.cfg | $(YIELD)
+	$(BIN)/python -m pip install --quiet -e '.[$(MPI),test-adapters]'
+	@touch $@
+
 $(YIELD): tests/sched_yield.c | $(BIN)/pip
 	-$(CC) -O2 -shared -fPIC -o $@ $<
 
@@ -166,5 +185,5 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf .venv-mpich .venv-openmpi build dist *.egg-info .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv-mpich* .venv-openmpi* build dist *.egg-info .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,7 @@ LAYERS = [
     ["accumulator", "reducer"],
     ["server"],
     ["optimizers"],
-    ["adapters", "checkpoint"],
+    ["torch", "jax", "checkpoint"],
     ["tracing"],
     ["hpcaccum"],
     ["free_memory", "processor"],
