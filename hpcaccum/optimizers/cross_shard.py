@@ -310,6 +310,7 @@ class CrossShardOptimizer(Wrapper):
         )
         if sums is None:
             return receipt
+        shard.count()
         summed = with_sums(pairs, sums)
         self.inner.apply_gradients(summed, global_step, name)
         return receipt

@@ -58,6 +58,9 @@ class Shard:
         self.begin(0, None)
         self.present, self.left = list(range(group.size)), False
         self._current = group
+        # Of the next reduction; and the ranks whose gradients the last one used.
+        self._started: set[str] = set()
+        self._used: list[int] = []
         self._waited = 0.0
         self.reducer = self._make()
 
@@ -84,6 +87,16 @@ class Shard:
                 f"gradients"
             )
 
+    def start(self, name: str, grad: Array | None) -> None:
+        """Begin a reduction with one of its gradients; see `Reducer.start`.
+
+        Raises:
+            InvalidArgumentError: If this rank has left, or as `Reducer.start`.
+        """
+        self.check_present()
+        self.reducer.start(name, grad)
+        self._started.add(name)
+
     def reduce(
         self,
         grads: Mapping[str, Array | Rows],
@@ -96,8 +109,8 @@ class Shard:
         """Return the sums or means of the gradients. Collective.
 
         Args:
-            grads: By name.
-            out: Arrays on the device for the results, or None.
+            grads: By name, also those that were started.
+            out: Arrays for the results, or None.
             step: See `Reducer.reduce`.
             parts: The number by which the gradients have been divided, so that their
                 sum is the mean over so many ranks; 0 for sums. None if the mean is
@@ -114,18 +127,11 @@ class Shard:
         self.check_present()
         rows = {name: each for name, each in grads.items() if isinstance(each, Rows)}
         arrays: Mapping[str, Any] = {**grads, **dict.fromkeys(rows, MARK)}
-        found = self._reduce_arrays(arrays, out, step, parts, skips)
-        if found is None:
-            return None
-        sums, used = found
-        if rows:
-            divided_by = 1 if parts is None else parts
-            totals = self._reduce_rows(rows, len(used), divided_by, skips)
-            sums = {**sums, **totals}
-        for rank in used:
-            self._accepted[rank] += 1
-        self.step += 1
-        return sums
+        sums = self._reduce_arrays(arrays, out, step, parts, skips)
+        if sums is None or not rows:
+            return sums
+        divided_by = 1 if parts is None else parts
+        return {**sums, **self._reduce_rows(rows, divided_by, skips)}
 
     def _reduce_arrays(
         self,
@@ -134,33 +140,42 @@ class Shard:
         step: int,
         parts: int | None,
         skips: bool,
-    ) -> tuple[Mapping[str, Any], list[int]] | None:
-        """Return results and the ranks whose gradients they have; None if none has."""
+    ) -> Mapping[str, Any] | None:
+        """Return the results, and set the ranks whose gradients they have."""
         kind = "MEAN" if parts is None else "SUM"
-        used = self.present
+        rest = {name: g for name, g in grads.items() if name not in self._started}
+        self._started.clear()
+        self._used = self.present
         try:
             if skips:
                 self.reducer.interrupt(_SKIPS)
-            sums = self.reducer.reduce(grads, out=out, step=step, reduction_type=kind)
-            return _mean(sums, len(used), parts or 0), used
+            sums = self.reducer.reduce(rest, out=out, step=step, reduction_type=kind)
+            return _mean(sums, len(self._used), parts or 0)
         except Interruption as found:
-            used = self._continue(found.notes)
-            if not used:
+            self._used = self._continue(found.notes)
+            if not self._used:
                 return None
             if skips:
                 grads = {name: np.zeros_like(grad) for name, grad in grads.items()}
             sums = self.reducer.reduce(grads, out=out, step=step, reduction_type="SUM")
-            return _mean(sums, len(used), 1 if parts is None else parts), used
+            return _mean(sums, len(self._used), 1 if parts is None else parts)
 
     def _reduce_rows(
-        self, rows: Mapping[str, Rows], ranks: int, parts: int, skips: bool
+        self, rows: Mapping[str, Rows], parts: int, skips: bool
     ) -> dict[str, Rows]:
         """Return the sums or means of rows; see `_mean`."""
         if skips:
             rows = {name: Rows(*(part[:0] for part in rows[name])) for name in rows}
         sums = sum_rows(self._current, rows, f"{self._name}: exchange of rows")
-        means = _mean({name: sums[name].values for name in sums}, ranks, parts)
+        values = {name: sums[name].values for name in sums}
+        means = _mean(values, len(self._used), parts)
         return {name: sums[name]._replace(values=means[name]) for name in sums}
+
+    def count(self) -> None:
+        """Count an update with the results of the last `reduce`."""
+        for rank in self._used:
+            self._accepted[rank] += 1
+        self.step += 1
 
     def leave(self) -> None:
         """Leave, at the next reduction of the other ranks. Collective.
