@@ -114,10 +114,13 @@ ADAPTERS      := $(VENV)-adapters
 ADAPTER_SIZES ?= 1 2 3
 test-adapters:
 	@status=0; \
-	for size in $(ADAPTER_SIZES); do \
-	    $(MAKE) --no-print-directory VENV=$(ADAPTERS) adapters-$$size || status=1; \
+	for part in $(ADAPTER_SIZES) programs; do \
+	    $(MAKE) --no-print-directory VENV=$(ADAPTERS) adapters-$$part || status=1; \
 	done; \
 	exit $$status
+
+adapters-programs: $(VENV)/.adapters
+	$(SHARE) $(PYTEST) $(call SOME,tests/examples) </dev/null
 
 adapters-%: $(VENV)/.adapters
 	$(SHARE) $(MPIEXEC) -n $* $(PYTEST) $(call SOME,tests/adapters) </dev/null

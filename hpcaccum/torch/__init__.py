@@ -1,0 +1,25 @@
+"""PyTorch: any optimizer of `torch.optim` in one of the four strategies.
+
+`CrossShard`, `SyncReplicas`, `DropStale` and `AGN` hold a torch optimizer and take its
+place in a training loop. `adapter` is what they have in common, `one_sided` the base of
+the last three. `rule` lets a torch optimizer update the center of a server, `gradients`
+moves gradients to the memory of the exchange, `buffers` combines the buffers of a
+module, and `state` is what `state_dict` returns. `tensors` maps tensors to arrays.
+
+Imports `optimizers` and the packages below it. Nothing else imports this package, so
+that only those who use it need PyTorch.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch  # noqa: F401
+except (ImportError, OSError) as error:
+    raise ImportError(
+        f"hpcaccum.torch needs PyTorch: {error} (pip install 'hpcaccum[torch]')"
+    ) from None
+
+from hpcaccum.torch.cross_shard import CrossShard
+from hpcaccum.torch.one_sided import AGN, DropStale, SyncReplicas
+
+__all__ = ["AGN", "CrossShard", "DropStale", "SyncReplicas"]

@@ -1,0 +1,274 @@
+"""What the adapters of all strategies have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import Group
+from hpcaccum.torch.buffers import Buffers
+from hpcaccum.torch.gradients import Gradients
+from hpcaccum.torch.rule import TorchRule
+from hpcaccum.torch.state import check_state, snapshot_of, state_of
+from hpcaccum.torch.tensors import (
+    check_module,
+    check_optimizer,
+    named_parameters,
+    tensor_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import TracebackType
+
+    from mpi4py import MPI as mpi4py_MPI
+    from typing_extensions import Self
+
+    from hpcaccum.accumulator import Receipt, Tally
+    from hpcaccum.optimizers import Variable
+
+
+class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
+    """Takes the place of a torch optimizer in a training loop. Collective.
+
+    It has the parameter groups of that optimizer, so a scheduler may be given either.
+
+    Args:
+        optimizer: Of `torch.optim`.
+        module: The model. Its buffers, and parameters that are not trained, start with
+            the values of rank 0, too; and messages use its names.
+        buffers: ``"average"`` or ``"broadcast"``: what `sync_buffers` does.
+        comm: Communicator of the ranks; COMM_WORLD by default.
+
+    Attributes:
+        optimizer: The torch optimizer.
+
+    Raises:
+        TypeError, InvalidArgumentError, DisagreementError: On every rank.
+    """
+
+    # The rank whose state is loaded.
+    _root = 0
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        module: torch.nn.Module | None,
+        buffers: str,
+        comm: mpi4py_MPI.Comm | Group | None,
+    ) -> None:
+        self._group, self._what = (
+            Group.of(comm),
+            f"hpcaccum.torch.{type(self).__name__}",
+        )
+
+        def check() -> tuple[dict[str, Any], Buffers]:
+            check_optimizer(optimizer, Adapter)
+            check_module(module)
+            parameters = named_parameters(optimizer, module)
+            return parameters, Buffers(module, parameters.values(), buffers)
+
+        self._parameters, self._buffers = self._group.agree(
+            self._what, check, lambda checked: checked[1].facts()
+        )
+        # The groups are the same dictionaries.
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer, self.state = optimizer, optimizer.state
+        self._rule = TorchRule(optimizer, self._parameters)
+        self._gradients = Gradients(self._parameters)
+        # Whether backward passes exchange gradients.
+        self._syncs = True
+        self._exchange = self._make()
+        self._exchange.initialize(self._rule.own)
+        self._buffers.broadcast(self._group, self._what)
+        self._hooks = self._gradients.add_hooks(self._on_gradient)
+
+    def _make(self) -> Any:
+        """Return the optimizer of hpcaccum that exchanges the gradients. Collective."""
+        raise NotImplementedError
+
+    def _on_gradient(self, parameter: Any) -> None:
+        """Called in each backward pass when a gradient is complete."""
+        raise NotImplementedError
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Receipt:
+        """Exchange the gradients and update the parameters, as the strategy promises.
+
+        Args:
+            closure: Computes the gradients first and returns the loss; optional.
+
+        Returns:
+            Whether the gradients were accepted, and at which step; with the result of
+            ``closure``.
+
+        Raises:
+            InvalidArgumentError: If there is no gradient, or a sparse one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Schedulers look for it where they were attached.
+        self.optimizer._opt_called = True
+        receipt = self._update()
+        return receipt if loss is None else dataclasses.replace(receipt, loss=loss)
+
+    def _update(self) -> Receipt:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only add up gradients in backward passes of the block, for micro-batches.
+
+        They are exchanged by the next backward pass outside of such a block, or by
+        `step`. The sum is not divided by the number of passes.
+        """
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse a new group: the exchange was made for the parameters there are."""
+        if hasattr(self, "optimizer"):
+            raise InvalidArgumentError(
+                f"{self._what}: parameters cannot be added later; make a new optimizer"
+            )
+        super().add_param_group(param_group)
+
+    # The state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the parameters, the state and the counts of one step. Not collective.
+
+        The entries "state" and "param_groups" are those of a torch optimizer, which can
+        load this dictionary, too.
+
+        Raises:
+            InvalidArgumentError: With a server, on other ranks than the host.
+        """
+        return state_of(self._exchange.snapshot(), self.optimizer)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Continue from a `state_dict`. Collective.
+
+        Args:
+            state_dict: Of the same optimizer; on the host, or rank 0. Others may pass
+                None.
+
+        Raises:
+            TypeError, InvalidArgumentError: On every rank, if it does not fit; nothing
+                is changed.
+        """
+        what, root = f"{self._what}: load_state_dict", self._group.rank == self._root
+
+        def check() -> Any:
+            if not root:
+                return None, None
+            checked = check_state(state_dict, self.optimizer, self._rule.own)
+            return snapshot_of(checked, list(self._parameters)), checked["param_groups"]
+
+        snapshot, groups = self._group.agree(what, check, lambda _: {})
+        groups = self._group.allgather(groups, what)[self._root]
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({name: saved[name] for name in saved if name != "params"})
+        self._restore(snapshot, what)
+
+    def _restore(self, snapshot: Any, what: str) -> None:
+        """Continue from a checked snapshot of the root. Collective."""
+        raise NotImplementedError
+
+    @property
+    def global_step(self) -> int:
+        """Number of updates so far; after `free`, in total."""
+        return self._exchange.global_step  # type: ignore[no-any-return]
+
+    def statistics(self) -> Tally:
+        """Return how many gradients of each rank were accepted and dropped so far."""
+        return self._exchange.statistics()  # type: ignore[no-any-return]
+
+    def center(self, parameter: Any) -> Any:
+        """Return a copy of the newest value of a parameter. Not collective.
+
+        With a server, it is the server's.
+
+        Args:
+            parameter: A parameter; or a list or tuple of them, copied at one step.
+
+        Returns:
+            A tensor, or a list of tensors.
+
+        Raises:
+            InvalidArgumentError: If it is not a parameter of the optimizer.
+        """
+        several = isinstance(parameter, (list, tuple))
+        wanted = parameter if several else [parameter]
+        copies = self._exchange.center([self._variable(each) for each in wanted])
+        tensors = [tensor_of(each) for each in copies]
+        return tensors if several else tensors[0]
+
+    def _variable(self, parameter: Any) -> Variable:
+        pairs = zip(self._parameters.values(), self._rule.own, strict=True)
+        for own, var in pairs:
+            if own is parameter:
+                return var
+        raise InvalidArgumentError(f"{self._what}: it has no such parameter")
+
+    def sync_buffers(self) -> None:
+        """Average or broadcast the buffers of the module. Collective.
+
+        Buffers of floats are averaged over all ranks, or set to those of rank 0, as
+        ``buffers=`` says; others are set to those of rank 0.
+        """
+        self._buffers.sync(self._group, self._what)
+
+    # The end
+
+    def leave(self) -> None:
+        """Declare that this rank contributes no more gradients.
+
+        As `leave` of the optimizer of the same strategy.
+        """
+        self._exchange.leave()
+
+    def free(self) -> None:
+        """Synchronize the buffers, and free the exchange. Collective.
+
+        Afterwards the parameters of all ranks are those of the last update.
+        `global_step`, `statistics` and `center` remain available.
+        """
+        if self._exchange.freed:
+            return
+        self._before_free()
+        self.sync_buffers()
+        self._exchange.free()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_free(self) -> None:
+        """Do what must be done before ranks wait for each other."""
+
+    @property
+    def freed(self) -> bool:
+        """Whether it was freed."""
+        return self._exchange.freed  # type: ignore[no-any-return]
+
+    def __enter__(self) -> Self:
+        """Return the object itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Free it. After an exception leave it open: other ranks may not free it."""
+        if kind is None:
+            self.free()

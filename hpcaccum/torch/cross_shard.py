@@ -1,0 +1,163 @@
+"""The adapter that averages gradients over all ranks during the backward pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.autograd import Variable as Autograd
+
+from hpcaccum.accumulator import Receipt
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.optimizers import CrossShardOptimizer
+from hpcaccum.torch.adapter import Adapter
+from hpcaccum.torch.buffers import AVERAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.mpi import Group
+
+Array = np.ndarray[Any, Any]
+
+
+class _Exchange(CrossShardOptimizer):
+    """Averages gradients before the call that updates the parameters."""
+
+    def places(self) -> dict[str, Array]:
+        """Return the memory in which gradients are exchanged.
+
+        Raises:
+            InvalidArgumentError: If this rank has left.
+        """
+        self._made(self._shard).check_present()
+        return self.gradient_arrays()
+
+    def start(self, name: str, grad: Array | None) -> None:
+        """Begin to average a gradient; None if it is in its place."""
+        self._made(self._shard).start(name, grad)
+
+    def average(self, grads: Mapping[str, Array]) -> None:
+        """Replace gradients by their means over the ranks. Collective."""
+        self._made(self._shard).reduce(grads, grads, 0, None)
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error of this rank on every rank. Collective."""
+        shard = self._made(self._shard)
+        shard.check_present()
+        shard.reducer.fail(error)
+
+    def count(self) -> Receipt:
+        """Count an update; return its receipt."""
+        shard = self._made(self._shard)
+        receipt = Receipt(True, shard.step, shard.step)
+        shard.count()
+        return receipt
+
+
+class CrossShard(Adapter):
+    """Averages the gradients of all ranks, like DistributedDataParallel. Collective.
+
+    The exchange of a gradient begins as soon as the backward pass has computed it, and
+    ends with the backward pass. From then on ``grad`` is the mean, so that
+    ``clip_grad_norm_`` is the same on all ranks. `step` makes the same update on every
+    rank.
+
+    Args:
+        optimizer: Of `torch.optim`; makes the updates.
+        module, buffers, comm: See `Adapter`. For groups of ranks that train apart, give
+            each its communicator.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        module: torch.nn.Module | None = None,
+        buffers: str = AVERAGE,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+    ) -> None:
+        # Whether gradients were started in this backward pass, and what went wrong.
+        self._started = False
+        self._problem: Exception | None = None
+        # Whether each `grad` is a mean over the ranks.
+        self._averaged = False
+        super().__init__(optimizer, module=module, buffers=buffers, comm=comm)
+
+    def _make(self) -> _Exchange:
+        return _Exchange(self._rule, name=type(self).__name__, comm=self._group)
+
+    def _on_gradient(self, parameter: Any) -> None:
+        self._averaged = False
+        if not self._syncs:
+            return
+        # In each call, as the end of an earlier pass may have been skipped.
+        Autograd._execution_engine.queue_callback(self._end_pass)
+        if self._problem is None:
+            try:
+                self._start(parameter)
+            except (TypeError, InvalidArgumentError) as error:
+                self._problem = error
+
+    def _start(self, parameter: Any) -> None:
+        if not self._started:
+            self._gradients.use(self._exchange.places())
+            self._started = True
+        name, grad = self._gradients.move(parameter)
+        self._exchange.start(name, grad)
+
+    def _end_pass(self) -> None:
+        """Called at the end of a backward pass, once for each gradient."""
+        if self._started or self._problem is not None:
+            self._average()
+
+    def _average(self) -> None:
+        """Exchange the gradients, or raise the error of one rank on every rank."""
+        problem, self._problem, self._started = self._problem, None, False
+        grads: dict[str, Array] = {}
+        try:
+            grads = self._gradients.arrays()
+        except InvalidArgumentError as error:
+            problem = problem or error
+        if problem is None and not grads:
+            problem = InvalidArgumentError(
+                f"{self._what}: there is no gradient; call backward() before step()"
+            )
+        if problem is not None:
+            self._exchange.fail(problem)
+        self._exchange.average(grads)
+        self._averaged = True
+
+    def _update(self) -> Receipt:
+        if not self._averaged:
+            self._average()
+        self._averaged = False
+        receipt: Receipt = self._exchange.count()
+        self.optimizer.step()
+        return receipt
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as in PyTorch."""
+        super().zero_grad(set_to_none)
+        self._averaged = False
+
+    def _restore(self, snapshot: Any, what: str) -> None:
+        states = {} if snapshot is None else snapshot["state"]
+        formats: Any = {
+            name: {part: (a.shape, str(a.dtype)) for part, a in parts.items()}
+            for name, parts in states.items()
+        }
+        formats = self._group.allgather(formats, what)[self._root]
+        # All ranks have the same state, with the values of the root after `restore`.
+        self._rule.set_state(
+            self._rule.own,
+            {
+                name: {part: np.zeros(*each) for part, each in parts.items()}
+                for name, parts in formats.items()
+            },
+        )
+        self.zero_grad()
+        self._exchange.restore(snapshot, self._rule.own)

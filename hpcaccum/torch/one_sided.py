@@ -1,0 +1,225 @@
+"""The adapters of the strategies with a parameter server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpcaccum.optimizers import (
+    AGNCustomGetter,
+    AGNOptimizer,
+    DropStaleGradientOptimizer,
+    SyncReplicasOptimizer,
+)
+from hpcaccum.torch.adapter import Adapter
+from hpcaccum.torch.buffers import AVERAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.accumulator import Receipt
+    from hpcaccum.mpi import Group
+
+
+class OneSided(Adapter):
+    """An adapter whose updates run on the parameters of one rank. Collective.
+
+    The host has a copy of the parameters, the center, and a copy of the torch optimizer
+    that updates it. Its options are those of the host's parameter groups: only a
+    scheduler of the host changes the learning rate of the center.
+
+    `step` ends with the newest parameters, with which the next gradient is computed.
+    The gradients then belong to the server, and each ``grad`` is None.
+
+    Args:
+        optimizer, module, buffers, comm: As for `Adapter`.
+        options: Of the optimizer that exchanges the gradients.
+        host: The rank that holds the center.
+        dedicated: Whether the host only serves; it then calls `serve`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: Mapping[str, Any],
+        *,
+        module: torch.nn.Module | None,
+        buffers: str,
+        comm: mpi4py_MPI.Comm | Group | None,
+        host: int,
+        dedicated: bool,
+    ) -> None:
+        self._options = {"host": host, "dedicated": dedicated, **options}
+        self._root = host
+        super().__init__(optimizer, module=module, buffers=buffers, comm=comm)
+
+    def _on_gradient(self, parameter: Any) -> None:
+        if not self._gradients.has_places:
+            self._gradients.use(self._exchange.gradient_arrays())
+        self._gradients.move(parameter)
+
+    def _update(self) -> Receipt:
+        grads = self._gradients.arrays()
+        receipt: Receipt = self._exchange.apply_gradients(
+            [(grads.get(var.name), var) for var in self._rule.own]
+        )
+        self._begin()
+        return receipt
+
+    def _begin(self) -> None:
+        """Prepare for the next gradient: pull what it is to be computed with."""
+        self._gradients.give_up()
+        nothing = [None] * len(self._rule.own)
+        self._exchange.compute_gradients(lambda: (None, nothing))
+
+    def serve(self, after_update: Callable[[int], object] | None = None) -> None:
+        """Serve until all other ranks have left; the host of ``dedicated=True`` only.
+
+        Args:
+            after_update: Called with the step after each update; the next one waits for
+                it. It may call `state_dict`, or a scheduler.
+        """
+        self._exchange.serve(after_update)
+
+    def _restore(self, snapshot: Any, what: str) -> None:
+        self._exchange.free()
+        self._gradients.give_up()
+        # The state of local updates, of AGN, begins anew.
+        self.state.clear()
+        self._exchange = self._make()
+        self._exchange.restore(snapshot, self._rule.own)
+
+    def _before_free(self) -> None:
+        # Otherwise others might wait for its gradients.
+        self._exchange.leave()
+
+
+class SyncReplicas(OneSided):
+    """Updates with the mean of ``replicas_to_aggregate`` gradients of one step.
+
+    The first gradients make an update, later ones of the same step are dropped: see
+    `hpcaccum.SyncReplicasOptimizer`. Collective.
+
+    Args:
+        optimizer: Of `torch.optim`; a copy on the host makes the updates.
+        replicas_to_aggregate: Least number of gradients in an update.
+        module, buffers, comm: See `Adapter`.
+        host, dedicated: See `OneSided`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        replicas_to_aggregate: int,
+        *,
+        module: torch.nn.Module | None = None,
+        buffers: str = AVERAGE,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
+        dedicated: bool = False,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            {"replicas_to_aggregate": replicas_to_aggregate},
+            module=module,
+            buffers=buffers,
+            comm=comm,
+            host=host,
+            dedicated=dedicated,
+        )
+
+    def _make(self) -> SyncReplicasOptimizer:
+        return SyncReplicasOptimizer(self._rule, comm=self._group, **self._options)
+
+
+class DropStale(OneSided):
+    """Applies each gradient as one update if its lag is at most ``staleness``.
+
+    See `hpcaccum.DropStaleGradientOptimizer`. Collective.
+
+    Args:
+        optimizer: Of `torch.optim`; a copy on the host makes the updates.
+        staleness: Largest lag accepted.
+        module, buffers, comm: See `Adapter`.
+        host, dedicated: See `OneSided`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        staleness: int,
+        *,
+        module: torch.nn.Module | None = None,
+        buffers: str = AVERAGE,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
+        dedicated: bool = False,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            {"staleness": staleness},
+            module=module,
+            buffers=buffers,
+            comm=comm,
+            host=host,
+            dedicated=dedicated,
+        )
+
+    def _make(self) -> DropStaleGradientOptimizer:
+        return DropStaleGradientOptimizer(self._rule, comm=self._group, **self._options)
+
+
+class AGN(OneSided):
+    """Makes local steps, and pushes the mean gradient of each ``communication_period``.
+
+    The torch optimizer makes the local steps, and a copy of it on the host those of the
+    center: see `hpcaccum.AGNOptimizer`. Collective.
+
+    Args:
+        optimizer: Of `torch.optim`.
+        communication_period: Number of steps in a push.
+        module, buffers, comm: See `Adapter`.
+        host, dedicated: See `OneSided`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        communication_period: int = 10,
+        *,
+        module: torch.nn.Module | None = None,
+        buffers: str = AVERAGE,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
+        dedicated: bool = False,
+    ) -> None:
+        self._period = communication_period
+        super().__init__(
+            optimizer,
+            {"dedicated": dedicated},
+            module=module,
+            buffers=buffers,
+            comm=comm,
+            host=host,
+            dedicated=dedicated,
+        )
+
+    def _make(self) -> AGNOptimizer:
+        getter = AGNCustomGetter(comm=self._group, host=self._root)
+        for var in self._rule.own:
+            getter.register(var)
+        return AGNOptimizer(
+            self._rule,
+            self._group.size,
+            getter,
+            self._period,
+            dedicated=self._options["dedicated"],
+        )
+
+    def _on_gradient(self, parameter: Any) -> None:
+        """Do nothing: local steps use the gradients where they are."""
+
+    def _begin(self) -> None:
+        """Do nothing: the parameters are those of the local steps."""

@@ -1,0 +1,100 @@
+"""A `state_dict` of an adapter: what torch has in it, and the step that it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.torch.tensors import array_of, tensor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpcaccum.optimizers import Variable
+
+# What it has besides "state" and "param_groups".
+_OPTIMIZER, _PARAMETERS, _COUNTS = "optimizer", "parameters", ("global_step", "tally")
+_KEYS = {"state", "param_groups", _OPTIMIZER, _PARAMETERS, *_COUNTS}
+
+
+def state_of(snapshot: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return a state dictionary.
+
+    Args:
+        snapshot: Of the optimizer of hpcaccum, whose arrays it takes over.
+        optimizer: Of PyTorch.
+    """
+    states = enumerate(snapshot["state"].values())
+    return {
+        # Before the first update a parameter has no entry.
+        "state": {number: _tensors(parts) for number, parts in states if parts},
+        "param_groups": optimizer.state_dict()["param_groups"],
+        _OPTIMIZER: type(optimizer).__name__,
+        _PARAMETERS: _tensors(snapshot["variables"]),
+        **{count: snapshot[count] for count in _COUNTS},
+    }
+
+
+def _tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tensor_of(np.asarray(array)) for name, array in arrays.items()}
+
+
+def check_state(
+    state: Any, optimizer: Any, variables: Sequence[Variable]
+) -> Mapping[str, Any]:
+    """Return a state dictionary that fits an optimizer of PyTorch.
+
+    Raises:
+        TypeError: If it is not one of an adapter.
+        InvalidArgumentError: If it is of another optimizer, or of other parameters.
+    """
+    if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
+        raise TypeError("state_dict must be one of an optimizer of hpcaccum.torch")
+    own = type(optimizer).__name__
+    if state[_OPTIMIZER] != own:
+        raise InvalidArgumentError(
+            f"the state is of {state[_OPTIMIZER]}, the optimizer is {own}"
+        )
+    found = [_signature(tensor) for tensor in state[_PARAMETERS].values()]
+    wanted = [(str(var.dtype), var.shape) for var in variables]
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    if (found, sizes) != (wanted, groups):
+        raise InvalidArgumentError(
+            f"the state is of other parameters: {_text(found, sizes)}; the optimizer "
+            f"has {_text(wanted, groups)}"
+        )
+    return state
+
+
+def _signature(tensor: Any) -> tuple[str, tuple[int, ...]]:
+    array = array_of(tensor)
+    return str(array.dtype), array.shape
+
+
+def _text(found: Sequence[tuple[str, tuple[int, ...]]], sizes: Sequence[int]) -> str:
+    arrays = ", ".join(f"{dtype} {shape}" for dtype, shape in found)
+    return f"{arrays} in groups of {', '.join(map(str, sizes))}"
+
+
+def snapshot_of(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the snapshot that a checked state dictionary was made from.
+
+    Args:
+        state: The dictionary.
+        names: Of the parameters.
+    """
+    values = state[_PARAMETERS].values()
+    states = state["state"]
+    return {
+        "variables": _arrays(dict(zip(names, values, strict=True))),
+        "state": {n: _arrays(states.get(i, {})) for i, n in enumerate(names)},
+        **{count: state[count] for count in _COUNTS},
+    }
+
+
+def _arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: array_of(tensor) for name, tensor in tensors.items()}
