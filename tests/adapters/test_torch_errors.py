@@ -1,0 +1,177 @@
+"""Bad input to the adapter of PyTorch: the same error on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hpcaccum as hpc
+import hpcaccum.torch as hpt
+
+from ..mpi.support import meet
+from ..mpi.training import raised
+from .torch_training import STRATEGIES, Model
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 1.0)
+
+
+def refused(kind, inner, comm, **options):
+    """Return the error of this rank, after all ranks have one of its type."""
+    error = raised(STRATEGIES[kind], inner, comm, **options)
+    assert isinstance(error, Exception), error
+    assert len(set(meet(type(error)))) == 1
+    return error
+
+
+WRONG = {
+    "closure": (lambda: torch.optim.LBFGS(Model().parameters()), "LBFGS calls a"),
+    "sparse": (lambda: torch.optim.SparseAdam(Model().parameters()), "sparse grad"),
+    "several devices": (
+        lambda: torch.optim.SGD(
+            [Model().w, torch.nn.Parameter(torch.zeros(2, device="meta"))], 1.0
+        ),
+        "on one device, they are on cpu, meta",
+    ),
+    "device": (
+        lambda: sgd(torch.nn.Linear(2, 2, device="meta")),
+        "on meta; only tensors in CPU memory are supported yet",
+    ),
+    "dtype": (
+        lambda: sgd(torch.nn.Linear(2, 2, dtype=torch.complex64)),
+        "'parameter 0' is of torch.complex64",
+    ),
+    "kind": (lambda: hpc.SGD(1.0), "must be one of torch.optim, got SGD"),
+}
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("case", WRONG)
+def test_an_optimizer_that_cannot_be_used(case, kind, comm, rank):
+    make, message = WRONG[case]
+    # On one rank only: the others get the error, too.
+    error = refused(kind, make() if rank == 0 else sgd(Model()), comm)
+    assert message in str(error)
+    assert rank == 0 or str(error).startswith(f"hpcaccum.torch.{kind}: rank 0: ")
+
+
+DIFFERENT = {
+    "number": lambda: torch.optim.SGD([Model().w], 1.0),
+    "shape": lambda: torch.optim.SGD([Model().w.T.detach(), Model().b], 1.0),
+    "dtype": lambda: sgd(Model(dtype=torch.float64)),
+    "optimizer": lambda: torch.optim.Adam(Model().parameters(), 1.0),
+}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", ["CrossShard", "DropStale"])
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_optimizers_that_differ_between_ranks(case, kind, comm, rank):
+    error = refused(kind, DIFFERENT[case]() if rank == 1 else sgd(Model()), comm)
+    assert isinstance(error, hpc.DisagreementError)
+    assert "must be the same on all" in str(error)
+
+
+@pytest.mark.ranks(min=2)
+def test_buffers_that_differ_between_ranks(comm, rank):
+    model = Model()
+    if rank == 1:
+        model.register_buffer("more", torch.zeros(1))
+    error = refused("DropStale", sgd(model), comm, module=model)
+    assert "buffers of the module must be the same" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"module": "model"}, "module must be a torch.nn.Module, got str"),
+        ({"buffers": "sum"}, "buffers must be one of"),
+    ],
+)
+def test_bad_options(options, message, comm):
+    assert message in str(refused("CrossShard", sgd(Model()), comm, **options))
+
+
+def test_bad_options_of_the_strategies(comm):
+    inner = sgd(Model())
+    for make in (
+        lambda: hpt.DropStale(inner, None, comm=comm),
+        lambda: hpt.SyncReplicas(inner, 0, comm=comm),
+        lambda: hpt.AGN(inner, 0, comm=comm),
+        lambda: hpt.DropStale(inner, 1, comm=comm, host=comm.size),
+    ):
+        assert isinstance(raised(make), hpc.InvalidArgumentError)
+
+
+def test_an_adapter_is_not_wrapped_again(comm):
+    with hpt.DropStale(sgd(Model()), 0, comm=comm) as opt:
+        assert "exchanges gradients already" in str(refused("AGN", opt, comm))
+        with pytest.raises(hpc.InvalidArgumentError, match="cannot be added later"):
+            opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_sparse_gradients(kind, comm, rank):
+    module = torch.nn.Embedding(4, 2, sparse=True)
+
+    def train():
+        module(torch.tensor([rank])).sum().backward()
+        opt.step()
+
+    with STRATEGIES[kind](sgd(module), comm) as opt:
+        error = raised(train)
+        assert isinstance(error, hpc.InvalidArgumentError)
+        assert "gradient of 'parameter 0' is sparse" in str(error)
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_step_without_a_gradient(kind, comm):
+    with STRATEGIES[kind](sgd(Model()), comm) as opt:
+        error = raised(opt.step)
+        assert isinstance(error, hpc.InvalidArgumentError)
+        assert "no gradient" in str(error)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_mean_needs_the_same_gradients_on_all_ranks(comm, rank):
+    model = Model()
+    with hpt.CrossShard(sgd(model), comm=comm, module=model) as opt:
+        error = raised(model.backward, rank, 0, "w" if rank == 1 else "wb")
+        assert isinstance(error, hpc.DisagreementError)
+        assert "gradient of b must be the same on all" in str(error)
+        opt.zero_grad()
+        # The ranks are in step again.
+        model.backward(rank, 0)
+        opt.step()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_has_left_contributes_no_more(comm, rank, size):
+    model = Model()
+    with hpt.CrossShard(sgd(model), comm=comm) as opt:
+        if rank == 0:
+            opt.leave()
+            with pytest.raises(hpc.InvalidArgumentError, match="has left"):
+                model.backward(rank, 0)
+        else:
+            model.backward(rank, 0)
+            opt.step()
+
+
+def test_after_free(comm, rank):
+    model = Model()
+    opt = hpt.CrossShard(sgd(model), comm=comm)
+    model.backward(rank, 0)
+    opt.step()
+    opt.free()
+    opt.free()
+    assert opt.freed
+    assert opt.global_step == 1
+    assert torch.equal(opt.center(model.w), model.w)
+    opt.zero_grad()
+    # Nothing is exchanged any more.
+    model.backward(rank, 0)
+    with pytest.raises(hpc.FreedError, match="was freed"):
+        opt.step()

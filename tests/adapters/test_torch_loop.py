@@ -1,0 +1,267 @@
+"""What training loops do with an optimizer and its gradients, in each strategy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import hpcaccum as hpc
+import hpcaccum.torch as hpt
+
+from ..mpi.support import meet
+from ..mpi.training import turns, watch_copies
+from .torch_training import ONE_SIDED, STRATEGIES, SYNCHRONOUS, Model, gradient
+
+
+def sgd(model, rate=1.0):
+    return torch.optim.SGD(model.parameters(), rate)
+
+
+def mean(name, like, at):
+    return sum(gradient(name, like, *each).double() for each in at) / len(at)
+
+
+def check_values(model, expected):
+    for name, parameter in model.named_parameters():
+        found = parameter.detach().double().numpy()
+        np.testing.assert_allclose(found, expected(name, parameter), atol=1e-6)
+
+
+# Learning rates
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_scheduler_of_either_optimizer_sets_the_rate(kind, held, comm, rank, size):
+    model = Model()
+    inner = sgd(model)
+    with STRATEGIES[kind](inner, comm) as opt:
+        scheduler = torch.optim.lr_scheduler.StepLR(inner if held else opt, 1, 0.5)
+        for _ in range(2):
+            for _ in range(2 if kind == "AGN" else 1):
+                (model.w.sum() + model.b.sum()).backward()
+                opt.step()
+                opt.zero_grad()
+            # The center has the host's rate.
+            meet()
+            scheduler.step()
+            meet()
+        assert opt.param_groups[0]["lr"] == inner.param_groups[0]["lr"] == 0.25
+    updates = 1 if kind in SYNCHRONOUS else size
+    check_values(model, lambda _, like: np.full(like.shape, -1.5 * updates))
+
+
+def test_a_rate_that_is_a_tensor_reaches_the_center(comm, size):
+    model = Model()
+    inner = torch.optim.SGD(model.parameters(), torch.tensor(1.0))
+    with hpt.SyncReplicas(inner, size, comm=comm) as opt:
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+        for _ in range(2):
+            (model.w.sum() + model.b.sum()).backward()
+            opt.step()
+            meet()
+            scheduler.step()
+            meet()
+    check_values(model, lambda _, like: np.full(like.shape, -1.5))
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_clipping_changes_what_is_applied(kind, comm, rank, size):
+    model = Model()
+    with STRATEGIES[kind](sgd(model), comm) as opt:
+        model.backward(rank, 0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+
+    def clipped(at):
+        means = {n: mean(n, p, at) for n, p in model.named_parameters()}
+        norm = float(sum((each**2).sum() for each in means.values())) ** 0.5
+        return {n: each * min(1, 0.5 / (norm + 1e-6)) for n, each in means.items()}
+
+    ranks = [(each, 0) for each in range(size)]
+    # The mean is clipped if the exchange precedes it, else each gradient.
+    parts = [clipped(ranks)] if kind == "CrossShard" else [clipped([r]) for r in ranks]
+    check_values(model, lambda name, _: -sum(p[name] for p in parts) / len(parts))
+
+
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_micro_batches_are_added_and_exchanged_once(kind, comm, rank, size):
+    model = Model()
+    with STRATEGIES[kind](sgd(model), comm) as opt:
+        with opt.no_sync():
+            model.backward(rank, 0)
+            own = gradient("w", model.w, rank, 0)
+            assert torch.equal(model.w.grad, own)
+            model.backward(rank, 1, "w")
+        model.backward(rank, 2, "b")
+        opt.step()
+        assert opt.global_step == 1
+    passes = {"w": [0, 1], "b": [0, 2]}
+    check_values(
+        model,
+        lambda name, like: (
+            -sum(
+                mean(name, like, [(r, step) for r in range(size)])
+                for step in passes[name]
+            )
+        ),
+    )
+
+
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_step_exchanges_what_no_backward_pass_has(kind, comm, rank, size):
+    model = Model()
+    with STRATEGIES[kind](sgd(model), comm) as opt:
+        with opt.no_sync():
+            model.backward(rank, 0)
+        opt.step()
+    ranks = [(each, 0) for each in range(size)]
+    check_values(model, lambda name, like: -mean(name, like, ranks))
+
+
+def test_each_backward_pass_adds_its_mean(comm, rank, size):
+    model = Model()
+    with hpt.CrossShard(sgd(model), comm=comm) as opt:
+        for step in range(2):
+            model.backward(rank, step)
+        opt.step()
+        assert opt.global_step == 1
+    at = [[(each, step) for each in range(size)] for step in range(2)]
+    check_values(model, lambda n, like: -mean(n, like, at[0]) - mean(n, like, at[1]))
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_parameter_without_a_gradient_is_not_updated(kind, comm, rank):
+    model = Model(start=1.0)
+    inner = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5)
+    with STRATEGIES[kind](inner, comm) as opt:
+        for step in range(2):
+            model.backward(rank, step, "w")
+            assert model.b.grad is None
+            opt.step()
+            opt.zero_grad()
+    assert torch.equal(model.b, torch.ones(5))
+    assert not torch.equal(model.w, torch.ones(3, 4))
+
+
+def test_a_frozen_parameter_keeps_the_value_of_rank_0(comm, rank):
+    model = Model(start=rank)
+    model.b.requires_grad_(False)
+    with hpt.CrossShard(sgd(model), comm=comm) as opt:
+        model.backward(rank, 0, "w")
+        opt.step()
+    assert torch.equal(model.b, torch.zeros(5))
+
+
+def test_gradients_lie_in_the_memory_of_the_exchange(comm, rank, monkeypatch):
+    copied = watch_copies(monkeypatch)
+    model = Model()
+    with hpt.DropStale(sgd(model), 10**6, comm=comm) as opt:
+        for step in range(3):
+            model.backward(rank, step)
+            own = model.w.grad.data_ptr()
+            model.backward(rank, step)
+            assert model.w.grad.data_ptr() == own
+            opt.step()
+            # They belong to the server now.
+            assert model.w.grad is None
+    assert copied == []
+
+
+def test_means_lie_in_the_memory_of_the_exchange(comm, rank):
+    model = Model()
+    with hpt.CrossShard(sgd(model), comm=comm) as opt:
+        for step in range(2):
+            model.backward(rank, step)
+            place = opt._exchange.gradient_arrays()["parameter 0"]
+            assert model.w.grad.data_ptr() == place.ctypes.data
+            opt.step()
+            opt.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_dtypes(kind, dtype, comm, rank, size):
+    model = Model(dtype=dtype)
+    passes = 2 if kind == "AGN" else 1
+    with STRATEGIES[kind](sgd(model), comm) as opt:
+
+        def act(_):
+            for _ in range(passes):
+                model.backward(rank, 0)
+                opt.step()
+                opt.zero_grad()
+
+        if kind in SYNCHRONOUS:
+            act(0)
+        else:
+            turns(range(size), act)
+    assert model.w.dtype == dtype
+    grads = [gradient("w", model.w, each, 0).double() for each in range(size)]
+    expected = -sum(grads) / (size if kind in SYNCHRONOUS else 1)
+    found = model.w.detach().double().numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_closure_computes_the_gradients(comm, rank):
+    model = Model()
+    with hpt.CrossShard(sgd(model), comm=comm) as opt:
+
+        def closure():
+            model.backward(rank, 0)
+            return torch.tensor(3.0)
+
+        assert opt.step(closure).loss == 3
+    assert model.w.ne(0).any()
+
+
+# Buffers
+
+
+@pytest.mark.parametrize("mode", ["average", "broadcast"])
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_buffers_of_the_module(kind, mode, comm, rank, size):
+    module = torch.nn.BatchNorm1d(2, momentum=1.0)
+    module.running_mean.fill_(7 + rank)
+    module.register_buffer("mask", torch.tensor([rank == 0, True]))
+    with STRATEGIES[kind](sgd(module), comm, module=module, buffers=mode) as opt:
+        assert module.running_mean.eq(7).all()
+        assert module.mask.all()
+        for _ in range(rank + 1):
+            module(torch.tensor([[0.0, 1.0], [2.0, 3.0]]) + rank).sum().backward()
+            opt.step() if kind == "AGN" else opt.zero_grad()
+            if kind == "CrossShard":
+                break
+        # The batch of rank r has the means 1 + r and 2 + r.
+        opt.sync_buffers()
+        late = (size - 1) / 2 if mode == "average" else 0
+        assert torch.allclose(module.running_mean, torch.tensor([1.0, 2.0]) + late)
+        assert module.num_batches_tracked == 1
+
+
+def test_parameters_that_are_not_trained_start_with_those_of_rank_0(comm, rank):
+    model = Model(start=rank)
+    with hpt.DropStale(
+        torch.optim.SGD([model.w], 1.0), 0, comm=comm, module=model
+    ) as opt:
+        assert torch.equal(model.b, torch.zeros(5))
+        with pytest.raises(hpc.InvalidArgumentError, match="no such parameter"):
+            opt.center(model.b)
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_no_rank_waits_for_one_that_left(kind, comm, rank, size):
+    model = Model()
+    with STRATEGIES[kind](sgd(model), comm) as opt:
+        if rank == size - 1 and size > 1:
+            opt.leave()
+        else:
+            for step in range(2):
+                model.backward(rank, step)
+                opt.step()
+    values = meet(model.values()["w"].tobytes())
+    assert all(each == values[0] for each in values)

@@ -1,0 +1,143 @@
+"""Each strategy makes the updates that plain PyTorch makes with the same gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hpcaccum.torch as hpt
+
+from ..mpi.support import meet
+from ..mpi.training import turns
+from .torch_training import ONE_SIDED, STRATEGIES, SYNCHRONOUS, Model, Plain, groups
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(
+        params, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
+    "foreach": lambda params: torch.optim.SGD(
+        params, 0.1, momentum=0.9, nesterov=True, foreach=True
+    ),
+    "AdamW": lambda params: torch.optim.AdamW(params, 0.1),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, 0.1),
+    "NAdam": lambda params: torch.optim.NAdam(params, 0.1),
+    "Rprop": lambda params: torch.optim.Rprop(params, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_synchronous_updates_use_the_mean(kind, name, comm, rank, size):
+    make = OPTIMIZERS[name]
+    model, plain = Model(start=rank), Plain(make, Model(start=0))
+
+    with STRATEGIES[kind](make(groups(model)), comm) as opt:
+        for step in range(3):
+            model.backward(rank, step)
+            assert opt.step()
+            opt.zero_grad()
+            plain.update([(each, step) for each in range(size)])
+        plain.check(model.values())
+        assert opt.global_step == 3
+        assert opt.statistics().accepted == (3,) * size
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_gradient_is_an_update(name, comm, rank, size):
+    make, order = OPTIMIZERS[name], [*range(size), *reversed(range(size))]
+    model, plain = Model(start=rank), Plain(make, Model(start=0))
+
+    def act(turn):
+        model.backward(rank, turn)
+        return bool(opt.step())
+
+    with hpt.DropStale(make(groups(model)), 10**6, comm=comm) as opt:
+        assert all(turns(order, act))
+        for turn, each in enumerate(order):
+            plain.update([(each, turn)])
+        center = opt.center([model.w, model.b])
+        plain.check({"w": center[0].numpy(), "b": center[1].numpy()})
+    plain.check(model.values())
+
+
+@pytest.mark.ranks(min=2)
+def test_a_stale_gradient_is_dropped_and_the_next_one_is_not(comm, rank, size):
+    model = Model()
+    with hpt.DropStale(torch.optim.SGD(groups(model), 1.0), 0, comm=comm) as opt:
+        model.backward(rank, 0)
+        receipts = turns([0, 1, 1], lambda turn: _again(opt, model, rank, turn))
+        assert [bool(receipt) for receipt in receipts] == [True, False, True]
+        assert receipts[1].lag == 1
+        assert sum(opt.statistics().dropped) == 1
+
+
+def _again(opt, model, rank, turn):
+    if turn == 2:
+        model.backward(rank, turn)
+    return opt.step()
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_agn_makes_local_steps_and_pushes_their_mean(name, comm, rank, size):
+    make, order = OPTIMIZERS[name], [*range(size), *range(size)]
+    model, center = Model(start=rank), Plain(make, Model(start=0))
+    locals_ = [Plain(make, Model(start=0)) for _ in range(size)]
+
+    def act(turn):
+        sent = []
+        for step in (2 * turn, 2 * turn + 1):
+            model.backward(rank, step)
+            sent.append(opt.step().sent)
+            opt.zero_grad()
+        return sent, model.values()
+
+    with hpt.AGN(make(groups(model)), 2, comm=comm) as opt:
+        results = turns(order, act)
+        for turn, each in enumerate(order):
+            steps = [(each, 2 * turn), (each, 2 * turn + 1)]
+            for step in steps:
+                locals_[each].update([step])
+            center.update(steps)
+            locals_[each].model.load_state_dict(center.model.state_dict())
+            assert results[turn][0] == [False, True]
+            center.check(results[turn][1])
+    center.check(model.values())
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_a_dedicated_host_only_serves(kind, comm, rank, size):
+    model, last = Model(start=rank), size - 1
+    make = {
+        "SyncReplicas": lambda opt, **more: hpt.SyncReplicas(opt, last, **more),
+        "DropStale": lambda opt, **more: hpt.DropStale(opt, 10**6, **more),
+        "AGN": lambda opt, **more: hpt.AGN(opt, 1, **more),
+    }[kind]
+    inner = torch.optim.SGD(groups(model), 1.0)
+    with make(inner, comm=comm, host=last, dedicated=True) as opt:
+        if rank == last:
+            opt.serve()
+        else:
+            model.backward(rank, 0)
+            opt.step()
+    assert opt.global_step == (1 if kind == "SyncReplicas" else last)
+    values = meet({name: value.tobytes() for name, value in model.values().items()})
+    assert all(each == values[0] for each in values)
+    assert model.w.ne(last).any()
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_leave_a_mean_are_not_waited_for(comm, rank, size):
+    model, plain = Model(), Plain(lambda p: torch.optim.SGD(p, 1.0), Model())
+    with hpt.CrossShard(torch.optim.SGD(groups(model), 1.0), comm=comm) as opt:
+        for step in range(3):
+            if (rank, step) == (size - 1, 2):
+                opt.leave()
+                break
+            model.backward(rank, step)
+            opt.step()
+            opt.zero_grad()
+    for step in range(3):
+        plain.update([(each, step) for each in range(size - (step == 2))])
+    plain.check(model.values())
+    assert opt.statistics().accepted == (*[3] * (size - 1), 2)

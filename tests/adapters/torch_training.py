@@ -1,0 +1,89 @@
+"""Helpers of the tests with PyTorch: a model whose gradients are known."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import hpcaccum.torch as hpt
+
+# Threads of a rank would take the cores of the others.
+torch.set_num_threads(1)
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "CrossShard": lambda opt, comm, **more: hpt.CrossShard(opt, comm=comm, **more),
+    "SyncReplicas": lambda opt, comm, **more: hpt.SyncReplicas(
+        opt, comm.size, comm=comm, **more
+    ),
+    "DropStale": lambda opt, comm, **more: hpt.DropStale(opt, 10**6, comm=comm, **more),
+    "AGN": lambda opt, comm, **more: hpt.AGN(opt, 2, comm=comm, **more),
+}
+ONE_SIDED = [name for name in STRATEGIES if name != "CrossShard"]
+# Those whose updates use one gradient of each rank.
+SYNCHRONOUS = ["CrossShard", "SyncReplicas"]
+
+
+class Model(torch.nn.Module):
+    """Two parameters, and a loss with given gradients."""
+
+    def __init__(self, start: float = 0.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((3, 4), start, dtype=dtype))
+        self.b = torch.nn.Parameter(torch.full((5,), start, dtype=dtype))
+
+    def backward(self, rank: int, step: int, names: str = "wb") -> None:
+        """Compute gradients that depend on the rank and the step."""
+        loss: Any = sum(
+            (parameter * gradient(name, parameter, rank, step)).sum()
+            for name, parameter in self.named_parameters()
+            if name in names
+        )
+        loss.backward()
+
+    def values(self) -> dict[str, Any]:
+        """Return copies of the parameters, as arrays."""
+        return {
+            n: p.detach().float().numpy().copy() for n, p in self.named_parameters()
+        }
+
+
+def gradient(name: str, like: Any, rank: int, step: int) -> Any:
+    rng = np.random.default_rng([len(name), ord(name), rank, step])
+    # Sums of some of them are exact, also in half precision.
+    return torch.tensor(rng.integers(-8, 9, like.shape) / 8.0, dtype=like.dtype)
+
+
+def groups(model: Model) -> list[dict[str, Any]]:
+    """Return two parameter groups with different rates."""
+    return [{"params": [model.w]}, {"params": [model.b], "lr": 0.5}]
+
+
+class Plain:
+    """What PyTorch does with a model on one rank: the truth.
+
+    Args:
+        make: Returns an optimizer for parameter groups.
+        model: Copied.
+    """
+
+    def __init__(self, make: Callable[[Any], Any], model: Model) -> None:
+        self.model = copy.deepcopy(model)
+        self.optimizer = make(groups(self.model))
+
+    def update(self, at: list[tuple[int, int]], names: str = "wb") -> None:
+        """Update with the mean of the gradients of some ranks and steps."""
+        for name, parameter in self.model.named_parameters():
+            if name in names:
+                grads = [gradient(name, parameter, *each).float() for each in at]
+                mean: Any = sum(grads) / len(grads)
+                parameter.grad = mean.to(parameter.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def check(self, values: dict[str, Any], exact: bool = False) -> None:
+        for name, value in self.model.values().items():
+            np.testing.assert_allclose(values[name], value, 0 if exact else 1e-5)
