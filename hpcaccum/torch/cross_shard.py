@@ -42,7 +42,10 @@ class _Exchange(CrossShardOptimizer):
 
     def average(self, grads: Mapping[str, Array]) -> None:
         """Replace gradients by their means over the ranks. Collective."""
-        self._made(self._shard).reduce(grads, grads, 0, None)
+        means = self._made(self._shard).reduce(grads, None, 0, None)
+        assert means is not None
+        for name, mean in means.items():
+            np.copyto(grads[name], mean, casting="same_kind")
 
     def fail(self, error: Exception) -> None:
         """Raise an error of this rank on every rank. Collective."""
