@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum import Group, device
-from hpcaccum.bench import report, scaling, wire
+from hpcaccum.bench import report, scaling, torch_step, wire
 from hpcaccum.bench.circumstances import circumstances, describe
 from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.device_case import describe_device, device_facts
@@ -64,7 +64,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
 
     def open_files() -> RowFiles | None:
         if options.gloo:
-            check_usable()
+            check_usable("bench torch" if options.with_torch else "--against gloo")
         if options.on_device:
             device.use_device(group.node.rank)
         if group.rank != 0 or (options.on_wire and group.single_node):
@@ -111,6 +111,8 @@ class Bench:
             return report.DEVICE
         if self._options.on_wire:
             return wire.COLUMNS
+        if self._options.with_torch:
+            return torch_step.COLUMNS
         return report.HOST if self._group.single_node else report.BETWEEN_NODES
 
     def __call__(self) -> int:

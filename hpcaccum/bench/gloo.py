@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from hpcaccum import Group
 
 
-def check_usable() -> None:
-    """Raise InvalidArgumentError if torch is missing, or cannot be loaded."""
+def check_usable(what: str) -> None:
+    """Raise InvalidArgumentError if torch is missing, or cannot be loaded.
+
+    Args:
+        what: Needs it; begins the message.
+    """
     try:
         importlib.import_module("torch.distributed")
     except (ImportError, OSError) as error:
         raise InvalidArgumentError(
-            f"--against gloo needs PyTorch: {error} (pip install torch)"
+            f"{what} needs PyTorch: {error} (pip install torch)"
         ) from None
 
 

@@ -19,6 +19,7 @@ from hpcaccum.bench.progress import Progress
 from hpcaccum.bench.server import Server
 from hpcaccum.bench.sizes import sizes
 from hpcaccum.bench.step import Step
+from hpcaccum.bench.torch_step import TorchStep
 from hpcaccum.bench.wire import Wire
 
 if TYPE_CHECKING:
@@ -34,10 +35,15 @@ BENCHMARKS: dict[str, type[Case]] = {
     "progress": Progress,
 }
 
-# What `all` leaves out, as not every machine has a device, and not every job several
-# nodes.
-_ON_DEVICE, WIRE = "device", "wire"
-_CASES: dict[str, type[Case]] = {**BENCHMARKS, **DEVICE_BENCHMARKS, WIRE: Wire}
+# What `all` leaves out, as not every machine has a device or PyTorch, and not every job
+# several nodes.
+_ON_DEVICE, WIRE, TORCH = "device", "wire", "torch"
+_CASES: dict[str, type[Case]] = {
+    **BENCHMARKS,
+    **DEVICE_BENCHMARKS,
+    WIRE: Wire,
+    TORCH: TorchStep,
+}
 
 _HELP = {
     "accumulate": "the accumulator: applies, rounds, many writers, a late rank",
@@ -47,6 +53,7 @@ _HELP = {
     "progress": "how long other ranks wait while rank 0 computes",
     "all": "all of the above",
     WIRE: "what each strategy sends between nodes, counted at the links",
+    TORCH: "a training step of PyTorch, compared with DistributedDataParallel",
     _ON_DEVICE: "kernels, accumulator and exchange on a CUDA device, vs CuPy",
     "soak": "random operations for any time: exact counts, and nothing leaks",
     "compare": "what became slower between two --json files",
@@ -59,6 +66,8 @@ _DEFAULT_SIZES = {
     **dict.fromkeys(BENCHMARKS, _SIZES),
     "progress": (4 << 20,),
     WIRE: (4 << 10, 1 << 20, 16 << 20),
+    # 1 to 50 million parameters.
+    TORCH: (4 << 20, 16 << 20, 64 << 20, 192 << 20),
     **dict.fromkeys(DEVICE_BENCHMARKS, (1 << 30,)),
 }
 
@@ -73,7 +82,7 @@ class Options:
         benchmarks: Names, in order.
         sizes: In bytes; None selects the default of each benchmark.
         seconds: Approximate time for each size.
-        gloo: Whether to measure torch.distributed as well.
+        gloo: Whether to measure torch.distributed, too.
         json, csv, plot: Files to write, or None.
         force: Whether these files may be overwritten.
     """
@@ -91,6 +100,11 @@ class Options:
     def on_device(self) -> bool:
         """Whether a device is measured instead of the host."""
         return self.benchmarks[0] in DEVICE_BENCHMARKS
+
+    @property
+    def with_torch(self) -> bool:
+        """Whether PyTorch is measured."""
+        return self.benchmarks == (TORCH,)
 
     @property
     def on_wire(self) -> bool:
@@ -147,7 +161,7 @@ def _add_measure(parser: argparse.ArgumentParser, *, with_gloo: bool) -> None:
         metavar="SIZE",
         help="bytes of a gradient, such as 4K,1M, and ranges: 4K:256M is 4K, 16K and "
         "so on, 4K:256M:2 has all powers of two "
-        "(4K:256M, progress 4M, wire 4K,1M,16M, device 1G)",
+        "(4K:256M, progress 4M, wire 4K,1M,16M, torch 4M:64M,192M, device 1G)",
     )
     parser.add_argument(
         "--seconds",
@@ -221,7 +235,7 @@ def resolve(args: argparse.Namespace) -> Options:
         benchmarks=several.get(name, (name,)),
         sizes=_union(args.sizes) if args.sizes else None,
         seconds=args.seconds,
-        gloo=getattr(args, "against", None) == "gloo",
+        gloo=name == TORCH or getattr(args, "against", None) == "gloo",
         json=args.json,
         csv=args.csv,
         plot=args.plot,
