@@ -246,6 +246,13 @@ def test_missing_packages_are_named_with_the_cure(module, options, cure, bench):
     assert "Traceback" not in shown
 
 
+def test_a_benchmark_of_pytorch_needs_it(bench):
+    shown = bench(2, "torch", before="sys.modules['torch'] = None", status=2)
+
+    assert shown.count("bench torch needs PyTorch") == 1
+    assert "Traceback" not in shown
+
+
 # Stands for torch, which few environments of these tests have.
 TORCH = """
 import types

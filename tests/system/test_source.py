@@ -11,7 +11,7 @@ from .conftest import REPOSITORY
 # Code people read; the words are in pieces so that this file keeps its own rules.
 FILES = [
     path
-    for folder in ("hpcaccum", "tests", "slurm", "kernels", ".ci")
+    for folder in ("hpcaccum", "tests", "examples", "slurm", "kernels", ".ci")
     for path in sorted((REPOSITORY / folder).rglob("*"))
     if path.is_file() and "__pycache__" not in path.parts
 ]

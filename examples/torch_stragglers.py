@@ -1,0 +1,64 @@
+"""Train a PyTorch model with each strategy while one rank is late.
+
+Every strategy uses the same number of gradients; the last rank takes 20 ms more for
+each of its own.
+
+    mpiexec -n 4 python examples/torch_stragglers.py
+"""
+
+import time
+
+import torch
+from mpi4py import MPI
+
+import hpcaccum.torch as hpt
+
+GRADIENTS, PERIOD, LATE = 120, 10, 0.02
+
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
+torch.set_num_threads(1)  # ranks share the cores
+quorum = max(1, size - 1)
+# A strategy, and the number of gradients in one of its updates.
+STRATEGIES = {
+    "cross-shard": (lambda inner: hpt.CrossShard(inner), size),
+    "sync-replicas": (lambda inner: hpt.SyncReplicas(inner, quorum), quorum),
+    "drop-stale": (lambda inner: hpt.DropStale(inner, staleness=8), 1),
+    "agn": (lambda inner: hpt.AGN(inner, PERIOD), PERIOD),
+}
+
+
+def batch():
+    """Return inputs, and a function of them to learn."""
+    x = torch.randn(32, 8)
+    return x, x[:, :4].sum(1, keepdim=True).sin()
+
+
+def train(hold, gradients):
+    """Train a model; return it with the optimizer."""
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)
+    )
+    criterion = torch.nn.MSELoss()
+    with hold(torch.optim.SGD(model.parameters(), 0.05)) as opt:
+        while opt.global_step < GRADIENTS // gradients:
+            x, y = batch()
+            if rank == size - 1:
+                time.sleep(LATE)
+            criterion(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    return model, opt
+
+
+if rank == 0:
+    print("strategy       seconds  updates  accepted of each rank")
+for name, (hold, gradients) in STRATEGIES.items():
+    comm.Barrier()
+    began = time.perf_counter()
+    model, opt = train(hold, gradients)
+    seconds = time.perf_counter() - began
+    counts = " ".join(map(str, opt.statistics().accepted))
+    if rank == 0:
+        print(f"{name:14} {seconds:7.2f} {opt.global_step:8}  {counts}")
