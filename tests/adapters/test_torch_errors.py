@@ -127,8 +127,11 @@ def test_sparse_gradients(kind, comm, rank):
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_step_without_a_gradient(kind, comm):
-    with STRATEGIES[kind](sgd(Model()), comm) as opt:
+def test_a_step_without_a_gradient(kind, comm, rank):
+    model = Model()
+    with STRATEGIES[kind](sgd(model), comm) as opt:
+        model.backward(rank, 0)
+        opt.zero_grad()
         error = raised(opt.step)
         assert isinstance(error, hpc.InvalidArgumentError)
         assert "no gradient" in str(error)
