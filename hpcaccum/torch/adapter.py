@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.errors import FreedError, InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.torch.buffers import Buffers
 from hpcaccum.torch.gradients import Gradients
@@ -62,10 +62,8 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         buffers: str,
         comm: mpi4py_MPI.Comm | Group | None,
     ) -> None:
-        self._group, self._what = (
-            Group.of(comm),
-            f"hpcaccum.torch.{type(self).__name__}",
-        )
+        self._group = Group.of(comm)
+        self._what = f"hpcaccum.torch.{type(self).__name__}"
 
         def check() -> tuple[dict[str, Any], Buffers]:
             check_optimizer(optimizer, Adapter)
@@ -166,6 +164,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
             TypeError, InvalidArgumentError: On every rank, if it does not fit; nothing
                 is changed.
         """
+        self._check_open()
         what, root = f"{self._what}: load_state_dict", self._group.rank == self._root
 
         def check() -> Any:
@@ -226,6 +225,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         Buffers of floats are averaged over all ranks, or set to those of rank 0, as
         ``buffers=`` says; others are set to those of rank 0.
         """
+        self._check_open()
         self._buffers.sync(self._group, self._what)
 
     # The end
@@ -258,6 +258,10 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
     def freed(self) -> bool:
         """Whether it was freed."""
         return self._exchange.freed  # type: ignore[no-any-return]
+
+    def _check_open(self) -> None:
+        if self.freed:
+            raise FreedError(f"{self._what} was freed")
 
     def __enter__(self) -> Self:
         """Return the object itself."""

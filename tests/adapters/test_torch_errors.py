@@ -176,5 +176,6 @@ def test_after_free(comm, rank):
     opt.zero_grad()
     # Nothing is exchanged any more.
     model.backward(rank, 0)
-    with pytest.raises(hpc.FreedError, match="was freed"):
-        opt.step()
+    for call in (opt.step, opt.sync_buffers, lambda: opt.load_state_dict({})):
+        with pytest.raises(hpc.FreedError, match="was freed"):
+            call()

@@ -10,6 +10,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Reduction
+from hpcaccum.optimizers.shard import Shard
 
 from .acting import meet
 from .training import gives, raised, variable
@@ -101,6 +102,24 @@ def test_gradients_in_the_exchange_s_memory_survive(comm, rank, size, dtype):
     np.testing.assert_allclose(
         w.value.astype(float), -expected(size, counts), rtol=2e-2
     )
+
+
+@pytest.mark.ranks(min=2)
+def test_a_mean_that_has_begun_is_made_without_a_rank_that_leaves(comm, rank, size):
+    layout = hpc.Layout({"begun": (3,), "late": (2,)}, np.float32)
+    shard = Shard(hpc.Group.of(comm), layout, "shard", direct=False)
+    grads = shard.reducer.arrays()
+    for grad in grads.values():
+        grad[:] = rank
+    if rank == size - 1:
+        shard.leave()
+    else:
+        shard.start("begun", None)
+        means = shard.reduce(grads, None, 0, None)
+        assert all(np.all(mean == (size - 2) / 2) for mean in means.values())
+        shard.count()
+    shard.finish()
+    assert shard.tally().accepted == (*[1] * (size - 1), 0)
 
 
 def test_variables_of_a_rank_that_left_are_those_of_the_last_update(comm, rank, size):
