@@ -1,0 +1,21 @@
+"""Training with JAX and optax: pytrees, and the update rules of optax.
+
+`average` returns an optax transformation that averages over the ranks. `DropStale`,
+`SyncReplicas` and `AGN` keep the parameters on a server, where a rule of optax updates
+them. `structure` maps pytrees to named arrays, and `rule` calls optax.
+
+Imports `optimizers` and the packages below it. Nothing else imports this package, so
+that only those who use it need JAX.
+"""
+
+from __future__ import annotations
+
+try:
+    from hpcaccum.jax.averaging import average
+    from hpcaccum.jax.one_sided import AGN, DropStale, SyncReplicas
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"hpcaccum.jax needs JAX and optax: {error} (pip install 'hpcaccum[jax]')"
+    ) from None
+
+__all__ = ["AGN", "DropStale", "SyncReplicas", "average"]

@@ -1,0 +1,178 @@
+"""The mean of gradients over the ranks, as an optax transformation."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import io_callback
+
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.jax.structure import Structure
+from hpcaccum.layout import Layout
+from hpcaccum.mpi import MPI, Freeable, Group
+from hpcaccum.reducer import Reducer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mpi4py import MPI as mpi4py_MPI
+
+Array = np.ndarray[Any, Any]
+
+_NAME = "hpcaccum.jax.average"
+
+_forbidden: ContextVar[bool] = ContextVar("forbidden", default=False)
+
+
+@contextlib.contextmanager
+def no_average() -> Iterator[None]:
+    """Make the use of `average` an error during the block."""
+    token = _forbidden.set(True)
+    try:
+        yield
+    finally:
+        _forbidden.reset(token)
+
+
+class Average(optax.GradientTransformation):
+    """The transformation that `average` returns."""
+
+    _exchange: Exchange
+
+    def free(self) -> None:
+        """Wait for the last update, and free the memory of the exchange. Collective."""
+        self._exchange.free()
+
+
+def average(comm: mpi4py_MPI.Comm | Group | None = None) -> Average:
+    """Return a transformation that averages updates over the ranks. Collective.
+
+    In front of a rule, it averages gradients:
+    ``optax.chain(average(), optax.adam(1e-3))``. It can be compiled by `jax.jit`: the
+    exchange is an ordered callback. All ranks must call its ``update`` equally often
+    and in the same order, and start with the same parameters: it does not broadcast
+    them.
+
+    The first ``update`` determines the pytree: its structure, shapes and dtypes are the
+    same on all ranks, and in all later calls. Half precision is summed in float32. If
+    leaves have different dtypes, all of them are exchanged in the widest.
+
+    Args:
+        comm: Communicator of the ranks; COMM_WORLD by default.
+
+    Returns:
+        A GradientTransformation without state. Its ``free()`` releases the memory and
+        the communicator; otherwise the end of the program does so.
+
+    Raises:
+        TypeError: If ``comm`` is not an intracommunicator.
+        InvalidArgumentError: On every rank, if MPI provides no MPI_THREAD_MULTIPLE.
+
+    In ``update``, errors of the first call, and of calls that are not compiled, are
+    those of `Reducer`. A compiled function raises `jax.errors.JaxRuntimeError` on every
+    rank; its message contains the error.
+    """
+    exchange = Exchange(Group.of(comm))
+    made = Average(exchange.init, exchange.update)
+    made._exchange = exchange
+    return made
+
+
+class Exchange(Freeable):
+    """Averages pytrees of one structure. Collective.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        group.agree(_NAME, _check_threads, lambda _: {})
+        self._group = group
+        # Made by the first update, which determines the structure.
+        self._structure: Structure | None = None
+        self._reducer: Reducer | None = None
+
+    def init(self, params: Any) -> optax.EmptyState:
+        """Return the state, which is empty."""
+        return optax.EmptyState()
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return the mean of updates over the ranks, and the state. Collective."""
+        if _forbidden.get():
+            raise InvalidArgumentError(
+                f"{_NAME} cannot be part of the rule of a server, which only the host "
+                f"rank calls"
+            )
+        self._check_open()
+        structure = Structure.of(updates)
+        if self._reducer is None:
+            self._make(structure)
+        # While `jax.jit` traces this, the others may already wait in a callback, so an
+        # error has to be raised in a callback, too.
+        means = io_callback(
+            functools.partial(self._reduce, self._problem(structure)),
+            list(structure.leaves),
+            *jax.tree_util.tree_leaves(updates),
+            ordered=True,
+        )
+        return jax.tree_util.tree_unflatten(structure.nesting, means), state
+
+    def _make(self, structure: Structure) -> None:
+        """Compare the structures of all ranks, and make the reducer. Collective."""
+        # Callbacks that run in another thread may use the same communicator.
+        jax.effects_barrier()
+        self._group.agree(_NAME, lambda: structure.check("updates"), Structure.facts)
+        arrays = dict(zip(structure.names, structure.leaves, strict=True))
+        self._reducer = Reducer(Layout.of(arrays), self._group, _NAME)
+        self._structure = structure
+        # At the end of the program this is freed before the reducer: a callback may
+        # still use it.
+        self._register(self._group, self._reducer.label)
+
+    def _problem(self, structure: Structure) -> InvalidArgumentError | None:
+        """Return the error of a pytree that is not that of the first update."""
+        assert self._structure is not None
+        if structure == self._structure:
+            return None
+        mine, first = structure.facts(), self._structure.facts()
+        # The names of leaves say more than the structure, and are shorter.
+        for name in sorted({**first, **mine}, key=lambda name: name == "structure"):
+            if mine.get(name) != first.get(name):
+                return InvalidArgumentError(
+                    f"{_NAME}: {name} is {mine.get(name, 'missing')}, in the first "
+                    f"update it was {first.get(name, 'missing')}; make one average() "
+                    f"for each pytree"
+                )
+        return None
+
+    def _reduce(self, problem: Exception | None, *leaves: Any) -> list[Array]:
+        """Return the means of arrays, in memory that nothing else uses."""
+        assert self._structure is not None
+        assert self._reducer is not None
+        if problem is not None:
+            self._reducer.fail(problem)
+        arrays = dict(zip(self._structure.names, map(np.asarray, leaves), strict=True))
+        means = {name: np.empty_like(array) for name, array in arrays.items()}
+        self._reducer.reduce(arrays, out=means)
+        return list(means.values())
+
+    def _describe(self) -> str:
+        return _NAME
+
+    def _free(self) -> None:
+        jax.effects_barrier()
+        if self._reducer is not None:
+            self._reducer.free()
+
+
+def _check_threads() -> None:
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise InvalidArgumentError(
+            "MPI provides no MPI_THREAD_MULTIPLE, which callbacks of JAX need"
+        )

@@ -1,0 +1,272 @@
+"""Optimizers with a parameter server, whose updates are made by a rule of optax."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpcaccum.errors import InvalidArgumentError, format_ranks
+from hpcaccum.jax.rule import OptaxRule
+from hpcaccum.jax.structure import Structure
+from hpcaccum.mpi import Freeable, Group
+from hpcaccum.optimizers import (
+    AGNCustomGetter,
+    AGNOptimizer,
+    DropStaleGradientOptimizer,
+    SyncReplicasOptimizer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.accumulator import Receipt, Tally
+    from hpcaccum.optimizers import Variable
+    from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+
+
+class OneSided(Freeable):
+    """A pytree of parameters on a server, and this rank's copy of it. Collective.
+
+    All ranks start with the parameters of the host rank, which makes the updates.
+
+    Args:
+        optax_rule: A GradientTransformation that `jax.jit` can compile. `average` may
+            not be part of it.
+        params: A pytree of float arrays, of the same structure on all ranks.
+        make: Makes the optimizer that exchanges the gradients.
+        comm: Communicator of the ranks; COMM_WORLD by default.
+        host: The rank that holds the parameters.
+        snapshot: On the host rank, what `snapshot` returned, to continue from it; other
+            ranks may pass None.
+
+    Raises:
+        TypeError, InvalidArgumentError, DisagreementError: On every rank.
+    """
+
+    def __init__(
+        self,
+        optax_rule: Any,
+        params: Any,
+        make: Callable[[OptaxRule, Group, Sequence[Variable]], OneSidedOptimizer],
+        comm: mpi4py_MPI.Comm | Group | None,
+        host: int,
+        snapshot: Any,
+    ) -> None:
+        self._name, group = _name(self), Group.of(comm)
+
+        def check() -> tuple[Structure, OptaxRule]:
+            structure = Structure.of(params).check("params")
+            return structure, OptaxRule(optax_rule, structure)
+
+        self._structure, rule = group.agree(
+            self._name, check, lambda checked: checked[0].facts()
+        )
+        self._variables = self._structure.variables(params)
+        self._opt = make(rule, group, self._variables)
+        self._start(group, host, snapshot)
+        self._params = self._copy()
+
+    def _start(self, group: Group, host: int, snapshot: Any) -> None:
+        """Set all ranks' variables to those of the host, or of its snapshot."""
+        call = f"{self._name}: snapshot"
+        given = group.allgather(snapshot is not None, call)
+        if given[host]:
+            self._opt.restore(snapshot, self._variables)
+        elif any(given):
+            raise InvalidArgumentError(
+                f"{call} must be passed on rank {host}, which is the host; only "
+                f"{format_ranks(rank for rank, has in enumerate(given) if has)} did so"
+            )
+        else:
+            self._opt.initialize(self._variables)
+
+    def _copy(self) -> Any:
+        return self._structure.pack(var.value for var in self._variables)
+
+    @property
+    def params(self) -> Any:
+        """The parameters of the last `push`; after `free`, those of the last update."""
+        return self._params
+
+    def push(self, grads: Any) -> tuple[Any, Receipt]:
+        """Send gradients to the host rank; wait as the optimizer promises.
+
+        Args:
+            grads: A pytree with the structure of the parameters, computed with the last
+                that this rank got.
+
+        Returns:
+            The new parameters, in arrays that later calls do not change, and what
+            became of the gradients.
+
+        Raises:
+            InvalidArgumentError, TypeError: On this rank; nothing is sent.
+        """
+        arrays = self._structure.flatten("grads", grads)
+        pairs = list(zip(arrays, self._variables, strict=True))
+        receipt = self._opt.apply_gradients(pairs)
+        self._params = self._copy()
+        return self._params, receipt
+
+    def center(self) -> Any:
+        """Return the newest parameters of the host rank, all of one step."""
+        return self._structure.pack(self._opt.center(self._variables))
+
+    @property
+    def global_step(self) -> int:
+        """Number of updates so far; after `free`, in total."""
+        return self._opt.global_step
+
+    def statistics(self) -> Tally:
+        """Return how many gradients of each rank were accepted and dropped so far."""
+        return self._opt.statistics()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return copies of the parameters and of the rule's state, of one step.
+
+        On the host rank only; see `OneSidedOptimizer.snapshot`. `checkpoint.save`
+        writes it to a file.
+        """
+        return self._opt.snapshot()
+
+    def serve(self, after_update: Callable[[int], object] | None = None) -> None:
+        """Serve until all other ranks have left; only the host of ``dedicated=True``.
+
+        Args:
+            after_update: Called with the step after each update; it may call
+                `snapshot`.
+        """
+        self._opt.serve(after_update)
+        self._params = self._copy()
+
+    def leave(self) -> None:
+        """Declare that this rank contributes no more gradients. Not collective."""
+        self._opt.leave()
+
+    def _describe(self) -> str:
+        return self._name
+
+    def _free(self) -> None:
+        self._opt.free()
+        self._params = self._copy()
+
+
+class DropStale(OneSided):
+    """Applies each gradient as one update if its lag is at most ``staleness``.
+
+    See `DropStaleGradientOptimizer`. A gradient's lag is the number of updates since
+    the `push` that returned the parameters it was computed with.
+
+    Args:
+        optax_rule, params: See `OneSided`.
+        staleness: Largest lag accepted; -1 drops everything.
+        comm, host, snapshot: See `OneSided`.
+        dedicated: Whether the host rank only serves; it then calls `serve`.
+    """
+
+    def __init__(
+        self,
+        optax_rule: Any,
+        params: Any,
+        staleness: int,
+        *,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
+        dedicated: bool = False,
+        snapshot: Any = None,
+    ) -> None:
+        def make(rule: OptaxRule, group: Group, _: Any) -> OneSidedOptimizer:
+            return DropStaleGradientOptimizer(
+                rule,
+                staleness,
+                name=_name(self),
+                comm=group,
+                host=host,
+                dedicated=dedicated,
+            )
+
+        super().__init__(optax_rule, params, make, comm, host, snapshot)
+
+
+class SyncReplicas(OneSided):
+    """Updates with the mean of ``replicas_to_aggregate`` gradients of one step.
+
+    See `SyncReplicasOptimizer`.
+
+    Args:
+        optax_rule, params: See `OneSided`.
+        replicas_to_aggregate: Least number of gradients in an update.
+        comm, host, snapshot: See `OneSided`.
+        dedicated: Whether the host rank only serves; it then calls `serve`.
+    """
+
+    def __init__(
+        self,
+        optax_rule: Any,
+        params: Any,
+        replicas_to_aggregate: int,
+        *,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
+        dedicated: bool = False,
+        snapshot: Any = None,
+    ) -> None:
+        def make(rule: OptaxRule, group: Group, _: Any) -> OneSidedOptimizer:
+            return SyncReplicasOptimizer(
+                rule,
+                replicas_to_aggregate,
+                name=_name(self),
+                comm=group,
+                host=host,
+                dedicated=dedicated,
+            )
+
+        super().__init__(optax_rule, params, make, comm, host, snapshot)
+
+
+class AGN(OneSided):
+    """Makes T local updates, then pushes the mean of its T gradients once.
+
+    See `AGNOptimizer`. `push` updates this rank's parameters; every T-th call sends the
+    mean, and returns the parameters of the host rank. The rule has a state on each
+    rank, and one for the parameters of the host.
+
+    Args:
+        optax_rule, params: See `OneSided`.
+        communication_period: T, at least 1.
+        comm, host, snapshot: See `OneSided`.
+        dedicated: Whether the host rank only serves; it then calls `serve`.
+    """
+
+    def __init__(
+        self,
+        optax_rule: Any,
+        params: Any,
+        communication_period: int = 10,
+        *,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
+        dedicated: bool = False,
+        snapshot: Any = None,
+    ) -> None:
+        def make(
+            rule: OptaxRule, group: Group, variables: Sequence[Variable]
+        ) -> OneSidedOptimizer:
+            getter = AGNCustomGetter(comm=group, host=host)
+            for var in variables:
+                getter.register(var)
+            return AGNOptimizer(
+                rule,
+                group.size,
+                getter,
+                communication_period,
+                name=_name(self),
+                dedicated=dedicated,
+            )
+
+        super().__init__(optax_rule, params, make, comm, host, snapshot)
+
+
+def _name(optimizer: OneSided) -> str:
+    return f"hpcaccum.jax.{type(optimizer).__name__}"

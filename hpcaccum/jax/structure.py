@@ -1,0 +1,141 @@
+"""Pytrees as named arrays."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hpcaccum.dtypes import FLOATS
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.optimizers import Variable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How the leaves of a pytree are nested, and their shapes and dtypes.
+
+    Attributes:
+        names: The path to each leaf, such as ``['dense']['kernel']``.
+        leaves: Shape and dtype of each.
+        nesting: The PyTreeDef.
+    """
+
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    nesting: Any
+
+    @classmethod
+    def of(cls, tree: Any) -> Structure:
+        """Return the structure of a pytree, of arrays or of what `jax.jit` traces.
+
+        Raises:
+            TypeError: If a leaf is neither an array nor a number.
+        """
+        try:
+            shapes = jax.eval_shape(_same, tree)
+        except TypeError:
+            kinds = {type(leaf).__name__ for leaf in jax.tree_util.tree_leaves(tree)}
+            raise TypeError(
+                f"the leaves of a pytree must be arrays or numbers, got "
+                f"{', '.join(sorted(kinds))}"
+            ) from None
+        found, nesting = jax.tree_util.tree_flatten_with_path(shapes)
+        return cls(
+            # The path to a single array is empty.
+            tuple(jax.tree_util.keystr(path) or "array" for path, _ in found),
+            tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in found),
+            nesting,
+        )
+
+    def check(self, what: str) -> Structure:
+        """Return it, if all leaves can be exchanged.
+
+        Args:
+            what: The pytree, for messages.
+
+        Raises:
+            InvalidArgumentError: If it has no leaf, or a leaf is not of floats.
+        """
+        if not self.names:
+            raise InvalidArgumentError(f"{what} has no arrays: {self.nesting}")
+        for name, leaf in zip(self.names, self.leaves, strict=True):
+            if leaf.dtype not in FLOATS:
+                raise InvalidArgumentError(
+                    f"leaf {name} of {what} must be of "
+                    f"{', '.join(map(str, FLOATS))}, got {leaf.dtype}"
+                )
+        return self
+
+    def check_threads(self) -> None:
+        """Raise InvalidArgumentError if other threads have no arrays of these dtypes.
+
+        ``with jax.enable_x64(True):`` enables float64 in this thread only.
+        """
+        with ThreadPoolExecutor(1) as thread:
+            wide = thread.submit(lambda: jax.config.jax_enable_x64).result()
+        if not wide and any(leaf.dtype == np.float64 for leaf in self.leaves):
+            raise InvalidArgumentError(
+                "float64 must be enabled in all threads, as the server has its own: "
+                "jax.config.update('jax_enable_x64', True)"
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by name."""
+        leaves = zip(self.names, self.leaves, strict=True)
+        facts = {f"leaf {name}": leaf for name, leaf in leaves}
+        return {**facts, "structure": self.nesting}
+
+    def flatten(self, what: str, tree: Any) -> list[Array]:
+        """Return the leaves of a pytree with the same nesting, not copied.
+
+        Args:
+            what: The pytree, for messages.
+            tree: Its leaves may have other shapes and dtypes.
+
+        Raises:
+            InvalidArgumentError: If it has another nesting.
+        """
+        leaves, nesting = jax.tree_util.tree_flatten(tree)
+        if nesting != self.nesting:
+            raise InvalidArgumentError(
+                f"{what} must have the structure {self.nesting}, got {nesting}"
+            )
+        return [np.asarray(leaf) for leaf in leaves]
+
+    def variables(self, tree: Any) -> list[Variable]:
+        """Return a variable for each leaf of a pytree, with a copy of its value."""
+        arrays = self.flatten("the pytree", tree)
+        leaves = zip(arrays, self.leaves, self.names, strict=True)
+        return [
+            Variable(np.array(array, leaf.dtype), name) for array, leaf, name in leaves
+        ]
+
+    def pack(self, arrays: Iterable[Array]) -> Any:
+        """Return a pytree of JAX arrays that share no memory with these.
+
+        Args:
+            arrays: In the order of the leaves, of any float dtypes.
+        """
+        leaves = zip(arrays, self.leaves, strict=True)
+        copies = [_copied(array, leaf.dtype) for array, leaf in leaves]
+        return jax.tree_util.tree_unflatten(self.nesting, copies)
+
+
+def _same(tree: Any) -> Any:
+    return tree
+
+
+def _copied(array: Array, dtype: np.dtype[Any]) -> Any:
+    # JAX may use the memory of a NumPy array as its own, so it gets a new one.
+    with np.errstate(all="ignore"):
+        return jnp.asarray(np.array(array, dtype))

@@ -1,0 +1,209 @@
+"""`hpcaccum.jax.average`: the mean over the ranks, compiled or not."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import hpcaccum.jax
+from hpcaccum import DisagreementError, FreedError, InvalidArgumentError
+
+from ..common import same_bits
+from ..mpi.support import meet
+
+
+@pytest.fixture
+def average(comm):
+    made = hpcaccum.jax.average(comm)
+    yield made
+    made.free()
+
+
+def tree(factor):
+    """Leaves of several dtypes and shapes; all means are exact."""
+    return {
+        "dense": [jnp.arange(6.0).reshape(2, 3) * factor, jnp.float32(factor)],
+        "bfloat16": jnp.full((3,), factor, jnp.bfloat16),
+        "float16": (jnp.full((2, 1), 2 * factor, jnp.float16), None),
+        "empty": jnp.zeros((0, 4)),
+    }
+
+
+def check(found, factor):
+    """Compare a tree with ``tree(factor)``, bit by bit."""
+    expected = tree(factor)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for leaf, wanted in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert isinstance(leaf, jax.Array)
+        same_bits(np.asarray(leaf), wanted)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_mean_of_all_ranks(average, rank, size, compiled):
+    assert isinstance(average, optax.GradientTransformation)
+    update = jax.jit(average.update) if compiled else average.update
+    state = average.init(tree(0))
+    kept = []
+    for call in range(3):
+        mean, state = update(tree(2 * rank + call), state)
+        kept.append(mean)
+
+    # Later calls have not changed the earlier results.
+    for call, mean in enumerate(kept):
+        check(mean, size - 1 + call)
+
+
+def test_half_precision_is_summed_in_float32(average, rank, size):
+    grad = jnp.full(1, 2048 if rank == 0 else 1, jnp.float16)
+
+    mean, _ = jax.jit(average.update)(grad, average.init(grad))
+
+    # In float16, 2048 + 1 is 2048.
+    same_bits(np.asarray(mean), np.float32([(2047 + size) / size]).astype(np.float16))
+
+
+def test_a_chain_trains_as_one_process_does(average, rank, size):
+    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    together = optax.chain(average, rule)
+
+    def train(rule, number):
+        def step(carry, scale):
+            params, state = carry
+            grads = jax.tree.map(lambda leaf: leaf * scale + number, params)
+            updates, state = rule.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        params = {"w": jnp.arange(3.0), "b": jnp.ones((2, 2))}
+        start = params, rule.init(params)
+        return jax.lax.scan(step, start, jnp.arange(1.0, 5.0))[0][0]
+
+    # The mean of the numbers of all ranks is exact.
+    params = jax.jit(train, static_argnums=0)(together, 2.0 * rank)
+    expected = jax.jit(train, static_argnums=0)(rule, size - 1.0)
+
+    for name in params:
+        np.testing.assert_allclose(params[name], expected[name], rtol=1e-6)
+
+
+def test_two_pytrees_in_one_program(comm, rank, size):
+    first, second = hpcaccum.jax.average(comm), hpcaccum.jax.average(comm)
+
+    @jax.jit
+    def both(grads):
+        mean, _ = first.update(grads, optax.EmptyState())
+        other, _ = second.update({"sum": mean["w"] * 2}, optax.EmptyState())
+        return mean, other
+
+    mean, other = both({"w": jnp.full(4, 2.0 * rank)})
+
+    same_bits(np.asarray(mean["w"]), np.full(4, size - 1, np.float32))
+    same_bits(np.asarray(other["sum"]), np.full(4, 2 * size - 2, np.float32))
+    second.free()
+    first.free()
+
+
+def test_results_are_not_memory_of_the_exchange(average):
+    grads = {"w": jnp.ones(64)}
+    average.update(grads, average.init(grads))
+    exchange = average._exchange
+
+    (mean,) = exchange._reduce(None, grads["w"])
+
+    for shared in (exchange._reducer.results(), exchange._reducer.arrays()):
+        assert not any(np.shares_memory(mean, array) for array in shared.values())
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"w": jnp.ones(3), "c": jnp.ones(2)}, r"leaf \['b'\] must be the same"),
+        ({"w": jnp.ones(4), "b": jnp.ones(2)}, r"leaf \['w'\] must .*shape=\(4,\)"),
+        ({"w": jnp.ones(3), "b": jnp.ones(2, "float16")}, "dtype=float16"),
+    ],
+    ids=["structure", "shape", "dtype"],
+)
+def test_ranks_that_disagree(average, rank, size, other, message):
+    grads = other if rank == size - 1 else {"w": jnp.ones(3), "b": jnp.ones(2)}
+
+    with pytest.raises(DisagreementError, match=f"hpcaccum.jax.average: .*{message}"):
+        jax.jit(average.update)(grads, average.init(grads))
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_with_other_containers_disagree(average, rank):
+    grads = [jnp.ones(2)] if rank == 0 else (jnp.ones(2),)
+
+    with pytest.raises(DisagreementError, match="structure must be the same"):
+        average.update(grads, average.init(grads))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"w": jnp.arange(3)}, r"leaf \['w'\] of updates must be of .* got int32"),
+        ({"w": None}, "updates has no arrays"),
+    ],
+    ids=["integers", "nothing"],
+)
+def test_an_unusable_pytree_of_one_rank(average, rank, size, wrong, message):
+    grads = wrong if rank == size - 1 else {"w": jnp.ones(3)}
+
+    with pytest.raises(InvalidArgumentError, match=message):
+        jax.jit(average.update)(grads, average.init(grads))
+
+    check(average.update(tree(rank * 2), optax.EmptyState())[0], size - 1)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_changed_pytree_is_an_error_on_every_rank(average, rank, size, everywhere):
+    update = jax.jit(average.update)
+    check(update(tree(2 * rank), optax.EmptyState())[0], size - 1)
+    grads = {**tree(0), "more": jnp.ones(3)}
+    changed = everywhere or rank == size - 1
+    text = r"leaf \['more'\] is .*shape=\(3,\).* in the first update it was missing"
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+        jax.block_until_ready(update(grads if changed else tree(0), ()))
+
+    # The exchange is still usable.
+    check(update(tree(2 * rank), optax.EmptyState())[0], size - 1)
+
+
+def test_an_error_on_one_rank_reaches_all(average, rank, size, monkeypatch):
+    update = jax.jit(average.update)
+    update(tree(0), optax.EmptyState())
+    if rank == size - 1:
+        # What it calls refuses the arrays of this rank.
+        monkeypatch.setattr(np, "empty_like", lambda array: array)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="must be an array to write"):
+        jax.block_until_ready(update(tree(0), optax.EmptyState()))
+
+
+def test_after_free(comm):
+    average = hpcaccum.jax.average(comm)
+    grads = {"w": jnp.ones(3)}
+    update = jax.jit(average.update)
+    jax.block_until_ready(update(grads, average.init(grads)))
+    average.free()
+    meet()
+
+    with pytest.raises(FreedError, match="average was freed"):
+        average.update(grads, optax.EmptyState())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="was freed"):
+        jax.block_until_ready(update(grads, optax.EmptyState()))
+
+
+def test_free_before_the_first_update(comm):
+    hpcaccum.jax.average(comm).free()
+
+
+def test_what_is_no_communicator():
+    with pytest.raises(TypeError, match="comm must be an MPI intracommunicator"):
+        hpcaccum.jax.average(3)

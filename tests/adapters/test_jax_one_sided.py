@@ -1,0 +1,354 @@
+"""The optimizers of `hpcaccum.jax` with a server: updates of optax, pytrees, errors."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import hpcaccum.jax
+from hpcaccum import (
+    DisagreementError,
+    FreedError,
+    InvalidArgumentError,
+    checkpoint,
+)
+from hpcaccum.jax.structure import Structure
+
+from ..common import same_bits
+from ..mpi.support import meet
+
+RULE = optax.sgd(0.5, momentum=0.5)
+# Its updates combine all leaves, and its state has integers and booleans.
+LARGE_RULE = optax.apply_if_finite(
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 3
+)
+KINDS = ["DropStale", "SyncReplicas", "AGN"]
+
+
+def params():
+    return {
+        "dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.arange(2.0)},
+        "scales": [jnp.ones(4, jnp.bfloat16), jnp.full((), 0.5, jnp.float16)],
+    }
+
+
+@pytest.fixture
+def make(comm, size):
+    """Make an optimizer; the last argument of each kind has a default here."""
+    made = []
+
+    def make_one(kind, rule=RULE, start=None, option=None, **options):
+        defaults = {"DropStale": 3 * size, "SyncReplicas": size, "AGN": 2}
+        opt = getattr(hpcaccum.jax, kind)(
+            rule,
+            params() if start is None else start,
+            defaults[kind] if option is None else option,
+            comm=comm,
+            **options,
+        )
+        made.append(opt)
+        return opt
+
+    yield make_one
+    for opt in made:
+        opt.free()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def updated(rule, tree, state, grads):
+    """Return what optax makes of parameters, and its state."""
+    updates, state = rule.update(grads, state, tree)
+    return optax.apply_updates(tree, updates), state
+
+
+def grads_of(tree, number):
+    """Return gradients of which the mean over consecutive numbers is nearly exact."""
+    return jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.25 * number), tree)
+
+
+def same_trees(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for leaf, wanted in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert isinstance(leaf, jax.Array)
+        same_bits(np.asarray(leaf), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_start_with_the_parameters_of_the_host(make, kind, rank, size):
+    start = jax.tree.map(lambda leaf: leaf * (rank + 1), params())
+
+    opt = make(kind, start=start, host=size - 1)
+
+    expected = jax.tree.map(lambda leaf: leaf * size, params())
+    same_trees(opt.params, expected)
+    same_trees(opt.center(), expected)
+    assert opt.global_step == 0
+
+
+def test_sync_replicas_updates_as_optax_does(make, rank, size):
+    opt = make("SyncReplicas", LARGE_RULE)
+    tree, expected, state = opt.params, params(), LARGE_RULE.init(params())
+
+    for number in range(4):
+        tree, receipt = opt.push(grads_of(tree, number + 2 * rank))
+        grads = grads_of(expected, number + size - 1)
+        expected, state = updated(LARGE_RULE, expected, state, grads)
+        assert receipt
+        assert receipt.global_step == number
+        same_trees(tree, expected)
+
+    assert opt.statistics().accepted == (4,) * size
+
+
+def test_drop_stale_applies_each_gradient(make, rank, size):
+    opt = make("DropStale", optax.sgd(1.0), {"w": jnp.zeros(3)})
+
+    for _ in range(5):
+        assert opt.push({"w": jnp.ones(3)})[1]
+    opt.free()
+
+    assert opt.global_step == 5 * size
+    same_trees(opt.params, {"w": jnp.full(3, -5.0 * size)})
+
+
+def test_drop_stale_drops(make):
+    opt = make("DropStale", option=-1)
+
+    tree, receipt = opt.push(grads_of(params(), 1))
+
+    assert not receipt
+    same_trees(tree, params())
+
+
+def test_agn_makes_local_updates(make, comm, rank, size):
+    opt = make("AGN", option=3)
+    tree, state = params(), RULE.init(params())
+    for number in range(2):
+        grads = grads_of(tree, rank + number)
+        found, _ = opt.push(grads)
+        tree, state = updated(RULE, tree, state, grads)
+        same_trees(found, tree)
+    assert opt.global_step == 0
+    meet()
+
+    found, receipt = opt.push(grads_of(tree, rank + 2))
+
+    assert receipt
+    if size == 1:
+        mean = grads_of(params(), 1)
+        center, _ = updated(RULE, params(), RULE.init(params()), mean)
+        same_trees(found, center)
+    opt.free()
+    assert opt.global_step == size
+    same_trees(opt.params, opt.center())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_never_change_later(make, kind):
+    opt = make(kind)
+    kept = [(opt.params, jax.tree.map(np.array, opt.params))]
+    for number in range(4):
+        tree, _ = opt.push(grads_of(opt.params, number + 1))
+        center = opt.center()
+        kept += [(each, jax.tree.map(np.array, each)) for each in (tree, center)]
+    meet()
+    opt.free()
+
+    for tree, copy in kept:
+        same_trees(tree, copy)
+
+
+def test_packed_arrays_are_copies():
+    # JAX uses the memory of a NumPy array if it is aligned to 64 bytes.
+    memory = np.zeros(64 + 16, np.float32)
+    first = -memory.ctypes.data % 64 // 4
+    array = memory[first : first + 64]
+    structure = Structure.of({"w": array})
+
+    tree = structure.pack([array])
+    array[:] = 1
+
+    same_bits(np.asarray(tree["w"]), np.zeros(64, np.float32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_do_not_fit(make, kind, rank):
+    opt = make(kind)
+    grads = grads_of(params(), 1)
+    wrong = {**grads, "dense": {**grads["dense"], "bias": jnp.ones(3)}}
+
+    with pytest.raises(InvalidArgumentError, match="grads must have the structure"):
+        opt.push({"dense": grads["dense"]})
+    with pytest.raises(InvalidArgumentError, match=r"'bias'.* must have shape \(2,\)"):
+        opt.push(wrong)
+
+    same_trees(opt.params, params())
+    assert sum(opt.statistics().accepted) == 0
+
+
+def last_has(rank, size, wrong, right):
+    return wrong if rank == size - 1 else right
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rule": "adam"}, TypeError, "must be a GradientTransformation, .* got str"),
+        ({"rule": optax.polyak_sgd()}, TypeError, "value"),
+        ({"start": {"n": jnp.arange(3)}}, InvalidArgumentError, r"\['n'\] .* int32"),
+        ({"start": {}}, InvalidArgumentError, "params has no arrays"),
+        ({"start": {"w": "text"}}, TypeError, "str"),
+    ],
+    ids=["no rule", "more arguments", "integers", "empty", "text"],
+)
+def test_wrong_arguments_of_one_rank(make, rank, size, kind, options, error, message):
+    with pytest.raises(error, match=message):
+        make(kind, **last_has(rank, size, options, {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [("DropStale", "3"), ("SyncReplicas", 0), ("AGN", 0.5)]
+)
+def test_wrong_options(make, kind, option):
+    with pytest.raises((TypeError, InvalidArgumentError), match=f"jax.{kind}|must be"):
+        make(kind, option=option)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"w": jnp.ones(3)}, r"leaf \['b'\] must be the same .* has nothing"),
+        ({"w": jnp.ones(3), "b": jnp.ones(3)}, r"leaf \['b'\] .*shape=\(3,\)"),
+        ({"w": jnp.ones(3), "b": jnp.ones(2, "bfloat16")}, "dtype=bfloat16"),
+    ],
+    ids=["structure", "shape", "dtype"],
+)
+def test_parameters_that_differ_between_ranks(make, rank, size, other, message):
+    start = last_has(rank, size, other, {"w": jnp.ones(3), "b": jnp.ones(2)})
+
+    with pytest.raises(DisagreementError, match=f"hpcaccum.jax.DropStale: .*{message}"):
+        make("DropStale", start=start)
+
+
+def test_average_in_the_rule_of_a_server(make, comm):
+    average = hpcaccum.jax.average(comm)
+
+    with pytest.raises(InvalidArgumentError, match="cannot be part of the rule"):
+        make("SyncReplicas", optax.chain(average, optax.sgd(0.1)))
+
+    average.free()
+
+
+def test_float64_of_one_thread(make):
+    with jax.enable_x64(True):
+        start = {"w": jnp.ones(3)}
+        with pytest.raises(InvalidArgumentError, match="in all threads"):
+            make("DropStale", start=start)
+
+
+@pytest.mark.ranks(min=2)
+def test_dedicated_server(make, rank, size):
+    opt = make("DropStale", optax.sgd(1.0), {"w": jnp.zeros(2)}, dedicated=True)
+    steps = []
+
+    if rank == 0:
+        with pytest.raises(InvalidArgumentError, match="call serve"):
+            opt.push({"w": jnp.ones(2)})
+        opt.serve(after_update=steps.append)
+        assert steps == [*range(1, 3 * (size - 1) + 1)]
+    else:
+        for _ in range(3):
+            assert opt.push({"w": jnp.ones(2)})[1]
+        opt.leave()
+    opt.free()
+
+    same_trees(opt.params, {"w": jnp.full(2, -3.0 * (size - 1))})
+
+
+def test_after_free(make):
+    opt = make("DropStale")
+    opt.free()
+
+    with pytest.raises(FreedError, match="DropStale' was freed"):
+        opt.push(grads_of(params(), 1))
+
+
+# Snapshots
+
+
+def train(opt, numbers, rank):
+    for number in numbers:
+        opt.push(grads_of(opt.params, number + 2 * rank))
+
+
+def test_a_snapshot_continues_with_the_same_bits(make, tmp_path, rank, size):
+    host, saved = size - 1, None
+    opt = make("SyncReplicas", LARGE_RULE, host=host)
+    train(opt, range(3), rank)
+    if rank == host:
+        checkpoint.save(tmp_path, opt.snapshot())
+        saved = checkpoint.load(tmp_path)
+
+    start = grads_of(params(), 7)
+    other = make("SyncReplicas", LARGE_RULE, start, host=host, snapshot=saved)
+
+    assert other.global_step == 3
+    assert other.statistics() == opt.statistics()
+    same_trees(other.params, opt.params)
+    for each in (opt, other):
+        train(each, range(3, 5), rank)
+    same_trees(other.params, opt.params)
+
+
+@pytest.mark.parametrize("kind", ["DropStale", "AGN"])
+def test_a_snapshot_has_the_state_of_the_host(make, kind, rank, size):
+    opt = make(kind)
+    # One rank, as updates depend on the order of gradients.
+    if rank == size - 1:
+        train(opt, range(4), rank)
+    meet()
+
+    other = make(kind, snapshot=opt.snapshot() if rank == 0 else None)
+
+    same_trees(other.params, opt.center())
+    if rank == 0:
+        first, second = opt.snapshot(), other.snapshot()
+        assert first["global_step"] == second["global_step"] > 0
+        for name, parts in first["state"].items():
+            assert parts.keys() == second["state"][name].keys()
+            for part, value in parts.items():
+                np.testing.assert_array_equal(value, second["state"][name][part])
+        assert any(first["state"].values())
+
+
+def test_a_snapshot_of_another_rule(make, rank):
+    opt = make("DropStale")
+    state = opt.snapshot() if rank == 0 else None
+
+    with pytest.raises(InvalidArgumentError, match="made with another rule"):
+        make("DropStale", optax.adam(0.1), snapshot=state)
+
+
+def test_a_snapshot_of_other_parameters(make, rank):
+    opt = make("DropStale")
+    state = opt.snapshot() if rank == 0 else None
+
+    with pytest.raises(
+        InvalidArgumentError, match="the snapshot is of other variables"
+    ):
+        make("DropStale", start={"w": jnp.ones(2)}, snapshot=state)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_snapshot_on_another_rank(make, rank):
+    with pytest.raises(InvalidArgumentError, match="must be passed on rank 0"):
+        make("DropStale", snapshot={} if rank == 1 else None)
