@@ -40,7 +40,7 @@ def no_average() -> Iterator[None]:
         _forbidden.reset(token)
 
 
-class Average(optax.GradientTransformation):
+class Average(optax.GradientTransformation):  # type: ignore[misc]
     """The transformation that `average` returns."""
 
     _exchange: Exchange
