@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
@@ -113,10 +113,10 @@ class Exchange(Freeable):
         structure = Structure.of(updates)
         if self._reducer is None:
             self._make(structure)
-        # While `jax.jit` traces this, the others may already wait in a callback, so an
-        # error has to be raised in a callback, too.
+        # Others may already wait in a callback, so an error is raised in one, too.
+        problem = self._problem(structure)
         means = io_callback(
-            functools.partial(self._reduce, self._problem(structure)),
+            functools.partial(self._fail, problem) if problem else self._reduce,
             list(structure.leaves),
             *jax.tree_util.tree_leaves(updates),
             ordered=True,
@@ -151,12 +151,14 @@ class Exchange(Freeable):
                 )
         return None
 
-    def _reduce(self, problem: Exception | None, *leaves: Any) -> list[Array]:
+    def _fail(self, problem: Exception, *leaves: Any) -> NoReturn:
+        assert self._reducer is not None
+        self._reducer.fail(problem)
+
+    def _reduce(self, *leaves: Any) -> list[Array]:
         """Return the means of arrays, in memory that nothing else uses."""
         assert self._structure is not None
         assert self._reducer is not None
-        if problem is not None:
-            self._reducer.fail(problem)
         arrays = dict(zip(self._structure.names, map(np.asarray, leaves), strict=True))
         means = {name: np.empty_like(array) for name, array in arrays.items()}
         self._reducer.reduce(arrays, out=means)
