@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hpcaccum.dtypes import FLOATS
@@ -136,6 +135,7 @@ def _same(tree: Any) -> Any:
 
 
 def _copied(array: Array, dtype: np.dtype[Any]) -> Any:
-    # JAX may use the memory of a NumPy array as its own, so it gets a new one.
+    # JAX uses the memory of a NumPy array as its own, or copies it later: it gets a new
+    # array.
     with np.errstate(all="ignore"):
-        return jnp.asarray(np.array(array, dtype))
+        return jax.device_put(np.array(array, dtype))

@@ -195,6 +195,18 @@ def test_an_error_on_one_rank_reaches_all(average, rank, size, monkeypatch):
         jax.block_until_ready(update(tree(0), optax.EmptyState()))
 
 
+def test_free_waits_for_updates_that_run(comm, rank, size):
+    average = hpcaccum.jax.average(comm)
+    update = jax.jit(lambda grads: average.update(grads, optax.EmptyState())[0])
+    mean = jnp.full(1 << 18, 2.0 * rank)  # large enough for a thread of XLA
+
+    for _ in range(8):
+        mean = update(mean)
+    average.free()
+
+    same_bits(np.asarray(mean), np.full(1 << 18, size - 1, np.float32))
+
+
 def test_after_free(comm):
     average = hpcaccum.jax.average(comm)
     grads = {"w": jnp.ones(3)}

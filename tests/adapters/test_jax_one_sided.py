@@ -166,7 +166,7 @@ def test_parameters_never_change_later(make, kind):
 
 
 def test_packed_arrays_are_copies():
-    # JAX uses the memory of a NumPy array if it is aligned to 64 bytes.
+    # `jax.device_put` uses memory that is aligned to 64 bytes.
     memory = np.zeros(64 + 16, np.float32)
     first = -memory.ctypes.data % 64 // 4
     array = memory[first : first + 64]
