@@ -198,13 +198,17 @@ def test_an_error_on_one_rank_reaches_all(average, rank, size, monkeypatch):
 def test_free_waits_for_updates_that_run(comm, rank, size):
     average = hpcaccum.jax.average(comm)
     update = jax.jit(lambda grads: average.update(grads, optax.EmptyState())[0])
-    mean = jnp.full(1 << 18, 2.0 * rank)  # large enough for a thread of XLA
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: y @ x, x))
+    factors = jnp.eye(200) * (-1 if rank % 2 else 1)
+    jax.block_until_ready([update(factors), slow(factors)])
 
-    for _ in range(8):
-        mean = update(mean)
+    # This thread goes on while another one computes, then exchanges.
+    mean = update(slow(factors) * 2 * rank)
     average.free()
 
-    same_bits(np.asarray(mean), np.full(1 << 18, size - 1, np.float32))
+    odd = sum(range(1, size, 2))
+    expected = np.eye(200) * (sum(range(size)) - 2 * odd) * 2 / size
+    np.testing.assert_allclose(mean, expected, rtol=1e-6)
 
 
 def test_after_free(comm):

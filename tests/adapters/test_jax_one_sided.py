@@ -264,14 +264,18 @@ def test_dedicated_server(make, rank, size):
         with pytest.raises(InvalidArgumentError, match="call serve"):
             opt.push({"w": jnp.ones(2)})
         opt.serve(after_update=steps.append)
-        assert steps == [*range(1, 3 * (size - 1) + 1)]
+        served = opt.params
     else:
         for _ in range(3):
             assert opt.push({"w": jnp.ones(2)})[1]
         opt.leave()
     opt.free()
 
-    same_trees(opt.params, {"w": jnp.full(2, -3.0 * (size - 1))})
+    expected = {"w": jnp.full(2, -3.0 * (size - 1))}
+    same_trees(opt.params, expected)
+    if rank == 0:
+        assert steps == [*range(1, 3 * (size - 1) + 1)]
+        same_trees(served, expected)
 
 
 def test_after_free(make):
