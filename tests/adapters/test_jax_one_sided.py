@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -250,7 +251,9 @@ def test_average_in_the_rule_of_a_server(make, comm):
 
 
 def test_float64_of_one_thread(make):
-    with jax.enable_x64(True):
+    # Older versions have it elsewhere.
+    enable_x64 = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
+    with enable_x64(True):
         start = {"w": jnp.ones(3)}
         with pytest.raises(InvalidArgumentError, match="in all threads"):
             make("DropStale", start=start)

@@ -30,6 +30,14 @@ def test_torch_stragglers(mpirun):
     assert updates["agn"] >= 12
 
 
+def test_jax_digits(mpirun):
+    result = mpirun(3, REPOSITORY / "examples" / "jax_digits.py", env=ENV)
+
+    assert result.returncode == 0, result.stdout
+    (share,) = re.findall(r"^test accuracy ([\d.]+)%$", result.stdout, re.MULTILINE)
+    assert float(share) > 85
+
+
 def test_every_example_is_tested():
     text = Path(__file__).read_text()
 
