@@ -14,6 +14,8 @@ from hpcaccum.dtypes import accumulation_dtype, float_dtype
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from numpy.typing import DTypeLike
+
 # Bytes of a cache line, on which every array begins: ranks that write to neighboring
 # arrays share no line, and vector loads are aligned.
 ALIGNMENT = 64
@@ -34,7 +36,7 @@ class Layout:
         nbytes: Number of bytes of the buffer.
     """
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: Any) -> None:
+    def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: DTypeLike) -> None:
         self.dtype = float_dtype(dtype)
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.offsets: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, SupportsInt
 
 import numpy as np
 
@@ -16,9 +16,10 @@ from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.mpi import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
+    from numpy.typing import ArrayLike, DTypeLike
 
     from hpcaccum.accumulator.batch import Batch
     from hpcaccum.accumulator.receipts import Receipt
@@ -71,8 +72,8 @@ class ConditionalAccumulator(Accumulator):
 
     def __init__(
         self,
-        dtype: Any,
-        shape: Any = None,
+        dtype: DTypeLike,
+        shape: int | Sequence[int | None] | None = None,
         shared_name: str | None = None,
         name: str = "conditional_accumulator",
         reduction_type: str | None = "MEAN",
@@ -101,7 +102,10 @@ class ConditionalAccumulator(Accumulator):
         super().__init__(group, name, check)
 
     def apply_grad(
-        self, grad: Any, local_step: Any = 0, name: str | None = None
+        self,
+        grad: ArrayLike | IndexedSlices,
+        local_step: SupportsInt = 0,
+        name: str | None = None,
     ) -> Receipt:
         """Add a gradient, unless it is stale.
 
@@ -134,7 +138,9 @@ class ConditionalAccumulator(Accumulator):
         array = gradient_array(grad, self.dtype)
         return self._shared.writer.submit(array, step)
 
-    def slot(self, shape: Any = None, *, timeout: float | None = None) -> Array:
+    def slot(
+        self, shape: int | Sequence[int] | None = None, *, timeout: float | None = None
+    ) -> Array:
         """Return memory in which to compute the next gradient of this rank.
 
         With ``storage="slots"``, `apply_grad` of this array copies nothing. The array
@@ -171,7 +177,7 @@ class ConditionalAccumulator(Accumulator):
 
     def take_grad(
         self,
-        num_required: Any,
+        num_required: SupportsIndex,
         name: str | None = None,
         *,
         timeout: float | None = None,

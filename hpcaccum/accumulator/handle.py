@@ -6,7 +6,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, SupportsInt, TypeVar
 
 from hpcaccum.accumulator.receipts import Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics, SharedAccumulator
@@ -93,7 +93,7 @@ class Accumulator(Freeable):
 
     def _take(
         self,
-        num_required: Any,
+        num_required: SupportsIndex,
         timeout: float | None,
         reduce: Callable[[Closed, Deadline], T],
     ) -> T:
@@ -105,7 +105,7 @@ class Accumulator(Freeable):
             required, deadline, lambda closed: reduce(closed, deadline)
         )
 
-    def _required(self, num_required: Any) -> int:
+    def _required(self, num_required: SupportsIndex) -> int:
         required = positive_count(num_required, "num_required")
         limit = self._protocol.packing.max_count
         if required > limit:
@@ -119,7 +119,9 @@ class Accumulator(Freeable):
         self._check_open()
         return self._protocol.count()
 
-    def set_global_step(self, new_global_step: Any, name: str | None = None) -> None:
+    def set_global_step(
+        self, new_global_step: SupportsInt, name: str | None = None
+    ) -> None:
         """Set the step, also to a lower one; accumulated gradients stay.
 
         Raises:

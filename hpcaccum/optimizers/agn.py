@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from mpi4py import MPI as mpi4py_MPI
+    from numpy.typing import ArrayLike
 
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Array, Loss, Pairs
+    from hpcaccum.optimizers.checks import Array, Loss, Pairs, PairsLike, Variables
+    from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.server import Inbox, ParameterServer
@@ -68,7 +70,7 @@ class AGNCustomGetter:
 
 def get_variable(
     name: str,
-    initial_value: Any,
+    initial_value: ArrayLike,
     *,
     trainable: bool = True,
     custom_getter: AGNCustomGetter,
@@ -119,7 +121,7 @@ class AGNOptimizer(OneSidedOptimizer):
         *,
         dedicated: bool = False,
         servers: Servers = None,
-        on_nonfinite: str = "accept",
+        on_nonfinite: OnNonfinite = "accept",
     ) -> None:
         if not isinstance(custom_getter, AGNCustomGetter):
             raise TypeError(
@@ -158,7 +160,7 @@ class AGNOptimizer(OneSidedOptimizer):
     def _bound(self) -> str:
         return "none is too late"
 
-    def initialize(self, var_list: Any = None) -> None:
+    def initialize(self, var_list: Variables | None = None) -> None:
         """Set the center and all ranks' variables to the host rank's. Collective.
 
         Args:
@@ -166,7 +168,7 @@ class AGNOptimizer(OneSidedOptimizer):
         """
         super().initialize(var_list)
 
-    def _check_start(self, var_list: Any) -> list[Variable]:
+    def _check_start(self, var_list: Variables | None) -> list[Variable]:
         if var_list is None:
             var_list = list(self._getter.variables.values())
         variables = super()._check_start(var_list)
@@ -187,7 +189,7 @@ class AGNOptimizer(OneSidedOptimizer):
         super()._check_known(variables)
 
     def compute_gradients(
-        self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
+        self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:
         """Compute the gradients at this rank's own variables; nothing is pulled."""
         variables = self._prepare(var_list)
@@ -195,7 +197,7 @@ class AGNOptimizer(OneSidedOptimizer):
 
     def apply_gradients(
         self,
-        grads_and_vars: Any,
+        grads_and_vars: PairsLike,
         global_step: Variable | None = None,
         name: str | None = None,
     ) -> Receipt:

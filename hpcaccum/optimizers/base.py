@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsFloat
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from hpcaccum.optimizers.checks import (
     KeptLoss,
     Loss,
     Pairs,
+    PairsLike,
+    Variables,
     check_gate,
     check_global_step,
     check_grad_loss,
@@ -74,7 +76,7 @@ class Optimizer(abc.ABC):
         """Show the name; identical on all ranks, which compare their optimizers."""
         return f"{type(self).__name__}(name={self._name!r})"
 
-    def initialize(self, var_list: Any) -> None:
+    def initialize(self, var_list: Variables) -> None:
         """Set the variables that calls without ``var_list`` use.
 
         Raises:
@@ -101,11 +103,11 @@ class Optimizer(abc.ABC):
     def compute_gradients(
         self,
         loss: Loss,
-        var_list: Any = None,
+        var_list: Variables | None = None,
         gate_gradients: int = GATE_OP,
-        aggregation_method: Any = None,
+        aggregation_method: object = None,
         colocate_gradients_with_ops: bool = False,
-        grad_loss: Any = None,
+        grad_loss: SupportsFloat | None = None,
     ) -> Pairs:
         """Call ``loss`` once and return its gradients with their variables.
 
@@ -142,21 +144,28 @@ class Optimizer(abc.ABC):
 
     @abc.abstractmethod
     def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
-    ) -> Any:
-        """Update the variables with their gradients."""
+        self,
+        grads_and_vars: PairsLike,
+        global_step: Variable | None = None,
+        name: str | None = None,
+    ) -> Receipt | None:
+        """Update the variables with their gradients.
+
+        Returns:
+            A receipt, if the optimizer exchanges gradients with other ranks.
+        """
 
     def minimize(
         self,
         loss: Loss,
-        global_step: Any = None,
-        var_list: Any = None,
+        global_step: Variable | None = None,
+        var_list: Variables | None = None,
         gate_gradients: int = GATE_OP,
-        aggregation_method: Any = None,
+        aggregation_method: object = None,
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
-        grad_loss: Any = None,
-    ) -> Any:
+        grad_loss: SupportsFloat | None = None,
+    ) -> Receipt | None:
         """Compute gradients and apply them.
 
         Arguments and errors are those of `compute_gradients` and `apply_gradients`.
@@ -181,7 +190,7 @@ class Optimizer(abc.ABC):
             return dataclasses.replace(result, loss=kept.value)
         return result
 
-    def _halves(self) -> tuple[Callable[..., Pairs], Callable[..., Any]]:
+    def _halves(self) -> tuple[Callable[..., Pairs], Callable[..., Receipt | None]]:
         """Return the two calls that make up `minimize`."""
         return self.compute_gradients, self.apply_gradients
 
@@ -232,7 +241,7 @@ class Optimizer(abc.ABC):
         state = self._kept_state(variables)
         return made(values, {key: plain(var) for key, var in state.items()})
 
-    def restore(self, snapshot: Any, var_list: Any = None) -> None:
+    def restore(self, snapshot: Any, var_list: Variables | None = None) -> None:
         """Initialize, and set the variables and their state to those of a snapshot.
 
         Args:
@@ -249,7 +258,7 @@ class Optimizer(abc.ABC):
         set_values(variables, snapshot)
         self._restore_state(variables, snapshot["state"])
 
-    def _snapshot_variables(self, var_list: Any) -> list[Variable]:
+    def _snapshot_variables(self, var_list: Variables | None) -> list[Variable]:
         """Return checked variables; for None, all that this optimizer has."""
         return check_variables(self._variables if var_list is None else var_list)
 

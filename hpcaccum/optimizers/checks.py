@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from hpcaccum.arguments import gradient_array
 from hpcaccum.device import is_device
@@ -16,8 +17,13 @@ from hpcaccum.optimizers.slices import Gradient, check_slices
 from hpcaccum.optimizers.variable import Variable, is_float, is_integer
 
 Array = np.ndarray[Any, Any]
-Loss = Callable[[], tuple[Any, Any]]
 Pairs = list[tuple[Gradient | None, Variable]]
+
+# What callers may pass. A list of variables may be any iterable, as may one of pairs.
+GradientLike = ArrayLike | IndexedSlices | None
+PairsLike = Iterable[tuple[GradientLike, Variable]]
+Variables = Iterable[Variable]
+Loss = Callable[[], tuple[Any, Sequence[GradientLike] | Mapping[str, GradientLike]]]
 
 
 def check_name(name: Any) -> str:
@@ -123,7 +129,7 @@ def check_gradient(grad: Any, variable: Variable) -> Gradient:
     return array
 
 
-def check_pairs(grads_and_vars: Any) -> Pairs:
+def check_pairs(grads_and_vars: PairsLike) -> Pairs:
     """Return gradients and variables as a list of checked pairs.
 
     Args:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.accumulator import Tally
-    from hpcaccum.optimizers.checks import Array, Loss, Pairs
+    from hpcaccum.optimizers.checks import Array, Loss, Pairs, PairsLike, Variables
+    from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.optimizers.variable import Variable
     from hpcaccum.row_sums import Rows
@@ -97,7 +98,7 @@ class CrossShardOptimizer(Wrapper):
         comm: mpi4py_MPI.Comm | Group | None = None,
         cuda_aware: bool = False,
         sync: bool = True,
-        on_nonfinite: str = "accept",
+        on_nonfinite: OnNonfinite = "accept",
     ) -> None:
         whole = Group.of(comm)
 
@@ -129,7 +130,7 @@ class CrossShardOptimizer(Wrapper):
         # Calls of compute_gradients, and the number of ranks at the last one.
         self._computed, self._parts = 0, self._group.size
 
-    def initialize(self, var_list: Any) -> None:
+    def initialize(self, var_list: Variables | None) -> None:
         """Set a group's variables to those of its first rank. Collective.
 
         The first `compute_gradients` or `apply_gradients` calls it if the user does
@@ -143,7 +144,7 @@ class CrossShardOptimizer(Wrapper):
         """
         self._prepare(var_list, None)
 
-    def _prepare(self, var_list: Any, error: Exception | None) -> None:
+    def _prepare(self, var_list: Variables | None, error: Exception | None) -> None:
         """Initialize, or raise the error of one rank on every rank. Collective."""
         self._check_open()
         if self._shard is not None:
@@ -197,7 +198,7 @@ class CrossShardOptimizer(Wrapper):
         sparse = {var.name for var in check_variables(self._variables) if var.sparse}
         return {name: array for name, array in arrays.items() if name not in sparse}
 
-    def _halves(self) -> tuple[Callable[..., Pairs], Callable[..., Any]]:
+    def _halves(self) -> tuple[Callable[..., Pairs], Callable[..., Receipt | None]]:
         # Nothing sees the gradients between the two calls of minimize, so the reduction
         # can divide them, which saves a pass over memory; unless a call is overridden.
         if not self._divides or self._overrides():
@@ -216,7 +217,7 @@ class CrossShardOptimizer(Wrapper):
         return tuple(getattr(call, "__func__", None) for call in calls) != own
 
     def compute_gradients(
-        self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
+        self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:
         """Compute the gradients of this rank's share of the loss."""
         pairs = self._compute(loss, var_list, *args, **kwargs)
@@ -228,7 +229,7 @@ class CrossShardOptimizer(Wrapper):
         ]
 
     def _compute(
-        self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
+        self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:
         """Compute the gradients, not yet divided by the size of the group."""
         variables = self._variables if var_list is None else listed(var_list)
@@ -250,7 +251,7 @@ class CrossShardOptimizer(Wrapper):
 
     def apply_gradients(
         self,
-        grads_and_vars: Any,
+        grads_and_vars: PairsLike,
         global_step: Variable | None = None,
         name: str | None = None,
     ) -> Receipt:
@@ -278,7 +279,7 @@ class CrossShardOptimizer(Wrapper):
 
     def _apply(
         self,
-        grads_and_vars: Any,
+        grads_and_vars: PairsLike,
         global_step: Variable | None,
         name: str | None,
         *,
@@ -357,7 +358,7 @@ class CrossShardOptimizer(Wrapper):
         self._check_open()
         self._made(self._shard).leave()
 
-    def restore(self, snapshot: Any, var_list: Any = None) -> None:
+    def restore(self, snapshot: Any, var_list: Variables | None = None) -> None:
         """Initialize, and set a group's variables and state to a snapshot. Collective.
 
         Args:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.checks import Loss, Pairs
+    from hpcaccum.optimizers.checks import Loss, Pairs, Variables
+    from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.server import Inbox
 
@@ -51,7 +52,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         host: int = 0,
         dedicated: bool = False,
         servers: Servers = None,
-        on_nonfinite: str = "accept",
+        on_nonfinite: OnNonfinite = "accept",
     ) -> None:
         super().__init__(
             opt,
@@ -77,7 +78,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         )
 
     def compute_gradients(
-        self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
+        self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:
         """Pull the newest parameters, then compute the gradients with them.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
@@ -18,19 +18,20 @@ from hpcaccum.row_sums import distinct
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hpcaccum.optimizers.checks import Array, Pairs
+    from hpcaccum.optimizers.checks import Array, Pairs, PairsLike
     from hpcaccum.optimizers.slices import Gradient
 
-_CHOICES = ("accept", "drop", "raise")
+# What `on_nonfinite=` accepts.
+OnNonfinite = Literal["accept", "drop", "raise"]
 
 
-def check_choice(on_nonfinite: str) -> str:
+def check_choice(on_nonfinite: OnNonfinite) -> OnNonfinite:
     """Return a choice; raise InvalidArgumentError unless it is one."""
-    one_of("on_nonfinite", on_nonfinite, _CHOICES)
+    one_of("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
     return on_nonfinite
 
 
-def to_drop(what: str, pairs: Pairs, on_nonfinite: str) -> bool:
+def to_drop(what: str, pairs: Pairs, on_nonfinite: OnNonfinite) -> bool:
     """Return whether gradients are not finite and shall be dropped.
 
     Args:
@@ -62,7 +63,9 @@ def _is_finite(grad: Gradient) -> bool:
         return bool(np.isfinite(total)) or bool(np.isfinite(array).all())
 
 
-def clip_by_global_norm(grads_and_vars: Any, clip_norm: float) -> tuple[Pairs, float]:
+def clip_by_global_norm(
+    grads_and_vars: PairsLike, clip_norm: float
+) -> tuple[Pairs, float]:
     """Scale gradients down so that the norm of all of them is at most ``clip_norm``.
 
     For use between `compute_gradients` and `apply_gradients`. It sees the gradients of

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.accumulator import Receipt, Tally
-    from hpcaccum.optimizers.checks import Array, Loss, Pairs
+    from hpcaccum.optimizers.checks import Array, Loss, Pairs, PairsLike, Variables
+    from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.server import Inbox
 
 
@@ -87,7 +88,7 @@ class OneSidedOptimizer(Wrapper):
         host: int,
         dedicated: bool,
         servers: Servers,
-        on_nonfinite: str,
+        on_nonfinite: OnNonfinite,
     ) -> None:
         group = Group.of(comm)
 
@@ -126,7 +127,7 @@ class OneSidedOptimizer(Wrapper):
         """Return the inbox, in which the one-sided optimizers differ."""
         raise NotImplementedError
 
-    def initialize(self, var_list: Any) -> None:
+    def initialize(self, var_list: Variables | None) -> None:
         """Set the center and all ranks' variables to the host rank's. Collective.
 
         The first `compute_gradients` calls it if the user does not. A second call has
@@ -274,7 +275,7 @@ class OneSidedOptimizer(Wrapper):
             return Optimizer.gradient_arrays(self)
         return server.gradient_arrays()
 
-    def _prepare(self, var_list: Any) -> Any:
+    def _prepare(self, var_list: Variables | None) -> Variables | None:
         """Initialize if necessary; return the variables to compute gradients of."""
         var_list = listed(var_list)
         if self._server is None or var_list is not None:
@@ -283,7 +284,7 @@ class OneSidedOptimizer(Wrapper):
         return self._variables if var_list is None else var_list
 
     def compute_gradients(
-        self, loss: Loss, var_list: Any = None, *args: Any, **kwargs: Any
+        self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:
         """Pull parameters, then compute the gradients with them.
 
@@ -298,7 +299,7 @@ class OneSidedOptimizer(Wrapper):
 
     def apply_gradients(
         self,
-        grads_and_vars: Any,
+        grads_and_vars: PairsLike,
         global_step: Variable | None = None,
         name: str | None = None,
     ) -> Receipt:
@@ -359,7 +360,7 @@ class OneSidedOptimizer(Wrapper):
         assert self._center is not None
         return self._center.snapshot()
 
-    def restore(self, snapshot: Any, var_list: Any = None) -> None:
+    def restore(self, snapshot: Any, var_list: Variables | None = None) -> None:
         """Initialize from a snapshot instead of the host's variables. Collective.
 
         Call it instead of `initialize`. Ranks, nodes, servers and their numbers may be

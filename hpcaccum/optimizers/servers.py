@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpcaccum.arguments import rank_number
 from hpcaccum.errors import InvalidArgumentError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.variable import Variable
 
 # What `servers=` accepts.
-Servers = str | int | Sequence[int] | None
+Servers = Literal["auto"] | int | Sequence[int] | None
 
 AUTO = "auto"
 # Bytes of variables from which on "auto" takes several servers. Measured on 4 hosts,

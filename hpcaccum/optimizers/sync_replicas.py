@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
+    from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.server import Inbox, ParameterServer
 
@@ -57,7 +58,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         host: int = 0,
         dedicated: bool = False,
         servers: Servers = None,
-        on_nonfinite: str = "accept",
+        on_nonfinite: OnNonfinite = "accept",
     ) -> None:
         def check() -> dict[str, int | None]:
             quorum = positive_count(replicas_to_aggregate, "replicas_to_aggregate")

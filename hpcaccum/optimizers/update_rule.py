@@ -17,7 +17,13 @@ from hpcaccum.device import cupy, is_device
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.base import Optimizer, count_step
-from hpcaccum.optimizers.checks import Array, check_global_step, check_pairs
+from hpcaccum.optimizers.checks import (
+    Array,
+    PairsLike,
+    Variables,
+    check_global_step,
+    check_pairs,
+)
 from hpcaccum.optimizers.device_update import Updates
 from hpcaccum.optimizers.learning_rate import Rate, RateOfStep
 from hpcaccum.optimizers.slices import Gradient, detached, distinct_rows, update_rows
@@ -175,7 +181,7 @@ class Rule(Optimizer):
         """
         raise NotImplementedError
 
-    def initialize(self, var_list: Any) -> None:
+    def initialize(self, var_list: Variables) -> None:
         """Remember the variables for calls without a list, and make their slots.
 
         `get_slot` and `variables` return them from the first update on. Slots of other
@@ -202,7 +208,10 @@ class Rule(Optimizer):
         super().initialize(variables)
 
     def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+        self,
+        grads_and_vars: PairsLike,
+        global_step: Variable | None = None,
+        name: str | None = None,
     ) -> None:
         """Update the variables in place; the gradients are not changed.
 
@@ -344,7 +353,7 @@ class Rule(Optimizer):
 
     # Snapshots
 
-    def _snapshot_variables(self, var_list: Any) -> list[Variable]:
+    def _snapshot_variables(self, var_list: Variables | None) -> list[Variable]:
         if var_list is None and self._states:
             # Also those that were only given to `apply_gradients`.
             var_list = list(dict.fromkeys([*(self._variables or ()), *self._states]))

@@ -6,6 +6,7 @@ import numbers
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from hpcaccum.arguments import gradient_array
 from hpcaccum.device import check_array, copyto, is_device, to_host
@@ -35,7 +36,7 @@ class Variable:
 
     def __init__(
         self,
-        array: Any,
+        array: ArrayLike,
         name: str = "Variable",
         trainable: bool = True,
         *,
@@ -58,7 +59,7 @@ class Variable:
         return self._value
 
     @value.setter
-    def value(self, new: Any) -> None:
+    def value(self, new: ArrayLike) -> None:
         # `w.value -= x` changes the array in place, then assigns it to itself.
         if new is self._value:
             return

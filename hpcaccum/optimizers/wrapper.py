@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar, cast, overload
 
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
@@ -18,8 +18,10 @@ from hpcaccum.optimizers.finite import check_choice, to_drop
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Array, Pairs
+    from hpcaccum.optimizers.checks import Array, Loss, Pairs, Variables
+    from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.snapshot import Key
     from hpcaccum.optimizers.variable import Variable
 
@@ -55,7 +57,7 @@ class Wrapper(Freeable, Optimizer):
         name: str,
         group: Group,
         check: Callable[[], Mapping[str, Any]],
-        on_nonfinite: str,
+        on_nonfinite: OnNonfinite,
     ) -> None:
         def check_all() -> Mapping[str, Any]:
             check_name(name)
@@ -92,6 +94,34 @@ class Wrapper(Freeable, Optimizer):
         _ = self.learning_rate
         self.inner.learning_rate = rate  # type: ignore[attr-defined]
 
+    def minimize(
+        self,
+        loss: Loss,
+        global_step: Variable | None = None,
+        var_list: Variables | None = None,
+        gate_gradients: int = Optimizer.GATE_OP,
+        aggregation_method: object = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: SupportsFloat | None = None,
+    ) -> Receipt:
+        """Compute gradients and apply them; see `Optimizer.minimize`.
+
+        Returns:
+            The receipt of `apply_gradients`, with the value of ``loss``.
+        """
+        receipt = super().minimize(
+            loss,
+            global_step,
+            var_list,
+            gate_gradients,
+            aggregation_method,
+            colocate_gradients_with_ops,
+            name,
+            grad_loss,
+        )
+        return cast("Receipt", receipt)
+
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return a slot of the inner optimizer."""
         return self.inner.get_slot(var, name)
@@ -104,7 +134,7 @@ class Wrapper(Freeable, Optimizer):
         """Return the state variables of the inner optimizer."""
         return self.inner.variables()
 
-    def _check_start(self, var_list: Any) -> list[Variable]:
+    def _check_start(self, var_list: Variables | None) -> list[Variable]:
         """Return the variables that an optimizer can be initialized with."""
         variables = check_variables(var_list)
         check_trainable(variables)

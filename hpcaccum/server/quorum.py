@@ -65,6 +65,7 @@ class QuorumInbox:
 
     def submit(self, local_step: int) -> Receipt:
         """Submit the gradient in the slot, unless it is of an earlier step."""
+        assert self._slot is not None
         return self._accumulator.apply_grad(self._slot, local_step)
 
     def count_nonfinite(self) -> None:
