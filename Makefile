@@ -25,7 +25,7 @@ endif
 
 .PHONY: help demo test test-single test-unit test-system test-programs test-checks \
         test-device nvrtc test-1-openmpi test-cupy test-newest-cupy test-oldest-cupy \
-        test-gpu sanitize-gpu test-mpi test-hosts test-adapters lint venv clean
+        test-gpu sanitize-gpu test-mpi test-hosts test-adapters lint docs pages venv clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
 	@echo "make test         units, programs, kernels, then on $(SIZES) ranks; not the adapters"
@@ -38,6 +38,7 @@ help:
 	@echo "make test-cupy    CuPy itself, oldest and newest, without a GPU; installs 700 MB"
 	@echo "make test-gpu     the tests with device arrays, on a real GPU; make sanitize-gpu"
 	@echo "make lint         ruff and mypy"
+	@echo "make docs         the documentation as pages, in build/site"
 	@echo "make clean        remove the environments and what was built"
 	@echo "MPI=openmpi takes Open MPI, PYTHON=... another Python, ARGS=... goes to pytest"
 
@@ -150,6 +151,13 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# In an environment of its own, too. The variable silences a notice of the theme.
+docs:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-docs pages
+
+pages: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 venv: $(VENV)/.test
 
 # Stamps: pip runs again only when what it would install may have changed.
@@ -163,6 +171,10 @@ $(VENV)/.test: $(VENV)/.demo | $(YIELD)
 
 $(VENV)/.adapters: pyproject.toml setup.cfg | $(YIELD)
 	$(BIN)/python -m pip install --quiet -e '.[$(MPI),test-adapters]'
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml setup.cfg | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
 	@touch $@
 
 $(YIELD): tests/sched_yield.c | $(BIN)/pip

