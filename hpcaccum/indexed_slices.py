@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, SupportsIndex
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from hpcaccum.device import is_device
 from hpcaccum.dtypes import FLOATS
@@ -42,7 +44,12 @@ class IndexedSlices:
 
     __slots__ = ("dense_shape", "indices", "values")
 
-    def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:
+    def __init__(
+        self,
+        values: ArrayLike,
+        indices: ArrayLike,
+        dense_shape: Iterable[SupportsIndex] | None = None,
+    ) -> None:
         if is_device(values) or is_device(indices):
             raise InvalidArgumentError(
                 "IndexedSlices has arrays in host memory; on a device, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, SupportsInt
 
 import numpy as np
 
@@ -16,7 +16,10 @@ from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.mpi import Group
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from mpi4py import MPI as mpi4py_MPI
+    from numpy.typing import ArrayLike, DTypeLike
 
     from hpcaccum.accumulator.receipts import Receipt
     from hpcaccum.accumulator.state import Closed
@@ -80,8 +83,8 @@ class SparseConditionalAccumulator(Accumulator):
 
     def __init__(
         self,
-        dtype: Any,
-        shape: Any = None,
+        dtype: DTypeLike,
+        shape: int | Sequence[int | None] | None = None,
         shared_name: str | None = None,
         name: str = "sparse_conditional_accumulator",
         reduction_type: str | None = "MEAN",
@@ -111,10 +114,10 @@ class SparseConditionalAccumulator(Accumulator):
 
     def apply_grad(
         self,
-        grad_indices: Any,
-        grad_values: Any,
-        grad_shape: Any = None,
-        local_step: Any = 0,
+        grad_indices: ArrayLike,
+        grad_values: ArrayLike,
+        grad_shape: Iterable[SupportsIndex] | None = None,
+        local_step: SupportsInt = 0,
         name: str | None = None,
     ) -> Receipt:
         """Add a gradient, unless it is stale.
@@ -145,7 +148,7 @@ class SparseConditionalAccumulator(Accumulator):
         return self.apply_indexed_slices_grad(grad, local_step)
 
     def apply_indexed_slices_grad(
-        self, grad: IndexedSlices, local_step: Any = 0, name: str | None = None
+        self, grad: IndexedSlices, local_step: SupportsInt = 0, name: str | None = None
     ) -> Receipt:
         """Add a gradient, unless it is stale; see `apply_grad`.
 
@@ -163,7 +166,7 @@ class SparseConditionalAccumulator(Accumulator):
 
     def take_grad(
         self,
-        num_required: Any,
+        num_required: SupportsIndex,
         name: str | None = None,
         *,
         timeout: float | None = None,
@@ -180,7 +183,7 @@ class SparseConditionalAccumulator(Accumulator):
 
     def take_indexed_slices_grad(
         self,
-        num_required: Any,
+        num_required: SupportsIndex,
         name: str | None = None,
         *,
         timeout: float | None = None,

@@ -21,6 +21,7 @@ sgd, getter = hpc.SGD(0.1), hpc.AGNCustomGetter()
 cross = hpc.CrossShardOptimizer(sgd)
 drop = hpc.DropStaleGradientOptimizer(sgd, staleness=4)
 acc = hpc.ConditionalAccumulator("float32", shape=3)
+rows = hpc.SparseConditionalAccumulator("float32", (9, 3), capacity=4)
 
 receipt = drop.minimize(lambda: (0.0, [grad]), var_list=[w])
 receipt.acepted  # wrong
@@ -35,6 +36,8 @@ sgd.apply_gradients([(w, grad)])  # wrong
 hpc.clip_by_global_norm([(w, grad)], 1.0)  # wrong
 cross.apply_gradients(zip([w], [grad]))  # wrong
 acc.apply_grad(w)  # wrong
+rows.apply_indexed_slices_grad(grad)  # wrong
+hpc.IndexedSlices(w, [0])  # wrong
 
 cross.minimize(lambda: (0.0, [grad]), var_list=[np.zeros(3)])  # wrong
 drop.compute_gradients(lambda: (0.0, [grad]), [np.zeros(3)])  # wrong
@@ -110,6 +113,12 @@ with hpc.ConditionalAccumulator(np.float32, shape=[None, 3], capacity=12) as acc
     receipt = acc.apply_grad([[1, 2, 3]], local_step=np.int64(0))
     mean = acc.take_grad(np.int64(1), timeout=1.0)
     print(receipt.accepted, mean.shape, acc.statistics())
+
+
+with hpc.SparseConditionalAccumulator(np.float32, (9, 3), capacity=4) as rows:
+    slices = hpc.IndexedSlices([[1, 2, 3]], np.array([8]), dense_shape=(9, 3))
+    print(rows.apply_indexed_slices_grad(slices).lag, acc.apply_grad(slices).lag)
+    indices, values, _ = rows.take_grad(1)
 
 
 class Plain(hpc.Optimizer):
