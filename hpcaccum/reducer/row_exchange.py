@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+# What MPI reads and writes, by identity. After an exception it goes on with that, so it
+# must not be freed.
+_in_use: dict[int, tuple[Array, Array]] = {}
+
 
 def sum_rows(group: Group, rows: Mapping[str, Rows], what: str) -> dict[str, Rows]:
     """Return the sums of the rows of all ranks. Collective.
@@ -80,6 +84,7 @@ def _gather(
         return
     # A type of a whole row: MPI libraries before MPI-4 count in 32 bits.
     row = MPI.BYTE.Create_contiguous(own.shape[1] * own.itemsize).Commit()
+    _in_use[id(out)] = own, out
     try:
         request = group.comm.Iallgatherv([own, len(own), row], [out, numbers, row])
         Deadline(None, what).wait(
@@ -87,3 +92,4 @@ def _gather(
         )
     finally:
         row.Free()
+    del _in_use[id(out)]

@@ -7,9 +7,10 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Reduction
-from hpcaccum.reducer import row_exchange
+from hpcaccum.reducer import row_exchange, sum_rows
+from hpcaccum.row_sums import distinct
 
-from .acting import meet, same_bits
+from .acting import meet, same_bits, until
 from .on_nodes import group_on_nodes  # noqa: F401
 from .training import ONE_SIDED, gives, raised, variable
 
@@ -231,6 +232,29 @@ def test_a_rank_without_memory_does_not_hang_the_others(make, rank, size, monkey
         assert "exchange of rows: rank 0: " in str(error)
     opt.minimize(gives(slices_of(rank)), var_list=[w])
     np.testing.assert_allclose(w.value, -sum_of(range(size)) / size)
+
+
+def test_memory_of_an_interrupted_exchange_is_kept(comm, monkeypatch):
+    group = hpc.Group.of(comm)
+    rows = distinct(np.arange(3), np.ones((3, 2)), np.dtype("f8"))
+    assert sum_rows(group, {"w": rows}, "exchange")["w"].indices.tolist() == [0, 1, 2]
+    assert not row_exchange._in_use
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(row_exchange.Deadline, "wait", interrupted)
+        patch.setattr(group, "allgather", lambda *_: [[3]] * comm.size)
+        patch.setattr(group, "agree", lambda _, allocate, __: allocate())
+        with pytest.raises(KeyboardInterrupt):
+            sum_rows(group, {"w": rows}, "exchange")
+    [(_, out)] = row_exchange._in_use.values()
+    # The exchange goes on whenever MPI is called.
+    expected = [0, 1, 2] * comm.size
+    until(lambda: not comm.Iprobe() and out[:, 0].tolist() == expected)
+    meet()
+    row_exchange._in_use.clear()
 
 
 @pytest.mark.ranks(min=2)
