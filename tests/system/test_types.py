@@ -12,6 +12,13 @@ import pytest
 from .conftest import REPOSITORY
 from .test_documentation import PROGRAMS
 
+# The types of PyTorch and JAX are not read.
+CHECKED = {
+    name: program
+    for name, program in PROGRAMS.items()
+    if not re.search(r"^import (torch|jax)", program, re.MULTILINE)
+}
+
 WRONG = """\
 import numpy as np
 import hpcaccum as hpc
@@ -136,7 +143,7 @@ Plain("plain").minimize(loss, var_list=[w])
 def reported(tmp_path_factory):
     """The lines that mypy reports in each program, by its name."""
     folder = tmp_path_factory.mktemp("programs")
-    programs = {"wrong": WRONG, "right": RIGHT, **PROGRAMS}
+    programs = {"wrong": WRONG, "right": RIGHT, **CHECKED}
     for name, program in programs.items():
         (folder / f"{name}.py").write_text(program)
     # From here, with the settings of `make lint` and what it left in its cache.
@@ -159,6 +166,6 @@ def test_each_mistake_is_reported(reported):
     assert reported["wrong"] == wrong
 
 
-@pytest.mark.parametrize("name", ["right", *PROGRAMS])
+@pytest.mark.parametrize("name", ["right", *CHECKED])
 def test_nothing_else_is_reported(reported, name):
     assert not reported[name]
