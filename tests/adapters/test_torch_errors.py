@@ -126,6 +126,16 @@ def test_sparse_gradients(kind, comm, rank):
         opt.zero_grad()
 
 
+@pytest.mark.ranks(min=2)
+def test_a_sparse_gradient_of_one_rank_is_an_error_on_all(comm, rank):
+    module = torch.nn.Embedding(4, 2, sparse=rank == 1)
+    with hpt.CrossShard(sgd(module), comm=comm) as opt:
+        error = raised(module(torch.tensor([rank])).sum().backward)
+        assert isinstance(error, hpc.InvalidArgumentError)
+        assert "gradient of 'parameter 0' is sparse" in str(error)
+        opt.zero_grad()
+
+
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_a_step_without_a_gradient(kind, comm, rank):
     model = Model()

@@ -116,6 +116,7 @@ def test_a_mean_that_has_begun_is_made_without_a_rank_that_leaves(comm, rank, si
     else:
         shard.start("begun", None)
         means = shard.reduce(grads, None, 0, None)
+        assert set(means) == set(grads)
         assert all(np.all(mean == (size - 2) / 2) for mean in means.values())
         shard.count()
     shard.finish()
