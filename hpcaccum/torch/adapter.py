@@ -119,6 +119,11 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
     def _update(self) -> Receipt:
         raise NotImplementedError
 
+    def _no_gradient(self) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"{self._what}: there is no gradient; call backward() before step()"
+        )
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only add up gradients in backward passes of the block, for micro-batches.

@@ -81,7 +81,7 @@ def _variable(name: str, tensor: Any) -> Variable:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise InvalidArgumentError(
             f"{name!r} is {tensor.layout} on {tensor.device}; only dense tensors in "
-            f"CPU memory are supported yet"
+            f"CPU memory can be used, others are not supported yet"
         )
     if tensor.dtype.is_complex:
         raise InvalidArgumentError(f"{name!r} is complex, which is not supported yet")

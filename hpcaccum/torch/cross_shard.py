@@ -126,9 +126,7 @@ class CrossShard(Adapter):
         except InvalidArgumentError as error:
             problem = problem or error
         if problem is None and not grads:
-            problem = InvalidArgumentError(
-                f"{self._what}: there is no gradient; call backward() before step()"
-            )
+            problem = self._no_gradient()
         if problem is not None:
             self._exchange.fail(problem)
         self._exchange.average(grads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import (
     AGNCustomGetter,
     AGNOptimizer,
@@ -62,6 +63,8 @@ class OneSided(Adapter):
 
     def _update(self) -> Receipt:
         grads = self._gradients.arrays()
+        if not grads:
+            raise self._no_gradient()
         receipt: Receipt = self._exchange.apply_gradients(
             [(grads.get(var.name), var) for var in self._rule.own]
         )
@@ -73,6 +76,15 @@ class OneSided(Adapter):
         self._gradients.give_up()
         nothing = [None] * len(self._rule.own)
         self._exchange.compute_gradients(lambda: (None, nothing))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the parameters, the state and the counts of one step; host only."""
+        if self._group.rank != self._root:
+            raise InvalidArgumentError(
+                f"{self._what}: the state is that of rank {self._root}; call "
+                f"state_dict() there"
+            )
+        return super().state_dict()
 
     def serve(self, after_update: Callable[[int], object] | None = None) -> None:
         """Serve until all other ranks have left; the host of ``dedicated=True`` only.
@@ -131,7 +143,9 @@ class SyncReplicas(OneSided):
         )
 
     def _make(self) -> SyncReplicasOptimizer:
-        return SyncReplicasOptimizer(self._rule, comm=self._group, **self._options)
+        return SyncReplicasOptimizer(
+            self._rule, name="SyncReplicas", comm=self._group, **self._options
+        )
 
 
 class DropStale(OneSided):
@@ -168,7 +182,9 @@ class DropStale(OneSided):
         )
 
     def _make(self) -> DropStaleGradientOptimizer:
-        return DropStaleGradientOptimizer(self._rule, comm=self._group, **self._options)
+        return DropStaleGradientOptimizer(
+            self._rule, name="DropStale", comm=self._group, **self._options
+        )
 
 
 class AGN(OneSided):
@@ -215,6 +231,7 @@ class AGN(OneSided):
             self._group.size,
             getter,
             self._period,
+            name="AGN",
             dedicated=self._options["dedicated"],
         )
 

@@ -103,8 +103,8 @@ def _check_devices(parameters: Iterable[Any]) -> None:
         )
     if devices != ["cpu"]:
         raise InvalidArgumentError(
-            f"the parameters are on {devices[0]}; only tensors in CPU memory are "
-            f"supported yet"
+            f"the parameters are on {devices[0]}; only tensors in CPU memory can be "
+            f"used, others are not supported yet"
         )
 
 

@@ -36,7 +36,7 @@ WRONG = {
     ),
     "device": (
         lambda: sgd(torch.nn.Linear(2, 2, device="meta")),
-        "on meta; only tensors in CPU memory are supported yet",
+        "on meta; only tensors in CPU memory can be used",
     ),
     "dtype": (
         lambda: sgd(torch.nn.Linear(2, 2, dtype=torch.complex64)),
@@ -144,7 +144,7 @@ def test_a_step_without_a_gradient(kind, comm, rank):
         opt.zero_grad()
         error = raised(opt.step)
         assert isinstance(error, hpc.InvalidArgumentError)
-        assert "no gradient" in str(error)
+        assert "there is no gradient; call backward()" in str(error)
 
 
 @pytest.mark.ranks(min=2)
