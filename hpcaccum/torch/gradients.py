@@ -76,7 +76,7 @@ class Gradients:
         if place is None:
             return name, array_of(parameter.grad)
         if parameter.grad is not place:
-            place.copy_(parameter.grad)
+            place.copy_(parameter.grad.detach())
             parameter.grad = place
         return name, None
 
