@@ -252,8 +252,8 @@ def test_average_in_the_rule_of_a_server(make, comm):
 
 def test_float64_of_one_thread(make):
     # Older versions have it elsewhere.
-    enable_x64 = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
-    with enable_x64(True):
+    place = jax if hasattr(jax, "enable_x64") else jax.experimental
+    with place.enable_x64(True):
         start = {"w": jnp.ones(3)}
         with pytest.raises(InvalidArgumentError, match="in all threads"):
             make("DropStale", start=start)
