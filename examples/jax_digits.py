@@ -42,7 +42,7 @@ params = {
 }
 rule = optax.chain(hpcaccum.jax.average(), optax.adam(0.02))
 state = rule.init(params)
-for number in range(100):
+for number in range(60):
     params, state, value = step(params, state)
     if rank == 0 and number % 20 == 0:
         print(f"step {number}: loss {value:.3f} of rank 0's images")

@@ -74,9 +74,8 @@ def average(comm: mpi4py_MPI.Comm | Group | None = None) -> Average:
         TypeError: If ``comm`` is not an intracommunicator.
         InvalidArgumentError: On every rank, if MPI provides no MPI_THREAD_MULTIPLE.
 
-    In ``update``, errors of the first call, and of calls that are not compiled, are
-    those of `Reducer`. A compiled function raises `jax.errors.JaxRuntimeError` on every
-    rank; its message contains the error.
+    The first ``update`` raises such errors, too, and DisagreementError. An error of a
+    later call is a `jax.errors.JaxRuntimeError` on every rank, whose message has it.
     """
     exchange = Exchange(Group.of(comm))
     made = Average(exchange.init, exchange.update)
@@ -110,9 +109,9 @@ class Exchange(Freeable):
                 f"rank calls"
             )
         self._check_open()
-        structure = Structure.of(updates)
         if self._reducer is None:
-            self._make(structure)
+            self._make(updates)
+        structure = Structure.of(updates)
         # Others may already wait in a callback, so an error is raised in one, too.
         problem = self._problem(structure)
         means = io_callback(
@@ -123,11 +122,13 @@ class Exchange(Freeable):
         )
         return jax.tree_util.tree_unflatten(structure.nesting, means), state
 
-    def _make(self, structure: Structure) -> None:
+    def _make(self, updates: Any) -> None:
         """Compare the structures of all ranks, and make the reducer. Collective."""
         # Callbacks that run in another thread may use the same communicator.
         jax.effects_barrier()
-        self._group.agree(_NAME, lambda: structure.check("updates"), Structure.facts)
+        structure = self._group.agree(
+            _NAME, lambda: Structure.of(updates).check("updates"), Structure.facts
+        )
         arrays = dict(zip(structure.names, structure.leaves, strict=True))
         self._reducer = Reducer(Layout.of(arrays), self._group, _NAME)
         self._structure = structure
