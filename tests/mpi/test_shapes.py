@@ -136,7 +136,11 @@ def test_receipt_is_true_if_accepted():
     assert hpc.Receipt is Receipt
     with pytest.raises(AttributeError):
         accepted.accepted = False
-    assert repr(dropped) == "Receipt(accepted=False, local_step=2, global_step=5)"
+    assert (accepted.reason, dropped.reason) == ("", "stale")
+    assert repr(dropped) == (
+        "Receipt(accepted=False, local_step=2, global_step=5, sent=True, "
+        "nonfinite=False, loss=None)"
+    )
 
 
 def test_counters_count_receipts_of_all_ranks(words, rank, size):
