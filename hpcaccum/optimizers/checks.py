@@ -19,7 +19,7 @@ from hpcaccum.optimizers.variable import Variable, is_float, is_integer
 Array = np.ndarray[Any, Any]
 Pairs = list[tuple[Gradient | None, Variable]]
 
-# What callers may pass. A list of variables may be any iterable, as may one of pairs.
+# What callers may pass: any iterable of variables or of pairs, not only a list.
 GradientLike = ArrayLike | IndexedSlices | None
 PairsLike = Iterable[tuple[GradientLike, Variable]]
 Variables = Iterable[Variable]

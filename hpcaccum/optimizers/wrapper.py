@@ -120,6 +120,7 @@ class Wrapper(Freeable, Optimizer):
             name,
             grad_loss,
         )
+        # Each optimizer that exchanges gradients returns one.
         return cast("Receipt", receipt)
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
