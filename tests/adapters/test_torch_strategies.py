@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 
 import hpcaccum.torch as hpt
 
-from ..mpi.acting import until
+from ..mpi.acting import VAIN, until
 from ..mpi.support import WAIT, meet
 from ..mpi.training import turns
 from .torch_training import ONE_SIDED, STRATEGIES, SYNCHRONOUS, Model, Plain, groups
@@ -104,6 +105,8 @@ def test_after_a_dropped_gradient_step_waits_for_parameters_of_use(comm, rank):
             plain.check(model.values())
         if rank == 0:
             until(lambda: sum(opt.statistics().dropped) == 1)
+            # A step that does not wait ends now, before the update.
+            time.sleep(VAIN)
             gate.set()
             push.join()
 
