@@ -150,7 +150,7 @@ class CrossShardOptimizer(Wrapper):
         if self._shard is not None:
             self._shard.check_present()
             if error is not None:
-                self._shard.reducer.fail(error)
+                self._shard.fail(error)
             return
 
         def check() -> tuple[list[Variable], dict[str, Array]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -96,6 +96,12 @@ class Shard:
         self.check_present()
         self.reducer.start(name, grad)
         self._started.add(name)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise an error on every rank, in the place of a reduction. Collective."""
+        self.check_present()
+        self._started.clear()
+        self.reducer.fail(error)
 
     def reduce(
         self,

@@ -49,9 +49,7 @@ class _Exchange(CrossShardOptimizer):
 
     def fail(self, error: Exception) -> None:
         """Raise an error of this rank on every rank. Collective."""
-        shard = self._made(self._shard)
-        shard.check_present()
-        shard.reducer.fail(error)
+        self._made(self._shard).fail(error)
 
     def count(self) -> Receipt:
         """Count an update; return its receipt."""

@@ -10,7 +10,7 @@ import hpcaccum.torch as hpt
 
 from ..mpi.support import meet
 from ..mpi.training import raised
-from .torch_training import STRATEGIES, Model
+from .torch_training import STRATEGIES, Model, gradient
 
 
 def sgd(model):
@@ -128,12 +128,19 @@ def test_sparse_gradients(kind, comm, rank):
 
 @pytest.mark.ranks(min=2)
 def test_a_sparse_gradient_of_one_rank_is_an_error_on_all(comm, rank):
-    module = torch.nn.Embedding(4, 2, sparse=rank == 1)
-    with hpt.CrossShard(sgd(module), comm=comm) as opt:
-        error = raised(module(torch.tensor([rank])).sum().backward)
+    table, model = torch.nn.Embedding(4, 2, sparse=rank == 1), Model()
+    inner = torch.optim.SGD([*table.parameters(), *model.parameters()], 1.0)
+    with hpt.CrossShard(inner, comm=comm) as opt:
+        # The gradient of the model comes first.
+        loss = table(torch.tensor([rank])).sum() + model.w.sum()
+        error = raised(loss.backward)
         assert isinstance(error, hpc.InvalidArgumentError)
         assert "gradient of 'parameter 0' is sparse" in str(error)
         opt.zero_grad()
+        with opt.no_sync():
+            model.backward(0, 0)
+        opt.step()
+    assert torch.equal(model.w, -gradient("w", model.w, 0, 0))
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
