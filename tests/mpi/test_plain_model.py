@@ -147,7 +147,7 @@ def in_order(receipts):
         (receipt.global_step, rank, call)
         for rank, of_rank in enumerate(receipts)
         for call, receipt in enumerate(of_rank)
-        if receipt
+        if receipt and receipt.sent
     ]
     assert sorted(step for step, _, _ in updates) == list(range(len(updates)))
     return [(rank, call) for _, rank, call in sorted(updates)]
