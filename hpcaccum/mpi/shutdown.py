@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -146,13 +147,19 @@ def report_and_abort(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """Print an exception with the number of the rank, then end the job."""
+    """Print an exception with the number of the rank, then end the job.
+
+    In the main thread, it returns if this rank is alone.
+    """
     text = "\n" + "".join(traceback.format_exception(kind, error, trace))
     if isinstance(error, KeyboardInterrupt):
         # Ctrl-C interrupts all ranks: one line from each is enough.
         text = " KeyboardInterrupt\n"
     _report(text)
     abort_job()
+    if threading.current_thread() is not threading.main_thread():
+        # The main thread would wait for this one without end.
+        os._exit(1)
 
 
 def abort_because(reason: str) -> None:

@@ -135,6 +135,13 @@ def test_exception_on_one_rank_ends_the_job(mpirun, script, program, message, tm
         assert "rank 1 of 3 failed, ending the job:\nTraceback" in result.stdout
 
 
+def test_a_server_that_fails_ends_a_rank_that_is_alone(mpirun, script, tmp_path):
+    result = mpirun(1, script(RAISES_IN_THE_SERVER), timeout=SOON, cwd=tmp_path)
+
+    assert result.returncode == 1
+    assert "ValueError: the update has had enough" in result.stdout
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("end", ["", "from mpi4py import MPI; MPI.Finalize()"])
 def test_windows_left_open_do_not_hang_the_end(mpirun, script, ranks, end):
