@@ -12,7 +12,7 @@ MPIEXEC := $(BIN)/mpiexec
 PYTEST  := $(BIN)/python -m pytest
 
 # What pytest runs: the directory, or those tests of ARGS that are named there.
-SOME = $(if $(findstring tests/,$(ARGS)),,$(1)) $(ARGS)
+SOME = $(if $(filter tests/%,$(ARGS)),,$(1)) $(ARGS)
 
 # More ranks than cores: threads of the linear algebra would only add to that, and a rank
 # that waits must leave its core (see the file).  Without a compiler, tests are slower.
