@@ -169,7 +169,7 @@ class RowSlots:
         return merged([_rows(buffer, width, self._dtype) for buffer in buffers])
 
     def _fetch(self, rank: int, index: int, width: int, deadline: Deadline) -> Array:
-        """Return a copy of a buffer on another node, as far as it is used."""
+        """Return a copy of the part of a buffer on another node that is used."""
 
         def fetch(begin: int, end: int) -> Array:
             place = rank, index * self._stride + begin

@@ -42,7 +42,7 @@ COLUMNS = Columns(
 class TorchStep:
     """Steps of a model of PyTorch: forward, backward, and an update by SGD.
 
-    - ``alone``: every rank by itself.
+    - ``alone``: every rank without the others.
     - ``DDP``: DistributedDataParallel averages the gradients with gloo.
     - ``cross-shard``: `hpcaccum.torch.CrossShard` does.
 
