@@ -45,6 +45,8 @@ class Buffers:
         # This rank's record of the round of each parity; None if it surely has none.
         self._records: list[Record | None] = [None, None]
         self._last_parity = 0
+        # The step of each of these rounds.
+        self._steps = [0, 0]
         # By buffer: who has it now, and the memory of every slot since the start.
         self._lent: dict[int, Lent] = {}
         self._slots: dict[int, Array] = {}
@@ -82,9 +84,9 @@ class Buffers:
             self._take_back(free[0])
         return free[0], False
 
-    def settle(self, parity: int, record: Record, slot: int | None) -> None:
+    def settle(self, parity: int, record: Record, slot: int | None, step: int) -> None:
         """Note this rank's record; take back the slots of the calling thread."""
-        self._records[parity] = record
+        self._records[parity], self._steps[parity] = record, step
         if self._lent:
             for index in self._lent.keys() - self._of_others(slot):
                 self._take_back(index)
@@ -157,16 +159,27 @@ class Buffers:
             if index != slot and lent.thread is not me and lent.thread.is_alive()
         }
 
+    def note_finished(self, step: int) -> None:
+        """Note that the takes of all rounds of steps below ``step`` have returned."""
+        for parity, each in enumerate(self._steps):
+            if each < step:
+                self._records[parity] = None
+
+    def _noted(self) -> set[int]:
+        """Return the buffers that rounds may hold; asks nobody."""
+        return {record.buffer for record in self._records if record}
+
     def _held(self) -> set[int]:
         """Return the buffers that rounds hold."""
         for parity, record in enumerate(self._records):
             if record and not self._protocol.holds_gradient(parity):
                 self._records[parity] = None
-        return {record.buffer for record in self._records if record}
+        return self._noted()
 
     def lend(self, shape: tuple[int, ...]) -> Array | None:
         """Return a buffer that no round holds, as a slot; None if there is none."""
-        free = {0, 1} - self._held() - self._of_others()
+        others = self._of_others()
+        free = {0, 1} - others - self._noted() or {0, 1} - others - self._held()
         if not free:
             return None
         # A second call without an apply returns the same slot.

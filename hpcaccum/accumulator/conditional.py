@@ -261,6 +261,15 @@ class ConditionalAccumulator(Accumulator):
             lambda closed: use(storage.batch(closed, self._divisor(closed))),
         )
 
+    def note_finished(self, step: int) -> None:
+        """Note that the takes of all rounds of steps below ``step`` have returned.
+
+        A rank that knows it may get its next slot without a round trip. For callers
+        inside the package.
+        """
+        self._check_open()
+        self._shared.writer.note_finished(step)
+
     def count_nonfinite(self) -> None:
         """Count a gradient of this rank that is not finite, and was not applied."""
         self._check_open()

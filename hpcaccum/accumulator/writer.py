@@ -136,7 +136,7 @@ class Writer:
         self._job = (_NOTHING, in_place, done)
         self._count(self._protocol.counters.next(receipt))
         self._protocol.put_record(parity, done)
-        self._buffers.settle(parity, done, slot)
+        self._buffers.settle(parity, done, slot, receipt.global_step)
         return receipt
 
     def _count(self, counts: Counts) -> None:
@@ -168,7 +168,7 @@ class Writer:
         self._count(self._counts or self._protocol.counters.next(receipt))
         if self._protocol.is_writing(parity):
             self._protocol.put_record(parity, done)
-        self._buffers.settle(parity, done, slot)
+        self._buffers.settle(parity, done, slot, receipt.global_step)
 
     def _give_up(self, parity: int, shape: int) -> None:
         self._count(self._counts or self._protocol.counters.next_given_up())
@@ -192,6 +192,11 @@ class Writer:
     def _lend(self, shape: tuple[int, ...]) -> Array | None:
         with self._lock:
             return self._buffers.lend(shape)
+
+    def note_finished(self, step: int) -> None:
+        """Note that the takes of all rounds of steps below ``step`` have returned."""
+        with self._lock:
+            self._buffers.note_finished(step)
 
     def leave(self) -> None:
         """Promise that this rank contributes no more gradients."""

@@ -81,10 +81,13 @@ class ProgressThread:
     Args:
         comm: Communicator on which to probe.
         needed: Whether a thread is needed: whether there are other nodes.
+
+    Attributes:
+        attended: Whether another thread of this rank is in MPI whenever others need it.
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm, *, needed: bool) -> None:
-        self._comm, self._needed = comm, needed
+        self._comm, self._needed, self.attended = comm, needed, False
         self._windows: list[memoryview] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -106,15 +109,20 @@ class ProgressThread:
         short_switch_interval.__enter__()
 
     def _run(self) -> None:
-        seen, changed = self._look(), time.monotonic()
+        seen, changed = self._contents(), time.monotonic()
         while seen:
             time.sleep(idle_nap(time.monotonic() - changed, _NAP))
             self._comm.Iprobe(MPI.ANY_SOURCE, Tag.NONE)
-            found = self._look()
+            found = self._contents()
             if found != seen or None in found:
                 seen, changed = found, time.monotonic()
 
-    def _look(self) -> list[bytes | None]:
+    def look(self) -> None:
+        """Enter MPI, unless the thread that attends to it does; for ranks that poll."""
+        if not self.attended:
+            self._comm.Iprobe(MPI.ANY_SOURCE, Tag.NONE)
+
+    def _contents(self) -> list[bytes | None]:
         """Return what is in all windows, of which there is none at the end."""
         # No window is freed meanwhile.
         with self._lock:

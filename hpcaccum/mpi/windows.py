@@ -93,9 +93,9 @@ class AtomicWords:
     the other writes are for words that one rank writes at a time. Several threads may
     make calls at the same time.
 
-    Where the ranks share a node, reads and writes are plain loads and stores beside a
-    Win_sync. That costs a tenth of an RMA call, and a rank that polls does not slow
-    down the others.
+    Where the ranks share a node, and on the root, reads and writes are plain loads and
+    stores beside a Win_sync. That costs a tenth of an RMA call, and a rank that polls
+    does not slow down the others.
 
     Words also order the memory that ranks of one node have mapped (`NodeMemory`). MPI
     defines the order by Win_sync for the memory of its window only, but in both
@@ -117,20 +117,30 @@ class AtomicWords:
         self._local = _Scratch()
         self._window = allocate(group, root, count * 8, 8)
         # The words themselves, where this rank may load and store them.
-        self._words: memoryview | None = None
+        self._words = self._map(group)
         self._end_progress = make_progress(group, root, self._window)
+        # Called in each read, on the root of a group of several nodes.
+        self._progress = None
+        if self._words is not None and not group.single_node:
+            self._progress = group.progress.look
+
+    def _map(self, group: Group) -> memoryview | None:
+        memory: Any = None
         if group.single_node:
-            memory: Any = self._window.Shared_query(root)[0]
-            self._words = memoryview(memory).cast("B").cast("q")
+            memory = self._window.Shared_query(self.root)[0]
+        elif group.rank == self.root and self._window.model == MPI.WIN_UNIFIED:
+            memory = self._window.tomemory()
+        return None if memory is None else memoryview(memory).cast("B").cast("q")
 
     @property
     def direct(self) -> bool:
-        """Whether a read is a plain load."""
+        """Whether a read of this rank is a plain load."""
         return self._words is not None
 
     def read(self, index: int) -> int:
         """Return one word."""
         if self._words is not None:
+            self._look()
             word = self._words[index]
         else:
             word = self._fetch(index, 0, MPI.NO_OP, self._local.attempt)
@@ -164,6 +174,7 @@ class AtomicWords:
     def read_range(self, index: int, count: int) -> list[int]:
         """Return several words, each read atomically (not all at one moment)."""
         if self._words is not None:
+            self._look()
             words = self._words[index : index + count].tolist()
             self._window.Sync()
             return words
@@ -178,6 +189,11 @@ class AtomicWords:
             self._window.Flush(self.root)
         self._window.Sync()
         return result.tolist()  # type: ignore[no-any-return]
+
+    def _look(self) -> None:
+        """Let other nodes change the words, which this rank may poll."""
+        if self._progress is not None:
+            self._progress()
 
     def write(self, index: int, value: int) -> None:
         """Set one word; complete on return."""
@@ -232,7 +248,7 @@ class AtomicWords:
     def free(self) -> None:
         """Free the window. Collective."""
         self._end_progress()
-        self._words = None
+        self._words = self._progress = None
         self._window.Unlock_all()
         self._window.Free()
         self._window = FREED

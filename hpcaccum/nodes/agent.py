@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -78,7 +79,10 @@ class Agent:
         self.hosts = [names[rank] for rank in self.leaders]
         self.comm = group.comm.Dup()
         self.node = group.node_number
-        self._group = group
+        self._group, self._progress = group, group.progress
+        # Requests of this rank to its own agent.
+        self._own: deque[tuple[Any, ...]] = deque()
+        self._wake = threading.Event()
         # Requests of this rank that no agent may have received yet, with the node.
         # Several threads send them.
         self._sent: list[tuple[int, Any]] = []
@@ -176,7 +180,7 @@ class Agent:
         """Return the nodes whose agents have not received all requests of this rank."""
         with self._lock:
             self._sent = [each for each in self._sent if not each[1].Test()]
-            return {node for node, _ in self._sent}
+            return {node for node, _ in self._sent} | {self.node for _ in self._own}
 
     def _is_idle(self, number: int) -> bool | None:
         with self._accepting:
@@ -185,6 +189,10 @@ class Agent:
     def request(self, node: int, number: int, *request: Any) -> None:
         """Send a request to a service of the agent of a node; do not wait."""
         message, to = (number, *request), self.leaders[node]
+        if to == self._group.rank:
+            self._own.append(message)
+            self._wake.set()
+            return
         with self._lock:
             self._sent = [each for each in self._sent if not each[1].Test()]
             # In C throughout: no signal handler comes between the two. Synchronous, so
@@ -203,7 +211,7 @@ class Agent:
     # The thread
 
     def _start(self) -> None:
-        self._stopped = False
+        self._stopped, self._progress.attended = False, True
         name = f"agent of {self.describe([self.node])}"
         self._thread = threading.Thread(
             target=self._run_or_abort, daemon=True, name=name
@@ -217,7 +225,7 @@ class Agent:
         # A thread of this rank: no limit of the user's applies.
         deadline = Deadline(math.inf, self._thread.name)
         deadline.join(self._thread, lambda: "its thread to end")
-        self._thread = None
+        self._thread, self._progress.attended = None, False
 
     def _run_or_abort(self) -> None:
         try:
@@ -233,7 +241,13 @@ class Agent:
             if self._look():
                 last = time.monotonic()
             else:
-                _nap(time.monotonic() - last)
+                self._nap(time.monotonic() - last)
+
+    def _nap(self, idle: float) -> None:
+        if idle < _EAGER:
+            os.sched_yield()
+        elif self._wake.wait(idle_nap(idle, _NAP)):
+            self._wake.clear()
 
     def _look(self) -> bool:
         """Accept requests and run each handler once; return whether any is active."""
@@ -253,28 +267,27 @@ class Agent:
         return busy
 
     def _accept_one(self) -> bool:
-        status = MPI.Status()
         with self._accepting:
-            message = self.comm.improbe(MPI.ANY_SOURCE, _REQUEST, status)
-            if message is None:
+            found = self._receive()
+            if found is None:
                 return False
-            number, *request = message.recv()
-            steps = self._handle(number, status.Get_source(), *request)
-            self._running.append((number, steps))
+            source, (number, *request) = found
+            self._running.append((number, self._handle(number, source, *request)))
             return True
+
+    def _receive(self) -> tuple[int, tuple[Any, ...]] | None:
+        """Return the source and the request that came first; None if none has come."""
+        if self._own:
+            return self._group.rank, self._own.popleft()
+        status = MPI.Status()
+        message = self.comm.improbe(MPI.ANY_SOURCE, _REQUEST, status)
+        return None if message is None else (status.Get_source(), message.recv())
 
     def _handle(self, number: int, source: int, *request: Any) -> Steps:
         while (service := self._services.get(number)) is None:
             # Another rank has added it before this one.
             yield False
         yield from service.handle(source, *request)
-
-
-def _nap(idle: float) -> None:
-    if idle < _EAGER:
-        os.sched_yield()
-    else:
-        time.sleep(idle_nap(idle, _NAP))
 
 
 def _lack_of_threads(leads: bool, nodes: int) -> Exception | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from hpcaccum.mpi import AtomicWords, NodeMemory
 from hpcaccum.nodes.agent import Agent
+from hpcaccum.nodes.change import Change
 from hpcaccum.nodes.transfer import Buffers, Incoming, pieces_of, send_pieces
 from hpcaccum.summation import add_in_order
 
@@ -82,6 +83,7 @@ class NodeParts:
             undo.callback(self._done.free)
             self._agent = Agent.of(self._group)
             undo.pop_all()
+        self._changed = Change(made_here=self._agent.is_leader)
         self._number = self._agent.add(self)
         self._awaited = inside.size
         # Whether the agent writes a result, which a rank may have given up meanwhile.
@@ -133,9 +135,8 @@ class NodeParts:
         order = (list(places), count, dtype.str)
         agent = self._agent
         agent.request(agent.node, self._number, "collect", call, order, divisor)
-        deadline.wait(
-            lambda: self._done.read(call[0]) == call[1] or None,
-            self._missing,
+        self._changed.wait(
+            lambda: self._done.read(call[0]) == call[1], deadline, self._missing
         )
         return self._result[: count * dtype.itemsize].view(dtype)
 
@@ -180,6 +181,7 @@ class NodeParts:
         yield from self.collecting(tag, places, [slice(0, count)], divisor, result)
         self._collecting = False
         self._done.write(*call)
+        self._changed.announce()
 
     def collecting(
         self,

@@ -121,13 +121,18 @@ class BoundedStalenessInbox:
         self.words.write(_APPLIED, step)
         self.words.write(_STEP, step)
 
-    def slot(self) -> Array:
+    def slot(self, known: int = 0) -> Array:
         """Return the memory for this rank's next gradient; always the same.
 
-        Waits until the last one is applied, which a rank may not have waited for.
+        Waits until the last one is applied, which a rank may not have waited for. If
+        ``known`` says so, it asks nobody; see `Inbox.slot`.
         """
         Deadline(None, "slot").wait(
-            lambda: self.words.read(_APPLIED) >= self._submitted or None,
+            lambda: (
+                known >= self._submitted
+                or self.words.read(_APPLIED) >= self._submitted
+                or None
+            ),
             lambda: (
                 f"update {self._submitted}, this rank's last, by rank {self.words.root}"
             ),

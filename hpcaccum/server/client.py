@@ -219,7 +219,7 @@ class Client(Freeable):
         if self._lent is None:
             self._check_not_paused("a push")
             begun = time.monotonic()
-            self._lent = self._inbox.slot()
+            self._lent = self._inbox.slot(self._pulled)
             self.waited += time.monotonic() - begun
         return self._lent
 

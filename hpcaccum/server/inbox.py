@@ -40,8 +40,12 @@ class Inbox(Protocol):
     def start(self, step: int) -> None:
         """Set the step of the first update; the root only, before any submission."""
 
-    def slot(self) -> Array:
-        """Return the memory for this rank's next gradient."""
+    def slot(self, known: int = 0) -> Array:
+        """Return the memory for this rank's next gradient.
+
+        Args:
+            known: A step whose parameters this rank has; it may spare a round trip.
+        """
 
     def pin(self) -> None:
         """Pin this rank's slots for DMA."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from hpcaccum.nodes import Change
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,13 +26,12 @@ class NodeCopy:
 
     Attributes:
         copies: Those of this node.
-        changed: Notified by this thread, after what others of this rank wait for.
+        changed: Announced by this thread, after what others of this rank wait for.
     """
 
     def __init__(self, copies: DoubleBuffer, *, written_here: bool) -> None:
         self.copies = copies
-        self.changed = threading.Condition()
-        self._written_here = written_here
+        self.changed = Change(made_here=written_here)
 
     def pin(self) -> None:
         """Pin the memory that `read` passes on."""
@@ -71,7 +71,7 @@ class NodeCopy:
             WaitTimeoutError: If it does not come in time.
         """
         self._ask_for(step)
-        self._until(
+        self.changed.wait(
             lambda: self.version() >= step,
             deadline,
             lambda: self._under_way(step) or missing(),
@@ -81,33 +81,7 @@ class NodeCopy:
     def complete(self, step: int) -> None:
         """Publish to this node what `copies.begin` returned the memory for."""
         self.copies.complete(step)
-        with self.changed:
-            self.changed.notify_all()
-
-    def _until(
-        self,
-        fact: Callable[[], bool],
-        deadline: Deadline,
-        missing: Callable[[], str],
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Wait until something is true that the thread brings about."""
-
-        def notified(seconds: float) -> bool | None:
-            with self.changed:
-                return self.changed.wait_for(fact, seconds) or None
-
-        def found() -> bool | None:
-            if fact():
-                return True
-            meanwhile()
-            return None
-
-        if self._written_here:
-            # One that polls would take the interpreter from that thread.
-            deadline.block(notified, missing)
-        else:
-            deadline.wait(found, missing)
+        self.changed.announce()
 
     def _ask_for(self, step: int) -> None:
         """Have a step sent to this node, unless it comes anyway."""

@@ -124,9 +124,8 @@ class OrderAgent:
 
     def _write(self, word: int, value: int) -> None:
         """Set a word that a rank of this node waits for."""
-        with self._node_copy.changed:
-            self._words.write(word, value)
-            self._node_copy.changed.notify_all()
+        self._words.write(word, value)
+        self._node_copy.changed.announce()
 
     def handle(self, source: int, kind: str, *request: Any) -> Steps:
         """Begin to carry out a request."""

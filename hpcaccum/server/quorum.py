@@ -54,8 +54,11 @@ class QuorumInbox:
         """Set the step of the first update; the root only, before any submission."""
         self._accumulator.set_global_step(step)
 
-    def slot(self) -> Array:
-        """Return the memory for this rank's next gradient."""
+    def slot(self, known: int = 0) -> Array:
+        """Return the memory for this rank's next gradient; see `Inbox.slot`."""
+        # The server takes one round after the other, and publishes a step before the
+        # take of its round returns.
+        self._accumulator.note_finished(known - 1)
         self._slot = self._accumulator.slot()
         return self._slot
 

@@ -212,7 +212,7 @@ class ShardedParameters(NodeCopy):
             self._steps.write(NEWEST, step)
             places = list(batch.places)
             self._request("order", step, places, batch.divisor, rate, awaited)
-        self._until(
+        self.changed.wait(
             lambda: self.made() >= step,
             deadline,
             lambda: self._under_way(step) or "its own agent",
@@ -274,7 +274,7 @@ class ShardedParameters(NodeCopy):
             Its number, what it asks for, and the learning rate, if it has one.
         """
         read = self._words.read
-        self._until(lambda: read(ORDER) > last, deadline, lambda: "an order")
+        self.changed.wait(lambda: read(ORDER) > last, deadline, lambda: "an order")
         return read(ORDER), read(KIND), rate_of(read(RATE))
 
     def done(self, number: int) -> None:

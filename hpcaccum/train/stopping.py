@@ -89,6 +89,7 @@ class Stop:
         # The exit status, if any was asked; and for each model, its last step, and how
         # many steps are between two looks.
         self._words = AtomicWords(group, 0, 1 + 2 * models)
+        self._single_node = group.single_node
         self._requests, self._place, self._says = requests, 1 + 2 * number, says
         self._status = 0
         self._begun: tuple[int, float] | None = None
@@ -138,7 +139,7 @@ class Stop:
         """
         first, begun = self._begun = self._begun or (step, time.monotonic())
         made = step - first
-        if made >= _TRIAL and self._pause == 1 and not self._words.direct:
+        if made >= _TRIAL and self._pause == 1 and not self._single_node:
             each = (time.monotonic() - begun) / made
             mine = int(min(max(_LOOK / each, 1), _MOST))
             found = self._words.compare_and_swap(self._place + 1, 0, mine)

@@ -208,7 +208,7 @@ def _count_rounds(meter: Meter, group: Group, acc: ConditionalAccumulator) -> No
 
 def _count_updates(meter: Meter, inbox: BoundedStalenessInbox) -> None:
     def submit(step: int) -> None:
-        inbox.slot()[:] = 1
+        inbox.slot(step)[:] = 1
         assert inbox.submit(step)
 
     def apply(step: int) -> None:

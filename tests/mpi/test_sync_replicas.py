@@ -10,6 +10,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Group, InvalidArgumentError
+from hpcaccum.deadline import Deadline
 from hpcaccum.server.quorum import QuorumInbox
 
 from .serving import next_total
@@ -190,6 +191,35 @@ def test_waiting_for_a_mean_ends_when_it_should(comm, rank, size):
         if rank == 0:
             assert (next_total(inbox, step, 3) == step).all()
         meet()
+    inbox.free()
+
+
+def test_a_rank_that_knows_the_step_asks_nobody_for_a_slot(
+    comm, rank, size, monkeypatch
+):
+    inbox = QuorumInbox(Group.of(comm), 0, 3, np.float64, size, size)
+    monkeypatch.setattr(inbox._accumulator._protocol, "holds_gradient", None)
+    deadline, total = Deadline(WAIT, "test"), np.zeros(3)
+
+    def begin_next(step):
+        # The step is known before its take returns: it must not get that buffer.
+        meet()
+        inbox.slot(step)[:] = step
+        meet()
+
+    def use(batch):
+        begin_next(step + 1)
+        batch.total(total, deadline, threads=1)
+
+    inbox.slot()[:] = 0
+    for step in range(4):
+        assert inbox.submit(step)
+        if rank == 0:
+            inbox.next(step, deadline, use)
+            assert (total == step).all()
+        else:
+            begin_next(step + 1)
+    meet()
     inbox.free()
 
 
