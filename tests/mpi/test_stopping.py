@@ -27,13 +27,13 @@ def group(request, comm, size):
     made.free()
 
 
-def steps(group, asked, start=5):
-    """Make steps together until all stop; the last rank is asked at one of them."""
+def steps(group, asked, start=5, who=-1):
+    """Make steps together until all stop; one rank is asked at one of them."""
     requests = Requests(math.inf)
     stop = Stop(group, requests, 1, 0, says=False)
     step = start
     while not stop.is_after(step):
-        if step == asked and group.rank == group.size - 1:
+        if step == asked and group.rank == who % group.size:
             requests._signaled = STOPPED
         # The exchange of gradients: nobody ends a step before all have begun it.
         group.allgather(None, "step")
@@ -43,11 +43,12 @@ def steps(group, asked, start=5):
     return step, found
 
 
+@pytest.mark.parametrize("who", [0, -1])
 @pytest.mark.parametrize("asked", [5, 6, 20, 21, 22, 23, 40, 170])
-def test_all_stop_after_the_same_step(group, monkeypatch, asked):
+def test_all_stop_after_the_same_step(group, monkeypatch, asked, who):
     # Left to themselves, some would look seldom and others at each step.
     monkeypatch.setattr(stopping, "_LOOK", 100.0 * (group.rank % 2))
-    last, status = steps(group, asked)
+    last, status = steps(group, asked, who=who)
 
     assert {each for each, _ in meet((last, status))} == {last}
     assert status == STOPPED
