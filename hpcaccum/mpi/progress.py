@@ -91,6 +91,9 @@ class ProgressThread:
         self._windows: list[memoryview] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        # Held while there are windows. A nap is an attempt to acquire it, which costs
+        # less than an Event; the thread ends when it succeeds.
+        self._awake = threading.Lock()
 
     def start(self, memory: memoryview) -> None:
         """Add the memory of a window; the first one starts the thread."""
@@ -104,14 +107,17 @@ class ProgressThread:
                 "while this rank computes"
             )
             return
+        self._awake = threading.Lock()
+        self._awake.acquire()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         short_switch_interval.__enter__()
 
     def _run(self) -> None:
         seen, changed = self._contents(), time.monotonic()
-        while seen:
-            time.sleep(idle_nap(time.monotonic() - changed, _NAP))
+        while not self._awake.acquire(
+            timeout=idle_nap(time.monotonic() - changed, _NAP)
+        ):
             self._comm.Iprobe(MPI.ANY_SOURCE, Tag.NONE)
             found = self._contents()
             if found != seen or None in found:
@@ -137,6 +143,7 @@ class ProgressThread:
             self._windows = [each for each in self._windows if each is not memory]
         if self._windows or self._thread is None:
             return
+        self._awake.release()
         # A thread of this rank: no limit of the user's applies.
         Deadline(math.inf, "progress").join(self._thread, lambda: "its thread to end")
         self._thread = None

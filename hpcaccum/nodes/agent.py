@@ -222,6 +222,7 @@ class Agent:
         if self._thread is None:
             return
         self._stopped = True
+        self._wake.set()
         # A thread of this rank: no limit of the user's applies.
         deadline = Deadline(math.inf, self._thread.name)
         deadline.join(self._thread, lambda: "its thread to end")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 
 import numpy as np
@@ -85,23 +84,23 @@ def test_shorter_switch_interval_of_the_user_is_kept(comm):
 
 
 class Clock:
-    """Stands for the module `time` in one thread: naps take no time, and are noted."""
+    """Stands for the module `time`, and for the lock of naps, which take no time.
+
+    Args:
+        after: Called with the number of naps after each; returns whether it is the
+            last.
+    """
 
     def __init__(self, after):
         self.naps, self._now, self._after = [], 0.0, after
-        self._thread = threading.get_ident()
 
     def monotonic(self):
         return self._now
 
-    def sleep(self, seconds):
-        if threading.get_ident() != self._thread:
-            # A thread of an object that another test has left.
-            time.sleep(seconds)
-            return
-        self._now += seconds
-        self.naps.append(round(seconds, 9))
-        self._after(len(self.naps))
+    def acquire(self, timeout):
+        self._now += timeout
+        self.naps.append(round(timeout, 9))
+        return self._after(len(self.naps))
 
 
 def test_naps_are_long_where_no_word_changes(comm, monkeypatch):
@@ -109,10 +108,9 @@ def test_naps_are_long_where_no_word_changes(comm, monkeypatch):
 
     def after(nap):
         words[8] = nap >= 3000
-        if nap == 3010:
-            progress._windows = []
+        return nap == 3010
 
-    clock = Clock(after)
+    progress._awake = clock = Clock(after)
     monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
     progress._windows = [memoryview(words)]
     progress._run()
@@ -128,11 +126,7 @@ def test_naps_are_long_where_no_word_changes(comm, monkeypatch):
 def test_naps_are_short_where_changes_cannot_be_seen(comm, monkeypatch):
     progress = ProgressThread(comm, needed=True)
 
-    def after(nap):
-        if nap == 3000:
-            progress._windows = []
-
-    clock = Clock(after)
+    progress._awake = clock = Clock(lambda nap: nap == 3000)
     monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
     progress._windows = [memoryview(bytearray(8)), memoryview(bytearray(1 << 20))]
     progress._run()
