@@ -5,7 +5,7 @@ A `Group` is a private communicator with exchanges that name the ranks they wait
 memory that the ranks of a node have mapped. `Freeable` is the base class of collective
 objects. All calls of MPI windows are in this package.
 
-Imports `errors` and `deadline` only.
+Imports `errors`, `deadline` and `wake` only.
 """
 
 from __future__ import annotations

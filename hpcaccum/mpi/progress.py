@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.tags import Tag
+from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
@@ -91,9 +92,8 @@ class ProgressThread:
         self._windows: list[memoryview] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        # Held while there are windows. A nap is an attempt to acquire it, which costs
-        # less than an Event; the thread ends when it succeeds.
-        self._awake = threading.Lock()
+        # Ends the last nap of the thread.
+        self._end = Wake()
 
     def start(self, memory: memoryview) -> None:
         """Add the memory of a window; the first one starts the thread."""
@@ -107,17 +107,14 @@ class ProgressThread:
                 "while this rank computes"
             )
             return
-        self._awake = threading.Lock()
-        self._awake.acquire()
+        self._end = Wake()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         short_switch_interval.__enter__()
 
     def _run(self) -> None:
         seen, changed = self._contents(), time.monotonic()
-        while not self._awake.acquire(
-            timeout=idle_nap(time.monotonic() - changed, _NAP)
-        ):
+        while not self._end.nap(idle_nap(time.monotonic() - changed, _NAP)):
             self._comm.Iprobe(MPI.ANY_SOURCE, Tag.NONE)
             found = self._contents()
             if found != seen or None in found:
@@ -143,7 +140,7 @@ class ProgressThread:
             self._windows = [each for each in self._windows if each is not memory]
         if self._windows or self._thread is None:
             return
-        self._awake.release()
+        self._end.wake()
         # A thread of this rank: no limit of the user's applies.
         Deadline(math.inf, "progress").join(self._thread, lambda: "its thread to end")
         self._thread = None

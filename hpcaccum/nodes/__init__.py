@@ -4,7 +4,7 @@ A group that spans several nodes has an `Agent` on each node. `NodeParts` is mem
 each rank on its own node, of which agents send sums to any rank. A `Change` is what a
 rank waits for that an agent of its node does. A group on one node has no agents.
 
-Imports `mpi`, `summation`, `deadline` and `errors` only.
+Imports `mpi`, `summation`, `deadline`, `wake` and `errors` only.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 from hpcaccum.mpi import MPI, idle_nap, report_and_abort, short_switch_interval
+from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
     from hpcaccum.mpi import Group
@@ -82,7 +83,7 @@ class Agent:
         self._group, self._progress = group, group.progress
         # Requests of this rank to its own agent.
         self._own: deque[tuple[Any, ...]] = deque()
-        self._wake = threading.Event()
+        self._awake = Wake()
         # Requests of this rank that no agent may have received yet, with the node.
         # Several threads send them.
         self._sent: list[tuple[int, Any]] = []
@@ -191,7 +192,7 @@ class Agent:
         message, to = (number, *request), self.leaders[node]
         if to == self._group.rank:
             self._own.append(message)
-            self._wake.set()
+            self._awake.wake()
             return
         with self._lock:
             self._sent = [each for each in self._sent if not each[1].Test()]
@@ -222,7 +223,7 @@ class Agent:
         if self._thread is None:
             return
         self._stopped = True
-        self._wake.set()
+        self._awake.wake()
         # A thread of this rank: no limit of the user's applies.
         deadline = Deadline(math.inf, self._thread.name)
         deadline.join(self._thread, lambda: "its thread to end")
@@ -247,8 +248,8 @@ class Agent:
     def _nap(self, idle: float) -> None:
         if idle < _EAGER:
             os.sched_yield()
-        elif self._wake.wait(idle_nap(idle, _NAP)):
-            self._wake.clear()
+        else:
+            self._awake.nap(idle_nap(idle, _NAP))
 
     def _look(self) -> bool:
         """Accept requests and run each handler once; return whether any is active."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
+
+from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,12 +22,13 @@ class Change:
 
     def __init__(self, *, made_here: bool) -> None:
         self._made_here = made_here
-        self._condition = threading.Condition()
+        # Of each call of `wait` that blocks.
+        self._blocked: list[Wake] = []
 
     def announce(self) -> None:
         """Wake the threads of this rank, after a change."""
-        with self._condition:
-            self._condition.notify_all()
+        for each in list(self._blocked):
+            each.wake()
 
     def wait(
         self,
@@ -46,10 +48,9 @@ class Change:
         Raises:
             WaitTimeoutError: If the limit passes first.
         """
-
-        def announced(seconds: float) -> bool | None:
-            with self._condition:
-                return self._condition.wait_for(fact, seconds) or None
+        if self._made_here:
+            self._block(fact, deadline, missing)
+            return
 
         def found() -> bool | None:
             if fact():
@@ -57,7 +58,22 @@ class Change:
             meanwhile()
             return None
 
-        if self._made_here:
-            deadline.block(announced, missing)
-        else:
-            deadline.wait(found, missing)
+        deadline.wait(found, missing)
+
+    def _block(
+        self, fact: Callable[[], bool], deadline: Deadline, missing: Callable[[], str]
+    ) -> None:
+        announced = Wake()
+
+        def attempt(seconds: float) -> bool | None:
+            if fact():
+                return True
+            announced.nap(seconds)
+            return fact() or None
+
+        try:
+            self._blocked.append(announced)
+            deadline.block(attempt, missing)
+        finally:
+            if announced in self._blocked:
+                self._blocked.remove(announced)

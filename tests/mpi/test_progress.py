@@ -84,7 +84,7 @@ def test_shorter_switch_interval_of_the_user_is_kept(comm):
 
 
 class Clock:
-    """Stands for the module `time`, and for the lock of naps, which take no time.
+    """Stands for the module `time`, and for naps, which take no time.
 
     Args:
         after: Called with the number of naps after each; returns whether it is the
@@ -97,9 +97,9 @@ class Clock:
     def monotonic(self):
         return self._now
 
-    def acquire(self, timeout):
-        self._now += timeout
-        self.naps.append(round(timeout, 9))
+    def nap(self, seconds):
+        self._now += seconds
+        self.naps.append(round(seconds, 9))
         return self._after(len(self.naps))
 
 
@@ -110,7 +110,7 @@ def test_naps_are_long_where_no_word_changes(comm, monkeypatch):
         words[8] = nap >= 3000
         return nap == 3010
 
-    progress._awake = clock = Clock(after)
+    progress._end = clock = Clock(after)
     monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
     progress._windows = [memoryview(words)]
     progress._run()
@@ -126,7 +126,7 @@ def test_naps_are_long_where_no_word_changes(comm, monkeypatch):
 def test_naps_are_short_where_changes_cannot_be_seen(comm, monkeypatch):
     progress = ProgressThread(comm, needed=True)
 
-    progress._awake = clock = Clock(lambda nap: nap == 3000)
+    progress._end = clock = Clock(lambda nap: nap == 3000)
     monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
     progress._windows = [memoryview(bytearray(8)), memoryview(bytearray(1 << 20))]
     progress._run()

@@ -12,7 +12,7 @@ from .conftest import REPOSITORY
 # From the bottom up.  A row may import from the rows before it; a package is one entry.
 # "hpcaccum" is the public list of names.
 LAYERS = [
-    ["errors", "worker_threads"],
+    ["errors", "wake", "worker_threads"],
     ["dtypes", "deadline", "summation", "row_sums", "output_files"],
     ["layout"],
     ["device", "mpi"],

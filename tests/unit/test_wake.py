@@ -1,0 +1,75 @@
+"""Naps that other threads end, also after signal handlers have raised."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hpcaccum import WaitTimeoutError
+from hpcaccum.deadline import Deadline
+from hpcaccum.nodes import Change
+from hpcaccum.wake import Wake
+
+from ..common import WAIT
+from ..mpi.interrupting import at_each_point, interrupt
+
+
+def test_nap_ends_when_another_thread_says_so():
+    wake, result = Wake(), []
+    thread = threading.Thread(target=lambda: result.append(wake.nap(WAIT)))
+    thread.start()
+    wake.wake()
+    thread.join(WAIT)
+
+    assert result == [True]
+
+
+def test_calls_before_a_nap_count_as_one():
+    wake = Wake()
+    wake.wake()
+    wake.wake()
+
+    assert wake.nap(0.0)
+    assert not wake.nap(0.0)
+
+
+def test_wait_ends_with_the_change():
+    change, happened = Change(made_here=True), []
+    begun = threading.Event()
+
+    def fact():
+        begun.set()
+        return bool(happened)
+
+    thread = threading.Thread(
+        target=change.wait, args=(fact, Deadline(WAIT, "test"), str)
+    )
+    thread.start()
+    assert begun.wait(WAIT)
+    # Nothing has happened yet: the wait goes on.
+    change.announce()
+    happened.append(True)
+    change.announce()
+    thread.join(WAIT)
+
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("made_here", [True, False])
+def test_wait_has_a_limit(made_here):
+    change = Change(made_here=made_here)
+    with pytest.raises(WaitTimeoutError, match=r"waited .* for an answer"):
+        change.wait(lambda: False, Deadline(0.01, "test"), lambda: "an answer")
+
+
+def test_wait_that_is_interrupted_leaves_nothing_locked():
+    def trial(point):
+        change, deadline = Change(made_here=True), Deadline(1e-4, "test")
+        more = interrupt(lambda: change.wait(lambda: False, deadline, str), point)
+        # These would wait without end for a lock.
+        change.announce()
+        change.wait(lambda: True, Deadline(WAIT, "test"), str)
+        return more, len(change._blocked)
+
+    assert at_each_point(trial) == {0}
