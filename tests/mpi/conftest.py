@@ -18,6 +18,7 @@ import pkgutil
 import shutil
 import tempfile
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ import hpcaccum
 from hpcaccum.mpi import shutdown
 
 from ..common import WAIT
+from . import watchdog
 from .exchange import world
 from .on_device import aware, device_library, pinned, wants_gpu  # noqa: F401
 from .outcome import Outcome, merge
@@ -42,26 +44,26 @@ class Harness:
         self.shared_comm: MPI.Intracomm | None = None
         world("tests")  # made here, where all ranks come by
         self.limit = float(config.getini("mpi_time_limit"))
+        flag = Path(config.option.basetemp).with_name("the job ends")
         # Later on, stderr is a file of pytest's while a test runs.
-        self.watchdog = Watchdog(os.dup(2), self.last_words)
+        watchdog.own = self.watchdog = Watchdog(
+            os.dup(2),
+            self.exchange.gather(flag)[0],
+            lambda: "\n".join(self.failures),
+        )
         # A thread that fails ends the job, and with it what pytest has captured.
         shutdown._report = self.watchdog.say
         self.collect_errors: list[str] = []
         self.failures: list[str] = []  # on rank 0, those of all ranks
-        self.unshared = ""  # this rank's failure, before the others heard of it
-
-    def last_words(self) -> str:
-        """Rank 0 will not come to write its report: what it would have said."""
-        return "\n".join([self.unshared, *self.failures])
 
     def share(self, report: pytest.TestReport) -> None:
         """Make ``report`` the one of all ranks together. Collective."""
         outcome = Outcome.of(report)
         title = f"{report.nodeid} failed in {report.when}:\n"
-        if outcome and report.failed:
-            self.unshared = title + outcome.text
-        merge(report, self.exchange.gather(outcome))
-        self.unshared = ""
+        failure = title + outcome.text if outcome and report.failed else ""
+        with self.watchdog.failing(failure):
+            outcomes = self.exchange.gather(outcome)
+        merge(report, outcomes)
         if report.failed:
             self.shared_comm = None
         if report.failed and MPI.COMM_WORLD.rank == 0:
@@ -96,7 +98,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     # Ranks that share pytest's directory remove each other's files.
     directory = tempfile.mkdtemp(prefix=f"hpcaccum-{MPI.COMM_WORLD.rank}-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    config.option.basetemp = directory
+    config.option.basetemp = f"{directory}/tests"
 
 
 @pytest.hookimpl(trylast=True)  # the reporter exists by then

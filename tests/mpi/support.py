@@ -12,6 +12,7 @@ import pytest
 
 from ..common import WAIT as WAIT
 from .exchange import world
+from .watchdog import failing
 
 
 def meet(value: Any = None) -> list[Any]:
@@ -37,7 +38,9 @@ def together(test: Callable[..., None]) -> Callable[..., None]:
             failure = traceback.format_exc()
         # Raised outside the except clause: hypothesis distinguishes failures by their
         # context too, and they must be one failure on all ranks.
-        for rank, text in enumerate(world("tests").gather(failure)):
+        with failing(failure):
+            failures = world("tests").gather(failure)
+        for rank, text in enumerate(failures):
             if text:
                 raise AssertionError(f"[rank {rank}] {text}")
 

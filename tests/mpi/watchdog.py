@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 from mpi4py import MPI
 
-# All ranks reach their limit at about the same time; each gets to show its stacks.
+# Seconds in which the other ranks must end a test that has failed on this one.  They
+# may wait for it in a collective call, without end.
+_AFTER_FAILURE = 10.0
+# Between two looks at whether another rank ends the job.
+_LOOK = 0.5
+# Each rank gets to show its stacks before the first one ends the job.
 _GRACE = 2.0
-# After that much more, C code ends the process that Python cannot: one that holds
-# the interpreter lock, or whose MPI_Abort hangs.
+# After that much more than its limit, C code shows the stacks of a process and ends it,
+# if its threads cannot: one of them holds the interpreter lock.
+_STUCK = 1.5
+# The same for a process whose MPI_Abort hangs.
 _LAST_RESORT = 10.0
 # Launchers drop what they have not forwarded yet when a rank aborts.
 _FORWARDING = 0.3
@@ -29,13 +39,17 @@ class Watchdog:
 
     Args:
         stderr: File descriptor that pytest does not capture.
+        flag: A file that a rank makes when it ends the job, so that the others show
+            their stacks, too. A message of MPI would not do: looking for it makes
+            progress, without which tests must pass.
         last_words: Gives what this rank should still say before the job ends.
     """
 
-    def __init__(self, stderr: int, last_words: Callable[[], str]) -> None:
-        self._stderr = stderr
+    def __init__(self, stderr: int, flag: Path, last_words: Callable[[], str]) -> None:
+        self._stderr, self._flag = stderr, flag
         self._last_words = last_words
         self._changed = threading.Condition()
+        self._failure = ""  # this rank's, before the others heard of it
         self.what = ""
         self._seconds = 0.0
         self._deadline: float | None = None
@@ -51,7 +65,7 @@ class Watchdog:
         if seconds <= 0:
             return
         faulthandler.dump_traceback_later(
-            seconds + _LAST_RESORT, exit=True, file=self._stderr
+            seconds + _STUCK, exit=True, file=self._stderr
         )
         with self._changed:
             self.what, self._seconds = what, seconds
@@ -63,6 +77,22 @@ class Watchdog:
         with self._changed:
             self._deadline = None
             self._changed.notify()
+
+    @contextlib.contextmanager
+    def failing(self, failure: str) -> Iterator[None]:
+        """Wait here for the other ranks to hear of this rank's failure, not for long.
+
+        Nothing happens if ``failure`` is empty.
+        """
+        if not failure or not self.armed:
+            yield
+            return
+        what, seconds = self.what, self._seconds
+        self._failure = failure
+        self.arm(what, min(seconds, _AFTER_FAILURE))
+        yield
+        self._failure = ""
+        self.arm(what, seconds)
 
     def say(self, text: str) -> None:
         """Print ``text``, with the rank, on the real stderr."""
@@ -80,25 +110,50 @@ class Watchdog:
 
     def _watch(self) -> None:
         with self._changed:
-            while True:
+            while (problem := self._problem()) is None:
                 left = self._left()
-                if left is not None and left <= 0:
-                    break
-                self._changed.wait(left)
+                self._changed.wait(left if left is None else min(left, _LOOK))
+        faulthandler.dump_traceback_later(_LAST_RESORT, exit=True, file=self._stderr)
+        with contextlib.suppress(OSError):  # a rank on another host has none
+            self._flag.touch()
         # Not at once: the lines of two ranks may mix.
         time.sleep(0.1 * MPI.COMM_WORLD.rank)
-        problem = f"no progress in {self._seconds:g} s: {self.what}"
-        self.say("\n".join([problem, stacks(), self._last_words()]))
+        self.say("\n".join([problem, stacks(), self._failure, self._last_words()]))
         time.sleep(_GRACE)
         self.end_job("ending the job")
+
+    def _problem(self) -> str | None:
+        """Say why the job must end; None if it goes on."""
+        left = self._left()
+        if left is None:
+            return None
+        if left <= 0:
+            return f"no progress in {self._seconds:g} s: {self.what}"
+        # A rank whose own limit is near says that instead.
+        if left > _LOOK and self._flag.exists():
+            return f"another rank ends the job, this one is in {self.what}"
+        return None
 
     def _left(self) -> float | None:
         return None if self._deadline is None else self._deadline - time.monotonic()
 
 
+# That of this rank's test run.
+own: Watchdog | None = None
+
+
+@contextlib.contextmanager
+def failing(failure: str | None) -> Iterator[None]:
+    """Do as `Watchdog.failing`, in a test run; programs that tests start have none."""
+    with own.failing(failure or "") if own else contextlib.nullcontext():
+        yield
+
+
 def stacks() -> str:
     """Return the stacks of all threads but the one that asks."""
+    gc.disable()  # Python 3.11 deadlocks if it collects garbage in the next call
     frames = sys._current_frames()
+    gc.enable()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames.pop(threading.get_ident())
     return "\n".join(

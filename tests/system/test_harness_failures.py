@@ -114,6 +114,85 @@ def test_a_rank_that_sleeps_ends_the_job_with_all_stacks(run_tests):
     assert re.search(r"\[rank 0\] .*failed before", result.stdout)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "comm.Barrier()",
+        "comm.recv()",
+        # Holds the interpreter lock, so that the watchdog cannot run.
+        "ctypes.PyDLL(None).sleep(1000)",
+    ],
+)
+def test_a_rank_that_fails_ends_those_that_wait_for_it(run_tests, call):
+    result = run_tests(f"""
+        import ctypes
+        def test_bad(comm):
+            print("printed by", rank)
+            assert rank != 1, "no luck"
+            {call}
+    """)
+
+    assert result.returncode != 0
+    assert "[rank 1] no progress in 10 s: test_it.py::test_bad" in result.stdout
+    assert "[rank 1] test_it.py::test_bad failed in call" in result.stdout
+    assert re.search(r"\[rank 1\] E .*no luck", result.stdout)
+    assert "[rank 1] printed by 1" in result.stdout
+    if "sleep" not in call:
+        for rank in 0, 2:
+            end = f"[rank {rank}] another rank ends the job, this one is in test_it.py"
+            assert f"{end}::test_bad" in result.stdout
+            assert re.search(rf"\[rank {rank}\] +{re.escape(call)}", result.stdout), (
+                result.stdout
+            )
+
+
+def test_a_rank_that_is_late_does_not_end_a_test_that_failed(run_tests):
+    result = run_tests("""
+        def test_bad(comm):
+            assert rank != 1, "no luck"
+            time.sleep(2)
+        def test_next(comm):
+            comm.Barrier()
+    """)
+
+    assert "1 failed, 1 passed" in result.stdout
+
+
+def test_a_rank_that_holds_the_interpreter_shows_its_stack(run_tests):
+    result = run_tests(
+        """
+        import ctypes
+        def test_bad(comm):
+            if rank == 1:
+                ctypes.PyDLL(None).sleep(1000)
+            comm.Barrier()
+        """,
+        "-o",
+        "mpi_time_limit=2",
+    )
+
+    assert result.returncode != 0
+    assert re.search(r"Timeout \(0:00:03.5.*in test_bad", result.stdout, re.DOTALL)
+    assert "[rank 0] no progress in 2 s: test_it.py::test_bad" in result.stdout
+
+
+def test_an_example_that_fails_ends_ranks_that_wait(run_tests):
+    result = run_tests("""
+        from hypothesis import given, strategies as st
+        from tests.mpi.support import together
+        @given(number=st.integers(0, 1000))
+        @together
+        def test_small(comm, number):
+            assert number or rank != 1, "no luck"
+            comm.Barrier()
+    """)
+
+    assert result.returncode != 0
+    assert "[rank 1] no progress in 10 s: test_it.py::test_small" in result.stdout
+    assert re.search(r"\[rank 1\] .*no luck", result.stdout)
+    assert "[rank 2] another rank ends the job, this one is in" in result.stdout
+
+
 def test_a_time_limit_of_its_own(run_tests):
     result = run_tests("""
         @pytest.mark.time_limit(1)
