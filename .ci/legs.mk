@@ -1,0 +1,59 @@
+# The legs of .ci/run, which makes several of them at a time.  The long ones are first, so
+# that none of them is left over at the end.  `leg` is a function of .ci/run.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+SIZES   := 4 3 2
+SINGLES := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
+           test-oldest-cupy test-unit
+
+.PHONY: all
+all: programs-mpich programs-openmpi adapters \
+     $(SIZES:%=no-shared-memory-%) $(SIZES:%=openmpi-%) $(SIZES:%=mpich-%) \
+     hosts-mpich hosts-openmpi $(SINGLES:%=single-%) lint documentation shell-scripts
+
+programs-mpich:
+	@leg "MPICH, whole programs" make test-programs
+
+# The harness of the tests, refused options and unusable files are tested with MPICH: they
+# depend on pytest and on the commands, not on the MPI.
+programs-openmpi:
+	@leg "Open MPI, whole programs" make test-programs MPI=openmpi ARGS="\
+	    --ignore=tests/system/test_harness_failures.py \
+	    --ignore=tests/system/test_options.py --ignore=tests/system/test_files.py"
+
+adapters:
+	@leg "PyTorch and JAX" make test-adapters
+
+mpich-%:
+	@leg "MPICH, $* ranks" make test-$*
+
+# The network path, which a single rank does not use.  A missing flush of a window shows
+# only there: shared memory hides it.
+no-shared-memory-%:
+	@leg "MPICH without shared memory, $* ranks" env MPIR_CVAR_NOLOCAL=1 make test-$*
+
+openmpi-%:
+	@leg "Open MPI, $* ranks" make test-$* MPI=openmpi
+
+hosts-mpich:
+	@leg "MPICH, several hosts" make test-hosts
+
+hosts-openmpi:
+	@leg "Open MPI, several hosts" make test-hosts MPI=openmpi
+
+# NVIDIA's compiler compiles the kernels as for a GPU, and needs none.
+single-%:
+	@leg "single processes and single ranks, $*" \
+	    env HPCACCUM_REQUIRE_CUPY=1 HPCACCUM_REQUIRE_NVRTC=1 make $*
+
+lint:
+	@leg "lint" make lint
+
+documentation:
+	@leg "documentation" make docs
+
+shell-scripts:
+	@if command -v shellcheck >/dev/null; then \
+	    leg "shell scripts" shellcheck .ci/run slurm/*.sbatch tests/cluster/*.sh; fi
