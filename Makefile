@@ -55,8 +55,7 @@ test: $(VENV)/.test
 	echo "left out: make test-adapters (PyTorch, JAX)"; \
 	exit $$status
 
-# Two at a time, as each leaves a core idle.  Ranks run alone: those that wait poll, and
-# would take the cores from those that they wait for.
+# Two at a time, as each leaves a core idle.
 SINGLE ?= test-device test-checks test-unit
 test-single: $(VENV)/.test
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(SINGLE)
