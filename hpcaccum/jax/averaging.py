@@ -12,16 +12,20 @@ import numpy as np
 import optax
 from jax.experimental import io_callback
 
+from hpcaccum.accumulator import Tally
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.structure import Structure
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group
-from hpcaccum.reducer import Reducer
+from hpcaccum.optimizers.finite import check_choice, to_drop
+from hpcaccum.optimizers.shard import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.optimizers.finite import OnNonfinite
 
 Array = np.ndarray[Any, Any]
 
@@ -49,8 +53,20 @@ class Average(optax.GradientTransformation):  # type: ignore[misc]
         """Wait for the last update, and free the memory of the exchange. Collective."""
         self._exchange.free()
 
+    def statistics(self) -> Tally:
+        """Return how many updates of each rank were part of a mean. Not collective.
 
-def average(comm: mpi4py_MPI.Comm | Group | None = None) -> Average:
+        It waits for the updates that this rank has begun. Those that were dropped are
+        in ``nonfinite``.
+        """
+        return self._exchange.statistics()
+
+
+def average(
+    comm: mpi4py_MPI.Comm | Group | None = None,
+    *,
+    on_nonfinite: OnNonfinite = "accept",
+) -> Average:
     """Return a transformation that averages updates over the ranks. Collective.
 
     In front of a rule, it averages gradients:
@@ -65,19 +81,26 @@ def average(comm: mpi4py_MPI.Comm | Group | None = None) -> Average:
 
     Args:
         comm: Communicator of the ranks; COMM_WORLD by default.
+        on_nonfinite: What happens to updates with a NaN or an infinity: "accept"
+            averages them, so that the mean is not finite on any rank. "drop" takes the
+            mean over the other ranks; if there are none, it is zero, with which the
+            rest of the chain is called all the same. "raise" is an error on all ranks.
 
     Returns:
         A GradientTransformation without state. Its ``free()`` releases the memory and
-        the communicator; otherwise the end of the program does so.
+        the communicator; otherwise the end of the program does so. Its ``statistics()``
+        counts what was averaged and dropped.
 
     Raises:
         TypeError: If ``comm`` is not an intracommunicator.
-        InvalidArgumentError: On every rank, if MPI provides no MPI_THREAD_MULTIPLE.
+        InvalidArgumentError: On every rank, if an option is wrong, or MPI provides no
+            MPI_THREAD_MULTIPLE.
+        DisagreementError: On every rank, if an option differs.
 
     The first ``update`` raises such errors, too, and DisagreementError. An error of a
     later call is a `jax.errors.JaxRuntimeError` on every rank, whose message has it.
     """
-    exchange = Exchange(Group.of(comm))
+    exchange = Exchange(Group.of(comm), on_nonfinite)
     made = Average(exchange.init, exchange.update)
     made._exchange = exchange
     return made
@@ -88,14 +111,19 @@ class Exchange(Freeable):
 
     Args:
         group: The ranks.
+        on_nonfinite: See `average`.
     """
 
-    def __init__(self, group: Group) -> None:
-        group.agree(_NAME, _check_threads, lambda _: {})
+    def __init__(self, group: Group, on_nonfinite: OnNonfinite) -> None:
+        def check() -> dict[str, Any]:
+            _check_threads()
+            return {"on_nonfinite": check_choice(on_nonfinite)}
+
+        self._options = group.agree(_NAME, check)
         self._group = group
         # Made by the first update, which determines the structure.
         self._structure: Structure | None = None
-        self._reducer: Reducer | None = None
+        self._shard: Shard | None = None
 
     def init(self, params: Any) -> optax.EmptyState:
         """Return the state, which is empty."""
@@ -109,7 +137,7 @@ class Exchange(Freeable):
                 f"rank calls"
             )
         self._check_open()
-        if self._reducer is None:
+        if self._shard is None:
             self._make(updates)
         structure = Structure.of(updates)
         # Others may already wait in a callback, so an error is raised in one, too.
@@ -123,18 +151,18 @@ class Exchange(Freeable):
         return jax.tree_util.tree_unflatten(structure.nesting, means), state
 
     def _make(self, updates: Any) -> None:
-        """Compare the structures of all ranks, and make the reducer. Collective."""
+        """Compare the structures of all ranks, and make the exchange. Collective."""
         # Callbacks that run in another thread may use the same communicator.
         jax.effects_barrier()
         structure = self._group.agree(
             _NAME, lambda: Structure.of(updates).check("updates"), Structure.facts
         )
         arrays = dict(zip(structure.names, structure.leaves, strict=True))
-        self._reducer = Reducer(Layout.of(arrays), self._group, _NAME)
+        self._shard = Shard(self._group, Layout.of(arrays), _NAME, direct=False)
         self._structure = structure
         # At the end of the program this is freed before the reducer: a callback may
         # still use it.
-        self._register(self._group, self._reducer.label)
+        self._register(self._group, self._shard.reducer.label)
 
     def _problem(self, structure: Structure) -> InvalidArgumentError | None:
         """Return the error of a pytree that is not that of the first update."""
@@ -153,25 +181,39 @@ class Exchange(Freeable):
         return None
 
     def _fail(self, problem: Exception, *leaves: Any) -> NoReturn:
-        assert self._reducer is not None
-        self._reducer.fail(problem)
+        assert self._shard is not None
+        self._shard.fail(problem)
 
     def _reduce(self, *leaves: Any) -> list[Array]:
         """Return the means of arrays, in memory that nothing else uses."""
         assert self._structure is not None
-        assert self._reducer is not None
+        assert self._shard is not None
         arrays = dict(zip(self._structure.names, map(np.asarray, leaves), strict=True))
         means = {name: np.empty_like(array) for name, array in arrays.items()}
-        self._reducer.reduce(arrays, out=means)
+        try:
+            skips = to_drop(_NAME, arrays, self._options["on_nonfinite"])
+        except InvalidArgumentError as error:
+            self._shard.fail(error)
+        if self._shard.reduce(arrays, means, 0, None, skips=skips) is None:
+            return [np.zeros_like(array) for array in arrays.values()]
+        self._shard.count()
         return list(means.values())
+
+    def statistics(self) -> Tally:
+        """Return how many updates of each rank were averaged and dropped so far."""
+        jax.effects_barrier()
+        if self._shard is None:
+            none = (0,) * self._group.size
+            return Tally(none, none, {}, none, none)
+        return self._shard.tally()
 
     def _describe(self) -> str:
         return _NAME
 
     def _free(self) -> None:
         jax.effects_barrier()
-        if self._reducer is not None:
-            self._reducer.free()
+        if self._shard is not None:
+            self._shard.finish()
 
 
 def _check_threads() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.jax.rule import OptaxRule
@@ -16,13 +16,24 @@ from hpcaccum.optimizers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
 
     from mpi4py import MPI as mpi4py_MPI
+    from typing_extensions import Unpack
 
     from hpcaccum.accumulator import Receipt, Tally
-    from hpcaccum.optimizers import Variable
+    from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+
+
+class Options(TypedDict, total=False):
+    """What all optimizers of this module accept by keyword; see `OneSided`."""
+
+    comm: mpi4py_MPI.Comm | Group | None
+    host: int
+    dedicated: bool
+    on_nonfinite: OnNonfinite
+    snapshot: Any
 
 
 class OneSided(Freeable):
@@ -34,9 +45,13 @@ class OneSided(Freeable):
         optax_rule: A GradientTransformation that `jax.jit` can compile. `average` may
             not be part of it.
         params: A pytree of float arrays, of the same structure on all ranks.
-        make: Makes the optimizer that exchanges the gradients.
+        strategy: The options that only this strategy has, by name.
         comm: Communicator of the ranks; COMM_WORLD by default.
         host: The rank that holds the parameters.
+        dedicated: Whether the host rank only serves; it then calls `serve`.
+        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
+            sends them, "drop" drops all gradients of the `push` on this rank, "raise"
+            raises InvalidArgumentError on this rank.
         snapshot: On the host rank, what `snapshot` returned, to continue from it; other
             ranks may pass None.
 
@@ -48,12 +63,15 @@ class OneSided(Freeable):
         self,
         optax_rule: Any,
         params: Any,
-        make: Callable[[OptaxRule, Group, Sequence[Variable]], OneSidedOptimizer],
-        comm: mpi4py_MPI.Comm | Group | None,
-        host: int,
-        snapshot: Any,
+        strategy: Mapping[str, Any],
+        *,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
+        dedicated: bool = False,
+        on_nonfinite: OnNonfinite = "accept",
+        snapshot: Any = None,
     ) -> None:
-        self._name, group = _name(self), Group.of(comm)
+        self._name, group = f"hpcaccum.jax.{type(self).__name__}", Group.of(comm)
 
         def check() -> tuple[Structure, OptaxRule]:
             structure = Structure.of(params).check("params")
@@ -63,9 +81,23 @@ class OneSided(Freeable):
             self._name, check, lambda checked: checked[0].facts()
         )
         self._variables = self._structure.variables(params)
-        self._opt = make(rule, group, self._variables)
+        self._opt = self._make(
+            rule,
+            {
+                **strategy,
+                "name": self._name,
+                "comm": group,
+                "host": host,
+                "dedicated": dedicated,
+                "on_nonfinite": on_nonfinite,
+            },
+        )
         self._start(group, host, snapshot)
         self._params = self._copy()
+
+    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
+        """Return the optimizer that exchanges the gradients. Collective."""
+        raise NotImplementedError
 
     def _start(self, group: Group, host: int, snapshot: Any) -> None:
         """Set all ranks' variables to those of the host, or of its snapshot."""
@@ -159,10 +191,8 @@ class DropStale(OneSided):
     the `push` that returned the parameters it was computed with.
 
     Args:
-        optax_rule, params: See `OneSided`.
+        optax_rule, params, options: See `OneSided`.
         staleness: Largest lag accepted; -1 drops everything.
-        comm, host, snapshot: See `OneSided`.
-        dedicated: Whether the host rank only serves; it then calls `serve`.
     """
 
     def __init__(
@@ -170,23 +200,12 @@ class DropStale(OneSided):
         optax_rule: Any,
         params: Any,
         staleness: int,
-        *,
-        comm: mpi4py_MPI.Comm | Group | None = None,
-        host: int = 0,
-        dedicated: bool = False,
-        snapshot: Any = None,
+        **options: Unpack[Options],
     ) -> None:
-        def make(rule: OptaxRule, group: Group, _: Any) -> OneSidedOptimizer:
-            return DropStaleGradientOptimizer(
-                rule,
-                staleness,
-                name=_name(self),
-                comm=group,
-                host=host,
-                dedicated=dedicated,
-            )
+        super().__init__(optax_rule, params, {"staleness": staleness}, **options)
 
-        super().__init__(optax_rule, params, make, comm, host, snapshot)
+    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
+        return DropStaleGradientOptimizer(rule, **options)
 
 
 class SyncReplicas(OneSided):
@@ -195,10 +214,8 @@ class SyncReplicas(OneSided):
     See `SyncReplicasOptimizer`.
 
     Args:
-        optax_rule, params: See `OneSided`.
+        optax_rule, params, options: See `OneSided`.
         replicas_to_aggregate: Least number of gradients in an update.
-        comm, host, snapshot: See `OneSided`.
-        dedicated: Whether the host rank only serves; it then calls `serve`.
     """
 
     def __init__(
@@ -206,23 +223,13 @@ class SyncReplicas(OneSided):
         optax_rule: Any,
         params: Any,
         replicas_to_aggregate: int,
-        *,
-        comm: mpi4py_MPI.Comm | Group | None = None,
-        host: int = 0,
-        dedicated: bool = False,
-        snapshot: Any = None,
+        **options: Unpack[Options],
     ) -> None:
-        def make(rule: OptaxRule, group: Group, _: Any) -> OneSidedOptimizer:
-            return SyncReplicasOptimizer(
-                rule,
-                replicas_to_aggregate,
-                name=_name(self),
-                comm=group,
-                host=host,
-                dedicated=dedicated,
-            )
+        strategy = {"replicas_to_aggregate": replicas_to_aggregate}
+        super().__init__(optax_rule, params, strategy, **options)
 
-        super().__init__(optax_rule, params, make, comm, host, snapshot)
+    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
+        return SyncReplicasOptimizer(rule, **options)
 
 
 class AGN(OneSided):
@@ -233,10 +240,8 @@ class AGN(OneSided):
     rank, and one for the parameters of the host.
 
     Args:
-        optax_rule, params: See `OneSided`.
+        optax_rule, params, options: See `OneSided`.
         communication_period: T, at least 1.
-        comm, host, snapshot: See `OneSided`.
-        dedicated: Whether the host rank only serves; it then calls `serve`.
     """
 
     def __init__(
@@ -244,29 +249,14 @@ class AGN(OneSided):
         optax_rule: Any,
         params: Any,
         communication_period: int = 10,
-        *,
-        comm: mpi4py_MPI.Comm | Group | None = None,
-        host: int = 0,
-        dedicated: bool = False,
-        snapshot: Any = None,
+        **options: Unpack[Options],
     ) -> None:
-        def make(
-            rule: OptaxRule, group: Group, variables: Sequence[Variable]
-        ) -> OneSidedOptimizer:
-            getter = AGNCustomGetter(comm=group, host=host)
-            for var in variables:
-                getter.register(var)
-            return AGNOptimizer(
-                rule,
-                group.size,
-                getter,
-                communication_period,
-                name=_name(self),
-                dedicated=dedicated,
-            )
+        strategy = {"communication_period": communication_period}
+        super().__init__(optax_rule, params, strategy, **options)
 
-        super().__init__(optax_rule, params, make, comm, host, snapshot)
-
-
-def _name(optimizer: OneSided) -> str:
-    return f"hpcaccum.jax.{type(optimizer).__name__}"
+    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
+        group, host = options.pop("comm"), options.pop("host")
+        getter = AGNCustomGetter(comm=group, host=host)
+        for var in self._variables:
+            getter.register(var)
+        return AGNOptimizer(rule, group.size, getter, **options)

@@ -16,7 +16,7 @@ from hpcaccum.optimizers.learning_rate import checked_number
 from hpcaccum.row_sums import distinct
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from hpcaccum.optimizers.checks import Array, Pairs, PairsLike
     from hpcaccum.optimizers.slices import Gradient
@@ -31,12 +31,14 @@ def check_choice(on_nonfinite: OnNonfinite) -> OnNonfinite:
     return on_nonfinite
 
 
-def to_drop(what: str, pairs: Pairs, on_nonfinite: OnNonfinite) -> bool:
+def to_drop(
+    what: str, grads: Mapping[str, Gradient], on_nonfinite: OnNonfinite
+) -> bool:
     """Return whether gradients are not finite and shall be dropped.
 
     Args:
         what: Begins the message.
-        pairs: Checked pairs.
+        grads: Of one step, by name.
         on_nonfinite: What to do with gradients that have a NaN or an infinity.
 
     Raises:
@@ -44,9 +46,7 @@ def to_drop(what: str, pairs: Pairs, on_nonfinite: OnNonfinite) -> bool:
     """
     if on_nonfinite == "accept":
         return False
-    found = [
-        var.name for grad, var in pairs if grad is not None and not _is_finite(grad)
-    ]
+    found = [name for name, grad in grads.items() if not _is_finite(grad)]
     if found and on_nonfinite == "raise":
         raise InvalidArgumentError(
             f"{what}: the gradient of {found[0]!r} has a NaN or an infinity"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from hpcaccum.accumulator import Tally
+from hpcaccum.arguments import converted
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.reducer import Interruption, Reducer, sum_rows
 from hpcaccum.row_sums import Rows
@@ -116,7 +117,7 @@ class Shard:
 
         Args:
             grads: By name, also those that were started.
-            out: Arrays for the results, or None.
+            out: Arrays to which the results are copied, too, by name; or None.
             step: See `Reducer.reduce`.
             parts: The number by which the gradients have been divided, so that their
                 sum is the mean over so many ranks; 0 for sums. None if the mean is
@@ -156,7 +157,7 @@ class Shard:
             if skips:
                 self.reducer.interrupt(_SKIPS)
             sums = self.reducer.reduce(rest, out=out, step=step, reduction_type=kind)
-            return _mean(sums, len(self._used), parts or 0)
+            return _mean(sums, len(self._used), parts or 0, out)
         except Interruption as found:
             self._used = self._continue(found.notes)
             if not self._used:
@@ -164,7 +165,8 @@ class Shard:
             if skips:
                 grads = {name: np.zeros_like(grad) for name, grad in grads.items()}
             sums = self.reducer.reduce(grads, out=out, step=step, reduction_type="SUM")
-            return _mean(sums, len(self._used), 1 if parts is None else parts)
+            divided_by = 1 if parts is None else parts
+            return _mean(sums, len(self._used), divided_by, out)
 
     def _reduce_rows(
         self, rows: Mapping[str, Rows], parts: int, skips: bool
@@ -174,7 +176,7 @@ class Shard:
             rows = {name: Rows(*(part[:0] for part in rows[name])) for name in rows}
         sums = sum_rows(self._current, rows, f"{self._name}: exchange of rows")
         values = {name: sums[name].values for name in sums}
-        means = _mean(values, len(self._used), parts)
+        means = _mean(values, len(self._used), parts, None)
         return {name: sums[name]._replace(values=means[name]) for name in sums}
 
     def count(self) -> None:
@@ -267,15 +269,24 @@ class Shard:
         return newest
 
 
-def _mean(sums: Mapping[str, Array], ranks: int, parts: int) -> Mapping[str, Array]:
+def _mean(
+    sums: Mapping[str, Array],
+    ranks: int,
+    parts: int,
+    out: Mapping[str, Array] | None,
+) -> Mapping[str, Array]:
     """Return the means over so many ranks.
 
     Args:
         sums: Of gradients that have been divided by ``parts``.
         ranks: The number of gradients in each sum.
         parts: 0 if the sums shall not be divided.
+        out: Arrays that have the sums, and get the means; or None.
     """
     if parts in (0, ranks):
         return sums
     divisor = ranks / parts
-    return {name: total / total.dtype.type(divisor) for name, total in sums.items()}
+    means = {name: total / total.dtype.type(divisor) for name, total in sums.items()}
+    for name, array in (out or {}).items():
+        array[...] = converted(means[name], array.dtype)
+    return means

@@ -161,7 +161,8 @@ class Wrapper(Freeable, Optimizer):
         Raises:
             InvalidArgumentError: If there are such, and the user wants an error.
         """
-        return to_drop(self.get_name(), pairs, self._options["on_nonfinite"])
+        grads = {var.name: grad for grad, var in pairs if grad is not None}
+        return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
 
     def _made(self, part: T | None) -> T:
         """Return what `initialize` makes; raise InvalidArgumentError before that."""

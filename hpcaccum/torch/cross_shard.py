@@ -10,6 +10,7 @@ from torch.autograd import Variable as Autograd
 from hpcaccum.accumulator import Receipt
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import CrossShardOptimizer
+from hpcaccum.optimizers.finite import to_drop
 from hpcaccum.torch.adapter import Adapter
 from hpcaccum.torch.buffers import AVERAGE
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
+    from hpcaccum.optimizers.finite import OnNonfinite
 
 Array = np.ndarray[Any, Any]
 
@@ -40,23 +42,36 @@ class _Exchange(CrossShardOptimizer):
         """Begin to average a gradient; None if it is in its place."""
         self._made(self._shard).start(name, grad)
 
-    def average(self, grads: Mapping[str, Array]) -> None:
-        """Replace gradients by their means over the ranks. Collective."""
-        means = self._made(self._shard).reduce(grads, None, 0, None)
-        assert means is not None
-        for name, mean in means.items():
+    def drops(self, grads: Mapping[str, Array]) -> bool:
+        """Return whether to drop the gradients of this rank: they are not finite.
+
+        Raises:
+            InvalidArgumentError: If the user wants an error.
+        """
+        return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
+
+    def average(self, grads: Mapping[str, Array], *, skips: bool) -> bool:
+        """Replace gradients by their means over the ranks. Collective.
+
+        Args:
+            grads: By name.
+            skips: Whether those of this rank are dropped.
+
+        Returns:
+            Whether there are means; if not, all ranks have dropped their gradients.
+        """
+        means = self._made(self._shard).reduce(grads, None, 0, None, skips=skips)
+        for name, mean in (means or {}).items():
             np.copyto(grads[name], mean, casting="same_kind")
+        return means is not None
 
     def fail(self, error: Exception) -> None:
         """Raise an error of this rank on every rank. Collective."""
         self._made(self._shard).fail(error)
 
-    def count(self) -> Receipt:
-        """Count an update; return its receipt."""
-        shard = self._made(self._shard)
-        receipt = Receipt(True, shard.step, shard.step)
-        shard.count()
-        return receipt
+    def count(self) -> None:
+        """Count an update with the last means."""
+        self._made(self._shard).count()
 
 
 class CrossShard(Adapter):
@@ -65,12 +80,15 @@ class CrossShard(Adapter):
     The exchange of a gradient begins as soon as the backward pass has computed it, and
     ends with the backward pass. From then on ``grad`` is the mean, so that
     ``clip_grad_norm_`` is the same on all ranks. `step` makes the same update on every
-    rank.
+    rank. If all ranks drop their gradients, there is no update, and ``grad`` is None.
 
     Args:
         optimizer: Of `torch.optim`; makes the updates.
         module, buffers, comm: See `Adapter`. For groups of ranks that train apart, give
             each its communicator.
+        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
+            averages them, "drop" takes the mean over the other ranks, "raise" raises
+            InvalidArgumentError on all ranks.
     """
 
     def __init__(
@@ -80,16 +98,20 @@ class CrossShard(Adapter):
         module: torch.nn.Module | None = None,
         buffers: str = AVERAGE,
         comm: mpi4py_MPI.Comm | Group | None = None,
+        on_nonfinite: OnNonfinite = "accept",
     ) -> None:
+        self._options: dict[str, Any] = {"on_nonfinite": on_nonfinite}
         # Whether gradients were started in this backward pass, and what went wrong.
         self._started = False
         self._problem: Exception | None = None
-        # Whether each `grad` is a mean over the ranks.
-        self._averaged = False
+        # Whether each `grad` is a mean over the ranks; if so, whether it is without the
+        # gradients of this rank, and whether there are any.
+        self._averaged = self._skipped = self._found = False
         super().__init__(optimizer, module=module, buffers=buffers, comm=comm)
 
     def _make(self) -> _Exchange:
-        return _Exchange(self._rule, name=type(self).__name__, comm=self._group)
+        name = type(self).__name__
+        return _Exchange(self._rule, name=name, comm=self._group, **self._options)
 
     def _on_gradient(self, parameter: Any) -> None:
         self._averaged = False
@@ -119,24 +141,29 @@ class CrossShard(Adapter):
         """Exchange the gradients, or raise the error of one rank on every rank."""
         problem, self._problem, self._started = self._problem, None, False
         grads: dict[str, Array] = {}
+        skips = False
         try:
             grads = self._gradients.arrays()
+            skips = self._exchange.drops(grads)
         except InvalidArgumentError as error:
             problem = problem or error
         if problem is None and not grads:
             problem = self._no_gradient()
         if problem is not None:
             self._exchange.fail(problem)
-        self._exchange.average(grads)
-        self._averaged = True
+        self._found = self._exchange.average(grads, skips=skips)
+        if not self._found:
+            self._gradients.clear()
+        self._averaged, self._skipped = True, skips
 
     def _update(self) -> Receipt:
         if not self._averaged:
             self._average()
-        self._averaged = False
-        receipt: Receipt = self._exchange.count()
-        self.optimizer.step()
-        return receipt
+        self._averaged, step = False, self._exchange.global_step
+        if self._found:
+            self._exchange.count()
+            self.optimizer.step()
+        return Receipt(not self._skipped, step, step, nonfinite=self._skipped)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in PyTorch."""

@@ -97,5 +97,9 @@ class Gradients:
     def give_up(self) -> None:
         """Leave the gradients to the exchange: each ``grad`` is None from now on."""
         self._places, self._tensors = {}, {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Set each ``grad`` to None."""
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import (
@@ -19,9 +19,22 @@ if TYPE_CHECKING:
 
     import torch
     from mpi4py import MPI as mpi4py_MPI
+    from typing_extensions import Unpack
 
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
+    from hpcaccum.optimizers.finite import OnNonfinite
+
+
+class Options(TypedDict, total=False):
+    """What all adapters with a server accept by keyword; see `OneSided`."""
+
+    module: torch.nn.Module | None
+    buffers: str
+    comm: mpi4py_MPI.Comm | Group | None
+    host: int
+    dedicated: bool
+    on_nonfinite: OnNonfinite
 
 
 class OneSided(Adapter):
@@ -36,23 +49,33 @@ class OneSided(Adapter):
 
     Args:
         optimizer, module, buffers, comm: As for `Adapter`.
-        options: Of the optimizer that exchanges the gradients.
+        strategy: The options that only this strategy has, by name.
         host: The rank that holds the center.
         dedicated: Whether the host only serves; it then calls `serve`.
+        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
+            sends them, "drop" drops all gradients of the step on this rank, "raise"
+            raises InvalidArgumentError on this rank.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        options: Mapping[str, Any],
+        strategy: Mapping[str, Any],
         *,
-        module: torch.nn.Module | None,
-        buffers: str,
-        comm: mpi4py_MPI.Comm | Group | None,
-        host: int,
-        dedicated: bool,
+        module: torch.nn.Module | None = None,
+        buffers: str = AVERAGE,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
+        dedicated: bool = False,
+        on_nonfinite: OnNonfinite = "accept",
     ) -> None:
-        self._options = {"host": host, "dedicated": dedicated, **options}
+        self._options = {
+            **strategy,
+            "name": type(self).__name__,
+            "host": host,
+            "dedicated": dedicated,
+            "on_nonfinite": on_nonfinite,
+        }
         self._root = host
         super().__init__(optimizer, module=module, buffers=buffers, comm=comm)
 
@@ -117,35 +140,20 @@ class SyncReplicas(OneSided):
     Args:
         optimizer: Of `torch.optim`; a copy on the host makes the updates.
         replicas_to_aggregate: Least number of gradients in an update.
-        module, buffers, comm: See `Adapter`.
-        host, dedicated: See `OneSided`.
+        options: See `OneSided`.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         replicas_to_aggregate: int,
-        *,
-        module: torch.nn.Module | None = None,
-        buffers: str = AVERAGE,
-        comm: mpi4py_MPI.Comm | Group | None = None,
-        host: int = 0,
-        dedicated: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            optimizer,
-            {"replicas_to_aggregate": replicas_to_aggregate},
-            module=module,
-            buffers=buffers,
-            comm=comm,
-            host=host,
-            dedicated=dedicated,
-        )
+        strategy = {"replicas_to_aggregate": replicas_to_aggregate}
+        super().__init__(optimizer, strategy, **options)
 
     def _make(self) -> SyncReplicasOptimizer:
-        return SyncReplicasOptimizer(
-            self._rule, name="SyncReplicas", comm=self._group, **self._options
-        )
+        return SyncReplicasOptimizer(self._rule, comm=self._group, **self._options)
 
 
 class DropStale(OneSided):
@@ -156,35 +164,19 @@ class DropStale(OneSided):
     Args:
         optimizer: Of `torch.optim`; a copy on the host makes the updates.
         staleness: Largest lag accepted.
-        module, buffers, comm: See `Adapter`.
-        host, dedicated: See `OneSided`.
+        options: See `OneSided`.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         staleness: int,
-        *,
-        module: torch.nn.Module | None = None,
-        buffers: str = AVERAGE,
-        comm: mpi4py_MPI.Comm | Group | None = None,
-        host: int = 0,
-        dedicated: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            optimizer,
-            {"staleness": staleness},
-            module=module,
-            buffers=buffers,
-            comm=comm,
-            host=host,
-            dedicated=dedicated,
-        )
+        super().__init__(optimizer, {"staleness": staleness}, **options)
 
     def _make(self) -> DropStaleGradientOptimizer:
-        return DropStaleGradientOptimizer(
-            self._rule, name="DropStale", comm=self._group, **self._options
-        )
+        return DropStaleGradientOptimizer(self._rule, comm=self._group, **self._options)
 
 
 class AGN(OneSided):
@@ -196,44 +188,24 @@ class AGN(OneSided):
     Args:
         optimizer: Of `torch.optim`.
         communication_period: Number of steps in a push.
-        module, buffers, comm: See `Adapter`.
-        host, dedicated: See `OneSided`.
+        options: See `OneSided`.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         communication_period: int = 10,
-        *,
-        module: torch.nn.Module | None = None,
-        buffers: str = AVERAGE,
-        comm: mpi4py_MPI.Comm | Group | None = None,
-        host: int = 0,
-        dedicated: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        self._period = communication_period
-        super().__init__(
-            optimizer,
-            {"dedicated": dedicated},
-            module=module,
-            buffers=buffers,
-            comm=comm,
-            host=host,
-            dedicated=dedicated,
-        )
+        strategy = {"communication_period": communication_period}
+        super().__init__(optimizer, strategy, **options)
 
     def _make(self) -> AGNOptimizer:
-        getter = AGNCustomGetter(comm=self._group, host=self._root)
+        options = dict(self._options)
+        getter = AGNCustomGetter(comm=self._group, host=options.pop("host"))
         for var in self._rule.own:
             getter.register(var)
-        return AGNOptimizer(
-            self._rule,
-            self._group.size,
-            getter,
-            self._period,
-            name="AGN",
-            dedicated=self._options["dedicated"],
-        )
+        return AGNOptimizer(self._rule, self._group.size, getter, **options)
 
     def _on_gradient(self, parameter: Any) -> None:
         """Do nothing: local steps use the gradients where they are."""

@@ -119,12 +119,86 @@ def test_two_pytrees_in_one_program(comm, rank, size):
 def test_results_are_not_memory_of_the_exchange(average):
     grads = {"w": jnp.ones(64)}
     average.update(grads, average.init(grads))
-    exchange = average._exchange
+    reducer = average._exchange._shard.reducer
 
-    (mean,) = exchange._reduce(grads["w"])
+    (mean,) = average._exchange._reduce(grads["w"])
 
-    for shared in (exchange._reducer.results(), exchange._reducer.arrays()):
+    for shared in (reducer.results(), reducer.arrays()):
         assert not any(np.shares_memory(mean, array) for array in shared.values())
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_updates_that_are_not_finite_are_dropped(comm, rank, size, compiled):
+    average, last = hpcaccum.jax.average(comm, on_nonfinite="drop"), size - 1
+    update = jax.jit(average.update) if compiled else average.update
+    means = []
+
+    # No rank; the last one; all of them; no rank again.
+    for spoiled in ([], [last], range(size), []):
+        grads = tree(2 * rank)
+        if rank in spoiled:
+            grads["float16"] = (jnp.array([[1], [jnp.inf]], jnp.float16), None)
+        means.append(update(grads, optax.EmptyState())[0])
+
+    for mean, expected in zip(
+        means, [last, last - 1 if size > 1 else 0, 0, last], strict=True
+    ):
+        check(mean, expected)
+    # It waits for them.
+    nonfinite = (*[1] * last, 2)
+    assert average.statistics().nonfinite == nonfinite
+    assert average.statistics().accepted == tuple(4 - each for each in nonfinite)
+    average.free()
+    assert average.statistics().nonfinite == nonfinite
+
+
+def test_nothing_is_counted_before_the_first_update(average, size):
+    assert average.statistics().accepted == (0,) * size
+
+
+def test_an_update_that_is_not_finite_is_an_error_on_every_rank(comm, rank, size):
+    average = hpcaccum.jax.average(comm, on_nonfinite="raise")
+    update = jax.jit(average.update)
+    wrong = {"w": jnp.ones(2), "b": jnp.array([0, jnp.nan])}
+    text = r"the gradient of \"\['b'\]\" has a NaN or an infinity"
+
+    grads = wrong if rank == size - 1 else jax.tree.map(jnp.ones_like, wrong)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+        jax.block_until_ready(update(grads, optax.EmptyState()))
+
+    # The exchange is still usable.
+    means = update({name: jnp.ones(2) for name in wrong}, optax.EmptyState())[0]
+    same_bits(np.asarray(means["b"]), np.ones(2, np.float32))
+    average.free()
+
+
+def test_a_rule_around_which_nothing_is_dropped_sees_the_same_on_all_ranks(
+    average, rank, size
+):
+    rule = optax.chain(average, optax.apply_if_finite(optax.adam(0.1), 3))
+    params = {"w": jnp.ones(2)}
+    grads = {"w": jnp.array([1.0, jnp.nan if rank == size - 1 else 1.0])}
+
+    updates, state = jax.jit(rule.update)(grads, rule.init(params), params)
+
+    # No rank makes an update.
+    same_bits(np.asarray(updates["w"]), np.zeros(2, np.float32))
+    assert state[1].total_notfinite == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"on_nonfinite": "ignore"}, "on_nonfinite must be one of")],
+)
+def test_wrong_options_of_one_rank(comm, rank, size, options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        hpcaccum.jax.average(comm, **(options if rank == size - 1 else {}))
+
+
+@pytest.mark.ranks(min=2)
+def test_options_are_the_same_on_all_ranks(comm, rank):
+    with pytest.raises(DisagreementError, match="on_nonfinite must be the same"):
+        hpcaccum.jax.average(comm, on_nonfinite="drop" if rank else "accept")
 
 
 @pytest.mark.ranks(min=2)

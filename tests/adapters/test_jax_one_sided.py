@@ -153,6 +153,39 @@ def test_agn_makes_local_updates(make, comm, rank, size):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_are_not_finite_are_dropped(make, kind, size):
+    opt = make(kind, on_nonfinite="drop")
+    grads = grads_of(params(), 1)
+    wrong = {**grads, "scales": [grads["scales"][0], jnp.float16(jnp.inf)]}
+
+    for _ in range(2):
+        tree, receipt = opt.push(wrong)
+        assert (receipt.accepted, receipt.reason) == (False, "nonfinite")
+        same_trees(tree, params())
+    meet()
+    assert opt.statistics().nonfinite == (2,) * size
+    assert opt.global_step == 0
+    same_trees(opt.center(), params())
+    meet()
+    assert opt.push(grads)[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_are_not_finite_are_an_error(make, kind, rank):
+    opt = make(kind, on_nonfinite="raise")
+    wrong = {**grads_of(params(), 1), "scales": [jnp.ones(4), jnp.float16(jnp.nan)]}
+
+    with pytest.raises(
+        InvalidArgumentError, match=r"'scales'\]\[1\]\" has a NaN or an infinity"
+    ):
+        opt.push(wrong)
+
+    same_trees(opt.params, params())
+    with pytest.raises(TypeError, match="on_nonfinit"):
+        make(kind, on_nonfinit="drop")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_parameters_never_change_later(make, kind):
     opt = make(kind)
     kept = [(opt.params, jax.tree.map(np.array, opt.params))]

@@ -1,0 +1,187 @@
+"""Gradients of PyTorch that are not finite, in each strategy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hpcaccum as hpc
+
+from ..mpi.support import meet
+from ..mpi.training import raised
+from .torch_training import ONE_SIDED, STRATEGIES, Model, Plain, groups
+
+LAST = torch.tensor([4])
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, 0.1)
+
+
+def spoil(model):
+    """Make a gradient infinite in one element."""
+    model.b.grad[2] = torch.inf
+
+
+def backward(model, rank, step, spoiled):
+    """Compute gradients; spoil those of some ranks before they are exchanged."""
+    hook = model.b.register_hook(
+        lambda grad: grad.index_fill(0, LAST, torch.nan) if rank in spoiled else None
+    )
+    try:
+        model.backward(rank, step)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_is_over_the_ranks_whose_gradients_are_finite(dtype, comm, rank, size):
+    model = Model(dtype=dtype)
+    plain, last = Plain(adamw, model), size - 1
+    # No rank; the last one; rank 0; all of them; no rank again.
+    spoiled = [[], [last], [0], range(size), []]
+
+    with STRATEGIES["CrossShard"](
+        adamw(groups(model)), comm, on_nonfinite="drop"
+    ) as opt:
+        for step, ranks in enumerate(spoiled):
+            backward(model, rank, step, ranks)
+            used = [(each, step) for each in range(size) if each not in ranks]
+            if used:
+                grads = meet(model.w.grad.float().numpy().tobytes())
+                assert all(each == grads[0] for each in grads)
+                plain.update(used)
+            else:
+                assert model.w.grad is None
+            before = opt.global_step
+            receipt = opt.step()
+            assert opt.global_step == before + bool(used)
+            assert receipt.global_step == before
+            assert receipt.reason == ("nonfinite" if rank in ranks else "")
+            opt.zero_grad()
+        plain.check(model.values(), exact=dtype == torch.float32 and size < 3)
+        state = opt.optimizer.state[model.w]
+        assert state["step"] == opt.global_step
+    nonfinite = [sum(each in ranks for ranks in spoiled) for each in range(size)]
+    tally = opt.statistics()
+    assert tally.nonfinite == tuple(nonfinite)
+    assert tally.accepted == tuple(len(spoiled) - each for each in nonfinite)
+
+
+def test_step_drops_what_no_backward_pass_has_exchanged(comm, rank, size):
+    model = Model()
+    plain = Plain(adamw, model)
+    with STRATEGIES["CrossShard"](
+        adamw(groups(model)), comm, on_nonfinite="drop"
+    ) as opt:
+        with opt.no_sync():
+            model.backward(rank, 0)
+        if rank == 0:
+            spoil(model)
+        assert bool(opt.step()) == (rank > 0)
+    if size > 1:
+        plain.update([(each, 0) for each in range(1, size)])
+    plain.check(model.values())
+
+
+@pytest.mark.ranks(min=2)
+def test_the_mean_of_an_earlier_pass_is_kept(comm, rank, size):
+    model = Model()
+    with STRATEGIES["CrossShard"](
+        torch.optim.SGD(model.parameters(), 1.0), comm, on_nonfinite="drop"
+    ) as opt:
+        # The first pass has the mean of all ranks, 1; the second that of some, 2.
+        (model.w.sum() + model.b.sum()).backward()
+        if rank == 0:
+            spoil(model)
+        (2 * model.w.sum() + 2 * model.b.sum()).backward()
+        assert bool(opt.step()) == (rank > 0)
+    assert torch.equal(model.b, torch.full((5,), -3.0))
+
+
+def test_raise_is_an_error_on_every_rank(comm, rank, size):
+    model = Model()
+    with STRATEGIES["CrossShard"](
+        adamw(groups(model)), comm, module=model, on_nonfinite="raise"
+    ) as opt:
+        error = raised(backward, model, rank, 0, [size - 1])
+        assert isinstance(error, hpc.InvalidArgumentError)
+        assert "the gradient of 'b' has a NaN or an infinity" in str(error)
+        opt.zero_grad()
+        assert not model.w.any()
+        assert opt.global_step == 0
+        model.backward(rank, 0)
+        assert opt.step()
+
+
+def test_accept_is_the_default(comm, rank):
+    model = Model()
+    with STRATEGIES["CrossShard"](adamw(groups(model)), comm) as opt:
+        backward(model, rank, 0, [0])
+        assert opt.step()
+    assert model.b.isnan().tolist() == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_a_server_never_gets_them(kind, comm, rank, size):
+    model = Model()
+    with STRATEGIES[kind](
+        torch.optim.SGD(model.parameters(), 1.0), comm, on_nonfinite="drop"
+    ) as opt:
+        for step in range(2):
+            model.backward(rank, step)
+            spoil(model)
+            receipt = opt.step()
+            assert (receipt.accepted, receipt.reason) == (False, "nonfinite")
+            opt.zero_grad()
+        meet()
+        assert opt.global_step == 0
+        assert opt.statistics().nonfinite == (2,) * size
+        assert not model.w.any()
+        assert not opt.center(model.w).any()
+        meet()
+        # What is dropped does not count as a local step, either.
+        for step in range(2):
+            model.backward(rank, step)
+            receipt = opt.step()
+            assert receipt
+            opt.zero_grad()
+            if kind == "AGN":
+                assert receipt.sent == bool(step)
+    assert model.w.isfinite().all()
+    assert opt.global_step > 0
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_raise_is_an_error_on_the_rank_alone(kind, comm, rank, size):
+    model = Model()
+    with STRATEGIES[kind](
+        torch.optim.SGD(model.parameters(), 1.0), comm, on_nonfinite="raise"
+    ) as opt:
+        model.backward(rank, 0)
+        if rank == 0:
+            spoil(model)
+            error = raised(opt.step)
+            assert isinstance(error, hpc.InvalidArgumentError)
+            assert "'parameter 1' has a NaN or an infinity" in str(error)
+            opt.zero_grad()
+            model.backward(rank, 0)
+        assert opt.step()
+    assert model.w.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_bad_choice_is_refused_on_every_rank(kind, comm, rank, size):
+    model = Model(start=rank)
+    choice = "ignore" if rank == size - 1 else "drop"
+    error = raised(STRATEGIES[kind], adamw(groups(model)), comm, on_nonfinite=choice)
+    assert isinstance(error, hpc.InvalidArgumentError)
+    assert "on_nonfinite must be one of ('accept', 'drop', 'raise')" in str(error)
+    assert model.w.eq(rank).all()
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_misspelt_option_is_an_error(kind, comm):
+    error = raised(STRATEGIES[kind], adamw(groups(Model())), comm, on_nonfinit="drop")
+    assert isinstance(error, TypeError)
+    assert "on_nonfinit" in str(error)
