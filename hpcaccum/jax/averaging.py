@@ -18,7 +18,7 @@ from hpcaccum.jax.structure import Structure
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group
 from hpcaccum.optimizers.finite import check_choice, to_drop
-from hpcaccum.optimizers.shard import Shard
+from hpcaccum.optimizers.shard import Shard, check_wire_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +66,7 @@ def average(
     comm: mpi4py_MPI.Comm | Group | None = None,
     *,
     on_nonfinite: OnNonfinite = "accept",
+    wire_dtype: Any = None,
 ) -> Average:
     """Return a transformation that averages updates over the ranks. Collective.
 
@@ -85,6 +86,8 @@ def average(
             averages them, so that the mean is not finite on any rank. "drop" takes the
             mean over the other ranks; if there are none, it is zero, with which the
             rest of the chain is called all the same. "raise" is an error on all ranks.
+        wire_dtype: A narrower dtype, such as `jax.numpy.bfloat16`, in which sums travel
+            between nodes. They are formed in the wider dtype.
 
     Returns:
         A GradientTransformation without state. Its ``free()`` releases the memory and
@@ -100,7 +103,7 @@ def average(
     The first ``update`` raises such errors, too, and DisagreementError. An error of a
     later call is a `jax.errors.JaxRuntimeError` on every rank, whose message has it.
     """
-    exchange = Exchange(Group.of(comm), on_nonfinite)
+    exchange = Exchange(Group.of(comm), on_nonfinite, wire_dtype)
     made = Average(exchange.init, exchange.update)
     made._exchange = exchange
     return made
@@ -111,13 +114,18 @@ class Exchange(Freeable):
 
     Args:
         group: The ranks.
-        on_nonfinite: See `average`.
+        on_nonfinite, wire_dtype: See `average`.
     """
 
-    def __init__(self, group: Group, on_nonfinite: OnNonfinite) -> None:
+    def __init__(
+        self, group: Group, on_nonfinite: OnNonfinite, wire_dtype: Any
+    ) -> None:
         def check() -> dict[str, Any]:
             _check_threads()
-            return {"on_nonfinite": check_choice(on_nonfinite)}
+            return {
+                "on_nonfinite": check_choice(on_nonfinite),
+                "wire_dtype": check_wire_dtype(wire_dtype),
+            }
 
         self._options = group.agree(_NAME, check)
         self._group = group
@@ -158,7 +166,8 @@ class Exchange(Freeable):
             _NAME, lambda: Structure.of(updates).check("updates"), Structure.facts
         )
         arrays = dict(zip(structure.names, structure.leaves, strict=True))
-        self._shard = Shard(self._group, Layout.of(arrays), _NAME, direct=False)
+        wire, layout = self._options["wire_dtype"], Layout.of(arrays)
+        self._shard = Shard(self._group, layout, _NAME, wire_dtype=wire)
         self._structure = structure
         # At the end of the program this is freed before the reducer: a callback may
         # still use it.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.accumulator import Receipt
-from hpcaccum.device import cupy, is_device, release, to_host
+from hpcaccum.arguments import wire_format
+from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices
-from hpcaccum.layout import Layout
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import Exchange, Optimizer, scaled
 from hpcaccum.optimizers.checks import (
@@ -21,7 +21,12 @@ from hpcaccum.optimizers.checks import (
     check_variables,
     listed,
 )
-from hpcaccum.optimizers.shard import MARK, Shard
+from hpcaccum.optimizers.shard import (
+    Shard,
+    check_wire_dtype,
+    device_sums,
+    layout_of,
+)
 from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.optimizers.snapshot import counts_of, set_state, set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
@@ -74,6 +79,8 @@ class CrossShardOptimizer(Wrapper):
             rank once, and all have the same length. None: one group of all ranks.
         comm: Communicator of the ranks; COMM_WORLD by default.
         cuda_aware: Whether to pass device memory to MPI; see `Reducer`.
+        wire_dtype: A narrower dtype, such as ``"bfloat16"``, in which sums of gradients
+            travel between nodes; see `Reducer`. Rows travel in their own dtype.
         sync: Whether to broadcast. If False, `initialize` compares checksums of the
             variables and raises unless they are the same on all ranks of a group.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
@@ -97,6 +104,7 @@ class CrossShardOptimizer(Wrapper):
         *,
         comm: mpi4py_MPI.Comm | Group | None = None,
         cuda_aware: bool = False,
+        wire_dtype: Any = None,
         sync: bool = True,
         on_nonfinite: OnNonfinite = "accept",
     ) -> None:
@@ -108,11 +116,17 @@ class CrossShardOptimizer(Wrapper):
                     f"reduction must be Reduction.MEAN or Reduction.SUM, got "
                     f"{reduction!r}"
                 )
+            if cuda_aware and wire_dtype is not None:
+                raise InvalidArgumentError(
+                    "wire_dtype cannot be used with cuda_aware=True: MPI's own "
+                    "allreduce does not convert"
+                )
             check_direct(cuda_aware, "flat")
             return {
                 "optimizer": type(opt).__name__,
                 "reduction": reduction,
                 "cuda_aware": bool(cuda_aware),
+                "wire_dtype": check_wire_dtype(wire_dtype),
                 "group_assignment": check_groups(group_assignment, whole.size),
                 "sync": bool(sync),
             }
@@ -157,7 +171,8 @@ class CrossShardOptimizer(Wrapper):
             if error is not None:
                 raise error
             variables = self._check_start(var_list)
-            return variables, _device_sums(variables)
+            wire_format(self._options["wire_dtype"], layout_of(variables).dtype)
+            return variables, device_sums(variables)
 
         what = f"{self.get_name()}: initialize"
         variables, self._sums = self._group.agree(
@@ -180,9 +195,10 @@ class CrossShardOptimizer(Wrapper):
         self.inner.initialize(variables)
         self._shard = Shard(
             self._group,
-            Layout.of({v.name: MARK if v.sparse else v.value for v in variables}),
+            layout_of(variables),
             self.get_name(),
             direct=self._options["cuda_aware"],
+            wire_dtype=self._options["wire_dtype"],
         )
 
     def gradient_arrays(self) -> dict[str, Array]:
@@ -430,12 +446,3 @@ class CrossShardOptimizer(Wrapper):
             self._split.free()
         release(self._sums)
         super()._free()
-
-
-def _device_sums(variables: list[Variable]) -> dict[str, Array]:
-    """Return memory for the results of variables on a device; nothing for others."""
-    values = {var.name: var.value for var in variables}
-    if not is_device(variables[0].value):
-        return {}
-    layout = Layout.of(values)
-    return layout.views(cupy().zeros(layout.size, layout.dtype))

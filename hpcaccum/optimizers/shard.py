@@ -8,15 +8,18 @@ import numpy as np
 
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import converted
+from hpcaccum.device import cupy, is_device
+from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.layout import Layout
 from hpcaccum.reducer import Interruption, Reducer, sum_rows
 from hpcaccum.row_sums import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
+    from hpcaccum.optimizers.variable import Variable
 
 Array = np.ndarray[Any, Any]
 
@@ -25,6 +28,29 @@ _LEAVES, _SKIPS = "leaves", "skips"
 
 # What the reducer adds for a gradient of rows: it finds ranks that have none.
 MARK = np.zeros(1, np.float32)
+
+
+def layout_of(variables: Iterable[Variable]) -> Layout:
+    """Return the layout of gradients; of the rows of a sparse variable, a `MARK`."""
+    return Layout.of({v.name: MARK if v.sparse else v.value for v in variables})
+
+
+def device_sums(variables: Sequence[Variable]) -> dict[str, Array]:
+    """Return memory for the results of variables on a device; nothing for others."""
+    values = {var.name: var.value for var in variables}
+    if not is_device(variables[0].value):
+        return {}
+    layout = Layout.of(values)
+    return layout.views(cupy().zeros(layout.size, layout.dtype))
+
+
+def check_wire_dtype(wire_dtype: Any) -> str | None:
+    """Return the name of a dtype in which gradients may travel; None for their own.
+
+    Raises:
+        TypeError, InvalidArgumentError: If it is not a dtype of floats.
+    """
+    return None if wire_dtype is None else str(float_dtype(wire_dtype))
 
 
 class Shard:
@@ -36,9 +62,10 @@ class Shard:
 
     Args:
         group: The ranks.
-        layout: Of the gradients; that of rows is `MARK`.
+        layout: Of the gradients; see `layout_of`.
         name: For messages.
         direct: Whether to pass device memory to MPI.
+        wire_dtype: See `Reducer`; rows travel in their own dtype.
 
     Attributes:
         reducer: That of the ranks that have not left. When this rank has, the last one.
@@ -48,14 +75,16 @@ class Shard:
     """
 
     def __init__(
-        self, group: Group, layout: Layout, name: str, *, direct: bool
+        self,
+        group: Group,
+        layout: Layout,
+        name: str,
+        *,
+        direct: bool = False,
+        wire_dtype: Any = None,
     ) -> None:
-        self._group, self._layout, self._name, self._direct = (
-            group,
-            layout,
-            name,
-            direct,
-        )
+        self._group, self._layout, self._name = group, layout, name
+        self._direct, self._wire_dtype = direct, wire_dtype
         self.begin(0, None)
         self.present, self.left = list(range(group.size)), False
         self._current = group
@@ -71,6 +100,7 @@ class Shard:
             self._current,
             self._name,
             schedule="flat" if self._direct else "auto",
+            wire_dtype=self._wire_dtype,
             cuda_aware=self._direct,
         )
 

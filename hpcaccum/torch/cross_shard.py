@@ -13,6 +13,7 @@ from hpcaccum.optimizers import CrossShardOptimizer
 from hpcaccum.optimizers.finite import to_drop
 from hpcaccum.torch.adapter import Adapter
 from hpcaccum.torch.buffers import AVERAGE
+from hpcaccum.torch.tensors import numpy_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,6 +90,9 @@ class CrossShard(Adapter):
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             averages them, "drop" takes the mean over the other ranks, "raise" raises
             InvalidArgumentError on all ranks.
+        wire_dtype: A narrower dtype, such as `torch.bfloat16`, in which sums of
+            gradients travel between nodes. They are formed in the wider dtype, and each
+            ``grad`` has that of its parameter. On one node nothing travels.
     """
 
     def __init__(
@@ -99,8 +103,12 @@ class CrossShard(Adapter):
         buffers: str = AVERAGE,
         comm: mpi4py_MPI.Comm | Group | None = None,
         on_nonfinite: OnNonfinite = "accept",
+        wire_dtype: torch.dtype | str | None = None,
     ) -> None:
-        self._options: dict[str, Any] = {"on_nonfinite": on_nonfinite}
+        self._options: dict[str, Any] = {
+            "on_nonfinite": on_nonfinite,
+            "wire_dtype": numpy_name(wire_dtype),
+        }
         # Whether gradients were started in this backward pass, and what went wrong.
         self._started = False
         self._problem: Exception | None = None

@@ -35,6 +35,13 @@ def tensor_of(array: Array) -> Any:
     return torch.from_numpy(array)
 
 
+def numpy_name(dtype: Any) -> Any:
+    """Return the name that NumPy has for a dtype of PyTorch; other values as is."""
+    return (
+        str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    )
+
+
 def check_optimizer(optimizer: Any, adapter: type) -> None:
     """Raise unless an adapter can hold an optimizer.
 

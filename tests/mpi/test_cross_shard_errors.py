@@ -52,6 +52,32 @@ def test_bad_pairs_on_one_rank_are_an_error_on_all(
     assert (w.value == -size).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"wire_dtype": "float64"}, InvalidArgumentError, "narrower than float32"),
+        ({"wire_dtype": "int8"}, InvalidArgumentError, "dtype must be one of"),
+        ({"wire_dtype": "nonsense"}, TypeError, "dtype must name a float"),
+        (
+            {"wire_dtype": "float16", "cuda_aware": True},
+            InvalidArgumentError,
+            "wire_dtype cannot be used with cuda_aware=True",
+        ),
+    ],
+)
+def test_a_wrong_wire_dtype_changes_nothing(comm, rank, options, kind, text):
+    w = variable(np.full(3, rank), np.float32)
+
+    def start():
+        opt = hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm, **options)
+        opt.initialize([w])
+
+    error = raised(start)
+    assert type(error) is kind
+    assert text in str(error)
+    assert (w.value == rank).all()
+
+
 @pytest.mark.parametrize("same_name", [True, False])
 def test_a_variable_that_is_not_known_is_an_error_on_all(make, rank, size, same_name):
     w, opt = variable(np.zeros(3)), make()

@@ -1,0 +1,130 @@
+"""Gradients of PyTorch and JAX that travel in half precision, between nodes only."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import hpcaccum as hpc
+import hpcaccum.jax
+import hpcaccum.torch as hpt
+
+from ..common import same_bits
+from ..mpi.on_nodes import group_on_nodes  # noqa: F401
+from ..mpi.reducing import model
+from ..mpi.training import raised
+from .torch_training import Model
+
+# Of float32, not of half precision; sums of them are exact in float32.
+FINE = 1 + 2**-12
+
+
+def expected(group, wire):
+    """Return the mean of FINE over all ranks."""
+    parts = [np.full(1, FINE, np.float32)] * group.size
+    return model(parts, group.nodes, np.float32, wire=wire)
+
+
+def backward(module):
+    (FINE * (module.w.sum() + module.b.sum())).backward()
+
+
+def values(module):
+    return np.unique(torch.cat([module.w.flatten(), module.b]).detach().numpy())
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, "float16"])
+def test_torch(wire, group):
+    module, name = Model(), str(wire).removeprefix("torch.")
+    inner = torch.optim.SGD(module.parameters(), 1.0)
+    with hpt.CrossShard(inner, comm=group, wire_dtype=wire) as opt:
+        backward(module)
+        opt.step()
+
+    same_bits(values(module), -expected(group, name))
+    assert FINE not in -values(module)
+
+
+@pytest.mark.ranks(min=3)
+def test_torch_after_a_rank_has_left(comm, rank):
+    if hpc.Group.of(comm).single_node:
+        pytest.skip("needs ranks on several nodes: MPIR_CVAR_NOLOCAL=1")
+    module = Model()
+    inner = torch.optim.SGD(module.parameters(), 1.0)
+    with hpt.CrossShard(inner, comm=comm, wire_dtype="float16") as opt:
+        if rank == 0:
+            opt.leave()
+        else:
+            backward(module)
+            opt.step()
+
+    # FINE is rounded.
+    assert values(module).tolist() == [-1]
+
+
+def test_jax(group):
+    average = hpcaccum.jax.average(group, wire_dtype=jnp.bfloat16)
+
+    (mean,) = jax.jit(average.update)([jnp.full(3, FINE)], optax.EmptyState())[0]
+
+    same_bits(np.unique(mean), expected(group, "bfloat16"))
+    average.free()
+
+
+def test_on_one_node_nothing_is_rounded(comm):
+    group, module = hpc.Group.of(comm), Model()
+    if not group.single_node:
+        pytest.skip("needs ranks that share memory")
+    inner = torch.optim.SGD(module.parameters(), 1.0)
+    with hpt.CrossShard(inner, comm=comm, wire_dtype="bfloat16") as opt:
+        backward(module)
+        opt.step()
+    average = hpcaccum.jax.average(comm, wire_dtype="bfloat16")
+    (mean,) = average.update([jnp.full(3, FINE)], optax.EmptyState())[0]
+    average.free()
+
+    assert values(module).tolist() == [-FINE]
+    assert (mean == FINE).all()
+
+
+WRONG = {
+    "wider": ("float64", hpc.InvalidArgumentError, "must be narrower than float32"),
+    "equal": (torch.float32, hpc.InvalidArgumentError, "must be narrower than float32"),
+    "integers": (torch.int8, hpc.InvalidArgumentError, "dtype must be one of"),
+    "text": ("half-ish", TypeError, "must name a float type, got 'half-ish'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_dtype_is_refused_before_anything_changes(case, comm, rank):
+    wire, error, text = WRONG[case]
+    module = Model(start=rank)
+    inner = torch.optim.SGD(module.parameters(), 1.0)
+    found = raised(hpt.CrossShard, inner, comm=comm, wire_dtype=wire)
+    assert isinstance(found, error)
+    assert text in str(found)
+    assert module.w.eq(rank).all()
+    if isinstance(wire, str):
+
+        def update():
+            average = hpcaccum.jax.average(comm, wire_dtype=wire)
+            average.update([jnp.ones(2)], optax.EmptyState())
+
+        assert isinstance(raised(update), error)
+
+
+@pytest.mark.ranks(min=2)
+def test_the_dtype_is_the_same_on_all_ranks(comm, rank):
+    inner = torch.optim.SGD(Model().parameters(), 1.0)
+    wire = "float16" if rank else None
+    for make in (
+        lambda: hpt.CrossShard(inner, comm=comm, wire_dtype=wire),
+        lambda: hpcaccum.jax.average(comm, wire_dtype=wire),
+    ):
+        error = raised(make)
+        assert isinstance(error, hpc.DisagreementError)
+        assert "wire_dtype must be the same" in str(error)
