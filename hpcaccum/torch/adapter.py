@@ -16,13 +16,15 @@ from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.state import check_state, snapshot_of, state_of
 from hpcaccum.torch.tensors import (
     check_module,
+    check_needs,
     check_optimizer,
     named_parameters,
+    names_of,
     tensor_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import TracebackType
 
     from mpi4py import MPI as mpi4py_MPI
@@ -42,6 +44,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         module: The model. Its buffers, and parameters that are not trained, start with
             the values of rank 0, too; and messages use its names.
         buffers: ``"average"`` or ``"broadcast"``: what `sync_buffers` does.
+        sparse: The parameters whose gradients are sparse.
         comm: Communicator of the ranks; COMM_WORLD by default.
 
     Attributes:
@@ -61,24 +64,29 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         module: torch.nn.Module | None,
         buffers: str,
         comm: mpi4py_MPI.Comm | Group | None,
+        sparse: Iterable[torch.Tensor] = (),
     ) -> None:
         self._group = Group.of(comm)
         self._what = f"hpcaccum.torch.{type(self).__name__}"
 
-        def check() -> tuple[dict[str, Any], Buffers]:
+        def check() -> tuple[dict[str, Any], list[str], Buffers]:
             check_optimizer(optimizer, Adapter)
             check_module(module)
             parameters = named_parameters(optimizer, module)
-            return parameters, Buffers(module, parameters.values(), buffers)
+            rows = names_of(sparse, parameters)
+            check_needs(optimizer, parameters, rows)
+            return parameters, rows, Buffers(module, parameters.values(), buffers)
 
-        self._parameters, self._buffers = self._group.agree(
-            self._what, check, lambda checked: checked[1].facts()
+        self._parameters, rows, self._buffers = self._group.agree(
+            self._what,
+            check,
+            lambda checked: {"sparse": sorted(checked[1]), **checked[2].facts()},
         )
         # The groups are the same dictionaries.
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, self.state = optimizer, optimizer.state
-        self._rule = TorchRule(optimizer, self._parameters)
-        self._gradients = Gradients(self._parameters)
+        self._rule = TorchRule(optimizer, self._parameters, rows)
+        self._gradients = Gradients(self._parameters, rows)
         # Whether backward passes exchange gradients.
         self._syncs = True
         self._exchange = self._make()
@@ -105,7 +113,8 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
             ``closure``.
 
         Raises:
-            InvalidArgumentError: If there is no gradient, or a sparse one.
+            InvalidArgumentError: If there is no gradient, or one is sparse that should
+                not be, or the reverse.
         """
         loss = None
         if closure is not None:

@@ -11,18 +11,22 @@ from hpcaccum.accumulator import Receipt
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import CrossShardOptimizer
 from hpcaccum.optimizers.finite import to_drop
+from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.torch.adapter import Adapter
 from hpcaccum.torch.buffers import AVERAGE
 from hpcaccum.torch.tensors import numpy_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
+    from hpcaccum.optimizers.checks import Pairs
     from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.optimizers.slices import Gradient
+    from hpcaccum.row_sums import Rows
 
 Array = np.ndarray[Any, Any]
 
@@ -43,7 +47,7 @@ class _Exchange(CrossShardOptimizer):
         """Begin to average a gradient; None if it is in its place."""
         self._made(self._shard).start(name, grad)
 
-    def drops(self, grads: Mapping[str, Array]) -> bool:
+    def drops(self, grads: Mapping[str, Gradient]) -> bool:
         """Return whether to drop the gradients of this rank: they are not finite.
 
         Raises:
@@ -51,20 +55,25 @@ class _Exchange(CrossShardOptimizer):
         """
         return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
 
-    def average(self, grads: Mapping[str, Array], *, skips: bool) -> bool:
-        """Replace gradients by their means over the ranks. Collective.
+    def average(
+        self, pairs: Pairs, given: Mapping[str, Array | Rows], *, skips: bool
+    ) -> dict[str, Gradient] | None:
+        """Return the means of gradients over the ranks, by name. Collective.
 
         Args:
-            grads: By name.
+            pairs: The gradients and their variables.
+            given: Of these, what is exchanged; see `exchanged`.
             skips: Whether those of this rank are dropped.
 
         Returns:
-            Whether there are means; if not, all ranks have dropped their gradients.
+            None if all ranks have dropped their gradients.
         """
-        means = self._made(self._shard).reduce(grads, None, 0, None, skips=skips)
-        for name, mean in (means or {}).items():
-            np.copyto(grads[name], mean, casting="same_kind")
-        return means is not None
+        means = self._made(self._shard).reduce(given, None, 0, None, skips=skips)
+        if means is None:
+            return None
+        return {
+            var.name: mean for mean, var in with_sums(pairs, means) if mean is not None
+        }
 
     def fail(self, error: Exception) -> None:
         """Raise an error of this rank on every rank. Collective."""
@@ -87,6 +96,10 @@ class CrossShard(Adapter):
         optimizer: Of `torch.optim`; makes the updates.
         module, buffers, comm: See `Adapter`. For groups of ranks that train apart, give
             each its communicator.
+        sparse: The parameters whose gradients are sparse, such as the weights of
+            `torch.nn.Embedding(sparse=True)`; the same on all ranks. Only the rows of
+            these gradients are exchanged. ``grad`` is the sparse mean: rows that a rank
+            does not have are zero there. All others have dense gradients.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             averages them, "drop" takes the mean over the other ranks, "raise" raises
             InvalidArgumentError on all ranks.
@@ -102,6 +115,7 @@ class CrossShard(Adapter):
         module: torch.nn.Module | None = None,
         buffers: str = AVERAGE,
         comm: mpi4py_MPI.Comm | Group | None = None,
+        sparse: Iterable[torch.Tensor] = (),
         on_nonfinite: OnNonfinite = "accept",
         wire_dtype: torch.dtype | str | None = None,
     ) -> None:
@@ -115,7 +129,9 @@ class CrossShard(Adapter):
         # Whether each `grad` is a mean over the ranks; if so, whether it is without the
         # gradients of this rank, and whether there are any.
         self._averaged = self._skipped = self._found = False
-        super().__init__(optimizer, module=module, buffers=buffers, comm=comm)
+        super().__init__(
+            optimizer, module=module, buffers=buffers, comm=comm, sparse=sparse
+        )
 
     def _make(self) -> _Exchange:
         name = type(self).__name__
@@ -137,8 +153,9 @@ class CrossShard(Adapter):
         if not self._started:
             self._gradients.use(self._exchange.places())
             self._started = True
-        name, grad = self._gradients.move(parameter)
-        self._exchange.start(name, grad)
+        # How many rows there are is known when all gradients are.
+        if not self._gradients.is_sparse(parameter):
+            self._exchange.start(*self._gradients.move(parameter))
 
     def _end_pass(self) -> None:
         """Called at the end of a backward pass, once for each gradient."""
@@ -148,20 +165,26 @@ class CrossShard(Adapter):
     def _average(self) -> None:
         """Exchange the gradients, or raise the error of one rank on every rank."""
         problem, self._problem, self._started = self._problem, None, False
-        grads: dict[str, Array] = {}
+        pairs: Pairs = []
+        given: dict[str, Array | Rows] = {}
         skips = False
         try:
-            grads = self._gradients.arrays()
+            grads = self._gradients.found()
+            pairs = [(grads.get(var.name), var) for var in self._rule.own]
             skips = self._exchange.drops(grads)
+            given = exchanged(pairs)
         except InvalidArgumentError as error:
             problem = problem or error
-        if problem is None and not grads:
+        if problem is None and not given:
             problem = self._no_gradient()
         if problem is not None:
             self._exchange.fail(problem)
-        self._found = self._exchange.average(grads, skips=skips)
-        if not self._found:
+        means = self._exchange.average(pairs, given, skips=skips)
+        if means is None:
             self._gradients.clear()
+        else:
+            self._gradients.replace(means)
+        self._found = means is not None
         self._averaged, self._skipped = True, skips
 
     def _update(self) -> Receipt:
@@ -181,7 +204,7 @@ class CrossShard(Adapter):
     def _restore(self, snapshot: Any, what: str) -> None:
         states = {} if snapshot is None else snapshot["state"]
         formats: Any = {
-            name: {part: (a.shape, str(a.dtype)) for part, a in parts.items()}
+            name: {part: _format(value) for part, value in parts.items()}
             for name, parts in states.items()
         }
         formats = self._group.allgather(formats, what)[self._root]
@@ -189,9 +212,19 @@ class CrossShard(Adapter):
         self._rule.set_state(
             self._rule.own,
             {
-                name: {part: np.zeros(*each) for part, each in parts.items()}
+                name: {part: _blank(each) for part, each in parts.items()}
                 for name, parts in formats.items()
             },
         )
         self.zero_grad()
         self._exchange.restore(snapshot, self._rule.own)
+
+
+def _format(value: Any) -> Any:
+    """Return what a part of a state is: a count, or the shape and dtype of an array."""
+    return value if isinstance(value, int) else (value.shape, str(value.dtype))
+
+
+def _blank(found: Any) -> Any:
+    """Return a count, or an array of zeros of that shape and dtype."""
+    return found if isinstance(found, int) else np.zeros(*found)

@@ -6,10 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.torch.tensors import array_of, check_dense, tensor_of
+from hpcaccum.indexed_slices import IndexedSlices
+from hpcaccum.optimizers.slices import Gradient
+from hpcaccum.torch.tensors import (
+    array_of,
+    check_dense,
+    gradient_of,
+    slices_of,
+    tensor_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 Array = np.ndarray[Any, Any]
 
@@ -20,14 +28,15 @@ class Gradients:
     PyTorch computes each gradient in memory of its own. `move` copies it to the
     exchange, once. From then on ``grad`` is the memory of the exchange: another
     backward pass, or clipping, changes it in place. Gradients of half precision stay
-    where they are, as the exchange has a wider dtype.
+    where they are, as the exchange has a wider dtype. So do sparse gradients.
 
     Args:
         parameters: By name.
+        sparse: Names of those whose gradients are sparse.
     """
 
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Mapping[str, Any], sparse: Collection[str]) -> None:
+        self._parameters, self._sparse = parameters, frozenset(sparse)
         self._names = {p: name for name, p in parameters.items()}
         # The memory of the exchange; as tensors, what has the dtype of the parameter.
         self._places: Mapping[str, Array] = {}
@@ -42,9 +51,9 @@ class Gradients:
         ]
 
     def use(self, places: Mapping[str, Array]) -> None:
-        """Let `move` use memory of the exchange, by name."""
-        first = next(iter(places))
-        if self._places.get(first) is places[first]:
+        """Let `move` use memory of the exchange, by name; empty if all are sparse."""
+        first = next(iter(places), None)
+        if first is None or self._places.get(first) is places[first]:
             return
         tensors = {name: tensor_of(place) for name, place in places.items()}
         self._places, self._tensors = (
@@ -61,8 +70,12 @@ class Gradients:
         """Whether `move` has memory to use."""
         return bool(self._places)
 
+    def is_sparse(self, parameter: Any) -> bool:
+        """Whether the gradients of a parameter are sparse."""
+        return self._names[parameter] in self._sparse
+
     def move(self, parameter: Any) -> tuple[str, Array | None]:
-        """Move a gradient to its place.
+        """Move a gradient, of a parameter that is not sparse, to its place.
 
         Returns:
             The name, and the gradient; None if it is in its place.
@@ -80,19 +93,34 @@ class Gradients:
             parameter.grad = place
         return name, None
 
-    def arrays(self) -> dict[str, Array]:
-        """Return the gradients that there are, by name.
+    def found(self) -> dict[str, Gradient]:
+        """Return the gradients that there are, by name: arrays, or rows if sparse.
 
         Raises:
-            InvalidArgumentError: If one is sparse.
+            InvalidArgumentError: If one is sparse that should not be, or the reverse.
         """
-        found = {}
-        for name, parameter in self._parameters.items():
-            if (grad := parameter.grad) is not None:
-                check_dense(name, grad)
-                moved = grad is self._tensors.get(name)
-                found[name] = self._places[name] if moved else array_of(grad)
-        return found
+        return {
+            name: slices_of(name, parameter.grad)
+            if name in self._sparse
+            else self._array(name, parameter.grad)
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
+
+    def _array(self, name: str, grad: Any) -> Array:
+        check_dense(name, grad)
+        moved = grad is self._tensors.get(name)
+        return self._places[name] if moved else array_of(grad)
+
+    def replace(self, means: Mapping[str, Gradient]) -> None:
+        """Replace gradients: those that are arrays in place."""
+        for name, mean in means.items():
+            parameter = self._parameters[name]
+            if isinstance(mean, IndexedSlices):
+                parameter.grad = gradient_of(mean, parameter.dtype)
+            else:
+                own = self._array(name, parameter.grad)
+                np.copyto(own, mean, casting="same_kind")
 
     def give_up(self) -> None:
         """Leave the gradients to the exchange: each ``grad`` is None from now on."""

@@ -85,7 +85,7 @@ class OneSided(Adapter):
         self._gradients.move(parameter)
 
     def _update(self) -> Receipt:
-        grads = self._gradients.arrays()
+        grads = self._gradients.found()
         if not grads:
             raise self._no_gradient()
         receipt: Receipt = self._exchange.apply_gradients(

@@ -13,7 +13,7 @@ from hpcaccum.optimizers import Optimizer, Variable
 from hpcaccum.torch.tensors import array_of, tensor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hpcaccum.optimizers.snapshot import Key, Parts
 
@@ -44,14 +44,20 @@ class TorchRule(Optimizer):
     Args:
         optimizer: Of PyTorch.
         parameters: Its parameters, by name.
+        sparse: Names of those whose gradients are sparse.
 
     Attributes:
         own: The parameters as variables.
     """
 
-    def __init__(self, optimizer: Any, parameters: Mapping[str, Any]) -> None:
+    def __init__(
+        self, optimizer: Any, parameters: Mapping[str, Any], sparse: Collection[str]
+    ) -> None:
         super().__init__(type(optimizer).__name__)
-        self.own = [Variable(array_of(p), name) for name, p in parameters.items()]
+        self.own = [
+            Variable(array_of(parameter), name, sparse=name in sparse)
+            for name, parameter in parameters.items()
+        ]
         self._own = _Target(optimizer, parameters)
         self._arrays = {var.name: var.value for var in self.own}
         self._center: _Target | None = None
@@ -151,7 +157,7 @@ class TorchRule(Optimizer):
         for var in variables:
             if parts := states[var.name]:
                 target.optimizer.state[target.tensors[var.name]] = {
-                    part: tensor_of(np.array(value)) for part, value in parts.items()
+                    part: _restored(value) for part, value in parts.items()
                 }
 
 
@@ -162,9 +168,20 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in items if name not in _NOT_OPTIONS}
 
 
+def _restored(value: Any) -> Any:
+    """Return a part of a snapshot as an optimizer keeps it."""
+    return value if isinstance(value, int) else tensor_of(np.array(value))
+
+
 def _state_variable(title: str, value: Any) -> Variable:
-    if not isinstance(value, torch.Tensor):
+    """Return a tensor as a variable that shares its memory; a count as a copy."""
+    if type(value) is int:
+        return Variable(np.array(value), title, trainable=False)
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        kind = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            kind = f"tensor of {value.layout}"
         raise InvalidArgumentError(
-            f"state {title!r} is a {type(value).__name__}; only tensors can be saved"
+            f"state {title!r} is a {kind}; only dense tensors and integers can be saved"
         )
     return Variable(array_of(value), title, trainable=False)

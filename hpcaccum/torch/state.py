@@ -39,7 +39,10 @@ def state_of(snapshot: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
 
 
 def _tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tensor_of(np.asarray(array)) for name, array in arrays.items()}
+    return {
+        name: array if isinstance(array, int) else tensor_of(np.asarray(array))
+        for name, array in arrays.items()
+    }
 
 
 def check_state(
@@ -97,4 +100,7 @@ def snapshot_of(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 
 
 def _arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: array_of(tensor) for name, tensor in tensors.items()}
+    return {
+        name: tensor if isinstance(tensor, int) else array_of(tensor)
+        for name, tensor in tensors.items()
+    }

@@ -27,7 +27,10 @@ def refused(kind, inner, comm, **options):
 
 WRONG = {
     "closure": (lambda: torch.optim.LBFGS(Model().parameters()), "LBFGS calls a"),
-    "sparse": (lambda: torch.optim.SparseAdam(Model().parameters()), "sparse grad"),
+    "sparse": (
+        lambda: torch.optim.SparseAdam(Model().parameters()),
+        "SparseAdam needs sparse gradients, and 'parameter 0' has none",
+    ),
     "several devices": (
         lambda: torch.optim.SGD(
             [Model().w, torch.nn.Parameter(torch.zeros(2, device="meta"))], 1.0
