@@ -201,6 +201,17 @@ class Optimizer(abc.ABC):
     def _release(self) -> None:  # noqa: B027
         """Free memory that the next update would allocate again."""
 
+    def _changed_options(self) -> Any:
+        """Return the options that have changed since the last call; None if none have.
+
+        Called on the host of several servers, which `_use_options` gives them. By
+        default, each server has the options of its own rank.
+        """
+        return None
+
+    def _use_options(self, changed: Any) -> None:  # noqa: B027
+        """Update the center with options of the host from now on."""
+
     @property
     def elementwise(self) -> bool:
         """Whether an update changes each element independently of the others.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.optimizers.snapshot import COUNT, made, plain
 from hpcaccum.optimizers.update_rule import Rule
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 # A part of the state of a variable: its name and its value.
 Found = tuple[str, Any]
+
+
+class Options(NamedTuple):
+    """What the host sends to all servers when its options have changed.
+
+    Attributes:
+        changed: As `Optimizer._changed_options` returns them.
+    """
+
+    changed: Any
 
 
 class Center:
@@ -71,17 +81,28 @@ class Center:
             self._inner.apply_gradients(pairs)
 
     def _shared_rate(self) -> float | None:
-        """Return the learning rate for all servers; None if each of them finds it."""
+        """Return the learning rate for all servers; None if each of them finds it.
+
+        Called between two updates: options of the host that have changed are sent now.
+        """
         if isinstance(self._inner, Rule) and self._inner.elementwise:
             return self._inner._shared_rate()
+        if (options := self._inner._changed_options()) is not None:
+            self._server.ask(Options(options))
         return None
 
-    def _answer(self, name: str | None) -> dict[Key, Found]:
-        """Return the state of a variable, or of all that this server has."""
-        return kept_state(
-            self._inner,
-            [var for var in self._variables.values() if name in (None, var.name)],
-        )
+    def _answer(self, question: str | Options | None) -> dict[Key, Found]:
+        """Return the state of a variable, or of all that this server has; or nothing.
+
+        Args:
+            question: A name, None for all, or the options to use from now on.
+        """
+        if isinstance(question, Options):
+            self._inner._use_options(question.changed)
+            return {}
+        variables = self._variables.values()
+        wanted = [var for var in variables if question in (None, var.name)]
+        return kept_state(self._inner, wanted) if wanted else {}
 
     # The root
 
@@ -145,7 +166,8 @@ def _whole(
         if key[0] == variable:
             found = [answer[key] for answer in answers if key in answer]
             name, value = found[0]
-            if not isinstance(value, int):
+            # The only server that has it has all of it, of any shape.
+            if len(found) > 1 and not isinstance(value, int):
                 value = joined([piece for _, piece in found], like.shape)
             whole[key] = name, value
     return whole

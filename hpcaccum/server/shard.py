@@ -46,7 +46,8 @@ class Shard:
         wire: Of all variables.
         part: Of the vector of parameters.
         elementwise: Whether a part may begin within a variable. Its arrays are vectors
-            then, one for each variable, of which some may be empty.
+            then, one for each variable, of which some may be empty. If not, it has
+            whole variables.
 
     Attributes:
         part: Of the vector of parameters, and of that of gradients.
@@ -57,6 +58,7 @@ class Shard:
 
     def __init__(self, wire: WireFormat, part: slice, *, elementwise: bool) -> None:
         self.part, self.ranges = part, [part, wire.present]
+        self._elementwise = elementwise
         self.size = sum(each.stop - each.start for each in self.ranges)
         self._length = part.stop - part.start
         self._dtypes = wire.dtypes
@@ -85,11 +87,13 @@ class Shard:
 
         Args:
             name: Of the variable.
-            whole: Name to array of the variable's shape, or to an integer, which every
-                shard has.
+            whole: Name to array, or to an integer, which every shard has. If it is
+                elementwise, the arrays have the variable's shape.
         """
         if name not in self._places:
             return {}
+        if not self._elementwise:
+            return dict(whole)
         within, (_, shape) = self._within[name], self._places[name]
         return {
             key: value

@@ -54,7 +54,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
     """
 
-    # The rank whose state is loaded.
+    # The rank whose state is saved and loaded.
     _root = 0
 
     def __init__(

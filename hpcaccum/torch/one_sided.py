@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.optimizers.servers import Servers
 
 
 class Options(TypedDict, total=False):
@@ -34,6 +35,7 @@ class Options(TypedDict, total=False):
     comm: mpi4py_MPI.Comm | Group | None
     host: int
     dedicated: bool
+    servers: Servers
     on_nonfinite: OnNonfinite
 
 
@@ -42,7 +44,8 @@ class OneSided(Adapter):
 
     The host has a copy of the parameters, the center, and a copy of the torch optimizer
     that updates it. Its options are those of the host's parameter groups: only a
-    scheduler of the host changes the learning rate of the center.
+    scheduler of the host changes the learning rate of the center. With ``servers``,
+    several ranks have parts of both.
 
     `step` ends with the newest parameters, with which the next gradient is computed.
     The gradients then belong to the server, and each ``grad`` is None.
@@ -51,7 +54,12 @@ class OneSided(Adapter):
         optimizer, module, buffers, comm: As for `Adapter`.
         strategy: The options that only this strategy has, by name.
         host: The rank that holds the center.
-        dedicated: Whether the host only serves; it then calls `serve`.
+        dedicated: Whether servers only serve; they then call `serve`.
+        servers: The ranks that hold the center, and update it: one rank, or several on
+            different nodes, of which the first is the host. Each has whole parameters,
+            and a copy of the torch optimizer for these, which must update each
+            parameter independently of the others, as all of `torch.optim` do. By
+            default, and with "auto", the host alone.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             sends them, "drop" drops all gradients of the step on this rank, "raise"
             raises InvalidArgumentError on this rank.
@@ -67,6 +75,7 @@ class OneSided(Adapter):
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         dedicated: bool = False,
+        servers: Servers = None,
         on_nonfinite: OnNonfinite = "accept",
     ) -> None:
         self._options = {
@@ -74,10 +83,11 @@ class OneSided(Adapter):
             "name": type(self).__name__,
             "host": host,
             "dedicated": dedicated,
+            "servers": servers,
             "on_nonfinite": on_nonfinite,
         }
-        self._root = host
         super().__init__(optimizer, module=module, buffers=buffers, comm=comm)
+        self._root = self._exchange._root
 
     def _on_gradient(self, parameter: Any) -> None:
         if not self._gradients.has_places:
@@ -110,12 +120,14 @@ class OneSided(Adapter):
         return super().state_dict()
 
     def serve(self, after_update: Callable[[int], object] | None = None) -> None:
-        """Serve until all other ranks have left; the host of ``dedicated=True`` only.
+        """Serve until all other ranks have left; servers of ``dedicated=True`` only.
 
         Args:
-            after_update: Called with the step after each update; the next one waits for
-                it. It may call `state_dict`, or a scheduler.
+            after_update: Called on the host with the step after each update; the next
+                one waits for it. It may call `state_dict`, or a scheduler.
         """
+        # A scheduler that is called there warns unless `step` was called before.
+        self._opt_called = self.optimizer._opt_called = True
         self._exchange.serve(after_update)
 
     def _restore(self, snapshot: Any, what: str) -> None:

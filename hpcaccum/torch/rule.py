@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +40,11 @@ class TorchRule(Optimizer):
     The variables are the memory of its own parameters, or those of a center. For a
     center it is copied: the copy has the same options and a state of its own. The
     options are copied again when they have changed, so that a scheduler of the original
-    sets the learning rate of the center, too.
+    sets the learning rate of the center, too. Several servers have whole variables
+    each, and the options of the host.
+
+    It is not `elementwise`: whether an optimizer is cannot be known. But it must update
+    each parameter independently of the others, as all of `torch.optim` do.
 
     Args:
         optimizer: Of PyTorch.
@@ -61,8 +66,10 @@ class TorchRule(Optimizer):
         self._own = _Target(optimizer, parameters)
         self._arrays = {var.name: var.value for var in self.own}
         self._center: _Target | None = None
-        # The options that the center has, of each parameter group.
-        self._copied: list[dict[str, Any]] = []
+        # The options that the center, or all servers, have, of each parameter group;
+        # and whether the host sends them.
+        self._copied: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
+        self._are_sent = False
 
     def __repr__(self) -> str:
         """Show the options: the same text on ranks with the same options."""
@@ -75,7 +82,6 @@ class TorchRule(Optimizer):
         variables = list(var_list)
         if not self._has(variables):
             self._center = self._copy_for(variables)
-            self._copied = [{} for _ in self._own.optimizer.param_groups]
 
     def _has(self, variables: Sequence[Variable]) -> bool:
         """Whether the variables are the parameters themselves."""
@@ -88,9 +94,9 @@ class TorchRule(Optimizer):
         return self._center
 
     def _copy_for(self, variables: Iterable[Variable]) -> _Target:
+        """Return a copy of the optimizer for these variables, of a center or a part."""
         tensors = {var.name: tensor_of(var.value) for var in variables}
-        memo = {id(p): tensors[name] for name, p in self._own.tensors.items()}
-        return _Target(copy.deepcopy(self._own.optimizer, memo), tensors)
+        return _Target(_copied(self._own, tensors), tensors)
 
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
@@ -108,7 +114,8 @@ class TorchRule(Optimizer):
         if target is self._own:
             target.optimizer.step()
             return
-        self._copy_options(target)
+        if not self._are_sent and (changed := self._changed_options()) is not None:
+            _set_options(target, changed)
         for grad, var in pairs:
             tensor = target.tensors[var.name]
             # PyTorch wants the dtype of the parameter; sums may have a wider one.
@@ -117,15 +124,27 @@ class TorchRule(Optimizer):
         for tensor in target.tensors.values():
             tensor.grad = None
 
-    def _copy_options(self, target: _Target) -> None:
-        """Give a center the options that have changed since the last update."""
-        groups = self._own.optimizer.param_groups
-        theirs = target.optimizer.param_groups
-        for group, copied, other in zip(groups, self._copied, theirs, strict=True):
-            for name, value in _options(group).items():
-                # Only these: some optimizers keep state among the options.
-                if copied.get(name) is not value:
-                    copied[name] = other[name] = value
+    def _changed_options(self) -> list[dict[str, Any]] | None:
+        """Return what has changed in each parameter group; None if nothing has."""
+        changed = []
+        for group, copied in zip(
+            self._own.optimizer.param_groups, self._copied, strict=True
+        ):
+            # Only these: some optimizers keep state among the options.
+            found = {
+                name: value
+                for name, value in _options(group).items()
+                if not _is_same(copied.get(name), value)
+            }
+            copied.update({name: _kept(value) for name, value in found.items()})
+            changed.append(found)
+        return changed if any(changed) else None
+
+    def _use_options(self, changed: list[dict[str, Any]]) -> None:
+        self._are_sent = True
+        # One of more servers than variables may have none.
+        if self._center is not None:
+            _set_options(self._center, changed)
 
     # Snapshots
 
@@ -159,6 +178,53 @@ class TorchRule(Optimizer):
                 target.optimizer.state[target.tensors[var.name]] = {
                     part: _restored(value) for part, value in parts.items()
                 }
+
+
+def _copied(own: _Target, tensors: Mapping[str, Any]) -> Any:
+    """Return a copy of an optimizer for tensors, by the names of its parameters.
+
+    It has the groups of all parameters, but only these tensors and their state.
+    """
+    optimizer, copies = own.optimizer, {}
+    for name, tensor in tensors.items():
+        copies[own.tensors[name]] = tensor
+    memo: dict[int, Any] = {id(parameter): copies[parameter] for parameter in copies}
+    state: dict[Any, Any] = collections.defaultdict(dict)
+    for parameter, tensor in copies.items():
+        if parameter in optimizer.state:
+            state[tensor] = copy.deepcopy(optimizer.state[parameter], memo)
+    memo[id(optimizer.state)] = state
+    memo[id(optimizer.param_groups)] = [
+        {**copy.deepcopy(_options(group), memo), **_some(group, copies)}
+        for group in optimizer.param_groups
+    ]
+    return copy.deepcopy(optimizer, memo)
+
+
+def _some(group: Mapping[str, Any], copies: Mapping[Any, Any]) -> dict[str, list[Any]]:
+    """Return the copies of those parameters of a group that there are."""
+    places = [i for i, each in enumerate(group["params"]) if each in copies]
+    found = {"params": [copies[group["params"][i]] for i in places]}
+    if names := group.get("param_names"):
+        found["param_names"] = [names[i] for i in places]
+    return found
+
+
+def _kept(value: Any) -> Any:
+    """Return an option to compare it later; a scheduler changes a tensor in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _is_same(kept: Any, value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(kept, torch.Tensor) and torch.equal(kept, value)
+    return kept is value
+
+
+def _set_options(target: _Target, changed: Sequence[Mapping[str, Any]]) -> None:
+    """Change options of the parameter groups of an optimizer."""
+    for group, options in zip(target.optimizer.param_groups, changed, strict=True):
+        group.update(options)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

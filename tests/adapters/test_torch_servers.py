@@ -1,0 +1,223 @@
+"""A center of PyTorch whose parameters are on several servers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import hpcaccum as hpc
+import hpcaccum.torch as hpt
+
+from ..mpi.on_nodes import group_on_nodes  # noqa: F401
+from ..mpi.support import meet
+from ..mpi.training import raised, turns
+from .torch_training import ONE_SIDED, STRATEGIES, Model, Plain, groups
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, 0.1, foreach=True),
+    # Its state has other shapes than the parameters.
+    "Adafactor": lambda params: torch.optim.Adafactor(params, 0.1),
+    # It has state before the first update.
+    "Adagrad": lambda params: torch.optim.Adagrad(params, 0.1),
+}
+
+
+def leaders(group):
+    """Return a server on each node; the last is the host."""
+    return [ranks[0] for ranks in reversed(group.nodes)]
+
+
+def train(opt, model, rank, steps):
+    """Make synchronous steps; in step 1, a parameter has no gradient."""
+    for step in steps:
+        model.backward(rank, step, "w" if step == 1 else "wb")
+        opt.step()
+        opt.zero_grad()
+
+
+def start(name, group, servers, **options):
+    model = Model(start=group.rank)
+    inner = OPTIMIZERS[name](groups(model))
+    opt = hpt.SyncReplicas(inner, group.size, comm=group, servers=servers, **options)
+    return model, opt
+
+
+def same(one, other):
+    """Compare the state dictionaries of two runs."""
+    assert one.keys() == other.keys()
+    assert one["state"].keys() == other["state"].keys()
+    assert (one["global_step"], one["tally"]) == (other["global_step"], other["tally"])
+    for name, value in one["parameters"].items():
+        assert torch.equal(value, other["parameters"][name])
+    for number, parts in one["state"].items():
+        assert parts.keys() == other["state"][number].keys()
+        for part, value in parts.items():
+            assert torch.equal(value, other["state"][number][part])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_and_state_are_those_of_one_server(name, group):
+    servers = leaders(group)
+    states, values = [], []
+    for each in (servers[0], servers):
+        model, opt = start(name, group, each)
+        # All ranks start with the host's parameters.
+        assert model.w.eq(servers[0]).all()
+        train(opt, model, group.rank, range(3))
+        meet()
+        if group.rank == servers[0]:
+            states.append(opt.state_dict())
+        meet()
+        train(opt, model, group.rank, range(3, 4))
+        opt.free()
+        values.append(model.values())
+
+    for each, value in values[0].items():
+        np.testing.assert_array_equal(values[1][each], value)
+    if states:
+        same(*states)
+        assert states[0]["global_step"] == 3
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_a_state_continues_on_other_servers(name, group, several):
+    servers = leaders(group)
+    choices = [servers[0], servers] if several else [servers, servers[0]]
+    model, opt = start(name, group, choices[0])
+    train(opt, model, group.rank, range(2))
+    meet()
+    state = opt.state_dict() if group.rank == servers[0] else None
+    meet()
+    train(opt, model, group.rank, range(2, 4))
+    opt.free()
+
+    other, opt = start(name, group, choices[1])
+    train(opt, other, group.rank, range(1))
+    opt.load_state_dict(state)
+    assert opt.global_step == 2
+    train(opt, other, group.rank, range(2, 4))
+    opt.free()
+
+    assert torch.equal(model.w, other.w)
+    assert torch.equal(model.b, other.b)
+
+
+def test_state_that_the_optimizer_had_before(group):
+    def make(params):
+        return torch.optim.SGD(params, 0.1, momentum=0.9)
+
+    model = Model()
+    plain, inner = Plain(make, model), make(groups(model))
+    model.backward(0, 7)
+    inner.step()
+    inner.zero_grad()
+    plain.update([(0, 7)])
+    opt = hpt.SyncReplicas(inner, group.size, comm=group, servers=leaders(group))
+    model.backward(group.rank, 0)
+    opt.step()
+    opt.free()
+
+    plain.update([(each, 0) for each in range(group.size)])
+    plain.check(model.values())
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_scheduler_of_the_host_sets_the_rate_of_all_servers(kind, group):
+    servers, model, rate = leaders(group), Model(), kind(1.0)
+    inner = torch.optim.SGD(
+        [{"params": [model.w]}, {"params": [model.b], "lr": 4.0}], rate
+    )
+    opt = hpt.SyncReplicas(inner, group.size, comm=group, servers=servers)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    for _ in range(3):
+        (model.w.sum() + model.b.sum()).backward()
+        opt.step()
+        meet()
+        if group.rank == servers[0]:
+            scheduler.step()
+        meet()
+    opt.free()
+
+    assert model.w.eq(-1.75).all()
+    assert model.b.eq(-7).all()
+
+
+@pytest.mark.parametrize("kind", ["DropStale", "AGN"])
+def test_each_push_is_an_update_on_all_servers(kind, group):
+    make, order = OPTIMIZERS["AdamW"], [*range(group.size), 0]
+    passes = 2 if kind == "AGN" else 1
+    model, plain = Model(), Plain(make, Model())
+
+    def act(turn):
+        for step in range(passes):
+            model.backward(group.rank, turn * passes + step)
+            opt.step()
+            opt.zero_grad()
+
+    opt = STRATEGIES[kind](make(groups(model)), group, servers=leaders(group))
+    turns(order, act)
+    for turn, each in enumerate(order):
+        plain.update([(each, turn * passes + step) for step in range(passes)])
+    center = opt.center([model.w, model.b])
+    plain.check({"w": center[0].numpy(), "b": center[1].numpy()})
+    opt.free()
+    plain.check(model.values())
+
+
+@pytest.mark.ranks(min=3)
+def test_dedicated_servers_only_serve(group):
+    servers = leaders(group)
+    if len(servers) == group.size:
+        servers = servers[:-1]
+    model = Model()
+    inner = torch.optim.SGD(model.parameters(), 1.0)
+    opt = hpt.SyncReplicas(
+        inner,
+        group.size - len(servers),
+        comm=group,
+        servers=servers,
+        dedicated=True,
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    if group.rank in servers:
+        opt.serve(lambda _: scheduler.step())
+    else:
+        for _ in range(2):
+            (model.w.sum() + model.b.sum()).backward()
+            opt.step()
+    opt.free()
+    assert opt.global_step == 2
+    assert model.w.eq(-1.5).all()
+    assert model.b.eq(-1.5).all()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_wrong_servers_are_refused_on_every_rank(kind, comm, rank):
+    model = Model(start=rank)
+
+    def refused(servers):
+        inner = torch.optim.SGD(model.parameters(), 1.0)
+        error = raised(STRATEGIES[kind], inner, comm, servers=servers)
+        assert model.w.eq(rank).all()
+        assert isinstance(error, hpc.InvalidArgumentError)
+        return str(error)
+
+    assert "servers must be a rank of the communicator" in refused([0, comm.size])
+    assert "'auto', a rank or several ranks" in refused("each")
+    if hpc.Group.of(comm).single_node:
+        assert "servers must be on different nodes" in refused([0, 1])
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+@pytest.mark.parametrize("servers", ["auto", 0])
+def test_one_server_may_be_named(kind, servers, comm, rank):
+    model = Model(start=rank + 1)
+    inner = torch.optim.SGD(model.parameters(), 1.0)
+    with STRATEGIES[kind](inner, comm, servers=servers) as opt:
+        assert model.w.eq(1).all()
+        if rank == 0:
+            assert opt.state_dict()["global_step"] == 0
