@@ -3,6 +3,7 @@
 `arrays` is the only module that imports CuPy, when a device is first used. `kernels`
 compiles and launches the sources in ``kernels/``. `PointerTable` launches one kernel
 for many arrays. `Transfer` copies named arrays between device and CPU memory.
+`NcclSum` sums device memory over processes.
 
 Imports `errors`, `dtypes` and `layout` only.
 """
@@ -18,18 +19,22 @@ from hpcaccum.device.arrays import (
     device_name,
     is_device,
     library,
+    nccl_library,
     release,
     to_host,
     use_device,
 )
 from hpcaccum.device.multi_tensor import PointerTable, check_device_array
+from hpcaccum.device.nccl import NcclSum, card, unique_id
 from hpcaccum.device.transfer import Transfer
 
 __all__ = [
+    "NcclSum",
     "Pinned",
     "PointerTable",
     "Transfer",
     "all_on_device",
+    "card",
     "check_array",
     "check_device_array",
     "copyto",
@@ -37,7 +42,9 @@ __all__ = [
     "device_name",
     "is_device",
     "library",
+    "nccl_library",
     "release",
     "to_host",
+    "unique_id",
     "use_device",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +69,25 @@ def cupy() -> Any:
         ) from None
     if not count:
         raise DeviceUnavailableError("there is no CUDA device on this machine")
+    return module
+
+
+def nccl_library() -> Any:
+    """Return CuPy's module of NCCL.
+
+    Raises:
+        DeviceUnavailableError: If CuPy is missing, or finds no device or no NCCL.
+    """
+    cupy()
+    with warnings.catch_warnings():
+        # CuPy warns of what is an error here.
+        warnings.simplefilter("ignore")
+        from cupy.cuda import nccl as module
+    if not module.available:
+        raise DeviceUnavailableError(
+            "CuPy finds no NCCL: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12 for "
+            "CUDA 12"
+        )
     return module
 
 

@@ -99,6 +99,8 @@ class Transfer:
         Queued on the current stream, on which the buffer must be used.
         """
         self._pack(self._coming, arrays)
+        # The next call may use another stream.
+        self._free_from = _stream().record()
         return self._coming
 
     def _pack(self, flat: Any, arrays: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.device import cupy
 from hpcaccum.mpi import MPI
 from hpcaccum.reducer.schedule import MessageSchedule
 from hpcaccum.reducer.signature import Agreement
@@ -41,6 +42,8 @@ class Blocking(MessageSchedule):
 
     def reduce_device(self, signature: int, buffer: Any) -> bool:
         """Wait for all ranks, then sum the buffer in place."""
+        # MPI does not know streams.
+        cupy().cuda.get_current_stream().synchronize()
         if not self._reached(Agreement(self._comm, signature)):
             return False
         for bucket in self.buckets:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.device import Transfer, copyto, cupy, is_device
+from hpcaccum.device import Transfer, copyto, is_device
 from hpcaccum.reducer.staging import copy, copy_in
 
 if TYPE_CHECKING:
@@ -156,8 +156,6 @@ class DeviceExchange:
 
     def _finish_directly(self, call: Call) -> bool:
         flat: Any = self._transfer.pack(call.inputs)
-        # MPI does not know streams.
-        cupy().cuda.get_current_stream().synchronize()
         agreed = self._schedule.reduce_device(call.signature, flat)
         if agreed:
             self._transfer.divide(self._schedule.divisor)

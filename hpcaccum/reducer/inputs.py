@@ -26,12 +26,20 @@ class Inputs:
         what: Begins messages.
         arrays: The reducer's own arrays.
         results: The memory of its results, flat, of the dtype of sums.
+        device_only: The schedule, if it reduces arrays on the device only.
 
     Attributes:
         all: The set of all names.
     """
 
-    def __init__(self, what: str, arrays: Mapping[str, Array], results: Array) -> None:
+    def __init__(
+        self,
+        what: str,
+        arrays: Mapping[str, Array],
+        results: Array,
+        device_only: str | None = None,
+    ) -> None:
+        self._device_only = device_only
         self._what, self._results, self._wide = what, results, results.dtype
         # Targets that share no memory with each other, nor with the results.
         self._apart: dict[str, weakref.ref[Array]] = {}
@@ -54,6 +62,22 @@ class Inputs:
         """Return the names of a set."""
         known = self._known.items()
         return [name for name, (_, _, _, bit) in known if members & bit]
+
+    def in_place(self) -> int:
+        """Return the set of all names, for inputs that are the reducer's own arrays.
+
+        Raises:
+            InvalidArgumentError: If inputs must be on the device.
+        """
+        if self._device_only is not None:
+            self._refuse_host(next(iter(self._known), ""))
+        return self.all
+
+    def _refuse_host(self, name: str) -> None:
+        raise InvalidArgumentError(
+            f"{self._what}: schedule {self._device_only!r} reduces arrays on the "
+            f"device only, {name!r} is in CPU memory; cupy.asarray copies it"
+        )
 
     def check(
         self, arrays: Mapping[str, Any], started: int
@@ -78,6 +102,8 @@ class Inputs:
                     f"{self._what}: {name!r} was started already"
                 )
             members |= bit
+            if self._device_only is not None and not is_device(given):
+                self._refuse_host(name)
             if given is own:
                 continue
             # The usual case; the full check takes microseconds.

@@ -5,19 +5,20 @@ from __future__ import annotations
 import threading
 import time
 import types
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from hpcaccum.arguments import bucket_size, converted, one_of, step_number, wire_format
+from hpcaccum.arguments import converted, one_of, step_number
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group
 from hpcaccum.reducer import selection
 from hpcaccum.reducer.call_sequence import CallSequence
 from hpcaccum.reducer.device import DeviceExchange
+from hpcaccum.reducer.device_only import DeviceOnlyExchange
 from hpcaccum.reducer.inputs import Inputs
+from hpcaccum.reducer.options import REDUCTIONS, Options
 from hpcaccum.reducer.schedule import Call, Case
 from hpcaccum.reducer.signature import FAILED, explain, signature
 from hpcaccum.reducer.spin_wait import SpinWait
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from hpcaccum.layout import Layout
 
 Array = np.ndarray[Any, Any]
-
-REDUCTIONS = ("MEAN", "SUM")
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -57,6 +56,7 @@ class Reducer(Freeable):
     | ``"shared"`` | on one node | each sums a stripe of all | in order |
     | ``"hierarchical"`` | anywhere | so in each node, then between nodes | in order |
     | ``"flat"`` | anywhere | the MPI library's allreduce | no promise |
+    | ``"nccl"`` | on one node, a GPU each | NCCL's allreduce | no promise |
 
     ``"auto"`` selects ``"shared"`` if all ranks are on one node. Otherwise it selects
     ``"hierarchical"`` if a node has several ranks and the arrays have 512 KiB or more,
@@ -69,6 +69,12 @@ class Reducer(Freeable):
     Arrays on a CUDA device (CuPy's) are passed in the same way, either all arrays of a
     call or none. They are copied to CPU memory, reduced and copied back in a pipeline
     of buckets. MPI is given device memory only if ``cuda_aware=True``.
+
+    With ``"nccl"`` they never enter CPU memory, and arrays in CPU memory are an error.
+    Half precision is sent in float32, too. ``"auto"`` never selects it, because it has
+    run on a simulated device only. NCCL is called when all ranks have arrived and agree
+    about the call. If it fails on one rank, that is an error on all, and the reducer is
+    unusable. Select the device of each rank before.
 
     Calls of different ranks are paired in their order. Each call checks that all ranks
 
@@ -103,6 +109,8 @@ class Reducer(Freeable):
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
+        DeviceUnavailableError, RuntimeError: On every rank, with schedule ``"nccl"``,
+            if a rank has no device or no NCCL, or NCCL fails.
     """
 
     def __init__(
@@ -119,8 +127,8 @@ class Reducer(Freeable):
     ) -> None:
         self._group, self._name = Group.of(group), name
 
-        def check() -> _Options:
-            return _checked(
+        def check() -> Options:
+            return Options.checked(
                 layout, reduction_type, schedule, wire_dtype, bucket_bytes, cuda_aware
             )
 
@@ -134,7 +142,7 @@ class Reducer(Freeable):
         self._calls.open(label)
         self._register(self._group, label)
 
-    def _make(self, layout: Layout, options: _Options) -> None:
+    def _make(self, layout: Layout, options: Options) -> None:
         """Make the schedule, and what checks and copies the arrays. Collective."""
         group = self._group
         self._case = Case(
@@ -150,10 +158,17 @@ class Reducer(Freeable):
         self._schedule = selection.make(kind, self._case, group, layout, wait)
         self._arrays = self._schedule.arrays
         self._results = _read_only(self._schedule.results)
-        self._inputs = Inputs(self._name, self._arrays, self._schedule.received)
+        only = kind.device_only
+        self._inputs = Inputs(
+            self._name,
+            self._arrays,
+            self._schedule.received,
+            kind.name if only else None,
+        )
         # The set of arrays that were started since the last call.
         self._started = 0
-        self._device = DeviceExchange(layout, self._schedule)
+        exchange = DeviceOnlyExchange if only else DeviceExchange
+        self._device = exchange(layout, self._schedule)
 
     def _set_divisor(self, reduction_type: str | None) -> None:
         if reduction_type is None:
@@ -221,8 +236,9 @@ class Reducer(Freeable):
         try:
             self._set_divisor(reduction_type)
             step = step_number(step, "step")
-            inputs, names = _NOTHING, self._inputs.all
-            if arrays is not None:
+            if arrays is None:
+                inputs, names = _NOTHING, self._inputs.in_place()
+            else:
                 inputs, names = self._inputs.check(arrays, self._started)
             targets = _NOTHING
             if out:
@@ -322,7 +338,7 @@ class Reducer(Freeable):
         mine = signature(self._calls.begun, step, names, self._schedule.divisor)
         exact = self._inputs.exact(out) if out else _NOTHING
         if not self._exchange(Call(mine, inputs, exact)):
-            self._explain(names, step, None)
+            self._explain(names, step, self._schedule.failure)
         if len(exact) < len(out):
             for name in out.keys() - exact.keys():
                 out[name][...] = converted(self._results[name], out[name].dtype)
@@ -404,43 +420,6 @@ class Reducer(Freeable):
         self._device.free()
         self._calls.close()
         self._schedule.free(abandoned=any(given_up))
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The arguments of a reducer, checked."""
-
-    reduction_type: str
-    schedule: str
-    wire_dtype: np.dtype[Any] | None
-    bucket_bytes: int | None
-    cuda_aware: bool
-
-    def facts(self, layout: Layout) -> dict[str, object]:
-        """Return what must be the same on all ranks, as messages name it."""
-        return {
-            "names, shapes and dtype": layout.fingerprint,
-            **vars(self),
-            "wire_dtype": str(self.wire_dtype),
-        }
-
-
-def _checked(
-    layout: Layout,
-    reduction_type: str,
-    schedule: str,
-    wire_dtype: Any,
-    bucket_bytes: int | None,
-    cuda_aware: bool,
-) -> _Options:
-    one_of("reduction_type", reduction_type, REDUCTIONS)
-    selection.check_name(schedule)
-    wire = wire_format(wire_dtype, layout.dtype)
-    if wire is not None:
-        selection.check_wire(schedule)
-    selection.check_direct(cuda_aware, schedule)
-    nbytes = bucket_size(bucket_bytes)
-    return _Options(reduction_type, schedule, wire, nbytes, bool(cuda_aware))
 
 
 def _read_only(arrays: Mapping[str, Array]) -> Mapping[str, Array]:

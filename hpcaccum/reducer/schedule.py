@@ -108,6 +108,8 @@ class Schedule:
             none do.
         takes_device_memory: Whether it gives device memory to MPI, for
             ``cuda_aware=True``. It then overrides `reduce_device`.
+        device_only: Whether it reduces arrays on the device only, without MPI. It then
+            overrides `reduce_device` and `check_usable`.
         default_bucket_bytes: Bytes of a bucket, if the user sets none.
         fallback: Name of the schedule to use where this one does not fit.
         arrays: This rank's arrays, of the layout's dtype.
@@ -117,14 +119,18 @@ class Schedule:
         result_bytes: Bytes of results in this rank's memory.
         divisor: Of the sums of a call; set before it begins.
         buckets: Pieces of the buffers, in the order of work.
+        failure: Why this rank could not make the last call, which is raised on all
+            ranks; None if nothing failed here.
     """
 
     name: ClassVar[str]
     needs_one_node: ClassVar[bool] = False
     takes_wire_dtype: ClassVar[bool] = False
     takes_device_memory: ClassVar[bool] = False
+    device_only: ClassVar[bool] = False
     default_bucket_bytes: ClassVar[int] = 8 << 20
     fallback: ClassVar[str | None] = None
+    failure: Exception | None = None
 
     @classmethod
     def fits(cls, case: Case) -> bool:
@@ -193,8 +199,14 @@ class Schedule:
         raise NotImplementedError
 
     def reduce_device(self, signature: int, buffer: Any) -> bool:
-        """Sum a flat buffer on the device in place; do as `finish` otherwise."""
+        """Sum a flat buffer on the device in place; do as `finish` otherwise.
+
+        Its contents are queued on the current stream, as is what reads the sums.
+        """
         raise NotImplementedError
+
+    def check_usable(self) -> None:
+        """Raise an error if no call can succeed any more."""
 
     def late(self) -> list[int] | None:
         """Return the ranks that this one waits for; None if it cannot know."""

@@ -12,6 +12,7 @@ from hpcaccum.reducer.blocking import Blocking
 from hpcaccum.reducer.buckets import cut
 from hpcaccum.reducer.flat import Flat
 from hpcaccum.reducer.hierarchical import Hierarchical
+from hpcaccum.reducer.nccl import Nccl
 from hpcaccum.reducer.one_shot import OneShot
 from hpcaccum.reducer.schedule import Plan, Schedule
 from hpcaccum.reducer.two_shot import TwoShot
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 # In the order in which they are tried.
-SCHEDULES: list[type[Schedule]] = [OneShot, TwoShot, Hierarchical, Flat, Blocking]
+SCHEDULES: list[type[Schedule]] = [OneShot, TwoShot, Hierarchical, Flat, Blocking, Nccl]
 
 
 def check_name(schedule: str) -> None:
@@ -52,7 +53,7 @@ def check_direct(direct: bool, schedule: str) -> None:
     if schedule not in taking:
         raise InvalidArgumentError(
             f"cuda_aware=True is for schedule {_listed(taking)}, got {schedule!r}: the "
-            f"others sum in CPU memory"
+            f"others give MPI no device memory"
         )
     answer = cuda_awareness()
     if not answer.aware:

@@ -224,5 +224,5 @@ def test_a_rank_that_does_not_arrive_is_named(maker, comm, rank, size):
 @pytest.mark.parametrize("kind", selection.SCHEDULES, ids=lambda kind: kind.__name__)
 def test_every_schedule_states_what_it_is(kind):
     assert issubclass(kind, Schedule)
-    assert kind.name in ("shared", "hierarchical", "flat")
+    assert kind.name in ("shared", "hierarchical", "flat", "nccl")
     assert 1 << 20 <= kind.default_bucket_bytes <= 1 << 30

@@ -5,6 +5,7 @@
  */
 #include <pthread.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -207,6 +208,12 @@ int cudaGetDeviceProperties(struct properties *properties, int device)
 int cudaGetDeviceProperties_v2(struct properties *properties, int device)
 {
     return cudaGetDeviceProperties(properties, device);
+}
+
+int cudaDeviceGetPCIBusId(char *text, int size, int device)
+{
+    snprintf(text, size, "0000:%02X:00.0", device + 1);
+    return SUCCESS;
 }
 
 /* Those of a device of capability 9.0, by the numbers of cudaDeviceAttr. */

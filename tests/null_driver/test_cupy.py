@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,7 @@ from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.device_case import describe_device, device_facts, timed
 from hpcaccum.bench.measure import Conditions
 from hpcaccum.device import arrays as device
-from hpcaccum.device import kernels
+from hpcaccum.device import card, kernels
 from hpcaccum.mpi import cuda_aware
 
 DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64"]
@@ -189,6 +190,14 @@ def test_reducer(cp, aware, dtype, kind):
                 reducer.start(name, mine[name])
             reducer.wait(out=mine)
             reducer.reduce({"x": mine["x"]}, reduction_type="SUM")
+
+
+def test_nccl_fails_without_a_card(cp, driver):
+    # With the library, it is asked to connect; without it, CuPy finds none.
+    expected = r"CuPy finds no NCCL: pip|NCCL cannot connect: NCCL_ERROR"
+    with pytest.raises(RuntimeError, match=expected):
+        hpc.Reducer(hpc.Layout(SHAPES, "float32"), schedule="nccl")
+    assert re.fullmatch("[0-9A-Fa-f]{4}:.*", card())
 
 
 def losses(cp, var):

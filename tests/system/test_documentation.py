@@ -88,7 +88,13 @@ def test_program_for_a_gpu_runs_as_printed(mpirun, tmp_path, simulator, name, ra
     path.write_text(PROGRAMS[name])
     paths = os.pathsep.join([str(REPOSITORY), simulator])
 
-    result = mpirun(ranks, path, env={"HPCACCUM_TIMEOUT": "20", "PYTHONPATH": paths})
+    environment = {
+        "CUPY_SIMULATOR_DEVICES": "4",
+        "HPCACCUM_TIMEOUT": "20",
+        "PYTHONPATH": paths,
+    }
+
+    result = mpirun(ranks, path, env=environment)
 
     assert result.returncode == 0, result.stdout
 

@@ -39,6 +39,7 @@ WIRE = {"wire_dtype": np.dtype(np.float16)}
         ("flat", ONE, "Flat"),
         ("flat", SEVERAL._replace(**LARGE), "Flat"),
         ("flat", ONE._replace(cuda_aware=True), "Blocking"),
+        ("nccl", ONE._replace(**LARGE), "Nccl"),
     ],
     ids=str,
 )
@@ -51,6 +52,8 @@ def test_shared_memory_needs_one_node():
         InvalidArgumentError, match=r"'shared' needs all ranks on one node, .* on 4"
     ):
         selection.choose("shared", SINGLES)
+    with pytest.raises(InvalidArgumentError, match=r"'nccl' needs all ranks on one"):
+        selection.choose("nccl", SEVERAL)
 
 
 def test_names_are_listed_in_messages():

@@ -27,6 +27,7 @@ MODULES = {
             "cuda.device",
             "cuda.driver",
             "cuda.memory",
+            "cuda.nccl",
             "cuda.nvrtc",
             "cuda.pinned_memory",
             "cuda.runtime",
@@ -74,9 +75,12 @@ def describe(name):
     texts = [first, found.__doc__ if isinstance(found.__doc__, str) else ""]
     return parameters, [each.split("\n\n")[0].replace("\n", " ") for each in texts]
 
-import cupy
+import cupy, warnings
+warnings.simplefilter("ignore")
+from cupy.cuda import nccl
 answers = {name: describe(name) for name in json.load(sys.stdin)}
-print(json.dumps({"version": cupy.__version__, "answers": answers}))
+true = {"version": cupy.__version__, "nccl": nccl.available, "answers": answers}
+print(json.dumps(true))
 """
 
 
@@ -138,7 +142,12 @@ def answers():
             pytest.fail(f"HPCACCUM_REQUIRE_NVRTC=1, but CuPy is missing: {true}")
         pytest.skip(f"needs the true CuPy: {true}")
     assert true["version"] != cupy.__version__
-    return true["answers"]
+    # Without NCCL, CuPy's module of it is empty.
+    return {
+        name: answer
+        for name, answer in true["answers"].items()
+        if true["nccl"] or not name.startswith("cupy.cuda.nccl.")
+    }
 
 
 def parameters(answer, name):

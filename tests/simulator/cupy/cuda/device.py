@@ -88,6 +88,12 @@ class Device:
         }
 
     @property
+    def pci_bus_id(self):
+        """Where it is in the machine: the same in all processes."""
+        _check(self.id)
+        return f"0000:{self.id + 1:02X}:00.0"
+
+    @property
     def compute_capability(self):
         """Two or three digits."""
         _check(self.id)

@@ -1,0 +1,188 @@
+"""Sums on the devices of one node, by NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.device import NcclSum, card, cupy, nccl_library, unique_id
+from hpcaccum.errors import InvalidArgumentError, format_ranks
+from hpcaccum.mpi import NodeMemory
+from hpcaccum.reducer.schedule import MessageSchedule
+from hpcaccum.reducer.signature import FAILED, Agreement
+
+if TYPE_CHECKING:
+    from hpcaccum.mpi import Group
+    from hpcaccum.reducer.schedule import Call, Plan
+
+_WHAT = "schedule 'nccl'"
+_WORKS, _FAILS = 1, 2
+
+
+class Nccl(MessageSchedule):
+    """NCCL's allreduce of device memory, which never enters CPU memory.
+
+    NCCL has no time limit, and ranks that pass different data get no error. So all
+    ranks first wait for each other and compare their signatures. After they have queued
+    their sums they compare whether this succeeded: a rank whose device waits for one
+    that failed would wait without end.
+    """
+
+    name = "nccl"
+    needs_one_node = True
+    device_only = True
+    # NCCL cuts vectors into pieces of its own.
+    default_bucket_bytes = 1 << 30
+
+    def __init__(self, plan: Plan) -> None:
+        self._sum = _connect(plan.group)
+        self._device = cupy().cuda.Device().id
+        super().__init__(plan)
+        self._broken: str | None = None
+
+    def check_usable(self) -> None:
+        """Raise if NCCL has failed, or another device has become the current one."""
+        current = cupy().cuda.Device().id
+        if current != self._device:
+            raise InvalidArgumentError(
+                f"{_WHAT} was made on device {self._device}, the current one is "
+                f"{current}"
+            )
+        if self._broken is None:
+            try:
+                self._sum.check()
+            except Exception as error:
+                self._abort(error)
+        if self._broken is not None:
+            raise RuntimeError(
+                f"NCCL has failed: {self._broken}; make a new reducer, and set "
+                f"NCCL_DEBUG=WARN to see more"
+            )
+
+    def _abort(self, error: Exception | None) -> None:
+        self._broken = str(error or "on another rank")
+        # If it fails, too, the ranks must still learn of the first error.
+        with contextlib.suppress(Exception):
+            self._sum.abort()
+
+    def complete(self, call: Call) -> bool:
+        """Compare the signatures of a call without arrays."""
+        return self._reached(Agreement(self._comm, call.signature))
+
+    def reduce_device(self, signature: int, buffer: Any) -> bool:
+        """Wait for all ranks, then queue the sum of the buffer in place."""
+        if not self._reached(Agreement(self._comm, signature)):
+            return False
+        failure = None
+        try:
+            for bucket in self.buckets:
+                self._sum(buffer[bucket])
+        except Exception as error:
+            failure = error
+        mine = FAILED if failure else signature
+        if self._reached(Agreement(self._comm, mine)) and failure is None:
+            return True
+        self._abort(failure)
+        if failure is not None:
+            self.failure = RuntimeError(f"NCCL has failed: {failure}")
+        return False
+
+    def free(self, *, abandoned: bool = False) -> None:
+        """Do as `Schedule.free`."""
+        if abandoned:
+            self._sum.abort()
+        elif self._broken is None:
+            self._sum.free()
+        super().free(abandoned=abandoned)
+
+
+def _connect(group: Group) -> NcclSum:
+    """Make what sums on the devices of a group. Collective.
+
+    Raises:
+        InvalidArgumentError: On every rank, if two ranks use one device.
+        DeviceUnavailableError, RuntimeError: On every rank, if one has no device or no
+            NCCL, or NCCL fails on one.
+        WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names the missing ranks.
+    """
+    found: tuple[str, bytes] = "", b""
+    failure = None
+    try:
+        nccl_library()
+        # Each identity costs a thread of NCCL.
+        found = card(), b"" if group.rank else unique_id()
+    except Exception as error:
+        failure = error
+    cards, identities = zip(*group.raise_together(_WHAT, failure, found), strict=True)
+    _check_apart(cards)
+    attempt = _Attempt(group, identities[0])
+    return attempt.result()
+
+
+def _check_apart(cards: tuple[str, ...]) -> None:
+    for each in cards:
+        sharing = [rank for rank, other in enumerate(cards) if other == each]
+        if len(sharing) > 1:
+            raise InvalidArgumentError(
+                f"{_WHAT} needs a GPU for each rank, {format_ranks(sharing)} use "
+                f"{each}; call hpcaccum.device.use_device before, with the number of "
+                f"the rank on its node"
+            )
+
+
+class _Attempt:
+    """One attempt to connect, in a thread, because NCCL has no time limit. Collective.
+
+    Each rank writes to shared memory how its attempt has ended. A rank whose NCCL waits
+    for one that has failed learns it there.
+
+    Args:
+        group: The ranks, on one node.
+        identity: For `NcclSum`.
+    """
+
+    def __init__(self, group: Group, identity: bytes) -> None:
+        self._group, self._identity = group, identity
+        self._memory = NodeMemory(group, [8] * group.size)
+        self._ends = [part.view(np.int64) for part in self._memory.parts]
+        self._device = cupy().cuda.Device().id
+        self._made: NcclSum | None = None
+        self._failure: Exception | None = None
+        threading.Thread(target=self._run, name="hpcaccum-nccl", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            # The current device is one of each thread.
+            cupy().cuda.Device(self._device).use()
+            self._made = NcclSum(self._group.size, self._identity, self._group.rank)
+        except Exception as error:
+            self._failure = RuntimeError(f"NCCL cannot connect: {error}")
+        self._ends[self._group.rank][0] = _FAILS if self._failure else _WORKS
+
+    def result(self) -> NcclSum:
+        """Wait for all ranks; return what sums, or raise on every rank."""
+        Deadline(None, f"{_WHAT}: connecting").wait(self._ended, self._missing)
+        try:
+            self._group.raise_together(_WHAT, self._failure)
+        except RuntimeError:
+            if self._made is not None:
+                self._made.abort()
+            raise
+        self._memory.free()
+        assert self._made is not None
+        return self._made
+
+    def _ended(self) -> bool | None:
+        """Return whether all ranks are connected; None if they may yet be."""
+        ends = [int(end[0]) for end in self._ends]
+        if _FAILS in ends:
+            return False
+        return True if all(ends) else None
+
+    def _missing(self) -> str:
+        late = [rank for rank, end in enumerate(self._ends) if not end[0]]
+        return f"{format_ranks(late)} of {self._group.size} to connect by NCCL"

@@ -1,0 +1,449 @@
+"""Reducer with schedule="nccl": sums on the devices, calls compared by MPI."""
+
+from __future__ import annotations
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcaccum import (
+    DeviceUnavailableError,
+    DisagreementError,
+    InvalidArgumentError,
+    Layout,
+    Reducer,
+    WaitTimeoutError,
+)
+from hpcaccum.deadline import Deadline
+from hpcaccum.device import use_device
+from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.mpi import cuda_aware
+from hpcaccum.reducer import Interruption
+from hpcaccum.reducer import nccl as schedule
+
+from .expiring import times_out_without
+from .on_device import empty_like, to_device, wants_gpu
+from .reducing import KINDS, NODES, SMALL, Maker, drawn, made_up
+from .training import meet, raised
+
+SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
+DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
+X = {"x": (900,), "y": (300,)}
+
+
+@pytest.fixture(autouse=True)
+def own_card(cp, comm, request, monkeypatch):
+    """Each rank has a device of its own, which is the current one."""
+    monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "4")
+    if cp.cuda.runtime.getDeviceCount() < comm.size:
+        pytest.skip(f"needs a GPU for each of {comm.size} ranks")
+    if wants_gpu(request.config) and not cp.cuda.nccl.available:
+        pytest.skip("needs NCCL")
+    use_device(comm.rank)
+    yield
+    cp.cuda.Device().synchronize()
+    cp.cuda.Device(0).use()
+
+
+@pytest.fixture
+def maker(comm, monkeypatch):
+    monkeypatch.setitem(KINDS, "nccl", {"schedule": "nccl", "bucket_bytes": SMALL})
+    maker = Maker(comm, "nccl")
+    maker.exact = False
+    if not maker.group.single_node:
+        pytest.skip("needs ranks on one node")
+    yield maker
+    maker.free()
+
+
+@pytest.fixture
+def sums(cp, monkeypatch):
+    """How often NCCL was called to sum, after a reducer was made."""
+    calls, kind = [], cp.cuda.nccl.NcclCommunicator
+
+    class Counted(kind):
+        def allReduce(self, *args):
+            calls.append(args[2])
+            return super().allReduce(*args)
+
+    monkeypatch.setattr(cp.cuda.nccl, "NcclCommunicator", Counted)
+    return calls
+
+
+def contributions(dtype, size, call):
+    return [drawn(SHAPES, rank, call, dtype=dtype) for rank in range(size)]
+
+
+def check(maker, found, parts, dtype, **options):
+    for name, array in found.items():
+        expected = maker.expected([part[name] for part in parts], dtype, **options)
+        maker.check(array.get() if hasattr(array, "get") else array, expected)
+
+
+def works(cp, reducer, size):
+    mine = to_device(cp, {n: np.ones(s, np.float32) for n, s in X.items()})
+    out = empty_like(cp, X, np.float32)
+    reducer.reduce(mine, out=out, reduction_type="SUM", step=7)
+    assert all((array.get() == size).all() for array in out.values())
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["MEAN", "SUM"])
+def test_results_equal_numpy(cp, maker, rank, size, dtype, kind):
+    reducer, wide = maker(SHAPES, dtype), accumulation_dtype(np.dtype(dtype))
+    for call in range(3):
+        parts = contributions(dtype, size, call)
+        mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, wide)
+        found = reducer.reduce(mine, out=out, reduction_type=kind)
+
+        assert found is out
+        check(maker, out, parts, dtype, mean=kind == "MEAN")
+        for name, array in mine.items():
+            assert array.get().tobytes() == parts[rank][name].tobytes()
+    assert reducer.statistics().schedule == "nccl"
+
+
+def test_half_precision_is_summed_in_float32(cp, maker, size):
+    reducer = maker({"x": (5,)}, "float16")
+    mine = {"x": cp.full(5, 60000, np.float16)}
+    out = {"x": cp.empty(5, np.float32)}
+    reducer.reduce(mine, out=out, reduction_type="SUM")
+
+    assert (out["x"].get() == np.float32(60000) * size).all()
+
+
+def test_results_may_replace_the_inputs_or_be_in_cpu_memory(cp, maker, rank, size):
+    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
+    found = reducer.reduce(to_device(cp, parts[rank]))
+    check(maker, found, parts, np.float32)
+    out = {name: np.full(shape, -7, np.float32) for name, shape in SHAPES.items()}
+    reducer.reduce(to_device(cp, parts[rank]), out=out)
+    check(maker, out, parts, np.float32)
+    mine = to_device(cp, parts[rank])
+    reducer.reduce(mine, out=mine)
+    check(maker, mine, parts, np.float32)
+
+
+def test_a_part_of_the_arrays(cp, maker, rank, size):
+    reducer, names = maker(SHAPES), ["vector", "scalar"]
+    for call in range(3):
+        parts = contributions(np.float32, size, call)
+        mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
+        reducer.reduce({n: mine[n] for n in names}, out={n: out[n] for n in names})
+
+        check(maker, {n: out[n] for n in names}, parts, np.float32)
+        assert (out["matrix"].get() == -7).all()
+    assert dict(reducer.reduce({})) == {}
+
+
+def test_arrays_are_started_one_by_one_on_any_stream(cp, maker, rank, size):
+    reducer = maker(SHAPES)
+    for call in range(3):
+        parts = contributions(np.float32, size, call)
+        out = empty_like(cp, SHAPES, np.float32)
+        cp.cuda.Device().synchronize()
+        last = ["vector"] if call == 1 else []
+        for name in reversed(SHAPES):
+            if name not in last:
+                with cp.cuda.Stream(non_blocking=True):
+                    reducer.start(name, cp.asarray(parts[rank][name]))
+        with cp.cuda.Stream(non_blocking=True):
+            rest = {name: cp.asarray(parts[rank][name]) for name in last}
+            reducer.reduce(rest, out=out) if last else reducer.wait(out=out)
+            check(maker, out, parts, np.float32)
+
+
+def test_streams_may_change_and_results_are_not_waited_for(cp, maker, rank, size):
+    reducer, outs = maker(SHAPES), []
+    for call in range(4):
+        with cp.cuda.Stream(non_blocking=True):
+            mine = to_device(cp, contributions(np.float32, size, call)[rank])
+            out = empty_like(cp, SHAPES, np.float32)
+            reducer.reduce(mine, out=out)
+            for array in mine.values():
+                array *= 0
+            outs.append(out)
+    cp.cuda.Device().synchronize()
+    for call, out in enumerate(outs):
+        check(maker, out, contributions(np.float32, size, call), np.float32)
+
+
+def test_one_communicator_and_one_sum_for_each_call(cp, comm, sums, rank, size):
+    with Reducer(Layout(X, "float32"), comm, schedule="nccl") as reducer:
+        assert sums == [1]
+        for _ in range(3):
+            works(cp, reducer, size)
+    assert sums == [1, 1216, 1216, 1216]
+
+
+def test_it_frees_its_communicator_and_device_memory(cp, comm, monkeypatch):
+    freed, kind = [], cp.cuda.nccl.NcclCommunicator
+    destroy = kind.destroy
+
+    class Watched(kind):
+        def destroy(self):
+            freed.append(self)
+            destroy(self)
+
+    monkeypatch.setattr(cp.cuda.nccl, "NcclCommunicator", Watched)
+    reducer = Reducer(Layout(X, "float32"), comm, schedule="nccl")
+    works(cp, reducer, comm.size)
+    cp.get_default_memory_pool().free_all_blocks()
+    before = cp.get_default_memory_pool().used_bytes()
+    reducer.free()
+
+    assert len(freed) == 1
+    assert cp.get_default_memory_pool().used_bytes() <= before - 1216 * 4
+
+
+def test_auto_never_selects_it(comm):
+    with Reducer(Layout(SHAPES, "float32"), comm) as reducer:
+        assert reducer.statistics().schedule != "nccl"
+
+
+# Calls that ranks make differently
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_differ_are_an_error_on_all_before_nccl(cp, sums, maker, rank, size):
+    reducer, mine = maker(X), empty_like(cp, X, np.float32)
+    before = len(sums)
+    step = raised(reducer.reduce, mine, out=mine, step=int(rank == 0))
+    part = {"x": mine["x"]} if rank == 0 else mine
+    absent = raised(reducer.reduce, part, out=part)
+
+    assert type(step) is type(absent) is DisagreementError
+    assert "step must be the same" in str(step)
+    assert "gradient of y must be the same" in str(absent)
+    assert len(sums) == before
+    assert all((array.get() == -7).all() for array in mine.values())
+    works(cp, reducer, size)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_does_not_arrive_is_named(cp, sums, maker, comm, rank, size):
+    reducer, mine = maker(X), empty_like(cp, X, np.float32)
+    works(cp, reducer, size)
+    before, error = len(sums), None
+    with times_out_without(comm, size - 1):
+        if rank != size - 1:
+            error = raised(reducer.reduce, mine, out=mine)
+    meet()
+
+    assert len(sums) == before
+    if rank != size - 1:
+        assert type(error) is WaitTimeoutError
+        assert f"for rank {size - 1} of {size} to make the same call" in str(error)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_arrays_in_cpu_memory_are_an_error_everywhere(cp, maker, rank, size, own):
+    reducer, good = maker(X), empty_like(cp, X, np.float32)
+    bad = None
+    if not own:
+        bad = {name: array.get() for name, array in good.items()}
+    error = raised(reducer.reduce, bad if rank == size - 1 else good)
+
+    assert type(error) is InvalidArgumentError
+    expected = "schedule 'nccl' reduces arrays on the device only, 'x' is in CPU memory"
+    assert expected in str(error)
+    works(cp, reducer, size)
+    for each in (None, reducer.arrays()["y"], np.ones(300, np.float32)):
+        with pytest.raises(InvalidArgumentError, match="'y' is in CPU memory"):
+            reducer.start("y", each)
+    works(cp, reducer, size)
+
+
+def test_another_rank_may_fail_or_interrupt(cp, maker, rank, size):
+    reducer, mine = maker(X), empty_like(cp, X, np.float32)
+    for call in range(2):
+        if call:
+            reducer.start("y", mine["y"])
+        if rank == size - 1:
+            error = raised(reducer.fail, InvalidArgumentError("no"))
+        else:
+            error = raised(reducer.reduce, mine if not call else {"x": mine["x"]})
+        assert type(error) is InvalidArgumentError
+        assert "no" in str(error)
+    if rank == size - 1:
+        error = raised(reducer.interrupt, "note")
+    else:
+        error = raised(reducer.reduce, mine)
+    assert type(error) is Interruption
+    works(cp, reducer, size)
+
+
+def test_another_device_than_at_construction_is_an_error(cp, maker, rank, size):
+    reducer = maker(X)
+    if rank == size - 1:
+        cp.cuda.Device((rank + 1) % 4).use()
+    error = raised(reducer.reduce, empty_like(cp, X, np.float32))
+    cp.cuda.Device(rank).use()
+
+    assert type(error) is InvalidArgumentError
+    assert f"was made on device {size - 1}, the current one is" in str(error)
+    works(cp, reducer, size)
+
+
+# What cannot be made
+
+
+def fails_to_make(comm, **options):
+    return raised(Reducer, Layout(X, "float32"), comm, schedule="nccl", **options)
+
+
+def test_nccl_that_is_missing_on_one_rank_is_an_error_on_all(
+    cp, comm, rank, size, monkeypatch
+):
+    if rank == size - 1:
+        monkeypatch.setattr(cp.cuda.nccl, "available", False)
+    error = fails_to_make(comm)
+
+    assert type(error) is DeviceUnavailableError
+    assert "CuPy finds no NCCL: pip install nvidia-nccl-cu13" in str(error)
+    assert rank == size - 1 or f"rank {size - 1}" in str(error)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_share_a_card_are_named(comm, rank, size):
+    use_device(min(rank, size - 2))
+    error = fails_to_make(comm)
+
+    assert type(error) is InvalidArgumentError
+    expected = f"needs a GPU for each rank, ranks {size - 2}-{size - 1} use 0000:"
+    assert expected in str(error)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_on_several_nodes_are_an_error(comm):
+    group = made_up(comm, NODES["halves"])
+    error = fails_to_make(group)
+    group.free()
+
+    assert type(error) is InvalidArgumentError
+    assert "schedule 'nccl' needs all ranks on one node, they are on 2" in str(error)
+
+
+def test_options_that_it_does_not_take_are_an_error(comm, monkeypatch):
+    wire = fails_to_make(comm, wire_dtype="float16")
+    monkeypatch.setenv(cuda_aware.VARIABLE, "1")
+    aware = fails_to_make(comm, cuda_aware=True)
+
+    assert type(wire) is type(aware) is InvalidArgumentError
+    assert "wire_dtype is for schedule 'auto', " in str(wire)
+    assert "cuda_aware=True is for schedule 'flat', got 'nccl'" in str(aware)
+
+
+def test_nccl_that_cannot_connect_one_rank_is_an_error_on_all(
+    cp, comm, rank, size, monkeypatch
+):
+    class Fails(cp.cuda.nccl.NcclCommunicator):
+        def __init__(self, *args):
+            raise cp.cuda.nccl.NcclError(2)
+
+    if rank == size - 1:
+        monkeypatch.setattr(cp.cuda.nccl, "NcclCommunicator", Fails)
+    monkeypatch.setattr(cp.cuda.nccl, "_PATIENCE", 1.0, raising=False)
+    error = fails_to_make(comm)
+
+    assert type(error) is RuntimeError
+    assert "NCCL cannot connect: NCCL_ERROR_SYSTEM_ERROR" in str(error)
+    assert rank == size - 1 or f"rank {size - 1}" in str(error)
+
+
+def test_a_first_sum_that_is_wrong_is_an_error_on_all(
+    cp, comm, rank, size, monkeypatch
+):
+    class Wrong(cp.cuda.nccl.NcclCommunicator):
+        def allReduce(self, *args):
+            super().allReduce(*args)
+            super().allReduce(*args)
+
+    monkeypatch.setattr(cp.cuda.nccl, "NcclCommunicator", Wrong)
+    error = fails_to_make(comm)
+
+    assert size == 1 or type(error) is RuntimeError
+    assert size == 1 or f"the sum of {size} ones is {size**2}" in str(error)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_does_not_connect_in_time_is_named(
+    cp, comm, rank, size, monkeypatch
+):
+    ended = threading.Event()
+
+    class Hangs(cp.cuda.nccl.NcclCommunicator):
+        def __init__(self, *args):
+            ended.wait()
+            raise cp.cuda.nccl.NcclError(2)
+
+    if rank == size - 1:
+        monkeypatch.setattr(cp.cuda.nccl, "NcclCommunicator", Hangs)
+    monkeypatch.setattr(cp.cuda.nccl, "_PATIENCE", 2.0, raising=False)
+    monkeypatch.setattr(schedule, "Deadline", lambda _, what: Deadline(1.0, what))
+    error = fails_to_make(comm)
+    meet()
+    ended.set()
+
+    assert type(error) is WaitTimeoutError
+    # The others wait for it, inside NCCL.
+    assert "to connect by NCCL" in str(error)
+    assert "schedule 'nccl': connecting: waited" in str(error)
+
+
+# NCCL fails in a call
+
+
+def check_unusable(cp, reducer):
+    mine = empty_like(cp, X, np.float32)
+    again = raised(reducer.reduce, mine, out=mine)
+    assert type(again) is RuntimeError
+    assert "NCCL has failed: " in str(again)
+    assert "make a new reducer" in str(again)
+    # The device of no rank waits for another.
+    assert (mine["x"].get() == -7).all()
+
+
+def test_a_sum_that_cannot_be_queued_on_one_rank_is_an_error_on_all(
+    cp, comm, rank, size, monkeypatch
+):
+    def fails(self, *args):
+        raise cp.cuda.nccl.NcclError(1)
+
+    reducer = Reducer(Layout(X, "float32"), comm, schedule="nccl")
+    works(cp, reducer, size)
+    mine = empty_like(cp, X, np.float32)
+    with monkeypatch.context() as patch:
+        if rank == size - 1:
+            patch.setattr(cp.cuda.nccl.NcclCommunicator, "allReduce", fails)
+        error = raised(reducer.reduce, mine, out=mine)
+
+    assert type(error) is RuntimeError
+    assert "NCCL has failed: NCCL_ERROR_UNHANDLED_CUDA_ERROR" in str(error)
+    assert rank == size - 1 or f"rank {size - 1}" in str(error)
+    check_unusable(cp, reducer)
+    reducer.free()
+
+
+def test_a_sum_that_failed_later_is_an_error_on_all_in_the_next_call(
+    cp, comm, rank, size, monkeypatch
+):
+    def fails(self):
+        raise cp.cuda.nccl.NcclError(2)
+
+    reducer = Reducer(Layout(X, "float32"), comm, schedule="nccl")
+    works(cp, reducer, size)
+    with monkeypatch.context() as patch:
+        if rank == size - 1:
+            patch.setattr(cp.cuda.nccl.NcclCommunicator, "check_async_error", fails)
+        error = raised(reducer.reduce, empty_like(cp, X, np.float32))
+
+    assert type(error) is RuntimeError
+    assert "NCCL has failed: NCCL_ERROR_SYSTEM_ERROR" in str(error)
+    check_unusable(cp, reducer)
+    reducer.free()
