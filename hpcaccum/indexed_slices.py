@@ -10,12 +10,14 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hpcaccum.device import is_device
+from hpcaccum.device import check_array, is_device
 from hpcaccum.dtypes import FLOATS
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.row_sums import add_at
 
 Array = np.ndarray[Any, Any]
+
+_INTEGERS = (np.dtype(np.int64), np.dtype(np.int32))
 
 
 class IndexedSlices:
@@ -25,8 +27,11 @@ class IndexedSlices:
     gradient of a row that is given several times is the sum.
 
     Args:
-        values: Array of real numbers with a row for each index. It is not copied.
-        indices: Vector of integers; the fraction of a float is dropped.
+        values: Array of real numbers with a row for each index. It is not copied. A
+            device array (CuPy's) must be contiguous, of floats, and on the current
+            device.
+        indices: Vector of integers; the fraction of a float is dropped. If ``values``
+            is on a device, it may be there, too, and must have integers.
         dense_shape: Shape of the variable; None if it is unknown.
 
     Attributes:
@@ -36,7 +41,7 @@ class IndexedSlices:
 
     Raises:
         InvalidArgumentError: If ``indices`` is not a vector of numbers, ``values`` does
-            not have a row for each, or one of them is on a device.
+            not have a row for each, or only ``indices`` is on a device.
         TypeError: If ``dense_shape`` does not consist of integers.
 
     Source: TensorFlow's ``tf.IndexedSlices``.
@@ -50,15 +55,20 @@ class IndexedSlices:
         indices: ArrayLike,
         dense_shape: Iterable[SupportsIndex] | None = None,
     ) -> None:
-        if is_device(values) or is_device(indices):
+        if is_device(indices) and not is_device(values):
             raise InvalidArgumentError(
-                "IndexedSlices has arrays in host memory; on a device, "
-                "DeviceRowAccumulator sums rows"
+                "indices are on the device, values in CPU memory; cupy.asnumpy or "
+                "cupy.asarray copies one of them"
             )
         self.indices = _vector(indices)
         self.values = _array("values", values)
         _check_rows(self.values, self.indices)
         self.dense_shape = _shape(dense_shape)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the values are on a device."""
+        return is_device(self.values)
 
     def __repr__(self) -> str:
         """Show the shapes, not the elements."""
@@ -72,9 +82,15 @@ class IndexedSlices:
         """Return the gradient of the whole variable, a new array of `dense_shape`.
 
         Raises:
-            InvalidArgumentError: If `dense_shape` is None or does not fit.
+            InvalidArgumentError: If `dense_shape` is None or does not fit, or the
+                values are on a device.
         """
         shape = self.dense_shape
+        if self.on_device:
+            raise InvalidArgumentError(
+                "IndexedSlices on a device cannot become an array; "
+                "DeviceRowAccumulator sums rows on a device"
+            )
         if shape is None:
             raise InvalidArgumentError(
                 "IndexedSlices without dense_shape cannot become an array"
@@ -112,6 +128,8 @@ def _vector(indices: Any) -> Array:
         raise InvalidArgumentError(
             f"indices must be a vector, got an array of shape {array.shape}"
         )
+    if is_device(array):
+        return array.astype(np.int64, copy=False)
     with np.errstate(all="ignore"):
         vector = array.astype(np.int64, copy=False)
         exact = array.dtype.kind in "bi" or bool((vector == np.trunc(array)).all())
@@ -121,6 +139,9 @@ def _vector(indices: Any) -> Array:
 
 
 def _array(what: str, given: Any) -> Array:
+    if is_device(given):
+        check_array(what, given, _INTEGERS if what == "indices" else FLOATS)
+        return given  # type: ignore[no-any-return]
     try:
         array = np.asarray(given)
     except ValueError as error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
 from hpcaccum.accumulator.storage import Slots, Sums, aligned
 from hpcaccum.errors import InvalidArgumentError
@@ -52,8 +53,22 @@ class RowGradient:
 
     @functools.cached_property
     def rows(self) -> Rows:
-        """The rows, of which repeated ones are added."""
-        return distinct(self.slices.indices, matrix(self.slices.values), self.dtype)
+        """The rows, of which repeated ones are added.
+
+        Values on a device remain there unless a row is repeated: additions on a device
+        have no fixed order, so the host makes them.
+        """
+        slices = self.slices
+        indices, values = device.to_host(slices.indices), matrix(slices.values)
+        if not slices.on_device:
+            return distinct(indices, values, self.dtype)
+        order = np.argsort(indices, kind="stable")
+        ordered = indices[order]
+        if (ordered[1:] == ordered[:-1]).any():
+            return distinct(indices, device.to_host(values), self.dtype)
+        if not (order[1:] > order[:-1]).all():
+            values = values[device.cupy().asarray(order)]
+        return Rows(ordered, np.ones(ordered.size, np.int64), values)
 
 
 class RowSlots:
@@ -84,6 +99,8 @@ class RowSlots:
         self._what = what
         self._stride = aligned(_end(capacity, row_size, dtype))
         self._parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
+        # This rank's buffers, after its first gradient from a device.
+        self._pinned: device.Pinned | None = None
 
     @property
     def window_bytes(self) -> int:
@@ -99,6 +116,9 @@ class RowSlots:
 
     def prepare(self, grad: RowGradient) -> RowGradient:
         """Return the argument for `write`."""
+        if grad.slices.on_device and self._pinned is None:
+            memory = self._parts.view((self._rank, 0), 2 * self._stride, _BYTES)
+            self._pinned = device.Pinned(memory)
         return grad
 
     def surely_fits(self, index: int, grad: RowGradient) -> bool:
@@ -140,12 +160,17 @@ class RowSlots:
         rows, buffer = grad.rows, self.buffer(index)
         width = rows.values.shape[1]
         if not first:
-            rows = merged([_rows(buffer, width, self._dtype), rows])
+            held = _rows(buffer, width, self._dtype)
+            rows = merged([held, _in_cpu_memory(rows, self._dtype)])
         number = rows.indices.size
         places = _number(buffer), *_rows(buffer, width, self._dtype, number)
+        values: list[Any] = [number, *rows]
+        if device.is_device(rows.values):
+            # The buffer has nothing yet that this could spoil, if it is interrupted.
+            device.copyto(places[-1], values.pop())
         stores = [
             functools.partial(place.__setitem__, ..., value)
-            for place, value in zip(places, (number, *rows), strict=True)
+            for place, value in zip(places, values, strict=False)
         ]
         without_signals(*stores, functools.partial(added.append, None))
 
@@ -187,7 +212,17 @@ class RowSlots:
 
     def free(self) -> None:
         """Free the memory. Collective."""
+        if self._pinned is not None:
+            self._pinned.free()
         self._parts.free()
+
+
+def _in_cpu_memory(rows: Rows, dtype: np.dtype[Any]) -> Rows:
+    if not device.is_device(rows.values):
+        return rows
+    # No warning: an overflow shows up as inf in the result.
+    with np.errstate(all="ignore"):
+        return rows._replace(values=device.to_host(rows.values).astype(dtype))
 
 
 Storage = Slots | Sums | RowSlots

@@ -11,6 +11,7 @@ from hpcaccum.accumulator.row_storage import RowGradient, RowSlots
 from hpcaccum.accumulator.settings import Settings, check_sparse_settings
 from hpcaccum.accumulator.shapes import size_of
 from hpcaccum.arguments import step_number
+from hpcaccum.device import cupy
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.mpi import Group
@@ -129,7 +130,9 @@ class SparseConditionalAccumulator(Accumulator):
             grad_indices: Vector of integers, in any order, also repeated ones. They
                 must be less than a declared number of rows; negative ones are allowed.
             grad_values: A row for each index; any real dtype, converted to the
-                accumulator's.
+                accumulator's. Rows on a device (CuPy's) are copied once, by the device,
+                or twice if a row is repeated or this rank has gradients in the round.
+                See `IndexedSlices`.
             grad_shape: Shape of the whole gradient, compared with the declared one
                 only.
             local_step: The step at which the gradient was computed; one number.
@@ -170,16 +173,34 @@ class SparseConditionalAccumulator(Accumulator):
         name: str | None = None,
         *,
         timeout: float | None = None,
+        on_device: bool = False,
     ) -> SparseGradient:
         """Wait for ``num_required`` gradients; return the reduced rows and reset.
 
-        Arguments and errors are those of `ConditionalAccumulator.take_grad`. Gradients
-        without rows count, too.
+        Errors are those of `ConditionalAccumulator.take_grad`. Gradients without rows
+        count, too.
+
+        Args:
+            num_required: As there.
+            name: Ignored.
+            timeout: As there.
+            on_device: Whether indices and values are returned on the current device. On
+                return they are complete.
 
         Returns:
             Indices, values and shape; new arrays.
+
+        Raises:
+            DeviceUnavailableError: If ``on_device`` is set and there is none; nothing
+                is taken.
         """
-        return self._take(num_required, timeout, self._reduce)
+        if not on_device:
+            return self._take(num_required, timeout, self._reduce)
+        cupy()
+        # If the copy fails, the next take returns these rows.
+        return self._take(
+            num_required, timeout, lambda *round_: _to_device(self._reduce(*round_))
+        )
 
     def take_indexed_slices_grad(
         self,
@@ -187,9 +208,12 @@ class SparseConditionalAccumulator(Accumulator):
         name: str | None = None,
         *,
         timeout: float | None = None,
+        on_device: bool = False,
     ) -> IndexedSlices:
         """Do as `take_grad`, but return an IndexedSlices."""
-        indices, values, shape = self.take_grad(num_required, timeout=timeout)
+        indices, values, shape = self.take_grad(
+            num_required, timeout=timeout, on_device=on_device
+        )
         return IndexedSlices(values, indices, shape)
 
     def _reduce(self, closed: Closed, deadline: Deadline) -> SparseGradient:
@@ -213,3 +237,9 @@ class SparseConditionalAccumulator(Accumulator):
         if self._settings.reduction == "MEAN" and (rows.counts > 1).any():
             values = values / rows.counts[:, None].astype(values.dtype)
         return values.astype(self.dtype)
+
+
+def _to_device(taken: SparseGradient) -> SparseGradient:
+    arrays = cupy().asarray(taken.indices), cupy().asarray(taken.values)
+    cupy().cuda.get_current_stream().synchronize()
+    return SparseGradient(*arrays, taken.shape)

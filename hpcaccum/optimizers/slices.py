@@ -30,6 +30,11 @@ def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
         raise InvalidArgumentError(
             f"gradient of {name!r} is an IndexedSlices, the variable is on the device"
         )
+    if grad.on_device:
+        raise InvalidArgumentError(
+            f"gradient of {name!r} is an IndexedSlices on the device, the variable is "
+            f"in CPU memory"
+        )
     if not shape or rows != shape[1:]:
         raise InvalidArgumentError(
             f"gradient of {name!r}, which has shape {shape}, cannot have rows of shape "

@@ -141,6 +141,19 @@ def test_a_part_of_the_arrays(cp, maker, rank, size):
     assert dict(reducer.reduce({})) == {}
 
 
+def test_some_ranks_may_start_what_others_pass(cp, maker, rank, size):
+    reducer, mine = maker(X), empty_like(cp, X, np.float32)
+    for call in range(3):
+        if (rank + call) % 2:
+            reducer.start("x", mine["x"])
+            reducer.wait(out={"x": mine["x"]})
+        else:
+            reducer.reduce({"x": mine["x"]}, out={"x": mine["x"]})
+        # Of a call without arrays, no rank sums anything.
+        assert dict(reducer.reduce({})) == {}
+    assert (mine["x"].get() == -7).all()
+
+
 def test_arrays_are_started_one_by_one_on_any_stream(cp, maker, rank, size):
     reducer = maker(SHAPES)
     for call in range(3):

@@ -366,9 +366,19 @@ def test_sparse_variables_have_rows():
     assert repr(w) == "Variable('w', float64 (3,), sparse, [0. 0. 0.])"
 
 
-def test_slices_are_in_cpu_memory(cp):
-    with pytest.raises(hpc.InvalidArgumentError, match="has arrays in host memory"):
-        hpc.IndexedSlices(cp.zeros((1, 2)), [0])
+def test_slices_of_variables_are_in_cpu_memory(cp):
+    grad = hpc.IndexedSlices(cp.zeros((1, 2)), [0])
+    for sparse in (False, True):
+        v = hpc.Variable(np.zeros((1, 2)), "v", sparse=sparse)
+        message = (
+            "gradient of 'v' is an IndexedSlices on the device, the variable is in"
+        )
+        for call in (
+            hpc.SGD(1).apply_gradients,
+            lambda pairs: hpc.clip_by_global_norm(pairs, 1.0),
+        ):
+            with pytest.raises(hpc.InvalidArgumentError, match=message):
+                call([(grad, v)])
     with pytest.raises(hpc.InvalidArgumentError, match="must have rows in CPU memory"):
         hpc.Variable(cp.zeros((1, 2)), "w", sparse=True)
     w = hpc.Variable(cp.zeros((1, 2)), "w")

@@ -234,6 +234,19 @@ def test_one_sided(cp, dtype, kind):
     getter.variables.clear()
 
 
+@ALL
+@pytest.mark.parametrize("rows", [[1, 4], [4, 1], [4, 4]])
+def test_sparse_conditional_accumulator(cp, dtype, rows):
+    with hpc.SparseConditionalAccumulator(dtype, (50, 3), capacity=9) as acc:
+        for _ in range(2):
+            assert acc.apply_grad(rows, cp.zeros((2, 3), dtype))
+        indices = cp.asarray(np.array(rows))
+        assert acc.apply_grad(indices.astype(np.int32), cp.zeros((2, 3), dtype))
+        indices, values, _ = acc.take_grad(3, timeout=10, on_device=True)
+        assert values.dtype == dtype
+        assert indices.dtype == np.int64
+
+
 def test_conditional_accumulator(cp):
     with hpc.ConditionalAccumulator("float32", shape=(300,)) as acc:
         assert acc.apply_grad(cp.zeros(300, np.float32))

@@ -1,0 +1,259 @@
+"""SparseConditionalAccumulator with rows on a device."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum.accumulator import sparse
+from hpcaccum.dtypes import accumulation_dtype
+
+from .on_device import device_library, pinned  # noqa: F401
+from .support import WAIT
+from .training import meet, raised
+
+INVALID = hpc.InvalidArgumentError
+ROWS, WIDTH = 50, 7
+DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
+
+
+@pytest.fixture
+def make(comm):
+    """Return a function that makes an accumulator; all are freed after the test."""
+    made = []
+
+    def make(dtype=np.float32, shape=(ROWS, WIDTH), **options):
+        options = {"capacity": 40, "comm": comm} | options
+        made.append(hpc.SparseConditionalAccumulator(dtype, shape, **options))
+        return made[-1]
+
+    yield make
+    for accumulator in made:
+        accumulator.free()
+
+
+def drawn(kind, dtype, *seed):
+    """Return indices and values of a gradient; any order of summation is exact."""
+    random = np.random.default_rng(seed)
+    indices = random.permutation(ROWS)[:20]
+    if kind == "ascending":
+        indices = np.sort(indices)
+    if kind == "repeated":
+        indices = random.integers(0, ROWS, 20)
+        indices[:2] = 3
+    return indices, random.integers(-9, 9, (20, WIDTH)).astype(dtype)
+
+
+def expected(gradients, dtype, *, mean=True):
+    """Return the rows that gradients have, and their reduction, by np.add.at."""
+    wide = accumulation_dtype(np.dtype(dtype))
+    total, counts = np.zeros((ROWS, WIDTH), wide), np.zeros(ROWS, int)
+    for indices, values in gradients:
+        np.add.at(total, indices, values.astype(dtype).astype(wide))
+        counts[np.unique(indices)] += 1
+    rows = np.flatnonzero(counts)
+    divisors = counts[rows, None].astype(wide) if mean else wide.type(1)
+    return rows, (total[rows] / divisors).astype(dtype)
+
+
+def check(taken, gradients, dtype, **options):
+    indices, values = expected(gradients, dtype, **options)
+    found = [each.get() if hasattr(each, "get") else each for each in taken[:2]]
+    np.testing.assert_array_equal(found[0], indices)
+    assert found[0].dtype == np.int64
+    assert found[1].dtype == np.dtype(dtype)
+    assert found[1].tobytes() == values.tobytes()
+
+
+def apply_on_device(cp, acc, indices, values, step=0, *, where="both"):
+    rows = cp.asarray(indices) if where == "both" else indices
+    array = cp.asarray(values)
+    receipt = acc.apply_grad(rows, array, local_step=step)
+    # Allowed after the call.
+    array.fill(0)
+    return receipt
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["ascending", "any", "repeated"])
+def test_rows_of_the_device_are_added(cp, make, rank, size, dtype, kind):
+    acc = make(dtype)
+    for step in range(3):
+        where = "both" if step else "values"
+        mine = drawn(kind, dtype, rank, step)
+        assert apply_on_device(cp, acc, *mine, step, where=where)
+        meet()
+        if rank == 0:
+            taken = acc.take_grad(size, timeout=WAIT)
+            gradients = [drawn(kind, dtype, other, step) for other in range(size)]
+            check(taken, gradients, dtype)
+        meet()
+
+
+@pytest.mark.parametrize("kind", ["ascending", "any", "repeated"])
+def test_several_of_one_rank_from_both_memories_and_of_any_dtype(
+    cp, make, rank, size, kind
+):
+    acc = make(reduction_type="SUM", capacity=ROWS)
+    for number, dtype in enumerate(["float64", "float16", "float32"]):
+        apply_on_device(cp, acc, *drawn(kind, dtype, rank, number))
+        acc.apply_grad(*drawn(kind, dtype, rank, number, 1))
+    meet()
+    if rank == 0:
+        every = [
+            drawn(kind, "float32", other, number, *more)
+            for other in range(size)
+            for number in range(3)
+            for more in ((), (1,))
+        ]
+        check(acc.take_grad(6 * size, timeout=WAIT), every, "float32", mean=False)
+
+
+def test_sums_have_the_bits_of_cpu_memory(cp, make, rank, size):
+    found = []
+    random = np.random.default_rng(rank)
+    indices, values = random.integers(0, 5, 40), random.normal(size=(40, WIDTH))
+    for copied in (np.asarray, cp.asarray):
+        acc = make()
+        acc.apply_grad(copied(indices), copied(values.astype("float32")))
+        meet()
+        if rank == 0:
+            found.append(acc.take_grad(size, timeout=WAIT).values.tobytes())
+    assert len(set(found)) == (rank == 0)
+
+
+def test_means_may_be_returned_on_the_device(cp, make, rank, size):
+    acc = make()
+    for step in range(2):
+        mine = drawn("any", "float32", rank, step)
+        acc.apply_grad(*mine, local_step=step)
+        meet()
+        if rank == 0:
+            gradients = [drawn("any", "float32", other, step) for other in range(size)]
+            with cp.cuda.Stream(non_blocking=True):
+                if step:
+                    slices = acc.take_indexed_slices_grad(size, on_device=True)
+                    assert slices.dense_shape == (ROWS, WIDTH)
+                    taken = slices.indices, slices.values
+                else:
+                    taken = acc.take_grad(size, timeout=WAIT, on_device=True)
+                    assert taken.shape.tolist() == [ROWS, WIDTH]
+            assert isinstance(taken[0], cp.ndarray)
+            assert isinstance(taken[1], cp.ndarray)
+            check(taken, gradients, "float32")
+        meet()
+
+
+def test_a_mean_that_cannot_be_copied_to_the_device_is_not_lost(
+    cp, make, rank, size, monkeypatch
+):
+    def fails(taken):
+        raise MemoryError("device")
+
+    acc = make()
+    acc.apply_grad(*drawn("any", "float32", rank))
+    meet()
+    if rank == 0:
+        with monkeypatch.context() as patch:
+            patch.setattr(sparse, "_to_device", fails)
+            with pytest.raises(MemoryError):
+                acc.take_grad(size, timeout=WAIT, on_device=True)
+        gradients = [drawn("any", "float32", other) for other in range(size)]
+        check(acc.take_grad(size, timeout=WAIT), gradients, "float32")
+    meet()
+
+
+def test_rows_of_a_stream_of_the_caller(cp, make, rank, size):
+    acc = make()
+    for step in range(3):
+        mine = drawn("any", "float32", rank, step)
+        with cp.cuda.Stream(non_blocking=True):
+            rows, values = cp.asarray(mine[0]), cp.asarray(mine[1] * 2)
+            values /= 2
+            acc.apply_indexed_slices_grad(hpc.IndexedSlices(values, rows), step)
+            values.fill(9)
+        meet()
+        if rank == 0:
+            gradients = [drawn("any", "float32", other, step) for other in range(size)]
+            check(acc.take_grad(size, timeout=WAIT), gradients, "float32")
+        meet()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rows_that_a_device_has_summed(cp, make, rank, size, dtype):
+    acc = make(dtype, capacity=ROWS)
+    micro = hpc.DeviceRowAccumulator(dtype, (ROWS, WIDTH))
+    for step in range(2):
+        for _ in range(2):
+            indices, values = drawn("any", dtype, rank, step)
+            micro.apply_grad(cp.asarray(indices), cp.asarray(values), local_step=step)
+        assert acc.apply_grad(*micro.take_grad(2), local_step=step)
+        meet()
+        if rank == 0:
+            gradients = [drawn("any", dtype, other, step) for other in range(size)]
+            check(acc.take_grad(size, timeout=WAIT), gradients, dtype)
+        meet()
+    micro.free()
+
+
+def test_stale_rows_are_not_read(cp, make, rank):
+    acc = make()
+    if rank == 0:
+        acc.set_global_step(1)
+    meet()
+    assert not acc.apply_grad(cp.asarray([99]), cp.ones((1, WIDTH), np.float32))
+    assert acc.num_accumulated() == 0
+
+
+def test_buffers_are_pinned_at_the_first_rows_of_a_device(cp, pinned, make, rank):  # noqa: F811
+    acc = make()
+    acc.apply_grad(*drawn("any", "float32", rank))
+    assert not pinned
+    for _ in range(2):
+        apply_on_device(cp, acc, *drawn("any", "float32", rank))
+        assert len(pinned) == 1
+    meet()
+    acc.free()
+    assert not pinned
+
+
+def test_rows_that_do_not_fit_are_an_error_on_this_rank(cp, make, rank):
+    acc = make(name="rows", capacity=2)
+    values, rows = cp.ones((2, WIDTH), np.float32), cp.asarray([4, 5])
+    for wrong, text in [
+        ((rows, values[:1]), "values must have 2 rows"),
+        ((rows.reshape(2, 1), values), "indices must be a vector"),
+        ((rows.astype("f4"), values), "indices: .* of int64, int32, got float32"),
+        ((rows, values.astype("i4")), "values: .* got int32"),
+        ((rows, cp.ones((2, 2 * WIDTH), "f4")[:, ::2]), "values: .* contiguous"),
+        ((rows, values[:, :3].copy()), "rows must begin as"),
+        ((rows + ROWS, values), f"indices must be less than {ROWS}, got {ROWS + 5}"),
+        ((rows, values.get()), "indices are on the device, values in CPU memory"),
+        (
+            (cp.asarray([1, 2, 3]), cp.ones((3, WIDTH), "f4")),
+            "at most 2 different rows",
+        ),
+    ]:
+        error = raised(acc.apply_grad, *wrong)
+        assert type(error) is INVALID, (error, text)
+        with pytest.raises(INVALID, match=text):
+            raise error
+    meet()
+    assert acc.num_accumulated() == 0
+    meet()
+    assert acc.apply_grad(rows, values)
+    overflow = raised(acc.apply_grad, cp.asarray([6]), values[:1])
+    assert type(overflow) is INVALID
+    assert "would have 3" in str(overflow)
+
+
+def test_slices_on_a_device(cp):
+    slices = hpc.IndexedSlices(cp.ones((2, 3), "f4"), [5, 1], (9, 3))
+
+    assert slices.on_device
+    assert not hpc.IndexedSlices(np.ones((2, 3)), [5, 1]).on_device
+    assert repr(slices) == "<IndexedSlices: 2 rows of (9, 3), float32 (2, 3)>"
+    with pytest.raises(INVALID, match="on a device cannot become an array"):
+        slices.to_dense()
