@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcaccum.device import is_device
+from hpcaccum.device import is_device, to_host
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices, check_indices, matrix
@@ -20,7 +20,7 @@ Gradient = Array | IndexedSlices
 
 
 def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
-    """Return a gradient of rows.
+    """Return a gradient of rows, in CPU memory.
 
     Raises:
         InvalidArgumentError: If it does not fit the variable, or that is on a device.
@@ -30,10 +30,10 @@ def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
         raise InvalidArgumentError(
             f"gradient of {name!r} is an IndexedSlices, the variable is on the device"
         )
-    if grad.on_device:
+    if grad.on_device and not variable.sparse:
         raise InvalidArgumentError(
             f"gradient of {name!r} is an IndexedSlices on the device, the variable is "
-            f"in CPU memory"
+            f"in CPU memory; with sparse=True it accepts one"
         )
     if not shape or rows != shape[1:]:
         raise InvalidArgumentError(
@@ -45,11 +45,18 @@ def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
             f"gradient of {name!r} must have dense_shape {shape}, got "
             f"{grad.dense_shape}"
         )
+    grad = _in_cpu_memory(grad)
     try:
         check_indices(grad.indices, shape[0])
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"gradient of {name!r}: {error}") from None
     return grad
+
+
+def _in_cpu_memory(grad: IndexedSlices) -> IndexedSlices:
+    if not grad.on_device:
+        return grad
+    return IndexedSlices(to_host(grad.values), to_host(grad.indices), grad.dense_shape)
 
 
 def distinct_rows(grad: IndexedSlices, variable: Variable) -> Rows:

@@ -368,19 +368,62 @@ def test_sparse_variables_have_rows():
 
 def test_slices_of_variables_are_in_cpu_memory(cp):
     grad = hpc.IndexedSlices(cp.zeros((1, 2)), [0])
-    for sparse in (False, True):
-        v = hpc.Variable(np.zeros((1, 2)), "v", sparse=sparse)
-        message = (
-            "gradient of 'v' is an IndexedSlices on the device, the variable is in"
-        )
-        for call in (
-            hpc.SGD(1).apply_gradients,
-            lambda pairs: hpc.clip_by_global_norm(pairs, 1.0),
-        ):
-            with pytest.raises(hpc.InvalidArgumentError, match=message):
-                call([(grad, v)])
+    v = hpc.Variable(np.zeros((1, 2)), "v")
+    message = "gradient of 'v' is an IndexedSlices on the device, the variable is in"
+    for call in (
+        hpc.SGD(1).apply_gradients,
+        lambda pairs: hpc.clip_by_global_norm(pairs, 1.0),
+    ):
+        with pytest.raises(hpc.InvalidArgumentError, match=message):
+            call([(grad, v)])
     with pytest.raises(hpc.InvalidArgumentError, match="must have rows in CPU memory"):
         hpc.Variable(cp.zeros((1, 2)), "w", sparse=True)
     w = hpc.Variable(cp.zeros((1, 2)), "w")
     with pytest.raises(hpc.InvalidArgumentError, match="the variable is on the device"):
         hpc.SGD(1).apply_gradients([(hpc.IndexedSlices(np.ones((1, 2)), [0]), w)])
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("on_nonfinite", ["accept", "drop"])
+def test_slices_of_sparse_variables_may_be_on_a_device(
+    cp, make, rank, size, repeated, on_nonfinite
+):
+    def gradient(of):
+        random = np.random.default_rng((of, step))
+        indices = random.integers(0, 9, 12) if repeated else random.permutation(9)[:5]
+        # Multiples of the number of ranks: sums and means are exact.
+        values = size * random.integers(-9, 9, (indices.size, *ROW))
+        return indices, values.astype(np.float32)
+
+    def loss():
+        indices, values = gradient(rank)
+        return 0.0, [hpc.IndexedSlices(cp.asarray(values), cp.asarray(indices))]
+
+    w, expected = table("f4"), np.zeros((ROWS, *ROW), np.float32)
+    opt = make(on_nonfinite=on_nonfinite)
+    for step in range(4):
+        if step % 2:
+            opt.minimize(loss, var_list=[w])
+        else:
+            opt.apply_gradients(opt.compute_gradients(loss, [w]))
+        for of in range(size):
+            indices, values = gradient(of)
+            np.add.at(expected, indices, -values / np.float32(size))
+        np.testing.assert_array_equal(w.value, expected)
+    clipped, norm = hpc.clip_by_global_norm(opt.compute_gradients(loss, [w]), 1e-3)
+    assert norm > 1e-3
+    opt.apply_gradients(clipped)
+
+
+def test_wrong_slices_of_one_rank_on_a_device_are_an_error_everywhere(
+    cp, make, rank, size
+):
+    w, row = table("f4"), cp.ones((1, *ROW), np.float32)
+    opt = make()
+    opt.initialize([w])
+    bad = hpc.IndexedSlices(row, cp.asarray([ROWS if rank == size - 1 else 0]))
+    error = raised(opt.apply_gradients, [(bad, w)])
+
+    assert type(error) is hpc.InvalidArgumentError
+    assert "indices must be in 0 to 8, got 9" in str(error)
+    assert not w.value.any()
