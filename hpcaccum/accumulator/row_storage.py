@@ -161,7 +161,8 @@ class RowSlots:
         width = rows.values.shape[1]
         if not first:
             held = _rows(buffer, width, self._dtype)
-            rows = merged([held, _in_cpu_memory(rows, self._dtype)])
+            here = rows._replace(values=device.to_host(rows.values))
+            rows = merged([held, here])
         number = rows.indices.size
         places = _number(buffer), *_rows(buffer, width, self._dtype, number)
         values: list[Any] = [number, *rows]
@@ -215,14 +216,6 @@ class RowSlots:
         if self._pinned is not None:
             self._pinned.free()
         self._parts.free()
-
-
-def _in_cpu_memory(rows: Rows, dtype: np.dtype[Any]) -> Rows:
-    if not device.is_device(rows.values):
-        return rows
-    # No warning: an overflow shows up as inf in the result.
-    with np.errstate(all="ignore"):
-        return rows._replace(values=device.to_host(rows.values).astype(dtype))
 
 
 Storage = Slots | Sums | RowSlots
