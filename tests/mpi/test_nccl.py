@@ -11,6 +11,7 @@ import pytest
 from hpcaccum import (
     DeviceUnavailableError,
     DisagreementError,
+    Group,
     InvalidArgumentError,
     Layout,
     Reducer,
@@ -36,6 +37,8 @@ X = {"x": (900,), "y": (300,)}
 @pytest.fixture(autouse=True)
 def own_card(cp, comm, request, monkeypatch):
     """Each rank has a device of its own, which is the current one."""
+    if not Group.of(comm).single_node:
+        pytest.skip("needs ranks on one node")
     monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "4")
     if cp.cuda.runtime.getDeviceCount() < comm.size:
         pytest.skip(f"needs a GPU for each of {comm.size} ranks")
@@ -52,8 +55,6 @@ def maker(comm, monkeypatch):
     monkeypatch.setitem(KINDS, "nccl", {"schedule": "nccl", "bucket_bytes": SMALL})
     maker = Maker(comm, "nccl")
     maker.exact = False
-    if not maker.group.single_node:
-        pytest.skip("needs ranks on one node")
     yield maker
     maker.free()
 
