@@ -98,7 +98,9 @@ def test_several_of_one_rank_from_both_memories_and_of_any_dtype(
 ):
     acc = make(reduction_type="SUM", capacity=ROWS)
     for number, dtype in enumerate(["float64", "float16", "float32"]):
-        apply_on_device(cp, acc, *drawn(kind, dtype, rank, number))
+        indices, values = drawn(kind, dtype, rank, number)
+        kept = np.int32 if number == 1 else np.int64
+        apply_on_device(cp, acc, indices.astype(kept), values)
         acc.apply_grad(*drawn(kind, dtype, rank, number, 1))
     meet()
     if rank == 0:
