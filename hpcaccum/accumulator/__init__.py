@@ -5,6 +5,7 @@ has: `protocol` admits a gradient, `writer` writes it to `storage` or `row_stora
 `taker` closes the round. `membership`, `ticket_lock`, `receipts` and `shapes` keep
 their state in words that `word_layout` assigns; `state` packs the words of the
 protocol, without MPI.
+`VectorAccumulator` is a `ConditionalAccumulator` of vectors, parts of which are rows.
 `DeviceAccumulator` accumulates on one CUDA device, in one process.
 
 Imports `mpi`, `device` and the modules below them; never `reducer`.
@@ -21,6 +22,7 @@ from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Counts, Receipt, Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics
 from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
+from hpcaccum.accumulator.vectors import VectorAccumulator
 from hpcaccum.accumulator.word_layout import WordLayout
 
 __all__ = [
@@ -38,5 +40,6 @@ __all__ = [
     "SparseConditionalAccumulator",
     "SparseGradient",
     "Tally",
+    "VectorAccumulator",
     "WordLayout",
 ]

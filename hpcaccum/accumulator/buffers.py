@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.accumulator.row_storage import RowSlots
+from hpcaccum.accumulator.vector_storage import VectorSlots
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import overlap, same_elements
@@ -140,7 +141,7 @@ class Buffers:
         """
         storage, parity = self._storage, self._last_parity
         record = self._records[parity]
-        if record is None or not isinstance(storage, RowSlots):
+        if record is None or not isinstance(storage, (RowSlots, VectorSlots)):
             return None
         # First what reads memory of this rank only.
         if storage.surely_fits(record.buffer, grad) or self.joined() != parity:

@@ -11,23 +11,30 @@ import numpy as np
 from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
 from hpcaccum.accumulator.storage import Slots, Sums, aligned
-from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import matrix
 from hpcaccum.mpi import without_signals
 from hpcaccum.nodes import NodeParts
+from hpcaccum.row_buffers import (
+    indices_in,
+    nbytes_of,
+    number_in,
+    overflow,
+    room_in,
+    rows_in,
+    stores,
+)
 from hpcaccum.row_sums import Rows, distinct, merged, union_size
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
+    from hpcaccum.errors import InvalidArgumentError
     from hpcaccum.indexed_slices import IndexedSlices
     from hpcaccum.mpi import Group
 
 Array = np.ndarray[Any, Any]
 
-_BYTES, _INT64 = np.dtype(np.uint8), np.dtype(np.int64)
-# A buffer begins with the number of its rows.
-_HEADER = _INT64.itemsize
+_BYTES = np.dtype(np.uint8)
 # Bytes that are fetched from another node before the number of rows is known. Small
 # gradients need no more.
 _FIRST = 1 << 14
@@ -74,8 +81,7 @@ class RowGradient:
 class RowSlots:
     """Two buffers per rank, each with the sum of this rank's gradients in a round.
 
-    A buffer has the number of rows, then their indices, counts and values, one after
-    the other. The take adds the rows of all ranks in rank order.
+    The take adds the rows of all ranks in rank order.
 
     Args:
         group: The ranks.
@@ -97,7 +103,7 @@ class RowSlots:
     ) -> None:
         self._rank, self._capacity, self._dtype = group.rank, capacity, dtype
         self._what = what
-        self._stride = aligned(_end(capacity, row_size, dtype))
+        self._stride = aligned(nbytes_of(capacity, row_size, dtype))
         self._parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
         # This rank's buffers, after its first gradient from a device.
         self._pinned: device.Pinned | None = None
@@ -123,8 +129,8 @@ class RowSlots:
 
     def surely_fits(self, index: int, grad: RowGradient) -> bool:
         """Whether a buffer has room for a gradient, also if it has none of its rows."""
-        held = _number(self.buffer(index)).item()
-        return bool(held + grad.rows.indices.size <= self._capacity)
+        held = number_in(self.buffer(index))
+        return held + grad.rows.indices.size <= self._capacity
 
     def overflow(self, index: int, grad: RowGradient) -> InvalidArgumentError | None:
         """Return the error if a buffer has no room for the rows of one more gradient.
@@ -133,14 +139,8 @@ class RowSlots:
             index: A buffer of this rank that has gradients.
             grad: The gradient.
         """
-        number = union_size(_indices(self.buffer(index)), grad.rows.indices)
-        if number <= self._capacity:
-            return None
-        return InvalidArgumentError(
-            f"{self._what}: the gradients of a rank in one round have at most "
-            f"{self._capacity} different rows (capacity=); those of rank {self._rank} "
-            f"would have {number}"
-        )
+        number = union_size(indices_in(self.buffer(index)), grad.rows.indices)
+        return overflow(self._what, self._rank, number, self._capacity)
 
     def write(
         self,
@@ -158,22 +158,18 @@ class RowSlots:
         if added:
             return
         rows, buffer = grad.rows, self.buffer(index)
-        width = rows.values.shape[1]
         if not first:
-            held = _rows(buffer, width, self._dtype)
+            held = rows_in(buffer, rows.values.shape[1], self._dtype)
             here = rows._replace(values=device.to_host(rows.values))
             rows = merged([held, here])
-        number = rows.indices.size
-        places = _number(buffer), *_rows(buffer, width, self._dtype, number)
-        values: list[Any] = [number, *rows]
+        calls = stores(buffer, rows, self._dtype)
         if device.is_device(rows.values):
             # The buffer has nothing yet that this could spoil, if it is interrupted.
-            device.copyto(places[-1], values.pop())
-        stores = [
-            functools.partial(place.__setitem__, ..., value)
-            for place, value in zip(places, values, strict=False)
-        ]
-        without_signals(*stores, functools.partial(added.append, None))
+            number, width = rows.values.shape
+            room = room_in(buffer, number, width, self._dtype)
+            device.copyto(room.values, rows.values)
+            calls.pop()
+        without_signals(*calls, functools.partial(added.append, None))
 
     def total(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer.
@@ -192,7 +188,7 @@ class RowSlots:
             else self._fetch(rank, record.buffer, width, deadline)
             for rank, record in closed.records.items()
         ]
-        return merged([_rows(buffer, width, self._dtype) for buffer in buffers])
+        return merged([rows_in(buffer, width, self._dtype) for buffer in buffers])
 
     def _fetch(self, rank: int, index: int, width: int, deadline: Deadline) -> Array:
         """Return a copy of the part of a buffer on another node that is used."""
@@ -203,7 +199,7 @@ class RowSlots:
             return np.array(batch.collect(end - begin, deadline))
 
         first = fetch(0, min(_FIRST, self._stride))
-        end = _end(_number(first).item(), width, self._dtype)
+        end = nbytes_of(number_in(first), width, self._dtype)
         if end <= first.size:
             return first
         return np.concatenate([first, fetch(first.size, end)])
@@ -219,32 +215,3 @@ class RowSlots:
 
 
 Storage = Slots | Sums | RowSlots
-
-
-def _end(number: int, width: int, dtype: np.dtype[Any]) -> int:
-    """Return the bytes of a buffer that rows take."""
-    return _HEADER + number * (2 * _INT64.itemsize + width * dtype.itemsize)
-
-
-def _number(buffer: Array) -> Array:
-    """Return the number of rows in a buffer as an array of shape ()."""
-    number: Array = buffer[:_HEADER].view(_INT64).reshape(())
-    return number
-
-
-def _indices(buffer: Array) -> Array:
-    end = _HEADER + _number(buffer).item() * _INT64.itemsize
-    indices: Array = buffer[_HEADER:end].view(_INT64)
-    return indices
-
-
-def _rows(
-    buffer: Array, width: int, dtype: np.dtype[Any], number: int | None = None
-) -> Rows:
-    """Return the rows in a buffer as views; those that ``number`` rows would have."""
-    if number is None:
-        number = _number(buffer).item()
-    values = _HEADER + 2 * number * _INT64.itemsize
-    indices, counts = buffer[_HEADER:values].view(_INT64).reshape(2, number)
-    end = _end(number, width, dtype)
-    return Rows(indices, counts, buffer[values:end].view(dtype).reshape(number, width))

@@ -19,6 +19,7 @@ from hpcaccum.accumulator.storage import Slots, Sums
 from hpcaccum.arguments import one_of, positive_count, rank_number
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.row_buffers import RowPlace
 
 REDUCTIONS = ("MEAN", "SUM")
 STORAGES = ("auto", Slots.name, Sums.name)
@@ -38,6 +39,7 @@ class Settings:
         storage: ``"auto"``, ``"slots"`` or ``"sum"``; if sparse, ``"rows"``.
         workers: How many ranks contribute gradients. If not all, the host does not.
         row_size: If sparse, maximum number of elements of a row, else 0.
+        rows: The places of rows in a gradient that is a vector, at its end.
     """
 
     dtype: np.dtype[Any]
@@ -49,6 +51,7 @@ class Settings:
     storage: str
     workers: int
     row_size: int = 0
+    rows: tuple[RowPlace, ...] = ()
 
     @property
     def is_sparse(self) -> bool:

@@ -11,6 +11,7 @@ from hpcaccum.accumulator.row_storage import RowSlots, Storage
 from hpcaccum.accumulator.settings import Settings
 from hpcaccum.accumulator.storage import Slots, Sums
 from hpcaccum.accumulator.taker import Taker
+from hpcaccum.accumulator.vector_storage import VectorSlots
 from hpcaccum.accumulator.writer import Writer
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
@@ -152,5 +153,7 @@ def make_storage(group: Group, settings: Settings, what: str) -> Storage:
     dtype, capacity = accumulation_dtype(settings.dtype), settings.capacity
     if settings.is_sparse:
         return RowSlots(group, capacity, settings.row_size, dtype, what)
+    if settings.rows:
+        return VectorSlots(group, settings.host, capacity, dtype, what, settings.rows)
     make = Sums if settings.storage == Sums.name else Slots
     return make(group, settings.host, capacity, dtype, what)

@@ -1,8 +1,8 @@
 """Where admitted gradients are stored until they are taken: `Slots` or `Sums`.
 
-A storage, also `row_storage.RowSlots`, stores in the accumulation dtype (float32 for
-half precision), knows nothing of the protocol, and may be used by several ranks at once
-if each uses its own buffers only.
+A storage, also `row_storage.RowSlots` and `vector_storage.VectorSlots`, stores in the
+accumulation dtype (float32 for half precision), knows nothing of the protocol, and may
+be used by several ranks at once if each uses its own buffers only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from hpcaccum.nodes import NodeParts
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
@@ -117,16 +119,14 @@ class Slots:
             if first:
                 device.copyto(place, grad)
             elif not added:
-                # Converted before the addition, as a single gradient is.
-                add = functools.partial(
-                    np.add,
-                    place,
-                    device.to_host(grad),
-                    place,
-                    dtype=self._dtype,
-                    casting="same_kind",
-                )
-                without_signals(add, functools.partial(added.append, None))
+                stores = self._additions(place, device.to_host(grad))
+                without_signals(*stores, functools.partial(added.append, None))
+
+    def _additions(self, place: Array, grad: Array) -> list[Callable[[], object]]:
+        """Return calls, functions of C, that together add a gradient to a sum."""
+        # Converted before the addition, as a single gradient is.
+        options: Any = {"dtype": self._dtype, "casting": "same_kind"}
+        return [functools.partial(np.add, place, grad, place, **options)]
 
     def total(
         self, closed: Closed, divisor: int, out: Array, deadline: Deadline

@@ -67,7 +67,7 @@ class Server:
         self._exchange = Exchange(group, nbytes)
         self.kinds = [*self._reads(), *self._updates()]
 
-    def _queue(self, size: int, dtype: Any) -> BoundedStalenessInbox:
+    def _queue(self, size: int, dtype: Any, rows: Any) -> BoundedStalenessInbox:
         return BoundedStalenessInbox(self._group, 0, size, dtype)
 
     def _reads(self) -> list[Kind]:

@@ -20,7 +20,7 @@ from hpcaccum.optimizers.variable import Variable
 from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
     from numpy.typing import ArrayLike
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.optimizers.slices import Gradient
+    from hpcaccum.row_buffers import RowPlace
     from hpcaccum.server import Inbox, ParameterServer
 
 
@@ -110,6 +111,8 @@ class AGNOptimizer(OneSidedOptimizer):
         counts the center's updates.
     """
 
+    _sends_gradients = False
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -152,7 +155,9 @@ class AGNOptimizer(OneSidedOptimizer):
         # would move as many bytes.
         self._on_device: dict[str, Array] = {}
 
-    def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
+    def _make_inbox(
+        self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
+    ) -> Inbox:
         return BoundedStalenessInbox(
             self._group, self._root, size, dtype, workers=self._workers
         )

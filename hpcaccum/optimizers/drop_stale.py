@@ -10,6 +10,8 @@ from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.server import BoundedStalenessInbox
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from mpi4py import MPI as mpi4py_MPI
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
+    from hpcaccum.row_buffers import RowPlace
     from hpcaccum.server import Inbox
 
 
@@ -67,7 +70,9 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         # The step of the parameters in the last compute_gradients; None before it.
         self._computed_at: int | None = None
 
-    def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
+    def _make_inbox(
+        self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
+    ) -> Inbox:
         return BoundedStalenessInbox(
             self._group,
             self._root,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.device import all_on_device
@@ -18,27 +17,29 @@ from hpcaccum.optimizers.checks import (
 )
 from hpcaccum.optimizers.drop_watch import DropWatch
 from hpcaccum.optimizers.flat_rule import flat_rule
+from hpcaccum.optimizers.served import ServedOptimizer
 from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spread
-from hpcaccum.optimizers.slices import as_arrays
+from hpcaccum.optimizers.slices import pushed
 from hpcaccum.optimizers.snapshot import counts_of, set_values
-from hpcaccum.optimizers.start import signature, warn_of_wider
+from hpcaccum.optimizers.sparse_check import capacities, check_sparse, declared
+from hpcaccum.optimizers.start import warn_of_wider
 from hpcaccum.optimizers.variable import Variable
-from hpcaccum.optimizers.wrapper import Wrapper
 from hpcaccum.server import ParameterServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.accumulator import Receipt, Tally
+    from hpcaccum.accumulator import Receipt
     from hpcaccum.optimizers.checks import Array, Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.row_buffers import RowPlace
     from hpcaccum.server import Inbox
 
 
-class OneSidedOptimizer(Wrapper):
+class OneSidedOptimizer(ServedOptimizer):
     """An optimizer whose updates run on the parameters of one rank. Collective.
 
     The host rank keeps a copy of the variables in CPU memory, the center, and the inner
@@ -52,6 +53,11 @@ class OneSidedOptimizer(Wrapper):
 
     Variables may have different dtypes, but gradients and parameters are sent in the
     widest of them; a warning then lists the variables of that dtype.
+
+    Of a variable with ``sparse=True``, the rows of gradients are sent, and only these
+    rows are updated and pulled: time grows with the rows, not with the variable. It
+    needs all ranks on one node and a rule of this package. Do not write to its array: a
+    pull does not restore other rows.
 
     Args:
         opt: Makes the updates; a local optimizer.
@@ -77,6 +83,8 @@ class OneSidedOptimizer(Wrapper):
     """
 
     exchange = Exchange.ONE_SIDED
+    # Whether each gradient is sent; and how many of one step each rank may contribute.
+    _sends_gradients, _share = True, 1
 
     def __init__(
         self,
@@ -110,8 +118,6 @@ class OneSidedOptimizer(Wrapper):
         check_nodes(self._servers, group)
         num_serving = len(self._servers or ()) * self._dedicated
         self._workers = group.size - num_serving
-        self._server: ParameterServer | None = None
-        self._center: Center | None = None
         # The step of this rank's variables, and the first one worth waiting for.
         self._step, self._useful = -1, 0
         # What `restore` begins with: the counts, and on the host the state.
@@ -123,7 +129,9 @@ class OneSidedOptimizer(Wrapper):
         """Return which gradients are accepted, for messages."""
         raise NotImplementedError
 
-    def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
+    def _make_inbox(
+        self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
+    ) -> Inbox:
         """Return the inbox, in which the one-sided optimizers differ."""
         raise NotImplementedError
 
@@ -145,7 +153,7 @@ class OneSidedOptimizer(Wrapper):
         variables = self._group.agree(
             what,
             lambda: self._check_start(var_list),
-            lambda variables: {"variables": signature(variables)},
+            declared,
         )
         if self._group.rank == 0:
             warn_of_wider(self.get_name(), variables)
@@ -163,6 +171,7 @@ class OneSidedOptimizer(Wrapper):
             servers=self._servers
             or spread(self._root, self._group, self.inner, variables),
             elementwise=self.inner.elementwise,
+            capacities=capacities(variables, self._share),
             **self._earlier,
         )
         center = self._center = Center(self.inner, flat, server, self._values)
@@ -176,49 +185,9 @@ class OneSidedOptimizer(Wrapper):
 
     def _check_start(self, var_list: Any) -> list[Variable]:
         variables = super()._check_start(var_list)
-        for var in variables:
-            if var.sparse:
-                raise TypeError(
-                    f"{self.get_name()} does not accept sparse variables yet, got "
-                    f"{var.name!r}: make it without sparse=True, or use "
-                    f"CrossShardOptimizer"
-                )
+        each, what = self._sends_gradients, self.get_name()
+        check_sparse(what, variables, self._group, self.inner, each)
         return variables
-
-    def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Return a slot of this rank's variable or, on the host rank, of the center's.
-
-        A slot of the center is a copy, taken between two updates. Use `paused` to read
-        several of the same step.
-        """
-        own, center = self.inner.get_slot(var, name), self._center
-        if own is not None or center is None or not self._any_server().is_root:
-            return own
-        return center.slot(var, name)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[int]:
-        """Suspend updates during the block, to read one step; host rank only.
-
-        ``with opt.paused() as step:`` waits for the update in progress. `center`,
-        `get_slot` and `variables` return the values of ``step`` until the block ends.
-        Meanwhile all ranks wait for their updates, so keep the block short. Not
-        collective.
-
-        Raises:
-            InvalidArgumentError: On other ranks, which hold no slots. In the block, for
-                a call of this thread that would wait for an update.
-        """
-        with self._any_server().paused() as step:
-            yield step
-
-    def _any_server(self) -> ParameterServer:
-        """Return the server; a freed one still answers questions."""
-        return self._made(self._server)
-
-    def _open_server(self) -> ParameterServer:
-        self._check_open()
-        return self._any_server()
 
     def _training_server(self) -> ParameterServer:
         server = self._open_server()
@@ -307,8 +276,9 @@ class OneSidedOptimizer(Wrapper):
 
         Args:
             grads_and_vars: Pairs as `compute_gradients` returns them. A variable with
-                a gradient of None is not updated. An `IndexedSlices` is sent as an
-                array, with which the inner optimizer updates all rows.
+                a gradient of None is not updated. The gradient of a sparse variable is
+                an `IndexedSlices`. That of another one is sent as an array, with which
+                the inner optimizer updates all rows.
             global_step: An integer Variable, set to the number of updates that this
                 rank's variables contain.
             name: Ignored.
@@ -327,7 +297,7 @@ class OneSidedOptimizer(Wrapper):
             receipt = server.drop(self._local_step)
             self._pull()
         else:
-            grads = as_arrays(pairs, server.gradient_arrays)
+            grads = pushed(pairs, server.gradient_arrays)
             receipt = server.push(grads, self._local_step)
             self._after(server, receipt)
         set_global_step(global_step, self._step)
@@ -340,25 +310,6 @@ class OneSidedOptimizer(Wrapper):
         self._pull()
         if not receipt:
             self._useful = server.useful(receipt.global_step)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return copies of the center and of its state, all of one step.
-
-        On the host rank only, between two updates; other ranks go on. Also after
-        `free`.
-
-        Returns:
-            As `Optimizer.snapshot`; and "global_step", the number of updates, and
-            "tally", the `statistics` as lists. These may count gradients whose update
-            is not yet made: it is not part of the snapshot, nor are gradients that a
-            rank has not yet pushed, or the sums of AGN.
-
-        Raises:
-            InvalidArgumentError: On other ranks.
-        """
-        self._any_server()
-        assert self._center is not None
-        return self._center.snapshot()
 
     def restore(self, snapshot: Any, var_list: Variables | None = None) -> None:
         """Initialize from a snapshot instead of the host's variables. Collective.
@@ -389,7 +340,7 @@ class OneSidedOptimizer(Wrapper):
             return {"variables": variables, **counts_of(snapshot)}
 
         start = self._group.agree(
-            what, check, lambda start: {"variables": signature(start["variables"])}
+            what, check, lambda start: declared(start["variables"])
         )
         variables = start.pop("variables")
         if host:
@@ -400,48 +351,3 @@ class OneSidedOptimizer(Wrapper):
             self.initialize(variables)
         finally:
             self._earlier, self._restored = {}, None
-
-    @property
-    def global_step(self) -> int:
-        """Number of updates of the center so far; after `free`, in total."""
-        return self._any_server().step
-
-    @property
-    def waited(self) -> float:
-        """Seconds that this rank has waited for other ranks."""
-        return 0.0 if self._server is None else self._server.waited
-
-    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
-        return self._any_server().read
-
-    def statistics(self) -> Tally:
-        """Return how many gradients of each rank were accepted and dropped so far."""
-        return self._any_server().tally()
-
-    def leave(self) -> None:
-        """Declare that this rank contributes no more gradients. Not collective.
-
-        Other ranks stop waiting for it; quorums shrink.
-        """
-        self._open_server().leave()
-
-    def free(self) -> None:
-        """Leave, wait until all ranks have left, and pull the final center. Collective.
-
-        Afterwards the variables of all ranks are those of the last update, also on
-        ranks that left early or only served. `center`, `global_step`, `statistics` and
-        `get_slot` remain available.
-        """
-        super().free()
-
-    @property
-    def freed(self) -> bool:
-        """Whether it was freed, by `free` or with its server before MPI_Finalize."""
-        return self._freed or (self._server is not None and self._server.freed)
-
-    def _free(self) -> None:
-        if self._server is not None:
-            self._server.free()
-        if self._center is not None:
-            self._center.free()
-        super()._free()

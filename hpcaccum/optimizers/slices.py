@@ -77,19 +77,22 @@ def exchanged(pairs: Sequence[tuple[Gradient | None, Variable]]) -> dict[str, An
 
 
 def _exchanged(grad: Gradient, variable: Variable) -> Array | Rows:
+    if variable.sparse:
+        return _sparse_rows(grad, variable)
     if not isinstance(grad, IndexedSlices):
-        if variable.sparse:
-            raise TypeError(
-                f"gradient of {variable.name!r}, which is sparse, must be an "
-                f"IndexedSlices"
-            )
         return grad
     rows = distinct_rows(grad, variable)
-    if variable.sparse:
-        return rows
     dense = np.zeros(variable.shape, rows.values.dtype)
     dense[rows.indices] = _shaped(rows, variable)
     return dense
+
+
+def _sparse_rows(grad: Gradient, variable: Variable) -> Rows:
+    if not isinstance(grad, IndexedSlices):
+        raise TypeError(
+            f"gradient of {variable.name!r}, which is sparse, must be an IndexedSlices"
+        )
+    return distinct_rows(grad, variable)
 
 
 def with_sums(
@@ -110,32 +113,55 @@ def _shaped(rows: Rows, variable: Variable) -> Array:
     return rows.values.reshape(rows.indices.size, *variable.shape[1:])
 
 
-def as_arrays(
+def pushed(
     pairs: Sequence[tuple[Gradient | None, Variable]],
     places: Callable[[], Mapping[str, Array]],
-) -> dict[str, Array]:
-    """Return the gradients that are not None, by name, all of them as arrays.
+) -> dict[str, Array | Rows]:
+    """Return what is sent to a server of the gradients that are not None, by name.
+
+    For a sparse variable these are rows, for others arrays.
 
     Args:
         pairs: Checked pairs.
-        places: Returns memory for whole gradients, by name; called if one is needed.
+        places: Returns memory for gradients that are arrays, by name; called if one is
+            needed.
+
+    Raises:
+        TypeError: For an array, if the variable is sparse.
+        InvalidArgumentError: If a gradient has more rows than its variable's capacity.
     """
-    grads = {var.name: grad for grad, var in pairs if grad is not None}
+    rows = {
+        var.name: _limited_rows(grad, var)
+        for grad, var in pairs
+        if grad is not None and var.sparse
+    }
+    grads = {v.name: grad for grad, v in pairs if grad is not None and not v.sparse}
     memory: Mapping[str, Array] = {}
     if any(isinstance(grad, IndexedSlices) for grad in grads.values()):
         memory = places()
-    return {
-        name: _written(memory[name], name, grads)
+    arrays = {
+        name: _written(memory[name], name, {**grads, **rows})
         if isinstance(grad, IndexedSlices)
         else grad
         for name, grad in grads.items()
     }
+    return {**arrays, **rows}
 
 
-def _written(place: Array, name: str, grads: Mapping[str, Gradient]) -> Array:
+def _limited_rows(grad: Gradient, variable: Variable) -> Rows:
+    rows = _sparse_rows(grad, variable)
+    if rows.indices.size > variable.capacity:
+        raise InvalidArgumentError(
+            f"gradient of {variable.name!r} has {rows.indices.size} different rows, at "
+            f"most {variable.capacity} can be sent (capacity= of the variable)"
+        )
+    return rows
+
+
+def _written(place: Array, name: str, grads: Mapping[str, Gradient | Rows]) -> Array:
     """Return an array with a gradient of rows: ``place`` if no other one lies there."""
     for other, grad in grads.items():
-        array = grad.values if isinstance(grad, IndexedSlices) else grad
+        array = grad if isinstance(grad, np.ndarray) else grad.values
         if other != name and overlap(array, place):
             place = np.empty_like(place)
     grad = grads[name]

@@ -9,6 +9,8 @@ from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.server import QuorumInbox
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from mpi4py import MPI as mpi4py_MPI
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
+    from hpcaccum.row_buffers import RowPlace
     from hpcaccum.server import Inbox, ParameterServer
 
 
@@ -84,9 +87,11 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         # not saved, as they concern gradients that are pending.
         self._round, self._accepted = -1, 0
 
-    def _make_inbox(self, size: int, dtype: np.dtype[Any]) -> Inbox:
+    def _make_inbox(
+        self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
+    ) -> Inbox:
         return QuorumInbox(
-            self._group, self._root, size, dtype, self._quorum, self._workers
+            self._group, self._root, size, dtype, self._quorum, self._workers, rows
         )
 
     def _bound(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hpcaccum.arguments import gradient_array
+from hpcaccum.arguments import gradient_array, positive_count
 from hpcaccum.device import check_array, copyto, is_device, to_host
 from hpcaccum.dtypes import FLOATS
 from hpcaccum.errors import InvalidArgumentError
@@ -25,13 +25,22 @@ class Variable:
             or a list becomes a new array.
         name: Identifies the variable; the same on all ranks.
         trainable: Whether `get_variable` registers it with its getter, for AGN.
-        sparse: Whether all of its gradients are `IndexedSlices`. `CrossShardOptimizer`
-            then exchanges their rows, and has no memory for a whole gradient.
+        sparse: Whether all of its gradients are `IndexedSlices`. Optimizers then
+            exchange their rows, and have no memory for a whole gradient.
+        capacity: Maximum number of different rows of a gradient of a sparse variable;
+            all rows by default. Optimizers with a parameter server have memory for so
+            many; `CrossShardOptimizer` needs none, and accepts more.
+
+    Attributes:
+        name, trainable, sparse: As given.
+        capacity: At most the number of rows; 0 if the variable is not sparse.
 
     Raises:
-        TypeError: If ``array`` has another type, or ``name`` is not a string.
-        InvalidArgumentError: If the array is read-only or has another dtype, or if it
-            is sparse and has no rows in CPU memory.
+        TypeError: If ``array`` has another type, ``name`` is not a string, or
+            ``capacity`` is not an integer.
+        InvalidArgumentError: If the array is read-only or has another dtype; if it is
+            sparse and has no rows in CPU memory; or if ``capacity`` is less than 1, or
+            given for a variable that is not sparse.
     """
 
     def __init__(
@@ -41,6 +50,7 @@ class Variable:
         trainable: bool = True,
         *,
         sparse: bool = False,
+        capacity: int | None = None,
     ):
         if not isinstance(name, str) or not name:
             raise TypeError(f"name must be a non-empty string, got {name!r}")
@@ -52,6 +62,11 @@ class Variable:
             raise InvalidArgumentError(
                 f"value of {name!r}, which is sparse, must have rows in CPU memory"
             )
+        if capacity is not None and not self.sparse:
+            raise InvalidArgumentError(f"capacity of {name!r} needs sparse=True")
+        rows = self.shape[0] if self.sparse else 0
+        wanted = rows if capacity is None else positive_count(capacity, "capacity")
+        self.capacity = min(wanted, rows)
 
     @property
     def value(self) -> Array:
@@ -91,7 +106,10 @@ class Variable:
     def copy(self) -> Variable:
         """Return a variable of the same name with a copy of the array."""
         value = self._value.copy()
-        return Variable(value, self.name, self.trainable, sparse=self.sparse)
+        capacity = self.capacity or None
+        return Variable(
+            value, self.name, self.trainable, sparse=self.sparse, capacity=capacity
+        )
 
     def __repr__(self) -> str:
         kind = "" if self.trainable else ", trainable=False"

@@ -6,7 +6,8 @@
 `Parameters`. On one node, `node_update` divides an update among the ranks that wait.
 Several servers between nodes have a part of the center each: `ShardedParameters`, with
 an `order_loop` on the root and a `shard_loop` on each of them.
-`wire_format` maps both between names and flat vectors.
+`wire_format` maps both between names and flat vectors. If variables are sparse,
+`parameter_copies` copies only the rows that are in the `row_log`.
 
 Imports `accumulator`, `mpi`, `device` and the modules below them.
 """

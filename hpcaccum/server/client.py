@@ -14,7 +14,9 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import Transfer, all_on_device
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
+from hpcaccum.row_sums import Rows
 from hpcaccum.server.node_update import NodeUpdate
+from hpcaccum.server.parameter_copies import Copies, SparseCopies
 from hpcaccum.server.parameters import Parameters
 from hpcaccum.server.sharded import ShardedParameters
 from hpcaccum.server.update_lock import UpdateLock
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpcaccum.mpi import Group
-    from hpcaccum.server.inbox import Inbox
+    from hpcaccum.server.inbox import MakeInbox
     from hpcaccum.server.node_update import ElementwiseRule
 
 Array = np.ndarray[Any, Any]
@@ -40,11 +42,14 @@ class Client(Freeable):
         group: The ranks.
         root: The rank that holds the center.
         variables: Name to array, the same names and shapes on all ranks.
-        inbox: Makes the inbox, given the size and the dtype of a flat gradient.
+        inbox: Makes the inbox, given the size and the dtype of a flat gradient, and the
+            places of rows in it.
         rule: Makes the updates; None if it needs whole variables.
         what: Name for messages.
         servers: The ranks that hold parts of the center, ``root`` first, if several.
         elementwise: Whether such a part may begin within a variable.
+        capacities: Name of each sparse variable to the maximum number of rows of the
+            gradients of a rank in one update. All ranks must be on one node then.
 
     Attributes:
         waited: Seconds that this rank has waited in `push` and `pull`.
@@ -55,18 +60,21 @@ class Client(Freeable):
         group: Group,
         root: int,
         variables: Mapping[str, Array],
-        inbox: Callable[[int, np.dtype[Any]], Inbox],
+        inbox: MakeInbox,
         rule: ElementwiseRule | None,
         what: str,
         servers: Sequence[int],
         elementwise: bool,
+        capacities: Mapping[str, int],
     ) -> None:
         self._group, self._root, self._what = group, root, what
-        self._wire = WireFormat(variables)
-        gradients = self._wire.gradients
+        wire = self._wire = WireFormat(variables, capacities)
         with contextlib.ExitStack() as undo:
-            self._inbox = inbox(gradients.size, gradients.dtype)
+            self._inbox = inbox(wire.size, wire.gradients.dtype, wire.rows)
             undo.callback(self._inbox.free)
+            sparse = bool(wire.rows)
+            self._copies = SparseCopies(group, root, wire) if sparse else Copies(wire)
+            undo.callback(self._copies.free)
             # One of both, and the same as a copy to read from.
             self._published: Parameters | None = None
             self._sharded: ShardedParameters | None = None
@@ -83,14 +91,16 @@ class Client(Freeable):
         self._lent: Array | None = None
         self._views: list[Array] = []
         self._transfer: Transfer | None = None
-        # The step of the last pull.
+        # The step of the last pull, and which changes its arrays have; None during a
+        # pull, when they may have some of the next ones.
         self._pulled = 0
+        self._has: tuple[int, int] | None = None
         self.waited = 0.0
 
     def _make_parameters(
         self, servers: Sequence[int], elementwise: bool
     ) -> Parameters | ShardedParameters:
-        group, layout = self._group, self._wire.parameters
+        group, dtype = self._group, self._wire.parameters.dtype
         if len(servers) > 1:
             self._sharded = ShardedParameters(
                 group,
@@ -101,16 +111,16 @@ class Client(Freeable):
                 elementwise=elementwise,
             )
             return self._sharded
-        self._published = Parameters(
-            group, self._root, layout.size, layout.dtype, self._what
-        )
+        size = self._copies.size
+        self._published = Parameters(group, self._root, size, dtype, self._what)
         return self._published
 
     def _share(self, rule: ElementwiseRule | None) -> NodeUpdate | None:
         """Return how ranks share the work of updates, None if they cannot."""
         layout = self._wire.parameters
         alike = all(dtype == layout.dtype for dtype in self._wire.dtypes.values())
-        if rule is None or not self._group.single_node or not alike:
+        one_vector = alike and not self._wire.rows
+        if rule is None or not self._group.single_node or not one_vector:
             return None
         return NodeUpdate(
             self._group,
@@ -145,6 +155,8 @@ class Client(Freeable):
             into: Name to array; only these are copied.
             at_least: Wait for this step.
             known: The step of ``into``; nothing is copied if the node has no newer one.
+                If this was the step of the last pull, only those rows of sparse
+                variables are copied that updates have changed since.
 
         Raises:
             WaitTimeoutError: If the step does not come in time; says what it lacks.
@@ -154,15 +166,28 @@ class Client(Freeable):
         here = self._parameters.version()
         if here == known and here >= at_least:
             return known
+        has, self._has = self._has, None
+        since = has[1] if has is not None and has[0] == known else None
+        self._has = self._copy(into, at_least, since)
+        self._pulled = self._has[0]
+        return self._pulled
+
+    def _copy(
+        self, into: Mapping[str, Array], at_least: int, since: int | None
+    ) -> tuple[int, int]:
+        """Copy the newest parameters; return their step and what `Copies.read` does."""
         deadline = Deadline(None, f"{self._what}: pull")
-        if here < at_least:
+        if self._parameters.version() < at_least:
             self._wait_for(at_least, deadline)
         if all_on_device(self._what, into.values()):
-            copy = self._fetch_to(into)
-        else:
-            copy = functools.partial(self._wire.read_parameters, into=into)
-        self._pulled = self._parameters.read(copy, deadline)
-        return self._pulled
+            return self._parameters.read(self._fetch_to(into), deadline), 0
+        has = 0
+
+        def copy(flat: Array) -> None:
+            nonlocal has
+            has = self._copies.read(flat, into, since)
+
+        return self._parameters.read(copy, deadline), has
 
     def _wait_for(self, step: int, deadline: Deadline) -> None:
         # What is made already comes to this node also during a pause.
@@ -202,7 +227,7 @@ class Client(Freeable):
         """Return copies of the newest parameters of these names, all of one step."""
         shapes, dtypes = self._wire.parameters.shapes, self._wire.dtypes
         copies = {name: np.empty(shapes[name], dtypes[name]) for name in names}
-        self.pull(copies, at_least=self.step)
+        self._copy(copies, self.step, None)
         return [copies[name] for name in names]
 
     def gradient_arrays(self) -> dict[str, Array]:
@@ -223,12 +248,13 @@ class Client(Freeable):
             self.waited += time.monotonic() - begun
         return self._lent
 
-    def push(self, grads: Mapping[str, Array], local_step: int) -> Receipt:
+    def push(self, grads: Mapping[str, Array | Rows], local_step: int) -> Receipt:
         """Submit gradients, by name. Variables may be missing.
 
         Args:
-            grads: Name to array, all in CPU memory or all on a device. Those that lie
-                in their places of `gradient_arrays` are not copied.
+            grads: Name to array, all in CPU memory or all on a device, or to rows if
+                the variable is sparse. Arrays that lie in their places of
+                `gradient_arrays` are not copied.
             local_step: The step of the parameters that they were computed with.
 
         Returns:
@@ -236,7 +262,8 @@ class Client(Freeable):
             ``receipt.global_step + 1``.
         """
         slot = self._slot()
-        on_device = all_on_device(self._what, grads.values())
+        arrays = [each for each in grads.values() if not isinstance(each, Rows)]
+        on_device = all_on_device(self._what, arrays)
         self._wire.write_gradients(
             grads,
             slot,
@@ -296,6 +323,7 @@ class Client(Freeable):
     def window_bytes(self) -> int:
         """Memory of this rank that holds gradients and parameters for others."""
         nbytes = self._inbox.window_bytes + self._parameters.window_bytes
+        nbytes += self._copies.nbytes_here
         if self._together is not None and self._group.rank == self._root:
             nbytes += self._together.window_bytes
         return nbytes
@@ -310,3 +338,4 @@ class Client(Freeable):
             self._together.free()
         self._inbox.free()
         self._parameters.free()
+        self._copies.free()

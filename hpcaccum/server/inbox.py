@@ -6,13 +6,14 @@ of a quorum together, `BoundedStalenessInbox` each gradient separately.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from hpcaccum.row_buffers import RowPlace
 
+if TYPE_CHECKING:
     from hpcaccum.accumulator import Batch, Receipt, Tally
     from hpcaccum.deadline import Deadline
     from hpcaccum.nodes import NodeParts
@@ -89,3 +90,8 @@ class Inbox(Protocol):
 
     def free(self) -> None:
         """Free the memory. Collective."""
+
+
+# Makes an inbox, given the size and the dtype of a gradient, and the places of rows in
+# it.
+MakeInbox = Callable[[int, np.dtype[Any], Sequence[RowPlace]], Inbox]

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.accumulator import ConditionalAccumulator
+from hpcaccum.accumulator import VectorAccumulator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from hpcaccum.accumulator import Batch, Receipt, Tally
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts
+    from hpcaccum.row_buffers import RowPlace
 
 Array = np.ndarray[Any, Any]
 
@@ -27,17 +28,23 @@ class QuorumInbox:
         size, dtype: Of a gradient, a flat vector.
         quorum: Gradients of one update, at least.
         workers: Number of ranks that submit, and may leave.
+        rows: The places of rows in a gradient.
     """
 
     adds = True
 
     def __init__(
-        self, group: Group, root: int, size: int, dtype: Any, quorum: int, workers: int
+        self,
+        group: Group,
+        root: int,
+        size: int,
+        dtype: Any,
+        quorum: int,
+        workers: int,
+        rows: Sequence[RowPlace] = (),
     ) -> None:
         self._quorum = quorum
-        self._accumulator = ConditionalAccumulator(
-            dtype, (size,), name="gradients", comm=group, host=root, workers=workers
-        )
+        self._accumulator = VectorAccumulator(group, root, size, dtype, workers, rows)
         self._slot: Array | None = None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Tally
     from hpcaccum.mpi import Group
     from hpcaccum.server.background import Background
-    from hpcaccum.server.inbox import Inbox
+    from hpcaccum.server.inbox import MakeInbox
     from hpcaccum.server.node_update import ElementwiseRule
     from hpcaccum.server.sharded import ShardedParameters
     from hpcaccum.server.update_loop import Loop, Update
@@ -62,7 +63,8 @@ class ParameterServer(Client):
             the one that decides what makes each update.
         initial: Name to array, the same names and shapes on all ranks; the center
             starts with the root's.
-        inbox: Makes the inbox, given the size and the dtype of a flat gradient.
+        inbox: Makes the inbox, given the size and the dtype of a flat gradient, and the
+            places of rows in it.
         dedicated: Whether the servers only serve; they must then call `serve`.
         what: Name for messages.
         rule: Makes the updates of all variables if they are alike; equal on all ranks.
@@ -71,13 +73,16 @@ class ParameterServer(Client):
         servers: The ranks that hold parts of the center and update them, each on
             another node, ``root`` first; by default ``root`` alone.
         elementwise: Whether such a part may begin within a variable.
+        capacities: Name of each sparse variable to the maximum number of rows of the
+            gradients of a rank in one update. All ranks must be on one node then.
         step, tally: Where an earlier server ended (`ServerState`), to continue from it;
             the same on all ranks.
 
     Attributes:
         center: Name to array, on a server: what it holds; empty on other ranks.
         slots: For each slot of the rule, name to array, likewise; None if the rule is
-            not used, because variables have several dtypes or ranks several nodes.
+            not used, because variables are sparse or have several dtypes, or ranks
+            several nodes.
 
     Raises:
         InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE and the
@@ -91,7 +96,7 @@ class ParameterServer(Client):
         group: Group,
         root: int,
         initial: Mapping[str, Array],
-        inbox: Callable[[int, np.dtype[Any]], Inbox],
+        inbox: MakeInbox,
         *,
         dedicated: bool,
         what: str,
@@ -99,6 +104,7 @@ class ParameterServer(Client):
         finish: Callable[[], None] = lambda: None,
         servers: Sequence[int] = (),
         elementwise: bool = False,
+        capacities: Mapping[str, int] = MappingProxyType({}),
         step: int = 0,
         tally: Tally | None = None,
     ) -> None:
@@ -118,7 +124,15 @@ class ParameterServer(Client):
         self._final: ServerState | None = None
         self._servers = tuple(servers) or (root,)
         super().__init__(
-            group, root, initial, inbox, rule, what, self._servers, elementwise
+            group,
+            root,
+            initial,
+            inbox,
+            rule,
+            what,
+            self._servers,
+            elementwise,
+            capacities,
         )
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
         # On the root, one of the first two; on each of several servers, the third.
@@ -173,6 +187,7 @@ class ParameterServer(Client):
             self._inbox,
             self._published,
             self._wire,
+            self._copies,
             self._together,
             self._update_lock,
             self._threads,
@@ -214,8 +229,9 @@ class ParameterServer(Client):
 
         Args:
             update: Gets the gradients by name, without those that no rank submitted;
-                changes the arrays in `center`. One of several servers gets the result
-                of ``rate``, too.
+                changes the arrays in `center`. The gradient of a sparse variable is an
+                `IndexedSlices`, and the update may change these rows only. One of
+                several servers gets the result of ``rate``, too.
             rate: Returns the learning rate of the next update, called on the root of
                 several servers; None if each of them finds it.
             answer: Answers a question that the root asks all of several servers, and

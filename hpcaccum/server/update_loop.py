@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.accumulator import Batch
+    from hpcaccum.indexed_slices import IndexedSlices
     from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.node_update import NodeUpdate
+    from hpcaccum.server.parameter_copies import Copies
     from hpcaccum.server.parameters import Parameters
     from hpcaccum.server.update_lock import UpdateLock
     from hpcaccum.server.wire_format import WireFormat
 
-    # Gets gradients by name and a learning rate, or None for the optimizer's own.
-    Update = Callable[[dict[str, "Array"], float | None], None]
+    # Gets gradients by name, arrays or `IndexedSlices`; and a learning rate, or None
+    # for the optimizer's own.
+    Update = Callable[[dict[str, Any], float | None], None]
 
 Array = np.ndarray[Any, Any]
 
@@ -94,6 +97,7 @@ class UpdateLoop(Loop):
         center: Name to array, which the updates change.
         inbox, parameters, wire: Where gradients come from, where parameters go to, and
             how both lie in flat vectors.
+        copies: Copies parameters to such vectors.
         together: Makes updates with the other ranks of the node; None if it cannot.
         lock: Held during each update.
         threads: To use for sums.
@@ -106,6 +110,7 @@ class UpdateLoop(Loop):
         inbox: Inbox,
         parameters: Parameters,
         wire: WireFormat,
+        copies: Copies,
         together: NodeUpdate | None,
         lock: UpdateLock,
         threads: int,
@@ -114,7 +119,7 @@ class UpdateLoop(Loop):
         super().__init__(inbox, lock, what)
         self.center = center
         self.update: Update | None = None
-        self._parameters, self._wire = parameters, wire
+        self._parameters, self._wire, self._copies = parameters, wire, copies
         self._together, self._threads = together, threads
         # The memory of each sum, allocated once.
         self._sum: Array | None = None
@@ -149,11 +154,21 @@ class UpdateLoop(Loop):
         # There is no gradient if its rank was admitted and then failed to write.
         if not batch.places:
             return
-        if grads := self._wire.read_gradients(self._total(batch, deadline)):
+        arrays = self._wire.read_gradients(self._total(batch, deadline))
+        rows = self._rows(batch)
+        # First: an update that fails has changed some of them.
+        self._copies.note({name: each.indices for name, each in rows.items()})
+        if grads := {**arrays, **rows}:
             self.update(grads, None)
 
+    def _rows(self, batch: Batch) -> dict[str, IndexedSlices]:
+        """Return the gradients of sparse variables, of a batch on this node."""
+        if not self._wire.rows:
+            return {}
+        return self._wire.read_rows(batch.views(self._wire.size))
+
     def _total(self, batch: Batch, deadline: Deadline) -> Array:
-        """Return the sum of the gradients of a batch, which may be changed."""
+        """Return the sum of the arrays of a batch, which may be changed."""
         size = self._wire.gradients.size
         if not batch.is_local:
             return batch.collect(size, deadline)
@@ -167,4 +182,4 @@ class UpdateLoop(Loop):
         return self._sum
 
     def _fill(self, flat: Array) -> None:
-        self._wire.write_parameters(self.center, flat)
+        self._copies.write(self.center, flat, self._parameters.copies.writing)

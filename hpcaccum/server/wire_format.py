@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.device import copyto
-from hpcaccum.layout import Layout
+from hpcaccum.indexed_slices import IndexedSlices
+from hpcaccum.layout import ALIGNMENT, Layout
 from hpcaccum.overlap import overlap, same_elements
+from hpcaccum.row_buffers import RowPlace, nbytes_of, remove_rows, stores
+from hpcaccum.row_sums import Rows, merged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hpcaccum.accumulator import Batch
 
 Array = np.ndarray[Any, Any]
 
 _PRESENT = "?present"
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class WireFormat:
     """How gradients and parameters lie in the flat vectors that ranks exchange.
 
-    A rank may lack the gradients of some variables. A vector of gradients therefore
-    ends with one number per variable: 1 if the gradient is present, else 0. In a mean
-    of such vectors, that number is the share of gradients that are present.
+    A rank may lack the gradients of some variables. After the gradients, a vector
+    therefore has one number per variable: 1 if the gradient is present, else 0. In a
+    mean of such vectors, that number is the share of gradients that are present.
+
+    The gradients of sparse variables are rows, which follow these numbers.
 
     Args:
         variables: Name to array.
+        capacities: Name of each sparse variable to the maximum number of rows of its
+            gradients in a vector.
 
     Attributes:
         parameters: Layout of a vector of parameters.
-        gradients: Layout of a vector of gradients; begins like that of the parameters.
+        gradients: Layout of a vector of gradients, without its rows; begins like that
+            of the parameters if no variable is sparse.
+        rows: The places of rows in a vector of gradients.
+        size: Elements of a vector of gradients.
         dtypes: Dtypes of the variables, by name.
     """
 
-    def __init__(self, variables: Mapping[str, Array]) -> None:
+    def __init__(
+        self, variables: Mapping[str, Array], capacities: Mapping[str, int] = _NONE
+    ) -> None:
         self.parameters = Layout.of(variables)
-        shapes = {**self.parameters.shapes, _PRESENT: (len(variables),)}
-        self.gradients = Layout(shapes, self.parameters.dtype)
+        shapes, dtype = self.parameters.shapes, self.parameters.dtype
+        arrays = {name: shapes[name] for name in shapes if name not in capacities}
+        self.gradients = Layout({**arrays, _PRESENT: (len(variables),)}, dtype)
+        self.rows = tuple(_row_places(self.parameters, capacities, self.gradients.size))
+        self.size = self.rows[-1].end if self.rows else self.gradients.size
         self.dtypes = {name: array.dtype for name, array in variables.items()}
 
     @property
@@ -48,14 +67,14 @@ class WireFormat:
         return self.gradients.place(_PRESENT)
 
     def gradient_views(self, flat: Array) -> tuple[dict[str, Array], Array]:
-        """Return the place of each gradient in a vector, and that of the numbers."""
+        """Return the place of each array in a vector, and that of the numbers."""
         views = self.gradients.views(flat)
         present = views.pop(_PRESENT)
         return views, present
 
     def write_gradients(
         self,
-        grads: Mapping[str, Array],
+        grads: Mapping[str, Array | Rows],
         flat: Array,
         *,
         clear: bool,
@@ -64,20 +83,59 @@ class WireFormat:
         """Copy gradients to their places in a vector, unless they lie there already.
 
         Args:
-            grads: Name to array; some may be missing.
+            grads: Name to array, or to rows if the variable is sparse; some may be
+                missing.
             flat: The vector.
-            clear: Whether to zero the places of those that are missing.
+            clear: Whether to zero the places of arrays that are missing.
             send: Copies gradients of a device; may overwrite all of the vector.
         """
         views, present = self.gradient_views(flat)
+        # First: the values of rows may lie in the places of arrays.
+        self._write_rows(grads, flat)
+        arrays: dict[str, Any] = {n: grads[n] for n in views if n in grads}
         if send is None:
-            _copy_gradients(grads, views, flat)
+            _copy_gradients(arrays, views, flat)
         else:
-            send(grads, flat)
-        present[:] = [name in grads for name in views]
+            send(arrays, flat)
+        present[:] = [name in grads for name in self.parameters]
         if clear:
             for name in views.keys() - grads.keys():
                 views[name][...] = 0
+
+    def _write_rows(self, grads: Mapping[str, Any], flat: Array) -> None:
+        for place in self.rows:
+            buffer = place.buffer(flat)
+            if place.name not in grads:
+                remove_rows(buffer)
+                continue
+            for store in stores(buffer, grads[place.name], flat.dtype):
+                store()
+
+    def read_rows(self, vectors: Sequence[Array]) -> dict[str, IndexedSlices]:
+        """Return the gradients of sparse variables: means over those that are present.
+
+        Args:
+            vectors: Of gradients, in the order in which rows are added. A gradient of
+                one vector may share memory with it.
+        """
+        numbers = np.sum([self.gradient_views(flat)[1] for flat in vectors], axis=0)
+        present = dict(zip(self.parameters, numbers, strict=True))
+        return {
+            place.name: self._mean(place, vectors, present[place.name])
+            for place in self.rows
+            if present[place.name]
+        }
+
+    def _mean(
+        self, place: RowPlace, vectors: Sequence[Array], number: np.floating[Any]
+    ) -> IndexedSlices:
+        # No warning: an overflow shows up as inf in the result.
+        with np.errstate(all="ignore"):
+            rows = merged([place.rows(flat) for flat in vectors])
+            values = rows.values if number == 1 else rows.values / number
+        shape = self.parameters.shapes[place.name]
+        values = values.reshape(len(values), *shape[1:])
+        return IndexedSlices(values, rows.indices, shape)
 
     def is_complete(self, batch: Batch) -> bool:
         """Whether every vector of a batch on this node has all gradients."""
@@ -87,13 +145,14 @@ class WireFormat:
         return bool(numbers) and bool(np.all(sum(numbers) == batch.divisor))
 
     def read_gradients(self, flat: Array) -> dict[str, Array]:
-        """Return the gradients that are present, as views of a vector.
+        """Return the arrays that are present, as views of a vector.
 
         A mean was divided by the number of all vectors. A gradient that some of them
         lack is changed, in place, to the mean over those that have it.
         """
         views, present = self.gradient_views(flat)
-        return present_gradients(views, present)
+        shares = dict(zip(self.parameters, present, strict=True))
+        return present_gradients(views, [shares[name] for name in views])
 
     def write_parameters(self, center: Mapping[str, Array], flat: Array) -> None:
         """Copy parameters to a vector."""
@@ -105,6 +164,20 @@ class WireFormat:
         views = self.parameters.views(flat)
         for name, array in into.items():
             copyto(array, views[name])
+
+
+def _row_places(
+    parameters: Layout, capacities: Mapping[str, int], begin: int
+) -> Iterator[RowPlace]:
+    """Yield the places of rows, one after the other."""
+    dtype = parameters.dtype
+    step = ALIGNMENT // dtype.itemsize
+    for name, capacity in capacities.items():
+        width = math.prod(parameters.shapes[name][1:])
+        nbytes = nbytes_of(capacity, width, dtype)
+        end = begin + -(-nbytes // ALIGNMENT) * step
+        yield RowPlace(name, begin, end, width, capacity)
+        begin = end
 
 
 def present_gradients(

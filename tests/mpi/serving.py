@@ -38,10 +38,10 @@ def start(
     group = Group.of(comm)
     workers = group.size - dedicated
 
-    def inbox(size: int, dtype: Any) -> Inbox:
+    def inbox(size: int, dtype: Any, rows: Any) -> Inbox:
         if quorum is None:
             return BoundedStalenessInbox(group, host, size, dtype, workers=workers)
-        return QuorumInbox(group, host, size, dtype, quorum, workers)
+        return QuorumInbox(group, host, size, dtype, quorum, workers, rows)
 
     filled = {
         name: np.full(shape, float(group.rank))

@@ -274,6 +274,16 @@ def test_rows_of_ranks_on_several_nodes(group, rank):
     np.testing.assert_allclose(w.value, -expected)
 
 
+@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
+def test_a_server_refuses_sparse_variables_of_several_nodes(group, kind):
+    w, b = table(), variable(name="b")
+    with ONE_SIDED[kind](hpc.SGD(1.0), [w, b], group) as opt:
+        text = rf"'w' needs all ranks on one node, they are on {len(group.nodes)}; make"
+        with pytest.raises(hpc.InvalidArgumentError, match=text):
+            opt.initialize([w, b])
+        opt.initialize([b])
+
+
 @pytest.mark.parametrize(
     ("kind", "inner", "weight"),
     [
@@ -348,22 +358,28 @@ def test_agn_updates_rows_and_pushes_an_array(comm, size):
     np.testing.assert_allclose(center, expected)
 
 
-@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
-def test_one_sided_optimizers_refuse_sparse_variables(comm, kind):
-    w = table()
-    opt = ONE_SIDED[kind](hpc.SGD(1.0), [w], comm)
-    with pytest.raises(TypeError, match="does not accept sparse variables yet"):
-        opt.initialize([w])
-    opt.free()
-
-
 def test_sparse_variables_have_rows():
     for value in (3.0, np.float32(1)):
         with pytest.raises(hpc.InvalidArgumentError, match="must have rows"):
             hpc.Variable(value, "w", sparse=True)
     w = hpc.Variable(np.zeros(3), "w", sparse=True)
     assert w.copy().sparse
+    assert (w.capacity, w.copy().capacity) == (3, 3)
     assert repr(w) == "Variable('w', float64 (3,), sparse, [0. 0. 0.])"
+
+
+def test_capacity_is_that_of_a_sparse_variable():
+    rows = np.zeros((3, 2))
+    sparse = [hpc.Variable(rows, "w", sparse=True, capacity=n) for n in (1, 2, 9)]
+    assert [w.capacity for w in sparse] == [1, 2, 3]
+    assert sparse[0].copy().capacity == 1
+    assert hpc.Variable(rows, "w").capacity == 0
+    with pytest.raises(hpc.InvalidArgumentError, match="'w' needs sparse=True"):
+        hpc.Variable(rows, "w", capacity=2)
+    with pytest.raises(hpc.InvalidArgumentError, match="must be at least 1, got 0"):
+        hpc.Variable(rows, "w", sparse=True, capacity=0)
+    with pytest.raises(TypeError, match="must be an integer"):
+        hpc.Variable(rows, "w", sparse=True, capacity=1.5)
 
 
 def test_slices_of_variables_are_in_cpu_memory(cp):

@@ -14,7 +14,7 @@ from .conftest import REPOSITORY
 LAYERS = [
     ["errors", "wake", "worker_threads"],
     ["dtypes", "deadline", "summation", "row_sums", "output_files"],
-    ["layout"],
+    ["layout", "row_buffers"],
     ["device", "mpi"],
     ["arguments", "overlap", "nodes", "indexed_slices"],
     ["accumulator", "reducer"],

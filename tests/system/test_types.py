@@ -126,7 +126,7 @@ with hpc.SparseConditionalAccumulator(np.float32, (9, 3), capacity=4) as rows:
     slices = hpc.IndexedSlices([[1, 2, 3]], np.array([8]), dense_shape=(9, 3))
     print(rows.apply_indexed_slices_grad(slices).lag, acc.apply_grad(slices).lag)
     indices, values, _ = rows.take_grad(1)
-    table = hpc.Variable(np.zeros((9, 3)), "table", sparse=True)
+    table = hpc.Variable(np.zeros((9, 3)), "table", sparse=True, capacity=4)
     hpc.SGD(0.1).apply_gradients([(slices, table)])
 
 

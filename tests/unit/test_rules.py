@@ -22,18 +22,11 @@ from hpcaccum.optimizers.checks import check_pairs, check_variables
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
 from hpcaccum.optimizers.variable import Variable
 
+from ..lazy_rules import MAKERS
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
 TOLERANCE = {DTYPES[0]: 2e-3, BFLOAT16: 2e-2, DTYPES[2]: 1e-5, DTYPES[3]: 1e-12}
-
-MAKERS = {
-    "SGD": lambda: SGD(0.5),
-    "Momentum": lambda: Momentum(0.5, 0.75),
-    "Nesterov": lambda: Momentum(0.5, 0.75, use_nesterov=True),
-    "Adagrad": lambda: Adagrad(0.5),
-    "Adam": lambda: Adam(0.25),
-    "AdamW": lambda: Adam(0.25, weight_decay=0.5),
-}
 
 
 def plain(rule, value, grads):

@@ -14,34 +14,18 @@ from hpcaccum.optimizers import update_rule as rule_module
 from hpcaccum.optimizers.base import scaled
 
 from ..common import same_bits
-from .test_rules import DTYPES, MAKERS, TOLERANCE
+from ..lazy_rules import MAKERS, LazyRule
+from .test_rules import DTYPES, TOLERANCE
 
 INVALID = hpc.InvalidArgumentError
 
 
 def lazily(rule, value, grads):
-    """Apply the formulas to the rows of each gradient, in float64."""
-    x = np.array(value, np.float64)
-    m, v, accum = np.zeros_like(x), np.zeros_like(x), np.full_like(x, 0.1)
-    for t, (indices, values) in enumerate(grads, 1):
-        dense = np.zeros_like(x)
-        np.add.at(dense, indices, values)
-        r = np.unique(indices)
-        g = dense[r]
-        if rule == "SGD":
-            x[r] -= 0.5 * g
-        elif rule in ("Momentum", "Nesterov"):
-            m[r] = 0.75 * m[r] + g
-            x[r] -= 0.5 * (m[r] if rule == "Momentum" else g + 0.75 * m[r])
-        elif rule == "Adagrad":
-            accum[r] += g**2
-            x[r] -= 0.5 * g / np.sqrt(accum[r])
-        else:
-            m[r], v[r] = 0.9 * m[r] + 0.1 * g, 0.999 * v[r] + 0.001 * g**2
-            rate = 0.25 * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-            x[r] -= 0.25 * (0.5 if rule == "AdamW" else 0) * x[r]
-            x[r] -= rate * m[r] / (np.sqrt(v[r]) + 1e-8)
-    return x
+    """Return the value after some updates."""
+    model = LazyRule(rule, value)
+    for indices, values in grads:
+        model.update(indices, values)
+    return model.value
 
 
 def random_grads(number=4, rows=7, row=(3,), dtype=np.float64):

@@ -1,0 +1,58 @@
+"""VectorAccumulator: a ConditionalAccumulator of vectors, parts of which are rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from hpcaccum.accumulator.conditional import ConditionalAccumulator
+from hpcaccum.accumulator.handle import Accumulator
+from hpcaccum.accumulator.settings import check_settings
+from hpcaccum.accumulator.storage import Slots
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpcaccum.accumulator.settings import Settings
+    from hpcaccum.mpi import Group
+    from hpcaccum.row_buffers import RowPlace
+
+
+class VectorAccumulator(ConditionalAccumulator):
+    """Accumulates vectors, if they are not stale; for a parameter server. Collective.
+
+    `take_batch` takes them. Those with rows have no other take, as their rows cannot be
+    added element by element.
+
+    Args:
+        group: The ranks.
+        host: The rank that holds the step.
+        size, dtype: Of a vector.
+        workers: How many ranks contribute vectors.
+        rows: The places of rows in a vector, at its end.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        host: int,
+        size: int,
+        dtype: Any,
+        workers: int,
+        rows: Sequence[RowPlace],
+    ) -> None:
+        def check() -> Settings:
+            settings = check_settings(
+                dtype=dtype,
+                shape=(size,),
+                shared_name=None,
+                reduction=None,
+                host=host,
+                capacity=None,
+                storage=Slots.name,
+                workers=workers,
+                size=group.size,
+            )
+            return dataclasses.replace(settings, rows=tuple(rows))
+
+        Accumulator.__init__(self, group, "gradients", check)

@@ -1,0 +1,186 @@
+"""Copies of parameters between a center, those that are published, and variables.
+
+Of a sparse variable, only rows are copied that have changed. The publisher keeps which
+rows each copy of its `DoubleBuffer` lacks. A rank finds those that its variables lack
+in a `RowLog`; if it is so far behind that they are overwritten there, it copies all.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.layout import ALIGNMENT
+from hpcaccum.server.row_log import RowLog
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from hpcaccum.mpi import Group
+    from hpcaccum.server.wire_format import WireFormat
+
+Array = np.ndarray[Any, Any]
+
+# The log has an entry for every fourth row: to copy a row that is found in it takes 2
+# to 4 times as long as to copy one of all.
+_SHARE = 4
+# Elements of rows that are copied by one call of NumPy, which stay in the cache.
+_CHUNK = 1 << 16
+
+
+class Copies:
+    """Copies all parameters.
+
+    Args:
+        wire: How variables lie in a published vector.
+
+    Attributes:
+        size: Elements of such a vector.
+        nbytes_here: Bytes of this rank's memory that say what has changed.
+    """
+
+    nbytes_here = 0
+
+    def __init__(self, wire: WireFormat) -> None:
+        self._wire = wire
+        self.size = wire.parameters.size
+
+    def note(self, changed: Mapping[str, Array]) -> None:
+        """Note rows of sparse variables before they change; the root only.
+
+        Args:
+            changed: Name of a sparse variable to vector of rows.
+        """
+
+    def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
+        """Bring a published vector up to date; the root only.
+
+        Args:
+            center: The parameters.
+            flat: The vector.
+            copy: Its number.
+        """
+        self._wire.write_parameters(center, flat)
+
+    def read(self, flat: Array, into: Mapping[str, Array], since: int | None) -> int:
+        """Copy parameters from a published vector to arrays.
+
+        Args:
+            flat: The vector, which the root may be overwriting.
+            into: Name to array.
+            since: What this method returned when these arrays got their values; None if
+                they have others.
+
+        Returns:
+            Which changes the arrays have, for the next call.
+        """
+        self._wire.read_parameters(flat, into)
+        return 0
+
+    def free(self) -> None:
+        """Free the memory. Collective."""
+
+
+class SparseCopies(Copies):
+    """Copies parameters of which some are sparse; ranks of one node. Collective.
+
+    A published vector ends with the place in the log up to which it has all changes, so
+    both are valid together; `read` returns this place.
+
+    Args:
+        group: The ranks.
+        root: The rank that publishes.
+        wire: How variables lie in the vector.
+    """
+
+    def __init__(self, group: Group, root: int, wire: WireFormat) -> None:
+        super().__init__(wire)
+        self.size += ALIGNMENT // wire.parameters.dtype.itemsize
+        # In the log, the rows of all sparse variables are numbered consecutively.
+        self._tables: dict[str, range] = {}
+        first = 0
+        for place in wire.rows:
+            number = wire.parameters.shapes[place.name][0]
+            self._tables[place.name] = range(first, first + number)
+            first += number
+        self._log = RowLog(group, root, first // _SHARE)
+        self.nbytes_here = self._log.nbytes_here
+        # On the root, by copy: rows that it lacks, of each update; None for all.
+        self._lacks: list[list[Array] | None] = [None, None]
+
+    # The root
+
+    def note(self, changed: Mapping[str, Array]) -> None:
+        """Note rows of sparse variables before they change; the root only."""
+        rows = [array + self._tables[name].start for name, array in changed.items()]
+        if not rows:
+            return
+        for lacks in self._lacks:
+            if lacks is not None:
+                lacks += rows
+        self._log.append(np.concatenate(rows))
+
+    def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
+        """Bring a published vector up to date; the root only."""
+        lacks = self._lacks[copy]
+        rows = None if lacks is None else _united(lacks)
+        self._copy(center, self._views(flat), self._wire.parameters, rows)
+        self._end(flat)[...] = self._log.end
+        # Last: after an exception they are still missing.
+        self._lacks[copy] = []
+
+    # Every rank
+
+    def read(self, flat: Array, into: Mapping[str, Array], since: int | None) -> int:
+        """Copy parameters from a published vector to arrays; return the place."""
+        end = int(self._end(flat)[0])
+        entries = None if since is None else self._log.between(since, end)
+        rows = None if entries is None else _united([entries])
+        self._copy(self._views(flat), into, into, rows)
+        return end
+
+    def _views(self, flat: Array) -> dict[str, Array]:
+        return self._wire.parameters.views(flat)
+
+    def _end(self, flat: Array) -> Array:
+        """Return the place in the log that a published vector ends with, shape (1,)."""
+        return flat[self._wire.parameters.size :].view(np.int64)[:1]
+
+    def _copy(
+        self,
+        source: Mapping[str, Array],
+        target: Mapping[str, Array],
+        names: Iterable[str],
+        rows: Array | None,
+    ) -> None:
+        """Copy variables; of sparse ones, only given rows if they are not None."""
+        for name in names:
+            if rows is None or name not in self._tables:
+                target[name][...] = source[name]
+            else:
+                copy_rows(source[name], target[name], self._of(name, rows))
+
+    def _of(self, name: str, rows: Array) -> Array:
+        """Return which of sorted rows are those of a variable, numbered within it."""
+        table = self._tables[name]
+        begin, end = np.searchsorted(rows, [table.start, table.stop])
+        return rows[begin:end] - table.start
+
+    def free(self) -> None:
+        """Free the memory. Collective."""
+        self._log.free()
+
+
+def _united(parts: Sequence[Array]) -> Array:
+    """Return different rows, sorted."""
+    return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
+
+
+def copy_rows(source: Array, target: Array, rows: Array) -> None:
+    """Copy some rows of an array to another one of its shape."""
+    step = max(1, _CHUNK // max(1, math.prod(source.shape[1:])))
+    for start in range(0, rows.size, step):
+        places = rows[start : start + step]
+        target[places] = source[places]

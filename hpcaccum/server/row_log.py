@@ -1,0 +1,82 @@
+"""Which rows the last updates have changed, in memory of the node."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.mpi import AtomicWords, NodeMemory
+
+if TYPE_CHECKING:
+    from hpcaccum.mpi import Group
+
+Array = np.ndarray[Any, Any]
+
+# Entries before the first word may be overwritten, if they are `size` or more behind
+# it. Those before the second one are complete.
+_RESERVED, _WRITTEN = 0, 1
+
+
+class RowLog:
+    """Numbers of rows, one after the other; the last ones can be read. Collective.
+
+    The place of an entry is the number of entries before it. The root appends entries.
+    It waits for no reader: one that is too slow finds that entries were overwritten.
+
+    Args:
+        group: Ranks of one node.
+        root: The rank that appends.
+        size: The number of entries that can be read.
+    """
+
+    def __init__(self, group: Group, root: int, size: int) -> None:
+        self._size = max(1, size)
+        nbytes = self._size * np.dtype(np.int64).itemsize
+        with contextlib.ExitStack() as undo:
+            self._words = AtomicWords(group, root, 2)
+            undo.callback(self._words.free)
+            sizes = [nbytes * (rank == root) for rank in range(group.size)]
+            memory = NodeMemory(group, sizes)
+            undo.pop_all()
+        self._ring: Array = memory.parts[root].view(np.int64)
+        self.nbytes_here = nbytes if group.rank == root else 0
+        self._end = 0
+
+    @property
+    def end(self) -> int:
+        """The place after the last entry; the root only."""
+        return self._end
+
+    def append(self, rows: Array) -> None:
+        """Append entries; the root only. May be repeated after an exception."""
+        end = self._end + rows.size
+        # Readers must be able to see this before anything is overwritten.
+        self._words.write(_RESERVED, end)
+        if rows.size <= self._size:
+            self._ring[np.arange(self._end, end) % self._size] = rows
+        self._words.write(_WRITTEN, end)
+        self._end = end
+
+    def between(self, begin: int, end: int) -> Array | None:
+        """Return a copy of entries; None if some are overwritten.
+
+        Entries that are not complete yet are left out.
+
+        Args:
+            begin: The place of the first one.
+            end: The place after the last one.
+        """
+        end = min(end, self._words.read(_WRITTEN))
+        if end - begin > self._size:
+            return None
+        found: Array = self._ring[np.arange(begin, end) % self._size]
+        # All reads must be done before that of the word that validates them.
+        self._words.sync()
+        return found if self._words.read(_RESERVED) - self._size <= begin else None
+
+    def free(self) -> None:
+        """Free the memory. Collective."""
+        self._ring = np.empty(0, np.int64)
+        self._words.free()

@@ -1,0 +1,481 @@
+"""Sparse variables on a parameter server, against plain formulas on the rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum.server import parameter_copies
+
+from ..common import same_bits
+from ..lazy_rules import MAKERS, LazyRule
+from .support import meet
+from .training import ONE_SIDED, Gate, gives, turns, variable
+
+ROWS, ROW = 40, (2, 3)
+CALLS = 5
+INVALID = hpc.InvalidArgumentError
+
+
+@pytest.fixture
+def one_node(comm):
+    if not hpc.Group.of(comm).single_node:
+        pytest.skip("needs all ranks on one node")
+
+
+pytestmark = pytest.mark.usefixtures("one_node")
+
+
+@pytest.fixture
+def make(comm):
+    """Make optimizers, which are freed after the test."""
+    made = []
+
+    def one(kind, rule, *args, **options):
+        cls = {
+            "sync": hpc.SyncReplicasOptimizer,
+            "stale": hpc.DropStaleGradientOptimizer,
+        }[kind]
+        made.append(cls(rule, *args, comm=comm, **options))
+        return made[-1]
+
+    yield one
+    for opt in made:
+        opt.free()
+
+
+def table(dtype="f8", name="w", **options):
+    value = np.zeros((ROWS, *ROW), dtype)
+    return hpc.Variable(value, name, **{"sparse": True, **options})
+
+
+def drawn(rank, call, dtype="f8"):
+    """Return the gradient of a rank: some are empty, others repeat rows."""
+    rng = np.random.default_rng([rank, call])
+    number = 0 if (rank + call) % 4 == 1 else 12
+    values = rng.integers(-8, 8, (number, *ROW)).astype(dtype)
+    return hpc.IndexedSlices(values, rng.integers(0, ROWS - 1, number))
+
+
+def mean_of(slices, number=None):
+    """Return indices and values of the mean of whole gradients."""
+    indices = np.concatenate([each.indices for each in slices])
+    total = np.zeros((ROWS, *ROW))
+    np.add.at(total, indices, np.concatenate([each.values for each in slices]))
+    rows = np.unique(indices)
+    return rows, total[rows] / (number or len(slices))
+
+
+TOLERANCE = {"f2": 0.1, "f4": 1e-4, "f8": 1e-12}
+
+
+def close(found, expected):
+    limit = TOLERANCE[found.dtype.str[1:]]
+    np.testing.assert_allclose(found.astype("f8"), expected, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+@pytest.mark.parametrize("rule", MAKERS)
+def test_updates_with_the_mean_of_all_ranks(make, rank, size, rule, dtype):
+    w, b = table(dtype, capacity=12), variable(np.zeros(3), dtype, "b")
+    opt, model, dense = (
+        make("sync", MAKERS[rule](), size),
+        LazyRule(rule, w.value),
+        LazyRule(rule, b.value),
+    )
+    for call in range(CALLS):
+        loss = gives(np.full(3, 2.0, dtype), drawn(rank, call, dtype))
+        assert opt.minimize(loss, var_list=[b, w])
+        model.update(*mean_of([drawn(r, call) for r in range(size)]))
+        dense.update(range(3), np.full(3, 2.0))
+        close(w.value, model.value)
+        close(b.value, dense.value)
+        assert len(set(meet(w.value.tobytes()))) == 1
+    if rank == 0:
+        for name, slot in model.slots().items():
+            if dtype != "f2":
+                np.testing.assert_allclose(opt.get_slot(w, name).value, slot, 1e-4)
+            assert opt.get_slot(w, name).shape == w.shape
+
+
+@pytest.mark.parametrize("staleness", [1, 100])
+@pytest.mark.parametrize("rule", MAKERS)
+def test_updates_with_each_gradient_in_time(make, rank, rule, staleness):
+    w, model = table(capacity=12), LazyRule(rule, np.zeros((ROWS, *ROW)))
+    opt = make("stale", MAKERS[rule](), staleness)
+    receipts = [opt.minimize(gives(drawn(rank, c)), var_list=[w]) for c in range(CALLS)]
+    receipts = meet(receipts)
+    center = opt.center(w)
+    opt.free()
+
+    admitted = sorted(
+        (receipt.global_step, r, call)
+        for r, of_rank in enumerate(receipts)
+        for call, receipt in enumerate(of_rank)
+        if receipt
+    )
+    assert [step for step, _, _ in admitted] == list(range(opt.global_step))
+    for _, r, call in admitted:
+        slices = drawn(r, call)
+        model.update(slices.indices, slices.values)
+    close(center, model.value)
+    same_bits(w.value, center)
+    accepted = [sum(map(bool, of_rank)) for of_rank in receipts]
+    assert list(opt.statistics().accepted) == accepted
+
+
+@pytest.mark.ranks(min=2)
+def test_a_stale_gradient_changes_no_variable(make, rank, size):
+    w, b = table(), variable(np.zeros(1), name="b")
+    opt = make("stale", hpc.SGD(1.0), 0)
+    one = hpc.IndexedSlices(np.ones((1, *ROW)), [3])
+    pairs = opt.compute_gradients(gives(one, np.ones(1)), [w, b])
+    meet()
+    receipts = turns(range(size), lambda _: opt.apply_gradients(pairs))
+
+    assert [bool(receipt) for receipt in receipts] == [True] + [False] * (size - 1)
+    assert [receipt.lag for receipt in receipts[1:]] == [1] * (size - 1)
+    for each in (opt.center(w), w.value):
+        assert each.sum() == each[3].sum() == -6
+    assert opt.center(b) == -1
+
+
+@pytest.mark.parametrize("rule", ["SGD", "Adagrad"])
+@pytest.mark.parametrize("kind", ["sync", "stale"])
+def test_bits_are_those_of_whole_gradients(make, rank, size, rule, kind):
+    w, v = table("f4"), table("f4", "v", sparse=False)
+    opt = make(kind, MAKERS[rule](), size if kind == "sync" else 10**6)
+    for call in range(CALLS):
+        rng = np.random.default_rng([rank, call])
+        values = rng.normal(size=(9, *ROW)).astype("f4")
+        slices = hpc.IndexedSlices(values, rng.integers(0, ROWS, 9))
+        assert opt.minimize(gives(slices, slices), var_list=[w, v])
+        same_bits(w.value, v.value)
+    assert w.value.any()
+
+
+def test_a_mean_is_over_the_gradients_that_are_present(make, rank, size):
+    w, v, opt = table(), table(name="v"), make("sync", hpc.SGD(1.0), size)
+    for call in range(3):
+        first = drawn(rank, call) if rank == 0 else None
+        opt.minimize(gives(first, drawn(rank, call + 9)), var_list=[w, v])
+
+    alone, all_ranks = LazyRule("SGD", w.value * 0), LazyRule("SGD", v.value * 0)
+    for call in range(3):
+        alone.update(*mean_of([drawn(0, call)]))
+        all_ranks.update(*mean_of([drawn(r, call + 9) for r in range(size)]))
+    close(w.value, 2 * alone.value)
+    close(v.value, 2 * all_ranks.value)
+
+
+def test_steps_count_updates_without_rows_but_not_without_gradients(make, rank, size):
+    w, v, opt = table(), table(name="v"), make("sync", hpc.Adam(0.1), size)
+    nothing = hpc.IndexedSlices(np.ones((0, *ROW)), [])
+    for _ in range(2):
+        opt.minimize(gives(nothing, None), var_list=[w, v])
+    opt.minimize(gives(nothing, nothing), var_list=[w, v])
+
+    assert opt.global_step == 3
+    if rank == 0:
+        state = opt.snapshot()["state"]
+        assert (state["w"]["step"], state["v"]["step"]) == (3, 1)
+    assert not w.value.any()
+
+
+@pytest.mark.parametrize("rule", ["SGD", "Adam"])
+def test_several_gradients_of_a_rank_in_one_update(make, rank, size, rule):
+    w, model = table(capacity=12), LazyRule(rule, np.zeros((ROWS, *ROW)))
+    opt = make("sync", MAKERS[rule](), 2 * size)
+    for step in range(3):
+        for call in (2 * step, 2 * step + 1):
+            assert opt.minimize(gives(drawn(rank, call)), var_list=[w])
+        calls = [drawn(r, c) for r in range(size) for c in (2 * step, 2 * step + 1)]
+        model.update(*mean_of(calls))
+        close(w.value, model.value)
+    assert opt.global_step == 3
+
+
+@pytest.mark.ranks(min=2)
+def test_too_many_rows_in_one_update_are_refused(make, rank, size, monkeypatch):
+    w, opt = table(capacity=3), make("sync", hpc.SGD(1.0), size)
+    opt.initialize([w])
+
+    def slices(first):
+        return hpc.IndexedSlices(np.ones((3, *ROW)), range(first, first + 3))
+
+    if rank == 0:
+        with monkeypatch.context() as patch:
+            # As if the wait for the update were interrupted.
+            patch.setattr(type(opt), "_after", lambda *_: None)
+            assert opt.apply_gradients([(slices(0), w)])
+            text = "gradients of 'w': the gradients of a rank in one round have at most"
+            with pytest.raises(INVALID, match=f"{text} 3 .* rank 0 would have 4"):
+                opt.apply_gradients([(slices(1), w)])
+    meet()
+    if rank:
+        opt.minimize(gives(slices(0)))
+    meet()
+    opt.free()
+
+    assert opt.global_step == 1
+    assert (-w.value[:4, 0, 0]).tolist() == [1, 1, 1, 0]
+    assert list(opt.statistics().accepted) == [1] * size
+
+
+def test_only_rows_that_changed_are_copied(make, rank, size, monkeypatch):
+    copied, whole = [], []
+    copy_rows, copy = parameter_copies.copy_rows, parameter_copies.SparseCopies._copy
+
+    def count(source, target, rows):
+        copied.append(rows.size)
+        copy_rows(source, target, rows)
+
+    def watch(self, source, target, names, rows):
+        whole.append(rows is None)
+        copy(self, source, target, names, rows)
+
+    def counted(number):
+        """Return the rows that one step copies, of a table with this many."""
+        w = hpc.Variable(np.zeros((number, 4), "f4"), "w", sparse=True, capacity=3)
+        opt = make("sync", hpc.Adam(0.1), size, name=f"{number} rows")
+        loss = gives(hpc.IndexedSlices(np.ones((3, 4), "f4"), [0, 5, 9 + rank]))
+        for _ in range(3):
+            opt.minimize(loss, var_list=[w])
+        meet()
+        copied.clear(), whole.clear()
+        opt.minimize(loss, var_list=[w])
+        meet()
+        assert not any(whole)
+        assert np.count_nonzero(w.value.any(axis=1)) == 2 + size
+        return sorted(copied), opt._server._inbox.window_bytes
+
+    monkeypatch.setattr(parameter_copies, "copy_rows", count)
+    monkeypatch.setattr(parameter_copies.SparseCopies, "_copy", watch)
+    small, large = counted(200), counted(20_000)
+
+    assert small == large
+    # This rank's variable, and on the root the published copy.
+    assert small[0] == [2 + size] * (1 + (rank == 0))
+    assert small[1] < 1000
+
+
+@pytest.mark.parametrize("share", [1, ROWS * 9])
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_is_behind_gets_all_rows(make, rank, size, share, monkeypatch):
+    # The log is as long as the table, or has one entry.
+    monkeypatch.setattr(parameter_copies, "_SHARE", share)
+    w, opt = table(), make("stale", hpc.SGD(1.0), 10**6)
+    opt.initialize([w])
+    meet()
+    for first, last in ((0, 1), (1, 3), (3, 11)):
+        if rank == 0:
+            for call in range(first, last):
+                opt.minimize(gives(drawn(rank, call)))
+        meet()
+        opt.compute_gradients(gives(np.zeros((ROWS, *ROW))))
+        model = LazyRule("SGD", np.zeros((ROWS, *ROW)))
+        for call in range(last):
+            slices = drawn(0, call)
+            model.update(slices.indices, slices.values)
+        close(w.value, 2 * model.value)
+        meet()
+
+
+@pytest.mark.ranks(min=2)
+def test_no_rank_sees_half_an_update(make, rank, size):
+    half, number = 16, 300
+    w = hpc.Variable(np.zeros((2 * half, 5000), "f4"), "w", sparse=True, capacity=2)
+    opt = make("stale", hpc.SGD(1.0), 10**6)
+    opt.initialize([w])
+    nothing = gives(hpc.IndexedSlices(np.ones((0, 5000), "f4"), []))
+    meet()
+    if rank == size - 1:
+        seen = set()
+        while opt.global_step < number * (size - 1):
+            opt.compute_gradients(nothing)
+            assert (w.value == w.value[:, :1]).all()
+            same_bits(w.value[:half], w.value[half:])
+            assert -w.value[:half, 0].sum() == opt._step
+            seen.add(opt._step)
+        assert len(seen) > 1
+    else:
+        rng = np.random.default_rng(rank)
+        for _ in range(number):
+            row = rng.integers(half)
+            ones = hpc.IndexedSlices(np.ones((2, 5000), "f4"), [row + half, row])
+            assert opt.minimize(gives(ones), var_list=[w])
+
+
+def test_an_interrupted_pull_is_repeated_as_a_whole(make, rank, size, monkeypatch):
+    w, opt = table(), make("sync", hpc.SGD(1.0), size)
+    opt.minimize(gives(drawn(0, 2)), var_list=[w])
+    expected = LazyRule("SGD", np.zeros((ROWS, *ROW)))
+    for call in (2, 3):
+        expected.update(*mean_of([drawn(0, call)]))
+
+    read = parameter_copies.SparseCopies.read
+
+    def interrupted(self, flat, into, since):
+        read(self, flat, into, since)
+        into["w"][...] = 77
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parameter_copies.SparseCopies, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            opt.minimize(gives(drawn(0, 3)), var_list=[w])
+    opt.compute_gradients(gives(drawn(0, 3)))
+    close(w.value, 2 * expected.value)
+
+
+def test_reading_the_center_does_not_disturb_pulls(make, rank, size, monkeypatch):
+    w, b = table(), variable(np.zeros(2), name="b")
+    opt = make("sync", hpc.Momentum(0.5, 0.75), size)
+    model = LazyRule("Momentum", np.zeros((ROWS, *ROW)))
+    for call in range(CALLS):
+        opt.minimize(gives(drawn(rank, call), np.ones(2)), var_list=[w, b])
+        model.update(*mean_of([drawn(r, call) for r in range(size)]))
+        meet()
+        for read in ([w, b], [b], [w]):
+            for each, array in zip(read, opt.center(read), strict=True):
+                same_bits(array, each.value)
+        close(w.value, model.value)
+        meet()
+
+
+@pytest.mark.parametrize("kind", ["sync", "stale"])
+def test_a_run_continues_from_a_snapshot(make, rank, size, kind, tmp_path):
+    def run(name, calls, snapshot=None):
+        w, b = table("f4", capacity=12), variable(np.zeros(2), "f4", "b")
+        opt = make(kind, hpc.Adam(0.1), size if kind == "sync" else 10**6, name=name)
+        if snapshot is None:
+            opt.initialize([w, b])
+        else:
+            opt.restore(snapshot, [w, b])
+        for call in calls:
+            for turn in range(1 if kind == "sync" else size):
+                if kind == "sync" or rank == turn:
+                    opt.minimize(gives(drawn(rank, call, "f4"), np.ones(2, "f4")))
+                meet()
+        found = opt.snapshot() if rank == 0 else None
+        opt.free()
+        return found, w.value
+
+    first, _ = run("first", range(3))
+    whole, expected = run("whole", range(6))
+    resumed, value = run("resumed", range(3, 6), meet(first)[0])
+    same_bits(value, expected)
+    if rank == 0:
+        assert resumed["global_step"] == whole["global_step"]
+        for name in ("m", "v"):
+            same_bits(resumed["state"]["w"][name], whole["state"]["w"][name])
+
+
+def test_ranks_leave_one_after_the_other(make, rank, size):
+    w, opt = table(), make("sync", hpc.SGD(1.0), size)
+    opt.initialize([w])
+    for call in range(rank + 1):
+        assert opt.minimize(gives(drawn(rank, call)))
+    opt.leave()
+    opt.free()
+
+    model = LazyRule("SGD", np.zeros((ROWS, *ROW)))
+    for call in range(size):
+        model.update(*mean_of([drawn(r, call) for r in range(call, size)]))
+    close(w.value, 2 * model.value)
+    assert opt.global_step == size
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", ["sync", "stale"])
+def test_a_dedicated_server(make, rank, size, kind):
+    w, model = table(capacity=12), LazyRule("SGD", np.zeros((ROWS, *ROW)))
+    limit = size - 1 if kind == "sync" else 10**6
+    opt = make(kind, hpc.SGD(0.5), limit, dedicated=True, host=size - 1)
+    opt.initialize([w])
+    if rank == size - 1:
+        opt.serve()
+    else:
+        for call in range(CALLS):
+            opt.minimize(gives(drawn(rank, call)))
+        opt.leave()
+    opt.free()
+
+    for call in range(CALLS):
+        gradients = [drawn(r, call) for r in range(size - 1)]
+        model.update(*mean_of(gradients, 1 if kind == "stale" else None))
+    close(w.value, model.value)
+
+
+def test_gradients_that_are_not_finite_are_dropped(make, rank, size):
+    w, opt = table(), make("stale", hpc.SGD(1.0), 9, on_nonfinite="drop")
+    slices = drawn(0, 0)
+    slices.values[2] = np.nan
+    receipt = opt.minimize(gives(slices), var_list=[w])
+
+    assert (receipt.accepted, receipt.nonfinite) == (False, True)
+    assert not opt.center(w).any()
+
+
+WRONG = {
+    "array": (
+        np.zeros((ROWS, *ROW)),
+        TypeError,
+        "gradient of 'w', which is sparse, must be an IndexedSlices",
+    ),
+    "row": (
+        hpc.IndexedSlices(np.ones((1, *ROW)), [ROWS]),
+        INVALID,
+        "gradient of 'w': indices must be in 0 to 39, got 40",
+    ),
+    "many": (
+        hpc.IndexedSlices(np.ones((9, *ROW)), [*range(8), 0]),
+        INVALID,
+        "gradient of 'w' has 8 different rows, at most 7 can be sent",
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", WRONG)
+@pytest.mark.parametrize("kind", ["sync", "stale"])
+def test_a_wrong_gradient_is_not_sent(make, rank, size, kind, problem):
+    wrong, error, text = WRONG[problem]
+    w, opt = (
+        table(capacity=7),
+        make(kind, hpc.SGD(1.0), size if kind == "sync" else 99),
+    )
+    opt.initialize([w])
+    if rank == size - 1:
+        with pytest.raises(error, match=text):
+            opt.apply_gradients([(wrong, w)])
+    fits = hpc.IndexedSlices(np.ones((9, *ROW)), [*range(7), 0, 1])
+    assert opt.minimize(gives(fits))
+    opt.free()
+
+    total = 1 if kind == "sync" else size
+    assert -w.value[0, 0, 0] == 2 * total
+    assert -w.value.sum() == 9 * 6 * total
+
+
+def test_a_rule_of_the_user_is_refused(make, rank):
+    for kind in ("sync", "stale"):
+        w, opt = table(), make(kind, Gate(lambda: None), 1)
+        with pytest.raises(INVALID, match="'w' needs an inner optimizer that is a"):
+            opt.initialize([w])
+        assert opt._server is None
+
+
+def test_agn_refuses_sparse_variables(comm):
+    w = table()
+    with ONE_SIDED["AGN"](hpc.SGD(1.0), [w], comm) as opt:
+        for call in (opt.initialize, lambda: opt.restore(None)):
+            with pytest.raises(INVALID, match="not sums of several; make it without"):
+                call()
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_must_agree_on_capacities(make, rank):
+    w, opt = table(capacity=3 + (rank == 1)), make("stale", hpc.SGD(1.0), 1)
+    with pytest.raises(hpc.DisagreementError, match="capacities of sparse variables"):
+        opt.initialize([w])
