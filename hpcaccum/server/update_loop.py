@@ -132,6 +132,10 @@ class UpdateLoop(Loop):
         """Publish the center as that of a step."""
         super().set_step(step)
         self._parameters.publish(self._fill, step)
+        if self._wire.rows:
+            # The other copy too, so that no update has to copy whole tables.
+            copies = self._parameters.copies
+            self._fill(copies.copy(copies.writing))
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
         def fill(flat: Array) -> None:
