@@ -54,8 +54,8 @@ class RowLog:
         end = self._end + rows.size
         # Readers must be able to see this before anything is overwritten.
         self._words.write(_RESERVED, end)
-        if rows.size <= self._size:
-            self._ring[np.arange(self._end, end) % self._size] = rows
+        last = rows[-self._size :]
+        self._ring[np.arange(end - last.size, end) % self._size] = last
         self._words.write(_WRITTEN, end)
         self._end = end
 
