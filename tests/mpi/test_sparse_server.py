@@ -174,17 +174,22 @@ def test_a_mean_is_over_the_gradients_that_are_present(make, rank, size):
 
 
 def test_steps_count_updates_without_rows_but_not_without_gradients(make, rank, size):
-    w, v, opt = table(), table(name="v"), make("sync", hpc.Adam(0.1), size)
-    nothing = hpc.IndexedSlices(np.ones((0, *ROW)), [])
-    for _ in range(2):
-        opt.minimize(gives(nothing, None), var_list=[w, v])
-    opt.minimize(gives(nothing, nothing), var_list=[w, v])
+    w, b, v = table(), variable(np.zeros(2), name="b"), table(name="v")
+    opt = make("sync", hpc.Adam(0.1), size)
+    nothing, ones = hpc.IndexedSlices(np.ones((0, *ROW)), []), np.ones(2)
+    for grads in (
+        (nothing, None, None),
+        (nothing, ones, None),
+        (nothing, None, nothing),
+    ):
+        opt.minimize(gives(*grads), var_list=[w, b, v])
 
     assert opt.global_step == 3
     if rank == 0:
         state = opt.snapshot()["state"]
-        assert (state["w"]["step"], state["v"]["step"]) == (3, 1)
+        assert [state[name]["step"] for name in "wbv"] == [3, 1, 1]
     assert not w.value.any()
+    assert b.value.all()
 
 
 @pytest.mark.parametrize("rule", ["SGD", "Adam"])
@@ -227,8 +232,10 @@ def test_too_many_rows_in_one_update_are_refused(make, rank, size, monkeypatch):
     assert list(opt.statistics().accepted) == [1] * size
 
 
-def test_only_rows_that_changed_are_copied(make, rank, size, monkeypatch):
-    copied, whole = [], []
+@pytest.fixture
+def copies(monkeypatch):
+    """The number of rows of each copy of a table; "all" for a whole one."""
+    copied = []
     copy_rows, copy = parameter_copies.copy_rows, parameter_copies.SparseCopies._copy
 
     def count(source, target, rows):
@@ -236,32 +243,48 @@ def test_only_rows_that_changed_are_copied(make, rank, size, monkeypatch):
         copy_rows(source, target, rows)
 
     def watch(self, source, target, names, rows):
-        whole.append(rows is None)
+        copied.extend(["all"] * (rows is None))
         copy(self, source, target, names, rows)
-
-    def counted(number):
-        """Return the rows that one step copies, of a table with this many."""
-        w = hpc.Variable(np.zeros((number, 4), "f4"), "w", sparse=True, capacity=3)
-        opt = make("sync", hpc.Adam(0.1), size, name=f"{number} rows")
-        loss = gives(hpc.IndexedSlices(np.ones((3, 4), "f4"), [0, 5, 9 + rank]))
-        for _ in range(3):
-            opt.minimize(loss, var_list=[w])
-        meet()
-        copied.clear(), whole.clear()
-        opt.minimize(loss, var_list=[w])
-        meet()
-        assert not any(whole)
-        assert np.count_nonzero(w.value.any(axis=1)) == 2 + size
-        return sorted(copied), opt._server._inbox.window_bytes
 
     monkeypatch.setattr(parameter_copies, "copy_rows", count)
     monkeypatch.setattr(parameter_copies.SparseCopies, "_copy", watch)
-    small, large = counted(200), counted(20_000)
+    return copied
 
-    assert small == large
-    # This rank's variable, and on the root the published copy.
-    assert small[0] == [2 + size] * (1 + (rank == 0))
-    assert small[1] < 1000
+
+@pytest.mark.parametrize("number", [200, 20_000])
+def test_only_rows_that_changed_are_copied(make, rank, size, copies, number):
+    w = hpc.Variable(np.zeros((number, 4), "f4"), "w", sparse=True, capacity=3)
+    opt = make("sync", hpc.Adam(0.1), size)
+    opt.initialize([w])
+    loss = gives(hpc.IndexedSlices(np.ones((3, 4), "f4"), [0, 5, 9 + rank]))
+    counted = []
+    for _ in range(4):
+        meet()
+        copies.clear()
+        opt.minimize(loss)
+        meet()
+        counted.append(list(copies))
+
+    # To this rank's variable, and on the root to what is published.
+    assert counted == [[2 + size] * (1 + (rank == 0))] * 4
+    assert np.count_nonzero(w.value.any(axis=1)) == 2 + size
+    # Of two buffers with 3 rows each.
+    assert opt._server._inbox.window_bytes < 1000
+
+
+@pytest.mark.ranks(min=2)
+def test_reads_of_the_center_do_not_make_pulls_longer(make, rank, copies):
+    w, opt = table(), make("stale", hpc.SGD(1.0), 10**6)
+    opt.initialize([w])
+    slices = hpc.IndexedSlices(np.ones((2, *ROW)), [3, 5])
+    if rank == 0:
+        opt.minimize(gives(slices))
+    meet()
+    copies.clear()
+    same_bits(opt.center(w)[:, 0, 0], -np.bincount([3, 5], minlength=ROWS) * 1.0)
+    opt.compute_gradients(gives(slices))
+
+    assert copies == ["all", 2] if rank else ["all"]
 
 
 @pytest.mark.parametrize("share", [1, ROWS // 15, ROWS * 9])
