@@ -143,7 +143,8 @@ class OneSidedOptimizer(ServedOptimizer):
 
         Raises:
             TypeError, InvalidArgumentError, DisagreementError: On every rank, if
-                ``var_list`` does not contain variables, or they differ between ranks.
+                ``var_list`` does not contain variables, they differ between ranks, or
+                one is sparse and this optimizer cannot send its rows.
         """
         self._check_open()
         if self._server is not None:

@@ -232,6 +232,23 @@ def test_too_many_rows_in_one_update_are_refused(make, rank, size, monkeypatch):
     assert list(opt.statistics().accepted) == [1] * size
 
 
+@pytest.mark.parametrize("kind", ["sync", "stale"])
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (4,)])
+def test_tables_without_elements_and_vectors(make, rank, size, kind, shape):
+    w = hpc.Variable(np.zeros(shape, "f4"), "w", sparse=True)
+    opt = make(kind, hpc.Adagrad(1.0), size if kind == "sync" else 99)
+    rows = [2, 0, 2][: 3 * bool(shape[0])]
+    values = np.ones((len(rows), *shape[1:]), "f4")
+    for _ in range(2):
+        assert opt.minimize(gives(hpc.IndexedSlices(values, rows)), var_list=[w])
+    opt.free()
+
+    assert opt.global_step == 2 * (1 if kind == "sync" else size)
+    same_bits(w.value, opt.center(w))
+    if w.value.size:
+        assert (w.value < 0).tolist() == [True, False, True, False]
+
+
 @pytest.fixture
 def copies(monkeypatch):
     """The number of rows of each copy of a table; "all" for a whole one."""
