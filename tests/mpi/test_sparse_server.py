@@ -462,6 +462,17 @@ def test_gradients_that_are_not_finite_are_dropped(make, rank, size):
     assert not opt.center(w).any()
 
 
+@pytest.mark.parametrize("kind", ["sync", "stale"])
+def test_gradients_may_lie_on_a_device(make, size, cp, kind):
+    w, opt = table(), make(kind, hpc.SGD(1.0), size if kind == "sync" else 99)
+    slices = hpc.IndexedSlices(cp.ones((3, *ROW)), cp.asarray([4, 1, 4]))
+    assert opt.minimize(gives(slices), var_list=[w])
+    opt.free()
+
+    total = 1 if kind == "sync" else size
+    assert (-w.value[:5, 0, 0]).tolist() == [0, total, 0, 0, 2 * total]
+
+
 WRONG = {
     "array": (
         np.zeros((ROWS, *ROW)),
