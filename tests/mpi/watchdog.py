@@ -151,7 +151,8 @@ def failing(failure: str | None) -> Iterator[None]:
 
 def stacks() -> str:
     """Return the stacks of all threads but the one that asks."""
-    gc.disable()  # Python 3.11 deadlocks if it collects garbage in the next call
+    # Python 3.11 may deadlock if it collects garbage in the next call (gh-106883).
+    gc.disable()
     frames = sys._current_frames()
     gc.enable()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
