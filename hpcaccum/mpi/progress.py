@@ -82,13 +82,10 @@ class ProgressThread:
     Args:
         comm: Communicator on which to probe.
         needed: Whether a thread is needed: whether there are other nodes.
-
-    Attributes:
-        attended: Whether another thread of this rank is in MPI whenever others need it.
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm, *, needed: bool) -> None:
-        self._comm, self._needed, self.attended = comm, needed, False
+        self._comm, self._needed = comm, needed
         self._windows: list[memoryview] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -115,15 +112,14 @@ class ProgressThread:
     def _run(self) -> None:
         seen, changed = self._contents(), time.monotonic()
         while not self._end.nap(idle_nap(time.monotonic() - changed, _NAP)):
-            self._comm.Iprobe(MPI.ANY_SOURCE, Tag.NONE)
+            self.look()
             found = self._contents()
             if found != seen or None in found:
                 seen, changed = found, time.monotonic()
 
     def look(self) -> None:
-        """Enter MPI, unless the thread that attends to it does; for ranks that poll."""
-        if not self.attended:
-            self._comm.Iprobe(MPI.ANY_SOURCE, Tag.NONE)
+        """Enter MPI once; for a rank that polls what other nodes change."""
+        self._comm.Iprobe(MPI.ANY_SOURCE, Tag.NONE)
 
     def _contents(self) -> list[bytes | None]:
         """Return what is in all windows, of which there is none at the end."""

@@ -80,7 +80,7 @@ class Agent:
         self.hosts = [names[rank] for rank in self.leaders]
         self.comm = group.comm.Dup()
         self.node = group.node_number
-        self._group, self._progress = group, group.progress
+        self._group = group
         # Requests of this rank to its own agent.
         self._own: deque[tuple[Any, ...]] = deque()
         self._awake = Wake()
@@ -212,7 +212,7 @@ class Agent:
     # The thread
 
     def _start(self) -> None:
-        self._stopped, self._progress.attended = False, True
+        self._stopped = False
         name = f"agent of {self.describe([self.node])}"
         self._thread = threading.Thread(
             target=self._run_or_abort, daemon=True, name=name
@@ -227,7 +227,7 @@ class Agent:
         # A thread of this rank: no limit of the user's applies.
         deadline = Deadline(math.inf, self._thread.name)
         deadline.join(self._thread, lambda: "its thread to end")
-        self._thread, self._progress.attended = None, False
+        self._thread = None
 
     def _run_or_abort(self) -> None:
         try:
