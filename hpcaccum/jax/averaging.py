@@ -84,7 +84,7 @@ def average(
         comm: Communicator of the ranks; COMM_WORLD by default.
         on_nonfinite: What happens to updates with a NaN or an infinity: "accept"
             averages them, so that the mean is not finite on any rank. "drop" takes the
-            mean over the other ranks; if there are none, it is zero, with which the
+            mean over the other ranks; if no rank remains, it is zero, with which the
             rest of the chain is called all the same. "raise" is an error on all ranks.
         wire_dtype: A narrower dtype, such as `jax.numpy.bfloat16`, in which sums travel
             between nodes. They are formed in the wider dtype.
