@@ -187,7 +187,8 @@ def _fetch(target: Array, source: Any) -> None:
 
 
 def _send(target: Any, source: Any) -> None:
-    source = np.ascontiguousarray(source)
+    # `ascontiguousarray` would give a number a dimension.
+    source = np.asarray(source, order="C")
     if source.shape != target.shape:
         source = np.broadcast_to(source, target.shape).copy()
     if source.dtype == target.dtype and target.flags.c_contiguous:
