@@ -6,18 +6,19 @@ was imported before.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpcaccum.errors import DeviceUnavailableError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 logger = logging.getLogger("hpcaccum")
 
@@ -108,6 +109,40 @@ def use_device(number: int) -> int:
     chosen = number % int(runtime.runtime.getDeviceCount())
     runtime.Device(chosen).use()
     return chosen
+
+
+def shared_array(tensor: Any) -> Array:
+    """Return an array that shares the memory of a tensor of another library.
+
+    Args:
+        tensor: On the current device, with ``__dlpack__``; not of bfloat16.
+    """
+    return cupy().from_dlpack(tensor)  # type: ignore[no-any-return]
+
+
+class _ForeignStream(NamedTuple):
+    """A stream of another library, as CUDA's stream protocol passes it.
+
+    Source: the documentation of cuda.core, "CUDA stream protocol".
+    """
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+@contextlib.contextmanager
+def on_stream(address: int) -> Iterator[None]:
+    """Make a stream of another library the current one of this thread, for a block.
+
+    Args:
+        address: Of the stream, on the current device; 0 is the null stream.
+    """
+    kind = cupy().cuda.Stream
+    stream = kind.from_external(_ForeignStream(address)) if address else kind.null
+    with stream:
+        yield
 
 
 def device_name() -> str:

@@ -79,6 +79,26 @@ def test_copies(cp, dtype):
     device.release({"x": there})
 
 
+@ALL
+def test_memory_and_streams_of_another_library(cp, dtype):
+    own = cp.zeros((4, 6), dtype)
+    # The adapter of PyTorch passes bfloat16 as integers.
+    bits = own.view("int16") if dtype is ml_dtypes.bfloat16 else own
+    array = device.shared_array(bits).view(dtype)
+    del bits
+    assert array.data.ptr == own.data.ptr
+    assert array.dtype == dtype
+    assert device.is_device(array)
+    device.check_array("x", array, [np.dtype(dtype)])
+
+    for stream in cp.cuda.Stream.null, cp.cuda.Stream(non_blocking=True):
+        with device.on_stream(stream.ptr):
+            assert cp.cuda.get_current_stream().ptr == stream.ptr
+            device.copyto(array, own)
+            cp.cuda.get_current_stream().record().synchronize()
+    assert cp.cuda.get_current_stream().ptr == 0
+
+
 def test_host_memory_is_pinned(cp, driver):
     memory = device.Pinned(np.zeros(1 << 16))
     assert driver.null_driver_used(PINNED) == 1

@@ -47,7 +47,7 @@ from numpy import (
 )
 
 from . import _routines, cuda, linalg, random
-from ._ndarray import ndarray
+from ._ndarray import from_dlpack, ndarray
 from ._raw import RawKernel, RawModule
 from ._routines import *  # noqa: F403
 from .cuda import is_available
@@ -70,6 +70,7 @@ __all__ = [
     "float32",
     "float64",
     "floating",
+    "from_dlpack",
     "generic",
     "iinfo",
     "inf",

@@ -1,6 +1,6 @@
 """DLPack capsules that say that the memory is a CUDA device's, as CuPy's do.
 
-NumPy makes them; then the device is written in.
+NumPy makes and reads them; the device is written in, or that of NumPy.
 
 Source: the DLPack specification, dlpack.h.
 """
@@ -11,7 +11,7 @@ import ctypes
 
 import numpy as np
 
-CUDA = 2  # kDLCUDA
+_CPU, CUDA = 1, 2  # kDLCPU, kDLCUDA
 _BFLOAT = 4  # kDLBfloat
 
 # Within a tensor, after the address; within a versioned one, the tensor.
@@ -46,8 +46,31 @@ def capsule(host, memory, max_version):
     else:
         made = array.__dlpack__()
         tensor = _pointer(made, b"dltensor")
-    where = (ctypes.c_int32 * 2).from_address(tensor + _DEVICE)
-    where[0], where[1] = CUDA, memory.device_id
+    _set_device(tensor, CUDA, memory.device_id)
     if bfloat:
         ctypes.c_uint8.from_address(tensor + _DTYPE).value = _BFLOAT
     return made
+
+
+def _set_device(tensor, kind, number):
+    where = (ctypes.c_int32 * 2).from_address(tensor + _DEVICE)
+    where[0], where[1] = kind, number
+
+
+class _OfTheHost:
+    """What NumPy takes an array from."""
+
+    def __init__(self, made):
+        self._made = made
+
+    def __dlpack_device__(self):
+        return _CPU, 0
+
+    def __dlpack__(self, **options):
+        return self._made
+
+
+def host_array(made):
+    """Return a NumPy array of the memory of a capsule without a version."""
+    _set_device(_pointer(made, b"dltensor"), _CPU, 0)
+    return np.from_dlpack(_OfTheHost(made))

@@ -74,6 +74,22 @@ def _scalar(convert):
     return lambda self: convert(self.get())
 
 
+def from_dlpack(array):
+    """Return an array of the memory of another library's on a device."""
+    kind, number = array.__dlpack_device__()
+    if kind != _dlpack.CUDA:
+        raise ValueError(f"Unsupported array type: {kind}")
+    with Device(number):
+        # 0 would be no stream at all; 1 is the null stream.
+        made = array.__dlpack__(stream=get_current_stream().ptr or 1)
+        host = _dlpack.host_array(made)
+        address = host.ctypes.data
+        pointer = memory.MemoryPointer(
+            memory.UnownedMemory(address, host.nbytes, host, number), 0
+        )
+        return ndarray(host.shape, host.dtype, pointer, host.strides)
+
+
 class ndarray:
     """An array on a simulated device; see CuPy's for what it does.
 

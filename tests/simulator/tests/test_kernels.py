@@ -132,6 +132,20 @@ def test_capsule_keeps_the_memory():
     assert cupy.get_default_memory_pool().used_bytes() == used - 8
 
 
+def test_from_dlpack_shares_the_memory_and_keeps_it():
+    x = ready([[1, 2, 3], [4, 5, 6]])
+    used = cupy.get_default_memory_pool().used_bytes()
+
+    y = cupy.from_dlpack(x)[:, 1]
+    x += 1
+    del x
+
+    np.testing.assert_array_equal(y.get(), [3, 6])
+    assert cupy.get_default_memory_pool().used_bytes() == used
+    with pytest.raises(ValueError, match="Unsupported"):
+        cupy.from_dlpack(np.ones(3))
+
+
 # Devices.
 
 

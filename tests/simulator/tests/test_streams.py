@@ -424,3 +424,28 @@ def test_pool_counts_bytes():
     assert during - before == 8000
     assert pool.used_bytes() == before
     assert pool.free_bytes() == 0
+
+
+class Foreign:
+    """A stream of another library."""
+
+    def __init__(self, address):
+        self.address = address
+
+    def __cuda_stream__(self):
+        return 0, self.address
+
+
+def test_an_external_stream_is_the_one_of_its_address():
+    own = cupy.cuda.Stream(non_blocking=True)
+    x = ready([1, 2])
+
+    with own:
+        np.add(x, 1, out=x)
+    with cupy.cuda.Stream.from_external(Foreign(own.ptr)) as same:
+        assert same == own
+        np.multiply(x, 2, out=x)
+    del same
+    own.synchronize()
+
+    np.testing.assert_array_equal(seen(x), [4, 6])

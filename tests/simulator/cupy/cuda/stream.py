@@ -38,8 +38,19 @@ class Stream:
 
     def __del__(self):
         # Its work goes on: cudaStreamDestroy returns at once.
-        if (own := getattr(self, "_own", None)) is not None:
+        own = None if hasattr(self, "_foreign") else getattr(self, "_own", None)
+        if own is not None:
             own.closed = True
+
+    @classmethod
+    def from_external(cls, obj):
+        """Return a stream that exists already, of the current device."""
+        _, ptr = obj.__cuda_stream__()
+        stream = cls.__new__(cls)
+        stream.device_id, stream.ptr, stream._default = get_device_id(), ptr, None
+        stream._own, stream._before = _queue_of(ptr), []
+        stream._foreign = obj
+        return stream
 
     @property
     def _queue(self):
