@@ -25,7 +25,7 @@ endif
 
 .PHONY: help demo test test-single test-unit test-system test-programs test-checks \
         test-device nvrtc test-1-openmpi test-cupy test-newest-cupy test-oldest-cupy \
-        test-gpu sanitize-gpu test-mpi test-hosts test-adapters lint docs pages venv environments \
+        test-gpu test-gpu-torch sanitize-gpu test-mpi test-hosts test-adapters lint docs pages venv environments \
         clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
@@ -37,7 +37,7 @@ help:
 	@echo "make test-unit    what needs no MPI; test-system, test-device: the others"
 	@echo "make nvrtc        install NVIDIA's compiler (400 MB), which test-device then uses"
 	@echo "make test-cupy    CuPy itself, oldest and newest, without a GPU; installs 700 MB"
-	@echo "make test-gpu     the tests with device arrays, on a real GPU; make sanitize-gpu"
+	@echo "make test-gpu     the tests with device arrays, on a real GPU; make test-gpu-torch"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation as pages, in build/site"
 	@echo "make clean        remove the environments and what was built"
@@ -101,6 +101,10 @@ test-oldest-cupy: $(VENV)/.nvrtc $(OLDEST_CUPY)/.installed
 test-gpu: $(VENV)/.test
 	$(PYTEST) tests/device -m gpu $(ARGS) </dev/null
 	$(MPIEXEC) -n 2 $(PYTEST) tests/mpi -m gpu $(ARGS) </dev/null
+
+# PyTorch for the CUDA of this machine must be in $(VENV), too.
+test-gpu-torch: $(VENV)/.test
+	$(MPIEXEC) -n 2 $(PYTEST) tests/adapters -m gpu $(ARGS) </dev/null
 
 # The kernels alone, by NVIDIA's checkers: slow, so only what takes every way once.
 SANITIZER := compute-sanitizer --error-exitcode=1

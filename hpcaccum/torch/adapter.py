@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ from hpcaccum.torch.tensors import (
     check_optimizer,
     named_parameters,
     names_of,
+    stream_of,
     tensor_of,
 )
 
@@ -32,6 +34,21 @@ if TYPE_CHECKING:
 
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.optimizers import Variable
+
+S = TypeVar("S", bound="Adapter")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_stream(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Make a method do its work on the device in PyTorch's order; see `stream_of`."""
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with stream_of(self._first):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
@@ -69,15 +86,16 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         self._group = Group.of(comm)
         self._what = f"hpcaccum.torch.{type(self).__name__}"
 
-        def check() -> tuple[dict[str, Any], list[str], Buffers]:
+        def check() -> tuple[TorchRule, list[str], Buffers]:
             check_optimizer(optimizer, Adapter)
             check_module(module)
             parameters = named_parameters(optimizer, module)
             rows = names_of(sparse, parameters)
             check_needs(optimizer, parameters, rows)
-            return parameters, rows, Buffers(module, parameters.values(), buffers)
+            rule = TorchRule(optimizer, parameters, rows)
+            return rule, rows, Buffers(module, parameters.values(), buffers)
 
-        self._parameters, rows, self._buffers = self._group.agree(
+        self._rule, rows, self._buffers = self._group.agree(
             self._what,
             check,
             lambda checked: {"sparse": sorted(checked[1]), **checked[2].facts()},
@@ -85,14 +103,20 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         # The groups are the same dictionaries.
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, self.state = optimizer, optimizer.state
-        self._rule = TorchRule(optimizer, self._parameters, rows)
-        self._gradients = Gradients(self._parameters, rows)
+        parameters = self._rule.parameters
+        self._first = next(iter(parameters.values()))
+        self._gradients = Gradients(parameters, rows)
         # Whether backward passes exchange gradients.
         self._syncs = True
+        self._open()
+        self._hooks = self._gradients.add_hooks(self._on_gradient)
+
+    @in_stream
+    def _open(self) -> None:
+        """Make the exchange, and begin with the values of rank 0. Collective."""
         self._exchange = self._make()
         self._exchange.initialize(self._rule.own)
         self._buffers.broadcast(self._group, self._what)
-        self._hooks = self._gradients.add_hooks(self._on_gradient)
 
     def _make(self) -> Any:
         """Return the optimizer of hpcaccum that exchanges the gradients. Collective."""
@@ -102,6 +126,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         """Called in each backward pass when a gradient is complete."""
         raise NotImplementedError
 
+    @in_stream
     def step(self, closure: Callable[[], Any] | None = None) -> Receipt:
         """Exchange the gradients and update the parameters, as the strategy promises.
 
@@ -156,6 +181,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
 
     # The state
 
+    @in_stream
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters, the state and the counts of one step. Not collective.
 
@@ -167,6 +193,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         """
         return state_of(self._exchange.snapshot(), self.optimizer)
 
+    @in_stream
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Continue from a `state_dict`. Collective.
 
@@ -185,7 +212,9 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
             if not root:
                 return None, None
             checked = check_state(state_dict, self.optimizer, self._rule.own)
-            return snapshot_of(checked, list(self._parameters)), checked["param_groups"]
+            return snapshot_of(checked, list(self._rule.parameters)), checked[
+                "param_groups"
+            ]
 
         snapshot, groups = self._group.agree(what, check, lambda _: {})
         groups = self._group.allgather(groups, what)[self._root]
@@ -206,6 +235,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         """Return how many gradients of each rank were accepted and dropped so far."""
         return self._exchange.statistics()  # type: ignore[no-any-return]
 
+    @in_stream
     def center(self, parameter: Any) -> Any:
         """Return a copy of the newest value of a parameter. Not collective.
 
@@ -223,11 +253,11 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         several = isinstance(parameter, (list, tuple))
         wanted = parameter if several else [parameter]
         copies = self._exchange.center([self._variable(each) for each in wanted])
-        tensors = [tensor_of(each) for each in copies]
+        tensors = [tensor_of(each).to(self._first.device) for each in copies]
         return tensors if several else tensors[0]
 
     def _variable(self, parameter: Any) -> Variable:
-        pairs = zip(self._parameters.values(), self._rule.own, strict=True)
+        pairs = zip(self._rule.parameters.values(), self._rule.own, strict=True)
         for own, var in pairs:
             if own is parameter:
                 return var
@@ -244,6 +274,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
 
     # The end
 
+    @in_stream
     def leave(self) -> None:
         """Declare that this rank contributes no more gradients.
 
@@ -251,6 +282,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         """
         self._exchange.leave()
 
+    @in_stream
     def free(self) -> None:
         """Synchronize the buffers, and free the exchange. Collective.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from hpcaccum.optimizers import Variable
 from hpcaccum.optimizers.start import broadcast, signature
 from hpcaccum.optimizers.variable import is_float
 from hpcaccum.reducer import Reducer
-from hpcaccum.torch.tensors import array_of
+from hpcaccum.torch.tensors import CPU, array_of, is_cuda, tensor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from hpcaccum.mpi import Group
 
@@ -41,14 +42,25 @@ class Buffers:
         self._mode = mode
         self._fixed: list[Variable] = []
         self._buffers: list[Variable] = []
+        # Tensors on a device, and variables that are copies of them.
+        self._copies: list[tuple[Any, Variable]] = []
         if module is None:
             return
         known = set(trained)
         for name, parameter in module.named_parameters():
             if parameter not in known:
-                self._fixed.append(_variable(name, parameter))
+                self._fixed.append(self._variable(name, parameter))
         for name, buffer in module.named_buffers():
-            self._buffers.append(_variable(name, buffer))
+            self._buffers.append(self._variable(name, buffer))
+
+    def _variable(self, name: str, tensor: Any) -> Variable:
+        _check(name, tensor)
+        array = array_of(tensor.cpu())
+        # Variables have numbers.
+        var = Variable(array.view(np.uint8) if array.dtype == bool else array, name)
+        if is_cuda(tensor):
+            self._copies.append((tensor, var))
+        return var
 
     def facts(self) -> dict[str, object]:
         """Return what must be the same on all ranks, as messages name it."""
@@ -60,7 +72,18 @@ class Buffers:
 
     def broadcast(self, group: Group, what: str) -> None:
         """Set all of them to those of rank 0. Collective."""
-        broadcast(group, [*self._fixed, *self._buffers], what)
+        with self._in_cpu_memory():
+            broadcast(group, [*self._fixed, *self._buffers], what)
+
+    @contextlib.contextmanager
+    def _in_cpu_memory(self) -> Iterator[None]:
+        """Copy tensors from a device before the block, and back after it."""
+        pairs = [(t.detach(), tensor_of(var.value)) for t, var in self._copies]
+        for tensor, copy in pairs:
+            copy.copy_(tensor)
+        yield
+        for tensor, copy in pairs:
+            tensor.copy_(copy)
 
     def sync(self, group: Group, what: str) -> None:
         """Average or broadcast the buffers. Collective."""
@@ -69,22 +92,20 @@ class Buffers:
             for var in self._buffers
             if self._mode == AVERAGE and is_float(var.dtype)
         ]
-        broadcast(group, [var for var in self._buffers if var not in averaged], what)
-        if not averaged:
-            return
         arrays = {var.name: var.value for var in averaged}
-        with Reducer(Layout.of(arrays), group, f"{what}: buffers") as reducer:
-            reducer.reduce(arrays, out=arrays)
+        with self._in_cpu_memory():
+            broadcast(group, [v for v in self._buffers if v not in averaged], what)
+            if averaged:
+                with Reducer(Layout.of(arrays), group, f"{what}: buffers") as reducer:
+                    reducer.reduce(arrays, out=arrays)
 
 
-def _variable(name: str, tensor: Any) -> Variable:
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+def _check(name: str, tensor: Any) -> None:
+    usable = tensor.device.type == CPU or is_cuda(tensor)
+    if not usable or tensor.layout != torch.strided:
         raise InvalidArgumentError(
             f"{name!r} is {tensor.layout} on {tensor.device}; only dense tensors in "
-            f"CPU memory can be used, others are not supported yet"
+            f"CPU memory or on a CUDA device can be used"
         )
     if tensor.dtype.is_complex:
         raise InvalidArgumentError(f"{name!r} is complex, which is not supported yet")
-    array = array_of(tensor)
-    # Variables have numbers.
-    return Variable(array.view(np.uint8) if array.dtype == bool else array, name)

@@ -8,13 +8,14 @@ import numpy as np
 from torch.autograd import Variable as Autograd
 
 from hpcaccum.accumulator import Receipt
+from hpcaccum.device import is_device, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import CrossShardOptimizer
 from hpcaccum.optimizers.finite import to_drop
 from hpcaccum.optimizers.slices import exchanged, with_sums
-from hpcaccum.torch.adapter import Adapter
+from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
-from hpcaccum.torch.tensors import numpy_name
+from hpcaccum.torch.tensors import is_cuda, numpy_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Pairs
+    from hpcaccum.optimizers.checks import Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.row_sums import Rows
@@ -32,16 +33,28 @@ Array = np.ndarray[Any, Any]
 
 
 class _Exchange(CrossShardOptimizer):
-    """Averages gradients before the call that updates the parameters."""
+    """Averages gradients before the call that updates the parameters.
+
+    On a device, the means replace the gradients.
+    """
+
+    def initialize(self, var_list: Variables | None) -> None:
+        """Set all variables to those of the first rank. Collective."""
+        super().initialize(var_list)
+        # Memory for means, which have another place.
+        release(self._sums)
+
+    def _is_on_device(self) -> bool:
+        return is_device(next(iter(self._values.values())))
 
     def places(self) -> dict[str, Array]:
-        """Return the memory in which gradients are exchanged.
+        """Return the memory in which gradients are exchanged; none on a device.
 
         Raises:
             InvalidArgumentError: If this rank has left.
         """
         self._made(self._shard).check_present()
-        return self.gradient_arrays()
+        return {} if self._is_on_device() else self.gradient_arrays()
 
     def start(self, name: str, grad: Array | None) -> None:
         """Begin to average a gradient; None if it is in its place."""
@@ -68,7 +81,8 @@ class _Exchange(CrossShardOptimizer):
         Returns:
             None if all ranks have dropped their gradients.
         """
-        means = self._made(self._shard).reduce(given, None, 0, None, skips=skips)
+        out: Any = given if self._is_on_device() else None
+        means = self._made(self._shard).reduce(given, out, 0, None, skips=skips)
         if means is None:
             return None
         return {
@@ -137,6 +151,7 @@ class CrossShard(Adapter):
         name = type(self).__name__
         return _Exchange(self._rule, name=name, comm=self._group, **self._options)
 
+    @in_stream
     def _on_gradient(self, parameter: Any) -> None:
         self._averaged = False
         if not self._syncs:
@@ -157,6 +172,7 @@ class CrossShard(Adapter):
         if not self._gradients.is_sparse(parameter):
             self._exchange.start(*self._gradients.move(parameter))
 
+    @in_stream
     def _end_pass(self) -> None:
         """Called at the end of a backward pass, once for each gradient."""
         if self._started or self._problem is not None:
@@ -182,7 +198,7 @@ class CrossShard(Adapter):
         means = self._exchange.average(pairs, given, skips=skips)
         if means is None:
             self._gradients.clear()
-        else:
+        elif not is_cuda(self._first):
             self._gradients.replace(means)
         self._found = means is not None
         self._averaged, self._skipped = True, skips

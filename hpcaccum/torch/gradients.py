@@ -28,7 +28,8 @@ class Gradients:
     PyTorch computes each gradient in memory of its own. `move` copies it to the
     exchange, once. From then on ``grad`` is the memory of the exchange: another
     backward pass, or clipping, changes it in place. Gradients of half precision stay
-    where they are, as the exchange has a wider dtype. So do sparse gradients.
+    where they are, as the exchange has a wider dtype. So do sparse gradients, and those
+    on a device, from which the exchange copies them.
 
     Args:
         parameters: By name.
@@ -51,7 +52,7 @@ class Gradients:
         ]
 
     def use(self, places: Mapping[str, Array]) -> None:
-        """Let `move` use memory of the exchange, by name; empty if all are sparse."""
+        """Let `move` use memory of the exchange, by name; empty if there is none."""
         first = next(iter(places), None)
         if first is None or self._places.get(first) is places[first]:
             return
@@ -113,7 +114,7 @@ class Gradients:
         return self._places[name] if moved else array_of(grad)
 
     def replace(self, means: Mapping[str, Gradient]) -> None:
-        """Replace gradients: those that are arrays in place."""
+        """Replace gradients in CPU memory: those that are arrays in place."""
         for name, mean in means.items():
             parameter = self._parameters[name]
             if isinstance(mean, IndexedSlices):

@@ -11,8 +11,9 @@ from hpcaccum.optimizers import (
     DropStaleGradientOptimizer,
     SyncReplicasOptimizer,
 )
-from hpcaccum.torch.adapter import Adapter
+from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
+from hpcaccum.torch.tensors import is_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -90,6 +91,9 @@ class OneSided(Adapter):
         self._root = self._exchange._root
 
     def _on_gradient(self, parameter: Any) -> None:
+        if is_cuda(parameter):
+            # `step` copies it from the device.
+            return
         if not self._gradients.has_places:
             self._gradients.use(self._exchange.gradient_arrays())
         self._gradients.move(parameter)
@@ -119,6 +123,7 @@ class OneSided(Adapter):
             )
         return super().state_dict()
 
+    @in_stream
     def serve(self, after_update: Callable[[int], object] | None = None) -> None:
         """Serve until all other ranks have left; servers of ``dedicated=True`` only.
 

@@ -11,7 +11,7 @@ import torch
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import Optimizer, Variable
-from hpcaccum.torch.tensors import array_of, tensor_of
+from hpcaccum.torch.tensors import CPU, array_of, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # What a parameter group has besides the options of the updates.
 _NOT_OPTIONS = ("params", "param_names")
+# The options with which PyTorch keeps counts of steps where the parameters are.
+_CAPTURABLE = "capturable"
+_COUNTS_THERE = (_CAPTURABLE, "fused")
 
 
 class _Target(NamedTuple):
@@ -38,10 +41,10 @@ class TorchRule(Optimizer):
     """Updates variables by a torch optimizer.
 
     The variables are the memory of its own parameters, or those of a center. For a
-    center it is copied: the copy has the same options and a state of its own. The
-    options are copied again when they have changed, so that a scheduler of the original
-    sets the learning rate of the center, too. Several servers have whole variables
-    each, and the options of the host.
+    center, which is in CPU memory, it is copied: the copy has the same options and a
+    state of its own. The options are copied again when they have changed, so that a
+    scheduler of the original sets the learning rate of the center, too. Several servers
+    have whole variables each, and the options of the host.
 
     It is not `elementwise`: whether an optimizer is cannot be known. But it must update
     each parameter independently of the others, as all of `torch.optim` do.
@@ -52,6 +55,7 @@ class TorchRule(Optimizer):
         sparse: Names of those whose gradients are sparse.
 
     Attributes:
+        parameters: As given.
         own: The parameters as variables.
     """
 
@@ -63,6 +67,7 @@ class TorchRule(Optimizer):
             Variable(array_of(parameter), name, sparse=name in sparse)
             for name, parameter in parameters.items()
         ]
+        self.parameters = parameters
         self._own = _Target(optimizer, parameters)
         self._arrays = {var.name: var.value for var in self.own}
         self._center: _Target | None = None
@@ -173,10 +178,13 @@ class TorchRule(Optimizer):
         """Replace the state of variables by copies of the parts of a snapshot."""
         target = self._target(variables)
         target.optimizer.state.clear()
+        counts = _places_of_counts(target.optimizer)
         for var in variables:
+            tensor = target.tensors[var.name]
             if parts := states[var.name]:
-                target.optimizer.state[target.tensors[var.name]] = {
-                    part: _restored(value) for part, value in parts.items()
+                target.optimizer.state[tensor] = {
+                    part: _restored(value, tensor.device, counts[tensor])
+                    for part, value in parts.items()
                 }
 
 
@@ -192,7 +200,8 @@ def _copied(own: _Target, tensors: Mapping[str, Any]) -> Any:
     state: dict[Any, Any] = collections.defaultdict(dict)
     for parameter, tensor in copies.items():
         if parameter in optimizer.state:
-            state[tensor] = copy.deepcopy(optimizer.state[parameter], memo)
+            parts = copy.deepcopy(optimizer.state[parameter], memo)
+            state[tensor] = {part: _in_cpu_memory(parts[part]) for part in parts}
     memo[id(optimizer.state)] = state
     memo[id(optimizer.param_groups)] = [
         {**copy.deepcopy(_options(group), memo), **_some(group, copies)}
@@ -228,15 +237,35 @@ def _set_options(target: _Target, changed: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group, sorted."""
+    """Return the options of a parameter group for a center, sorted."""
     # A list, as a scheduler may add an option meanwhile.
     items = sorted(group.items())
-    return {name: value for name, value in items if name not in _NOT_OPTIONS}
+    found = {n: _in_cpu_memory(value) for n, value in items if n not in _NOT_OPTIONS}
+    if _CAPTURABLE in found:
+        # PyTorch refuses it in CPU memory, where there is no CUDA graph.
+        found[_CAPTURABLE] = False
+    return found
 
 
-def _restored(value: Any) -> Any:
-    """Return a part of a snapshot as an optimizer keeps it."""
-    return value if isinstance(value, int) else tensor_of(np.array(value))
+def _in_cpu_memory(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _places_of_counts(optimizer: Any) -> dict[Any, Any]:
+    """Return where PyTorch keeps the count of steps of each parameter, as a tensor."""
+    return {
+        parameter: parameter.device if any(map(group.get, _COUNTS_THERE)) else CPU
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def _restored(value: Any, place: Any, place_of_counts: Any) -> Any:
+    """Return a part of a snapshot as an optimizer keeps it, on these devices."""
+    if isinstance(value, int):
+        return value
+    tensor = tensor_of(np.array(value))
+    return tensor.to(place if tensor.ndim else place_of_counts)
 
 
 def _state_variable(title: str, value: Any) -> Variable:

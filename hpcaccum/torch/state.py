@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.torch.tensors import array_of, tensor_of
+from hpcaccum.torch.tensors import array_of, numpy_name, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,8 +74,7 @@ def check_state(
 
 
 def _signature(tensor: Any) -> tuple[str, tuple[int, ...]]:
-    array = array_of(tensor)
-    return str(array.dtype), array.shape
+    return numpy_name(tensor.dtype), tuple(tensor.shape)
 
 
 def _text(found: Sequence[tuple[str, tuple[int, ...]]], sizes: Sequence[int]) -> str:
@@ -101,6 +100,6 @@ def snapshot_of(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 
 def _arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: tensor if isinstance(tensor, int) else array_of(tensor)
+        name: tensor if isinstance(tensor, int) else array_of(tensor.cpu())
         for name, tensor in tensors.items()
     }

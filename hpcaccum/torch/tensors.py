@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from mpi4py import MPI
 
+from hpcaccum.device import on_stream, shared_array
 from hpcaccum.dtypes import BFLOAT16
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 Array = np.ndarray[Any, Any]
 
+CPU, CUDA = "cpu", "cuda"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def array_of(tensor: Any) -> Array:
-    """Return an array that shares the memory of a tensor."""
+    """Return an array that shares the memory of a tensor: of NumPy, or of CuPy."""
+    tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         # NumPy has no such dtype of its own.
-        bits: Array = tensor.detach().view(torch.int16).numpy()
-        return bits.view(BFLOAT16)
-    return tensor.detach().numpy()  # type: ignore[no-any-return]
+        return _shared(tensor.view(torch.int16)).view(BFLOAT16)
+    return _shared(tensor)
+
+
+def _shared(tensor: Any) -> Array:
+    return shared_array(tensor) if is_cuda(tensor) else tensor.numpy()
+
+
+def is_cuda(tensor: Any) -> bool:
+    """Whether a tensor is on a CUDA device."""
+    return tensor.device.type == CUDA  # type: ignore[no-any-return]
+
+
+def stream_of(tensor: Any) -> AbstractContextManager[None]:
+    """Return a block in which the device does work in the order of PyTorch's.
+
+    Work is queued on PyTorch's current stream. For a tensor in CPU memory, the block
+    does nothing.
+    """
+    if not is_cuda(tensor):
+        return contextlib.nullcontext()
+    return on_stream(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 def tensor_of(array: Array) -> Any:
@@ -94,22 +119,39 @@ def named_parameters(optimizer: Any, module: Any) -> dict[str, Any]:
         for parameter, name in zip(group["params"], given, strict=True):
             own = names.get(parameter) or name or f"parameter {len(found)}"
             found[own] = parameter
-    _check_devices(found.values())
+    _check_devices(list(found.values()))
     for name, parameter in found.items():
         _check_parameter(name, parameter)
     return found
 
 
-def _check_devices(parameters: Iterable[Any]) -> None:
+def _check_devices(parameters: Sequence[Any]) -> None:
     devices = sorted({str(each.device) for each in parameters})
     if len(devices) > 1:
         raise InvalidArgumentError(
             f"all parameters must be on one device, they are on {', '.join(devices)}"
         )
-    if devices != ["cpu"]:
+    device = parameters[0].device
+    if device.type not in (CPU, CUDA):
         raise InvalidArgumentError(
-            f"the parameters are on {devices[0]}; only tensors in CPU memory can be "
-            f"used, others are not supported yet"
+            f"the parameters are on {device}; only tensors in CPU memory or on a CUDA "
+            f"device can be used"
+        )
+    if device.type == CUDA:
+        _check_cuda(device.index)
+
+
+def _check_cuda(number: int) -> None:
+    current = torch.cuda.current_device()
+    if number != current:
+        raise InvalidArgumentError(
+            f"the parameters are on device {number}, the current one is {current}; "
+            f"call torch.cuda.set_device({number}) first"
+        )
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise InvalidArgumentError(
+            "MPI provides no MPI_THREAD_SERIALIZED, which gradients on a device need: "
+            "PyTorch computes them in a thread of its own"
         )
 
 

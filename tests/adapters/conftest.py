@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
+from .. import simulator
+from ..mpi import conftest as ranks
 from ..mpi.conftest import (  # noqa: F401
     comm,
+    device_library,
     limit,
     pytest_addoption,
     pytest_cmdline_main,
     pytest_collection,
     pytest_collection_modifyitems,
-    pytest_configure,
     pytest_make_collect_report,
     pytest_report_header,
     pytest_runtest_makereport,
@@ -18,3 +22,14 @@ from ..mpi.conftest import (  # noqa: F401
     rank,
     size,
 )
+from ..mpi.on_device import wants_gpu
+
+
+@pytest.hookimpl(trylast=True)  # as that of tests/mpi
+def pytest_configure(config: pytest.Config) -> None:
+    ranks.pytest_configure(config)
+    if not wants_gpu(config):
+        simulator.install()
+        from .device_tensors import register
+
+        register()

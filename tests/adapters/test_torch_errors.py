@@ -39,7 +39,7 @@ WRONG = {
     ),
     "device": (
         lambda: sgd(torch.nn.Linear(2, 2, device="meta")),
-        "on meta; only tensors in CPU memory can be used",
+        "on meta; only tensors in CPU memory or on a CUDA",
     ),
     "dtype": (
         lambda: sgd(torch.nn.Linear(2, 2, dtype=torch.complex64)),

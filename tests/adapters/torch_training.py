@@ -47,14 +47,16 @@ class Model(torch.nn.Module):
     def values(self) -> dict[str, Any]:
         """Return copies of the parameters, as arrays."""
         return {
-            n: p.detach().float().numpy().copy() for n, p in self.named_parameters()
+            n: p.detach().float().cpu().numpy().copy()
+            for n, p in self.named_parameters()
         }
 
 
 def gradient(name: str, like: Any, rank: int, step: int) -> Any:
     rng = np.random.default_rng([len(name), ord(name), rank, step])
     # Sums of some of them are exact, also in half precision.
-    return torch.tensor(rng.integers(-8, 9, like.shape) / 8.0, dtype=like.dtype)
+    values = torch.tensor(rng.integers(-8, 9, like.shape) / 8.0, dtype=like.dtype)
+    return values.to(like.device)
 
 
 def groups(model: Model) -> list[dict[str, Any]]:

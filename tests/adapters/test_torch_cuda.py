@@ -1,0 +1,435 @@
+"""Tensors on a CUDA device: what tensors in CPU memory become with the same gradients.
+
+The device is simulated; with -m gpu it is a real one.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+
+import hpcaccum as hpc
+import hpcaccum.torch as hpt
+from hpcaccum.device import arrays as device
+from hpcaccum.torch import tensors
+
+from ..mpi.on_device import FEW_RANKS, wants_gpu
+from ..mpi.support import meet
+from ..mpi.training import raised, turns
+from .torch_training import ONE_SIDED, STRATEGIES, SYNCHRONOUS, Model, gradient, groups
+
+pytestmark = FEW_RANKS
+
+OPTIMIZERS = {
+    "SGD": lambda params, **more: torch.optim.SGD(params, 0.1, momentum=0.9, **more),
+    "AdamW": lambda params, **more: torch.optim.AdamW(params, 0.1, **more),
+}
+
+
+class Device:
+    """Where the tests have their tensors."""
+
+    def __init__(self, cp, simulated):
+        self.cp, self.simulated = cp, simulated
+        self.name = simulated.NAME if simulated else "cuda"
+
+    def model(self, *args, **options):
+        """Return a model on the device."""
+        return self.put(Model(*args, **options))
+
+    def put(self, module):
+        """Move the parameters and buffers of a module to the device."""
+        for each in module.modules():
+            for name, parameter in each.named_parameters(recurse=False):
+                moved = torch.nn.Parameter(
+                    self.tensor(parameter), parameter.requires_grad
+                )
+                setattr(each, name, moved)
+            for name, buffer in each.named_buffers(recurse=False):
+                setattr(each, name, self.tensor(buffer))
+        return module
+
+    def tensor(self, host):
+        """Return a copy of a tensor on the device."""
+        host = host.detach()
+        return self.simulated.to_device(host) if self.simulated else host.cuda()
+
+    def use_stream(self):
+        """Let PyTorch use a stream that does not wait for the null stream."""
+        if self.simulated:
+            self.simulated.use_stream(self.cp.cuda.Stream(non_blocking=True))
+        else:
+            torch.cuda.set_stream(torch.cuda.Stream())
+
+    def stream(self):
+        """Return the address of the current stream of PyTorch."""
+        return torch.cuda.current_stream().cuda_stream
+
+
+@pytest.fixture(params=["null stream", "own stream"])
+def there(request, cp, monkeypatch):
+    simulated = None
+    if not wants_gpu(request.config):
+        # It imports the simulated CuPy.
+        from . import device_tensors as simulated
+
+        simulated.install(monkeypatch)
+    elif not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    else:
+        torch.cuda.set_device(cp.cuda.Device().id)
+    found = Device(cp, simulated)
+    if request.param == "own stream":
+        found.use_stream()
+    yield found
+    cp.cuda.Device().synchronize()
+
+
+def train(opt, model, kind, rank, size, steps):
+    """Make steps, of one rank after the other unless they are synchronous."""
+    for step in steps:
+
+        def act(_, step=step):
+            model.backward(rank, step)
+            opt.step()
+            opt.zero_grad()
+
+        if kind in SYNCHRONOUS:
+            act(0)
+        else:
+            turns(range(size), act)
+
+
+def check_same(found, wanted, exact=True):
+    """Check that two modules have the same parameters and buffers."""
+    found, wanted = (module.state_dict() for module in (found, wanted))
+    for name in wanted:
+        values = [state[name].cpu().double().numpy() for state in (found, wanted)]
+        np.testing.assert_allclose(*values, 0, 0 if exact else 1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_updates_are_those_in_cpu_memory(kind, name, there, comm, rank, size):
+    models = [Model(start=rank), there.model(start=rank)]
+    counts = []
+    for model in models:
+        inner = OPTIMIZERS[name](groups(model))
+        with STRATEGIES[kind](inner, comm) as opt:
+            train(opt, model, kind, rank, size, range(4))
+            center = opt.center([model.w, model.b])
+            assert center[0].device == model.w.device
+            assert center[1].shape == model.b.shape
+        counts.append((opt.global_step, opt.statistics()))
+        assert torch.equal(opt.center(model.w), model.w)
+    # The device's libraries may round the steps of a torch optimizer differently.
+    check_same(models[1], models[0], exact=there.simulated)
+    assert counts[0] == counts[1]
+
+
+class Watched:
+    """Notes which stream is the current one in each call of another object."""
+
+    def __init__(self, other, seen, current):
+        self._other, self._seen, self._current = other, seen, current
+
+    def __getattr__(self, name):
+        value = getattr(self._other, name)
+        if not callable(value):
+            return value
+
+        def call(*args, **options):
+            self._seen.setdefault(name, []).append(self._current().ptr)
+            return value(*args, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("there", ["own stream"], indirect=True)
+@pytest.mark.parametrize("kind", ["CrossShard", "DropStale"])
+def test_all_calls_use_the_stream_of_pytorch(kind, there, comm, rank, monkeypatch):
+    seen, adapter, current = {}, getattr(hpt, kind), there.cp.cuda.get_current_stream
+    make = adapter._make
+    monkeypatch.setattr(
+        adapter, "_make", lambda self: Watched(make(self), seen, current)
+    )
+    model = there.model()
+    with STRATEGIES[kind](torch.optim.SGD(groups(model), 1.0), comm) as opt:
+        model.backward(rank, 0)
+        opt.step()
+        opt.center(model.w)
+        meet()
+        opt.load_state_dict(opt.state_dict() if rank == 0 else None)
+        opt.leave()
+    exchange = {"start", "average"} if kind == "CrossShard" else {"apply_gradients"}
+    called = {"initialize", "center", "snapshot", "restore", "leave", "free", *exchange}
+    assert {name for name in called if rank == 0 or name != "snapshot"} <= set(seen)
+    assert {pointer for calls in seen.values() for pointer in calls} == {there.stream()}
+
+
+@pytest.mark.parametrize("there", ["null stream"], indirect=True)
+def test_device_memory_is_that_of_one_copy_of_the_gradients(there, comm):
+    model = there.put(torch.nn.Linear(1 << 16, 1, bias=False))
+    pool, nbytes = there.cp.get_default_memory_pool(), model.weight.nbytes
+    used = pool.used_bytes()
+    with hpt.CrossShard(torch.optim.SGD(model.parameters(), 1.0), comm=comm) as opt:
+        model.weight.sum().backward()
+        opt.step()
+        opt.zero_grad()
+        there.cp.cuda.Device().synchronize()
+        assert nbytes <= pool.used_bytes() - used < 2 * nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["CrossShard", "DropStale"])
+def test_dtypes(kind, dtype, there, comm, rank, size):
+    models = [Model(rank, dtype), there.model(rank, dtype)]
+    for model in models:
+        with STRATEGIES[kind](torch.optim.SGD(groups(model), 0.25), comm) as opt:
+            train(opt, model, kind, rank, size, range(2))
+    check_same(models[1], models[0])
+
+
+def test_means_replace_the_gradients(there, comm, rank, size):
+    model = there.model()
+    with hpt.CrossShard(torch.optim.SGD(model.parameters(), 1.0), comm=comm) as opt:
+        with opt.no_sync():
+            model.backward(rank, 0)
+        own = model.w.grad
+        model.backward(rank, 1)
+        assert model.w.grad is own
+        both = [(each, step) for each in range(size) for step in range(2)]
+        for name, parameter in model.named_parameters():
+            wanted = sum(gradient(name, parameter.cpu(), *each) for each in both) / size
+            np.testing.assert_allclose(parameter.grad.cpu().numpy(), wanted, 1e-6)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        clipped = [each.grad.clone() for each in (model.w, model.b)]
+        opt.step()
+    for parameter, grad in zip((model.w, model.b), clipped, strict=True):
+        np.testing.assert_allclose(parameter.detach().cpu(), -grad.cpu(), 1e-6)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_parameter_without_gradient_keeps_its_value(kind, there, comm, rank, size):
+    model = there.model(start=1.0)
+    with STRATEGIES[kind](torch.optim.SGD(groups(model), 1.0), comm) as opt:
+        for step in range(2):
+            turns([*range(size)] if kind == "DropStale" else [], lambda _: None)
+            model.backward(rank, step, "w")
+            opt.step()
+            opt.zero_grad()
+    assert torch.equal(model.b.cpu(), torch.ones(5))
+    assert model.w.cpu().ne(1).any()
+
+
+@pytest.mark.parametrize("kind", ["CrossShard", "SyncReplicas"])
+def test_gradients_that_are_not_finite_are_dropped(kind, there, comm, rank, size):
+    model, options = there.model(), {"on_nonfinite": "drop"}
+    with STRATEGIES[kind](torch.optim.SGD(groups(model), 1.0), comm, **options) as opt:
+        scale = torch.tensor(float("inf")) if rank == 0 else torch.tensor(1.0)
+        (model.w.sum() * scale.to(model.w.device)).backward()
+        if kind == "CrossShard" or rank == 0:
+            assert bool(opt.step()) == (rank != 0)
+        if kind == "CrossShard" and size == 1:
+            assert model.w.grad is None
+    assert sum(opt.statistics().nonfinite) == 1
+
+
+@pytest.mark.parametrize("buffers", ["average", "broadcast"])
+def test_buffers_and_fixed_parameters(buffers, there, comm, rank, size):
+    def made():
+        module = torch.nn.BatchNorm1d(4)
+        module.running_mean += rank
+        module.num_batches_tracked += rank
+        module.register_buffer("mask", torch.tensor([rank == 0, True]))
+        module.register_buffer("narrow", torch.full((2,), rank, dtype=torch.bfloat16))
+        module.weight.data += rank
+        return module
+
+    modules = [made(), there.put(made())]
+    for module in modules:
+        inner = torch.optim.SGD([module.bias], 1.0)
+        with hpt.CrossShard(inner, module=module, buffers=buffers, comm=comm) as opt:
+            assert module.running_mean.cpu().eq(0).all()
+            module.running_mean += 2 * rank
+            module.num_batches_tracked += rank
+            opt.sync_buffers()
+            average = (size - 1 if buffers == "average" else 0) * torch.ones(4)
+            assert torch.equal(module.running_mean.cpu(), average)
+            assert module.num_batches_tracked.item() == 0
+            assert module.mask.cpu().all()
+            assert module.mask.dtype == torch.bool
+    check_same(modules[1], modules[0])
+
+
+def saved(opt, rank):
+    """Return the state of rank 0 as a file would hold it; None on other ranks."""
+    meet()
+    file = io.BytesIO()
+    if rank == 0:
+        torch.save(opt.state_dict(), file)
+        file.seek(0)
+    meet()
+    return torch.load(file, weights_only=True) if rank == 0 else None
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("kind", ["CrossShard", "SyncReplicas"])
+def test_a_state_is_loaded_anywhere(kind, capturable, there, comm, rank, size):
+    def adam(model, **more):
+        return torch.optim.Adam(groups(model), 0.1, **more)
+
+    models = [there.model(), there.model(start=9.0), Model(start=9.0)]
+    with STRATEGIES[kind](adam(models[0], capturable=capturable), comm) as opt:
+        train(opt, models[0], kind, rank, size, range(2))
+        state, updates = saved(opt, rank), opt.global_step
+        train(opt, models[0], kind, rank, size, range(2, 4))
+    if rank == 0:
+        assert all(tensor.device.type == "cpu" for tensor in _tensors(state["state"]))
+    for model, more in zip(models[1:], [{"capturable": capturable}, {}], strict=True):
+        inner = adam(model, **more)
+        with STRATEGIES[kind](inner, comm) as opt:
+            train(opt, model, kind, rank, size, range(1))
+            own = copy.deepcopy(state)
+            if rank == 0 and model is models[1]:
+                # As torch.load(map_location=...) returns it.
+                own["parameters"] = _moved(there, own["parameters"])
+                own["state"] = {n: _moved(there, s) for n, s in own["state"].items()}
+            opt.load_state_dict(own)
+            if model.w.device.type == "cpu":
+                # An option of the device.
+                opt.param_groups[0]["capturable"] = False
+                opt.param_groups[1]["capturable"] = False
+            assert opt.global_step == updates
+            if kind == "CrossShard":
+                found = inner.state[model.w]
+                assert found["exp_avg"].device == model.w.device
+                there_too = capturable and model is models[1]
+                assert (found["step"].device.type != "cpu") == there_too
+            train(opt, model, kind, rank, size, range(2, 4))
+        check_same(model, models[0], exact=False)
+
+
+def _tensors(state):
+    return [part for parts in state.values() for part in parts.values()]
+
+
+def _moved(there, parts):
+    return {name: there.tensor(part) for name, part in parts.items()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fused": True}, {"capturable": True}], ids=str
+)
+def test_a_server_continues_with_the_state_of_an_optimizer(options, there, comm, size):
+    model, plain = there.model(), Model()
+    inners = []
+    for each, more in ((model, options), (plain, {})):
+        inners.append(torch.optim.Adam(groups(each), 0.1, **more))
+        each.backward(0, 0)
+        inners[-1].step()
+        inners[-1].zero_grad()
+    with hpt.SyncReplicas(inners[0], size, comm=comm) as opt:
+        for step in range(1, 3):
+            model.backward(0, step)
+            plain.backward(0, step)
+            opt.step()
+            inners[1].step()
+            inners[1].zero_grad()
+    check_same(model, plain, exact=False)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_a_dedicated_host_only_serves(kind, there, comm, rank, size):
+    make = {
+        "SyncReplicas": lambda opt, **more: hpt.SyncReplicas(opt, size - 1, **more),
+        "DropStale": lambda opt, **more: hpt.DropStale(opt, 10**6, **more),
+        "AGN": lambda opt, **more: hpt.AGN(opt, 1, **more),
+    }[kind]
+    model = there.model(start=rank)
+    inner = torch.optim.SGD(groups(model), 1.0)
+    with make(inner, comm=comm, host=0, dedicated=True) as opt:
+        if rank == 0:
+            opt.serve()
+            assert model.w.isfinite().all()
+            assert model.w.ne(0).any()
+        else:
+            model.backward(rank, 0)
+            opt.step()
+    values = meet([value.tobytes() for value in model.values().values()])
+    assert all(each == values[0] for each in values)
+    assert model.w.cpu().ne(0).any()
+
+
+@pytest.mark.ranks(min=2)
+def test_some_ranks_may_have_no_device(there, comm, rank, size):
+    models = [Model(), there.model() if rank else Model()]
+    for model in models:
+        with hpt.CrossShard(torch.optim.SGD(groups(model), 1.0), comm=comm) as opt:
+            train(opt, model, "CrossShard", rank, size, range(2))
+    check_same(models[1], models[0])
+
+
+# Errors
+
+
+def refused(make):
+    """Return the error of this rank, after all ranks have one of its type."""
+    error = raised(make)
+    assert isinstance(error, Exception), error
+    assert len(set(meet(type(error)))) == 1
+    return error
+
+
+def wrong(there, monkeypatch, case):
+    """Return an optimizer that cannot be used, with options."""
+    model, options = there.model(), {}
+    parameters = list(model.parameters())
+    if case == "another device":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    elif case == "no library":
+
+        def missing():
+            raise hpc.DeviceUnavailableError("CuPy is not here")
+
+        monkeypatch.setattr(device, "cupy", missing)
+    elif case == "threads":
+        monkeypatch.setattr(
+            tensors.MPI, "Query_thread", lambda: tensors.MPI.THREAD_FUNNELED
+        )
+    elif case == "layout":
+        parameters = [torch.nn.Parameter(model.w.detach().t())]
+    elif case == "two devices":
+        parameters.append(torch.nn.Parameter(torch.zeros(2)))
+    elif case == "sparse":
+        options = {"sparse": [model.w]}
+    return torch.optim.SGD(parameters, 1.0), options
+
+
+WRONG = {
+    "another device": "the current one is 3; call torch.cuda.set_device(0) first",
+    "no library": "CuPy is not here",
+    "threads": "MPI provides no MPI_THREAD_SERIALIZED",
+    "layout": "an array on the device must be contiguous",
+    "two devices": "all parameters must be on one device, they are on cpu, ",
+    "sparse": "which is sparse, must have rows in CPU memory",
+}
+
+
+@pytest.mark.parametrize("there", ["null stream"], indirect=True)
+@pytest.mark.parametrize("case", WRONG)
+def test_what_one_rank_has_is_an_error_on_all(case, there, comm, rank, monkeypatch):
+    usable = torch.optim.SGD(Model().parameters(), 1.0)
+
+    def make():
+        inner, options = usable, {}
+        if rank == 0:
+            inner, options = wrong(there, monkeypatch, case)
+        return hpt.CrossShard(inner, comm=comm, **options)
+
+    assert WRONG[case] in str(refused(make))
