@@ -167,7 +167,7 @@ class Exchange(Freeable):
         )
         arrays = dict(zip(structure.names, structure.leaves, strict=True))
         wire, layout = self._options["wire_dtype"], Layout.of(arrays)
-        self._shard = Shard(self._group, layout, _NAME, wire_dtype=wire)
+        self._shard = Shard(self._group, layout, _NAME, {"wire_dtype": wire})
         self._structure = structure
         # At the end of the program this is freed before the reducer: a callback may
         # still use it.

@@ -31,7 +31,7 @@ from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.optimizers.snapshot import counts_of, set_state, set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
 from hpcaccum.optimizers.wrapper import Wrapper
-from hpcaccum.reducer import check_direct
+from hpcaccum.reducer import check_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.optimizers.variable import Variable
     from hpcaccum.row_sums import Rows
+
+# The options that reducers have, too.
+_OF_REDUCERS = ("schedule", "cuda_aware", "wire_dtype")
 
 
 class Reduction:
@@ -78,7 +81,8 @@ class CrossShardOptimizer(Wrapper):
         group_assignment: Lists of ranks, one list a group. Together they contain each
             rank once, and all have the same length. None: one group of all ranks.
         comm: Communicator of the ranks; COMM_WORLD by default.
-        cuda_aware: Whether to pass device memory to MPI; see `Reducer`.
+        schedule: See `Reducer`; "nccl" needs variables on a device.
+        cuda_aware: Whether to pass device memory to MPI, by schedule "flat".
         wire_dtype: A narrower dtype, such as ``"bfloat16"``, in which sums of gradients
             travel between nodes; see `Reducer`. Rows travel in their own dtype.
         sync: Whether to broadcast. If False, `initialize` compares checksums of the
@@ -103,6 +107,7 @@ class CrossShardOptimizer(Wrapper):
         group_assignment: list[list[int]] | None = None,
         *,
         comm: mpi4py_MPI.Comm | Group | None = None,
+        schedule: str = "auto",
         cuda_aware: bool = False,
         wire_dtype: Any = None,
         sync: bool = True,
@@ -116,15 +121,12 @@ class CrossShardOptimizer(Wrapper):
                     f"reduction must be Reduction.MEAN or Reduction.SUM, got "
                     f"{reduction!r}"
                 )
-            if cuda_aware and wire_dtype is not None:
-                raise InvalidArgumentError(
-                    "wire_dtype cannot be used with cuda_aware=True: MPI's own "
-                    "allreduce does not convert"
-                )
-            check_direct(cuda_aware, "flat")
+            used = "flat" if cuda_aware and schedule == "auto" else schedule
+            check_schedule(used, wire_dtype, cuda_aware)
             return {
                 "optimizer": type(opt).__name__,
                 "reduction": reduction,
+                "schedule": used,
                 "cuda_aware": bool(cuda_aware),
                 "wire_dtype": check_wire_dtype(wire_dtype),
                 "group_assignment": check_groups(group_assignment, whole.size),
@@ -197,8 +199,7 @@ class CrossShardOptimizer(Wrapper):
             self._group,
             layout_of(variables),
             self.get_name(),
-            direct=self._options["cuda_aware"],
-            wire_dtype=self._options["wire_dtype"],
+            {each: self._options[each] for each in _OF_REDUCERS},
         )
 
     def gradient_arrays(self) -> dict[str, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -64,8 +65,7 @@ class Shard:
         group: The ranks.
         layout: Of the gradients; see `layout_of`.
         name: For messages.
-        direct: Whether to pass device memory to MPI.
-        wire_dtype: See `Reducer`; rows travel in their own dtype.
+        options: Those of a `Reducer`, by name; rows travel in their own dtype.
 
     Attributes:
         reducer: That of the ranks that have not left. When this rank has, the last one.
@@ -79,12 +79,10 @@ class Shard:
         group: Group,
         layout: Layout,
         name: str,
-        *,
-        direct: bool = False,
-        wire_dtype: Any = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._group, self._layout, self._name = group, layout, name
-        self._direct, self._wire_dtype = direct, wire_dtype
+        self._options = options
         self.begin(0, None)
         self.present, self.left = list(range(group.size)), False
         self._current = group
@@ -95,14 +93,7 @@ class Shard:
         self.reducer = self._make()
 
     def _make(self) -> Reducer:
-        return Reducer(
-            self._layout,
-            self._current,
-            self._name,
-            schedule="flat" if self._direct else "auto",
-            wire_dtype=self._wire_dtype,
-            cuda_aware=self._direct,
-        )
+        return Reducer(self._layout, self._current, self._name, **self._options)
 
     def begin(self, step: int, tally: Tally | None) -> None:
         """Set the number of earlier updates, and their counts."""

@@ -9,9 +9,9 @@ Imports `mpi`, `device` and the modules below them; never `accumulator`.
 
 from __future__ import annotations
 
+from hpcaccum.reducer.options import check_schedule
 from hpcaccum.reducer.reducer import Reducer
 from hpcaccum.reducer.row_exchange import sum_rows
-from hpcaccum.reducer.selection import check_direct
 from hpcaccum.reducer.signature import Interruption
 from hpcaccum.reducer.statistics import ReducerStatistics
 
@@ -19,6 +19,6 @@ __all__ = [
     "Interruption",
     "Reducer",
     "ReducerStatistics",
-    "check_direct",
+    "check_schedule",
     "sum_rows",
 ]

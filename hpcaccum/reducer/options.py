@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 REDUCTIONS = ("MEAN", "SUM")
 
 
+def check_schedule(schedule: str, wire_dtype: Any, cuda_aware: bool) -> None:
+    """Raise InvalidArgumentError unless these arguments of `Reducer` fit together."""
+    selection.check_name(schedule)
+    if wire_dtype is not None:
+        selection.check_wire(schedule)
+    selection.check_direct(cuda_aware, schedule)
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments of a reducer."""
@@ -44,11 +52,8 @@ class Options:
             TypeError, InvalidArgumentError: If one is invalid.
         """
         one_of("reduction_type", reduction_type, REDUCTIONS)
-        selection.check_name(schedule)
         wire = wire_format(wire_dtype, layout.dtype)
-        if wire is not None:
-            selection.check_wire(schedule)
-        selection.check_direct(cuda_aware, schedule)
+        check_schedule(schedule, wire, cuda_aware)
         nbytes = bucket_size(bucket_bytes)
         return cls(reduction_type, schedule, wire, nbytes, bool(cuda_aware))
 

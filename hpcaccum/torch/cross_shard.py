@@ -120,6 +120,8 @@ class CrossShard(Adapter):
         wire_dtype: A narrower dtype, such as `torch.bfloat16`, in which sums of
             gradients travel between nodes. They are formed in the wider dtype, and each
             ``grad`` has that of its parameter. On one node nothing travels.
+        schedule: How gradients are reduced; see `hpcaccum.Reducer`. "nccl" sums those
+            of parameters on a device by NCCL, on one node.
     """
 
     def __init__(
@@ -132,8 +134,10 @@ class CrossShard(Adapter):
         sparse: Iterable[torch.Tensor] = (),
         on_nonfinite: OnNonfinite = "accept",
         wire_dtype: torch.dtype | str | None = None,
+        schedule: str = "auto",
     ) -> None:
         self._options: dict[str, Any] = {
+            "schedule": schedule,
             "on_nonfinite": on_nonfinite,
             "wire_dtype": numpy_name(wire_dtype),
         }

@@ -10,6 +10,7 @@ from ..mpi.conftest import (  # noqa: F401
     comm,
     device_library,
     limit,
+    own_card,
     pytest_addoption,
     pytest_cmdline_main,
     pytest_collection,

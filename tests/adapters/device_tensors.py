@@ -56,7 +56,7 @@ class DeviceTensor(torch.Tensor):
         return memo.setdefault(id(self), self.detach().clone())
 
     def __dlpack_device__(self) -> Any:
-        return _dlpack.CUDA, 0
+        return _dlpack.CUDA, self.memory.device_id
 
     def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> Any:
         assert not self.requires_grad
@@ -78,6 +78,8 @@ class DeviceTensor(torch.Tensor):
             if not isinstance(found, DeviceTensor):
                 return found
             devices[id(found.host)] = found
+            # As PyTorch does in the threads of its backward passes.
+            found.memory.device.use()
             return found.host
 
         args, options = _pytree.tree_map(host_of, (args, options))

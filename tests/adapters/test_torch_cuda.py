@@ -366,6 +366,28 @@ def test_a_dedicated_host_only_serves(kind, there, comm, rank, size):
     assert model.w.cpu().ne(0).any()
 
 
+@pytest.mark.parametrize("there", ["null stream", "own stream"], indirect=True)
+def test_nccl_sums_gradients_on_request(own_card, there, comm, rank, size):
+    models = [Model(), there.model()]
+    for model, more in zip(models, [{}, {"schedule": "nccl"}], strict=True):
+        inner = torch.optim.SGD(groups(model), 0.5)
+        with hpt.CrossShard(inner, comm=comm, **more) as opt:
+            train(opt, model, "CrossShard", rank, size, range(3))
+            used = opt._exchange._shard.reducer.statistics().schedule
+            assert (used == "nccl") == bool(more)
+    check_same(models[1], models[0], exact=False)
+
+
+def test_nccl_needs_parameters_on_a_device(own_card, comm, rank):
+    model = Model()
+    inner = torch.optim.SGD(model.parameters(), 1.0)
+    with hpt.CrossShard(inner, comm=comm, schedule="nccl") as opt:
+        error = raised(model.backward, rank, 0)
+        opt.zero_grad()
+    assert isinstance(error, hpc.InvalidArgumentError)
+    assert "reduces arrays on the device only" in str(error)
+
+
 @pytest.mark.ranks(min=2)
 def test_some_ranks_may_have_no_device(there, comm, rank, size):
     models = [Model(), there.model() if rank else Model()]

@@ -30,7 +30,13 @@ from hpcaccum.mpi import shutdown
 from ..common import WAIT
 from . import watchdog
 from .exchange import world
-from .on_device import aware, device_library, pinned, wants_gpu  # noqa: F401
+from .on_device import (  # noqa: F401
+    aware,
+    device_library,
+    own_card,
+    pinned,
+    wants_gpu,
+)
 from .outcome import Outcome, merge
 from .watchdog import Watchdog
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpcaccum.device import arrays as device
-from hpcaccum.mpi import cuda_aware
+from hpcaccum.mpi import Group, cuda_aware
 
 from .. import simulator
 
@@ -31,6 +31,24 @@ def device_library(request: pytest.FixtureRequest) -> Any:
 
     device.use_device(MPI.COMM_WORLD.rank)
     return device.cupy()
+
+
+@pytest.fixture
+def own_card(
+    cp: Any, comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Each rank has a device of its own, which is the current one, and NCCL."""
+    if not Group.of(comm).single_node:
+        pytest.skip("needs ranks on one node")
+    monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "4")
+    if cp.cuda.runtime.getDeviceCount() < comm.size:
+        pytest.skip(f"needs a GPU for each of {comm.size} ranks")
+    if wants_gpu(request.config) and not cp.cuda.nccl.available:
+        pytest.skip("needs NCCL")
+    device.use_device(comm.rank)
+    yield
+    cp.cuda.Device().synchronize()
+    cp.cuda.Device(0).use()
 
 
 @pytest.fixture

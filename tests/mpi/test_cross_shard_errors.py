@@ -61,7 +61,7 @@ def test_bad_pairs_on_one_rank_are_an_error_on_all(
         (
             {"wire_dtype": "float16", "cuda_aware": True},
             InvalidArgumentError,
-            "wire_dtype cannot be used with cuda_aware=True",
+            "not 'flat'",
         ),
     ],
 )

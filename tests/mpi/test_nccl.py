@@ -11,7 +11,6 @@ import pytest
 from hpcaccum import (
     DeviceUnavailableError,
     DisagreementError,
-    Group,
     InvalidArgumentError,
     Layout,
     Reducer,
@@ -25,29 +24,15 @@ from hpcaccum.reducer import Interruption
 from hpcaccum.reducer import nccl as schedule
 
 from .expiring import times_out_without
-from .on_device import empty_like, to_device, wants_gpu
+from .on_device import empty_like, to_device
 from .reducing import KINDS, NODES, SMALL, Maker, drawn, made_up
 from .training import meet, raised
+
+pytestmark = pytest.mark.usefixtures("own_card")
 
 SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
 X = {"x": (900,), "y": (300,)}
-
-
-@pytest.fixture(autouse=True)
-def own_card(cp, comm, request, monkeypatch):
-    """Each rank has a device of its own, which is the current one."""
-    if not Group.of(comm).single_node:
-        pytest.skip("needs ranks on one node")
-    monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "4")
-    if cp.cuda.runtime.getDeviceCount() < comm.size:
-        pytest.skip(f"needs a GPU for each of {comm.size} ranks")
-    if wants_gpu(request.config) and not cp.cuda.nccl.available:
-        pytest.skip("needs NCCL")
-    use_device(comm.rank)
-    yield
-    cp.cuda.Device().synchronize()
-    cp.cuda.Device(0).use()
 
 
 @pytest.fixture
