@@ -212,9 +212,8 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
             if not root:
                 return None, None
             checked = check_state(state_dict, self.optimizer, self._rule.own)
-            return snapshot_of(checked, list(self._rule.parameters)), checked[
-                "param_groups"
-            ]
+            names = list(self._rule.parameters)
+            return snapshot_of(checked, names), checked["param_groups"]
 
         snapshot, groups = self._group.agree(what, check, lambda _: {})
         groups = self._group.allgather(groups, what)[self._root]
