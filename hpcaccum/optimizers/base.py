@@ -220,6 +220,15 @@ class Optimizer(abc.ABC):
         """
         return False
 
+    def _needs_for_rows(self) -> str | None:
+        """Return what it lacks to be one whose updates surely change few rows.
+
+        None if an update with an `IndexedSlices` changes no other rows than those of
+        this gradient, neither of the variable nor of its state. Only then can ranks
+        copy the rows of gradients instead of the whole variable.
+        """
+        return f"an inner optimizer that is a rule of hpcaccum, not {self!r}"
+
     def get_name(self) -> str:
         """Return its name."""
         return self._name

@@ -56,8 +56,9 @@ class OneSidedOptimizer(ServedOptimizer):
 
     Of a variable with ``sparse=True``, the rows of gradients are sent, and only these
     rows are updated and pulled: time grows with the rows, not with the variable. It
-    needs all ranks on one node and a rule of this package. Do not write to its array: a
-    pull does not restore other rows.
+    needs all ranks on one node, and an inner optimizer that surely changes no other
+    rows: a rule of this package, or a torch optimizer that `hpcaccum.torch` accepts. Do
+    not write to its array: a pull does not restore other rows.
 
     Args:
         opt: Makes the updates; a local optimizer.

@@ -153,7 +153,7 @@ def _limited_rows(grad: Gradient, variable: Variable) -> Rows:
     if rows.indices.size > variable.capacity:
         raise InvalidArgumentError(
             f"gradient of {variable.name!r} has {rows.indices.size} different rows, at "
-            f"most {variable.capacity} can be sent (capacity= of the variable)"
+            f"most {variable.capacity} can be sent (capacity=)"
         )
     return rows
 

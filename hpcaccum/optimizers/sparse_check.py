@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.flat_rule import flat_rule
 from hpcaccum.optimizers.start import signature
 
 if TYPE_CHECKING:
@@ -37,14 +36,13 @@ def check_sparse(
         needs = "an optimizer that sends each gradient, not sums of several"
     elif not group.single_node:
         needs = f"all ranks on one node, they are on {len(group.nodes)}"
-    elif flat_rule(inner) is None:
-        # Only then does an update surely change no other rows.
-        needs = f"an inner optimizer that is a rule of hpcaccum, not {inner!r}"
+    else:
+        needs = inner._needs_for_rows()
     for var in variables:
         if var.sparse and needs is not None:
             raise InvalidArgumentError(
                 f"{what}: sparse=True of {var.name!r} needs {needs}; make it without "
-                f"sparse=True, or use CrossShardOptimizer"
+                f"sparse=True, or use a cross-shard optimizer"
             )
 
 

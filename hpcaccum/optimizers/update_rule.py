@@ -284,6 +284,9 @@ class Rule(Optimizer):
         """Whether elements are independent; not if `apply_gradients` is overridden."""
         return type(self).apply_gradients is Rule.apply_gradients
 
+    def _needs_for_rows(self) -> str | None:
+        return None if self.elementwise else super()._needs_for_rows()
+
     # For `FlatRule`
 
     def _keep(self, variable: Variable, slots: Mapping[str, Array]) -> None:

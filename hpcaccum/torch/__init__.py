@@ -3,8 +3,9 @@
 `CrossShard`, `SyncReplicas`, `DropStale` and `AGN` hold a torch optimizer and take its
 place in a training loop. `adapter` is what they have in common, `one_sided` the base of
 the last three. `rule` lets a torch optimizer update the center of a server, `gradients`
-moves gradients to the memory of the exchange, `buffers` combines the buffers of a
-module, and `state` is what `state_dict` returns. `tensors` maps tensors to arrays.
+moves gradients to the memory of the exchange, `rows` has what sparse gradients need,
+`buffers` combines the buffers of a module, and `state` is what `state_dict` returns.
+`tensors` maps tensors to arrays.
 
 Imports `optimizers` and the packages below it. Nothing else imports this package, so
 that only those who use it need PyTorch.

@@ -13,14 +13,13 @@ from hpcaccum.errors import FreedError, InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.torch.buffers import Buffers
 from hpcaccum.torch.gradients import Gradients
+from hpcaccum.torch.rows import check_capacity, check_needs, names_of
 from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.state import check_state, snapshot_of, state_of
 from hpcaccum.torch.tensors import (
     check_module,
-    check_needs,
     check_optimizer,
     named_parameters,
-    names_of,
     stream_of,
     tensor_of,
 )
@@ -62,6 +61,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
             the values of rank 0, too; and messages use its names.
         buffers: ``"average"`` or ``"broadcast"``: what `sync_buffers` does.
         sparse: The parameters whose gradients are sparse.
+        capacity: Maximum number of rows of such a gradient that a server gets.
         comm: Communicator of the ranks; COMM_WORLD by default.
 
     Attributes:
@@ -82,6 +82,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         buffers: str,
         comm: mpi4py_MPI.Comm | Group | None,
         sparse: Iterable[torch.Tensor] = (),
+        capacity: int | None = None,
     ) -> None:
         self._group = Group.of(comm)
         self._what = f"hpcaccum.torch.{type(self).__name__}"
@@ -91,8 +92,9 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
             check_module(module)
             parameters = named_parameters(optimizer, module)
             rows = names_of(sparse, parameters)
+            check_capacity(capacity, rows)
             check_needs(optimizer, parameters, rows)
-            rule = TorchRule(optimizer, parameters, rows)
+            rule = TorchRule(optimizer, parameters, rows, capacity)
             return rule, rows, Buffers(module, parameters.values(), buffers)
 
         self._rule, rows, self._buffers = self._group.agree(
@@ -212,6 +214,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
             if not root:
                 return None, None
             checked = check_state(state_dict, self.optimizer, self._rule.own)
+            self._check_options(checked["param_groups"])
             names = list(self._rule.parameters)
             return snapshot_of(checked, names), checked["param_groups"]
 
@@ -220,6 +223,9 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: saved[name] for name in saved if name != "params"})
         self._restore(snapshot, what)
+
+    def _check_options(self, groups: Any) -> None:
+        """Raise InvalidArgumentError unless it can continue with saved options."""
 
     def _restore(self, snapshot: Any, what: str) -> None:
         """Continue from a checked snapshot of the root. Collective."""

@@ -8,13 +8,8 @@ import numpy as np
 
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.slices import Gradient
-from hpcaccum.torch.tensors import (
-    array_of,
-    check_dense,
-    gradient_of,
-    slices_of,
-    tensor_of,
-)
+from hpcaccum.torch.rows import check_dense, gradient_of, slices_of
+from hpcaccum.torch.tensors import array_of, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

@@ -16,7 +16,7 @@ from hpcaccum.torch.buffers import AVERAGE
 from hpcaccum.torch.tensors import is_cuda
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
     from mpi4py import MPI as mpi4py_MPI
@@ -37,6 +37,8 @@ class Options(TypedDict, total=False):
     host: int
     dedicated: bool
     servers: Servers
+    sparse: Iterable[torch.Tensor]
+    capacity: int | None
     on_nonfinite: OnNonfinite
 
 
@@ -61,6 +63,14 @@ class OneSided(Adapter):
             and a copy of the torch optimizer for these, which must update each
             parameter independently of the others, as all of `torch.optim` do. By
             default, and with "auto", the host alone.
+        sparse: The parameters whose gradients are sparse, such as the weights of
+            `torch.nn.Embedding(sparse=True)`; the same on all ranks, which must be on
+            one node. Only the rows of these gradients are sent, updated and pulled. So
+            it needs an optimizer that surely changes no other rows: `SparseAdam`, `SGD`
+            without momentum and weight decay, or `Adagrad` without weight decay. Do not
+            change such parameters in other ways.
+        capacity: Maximum number of different rows of one such gradient; by default all
+            rows. The server has memory for so many rows of each rank.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             sends them, "drop" drops all gradients of the step on this rank, "raise"
             raises InvalidArgumentError on this rank.
@@ -77,6 +87,8 @@ class OneSided(Adapter):
         host: int = 0,
         dedicated: bool = False,
         servers: Servers = None,
+        sparse: Iterable[torch.Tensor] = (),
+        capacity: int | None = None,
         on_nonfinite: OnNonfinite = "accept",
     ) -> None:
         self._options = {
@@ -87,12 +99,19 @@ class OneSided(Adapter):
             "servers": servers,
             "on_nonfinite": on_nonfinite,
         }
-        super().__init__(optimizer, module=module, buffers=buffers, comm=comm)
+        super().__init__(
+            optimizer,
+            module=module,
+            buffers=buffers,
+            comm=comm,
+            sparse=sparse,
+            capacity=capacity,
+        )
         self._root = self._exchange._root
 
     def _on_gradient(self, parameter: Any) -> None:
-        if is_cuda(parameter):
-            # `step` copies it from the device.
+        if is_cuda(parameter) or self._gradients.is_sparse(parameter):
+            # `step` copies it, from the device or when its rows are known.
             return
         if not self._gradients.has_places:
             self._gradients.use(self._exchange.gradient_arrays())
@@ -134,6 +153,9 @@ class OneSided(Adapter):
         # A scheduler that is called there warns unless `step` was called before.
         self._opt_called = self.optimizer._opt_called = True
         self._exchange.serve(after_update)
+
+    def _check_options(self, groups: Any) -> None:
+        self._rule.check_options(groups)
 
     def _restore(self, snapshot: Any, what: str) -> None:
         self._exchange.free()

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers import Optimizer, Variable
+from hpcaccum.torch.rows import gradient_of, needs_for_rows
 from hpcaccum.torch.tensors import CPU, array_of, tensor_of
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class TorchRule(Optimizer):
         optimizer: Of PyTorch.
         parameters: Its parameters, by name.
         sparse: Names of those whose gradients are sparse.
+        capacity: Maximum number of rows of such a gradient that a server gets; by
+            default all.
 
     Attributes:
         parameters: As given.
@@ -60,14 +64,27 @@ class TorchRule(Optimizer):
     """
 
     def __init__(
-        self, optimizer: Any, parameters: Mapping[str, Any], sparse: Collection[str]
+        self,
+        optimizer: Any,
+        parameters: Mapping[str, Any],
+        sparse: Collection[str],
+        capacity: int | None,
     ) -> None:
         super().__init__(type(optimizer).__name__)
         self.own = [
-            Variable(array_of(parameter), name, sparse=name in sparse)
+            Variable(array_of(parameter), name, sparse=True, capacity=capacity)
+            if name in sparse
+            else Variable(array_of(parameter), name)
             for name, parameter in parameters.items()
         ]
         self.parameters = parameters
+        # The numbers of the parameter groups that have one with sparse gradients.
+        rows = {parameters[name] for name in sparse}
+        self._row_groups = [
+            number
+            for number, group in enumerate(optimizer.param_groups)
+            if not rows.isdisjoint(group["params"])
+        ]
         self._own = _Target(optimizer, parameters)
         self._arrays = {var.name: var.value for var in self.own}
         self._center: _Target | None = None
@@ -113,7 +130,12 @@ class TorchRule(Optimizer):
                 their ``grad``.
             global_step: Ignored.
             name: Ignored.
+
+        Raises:
+            InvalidArgumentError: If an option was set with which it would change more
+                than the rows of sparse gradients; nothing is changed.
         """
+        self.check_options(self._own.optimizer.param_groups)
         pairs = list(grads_and_vars)
         target = self._target([var for _, var in pairs])
         if target is self._own:
@@ -123,11 +145,30 @@ class TorchRule(Optimizer):
             _set_options(target, changed)
         for grad, var in pairs:
             tensor = target.tensors[var.name]
-            # PyTorch wants the dtype of the parameter; sums may have a wider one.
-            tensor.grad = None if grad is None else tensor_of(grad).to(tensor.dtype)
+            tensor.grad = _gradient(grad, tensor)
         target.optimizer.step()
         for tensor in target.tensors.values():
             tensor.grad = None
+
+    def _needs_for_rows(self) -> str | None:
+        return self._needs(self._own.optimizer.param_groups)
+
+    def _needs(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
+        found = [groups[number] for number in self._row_groups]
+        return needs_for_rows(self._own.optimizer, found) if found else None
+
+    def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise unless the optimizer, with these options, changes only rows.
+
+        Args:
+            groups: Parameter groups of the optimizer, or those of a saved state.
+
+        Raises:
+            InvalidArgumentError: If it would change others than those of sparse
+                gradients.
+        """
+        if (needs := self._needs(groups)) is not None:
+            raise InvalidArgumentError(f"sparse gradients on a server need {needs}")
 
     def _changed_options(self) -> list[dict[str, Any]] | None:
         """Return what has changed in each parameter group; None if nothing has."""
@@ -217,6 +258,14 @@ def _some(group: Mapping[str, Any], copies: Mapping[Any, Any]) -> dict[str, list
     if names := group.get("param_names"):
         found["param_names"] = [names[i] for i in places]
     return found
+
+
+def _gradient(grad: Any, tensor: Any) -> Any:
+    """Return a gradient as a tensor of the dtype of its parameter; None remains."""
+    if isinstance(grad, IndexedSlices):
+        return gradient_of(grad, tensor.dtype)
+    # Sums may have a wider dtype.
+    return None if grad is None else tensor_of(grad).to(tensor.dtype)
 
 
 def _kept(value: Any) -> Any:

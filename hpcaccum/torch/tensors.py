@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +13,9 @@ from mpi4py import MPI
 from hpcaccum.device import on_stream, shared_array
 from hpcaccum.dtypes import BFLOAT16
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
 Array = np.ndarray[Any, Any]
@@ -163,92 +161,3 @@ def _check_parameter(name: str, parameter: Any) -> None:
         )
     if parameter.layout != torch.strided:
         raise InvalidArgumentError(f"{name!r} is sparse, which is not supported yet")
-
-
-def check_dense(name: str, gradient: Any) -> None:
-    """Raise InvalidArgumentError if a gradient is sparse."""
-    if gradient.layout != torch.strided:
-        raise InvalidArgumentError(
-            f"the gradient of {name!r} is sparse; exchange it by CrossShard(..., "
-            f"sparse=[...]) with this parameter on all ranks, or make the module with "
-            f"sparse=False"
-        )
-
-
-# Gradients of rows
-
-
-def names_of(sparse: Iterable[Any], parameters: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parameters whose gradients are sparse.
-
-    Args:
-        sparse: These parameters.
-        parameters: All of the optimizer, by name.
-
-    Raises:
-        TypeError: If ``sparse`` is not a list of tensors.
-        InvalidArgumentError: If one of them is not a parameter of the optimizer, or has
-            no rows.
-    """
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    found = []
-    for place, parameter in enumerate(_tensors(sparse)):
-        if (name := names.get(id(parameter))) is None:
-            raise InvalidArgumentError(
-                f"sparse[{place}] is not a parameter of the optimizer"
-            )
-        if not parameter.ndim:
-            raise InvalidArgumentError(f"{name!r} in sparse= is a number, without rows")
-        found.append(name)
-    return found
-
-
-def _tensors(sparse: Any) -> list[Any]:
-    if isinstance(sparse, torch.Tensor) or not isinstance(sparse, Iterable):
-        raise TypeError(
-            f"sparse must be a list of parameters, got {type(sparse).__name__}"
-        )
-    return list(sparse)
-
-
-def check_needs(optimizer: Any, names: Mapping[str, Any], sparse: list[str]) -> None:
-    """Raise InvalidArgumentError if an optimizer gets gradients that it cannot use."""
-    dense = [name for name in names if name not in sparse]
-    if dense and isinstance(optimizer, torch.optim.SparseAdam):
-        raise InvalidArgumentError(
-            f"SparseAdam needs sparse gradients, and {dense[0]!r} has none: name all "
-            f"of its parameters in CrossShard(..., sparse=[...])"
-        )
-
-
-def slices_of(name: str, gradient: Any) -> IndexedSlices:
-    """Return a sparse gradient as rows that share its memory.
-
-    Raises:
-        InvalidArgumentError: If it is an array, or not sparse by rows.
-    """
-    if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
-        raise InvalidArgumentError(
-            f"the gradient of {name!r}, which is in sparse=, must be a sparse tensor "
-            f"of rows, got {_kind(gradient)}; make the module with sparse=True, or "
-            f"leave the parameter out of sparse="
-        )
-    # `indices` and `values` refuse repeated rows.
-    indices, values = gradient._indices()[0], gradient._values()
-    return IndexedSlices(array_of(values), array_of(indices), tuple(gradient.shape))
-
-
-def _kind(gradient: Any) -> str:
-    if gradient.layout == torch.sparse_coo:
-        return f"one with {gradient.sparse_dim()} sparse dimensions"
-    return f"one of {gradient.layout}"
-
-
-def gradient_of(slices: IndexedSlices, dtype: Any) -> Any:
-    """Return rows, ascending and each of them once, as a sparse tensor."""
-    indices = tensor_of(slices.indices)[None]
-    values = tensor_of(np.asarray(slices.values)).to(dtype)
-    assert slices.dense_shape is not None
-    return torch.sparse_coo_tensor(
-        indices, values, slices.dense_shape, is_coalesced=True, check_invariants=False
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import tracemalloc
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,67 +12,21 @@ import hpcaccum as hpc
 import hpcaccum.torch as hpt
 
 from ..mpi.on_nodes import group_on_nodes  # noqa: F401
-from ..mpi.support import meet
 from ..mpi.training import raised
-from .torch_training import ONE_SIDED, STRATEGIES
+from .torch_rows import (
+    OPTIMIZERS,
+    ROWS,
+    WIDTH,
+    Net,
+    backward,
+    check_same,
+    mean_of,
+    sparse_mean,
+    table,
+)
 
 # Of sparse tensors that PyTorch's own optimizers make.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-
-ROWS, WIDTH = 11, 3
-OPTIMIZERS = {
-    "SGD": lambda params: torch.optim.SGD(params, 0.5),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, 0.5),
-    "SparseAdam": lambda params: torch.optim.SparseAdam(params, 0.1),
-}
-
-
-def table(rank=0, dtype=torch.float32, kind=torch.nn.Embedding, **options):
-    module = kind(ROWS, WIDTH, sparse=True, dtype=dtype, **options)
-    with torch.no_grad():
-        module.weight[:] = torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) + rank
-    return module
-
-
-def words(rank, step):
-    """Return indices, unsorted and repeated; of rank 1 none in step 1."""
-    rng = np.random.default_rng([rank, step])
-    number = 0 if (rank, step) == (1, 1) else 7
-    return torch.tensor(rng.integers(0, ROWS - 2, number))
-
-
-def factors(rank, step):
-    rng = np.random.default_rng([9, rank, step])
-    # Sums of these are exact.
-    return torch.tensor(rng.integers(-8, 8, (len(words(rank, step)), WIDTH)) / 4.0)
-
-
-def backward(module, rank, step):
-    loss = module(words(rank, step)) * factors(rank, step).to(module.weight.dtype)
-    loss.sum().backward()
-
-
-def mean_of(ranks, step):
-    """Return the mean of whole gradients, by the plain line of NumPy, and its rows."""
-    total, rows = np.zeros((ROWS, WIDTH)), set()
-    for rank in ranks:
-        indices = words(rank, step).numpy()
-        np.add.at(total, indices, factors(rank, step).numpy())
-        rows.update(indices.tolist())
-    return total / len(ranks), sorted(rows)
-
-
-def sparse_mean(ranks, step, dtype=torch.float32):
-    mean, rows = mean_of(ranks, step)
-    values = torch.tensor(mean[rows]).to(dtype)
-    return torch.sparse_coo_tensor(
-        [rows], values, (ROWS, WIDTH), is_coalesced=True, check_invariants=True
-    )
-
-
-def check_same(value):
-    everywhere = meet(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    assert len(set(everywhere)) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -120,20 +73,6 @@ def test_ranks_on_several_nodes(group):
     # Rows travel in their own dtype.
     mean = torch.tensor(mean_of(range(group.size), 0)[0], dtype=torch.float32)
     torch.testing.assert_close(module.weight, plain.weight - mean)
-
-
-class Net(torch.nn.Module):
-    """Rows and arrays in one optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = table(kind=torch.nn.EmbeddingBag, mode="sum")
-        self.last = torch.nn.Linear(WIDTH, 1)
-        torch.nn.init.ones_(self.last.weight)
-        torch.nn.init.zeros_(self.last.bias)
-
-    def backward(self, rank, step):
-        self.last(self.bag(words(rank, step)[None])).sum().backward()
 
 
 def test_sparse_and_dense_gradients_in_one_step(comm, rank, size):
@@ -336,15 +275,3 @@ def test_ranks_must_agree_which_are_sparse(comm, rank):
     error = raised(hpt.CrossShard, inner, comm=comm, sparse=sparse)
     assert isinstance(error, hpc.DisagreementError)
     assert "sparse must be the same" in str(error)
-
-
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_servers_do_not_accept_them(kind, comm):
-    module = table()
-    error = raised(
-        STRATEGIES[kind], OPTIMIZERS["SparseAdam"](module.parameters()), comm
-    )
-    assert "SparseAdam needs sparse gradients, and 'parameter 0' has" in str(error)
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    error = raised(STRATEGIES[kind], inner, comm, sparse=[module.weight])
-    assert isinstance(error, TypeError)

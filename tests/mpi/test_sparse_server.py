@@ -10,6 +10,7 @@ from hpcaccum.server import parameter_copies
 
 from ..common import same_bits
 from ..lazy_rules import MAKERS, LazyRule
+from .row_copies import copies_fixture  # noqa: F401
 from .support import meet
 from .training import ONE_SIDED, Gate, gives, turns, variable
 
@@ -247,25 +248,6 @@ def test_tables_without_elements_and_vectors(make, rank, size, kind, shape):
     same_bits(w.value, opt.center(w))
     if w.value.size:
         assert (w.value < 0).tolist() == [True, False, True, False]
-
-
-@pytest.fixture
-def copies(monkeypatch):
-    """The number of rows of each copy of a table; "all" for a whole one."""
-    copied = []
-    copy_rows, copy = parameter_copies.copy_rows, parameter_copies.SparseCopies._copy
-
-    def count(source, target, rows):
-        copied.append(rows.size)
-        copy_rows(source, target, rows)
-
-    def watch(self, source, target, names, rows):
-        copied.extend(["all"] * (rows is None))
-        copy(self, source, target, names, rows)
-
-    monkeypatch.setattr(parameter_copies, "copy_rows", count)
-    monkeypatch.setattr(parameter_copies.SparseCopies, "_copy", watch)
-    return copied
 
 
 @pytest.mark.parametrize("number", [200, 20_000])

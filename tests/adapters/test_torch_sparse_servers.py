@@ -1,0 +1,390 @@
+"""Sparse gradients of PyTorch on a server, of which rows travel: as plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hpcaccum as hpc
+import hpcaccum.torch as hpt
+from hpcaccum.torch.rule import TorchRule
+
+from ..mpi.on_nodes import group_on_nodes  # noqa: F401
+from ..mpi.row_copies import copies_fixture  # noqa: F401
+from ..mpi.support import meet
+from ..mpi.training import raised, turns
+from .torch_rows import (
+    OPTIMIZERS,
+    ROWS,
+    WIDTH,
+    Net,
+    backward,
+    check_same,
+    mean_of,
+    sparse_mean,
+    table,
+)
+from .torch_training import STRATEGIES
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+# Those that send each gradient.
+KINDS = ["SyncReplicas", "DropStale"]
+INVALID = hpc.InvalidArgumentError
+
+
+@pytest.fixture
+def one_node(comm):
+    if not hpc.Group.of(comm).single_node:
+        pytest.skip("needs all ranks on one node")
+
+
+one_node_only = pytest.mark.usefixtures("one_node")
+
+
+def held(kind, name, module, comm, **options):
+    inner = OPTIMIZERS[name](module.parameters())
+    return STRATEGIES[kind](inner, comm, sparse=[module.weight], **options)
+
+
+def by_turns(kind, size, act):
+    """Call ``act`` on all ranks; on one after the other if each call is an update."""
+    if kind == "SyncReplicas":
+        return [act(0)]
+    return turns(range(size), act)
+
+
+@one_node_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_are_those_of_plain_pytorch(kind, name, dtype, comm, rank, size):
+    if dtype == torch.bfloat16 and name != "SGD":
+        pytest.skip("PyTorch has no such update of rows in half precision")
+    module, plain = table(rank, dtype), table(0, dtype)
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    with held(kind, name, module, comm, capacity=7) as opt:
+        for step in range(3):
+
+            def act(_, step=step):
+                backward(module, rank, step)
+                receipt = opt.step()
+                assert module.weight.grad is None
+                return bool(receipt)
+
+            assert all(by_turns(kind, size, act))
+            everyone = range(size)
+            for ranks in [everyone] if kind == "SyncReplicas" else zip(everyone):
+                plain.weight.grad = sparse_mean(ranks, step, dtype)
+                optimizer.step()
+            meet()
+        center = opt.center(module.weight)
+        state = opt.state_dict()["state"] if rank == 0 else None
+    close = {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(module.weight, plain.weight, **close)
+    assert torch.equal(center, module.weight)
+    check_same(module.weight)
+    # No rank has the last rows.
+    assert torch.equal(module.weight[-2:], table(0, dtype).weight[-2:])
+    if rank == 0 and name != "SGD":
+        for part, expected in optimizer.state[plain.weight].items():
+            torch.testing.assert_close(state[0][part], expected, rtol=1e-6, atol=1e-6)
+
+
+@one_node_only
+def test_sparse_and_dense_gradients_in_one_step(comm, rank, size):
+    net = Net()
+    plain = copy.deepcopy(net)
+    sgd = torch.optim.SGD(plain.parameters(), 0.5)
+    inner = torch.optim.SGD(net.parameters(), 0.5)
+    sparse = [net.bag.weight]
+    with hpt.SyncReplicas(inner, size, comm=comm, module=net, sparse=sparse) as opt:
+        for step in (0, 2, 3):
+            net.backward(rank, step)
+            assert opt.step()
+            for each in range(size):
+                plain.backward(each, step)
+            for parameter in plain.parameters():
+                parameter.grad /= size
+            sgd.step()
+            sgd.zero_grad()
+    for own, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other)
+        check_same(own)
+
+
+@one_node_only
+def test_gradients_of_several_passes_are_added(comm, rank, size):
+    module = table()
+    with held("SyncReplicas", "SGD", module, comm) as opt:
+        backward(module, rank, 0)
+        backward(module, rank, 2)
+        opt.step()
+    mean = mean_of(range(size), 0)[0] + mean_of(range(size), 2)[0]
+    expected = table().weight - 0.5 * torch.tensor(mean, dtype=torch.float32)
+    torch.testing.assert_close(module.weight, expected)
+
+
+@one_node_only
+def test_rows_that_are_not_finite_are_dropped(comm, rank):
+    module = table()
+    with held("DropStale", "SGD", module, comm, on_nonfinite="drop") as opt:
+        backward(module, rank, 0)
+        module.weight.grad._values()[3] = torch.nan
+        assert opt.step().nonfinite
+        assert opt.global_step == 0
+    assert torch.equal(module.weight, table().weight)
+
+
+@one_node_only
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dedicated_server(kind, comm, rank, size):
+    module, last, start = table(rank), size - 1, table(1).weight.detach().clone()
+    inner = torch.optim.SGD(module.parameters(), 1.0)
+    make = {
+        "SyncReplicas": lambda **more: hpt.SyncReplicas(inner, last, **more),
+        "DropStale": lambda **more: hpt.DropStale(inner, 10**6, **more),
+    }[kind]
+    options = {"host": 1, "dedicated": True, "sparse": [module.weight]}
+    with make(comm=comm, **options) as opt:
+        if rank == 1:
+            opt.serve()
+        else:
+            backward(module, rank, 0)
+            opt.step()
+    others = [each for each in range(size) if each != 1]
+    total = torch.tensor(mean_of(others, 0)[0], dtype=torch.float32)
+    total *= 1 if kind == "SyncReplicas" else last
+    torch.testing.assert_close(module.weight.detach(), start - total)
+
+
+@one_node_only
+@pytest.mark.parametrize("name", ["Adagrad", "SparseAdam"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_continues_with_the_same_bits(kind, name, comm, rank, size, tmp_path):
+    module, other = table(), table()
+
+    def train(opt, module, steps):
+        for step in steps:
+
+            def act(_, step=step):
+                backward(module, rank, step)
+                opt.step()
+
+            by_turns(kind, size, act)
+        meet()
+
+    with held(kind, name, module, comm) as opt:
+        train(opt, module, range(2))
+        if rank == 0:
+            torch.save(opt.state_dict(), tmp_path / "state.pt")
+            state = torch.load(tmp_path / "state.pt")
+            # Plain PyTorch loads it, too.
+            OPTIMIZERS[name](table().parameters()).load_state_dict(state)
+        meet()
+        train(opt, module, range(2, 4))
+    with held(kind, name, other, comm) as opt:
+        train(opt, other, range(1))
+        opt.load_state_dict(state if rank == 0 else None)
+        train(opt, other, range(2, 4))
+    assert torch.equal(module.weight, other.weight)
+
+
+# Cost
+
+
+@one_node_only
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_only_rows_are_copied_and_have_memory(name, comm, rank, size, copies):
+    module = torch.nn.Embedding(1 << 14, 8, sparse=True)
+    with held("SyncReplicas", name, module, comm, capacity=3) as opt:
+        counted = []
+        for _ in range(4):
+            meet()
+            copies.clear()
+            module(torch.tensor([5, 9 + rank, 5, 2])).sum().backward()
+            opt.step()
+            meet()
+            counted.append(list(copies))
+        assert opt._exchange._server._inbox.window_bytes < 1000
+    # To this rank's parameter, and on the root to what is published.
+    assert counted == [[2 + size] * (1 + (rank == 0))] * 4
+
+
+# Errors
+
+
+@one_node_only
+@pytest.mark.parametrize("kind", KINDS)
+def test_too_many_rows_are_not_sent(kind, comm, rank, size):
+    module = table()
+    with held(kind, "SGD", module, comm, capacity=2) as opt:
+        if rank == size - 1:
+            module(torch.tensor([1, 2, 4, 1])).sum().backward()
+            text = "gradient of 'parameter 0' has 3 different rows, at most 2 can be"
+            with pytest.raises(INVALID, match=text):
+                opt.step()
+            opt.zero_grad()
+        module(torch.tensor([4, 4, 1])).sum().backward()
+        opt.step()
+    found = (table().weight - module.weight)[:, 0].tolist()
+    total = 0.5 * (1 if kind == "SyncReplicas" else size)
+    assert found == [0, total, 0, 0, 2 * total, *[0] * (ROWS - 5)]
+
+
+@one_node_only
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_array_is_an_error_on_its_rank(kind, comm, rank):
+    module = table()
+    with held(kind, "SGD", module, comm) as opt:
+        (module.weight * 2).sum().backward()
+        with pytest.raises(INVALID, match="which is in sparse=, must be a sparse"):
+            opt.step()
+        opt.zero_grad()
+        backward(module, rank, 0)
+        assert opt.step() or kind == "DropStale"
+
+
+WRONG = {
+    "zero": ({"capacity": 0}, INVALID, "capacity must be at least 1"),
+    "float": ({"capacity": 1.5}, TypeError, "capacity must be an integer"),
+    "alone": ({"capacity": 1, "sparse": []}, INVALID, "capacity needs parameters in"),
+    "tensor": ({"sparse": torch.zeros(2)}, TypeError, "sparse must be a list of"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_options_of_one_rank(kind, case, comm, rank, size):
+    wrong, error, text = WRONG[case]
+    module = table(rank)
+    options = {"sparse": [module.weight], **(wrong if rank == size - 1 else {})}
+    inner = torch.optim.SGD(module.parameters(), 1.0)
+    found = raised(STRATEGIES[kind], inner, comm, **options)
+    assert isinstance(found, error)
+    assert text in str(found)
+    assert torch.equal(module.weight, table(rank).weight)
+
+
+@one_node_only
+@pytest.mark.ranks(min=2)
+def test_ranks_must_agree_on_capacities(comm, rank):
+    module = table()
+    found = raised(held, "DropStale", "SGD", module, comm, capacity=3 + (rank == 1))
+    assert isinstance(found, hpc.DisagreementError)
+    assert "capacities of sparse variables" in str(found)
+
+
+class Sub(torch.optim.SGD):
+    """May do anything."""
+
+
+REFUSED = {
+    "momentum": (lambda p: torch.optim.SGD(p, 1.0, momentum=0.5), "SGD with moment"),
+    "decay": (lambda p: torch.optim.SGD(p, 1.0, weight_decay=0.5), "with weight_dec"),
+    "fused": (lambda p: torch.optim.SGD(p, 1.0, fused=True), "SGD with fused=True"),
+    "Adagrad": (
+        lambda p: torch.optim.Adagrad(p, 1.0, weight_decay=0.5),
+        "not Adagrad with weight_decay=0.5",
+    ),
+    "Adam": (lambda p: torch.optim.Adam(p, 1.0), "not Adam; make"),
+    "RMSprop": (lambda p: torch.optim.RMSprop(p, 1.0), "not RMSprop; make"),
+    "subclass": (lambda p: Sub(p, 1.0), "not Sub; make"),
+}
+
+
+@one_node_only
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_that_may_change_other_rows(kind, case, comm, rank):
+    make, text = REFUSED[case]
+    module = table(rank)
+    found = raised(
+        STRATEGIES[kind], make(module.parameters()), comm, sparse=[module.weight]
+    )
+    assert isinstance(found, INVALID)
+    assert "sparse=True of 'parameter 0' needs SparseAdam, SGD without" in str(found)
+    assert text in str(found)
+    assert torch.equal(module.weight, table(rank).weight)
+
+
+@one_node_only
+def test_other_groups_may_have_momentum(comm, rank, size):
+    net = Net()
+    plain = copy.deepcopy(net)
+
+    def sgd(net):
+        last = {"params": net.last.parameters(), "momentum": 0.5}
+        return torch.optim.SGD([{"params": [net.bag.weight]}, last], 0.5)
+
+    inner = sgd(plain)
+    with hpt.SyncReplicas(sgd(net), size, comm=comm, sparse=[net.bag.weight]) as opt:
+        for step in (0, 2, 3):
+            net.backward(rank, step)
+            opt.step()
+            inner.zero_grad()
+            for each in range(size):
+                plain.backward(each, step)
+            for parameter in plain.parameters():
+                parameter.grad /= size
+            inner.step()
+    for own, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_several_nodes_are_refused(group):
+    module = table(group.rank)
+    inner = torch.optim.SGD(module.parameters(), 1.0)
+    found = raised(hpt.DropStale, inner, 1, comm=group, sparse=[module.weight])
+    assert isinstance(found, INVALID)
+    assert "'parameter 0' needs all ranks on one node" in str(found)
+
+
+@one_node_only
+def test_a_state_with_momentum_is_refused(comm, rank):
+    other, module = table(), table()
+    inner = torch.optim.SGD(other.parameters(), 1.0, momentum=0.5)
+    with hpt.DropStale(inner, 1, comm=comm) as opt:
+        state = opt.state_dict() if rank == 0 else None
+        meet()
+    with held("DropStale", "SGD", module, comm) as opt:
+        error = raised(opt.load_state_dict, state)
+        assert isinstance(error, INVALID)
+        assert "sparse gradients on a server need" in str(error)
+        assert opt.param_groups[0]["momentum"] == 0
+        backward(module, rank, 0)
+        turns([0], lambda _: opt.step())
+        assert opt.global_step == 1
+
+
+def test_momentum_that_a_scheduler_sets_is_an_error():
+    module, center = table(), table()
+    inner = torch.optim.SGD(module.parameters(), 1.0)
+    rule = TorchRule(inner, {"w": module.weight}, ["w"], None)
+    var = hpc.Variable(center.weight.detach().numpy(), "w")
+    rule.initialize([var])
+    grad = hpc.IndexedSlices(torch.ones(1, WIDTH).numpy(), [3], (ROWS, WIDTH))
+    rule.apply_gradients([(grad, var)])
+    inner.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(INVALID, match=r"not SGD with momentum=0\.5"):
+        rule.apply_gradients([(grad, var)])
+    expected = table().weight.detach()
+    expected[3] -= 1
+    assert torch.equal(center.weight, expected)
+
+
+@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale", "AGN"])
+def test_sparse_adam_needs_all_of_its_parameters(kind, comm):
+    inner = torch.optim.SparseAdam(table().parameters())
+    error = raised(STRATEGIES[kind], inner, comm)
+    assert "SparseAdam needs sparse gradients, and 'parameter 0' has" in str(error)
+
+
+@one_node_only
+def test_agn_refuses_sparse_gradients(comm, rank):
+    found = raised(held, "AGN", "SGD", table(), comm)
+    assert isinstance(found, INVALID)
+    assert "needs an optimizer that sends each gradient" in str(found)
