@@ -11,7 +11,8 @@ Imports `server`, `reducer` and the packages below them.
 
 from __future__ import annotations
 
-from hpcaccum.optimizers.agn import AGNCustomGetter, AGNOptimizer, get_variable
+from hpcaccum.optimizers.agn import AGNOptimizer
+from hpcaccum.optimizers.agn_getter import AGNCustomGetter, get_variable
 from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.checks import check_groups
 from hpcaccum.optimizers.cross_shard import CrossShardOptimizer, Reduction

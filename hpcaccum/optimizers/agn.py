@@ -12,74 +12,25 @@ from hpcaccum.device import all_on_device, copyto, cupy, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices
+from hpcaccum.optimizers.agn_getter import AGNCustomGetter, UnknownVariableError
 from hpcaccum.optimizers.base import Optimizer, set_global_step
 from hpcaccum.optimizers.checks import check_global_step, check_pairs
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.optimizers.slices import add_slices
+from hpcaccum.optimizers.slices import add_slices, copied_rows
+from hpcaccum.optimizers.summed_rows import SummedRows
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from mpi4py import MPI as mpi4py_MPI
-    from numpy.typing import ArrayLike
-
-    from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Array, Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.row_buffers import RowPlace
+    from hpcaccum.row_sums import Rows
     from hpcaccum.server import Inbox, ParameterServer
-
-
-class UnknownVariableError(InvalidArgumentError, KeyError):
-    """Raised for a variable that was not created with the optimizer's getter."""
-
-    __str__ = ValueError.__str__
-
-
-class AGNCustomGetter:
-    """Collects the trainable variables that `get_variable` creates with it.
-
-    Args:
-        comm: Communicator of the ranks; COMM_WORLD by default.
-        host: The rank that holds the center.
-
-    Attributes:
-        variables: The variables, by name.
-    """
-
-    def __init__(
-        self, *, comm: mpi4py_MPI.Comm | Group | None = None, host: int = 0
-    ) -> None:
-        self.comm, self.host = comm, host
-        self.variables: dict[str, Variable] = {}
-
-    def register(self, var: Variable) -> None:
-        """Add a variable if it is trainable.
-
-        Raises:
-            InvalidArgumentError: If a variable has the same name.
-        """
-        if var.name in self.variables:
-            raise InvalidArgumentError(f"variable {var.name!r} exists already")
-        if var.trainable:
-            self.variables[var.name] = var
-
-
-def get_variable(
-    name: str,
-    initial_value: ArrayLike,
-    *,
-    trainable: bool = True,
-    custom_getter: AGNCustomGetter,
-) -> Variable:
-    """Return a new variable, registered with the getter of an `AGNOptimizer`."""
-    var = Variable(initial_value, name, trainable)
-    custom_getter.register(var)
-    return var
 
 
 class AGNOptimizer(OneSidedOptimizer):
@@ -92,8 +43,9 @@ class AGNOptimizer(OneSidedOptimizer):
 
     Pushes of several workers are applied one after the other; none is dropped. The
     step counts the pushes of all workers. x and c have separate slots; a push keeps
-    those of x. If g is an `IndexedSlices`, the inner optimizer updates its rows of x; a
-    is an array nevertheless, and so is what is pushed.
+    those of x. If g is an `IndexedSlices`, the inner optimizer updates its rows of x.
+    If the variable is sparse, a has these rows, and so has what is pushed; else both
+    are arrays nevertheless.
 
     Args:
         optimizer: Makes the local updates and, on the host rank, those of the center.
@@ -110,8 +62,6 @@ class AGNOptimizer(OneSidedOptimizer):
         parameter differences. One deviation: Adam's bias correction of the center
         counts the center's updates.
     """
-
-    _sends_gradients = False
 
     def __init__(
         self,
@@ -147,10 +97,12 @@ class AGNOptimizer(OneSidedOptimizer):
             on_nonfinite=on_nonfinite,
         )
         self._getter = custom_getter
-        self._period: int = self._options["communication_period"]
+        self._share = self._period = self._options["communication_period"]
         self._calls = 0
-        # Names of the variables whose sum is not zero.
+        # Names of the variables whose sum is an array that is not zero.
         self._summed: set[str] = set()
+        # The sums of sparse variables.
+        self._rows = SummedRows([], self._period)
         # Sums of gradients on a device. Plain CuPy expressions add to them: a kernel
         # would move as many bytes.
         self._on_device: dict[str, Array] = {}
@@ -179,6 +131,10 @@ class AGNOptimizer(OneSidedOptimizer):
         variables = super()._check_start(var_list)
         self._check_registered(variables)
         return variables
+
+    def _start(self, variables: list[Variable]) -> None:
+        super()._start(variables)
+        self._rows = SummedRows(variables, self._period)
 
     def _check_registered(self, variables: Iterable[Variable]) -> None:
         for var in variables:
@@ -213,6 +169,9 @@ class AGNOptimizer(OneSidedOptimizer):
         Returns:
             The receipt of the push. If this call made none, one that is not `sent`,
             with the step of the last pull.
+
+        Raises:
+            InvalidArgumentError, TypeError: On this rank; nothing is changed.
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
@@ -226,16 +185,37 @@ class AGNOptimizer(OneSidedOptimizer):
             receipt = server.drop(self._step)
             self._drop_watch.note(receipt)
             return receipt
+        rows = copied_rows(pairs, self._rows.dtype)
+        self._rows.check(rows)
+        try:
+            receipt = self._make_step(server, pairs, rows)
+        except BaseException:
+            # Some rows may have changed that are in no sum: pull all of them.
+            server.forget(rows)
+            raise
+        if receipt.sent:
+            self._drop_watch.note(receipt)
+            set_global_step(global_step, self._step)
+        return receipt
+
+    def _make_step(
+        self, server: ParameterServer, pairs: Pairs, rows: Mapping[str, Rows]
+    ) -> Receipt:
+        """Make a local step; push and pull if the period ends.
+
+        Args:
+            server: The server.
+            pairs: Checked pairs.
+            rows: The gradients of sparse variables.
+        """
         self.inner.apply_gradients(pairs)
-        grads = gradients_by_name(pairs)
-        self._add(self._sums(server), grads)
+        arrays = {n: g for n, g in gradients_by_name(pairs).items() if n not in rows}
+        self._add(self._sums(server), arrays)
+        self._rows.add(rows)
         self._calls += 1
         if self._calls % self._period:
             return Receipt(True, self._step, self._step, sent=False)
-        receipt = self._communicate(server, grads)
-        self._drop_watch.note(receipt)
-        set_global_step(global_step, self._step)
-        return receipt
+        return self._communicate(server, arrays, rows)
 
     def _sums(self, server: ParameterServer) -> Mapping[str, Array]:
         """Return the sums of gradients: this rank's slot, or device memory."""
@@ -258,16 +238,28 @@ class AGNOptimizer(OneSidedOptimizer):
                 np.add(total, grad, out=total, casting="same_kind")
         self._summed.update(grads)
 
-    def _communicate(self, server: ParameterServer, names: Iterable[str]) -> Receipt:
-        """Push the mean gradients of some variables; pull these variables."""
+    def _communicate(
+        self, server: ParameterServer, names: Iterable[str], sparse: Iterable[str]
+    ) -> Receipt:
+        """Push the mean gradients of some variables; pull these variables.
+
+        Args:
+            server: The server.
+            names: Of those whose gradients are arrays.
+            sparse: Names of those whose gradients are rows.
+        """
         sums = self._sums(server)
-        means = {name: sums[name] for name in names}
-        for total in means.values():
+        arrays = {name: sums[name] for name in names}
+        for total in arrays.values():
             np.divide(total, total.dtype.type(self._period), out=total)
+        rows = self._rows.means(sparse, self._period)
+        means: dict[str, Array | Rows] = {**arrays, **rows}
         receipt = server.push(means, self._step)
         # Variables without a gradient in this call keep their sums.
-        self._summed.difference_update(means)
+        self._summed.difference_update(arrays)
+        self._rows.clear(rows)
         self._useful = receipt.global_step + 1
+        # The local steps have changed the rows that are pushed.
         self._pull({name: self._values[name] for name in means})
         return receipt
 
@@ -303,6 +295,7 @@ class AGNOptimizer(OneSidedOptimizer):
             self.initialize()
             self._pull_all()
             self._summed.clear()
+            self._rows.clear_all()
 
         return init
 

@@ -84,8 +84,8 @@ class OneSidedOptimizer(ServedOptimizer):
     """
 
     exchange = Exchange.ONE_SIDED
-    # Whether each gradient is sent; and how many of one step each rank may contribute.
-    _sends_gradients, _share = True, 1
+    # Maximum number of gradients of a rank in one update.
+    _share = 1
 
     def __init__(
         self,
@@ -187,8 +187,7 @@ class OneSidedOptimizer(ServedOptimizer):
 
     def _check_start(self, var_list: Any) -> list[Variable]:
         variables = super()._check_start(var_list)
-        each, what = self._sends_gradients, self.get_name()
-        check_sparse(what, variables, self._group, self.inner, each)
+        check_sparse(self.get_name(), variables, self._group, self.inner)
         return variables
 
     def _training_server(self) -> ParameterServer:
@@ -222,7 +221,7 @@ class OneSidedOptimizer(ServedOptimizer):
         self._step = self._open_server().pull(
             self._values if into is None else into,
             at_least=self._useful,
-            known=self._step if into is None else -1,
+            known=self._step,
         )
 
     def _pull_all(self) -> None:

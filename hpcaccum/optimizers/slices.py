@@ -61,7 +61,10 @@ def _in_cpu_memory(grad: IndexedSlices) -> IndexedSlices:
 
 def distinct_rows(grad: IndexedSlices, variable: Variable) -> Rows:
     """Return the rows of a checked gradient, each once, in the dtype of the update."""
-    dtype = accumulation_dtype(variable.dtype)
+    return _distinct(grad, accumulation_dtype(variable.dtype))
+
+
+def _distinct(grad: IndexedSlices, dtype: np.dtype[Any]) -> Rows:
     return distinct(grad.indices, matrix(grad.values), dtype)
 
 
@@ -78,7 +81,7 @@ def exchanged(pairs: Sequence[tuple[Gradient | None, Variable]]) -> dict[str, An
 
 def _exchanged(grad: Gradient, variable: Variable) -> Array | Rows:
     if variable.sparse:
-        return _sparse_rows(grad, variable)
+        return _sparse_rows(grad, variable, accumulation_dtype(variable.dtype))
     if not isinstance(grad, IndexedSlices):
         return grad
     rows = distinct_rows(grad, variable)
@@ -87,12 +90,12 @@ def _exchanged(grad: Gradient, variable: Variable) -> Array | Rows:
     return dense
 
 
-def _sparse_rows(grad: Gradient, variable: Variable) -> Rows:
+def _sparse_rows(grad: Gradient, variable: Variable, dtype: np.dtype[Any]) -> Rows:
     if not isinstance(grad, IndexedSlices):
         raise TypeError(
             f"gradient of {variable.name!r}, which is sparse, must be an IndexedSlices"
         )
-    return distinct_rows(grad, variable)
+    return _distinct(grad, dtype)
 
 
 def with_sums(
@@ -131,7 +134,7 @@ def pushed(
         InvalidArgumentError: If a gradient has more rows than its variable's capacity.
     """
     rows = {
-        var.name: _limited_rows(grad, var)
+        var.name: _limited_rows(grad, var, accumulation_dtype(var.dtype))
         for grad, var in pairs
         if grad is not None and var.sparse
     }
@@ -148,8 +151,32 @@ def pushed(
     return {**arrays, **rows}
 
 
-def _limited_rows(grad: Gradient, variable: Variable) -> Rows:
-    rows = _sparse_rows(grad, variable)
+def copied_rows(
+    pairs: Sequence[tuple[Gradient | None, Variable]], dtype: np.dtype[Any]
+) -> dict[str, Rows]:
+    """Return copies of the gradients of sparse variables that are not None, by name.
+
+    Args:
+        pairs: Checked pairs.
+        dtype: Of the values, and in which repeated rows are added.
+
+    Raises:
+        TypeError, InvalidArgumentError: As `pushed`.
+    """
+    found = {
+        var.name: _limited_rows(grad, var, dtype)
+        for grad, var in pairs
+        if grad is not None and var.sparse
+    }
+    # The user may write to the arrays of a gradient afterwards.
+    return {
+        name: Rows(rows.indices.copy(), rows.counts, rows.values.copy())
+        for name, rows in found.items()
+    }
+
+
+def _limited_rows(grad: Gradient, variable: Variable, dtype: np.dtype[Any]) -> Rows:
+    rows = _sparse_rows(grad, variable, dtype)
     if rows.indices.size > variable.capacity:
         raise InvalidArgumentError(
             f"gradient of {variable.name!r} has {rows.indices.size} different rows, at "

@@ -20,7 +20,6 @@ def check_sparse(
     variables: Sequence[Variable],
     group: Group,
     inner: Optimizer,
-    sends_gradients: bool,
 ) -> None:
     """Raise InvalidArgumentError if a variable is sparse and cannot be.
 
@@ -29,12 +28,9 @@ def check_sparse(
         variables: All variables.
         group: The ranks.
         inner: Makes the updates.
-        sends_gradients: Whether each gradient is sent, not sums of several ones.
     """
-    needs = None
-    if not sends_gradients:
-        needs = "an optimizer that sends each gradient, not sums of several"
-    elif not group.single_node:
+    needs: str | None
+    if not group.single_node:
         needs = f"all ranks on one node, they are on {len(group.nodes)}"
     else:
         needs = inner._needs_for_rows()
@@ -55,11 +51,11 @@ def declared(variables: Sequence[Variable]) -> dict[str, Any]:
 
 
 def capacities(variables: Sequence[Variable], gradients: int = 1) -> dict[str, int]:
-    """Return the maximum number of rows of a rank's gradients, by sparse variable.
+    """Return the maximum number of rows of a rank in one update, by sparse variable.
 
     Args:
         variables: All variables.
-        gradients: Of a rank in one update.
+        gradients: Maximum number of those of a rank in one update.
     """
     return {
         var.name: min(gradients * var.capacity, var.shape[0])

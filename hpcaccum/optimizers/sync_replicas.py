@@ -81,7 +81,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             on_nonfinite=on_nonfinite,
         )
         self._quorum: int = self._options["replicas_to_aggregate"]
-        # Gradients of one step that each worker may contribute.
+        # Each worker may contribute so many gradients of one step.
         self._share = -(-self._quorum // self._workers)
         # The step at which the last gradient arrived, and how many were accepted there;
         # not saved, as they concern gradients that are pending.

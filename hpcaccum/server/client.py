@@ -91,10 +91,10 @@ class Client(Freeable):
         self._lent: Array | None = None
         self._views: list[Array] = []
         self._transfer: Transfer | None = None
-        # The step of the last pull, and which changes its arrays have; None during a
-        # pull, when they may have some of the next ones.
+        # The step of the last pull, and which changes the arrays of sparse variables
+        # have from their last pulls; during a pull they may have some of the next ones.
         self._pulled = 0
-        self._has: tuple[int, int] | None = None
+        self._has: dict[str, int] = {}
         self.waited = 0.0
 
     def _make_parameters(
@@ -155,8 +155,9 @@ class Client(Freeable):
             into: Name to array; only these are copied.
             at_least: Wait for this step.
             known: The step of ``into``; nothing is copied if the node has no newer one.
-                If this was the step of the last pull, only those rows of sparse
-                variables are copied that updates have changed since.
+                If this was the step of the last pull, only those rows of a sparse
+                variable are copied that updates have changed since its own last pull.
+                So this rank may have changed rows that it has pushed since.
 
         Raises:
             WaitTimeoutError: If the step does not come in time; says what it lacks.
@@ -166,22 +167,29 @@ class Client(Freeable):
         here = self._parameters.version()
         if here == known and here >= at_least:
             return known
-        has, self._has = self._has, None
-        since = has[1] if has is not None and has[0] == known else None
-        self._has = self._copy(into, at_least, since)
-        self._pulled = self._has[0]
+        since = {name: self._has[name] for name in self._has if name in into}
+        self.forget(since)
+        if known != self._pulled:
+            since = {}
+        self._pulled, has = self._copy(into, at_least, since)
+        self._has.update(has)
         return self._pulled
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Copy all rows of some variables at their next pull."""
+        for name in names:
+            self._has.pop(name, None)
+
     def _copy(
-        self, into: Mapping[str, Array], at_least: int, since: int | None
-    ) -> tuple[int, int]:
+        self, into: Mapping[str, Array], at_least: int, since: Mapping[str, int]
+    ) -> tuple[int, dict[str, int]]:
         """Copy the newest parameters; return their step and what `Copies.read` does."""
         deadline = Deadline(None, f"{self._what}: pull")
         if self._parameters.version() < at_least:
             self._wait_for(at_least, deadline)
         if all_on_device(self._what, into.values()):
-            return self._parameters.read(self._fetch_to(into), deadline), 0
-        has = 0
+            return self._parameters.read(self._fetch_to(into), deadline), {}
+        has: dict[str, int] = {}
 
         def copy(flat: Array) -> None:
             nonlocal has
@@ -227,7 +235,7 @@ class Client(Freeable):
         """Return copies of the newest parameters of these names, all of one step."""
         shapes, dtypes = self._wire.parameters.shapes, self._wire.dtypes
         copies = {name: np.empty(shapes[name], dtypes[name]) for name in names}
-        self._copy(copies, self.step, None)
+        self._copy(copies, self.step, {})
         return [copies[name] for name in names]
 
     def gradient_arrays(self) -> dict[str, Array]:

@@ -16,7 +16,7 @@ from hpcaccum.layout import ALIGNMENT
 from hpcaccum.server.row_log import RowLog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpcaccum.mpi import Group
     from hpcaccum.server.wire_format import WireFormat
@@ -64,20 +64,22 @@ class Copies:
         """
         self._wire.write_parameters(center, flat)
 
-    def read(self, flat: Array, into: Mapping[str, Array], since: int | None) -> int:
+    def read(
+        self, flat: Array, into: Mapping[str, Array], since: Mapping[str, int]
+    ) -> dict[str, int]:
         """Copy parameters from a published vector to arrays.
 
         Args:
             flat: The vector, which the root may be overwriting.
             into: Name to array.
-            since: What this method returned when these arrays got their values; None if
-                they have others.
+            since: For each sparse variable, what this method returned when its array
+                got its values; missing if it may have others.
 
         Returns:
-            Which changes the arrays have, for the next call.
+            Which changes the array of each sparse variable has, for the next call.
         """
         self._wire.read_parameters(flat, into)
-        return 0
+        return {}
 
     def free(self) -> None:
         """Free the memory. Collective."""
@@ -126,20 +128,30 @@ class SparseCopies(Copies):
         """Bring a published vector up to date; the root only."""
         lacks = self._lacks[copy]
         rows = None if lacks is None else _united(lacks)
-        self._copy(center, self._views(flat), self._wire.parameters, rows)
+        for name, view in self._views(flat).items():
+            copy_rows(center[name], view, self._of(name, rows))
         self._end(flat)[...] = self._log.end
         # Last: after an exception they are still missing.
         self._lacks[copy] = []
 
     # Every rank
 
-    def read(self, flat: Array, into: Mapping[str, Array], since: int | None) -> int:
-        """Copy parameters from a published vector to arrays; return the place."""
-        end = int(self._end(flat)[0])
-        entries = None if since is None else self._log.between(since, end)
-        rows = None if entries is None else _united([entries])
-        self._copy(self._views(flat), into, into, rows)
-        return end
+    def read(
+        self, flat: Array, into: Mapping[str, Array], since: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Copy parameters from a published vector to arrays; return places."""
+        end, views = int(self._end(flat)[0]), self._views(flat)
+        # Mostly one place: that of the last copy, of all variables.
+        rows = {place: self._changes(place, end) for place in set(since.values())}
+        for name, array in into.items():
+            found = self._of(name, rows.get(since.get(name, -1)))
+            copy_rows(views[name], array, found)
+        return {name: end for name in into if name in self._tables}
+
+    def _changes(self, begin: int, end: int) -> Array | None:
+        """Return the rows between two places of the log; None if not all are there."""
+        entries = self._log.between(begin, end)
+        return None if entries is None else _united([entries])
 
     def _views(self, flat: Array) -> dict[str, Array]:
         return self._wire.parameters.views(flat)
@@ -148,22 +160,14 @@ class SparseCopies(Copies):
         """Return the place in the log that a published vector ends with, shape (1,)."""
         return flat[self._wire.parameters.size :].view(np.int64)[:1]
 
-    def _copy(
-        self,
-        source: Mapping[str, Array],
-        target: Mapping[str, Array],
-        names: Iterable[str],
-        rows: Array | None,
-    ) -> None:
-        """Copy variables; of sparse ones, only given rows if they are not None."""
-        for name in names:
-            if rows is None or name not in self._tables:
-                target[name][...] = source[name]
-            else:
-                copy_rows(source[name], target[name], self._of(name, rows))
+    def _of(self, name: str, rows: Array | None) -> Array | None:
+        """Return which of sorted rows are those of a variable, numbered within it.
 
-    def _of(self, name: str, rows: Array) -> Array:
-        """Return which of sorted rows are those of a variable, numbered within it."""
+        Returns:
+            None for all of them, if all were given or the variable is not sparse.
+        """
+        if rows is None or name not in self._tables:
+            return None
         table = self._tables[name]
         begin, end = np.searchsorted(rows, [table.start, table.stop])
         return rows[begin:end] - table.start
@@ -178,8 +182,11 @@ def _united(parts: Sequence[Array]) -> Array:
     return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
 
 
-def copy_rows(source: Array, target: Array, rows: Array) -> None:
-    """Copy some rows of an array to another one of its shape."""
+def copy_rows(source: Array, target: Array, rows: Array | None) -> None:
+    """Copy some rows of an array to another one of its shape; None for all of it."""
+    if rows is None:
+        target[...] = source
+        return
     step = max(1, _CHUNK // max(1, math.prod(source.shape[1:])))
     for start in range(0, rows.size, step):
         places = rows[start : start + step]

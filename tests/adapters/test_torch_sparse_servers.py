@@ -25,8 +25,9 @@ from .torch_rows import (
     mean_of,
     sparse_mean,
     table,
+    words,
 )
-from .torch_training import STRATEGIES
+from .torch_training import ONE_SIDED, STRATEGIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
@@ -193,6 +194,66 @@ def test_training_continues_with_the_same_bits(kind, name, comm, rank, size, tmp
     assert torch.equal(module.weight, other.weight)
 
 
+# AGN
+
+
+@one_node_only
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_agn_makes_local_steps_and_pushes_their_mean(name, comm, rank, size):
+    order, module = [*range(size), *range(size)], table(rank)
+    center, locals_ = plain(name), [plain(name) for _ in range(size)]
+
+    def act(turn):
+        sent = []
+        for step in (2 * turn, 2 * turn + 1):
+            backward(module, rank, step)
+            sent.append(opt.step().sent)
+            opt.zero_grad()
+        return sent, module.weight.detach().clone()
+
+    with held("AGN", name, module, comm, capacity=7) as opt:
+        results = turns(order, act)
+    for turn, each in enumerate(order):
+        local, local_optimizer = locals_[each]
+        mean = torch.zeros(ROWS, WIDTH)
+        for step in (2 * turn, 2 * turn + 1):
+            local.weight.grad = sparse_mean([each], step)
+            mean += local.weight.grad.to_dense() / 2
+            local_optimizer.step()
+        seen = torch.cat([words(each, 2 * turn), words(each, 2 * turn + 1)]).unique()
+        module_, optimizer = center
+        module_.weight.grad = torch.sparse_coo_tensor(
+            seen[None], mean[seen], mean.shape
+        )
+        optimizer.step()
+        local.load_state_dict(module_.state_dict())
+        sent, found = results[turn]
+        assert sent == [False, True]
+        torch.testing.assert_close(found, module_.weight.detach())
+    torch.testing.assert_close(module.weight, center[0].weight)
+    check_same(module.weight)
+
+
+def plain(name):
+    """Return a table, and an optimizer of PyTorch for it."""
+    module = table()
+    return module, OPTIMIZERS[name](module.parameters())
+
+
+@one_node_only
+def test_agn_does_not_change_other_rows_later(comm, rank):
+    module = table()
+    with held("AGN", "SGD", module, comm) as opt:
+        backward(module, rank, 0)
+        opt.step()
+        opt.param_groups[0]["momentum"] = 0.5
+        before = module.weight.detach().clone()
+        with pytest.raises(INVALID, match="sparse gradients on a server need"):
+            opt.step()
+        assert torch.equal(module.weight, before)
+        opt.param_groups[0]["momentum"] = 0
+
+
 # Cost
 
 
@@ -257,7 +318,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_SIDED)
 def test_wrong_options_of_one_rank(kind, case, comm, rank, size):
     wrong, error, text = WRONG[case]
     module = table(rank)
@@ -298,7 +359,7 @@ REFUSED = {
 
 @one_node_only
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_SIDED)
 def test_optimizers_that_may_change_other_rows(kind, case, comm, rank):
     make, text = REFUSED[case]
     module = table(rank)
@@ -376,15 +437,8 @@ def test_momentum_that_a_scheduler_sets_is_an_error():
     assert torch.equal(center.weight, expected)
 
 
-@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale", "AGN"])
+@pytest.mark.parametrize("kind", ONE_SIDED)
 def test_sparse_adam_needs_all_of_its_parameters(kind, comm):
     inner = torch.optim.SparseAdam(table().parameters())
     error = raised(STRATEGIES[kind], inner, comm)
     assert "SparseAdam needs sparse gradients, and 'parameter 0' has" in str(error)
-
-
-@one_node_only
-def test_agn_refuses_sparse_gradients(comm, rank):
-    found = raised(held, "AGN", "SGD", table(), comm)
-    assert isinstance(found, INVALID)
-    assert "needs an optimizer that sends each gradient" in str(found)

@@ -274,7 +274,7 @@ def test_rows_of_ranks_on_several_nodes(group, rank):
     np.testing.assert_allclose(w.value, -expected)
 
 
-@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
+@pytest.mark.parametrize("kind", ONE_SIDED)
 def test_a_server_refuses_sparse_variables_of_several_nodes(group, kind):
     w, b = table(), variable(name="b")
     with ONE_SIDED[kind](hpc.SGD(1.0), [w, b], group) as opt:

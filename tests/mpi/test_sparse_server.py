@@ -12,7 +12,7 @@ from ..common import same_bits
 from ..lazy_rules import MAKERS, LazyRule
 from .row_copies import copies_fixture  # noqa: F401
 from .support import meet
-from .training import ONE_SIDED, Gate, gives, turns, variable
+from .training import Gate, gives, turns, variable
 
 # Gradients have the first rows only, so that most pulls find all of them in the log.
 ROWS, USED, ROW = 200, 40, (2, 3)
@@ -342,8 +342,8 @@ def test_an_interrupted_pull_is_repeated_as_a_whole(make, rank, size, monkeypatc
 
     read = parameter_copies.SparseCopies.read
 
-    def interrupted(self, flat, into, since):
-        read(self, flat, into, since)
+    def interrupted(self, flat, into, *which):
+        read(self, flat, into, *which)
         into["w"][...] = 77
         raise KeyboardInterrupt
 
@@ -501,14 +501,6 @@ def test_a_rule_of_the_user_is_refused(make, rank):
         with pytest.raises(INVALID, match="'w' needs an inner optimizer that is a"):
             opt.initialize([w])
         assert opt._server is None
-
-
-def test_agn_refuses_sparse_variables(comm):
-    w = table()
-    with ONE_SIDED["AGN"](hpc.SGD(1.0), [w], comm) as opt:
-        for call in (opt.initialize, lambda: opt.restore(None)):
-            with pytest.raises(INVALID, match="not sums of several; make it without"):
-                call()
 
 
 @pytest.mark.ranks(min=2)

@@ -1,0 +1,419 @@
+"""Sparse variables with AGN: against whole gradients, bit for bit, and formulas."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum.server import parameter_copies
+
+from ..common import same_bits
+from ..lazy_rules import MAKERS, LazyRule
+from .row_copies import copies_fixture  # noqa: F401
+from .support import meet
+from .training import Gate, gives, raised, turns, variable
+
+ROWS, OFTEN, ROW = 400, 10, (2, 3)
+INVALID = hpc.InvalidArgumentError
+
+
+@pytest.fixture
+def one_node(comm):
+    if not hpc.Group.of(comm).single_node:
+        pytest.skip("needs all ranks on one node")
+
+
+pytestmark = pytest.mark.usefixtures("one_node")
+
+
+@pytest.fixture
+def make(comm):
+    """Make optimizers, which are freed after the test."""
+    made = []
+
+    def one(period, variables, inner=None, host=0, **options):
+        getter = hpc.AGNCustomGetter(comm=comm, host=host)
+        for var in variables:
+            getter.register(var)
+        inner = hpc.SGD(1.0) if inner is None else inner
+        made.append(hpc.AGNOptimizer(inner, 1, getter, period, **options))
+        return made[-1]
+
+    yield one
+    for opt in made:
+        opt.free()
+
+
+def table(dtype="f8", name="w", **options):
+    value = np.zeros((ROWS, *ROW), dtype)
+    return hpc.Variable(value, name, **{"sparse": True, **options})
+
+
+def drawn(rank, call, dtype="f8", number=8):
+    """Return a gradient whose sums are rounded; half of its rows are of a few ones."""
+    rng = np.random.default_rng([rank, call])
+    values = rng.normal(size=(number, *ROW)).astype(dtype)
+    often = rng.integers(0, OFTEN, number // 2)
+    return hpc.IndexedSlices(
+        values, [*often, *rng.integers(0, ROWS, number - number // 2)]
+    )
+
+
+def rows(*indices, value=1.0):
+    return hpc.IndexedSlices(np.full((len(indices), *ROW), value), indices)
+
+
+# Which calls have a gradient of the first of two tables: all of them, all but one that
+# pushes, one that does not push, and none that pushes for two periods.
+GIVEN = {
+    "all": [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    "not one push": [1, 1, 0, 1, 1, 1, 0, 1, 0, 1, 1, 1],
+    "not one local step": [1, 0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1],
+    "no push for long": [1, 1, 0, 1, 1, 0, 1, 0, 1, 0, 1, 1],
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("dtypes", ["f2 f2", "f4 f4", "f8 f8", "f4 f8"])
+@pytest.mark.parametrize("rule", ["SGD", "Adagrad"])
+def test_bits_are_those_of_whole_gradients(
+    make, rank, rule, dtypes, given, monkeypatch
+):
+    # The log is long enough for most pulls.
+    monkeypatch.setattr(parameter_copies, "_SHARE", 1)
+    dtype, wider = dtypes.split()
+    # Six gradients of the table have fewer different rows, but more in all.
+    w, x = table(dtype, capacity=12), table(dtype, "x", sparse=False)
+    u, y = table(dtype, "u"), table(dtype, "y", sparse=False)
+    b = variable(np.zeros(3), wider, "b")
+    opt = make(3, [w, x, u, y, b], MAKERS[rule]())
+    for call, there in enumerate(GIVEN[given]):
+        one, two = drawn(rank, call, dtype), drawn(rank, call + 50, dtype, 5 * there)
+        grads = [one, one] if there else [None, None]
+        # Other ranks push meanwhile: both tables must get the same updates of theirs.
+        opt.minimize(gives(*grads, two, two, np.ones(3)))
+        same_bits(w.value, x.value)
+        same_bits(u.value, y.value)
+    meet()
+    centers = opt.center([w, x, u, y])
+    same_bits(*centers[:2])
+    same_bits(*centers[2:])
+    assert centers[0].any()
+    opt.free()
+    same_bits(w.value, x.value)
+    same_bits(w.value, opt.center(w))
+
+
+@pytest.mark.parametrize("rule", MAKERS)
+def test_local_steps_and_pushes_are_those_of_the_formulas(make, rank, size, rule):
+    w, period = table(capacity=8), 2
+    opt = make(period, [w], MAKERS[rule]())
+    opt.initialize()
+    center = LazyRule(rule, w.value)
+    local = [LazyRule(rule, w.value) for _ in range(size)]
+    order = [*range(size), *reversed(range(size)), *range(size)]
+    call = itertools.count()
+
+    def act(_):
+        found = []
+        for _ in range(period):
+            receipt = opt.minimize(gives(drawn(rank, next(call))))
+            found.append((receipt.sent, w.value.copy()))
+        return found
+
+    results = turns(order, act)
+    for turn, each in enumerate(order):
+        first = period * order[:turn].count(each)
+        slices = [drawn(each, first + i) for i in range(period)]
+        for i, grad in enumerate(slices):
+            local[each].update(grad.indices, grad.values)
+            if i + 1 == period:
+                center.update(
+                    np.concatenate([each.indices for each in slices]),
+                    np.concatenate([each.values for each in slices]) / period,
+                )
+                local[each].value[...] = center.value
+            sent, value = results[turn][i]
+            assert sent == (i + 1 == period)
+            np.testing.assert_allclose(value, local[each].value, 1e-9, 1e-12)
+    np.testing.assert_allclose(opt.center(w), center.value, 1e-9, 1e-12)
+
+
+def test_by_hand(make, rank, size):
+    w = table()
+    opt = make(3, [w])
+    opt.initialize()
+
+    def act(turn):
+        opt.minimize(gives(rows(2 * (turn % 2), 5, value=turn + 1.0)))
+        return [v[:6, 0, 0].tolist() for v in (w.value, opt.center(w))]
+
+    found = turns([size - 1] * 4, act)
+    mean = [-4 / 3, 0, -2 / 3, 0, 0, -2]
+    np.testing.assert_allclose([center for _, center in found[2:]], [mean] * 2)
+    np.testing.assert_allclose(
+        [local for local, _ in found],
+        [
+            [-1, 0, 0, 0, 0, -1],
+            [-1, 0, -2, 0, 0, -3],
+            mean,
+            [-4 / 3, 0, -2 / 3 - 4, 0, 0, -6],
+        ],
+    )
+
+
+def test_arrays_of_a_gradient_may_be_written_afterwards(make, rank, size):
+    w = table()
+    opt = make(2, [w])
+    values, indices = np.ones((2, *ROW)), np.array([1, 4])
+    for call in range(2):
+        values[...], indices[...] = call + 1, [1, 4 + call]
+        opt.minimize(gives(hpc.IndexedSlices(values, indices)))
+    opt.free()
+    assert (-w.value[:6, 0, 0] / size).tolist() == [0, 1.5, 0, 0, 0.5, 1]
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("number", [400, 20_000])
+def test_only_rows_are_copied_and_have_memory(make, rank, size, copies, number):
+    w = hpc.Variable(np.zeros((number, 4), "f4"), "w", sparse=True, capacity=3)
+    u = hpc.Variable(np.zeros((number, 4), "f4"), "u", sparse=True, capacity=3)
+    opt = make(2, [w, u], hpc.Adam(0.1))
+    opt.initialize()
+    pushes = itertools.count(1)
+
+    def slices(*indices):
+        return hpc.IndexedSlices(np.ones((len(indices), 4), "f4"), indices)
+
+    def act(_):
+        copies.clear()
+        opt.minimize(gives(slices(0, 5, 9 + rank), slices(7)))
+        assert copies == []
+        # Every second push has no gradient of w, which then is not pulled.
+        last = slices(0) if next(pushes) % 2 else None
+        opt.minimize(gives(last, slices(8)))
+        return list(copies)
+
+    found = turns([*range(size)] * 4, act)
+
+    # First on the root to what is published, at an unknown time; then to this rank.
+    assert not any("all" in each for each in found)
+    for turn, each in enumerate(found):
+        pushed = (turn // size) % 2 == 0
+        # Rows of this rank, and of those that have pushed since its last pull.
+        others = size if turn >= 2 * size else turn % size + 1
+        assert each[-2 if pushed else -1 :] == ([2 + others] if pushed else []) + [2]
+    assert opt._server._inbox.window_bytes < 1000
+
+
+def test_the_sum_has_room_for_the_rows_of_a_period(make, rank, size):
+    w, b = table(capacity=2), variable(np.zeros(1), name="b")
+    opt, one = make(2, [w, b]), np.ones(1)
+    opt.initialize()
+    for call in range(4):
+        # The last call of a period has no gradient of w.
+        pair = rows(call, call + 1, value=call + 1.0) if call % 2 == 0 else None
+        opt.minimize(gives(pair, one))
+    before = w.value.copy()
+    # Its rows are 0 to 3, in two gradients.
+    text = "the gradients of 'w' would have 5 different rows, at most 4 can be sent"
+    with pytest.raises(INVALID, match=text):
+        opt.minimize(gives(rows(1, 4), one))
+    same_bits(w.value, before)
+    opt.minimize(gives(rows(1, 2), one))
+    opt.minimize(gives(rows(3), one))
+    opt.free()
+
+    assert (-w.value[:6, 0, 0] / size).tolist() == [0.5, 1, 2, 2, 0, 0]
+    assert opt.global_step == 3 * size
+
+
+WRONG = {
+    "array": (np.zeros((ROWS, *ROW)), TypeError, "must be an IndexedSlices"),
+    "row": (rows(ROWS), INVALID, f"indices must be in 0 to {ROWS - 1}, got {ROWS}"),
+    "many": (rows(*range(8), 0), INVALID, "'w' has 8 different rows, at most 7 can"),
+}
+
+
+@pytest.mark.parametrize("problem", WRONG)
+def test_a_wrong_gradient_changes_nothing(make, rank, size, problem):
+    wrong, error, text = WRONG[problem]
+    w, b = table(capacity=7), variable(np.zeros(1), name="b")
+    opt = make(2, [w, b])
+    opt.initialize()
+    opt.minimize(gives(rows(1), np.ones(1)))
+    if rank == size - 1:
+        with pytest.raises(error, match=text):
+            opt.minimize(gives(wrong, np.ones(1)))
+    assert w.value[1, 0, 0] == b.value == -1
+    opt.minimize(gives(rows(1), np.ones(1)))
+    opt.free()
+    assert w.value[1, 0, 0] == b.value == -size
+
+
+class Interrupted(hpc.SGD):
+    """SGD that is interrupted after an update if ``now`` is set."""
+
+    now = False
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        super().apply_gradients(grads_and_vars, global_step, name)
+        if self.now:
+            self.now = False
+            raise KeyboardInterrupt
+
+    def _needs_for_rows(self):
+        return None
+
+
+def test_after_an_interrupted_step_all_rows_are_pulled(make, rank, size):
+    w, inner = table(), Interrupted(1.0)
+    opt = make(2, [w], inner)
+    opt.initialize()
+
+    def act(_):
+        opt.minimize(gives(rows(1)))
+        # Its update is not undone, and it is in no sum.
+        inner.now = True
+        with pytest.raises(KeyboardInterrupt):
+            opt.minimize(gives(rows(9)))
+        assert w.value[9, 0, 0] == -1
+        opt.minimize(gives(rows(1)))
+        return w.value[[1, 9], 0, 0].tolist()
+
+    found = turns(range(size), act)
+    assert found == [[-turn - 1, 0] for turn in range(size)]
+
+
+def test_an_interrupted_pull_is_repeated_as_a_whole(make, rank, size, monkeypatch):
+    w = table()
+    opt = make(1, [w])
+    opt.initialize()
+    read = parameter_copies.SparseCopies.read
+
+    def interrupted(self, flat, into, *which):
+        read(self, flat, into, *which)
+        into["w"][...] = 77
+        raise KeyboardInterrupt
+
+    def act(_):
+        with monkeypatch.context() as patch:
+            patch.setattr(parameter_copies.SparseCopies, "read", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                opt.minimize(gives(rows(1)))
+        opt.minimize(gives(rows(2)))
+        return w.value[:4, 0, 0].tolist(), float(w.value.sum())
+
+    found = turns(range(size), act)
+    assert found == [([0, -n, -n, 0], -12.0 * n) for n in range(1, size + 1)]
+
+
+def test_init_op_takes_the_center_and_forgets_the_sums(make, rank, size):
+    w = table()
+    opt = make(2, [w])
+    init = opt.get_init_op(task_index=rank)
+    init()
+
+    def act(_):
+        opt.minimize(gives(rows(1, 3, value=4.0)))
+        init()
+        after = w.value[:4, 0, 0].tolist()
+        opt.minimize(gives(rows(1, value=2.0)))
+        return after, w.value[:4, 0, 0].tolist()
+
+    found = turns(range(size), act)
+    # Only the second gradient of each is pushed, as half of a sum.
+    assert found == [([0, -n, 0, 0], [0, -n - 1, 0, 0]) for n in range(size)]
+
+
+@pytest.mark.parametrize("host", ["first", "last"])
+def test_all_push_and_nothing_is_lost(make, rank, size, host):
+    w = table(capacity=3)
+    opt = make(2, [w], host=0 if host == "first" else size - 1)
+    for call in range(20):
+        receipt = opt.minimize(gives(rows(3, 7, 10 + rank)))
+        assert receipt.sent == (call % 2 == 1)
+        if receipt.sent:
+            assert w.value[3, 0, 0] == w.value[7, 1, 2] == -opt._step
+            assert w.value[10 + rank, 0, 0] == -(call + 1) / 2
+    meet()
+    opt.free()
+    found = -w.value[:, 0, 0]
+    assert found[3] == found[7] == 10 * size
+    assert found[10 : 10 + size].tolist() == [10] * size
+    assert opt.statistics().accepted == (10,) * size
+
+
+@pytest.mark.ranks(min=2)
+def test_a_dedicated_server(make, rank, size):
+    w = table(capacity=1)
+    opt = make(2, [w], host=1, dedicated=True)
+    opt.initialize()
+    if rank == 1:
+        opt.serve()
+    else:
+        for row in (1, 2):
+            opt.minimize(gives(rows(row)))
+        opt.leave()
+    opt.free()
+    assert (-w.value[:3, 0, 0]).tolist() == [0, (size - 1) / 2, (size - 1) / 2]
+
+
+def test_a_run_continues_from_a_snapshot(make, rank, size):
+    first, second = table(), table()
+    opt = make(2, [first], hpc.Adagrad(0.5))
+    opt.initialize()
+
+    def act(opt, calls):
+        for call in calls:
+            opt.minimize(gives(drawn(rank, call)))
+
+    turns(range(size), lambda _: act(opt, range(2)))
+    snapshot = opt.snapshot() if rank == 0 else None
+    other = make(2, [second], hpc.Adagrad(0.5), name="other")
+    other.restore(snapshot)
+    same_bits(second.value, opt.center(first))
+    meet()
+    for each in (opt, other):
+        turns(range(size), lambda _, each=each: act(each, range(2, 4)))
+    same_bits(opt.center(first), other.center(second))
+
+
+def test_gradients_that_are_not_finite_make_no_local_step(make, rank, size):
+    w = table()
+    opt = make(2, [w], on_nonfinite="drop")
+    opt.initialize()
+    assert opt.minimize(gives(rows(4, value=np.nan))).nonfinite
+    assert not w.value.any()
+    for _ in range(2):
+        opt.minimize(gives(rows(4)))
+    opt.free()
+    assert w.value[4, 0, 0] == -size
+
+
+def test_a_getter_makes_sparse_variables(comm, rank, size):
+    getter = hpc.AGNCustomGetter(comm=comm)
+    value = np.zeros((ROWS, *ROW))
+    w = hpc.get_variable("w", value, custom_getter=getter, sparse=True, capacity=2)
+    assert (w.sparse, w.capacity) == (True, 2)
+    with hpc.AGNOptimizer(hpc.SGD(1.0), size, getter, 1) as opt:
+        opt.minimize(gives(rows(4)))
+        error = raised(opt.minimize, gives(rows(1, 2, 3)))
+    assert "has 3 different rows, at most 2" in str(error)
+    assert w.value[4, 0, 0] == -size
+
+
+def test_a_rule_of_the_user_is_refused(make, rank):
+    opt = make(1, [table()], Gate(lambda: None))
+    with pytest.raises(INVALID, match="'w' needs an inner optimizer that is a"):
+        opt.initialize()
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_must_agree_on_capacities(make, rank):
+    opt = make(1, [table(capacity=3 + (rank == 1))])
+    with pytest.raises(hpc.DisagreementError, match="capacities of sparse variables"):
+        opt.initialize()
