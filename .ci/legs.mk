@@ -7,15 +7,11 @@ SIZES   := 4 3 2
 SINGLES := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
            test-oldest-cupy test-unit
 
-.PHONY: all alone together
-all: alone together
-
-# One at a time: programs have to end, to stop and to be found late within seconds.
-alone: programs-mpich programs-openmpi hosts-mpich hosts-openmpi
-
-# Several at a time, the long ones first, so that none of them is left over at the end.
-together: adapters $(SIZES:%=no-shared-memory-%) $(SIZES:%=openmpi-%) $(SIZES:%=mpich-%) \
-          $(SINGLES:%=single-%) lint documentation shell-scripts
+# The long ones first, so that none of them is left over at the end.
+.PHONY: all
+all: programs-mpich programs-openmpi adapters $(SIZES:%=no-shared-memory-%) \
+     $(SIZES:%=openmpi-%) $(SIZES:%=mpich-%) hosts-mpich hosts-openmpi \
+     $(SINGLES:%=single-%) lint documentation shell-scripts
 
 programs-mpich:
 	@leg "MPICH, whole programs" make test-programs
