@@ -53,6 +53,7 @@ class Harness:
         flag = Path(config.option.basetemp).with_name("the job ends")
         # Later on, stderr is a file of pytest's while a test runs.
         watchdog.own = self.watchdog = Watchdog(
+            float(config.getini("mpi_failure_limit")),
             os.dup(2),
             self.exchange.gather(flag)[0],
             lambda: "\n".join(self.failures),
@@ -96,6 +97,9 @@ COMM = pytest.StashKey[MPI.Intracomm]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "mpi_time_limit", "seconds after which a test counts as hung", default="420"
+    )
+    parser.addini(
+        "mpi_failure_limit", "seconds for ranks to end a test of another", default="10"
     )
 
 

@@ -16,9 +16,6 @@ from types import FrameType
 
 from mpi4py import MPI
 
-# Seconds in which the other ranks must end a test that has failed on this one.  They
-# may wait for it in a collective call, without end.
-_AFTER_FAILURE = 10.0
 # Between two looks at whether another rank ends the job.
 _LOOK = 0.5
 # Each rank gets to show its stacks before the first one ends the job.
@@ -38,6 +35,8 @@ class Watchdog:
     """A thread that waits for the limit of what is going on to pass.
 
     Args:
+        after_failure: Seconds in which the other ranks must end a test that has failed
+            on this one. They may wait for it in a collective call, without end.
         stderr: File descriptor that pytest does not capture.
         flag: A file that a rank makes when it ends the job, so that the others show
             their stacks, too. A message of MPI would not do: looking for it makes
@@ -45,7 +44,14 @@ class Watchdog:
         last_words: Gives what this rank should still say before the job ends.
     """
 
-    def __init__(self, stderr: int, flag: Path, last_words: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        after_failure: float,
+        stderr: int,
+        flag: Path,
+        last_words: Callable[[], str],
+    ) -> None:
+        self._after_failure = after_failure
         self._stderr, self._flag = stderr, flag
         self._last_words = last_words
         self._changed = threading.Condition()
@@ -89,7 +95,7 @@ class Watchdog:
             return
         what, seconds = self.what, self._seconds
         self._failure = failure
-        self.arm(what, min(seconds, _AFTER_FAILURE))
+        self.arm(what, min(seconds, self._after_failure))
         yield
         self._failure = ""
         self.arm(what, seconds)

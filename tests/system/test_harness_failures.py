@@ -11,6 +11,9 @@ import pytest
 
 from .conftest import REPOSITORY
 
+# How long the others may wait for a rank that has failed: usually 10 s.
+SOON = ("-o", "mpi_failure_limit=3")
+
 
 @pytest.fixture
 def run_tests(mpirun, tmp_path):
@@ -124,16 +127,19 @@ def test_a_rank_that_sleeps_ends_the_job_with_all_stacks(run_tests):
     ],
 )
 def test_a_rank_that_fails_ends_those_that_wait_for_it(run_tests, call):
-    result = run_tests(f"""
+    result = run_tests(
+        f"""
         import ctypes
         def test_bad(comm):
             print("printed by", rank)
             assert rank != 1, "no luck"
             {call}
-    """)
+        """,
+        *SOON,
+    )
 
     assert result.returncode != 0
-    assert "[rank 1] no progress in 10 s: test_it.py::test_bad" in result.stdout
+    assert "[rank 1] no progress in 3 s: test_it.py::test_bad" in result.stdout
     assert "[rank 1] test_it.py::test_bad failed in call" in result.stdout
     assert re.search(r"\[rank 1\] E .*no luck", result.stdout)
     assert "[rank 1] printed by 1" in result.stdout
@@ -177,7 +183,8 @@ def test_a_rank_that_holds_the_interpreter_shows_its_stack(run_tests):
 
 
 def test_an_example_that_fails_ends_ranks_that_wait(run_tests):
-    result = run_tests("""
+    result = run_tests(
+        """
         from hypothesis import given, strategies as st
         from tests.mpi.support import together
         @given(number=st.integers(0, 1000))
@@ -185,10 +192,12 @@ def test_an_example_that_fails_ends_ranks_that_wait(run_tests):
         def test_small(comm, number):
             assert number or rank != 1, "no luck"
             comm.Barrier()
-    """)
+        """,
+        *SOON,
+    )
 
     assert result.returncode != 0
-    assert "[rank 1] no progress in 10 s: test_it.py::test_small" in result.stdout
+    assert "[rank 1] no progress in 3 s: test_it.py::test_small" in result.stdout
     assert re.search(r"\[rank 1\] .*no luck", result.stdout)
     assert "[rank 2] another rank ends the job, this one is in" in result.stdout
 
