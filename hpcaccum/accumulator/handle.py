@@ -177,7 +177,7 @@ class Accumulator(Freeable):
             "num_accumulated": found.num_accumulated,
         }
 
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, snapshot: Mapping[str, Any] | None) -> None:
         """Continue at the step and with the counts of a snapshot. Collective.
 
         Call it before gradients are applied. The number of ranks may be another one.

@@ -261,7 +261,9 @@ class Optimizer(abc.ABC):
         state = self._kept_state(variables)
         return made(values, {key: plain(var) for key, var in state.items()})
 
-    def restore(self, snapshot: Any, var_list: Variables | None = None) -> None:
+    def restore(
+        self, snapshot: Mapping[str, Any], var_list: Variables | None = None
+    ) -> None:
         """Initialize, and set the variables and their state to those of a snapshot.
 
         Args:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Array, Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.optimizers.learning_rate import Rate
     from hpcaccum.optimizers.snapshot import Key
     from hpcaccum.optimizers.variable import Variable
 
@@ -76,7 +77,7 @@ class Wrapper(Freeable, Optimizer):
         return f"{type(self).__name__}({self.inner!r}, name={self.get_name()!r})"
 
     @property
-    def learning_rate(self) -> Any:
+    def learning_rate(self) -> Rate:
         """The learning rate of the inner optimizer; may be set.
 
         With a one-sided optimizer, set it on the host, which updates the center; on
@@ -86,10 +87,11 @@ class Wrapper(Freeable, Optimizer):
         Raises:
             AttributeError: If the inner optimizer has none.
         """
-        return self.inner.learning_rate  # type: ignore[attr-defined]
+        rate: Rate = self.inner.learning_rate  # type: ignore[attr-defined]
+        return rate
 
     @learning_rate.setter
-    def learning_rate(self, rate: Any) -> None:
+    def learning_rate(self, rate: Rate) -> None:
         # Read it first: a user's optimizer would accept any attribute.
         _ = self.learning_rate
         self.inner.learning_rate = rate  # type: ignore[attr-defined]

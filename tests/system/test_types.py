@@ -51,6 +51,9 @@ drop.compute_gradients(lambda: (0.0, [grad]), [np.zeros(3)])  # wrong
 cross.initialize([np.zeros(3)])  # wrong
 sgd.initialize(w)  # wrong
 drop.restore(drop.snapshot(), np.zeros)  # wrong
+sgd.restore([w])  # wrong
+acc.restore("file")  # wrong
+drop.learning_rate = "0.1"  # wrong
 drop.center("w")  # wrong
 cross.minimize(lambda: (0.0, [grad]), global_step=0)  # wrong
 cross.minimize(lambda: [grad])  # wrong
@@ -87,6 +90,7 @@ with hpc.CrossShardOptimizer(hpc.Momentum(0.1, 0.9, use_nesterov=True)) as cross
         print(receipt.reason, receipt.lag, receipt.loss)
     pairs, norm = hpc.clip_by_global_norm(cross.compute_gradients(loss, [w, v]), 1.0)
     cross.apply_gradients(pairs)
+    cross.learning_rate = lambda step: 0.1 / (1 + step)
     cross.apply_gradients([([1, 2, 3], w), (None, v)])
     cross.apply_gradients(zip([[1.0, 2.0, 3.0]], [w]))
     cross.apply_gradients((np.ones(each.shape), each) for each in (w, v))
