@@ -68,32 +68,42 @@ class DeviceTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None):
         _stream().synchronize()
-        options, devices = dict(kwargs or {}), {}
-        to_cpu = False
-        if options.get("device") is not None:
-            to_cpu = torch.device(options["device"]).type == "cpu"
+        wanted, devices = (kwargs or {}).get("device"), {}
+        args, options = _on_host((args, dict(kwargs or {})), devices)
+        if wanted is not None:
             options["device"] = "cpu"
-
-        def host_of(found: Any) -> Any:
-            if not isinstance(found, DeviceTensor):
-                return found
-            devices[id(found.host)] = found
-            # As PyTorch does in the threads of its backward passes.
-            found.memory.device.use()
-            return found.host
-
-        args, options = _pytree.tree_map(host_of, (args, options))
         result = func(*args, **options)
-        if to_cpu:
+        if wanted is not None and torch.device(wanted).type == "cpu":
             return _pytree.tree_map(_copied, result)
-        for number, parameter in enumerate(func._schema.arguments):
-            if parameter.is_write:
-                by_place = number < len(args)
-                given = args[number] if by_place else options.get(parameter.name)
-                for host in _pytree.tree_leaves(given):
-                    if id(host) in devices:
-                        _delay(host)
+        _delay_written(func, args, options, devices)
         return _pytree.tree_map(lambda found: _on_device(found, devices), result)
+
+
+def _on_host(tree: Any, devices: dict[int, DeviceTensor]) -> Any:
+    """Return arguments for the CPU; note the tensors that were on the device."""
+
+    def host_of(found: Any) -> Any:
+        if not isinstance(found, DeviceTensor):
+            return found
+        devices[id(found.host)] = found
+        # As PyTorch does in the threads of its backward passes.
+        found.memory.device.use()
+        return found.host
+
+    return _pytree.tree_map(host_of, tree)
+
+
+def _delay_written(
+    func: Any, args: Any, options: Any, devices: dict[int, DeviceTensor]
+) -> None:
+    """Delay what an operation has written to tensors on the device."""
+    for number, parameter in enumerate(func._schema.arguments):
+        if parameter.is_write:
+            by_place = number < len(args)
+            given = args[number] if by_place else options.get(parameter.name)
+            for host in _pytree.tree_leaves(given):
+                if id(host) in devices:
+                    _delay(host)
 
 
 def _copied(found: Any) -> Any:

@@ -218,7 +218,6 @@ def test_a_parameter_without_gradient_keeps_its_value(kind, there, comm, rank, s
     model = there.model(start=1.0)
     with STRATEGIES[kind](torch.optim.SGD(groups(model), 1.0), comm) as opt:
         for step in range(2):
-            turns([*range(size)] if kind == "DropStale" else [], lambda _: None)
             model.backward(rank, step, "w")
             opt.step()
             opt.zero_grad()
