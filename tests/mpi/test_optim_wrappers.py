@@ -74,6 +74,7 @@ def test_the_learning_rate_is_that_of_the_inner_optimizer(comm, rank, wrapper):
         assert opt.learning_rate == inner.learning_rate == 0.5
         opt.learning_rate = 2
         assert opt.learning_rate == inner.learning_rate == 2
+        meet()  # the rate of the host counts
         for _ in range(2):
             opt.minimize(gives(1.0))
 
