@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,17 +124,47 @@ def run_program(
         text=True,
         errors="replace",
         cwd=cwd,
-        env=env,
+        env=(env or dict(os.environ)) | {"PYTHONFAULTHANDLER": "1"},
         start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        output = _end(process)
+        left = _abort_programs(process.pid)
         pytest.fail(
-            f"{' '.join(command)}\nwas still running after {timeout} s:\n{output}"
+            f"{' '.join(command)}\nwas still running after {timeout} s, with\n{left}\n"
+            f"It wrote:\n{_end(process)}"
         )
     return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def _abort_programs(launcher: int) -> str:
+    """Let the Python programs below a launcher show their stacks and end.
+
+    Returns:
+        A line for each process below the launcher: its number, state and command.
+    """
+    left = _processes_below(launcher)
+    for pid, (_, command) in left.items():
+        if "python" in command.split(" ")[0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+    time.sleep(1)  # launchers drop what they have not forwarded when they are ended
+    return "\n".join(f"  {pid} {state} {line}" for pid, (state, line) in left.items())
+
+
+def _processes_below(launcher: int) -> dict[int, tuple[str, str]]:
+    states, parents, commands = {}, {}, {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            pid = int(process.name)
+            after_name = (process / "stat").read_text().rpartition(")")[2].split()
+            states[pid], parents[pid] = after_name[0], int(after_name[1])
+            commands[pid] = (process / "cmdline").read_text().replace("\0", " ")
+    below = {launcher}
+    while more := {pid for pid in commands if parents[pid] in below} - below:
+        below |= more
+    return {pid: (states[pid], commands[pid]) for pid in below - {launcher}}
 
 
 def _end(process: subprocess.Popen[str]) -> str:

@@ -309,3 +309,23 @@ def test_an_example_that_fails_on_one_rank_is_found_by_all(run_tests):
     assert result.returncode != 0
     assert "[rank 1]" in result.stdout
     assert "number=10," in result.stdout.replace(" ", "")
+
+
+def test_a_program_that_does_not_end_shows_the_stacks_of_its_ranks(mpirun, script):
+    program = script("""
+import time
+from mpi4py import MPI
+def never_ends():
+    time.sleep(1000)
+if MPI.COMM_WORLD.rank == 1:
+    never_ends()
+MPI.COMM_WORLD.Barrier()
+""")
+    with pytest.raises(pytest.fail.Exception) as caught:
+        mpirun(2, program, timeout=6)
+
+    message = str(caught.value)
+    assert "was still running after 6 s" in message
+    assert message.count(f"{program}") >= 3  # the command, and a line for each rank
+    assert "in never_ends" in message
+    assert "in <module>" in message
