@@ -20,6 +20,14 @@ def meet(value: Any = None) -> list[Any]:
     return world("tests").gather(value)
 
 
+def for_some_pause(check: Callable[[float], bool]) -> bool:
+    """Whether ``check(seconds)`` holds on all ranks for one of some pauses. Collective.
+
+    A busy machine may hold back a rank that should wait, for longer than a pause.
+    """
+    return any(all(meet(check(seconds))) for seconds in (0.1, 0.5, 2.5))
+
+
 def together(test: Callable[..., None]) -> Callable[..., None]:
     """Make one call of ``test`` fail on all ranks if it fails on one. Collective.
 

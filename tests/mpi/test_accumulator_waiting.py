@@ -136,7 +136,7 @@ def test_taking_in_vain_says_who_is_missing(make, size):
     at(0, acc.set_global_step, 4)
 
     expected = (
-        r"gradients: take_grad\(3\): waited 0\.\d+ s for 3 gradients at step 4, had 1"
+        r"gradients: take_grad\(3\): waited \S+ s for 3 gradients at step 4, had 1"
     )
     with pytest.raises(hpc.WaitTimeoutError, match=expected) as caught:
         at(0, acc.take_grad, 3, timeout=VAIN)
@@ -208,7 +208,7 @@ def test_threads_of_a_rank_take_one_after_the_other(acc):
 def test_environment_limits_waits_without_a_timeout(make, monkeypatch):
     acc = make()
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
-    with pytest.raises(hpc.WaitTimeoutError, match=r"take_grad\(1\): waited 0\."):
+    with pytest.raises(hpc.WaitTimeoutError, match=r"take_grad\(1\): waited \S+ s"):
         at(1, acc.take_grad, 1)
     at(1, acc.apply_grad, [1, 2])
     monkeypatch.setenv("HPCACCUM_TIMEOUT", "soon")

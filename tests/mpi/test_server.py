@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
@@ -13,7 +14,7 @@ from hpcaccum.server import client
 
 from .acting import VAIN
 from .serving import next_total, read, start, train
-from .support import WAIT
+from .support import WAIT, for_some_pause
 from .training import meet, raised, turns, watch_copies
 
 
@@ -110,18 +111,20 @@ def test_only_what_is_asked_for_is_copied(comm):
 
 
 def test_a_pull_waits_for_the_step_it_wants(comm, rank, size):
-    server = start(comm)
-    meet()
-    if rank == 0:
-        time.sleep(0.3)
-        train(server, [1])
-    out = np.zeros(3)
-    step, waited = server.pull({"w": out}, at_least=1), server.waited
-    server.free()
+    server, out, steps = start(comm), np.zeros(3), itertools.count(1)
 
-    assert step == 1
-    assert (out == -1).all()
-    assert rank == 0 or waited > 0.05
+    def waits_for_rank_0(seconds):
+        wanted, before = next(steps), server.waited
+        meet()
+        if rank == 0:
+            time.sleep(seconds)
+            train(server, [1])
+        assert server.pull({"w": out}, at_least=wanted) == wanted
+        assert (out == -wanted).all()
+        return rank == 0 or server.waited - before > seconds / 2
+
+    assert for_some_pause(waits_for_rank_0)
+    server.free()
 
 
 def test_a_pull_that_waits_too_long_names_what_is_missing(comm, size, monkeypatch):

@@ -442,7 +442,7 @@ def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
         assert f"update 1 by rank {late}, servers of {named(late)}" in str(error)
         opt.leave()
     else:
-        time.sleep(0.5)
+        time.sleep(1)
         opt.serve()
     meet()
     opt.free()
