@@ -165,7 +165,7 @@ def test_nothing_is_left_when_the_tests_are_killed(tmp_path: Path):
             # The end of the block waits for it.
             killed.kill()
 
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + WAIT
     while left := processes(tmp_path):
         assert time.monotonic() < limit, f"processes {left} are left"
         time.sleep(0.05)

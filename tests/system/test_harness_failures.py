@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-import time
 
 import pytest
 
@@ -90,7 +89,6 @@ def test_skip_on_one_rank_skips_on_all(run_tests):
 
 
 def test_a_rank_that_sleeps_ends_the_job_with_all_stacks(run_tests):
-    begin = time.monotonic()
     result = run_tests(
         """
         def test_first(comm):
@@ -105,7 +103,6 @@ def test_a_rank_that_sleeps_ends_the_job_with_all_stacks(run_tests):
         "mpi_time_limit=2",
     )
 
-    assert time.monotonic() - begin < 30
     assert result.returncode != 0
     for rank in range(3):
         assert f"[rank {rank}] no progress in 2 s: test_it.py::test_sleeper" in (
@@ -231,7 +228,6 @@ def test_a_rank_stuck_in_finalize_ends_the_job(run_tests):
 
 
 def test_a_rank_that_leaves_ends_the_job(run_tests):
-    begin = time.monotonic()
     result = run_tests("""
         def test_leaver(comm):
             if rank == 1:
@@ -239,7 +235,6 @@ def test_a_rank_that_leaves_ends_the_job(run_tests):
             comm.Barrier()
     """)
 
-    assert time.monotonic() - begin < 30
     assert result.returncode != 0
     assert "[rank 1] left in the middle of test_it.py::test_leaver" in result.stdout
 

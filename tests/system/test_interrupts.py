@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from ..common import WAIT
 from .conftest import REPOSITORY
 
 pytestmark = pytest.mark.mpi
@@ -42,7 +43,7 @@ with hpc.Reducer(hpc.Layout({"x": (100,)}, "float32")) as reducer:
     reducer.reduce()
     pathlib.Path(f"{rank}.part").write_text(str(os.getpid()))
     pathlib.Path(f"{rank}.part").rename(f"{rank}.pid")
-    time.sleep(60)
+    time.sleep(1000)
 """
 
 
@@ -65,7 +66,7 @@ def interrupted(mpiexec, mpi_environment, tmp_path):
             env=mpi_environment | {"PYTHONPATH": str(REPOSITORY)},
             start_new_session=True,
         ) as process:
-            limit = time.monotonic() + 40
+            limit = time.monotonic() + WAIT
             while not all(file.exists() for file in files):
                 assert process.poll() is None, process.stdout.read()
                 assert time.monotonic() < limit
@@ -76,7 +77,7 @@ def interrupted(mpiexec, mpi_environment, tmp_path):
                         os.kill(int(file.read_text()), signal.SIGINT)
                 time.sleep(0.3)
             try:
-                output, _ = process.communicate(timeout=150)
+                output, _ = process.communicate(timeout=WAIT)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
