@@ -181,7 +181,9 @@ class Agent:
         """Return the nodes whose agents have not received all requests of this rank."""
         with self._lock:
             self._sent = [each for each in self._sent if not each[1].Test()]
-            return {node for node, _ in self._sent} | {self.node for _ in self._own}
+            # Not iterated over: the thread of the agent takes requests from it.
+            own = {self.node} if self._own else set()
+            return {node for node, _ in self._sent} | own
 
     def _is_idle(self, number: int) -> bool | None:
         with self._accepting:

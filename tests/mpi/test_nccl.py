@@ -383,11 +383,15 @@ def test_a_rank_that_does_not_connect_in_time_is_named(
 
     if rank == size - 1:
         monkeypatch.setattr(cp.cuda.nccl, "NcclCommunicator", Hangs)
-    monkeypatch.setattr(cp.cuda.nccl, "_PATIENCE", 2.0, raising=False)
     monkeypatch.setattr(schedule, "Deadline", lambda _, what: Deadline(1.0, what))
     error = fails_to_make(comm)
     meet()
     ended.set()
+    # The threads of the others end, too.
+    monkeypatch.setattr(cp.cuda.nccl, "_PATIENCE", 0.0, raising=False)
+    for thread in threading.enumerate():
+        if thread.name == "hpcaccum-nccl":
+            thread.join(10)
 
     assert type(error) is WaitTimeoutError
     # The others wait for it, inside NCCL.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -137,6 +138,30 @@ def test_a_service_is_removed_when_its_requests_are_done(group, rank, size, step
     agent.remove(number, "test")
     if agent.is_leader:
         assert sorted(notes.done) == [(source, "last") for source in range(size)]
+    agent.remove(kept, "test")
+
+
+@pytest.fixture
+def threads_take_turns():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_a_service_is_removed_while_its_agent_receives_requests(
+    group, threads_take_turns
+):
+    agent = Agent.of(group)
+    kept = agent.add(Notes())
+    for _ in range(30):
+        notes = Notes()
+        number = agent.add(notes)
+        for _ in range(200):
+            agent.request(agent.node, number, 0)
+        agent.remove(number, "test")
+        mates = len(group.nodes[agent.node])
+        assert len(notes.done) == 200 * mates * agent.is_leader
     agent.remove(kept, "test")
 
 
