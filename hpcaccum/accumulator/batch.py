@@ -8,17 +8,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.row_buffers import nbytes_of, number_in, rows_in
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpcaccum.nodes import NodeParts, Place
+    from hpcaccum.row_buffers import RowPlace
+    from hpcaccum.row_sums import Rows
 
 Array = np.ndarray[Any, Any]
 
 # A take that may not wait for gradients must still get those of other nodes.
 _LEAST_SECONDS = 60.0
+# Bytes that are fetched from another node before the number of rows is known. Small
+# gradients need no more.
+_FIRST = 1 << 14
+_BYTES = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -79,3 +86,37 @@ class Batch:
         """
         longer = Deadline(max(deadline.remaining, _LEAST_SECONDS), deadline.what)
         return self.parts.sum(self.places, count, self.dtype, self.divisor, longer)
+
+    def rows(self, place: RowPlace, deadline: Deadline) -> list[Rows]:
+        """Return the rows at a place of each vector.
+
+        Those on this node share memory with the vectors. From others, those that are
+        there are copied, whatever the capacity.
+
+        Args:
+            place: In the vectors.
+            deadline: As for `total`.
+
+        Raises:
+            WaitTimeoutError: As `total`.
+        """
+        buffers = [self._buffer(vector, place, deadline) for vector in self.places]
+        return [rows_in(buffer, place.width, self.dtype) for buffer in buffers]
+
+    def _buffer(self, vector: Place, place: RowPlace, deadline: Deadline) -> Array:
+        rank, offset = vector
+        begin = offset + place.begin * self.dtype.itemsize
+        nbytes = (place.end - place.begin) * self.dtype.itemsize
+        if self.parts.is_here(rank):
+            return self.parts.view((rank, begin), nbytes, _BYTES)
+        first = self._fetch(rank, begin, min(_FIRST, nbytes), deadline)
+        used = nbytes_of(number_in(first), place.width, self.dtype)
+        if used <= first.size:
+            return first
+        begin, more = begin + first.size, used - first.size
+        return np.concatenate([first, self._fetch(rank, begin, more, deadline)])
+
+    def _fetch(self, rank: int, begin: int, nbytes: int, deadline: Deadline) -> Array:
+        """Return a copy of bytes of another node."""
+        one = Batch(self.parts, [(rank, begin)], _BYTES, 1)
+        return np.array(one.collect(nbytes, deadline))

@@ -15,6 +15,7 @@ from hpcaccum.indexed_slices import matrix
 from hpcaccum.mpi import without_signals
 from hpcaccum.nodes import NodeParts
 from hpcaccum.row_buffers import (
+    RowPlace,
     indices_in,
     nbytes_of,
     number_in,
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 _BYTES = np.dtype(np.uint8)
-# Bytes that are fetched from another node before the number of rows is known. Small
-# gradients need no more.
-_FIRST = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -182,27 +180,13 @@ class RowSlots:
         Raises:
             WaitTimeoutError: If other nodes do not send their rows in time.
         """
-        buffers = [
-            self._view(rank, record.buffer)
-            if self._parts.is_here(rank)
-            else self._fetch(rank, record.buffer, width, deadline)
+        places = [
+            (rank, record.buffer * self._stride)
             for rank, record in closed.records.items()
         ]
-        return merged([rows_in(buffer, width, self._dtype) for buffer in buffers])
-
-    def _fetch(self, rank: int, index: int, width: int, deadline: Deadline) -> Array:
-        """Return a copy of the part of a buffer on another node that is used."""
-
-        def fetch(begin: int, end: int) -> Array:
-            place = rank, index * self._stride + begin
-            batch = Batch(self._parts, [place], _BYTES, 1)
-            return np.array(batch.collect(end - begin, deadline))
-
-        first = fetch(0, min(_FIRST, self._stride))
-        end = nbytes_of(number_in(first), width, self._dtype)
-        if end <= first.size:
-            return first
-        return np.concatenate([first, fetch(first.size, end)])
+        end = self._stride // self._dtype.itemsize
+        place = RowPlace("rows", 0, end, width, self._capacity)
+        return merged(Batch(self._parts, places, self._dtype, 1).rows(place, deadline))
 
     def clear(self, parity: int, size: int) -> None:
         """Do nothing: the first gradient of a round overwrites."""

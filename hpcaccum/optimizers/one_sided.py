@@ -56,9 +56,9 @@ class OneSidedOptimizer(ServedOptimizer):
 
     Of a variable with ``sparse=True``, the rows of gradients are sent, and only these
     rows are updated and pulled: time grows with the rows, not with the variable. It
-    needs all ranks on one node, and an inner optimizer that surely changes no other
-    rows: a rule of this package, or a torch optimizer that `hpcaccum.torch` accepts. Do
-    not write to its array: a pull does not restore other rows.
+    needs one server, and an inner optimizer that surely changes no other rows: a rule
+    of this package, or a torch optimizer that `hpcaccum.torch` accepts. Do not write to
+    its array: a pull does not restore other rows.
 
     Args:
         opt: Makes the updates; a local optimizer.
@@ -72,9 +72,9 @@ class OneSidedOptimizer(ServedOptimizer):
         servers: The ranks that hold the center, each a part, and update it: one rank,
             or several on different nodes, of which the first is the host. By default
             the host alone. "auto" takes one rank of each node if the variables have
-            1 MiB or more, the inner optimizer is `elementwise`, and servers also train;
-            else the host. Several servers share the traffic, the memory and the work of
-            updates; but each update waits for all of them.
+            1 MiB or more and none is sparse, the inner optimizer is `elementwise`, and
+            servers also train; else the host. Several servers share the traffic, the
+            memory and the work of updates; but each update waits for all of them.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             sends them, "drop" drops all gradients of the call on this rank, "raise"
             raises InvalidArgumentError on this rank.
@@ -187,7 +187,7 @@ class OneSidedOptimizer(ServedOptimizer):
 
     def _check_start(self, var_list: Any) -> list[Variable]:
         variables = super()._check_start(var_list)
-        check_sparse(self.get_name(), variables, self._group, self.inner)
+        check_sparse(self.get_name(), variables, self._servers, self.inner)
         return variables
 
     def _training_server(self) -> ParameterServer:

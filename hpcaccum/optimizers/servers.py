@@ -98,11 +98,12 @@ def spread(
     """Return the servers for "auto". Collective.
 
     Returns:
-        The host, and the first rank of each other node if the variables are large and
-        the optimizer can update any elements of them.
+        The host, and the first rank of each other node if the variables are large,
+        none of them is sparse, and the optimizer can update any elements of them.
     """
     nbytes = sum(var.value.nbytes for var in variables)
-    if nbytes < _LARGE or not optimizer.elementwise:
+    divisible = optimizer.elementwise and not any(var.sparse for var in variables)
+    if nbytes < _LARGE or not divisible:
         return (host,)
     others = [ranks[0] for ranks in group.nodes if host not in ranks]
     return (host, *others)

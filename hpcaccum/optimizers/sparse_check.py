@@ -10,7 +10,6 @@ from hpcaccum.optimizers.start import signature
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.variable import Variable
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 def check_sparse(
     what: str,
     variables: Sequence[Variable],
-    group: Group,
+    servers: Sequence[int] | None,
     inner: Optimizer,
 ) -> None:
     """Raise InvalidArgumentError if a variable is sparse and cannot be.
@@ -26,12 +25,12 @@ def check_sparse(
     Args:
         what: Begins the message.
         variables: All variables.
-        group: The ranks.
+        servers: Those that the user gave, if any.
         inner: Makes the updates.
     """
     needs: str | None
-    if not group.single_node:
-        needs = f"all ranks on one node, they are on {len(group.nodes)}"
+    if servers is not None and len(servers) > 1:
+        needs = f"one server, got servers={list(servers)}"
     else:
         needs = inner._needs_for_rows()
     for var in variables:

@@ -7,7 +7,8 @@
 Several servers between nodes have a part of the center each: `ShardedParameters`, with
 an `order_loop` on the root and a `shard_loop` on each of them.
 `wire_format` maps both between names and flat vectors. If variables are sparse,
-`parameter_copies` copies only the rows that are in the `row_log`.
+`parameter_copies` copies only the rows that are in the `row_log`, also into the
+`messages` that agents send.
 
 Imports `accumulator`, `mpi`, `device` and the modules below them.
 """

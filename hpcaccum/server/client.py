@@ -49,7 +49,7 @@ class Client(Freeable):
         servers: The ranks that hold parts of the center, ``root`` first, if several.
         elementwise: Whether such a part may begin within a variable.
         capacities: Name of each sparse variable to the maximum number of rows of the
-            gradients of a rank in one update. All ranks must be on one node then.
+            gradients of a rank in one update. There is one server then.
 
     Attributes:
         waited: Seconds that this rank has waited in `push` and `pull`.
@@ -112,7 +112,9 @@ class Client(Freeable):
             )
             return self._sharded
         size = self._copies.size
-        self._published = Parameters(group, self._root, size, dtype, self._what)
+        self._published = Parameters(
+            group, self._root, size, dtype, self._what, self._copies
+        )
         return self._published
 
     def _share(self, rule: ElementwiseRule | None) -> NodeUpdate | None:

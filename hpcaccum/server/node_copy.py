@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.deadline import Deadline
+    from hpcaccum.mpi import Group
     from hpcaccum.server.double_buffer import DoubleBuffer
 
 Array = np.ndarray[Any, Any]
@@ -94,3 +95,17 @@ class NodeCopy:
     def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
         """Let ``use`` copy the newest step of this node; see `DoubleBuffer.read`."""
         return self.copies.read(use, deadline)
+
+
+def writer_inside(group: Group, root: int) -> tuple[Group, int]:
+    """Return the ranks of this node, and which of them writes its copies. Collective.
+
+    Args:
+        group: All ranks.
+        root: The rank that publishes: the writer on its own node. On others, it is the
+            first rank.
+    """
+    if group.single_node:
+        return group, root
+    ranks = group.nodes[group.node_number]
+    return group.inside, ranks.index(root) if root in ranks else 0

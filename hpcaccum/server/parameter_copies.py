@@ -3,6 +3,8 @@
 Of a sparse variable, only rows are copied that have changed. The publisher keeps which
 rows each copy of its `DoubleBuffer` lacks. A rank finds those that its variables lack
 in a `RowLog`; if it is so far behind that they are overwritten there, it copies all.
+Each node has a log and two copies of its own. Its agent finds in the publisher's log
+which rows to fetch.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.layout import ALIGNMENT
+from hpcaccum.server.messages import NOTHING, Messages
+from hpcaccum.server.node_copy import writer_inside
 from hpcaccum.server.row_log import RowLog
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpcaccum.mpi import Group
+    from hpcaccum.server.double_buffer import DoubleBuffer
     from hpcaccum.server.wire_format import WireFormat
 
 Array = np.ndarray[Any, Any]
@@ -28,9 +33,13 @@ Array = np.ndarray[Any, Any]
 _SHARE = 8
 # Elements of rows that are copied by one call of NumPy, which stay in the cache.
 _CHUNK = 1 << 16
+_WORD = np.dtype(np.int64).itemsize
+# A message begins with the number of rows, then has their numbers; or with this if it
+# has all values. The values of all variables follow.
+_ALL = -1
 
 
-class Copies:
+class Copies(Messages):
     """Copies all parameters.
 
     Args:
@@ -86,10 +95,10 @@ class Copies:
 
 
 class SparseCopies(Copies):
-    """Copies parameters of which some are sparse; ranks of one node. Collective.
+    """Copies parameters of which some are sparse. Collective.
 
-    A published vector ends with the place in the log up to which it has all changes, so
-    both are valid together; `read` returns this place.
+    A published vector ends with the place in the node's log up to which it has all
+    changes, so both are valid together; `read` returns this place.
 
     Args:
         group: The ranks.
@@ -107,9 +116,11 @@ class SparseCopies(Copies):
             number = wire.parameters.shapes[place.name][0]
             self._tables[place.name] = range(first, first + number)
             first += number
-        self._log = RowLog(group, root, first // _SHARE)
+        self._number_of_rows = first
+        self._log = RowLog(*writer_inside(group, root), first // _SHARE)
         self.nbytes_here = self._log.nbytes_here
-        # On the root, by copy: rows that it lacks, of each update; None for all.
+        # On the rank that writes the copies of its node, by copy: rows that it lacks,
+        # of each update; None for all.
         self._lacks: list[list[Array] | None] = [None, None]
 
     # The root
@@ -117,22 +128,88 @@ class SparseCopies(Copies):
     def note(self, changed: Mapping[str, Array]) -> None:
         """Note rows of sparse variables before they change; the root only."""
         rows = [array + self._tables[name].start for name, array in changed.items()]
-        if not rows:
-            return
+        if rows:
+            self._note(np.concatenate(rows))
+
+    def _note(self, rows: Array) -> None:
         for lacks in self._lacks:
             if lacks is not None:
-                lacks += rows
-        self._log.append(np.concatenate(rows))
+                lacks.append(rows)
+        self._log.append(rows)
 
     def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Bring a published vector up to date; the root only."""
-        lacks = self._lacks[copy]
-        rows = None if lacks is None else _united(lacks)
+        rows = self._lacked(copy)
         for name, view in self._views(flat).items():
             copy_rows(center[name], view, self._of(name, rows))
+        self._complete(flat, copy)
+
+    def _lacked(self, copy: int) -> Array | None:
+        lacks = self._lacks[copy]
+        return None if lacks is None else _united(lacks)
+
+    def _complete(self, flat: Array, copy: int) -> None:
         self._end(flat)[...] = self._log.end
         # Last: after an exception they are still missing.
         self._lacks[copy] = []
+
+    # Agents
+
+    def pack(self, flat: Array, since: int, spare: Array | None) -> tuple[Array, int]:
+        """Return a message with the rows that another node lacks; see `Messages`."""
+        end = int(self._end(flat)[0])
+        rows = self._changes(since, end)
+        numbers = np.array([_ALL]) if rows is None else np.append(rows.size, rows)
+        values = [
+            _some(view, self._of(name, rows)).reshape(-1)
+            for name, view in self._views(flat).items()
+        ]
+        parts = [part.view(np.uint8) for part in (numbers, *values)]
+        return np.concatenate(parts), end
+
+    def room(self, nbytes: int, flat: Array) -> Array:
+        """Return new memory for a message."""
+        return np.empty(nbytes, np.uint8)
+
+    def unpack(self, message: Array, copies: DoubleBuffer) -> None:
+        """Bring the copy that is written up to date with a message."""
+        copy = copies.writing
+        flat, older = copies.copy(copy), copies.copy(1 - copy)
+        rows, values = _divided(message)
+        if rows is None:
+            self._note_all()
+        else:
+            self._copy_from(older, flat, copy)
+            self._note(rows)
+        self._copy_values(values, flat, rows)
+        self._complete(flat, copy)
+        if copies.version() < 0:
+            # Nobody reads the other one yet. Otherwise the next message would copy
+            # whole tables.
+            older[...] = flat
+            self._lacks[1 - copy] = []
+
+    def _note_all(self) -> None:
+        self._lacks = [None, None]
+        self._log.append(np.arange(self._number_of_rows))
+
+    def _copy_from(self, older: Array, flat: Array, copy: int) -> None:
+        """Copy the rows that a copy lacks and the older one has."""
+        rows, source = self._lacked(copy), self._views(older)
+        for name, view in self._views(flat).items():
+            if name in self._tables:
+                copy_rows(source[name], view, self._of(name, rows))
+
+    def _copy_values(self, values: Array, flat: Array, rows: Array | None) -> None:
+        """Copy the values of a message to a vector."""
+        begin = 0
+        for name, view in self._views(flat).items():
+            places = self._of(name, rows)
+            shape = view.shape if places is None else (places.size, *view.shape[1:])
+            end = begin + math.prod(shape) * flat.itemsize
+            found = values[begin:end].view(flat.dtype).reshape(shape)
+            view[... if places is None else places] = found
+            begin = end
 
     # Every rank
 
@@ -150,6 +227,8 @@ class SparseCopies(Copies):
 
     def _changes(self, begin: int, end: int) -> Array | None:
         """Return the rows between two places of the log; None if not all are there."""
+        if begin == NOTHING:
+            return None
         entries = self._log.between(begin, end)
         return None if entries is None else _united([entries])
 
@@ -180,6 +259,20 @@ class SparseCopies(Copies):
 def _united(parts: Sequence[Array]) -> Array:
     """Return different rows, sorted."""
     return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
+
+
+def _divided(message: Array) -> tuple[Array | None, Array]:
+    """Return the rows of a message, None for all, and the bytes of the values."""
+    number = int(message[:_WORD].view(np.int64)[0])
+    if number == _ALL:
+        return None, message[_WORD:]
+    end = _WORD * (1 + number)
+    return message[_WORD:end].view(np.int64), message[end:]
+
+
+def _some(array: Array, rows: Array | None) -> Array:
+    """Return some rows of an array; None for all of it."""
+    return array if rows is None else array[rows]
 
 
 def copy_rows(source: Array, target: Array, rows: Array | None) -> None:

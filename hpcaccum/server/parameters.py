@@ -16,7 +16,8 @@ import numpy as np
 from hpcaccum.mpi import AtomicWords
 from hpcaccum.nodes import Agent, Incoming, pieces_of, send_pieces
 from hpcaccum.server.double_buffer import DoubleBuffer
-from hpcaccum.server.node_copy import NodeCopy
+from hpcaccum.server.messages import NOTHING, Messages
+from hpcaccum.server.node_copy import NodeCopy, writer_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,10 +33,19 @@ _NONE = -1
 
 @dataclass
 class _Snapshot:
-    """A copy that agents send from, while the publisher goes on."""
+    """A message that agents send, while the publisher goes on.
 
-    vector: Array
+    Attributes:
+        message: Bytes; None before the first one.
+        step: Of the parameters.
+        since, place: See `Messages.pack`.
+        users: How many agents it is being sent to.
+    """
+
+    message: Array | None = None
     step: int = _NONE
+    since: int = NOTHING
+    place: int = NOTHING
     users: int = 0
 
 
@@ -46,35 +56,38 @@ class Parameters(NodeCopy):
         group: The ranks.
         root: The rank that publishes.
         size, dtype: Of the vector.
-        what: Name for messages.
+        what: Name for error messages.
+        messages: What agents send of the vector; by default all of it.
     """
 
     def __init__(
-        self, group: Group, root: int, size: int, dtype: Any, what: str
+        self,
+        group: Group,
+        root: int,
+        size: int,
+        dtype: Any,
+        what: str,
+        messages: Messages | None = None,
     ) -> None:
-        self._what = what
-        self._size, self._dtype = size, np.dtype(dtype)
-        single = group.single_node
-        inside = group if single else group.inside
-        ranks = range(group.size) if single else group.nodes[group.node_number]
-        self._is_here = root in ranks
-        writer = root if self._is_here else group.nodes[group.node_number][0]
-        place = ranks.index(root) if self._is_here else 0
-        # On the leader of the publisher's node: what is being sent, to which ranks, and
-        # the last step sent to each.
+        self._what, self._messages = what, messages or Messages()
+        inside, writer = writer_inside(group, root)
+        self._is_here = group.single_node or root in group.nodes[group.node_number]
+        # On the leader of the publisher's node: what is being sent, to which ranks; of
+        # each of them, the last step sent and its place.
         self._snapshots: list[_Snapshot] = []
         self._sending: set[int] = set()
         self._sent: dict[int, int] = {}
+        self._places: dict[int, int] = {}
         # On other leaders: the steps that are asked for, and whether a fetch receives.
         self._asked: set[int] = set()
         self._receiving = False
         # Whether no step will be published any more.
         self._closing = False
         with contextlib.ExitStack() as undo:
-            copies = DoubleBuffer(inside, place, size, dtype)
-            super().__init__(copies, written_here=group.rank == writer)
+            copies = DoubleBuffer(inside, writer, size, dtype)
+            super().__init__(copies, written_here=inside.rank == writer)
             undo.callback(self.copies.free)
-            self._agent = None if single else self._join(group, root)
+            self._agent = None if group.single_node else self._join(group, root)
             undo.pop_all()
 
     def _join(self, group: Group, root: int) -> Agent:
@@ -144,22 +157,23 @@ class Parameters(NodeCopy):
         """Receive parameters, or that a step will not come."""
         assert self._agent is not None
         comm, tag = self._agent.comm, self._agent.tag(self._number)
-        source, header = self._agent.leaders[self._source], np.empty(1, np.int64)
+        source, header = self._agent.leaders[self._source], np.empty(2, np.int64)
         received = comm.Irecv(header, source, tag)
         while not received.Test():
             yield False
-        step = int(header[0])
+        step, nbytes = header.tolist()
         if step < 0:
             self._asked.discard(~step)
             return
-        vector = self.copies.begin(step)
-        pieces = pieces_of([slice(0, self._size)], self._dtype.itemsize)
-        incoming = Incoming(comm, source, tag, pieces, vector.__getitem__)
+        message = self._messages.room(nbytes, self.copies.begin(step))
+        pieces = pieces_of([slice(0, nbytes)], 1)
+        incoming = Incoming(comm, source, tag, pieces, message.__getitem__)
         while not incoming.complete:
             if incoming.first() is None:
                 yield False
             else:
                 incoming.take()
+        self._messages.unpack(message, self.copies)
         self.complete(step)
         self._asked = {each for each in self._asked if each > step}
 
@@ -173,10 +187,11 @@ class Parameters(NodeCopy):
         if sent >= wanted:
             return
         self._sending.add(rank)
-        while (snapshot := self._snapshot(wanted)) is None:
+        since = self._places.get(rank, NOTHING)
+        while (snapshot := self._snapshot(wanted, since)) is None:
             yield False
-        # The answer that there is no such step, which is negative, changes nothing.
-        self._sent[rank] = max(sent, snapshot.step)
+        if snapshot.step >= 0:
+            self._sent[rank], self._places[rank] = snapshot.step, snapshot.place
         yield from self._send_snapshot(rank, snapshot)
         snapshot.users -= 1
         self._sending.discard(rank)
@@ -184,18 +199,23 @@ class Parameters(NodeCopy):
     def _send_snapshot(self, rank: int, snapshot: _Snapshot) -> Steps:
         assert self._agent is not None
         comm, tag = self._agent.comm, self._agent.tag(self._number)
-        header = np.array([snapshot.step])
+        message = np.empty(0, np.uint8) if snapshot.step < 0 else snapshot.message
+        assert message is not None
+        header = np.array([snapshot.step, message.size])
         request = comm.Isend(header, rank, tag)
-        if snapshot.step >= 0:
-            pieces = pieces_of([slice(0, self._size)], self._dtype.itemsize)
-            yield from send_pieces(comm, rank, tag, pieces, snapshot.vector.__getitem__)
+        pieces = pieces_of([slice(0, message.size)], 1)
+        yield from send_pieces(comm, rank, tag, pieces, message.__getitem__)
         while not request.Test():
             yield False
 
-    def _snapshot(self, wanted: int) -> _Snapshot | None:
-        """Return a copy of the newest parameters, for one more user.
+    def _snapshot(self, wanted: int, since: int) -> _Snapshot | None:
+        """Return a message with the newest parameters, for one more user.
 
         A node that is slow must delay neither updates nor other nodes.
+
+        Args:
+            wanted: The step that the user lacks.
+            since: The place of the last message to it.
 
         Returns:
             None if an update overwrote the parameters. If there will never be what is
@@ -203,17 +223,22 @@ class Parameters(NodeCopy):
         """
         newest = self.version()
         if newest < wanted:
-            return _Snapshot(np.empty(0, self._dtype), ~wanted)
+            return _Snapshot(step=~wanted)
         for found in self._snapshots:
-            if found.step == newest:
+            if (found.step, found.since) == (newest, since):
                 found.users += 1
                 return found
         snapshot = next((each for each in self._snapshots if not each.users), None)
         if snapshot is None:
-            snapshot = _Snapshot(np.empty(self._size, self._dtype))
+            snapshot = _Snapshot()
             self._snapshots.append(snapshot)
-        vector = snapshot.vector
-        step = self.copies.try_read(lambda flat: np.copyto(vector, flat))
+
+        def pack(flat: Array) -> None:
+            packed = self._messages.pack(flat, since, snapshot.message)
+            snapshot.message, snapshot.place = packed
+
+        snapshot.since = since
+        step = self.copies.try_read(pack)
         snapshot.step = _NONE if step is None else step
         snapshot.users = 0 if step is None else 1
         return None if step is None else snapshot

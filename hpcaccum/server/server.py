@@ -74,7 +74,7 @@ class ParameterServer(Client):
             another node, ``root`` first; by default ``root`` alone.
         elementwise: Whether such a part may begin within a variable.
         capacities: Name of each sparse variable to the maximum number of rows of the
-            gradients of a rank in one update. All ranks must be on one node then.
+            gradients of a rank in one update. There is one server then.
         step, tally: Where an earlier server ended (`ServerState`), to continue from it;
             the same on all ranks.
 

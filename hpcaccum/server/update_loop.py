@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.accumulator import Batch
-    from hpcaccum.indexed_slices import IndexedSlices
     from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.node_update import NodeUpdate
     from hpcaccum.server.parameter_copies import Copies
@@ -158,18 +157,15 @@ class UpdateLoop(Loop):
         # There is no gradient if its rank was admitted and then failed to write.
         if not batch.places:
             return
-        arrays = self._wire.read_gradients(self._total(batch, deadline))
-        rows = self._rows(batch)
+        # First: the total is in memory that they need, too.
+        parts = {p.name: batch.rows(p, deadline) for p in self._wire.rows}
+        total = self._total(batch, deadline)
+        rows = self._wire.read_rows(parts, total, batch.divisor)
+        arrays = self._wire.read_gradients(total)
         # First: an update that fails has changed some of them.
         self._copies.note({name: each.indices for name, each in rows.items()})
         if grads := {**arrays, **rows}:
             self.update(grads, None)
-
-    def _rows(self, batch: Batch) -> dict[str, IndexedSlices]:
-        """Return the gradients of sparse variables, of a batch on this node."""
-        if not self._wire.rows:
-            return {}
-        return self._wire.read_rows(batch.views(self._wire.size))
 
     def _total(self, batch: Batch, deadline: Deadline) -> Array:
         """Return the sum of the arrays of a batch, which may be changed."""

@@ -111,29 +111,30 @@ class WireFormat:
             for store in stores(buffer, grads[place.name], flat.dtype):
                 store()
 
-    def read_rows(self, vectors: Sequence[Array]) -> dict[str, IndexedSlices]:
+    def read_rows(
+        self, rows: Mapping[str, Sequence[Rows]], total: Array, divisor: int
+    ) -> dict[str, IndexedSlices]:
         """Return the gradients of sparse variables: means over those that are present.
 
         Args:
-            vectors: Of gradients, in the order in which rows are added. A gradient of
-                one vector may share memory with it.
+            rows: For each sparse variable, those of each vector, in the order in which
+                they are added. A gradient of one vector may share memory with it.
+            total: The sum of the vectors, without rows, divided by ``divisor``.
+            divisor: See there.
         """
-        numbers = np.sum([self.gradient_views(flat)[1] for flat in vectors], axis=0)
-        present = dict(zip(self.parameters, numbers, strict=True))
+        shares = dict(zip(self.parameters, self.gradient_views(total)[1], strict=True))
         return {
-            place.name: self._mean(place, vectors, present[place.name])
-            for place in self.rows
-            if present[place.name]
+            name: self._mean(name, parts, round(float(shares[name]) * divisor))
+            for name, parts in rows.items()
+            if shares[name]
         }
 
-    def _mean(
-        self, place: RowPlace, vectors: Sequence[Array], number: np.floating[Any]
-    ) -> IndexedSlices:
+    def _mean(self, name: str, parts: Sequence[Rows], number: int) -> IndexedSlices:
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            rows = merged([place.rows(flat) for flat in vectors])
+            rows = merged(parts)
             values = rows.values if number == 1 else rows.values / number
-        shape = self.parameters.shapes[place.name]
+        shape = self.parameters.shapes[name]
         values = values.reshape(len(values), *shape[1:])
         return IndexedSlices(values, rows.indices, shape)
 

@@ -64,9 +64,9 @@ class OneSided(Adapter):
             parameter independently of the others, as all of `torch.optim` do. By
             default, and with "auto", the host alone.
         sparse: The parameters whose gradients are sparse, such as the weights of
-            `torch.nn.Embedding(sparse=True)`; the same on all ranks, which must be on
-            one node. Only the rows of these gradients are sent, updated and pulled. So
-            it needs an optimizer that surely changes no other rows: `SparseAdam`, `SGD`
+            `torch.nn.Embedding(sparse=True)`; the same on all ranks. Only the rows of
+            these gradients are sent, updated and pulled. So there must be one server,
+            and an optimizer that surely changes no other rows: `SparseAdam`, `SGD`
             without momentum and weight decay, or `Adagrad` without weight decay. Do not
             change such parameters in other ways.
         capacity: Maximum number of different rows of one such gradient; by default all

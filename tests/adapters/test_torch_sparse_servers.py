@@ -36,15 +36,6 @@ KINDS = ["SyncReplicas", "DropStale"]
 INVALID = hpc.InvalidArgumentError
 
 
-@pytest.fixture
-def one_node(comm):
-    if not hpc.Group.of(comm).single_node:
-        pytest.skip("needs all ranks on one node")
-
-
-one_node_only = pytest.mark.usefixtures("one_node")
-
-
 def held(kind, name, module, comm, **options):
     inner = OPTIMIZERS[name](module.parameters())
     return STRATEGIES[kind](inner, comm, sparse=[module.weight], **options)
@@ -57,7 +48,6 @@ def by_turns(kind, size, act):
     return turns(range(size), act)
 
 
-@one_node_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,7 +84,6 @@ def test_updates_are_those_of_plain_pytorch(kind, name, dtype, comm, rank, size)
             torch.testing.assert_close(state[0][part], expected, rtol=1e-6, atol=1e-6)
 
 
-@one_node_only
 def test_sparse_and_dense_gradients_in_one_step(comm, rank, size):
     net = Net()
     plain = copy.deepcopy(net)
@@ -116,7 +105,6 @@ def test_sparse_and_dense_gradients_in_one_step(comm, rank, size):
         check_same(own)
 
 
-@one_node_only
 def test_gradients_of_several_passes_are_added(comm, rank, size):
     module = table()
     with held("SyncReplicas", "SGD", module, comm) as opt:
@@ -128,7 +116,6 @@ def test_gradients_of_several_passes_are_added(comm, rank, size):
     torch.testing.assert_close(module.weight, expected)
 
 
-@one_node_only
 def test_rows_that_are_not_finite_are_dropped(comm, rank):
     module = table()
     with held("DropStale", "SGD", module, comm, on_nonfinite="drop") as opt:
@@ -139,7 +126,6 @@ def test_rows_that_are_not_finite_are_dropped(comm, rank):
     assert torch.equal(module.weight, table().weight)
 
 
-@one_node_only
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dedicated_server(kind, comm, rank, size):
@@ -162,7 +148,6 @@ def test_a_dedicated_server(kind, comm, rank, size):
     torch.testing.assert_close(module.weight.detach(), start - total)
 
 
-@one_node_only
 @pytest.mark.parametrize("name", ["Adagrad", "SparseAdam"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_continues_with_the_same_bits(kind, name, comm, rank, size, tmp_path):
@@ -197,7 +182,6 @@ def test_training_continues_with_the_same_bits(kind, name, comm, rank, size, tmp
 # AGN
 
 
-@one_node_only
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_agn_makes_local_steps_and_pushes_their_mean(name, comm, rank, size):
     order, module = [*range(size), *range(size)], table(rank)
@@ -240,7 +224,6 @@ def plain(name):
     return module, OPTIMIZERS[name](module.parameters())
 
 
-@one_node_only
 def test_agn_does_not_change_other_rows_later(comm, rank):
     module = table()
     with held("AGN", "SGD", module, comm) as opt:
@@ -257,7 +240,6 @@ def test_agn_does_not_change_other_rows_later(comm, rank):
 # Cost
 
 
-@one_node_only
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_only_rows_are_copied_and_have_memory(name, comm, rank, size, copies):
     module = torch.nn.Embedding(1 << 14, 8, sparse=True)
@@ -278,7 +260,6 @@ def test_only_rows_are_copied_and_have_memory(name, comm, rank, size, copies):
 # Errors
 
 
-@one_node_only
 @pytest.mark.parametrize("kind", KINDS)
 def test_too_many_rows_are_not_sent(kind, comm, rank, size):
     module = table()
@@ -296,7 +277,6 @@ def test_too_many_rows_are_not_sent(kind, comm, rank, size):
     assert found == [0, total, 0, 0, 2 * total, *[0] * (ROWS - 5)]
 
 
-@one_node_only
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_array_is_an_error_on_its_rank(kind, comm, rank):
     module = table()
@@ -330,7 +310,6 @@ def test_wrong_options_of_one_rank(kind, case, comm, rank, size):
     assert torch.equal(module.weight, table(rank).weight)
 
 
-@one_node_only
 @pytest.mark.ranks(min=2)
 def test_ranks_must_agree_on_capacities(comm, rank):
     module = table()
@@ -357,7 +336,6 @@ REFUSED = {
 }
 
 
-@one_node_only
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("kind", ONE_SIDED)
 def test_optimizers_that_may_change_other_rows(kind, case, comm, rank):
@@ -372,7 +350,6 @@ def test_optimizers_that_may_change_other_rows(kind, case, comm, rank):
     assert torch.equal(module.weight, table(rank).weight)
 
 
-@one_node_only
 def test_other_groups_may_have_momentum(comm, rank, size):
     net = Net()
     plain = copy.deepcopy(net)
@@ -396,15 +373,16 @@ def test_other_groups_may_have_momentum(comm, rank, size):
         torch.testing.assert_close(own, other)
 
 
-def test_several_nodes_are_refused(group):
-    module = table(group.rank)
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    found = raised(hpt.DropStale, inner, 1, comm=group, sparse=[module.weight])
+def test_several_servers_are_refused(group):
+    module, servers = table(group.rank), [ranks[0] for ranks in group.nodes]
+    inner, options = torch.optim.SGD(module.parameters(), 1.0), {"servers": servers}
+    found = raised(
+        hpt.DropStale, inner, 1, comm=group, sparse=[module.weight], **options
+    )
     assert isinstance(found, INVALID)
-    assert "'parameter 0' needs all ranks on one node" in str(found)
+    assert f"'parameter 0' needs one server, got servers={servers}" in str(found)
 
 
-@one_node_only
 def test_a_state_with_momentum_is_refused(comm, rank):
     other, module = table(), table()
     inner = torch.optim.SGD(other.parameters(), 1.0, momentum=0.5)

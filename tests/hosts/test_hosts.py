@@ -27,12 +27,13 @@ WAIT = 300
 # Every strategy and storage, every schedule for ranks that do not share memory, and a
 # server on each host.
 TESTS = tuple(
-    f"tests/mpi/test_{name}.py" for name in ("plain_model", "schedules", "servers")
+    f"tests/mpi/test_{name}.py"
+    for name in ("plain_model", "schedules", "servers", "sparse_nodes")
 )
 SELECTED = (
     "plain_model or (flat or hierarchical) and not (apart or uneven)"
     " and (means_equal_numpy or wire_format or sums_are_not_divided)"
-    " or real and (of_one_step or applied_in_order or Adam)"
+    " or real and (of_one_step or applied_in_order or Adam or plain_formulas or behind)"
 )
 
 # Prints the host of each rank, with how many ranks it shares memory and a folder.

@@ -1,0 +1,150 @@
+"""Sparse variables on a server with ranks on several nodes: what agents exchange."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum.server import parameter_copies
+
+from ..common import same_bits
+from ..lazy_rules import LazyRule
+from .on_nodes import group_on_nodes  # noqa: F401
+from .support import meet
+from .training import ONE_SIDED, gives, turns, variable
+
+ROWS, USED = 160, 30
+# The rows of a gradient take less, or more, than what an agent sends first.
+WIDTHS = [6, 1000]
+
+
+def table(width, name="w", dtype="f8", rows=ROWS, **options):
+    return hpc.Variable(np.zeros((rows, width), dtype), name, sparse=True, **options)
+
+
+def drawn(rank, call, width):
+    """Return the gradient of a rank; sums of such are exact."""
+    rng = np.random.default_rng([rank, call])
+    number = 0 if (rank + call) % 4 == 1 else 10
+    values = rng.integers(-8, 8, (number, width)).astype("f8")
+    return hpc.IndexedSlices(values, rng.integers(0, USED, number))
+
+
+def update(model, slices, divisor=1):
+    """Update a model with the sum of gradients, divided by a number."""
+    total = np.zeros(model.value.shape)
+    for each in slices:
+        np.add.at(total, each.indices, each.values)
+    rows = np.unique(np.concatenate([each.indices for each in slices]))
+    model.update(rows, total[rows] / divisor)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
+def test_all_nodes_have_the_results_of_plain_formulas(group, rank, size, kind, width):
+    w, v, b = table(width), table(3, "v", "f4"), variable(np.zeros(2), name="b")
+    models = LazyRule("Momentum", w.value), LazyRule("Momentum", v.value)
+    rule, host = hpc.Momentum(0.5, 0.75), size - 1
+    with ONE_SIDED[kind](rule, [w, v, b], group, host=host) as opt:
+        opt.initialize([w, v, b])
+
+        def act(call):
+            grads = drawn(rank, call, width), drawn(rank, call + 50, 3), np.ones(2)
+            assert opt.minimize(gives(*grads), var_list=[w, v, b])
+
+        for call in range(4):
+            if kind == "SyncReplicas":
+                act(call)
+                rounds = [range(size)]
+            else:
+                turns(range(size), lambda _, call=call: act(call))
+                rounds = [[each] for each in range(size)]
+            for ranks in rounds:
+                for model, other in zip(models, (0, 50), strict=True):
+                    shape = model.value.shape[1]
+                    grads = [drawn(each, call + other, shape) for each in ranks]
+                    update(model, grads, len(ranks))
+            meet()
+            center = opt.center([w, v])
+            for found, model in zip(center, models, strict=True):
+                np.testing.assert_allclose(found, model.value, 1e-5, 1e-5)
+            opt.compute_gradients(gives(None, None, None))
+            for var, found in zip((w, v), center, strict=True):
+                same_bits(var.value, found)
+            meet()
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """The bytes of each message with parameters, on the rank that sends them."""
+    found, pack = [], parameter_copies.SparseCopies.pack
+
+    def note(self, *args):
+        message, place = pack(self, *args)
+        found.append(message.size)
+        return message, place
+
+    monkeypatch.setattr(parameter_copies.SparseCopies, "pack", note)
+    return found
+
+
+@pytest.mark.parametrize("number", [200, 20_000])
+def test_messages_have_the_rows_that_changed(group, rank, size, messages, number):
+    w = table(4, rows=number, dtype="f4", capacity=3)
+    b = variable(np.zeros(5), "f4", "b")
+    with ONE_SIDED["SyncReplicas"](hpc.Adam(0.1), [w, b], group) as opt:
+        opt.initialize([w, b])
+        slices = hpc.IndexedSlices(np.ones((3, 4), "f4"), [0, 5, 9 + rank])
+        loss = gives(slices, np.ones(5, "f4"))
+        opt.minimize(loss)
+        meet()
+        messages.clear()
+        for _ in range(3):
+            opt.minimize(loss)
+            meet()
+
+    # How many there are of rows, the number of each, its elements; and those of b.
+    nbytes = 8 + (2 + size) * (8 + 4 * 4) + 5 * 4
+    assert set(messages) <= {nbytes}
+    assert not messages or len(messages) % 3 == 0
+    if rank == 0:
+        assert messages
+
+
+@pytest.mark.parametrize("share", [1, ROWS // 40, ROWS * 9])
+def test_nodes_may_be_behind_by_any_number_of_updates(group, rank, share, monkeypatch):
+    # The log is as long as the table, too short for some updates, or has one entry.
+    monkeypatch.setattr(parameter_copies, "_SHARE", share)
+    w, b = table(6), variable(np.zeros(1), name="b")
+    with ONE_SIDED["DropStale"](hpc.SGD(0.5), [w, b], group) as opt:
+        opt.initialize([w, b])
+        meet()
+        for call in range(12):
+            if rank == 0:
+                opt.minimize(gives(drawn(0, call, 6), np.ones(1)), var_list=[w, b])
+            meet()
+            # Each node at other times, and rarely; its ranks not all of them.
+            number = group.node_number
+            if call % (2 + 2 * number) == 0 and rank in group.nodes[number][:1]:
+                opt.center(w)
+            if rank % 2:
+                opt.compute_gradients(gives(None, None))
+        meet()
+        found = opt.center(w)
+        opt.compute_gradients(gives(None, None))
+
+        model = LazyRule("SGD", np.zeros((ROWS, 6)))
+        for call in range(12):
+            update(model, [drawn(0, call, 6)])
+        np.testing.assert_array_equal(found, model.value)
+        np.testing.assert_array_equal(w.value, model.value)
+        assert b.value == -6
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_auto_is_one_server(group, rank, kind):
+    w = table(1000, rows=200, capacity=1)
+    with ONE_SIDED[kind](hpc.SGD(1.0), [w], group, servers="auto") as opt:
+        opt.initialize([w])
+        assert opt._server.is_server == (rank == 0)
