@@ -7,8 +7,8 @@
 Several servers between nodes have a part of the center each: `ShardedParameters`, with
 an `order_loop` on the root and a `shard_loop` on each of them.
 `wire_format` maps both between names and flat vectors. If variables are sparse,
-`parameter_copies` copies only the rows that are in the `row_log`, also into the
-`messages` that agents send.
+`parameter_copies` copies only the rows that are in the `row_log`. `messages` are what
+agents send of published parameters; a `row_draft` makes one of such rows.
 
 Imports `accumulator`, `mpi`, `device` and the modules below them.
 """

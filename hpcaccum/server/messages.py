@@ -15,26 +15,48 @@ Array = np.ndarray[Any, Any]
 NOTHING = -1
 
 
+class Draft:
+    """A message that is being made, of all of a vector.
+
+    Args:
+        spare: A message that is not used any more, if there is one.
+
+    Attributes:
+        place: Which changes a node has with the message.
+    """
+
+    place = NOTHING
+
+    def __init__(self, spare: Array | None) -> None:
+        self._message = spare
+
+    def read(self, flat: Array) -> None:
+        """Copy what another node lacks.
+
+        Called again, with the newest vector, until no update has overwritten the vector
+        meanwhile.
+        """
+        if self._message is None:
+            self._message = np.empty(flat.nbytes, np.uint8)
+        np.copyto(self._message, flat.view(np.uint8))
+
+    def message(self) -> Array:
+        """Return the message, a vector of bytes."""
+        assert self._message is not None
+        return self._message
+
+
 class Messages:
     """Sends all of a vector, and nothing else."""
 
-    def pack(self, flat: Array, since: int, spare: Array | None) -> tuple[Array, int]:
-        """Return a message with what another node lacks, and its next place.
+    def draft(self, since: int, spare: Array | None) -> Draft:
+        """Return a new message to another node.
 
         Args:
-            flat: The vector, which its publisher may be overwriting: what is returned
-                is then of no use.
-            since: The place that this method returned with the last message to that
-                node; `NOTHING` before.
-            spare: A message that is not used any more, if there is one.
-
-        Returns:
-            A vector of bytes, in memory of its own; and which changes that node has
-            with it.
+            since: `Draft.place` of the last message to it; `NOTHING` before.
+            spare: See `Draft`.
         """
-        message = np.empty(flat.nbytes, np.uint8) if spare is None else spare
-        np.copyto(message, flat.view(np.uint8))
-        return message, NOTHING
+        return Draft(spare)
 
     def room(self, nbytes: int, flat: Array) -> Array:
         """Return the memory in which a message is received.

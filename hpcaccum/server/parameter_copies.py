@@ -3,8 +3,8 @@
 Of a sparse variable, only rows are copied that have changed. The publisher keeps which
 rows each copy of its `DoubleBuffer` lacks. A rank finds those that its variables lack
 in a `RowLog`; if it is so far behind that they are overwritten there, it copies all.
-Each node has a log and two copies of its own. Its agent finds in the publisher's log
-which rows to fetch.
+Each node has a log and two copies of its own. The agent of the publisher's node finds
+in its log which rows to send to another one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.layout import ALIGNMENT
-from hpcaccum.server.messages import NOTHING, Messages
+from hpcaccum.server.messages import NOTHING, Draft, Messages
 from hpcaccum.server.node_copy import writer_inside
+from hpcaccum.server.row_draft import RowDraft, divided
 from hpcaccum.server.row_log import RowLog
 
 if TYPE_CHECKING:
@@ -33,10 +34,6 @@ Array = np.ndarray[Any, Any]
 _SHARE = 8
 # Elements of rows that are copied by one call of NumPy, which stay in the cache.
 _CHUNK = 1 << 16
-_WORD = np.dtype(np.int64).itemsize
-# A message begins with the number of rows, then has their numbers; or with this if it
-# has all values. The values of all variables follow.
-_ALL = -1
 
 
 class Copies(Messages):
@@ -104,17 +101,21 @@ class SparseCopies(Copies):
         group: The ranks.
         root: The rank that publishes.
         wire: How variables lie in the vector.
+
+    Attributes:
+        names: Of all variables, in the order of the vector.
+        tables: The numbers in the log of the rows of each sparse variable.
     """
 
     def __init__(self, group: Group, root: int, wire: WireFormat) -> None:
         super().__init__(wire)
+        self.names = list(wire.parameters)
         self.size += ALIGNMENT // wire.parameters.dtype.itemsize
-        # In the log, the rows of all sparse variables are numbered consecutively.
-        self._tables: dict[str, range] = {}
+        self.tables: dict[str, range] = {}
         first = 0
         for place in wire.rows:
             number = wire.parameters.shapes[place.name][0]
-            self._tables[place.name] = range(first, first + number)
+            self.tables[place.name] = range(first, first + number)
             first += number
         self._number_of_rows = first
         self._log = RowLog(*writer_inside(group, root), first // _SHARE)
@@ -127,7 +128,7 @@ class SparseCopies(Copies):
 
     def note(self, changed: Mapping[str, Array]) -> None:
         """Note rows of sparse variables before they change; the root only."""
-        rows = [array + self._tables[name].start for name, array in changed.items()]
+        rows = [array + self.tables[name].start for name, array in changed.items()]
         if rows:
             self._note(np.concatenate(rows))
 
@@ -140,8 +141,8 @@ class SparseCopies(Copies):
     def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Bring a published vector up to date; the root only."""
         rows = self._lacked(copy)
-        for name, view in self._views(flat).items():
-            copy_rows(center[name], view, self._of(name, rows))
+        for name, view in self.views(flat).items():
+            copy_rows(center[name], view, self.rows_of(name, rows))
         self._complete(flat, copy)
 
     def _lacked(self, copy: int) -> Array | None:
@@ -149,23 +150,17 @@ class SparseCopies(Copies):
         return None if lacks is None else _united(lacks)
 
     def _complete(self, flat: Array, copy: int) -> None:
+        # The values before the place: an agent relies on it, see `RowDraft.read`.
+        self._log.sync()
         self._end(flat)[...] = self._log.end
         # Last: after an exception they are still missing.
         self._lacks[copy] = []
 
     # Agents
 
-    def pack(self, flat: Array, since: int, spare: Array | None) -> tuple[Array, int]:
-        """Return a message with the rows that another node lacks; see `Messages`."""
-        end = int(self._end(flat)[0])
-        rows = self._changes(since, end)
-        numbers = np.array([_ALL]) if rows is None else np.append(rows.size, rows)
-        values = [
-            _some(view, self._of(name, rows)).reshape(-1)
-            for name, view in self._views(flat).items()
-        ]
-        parts = [part.view(np.uint8) for part in (numbers, *values)]
-        return np.concatenate(parts), end
+    def draft(self, since: int, spare: Array | None) -> Draft:
+        """Return a new message to another node; see `Messages`."""
+        return RowDraft(self, since)
 
     def room(self, nbytes: int, flat: Array) -> Array:
         """Return new memory for a message."""
@@ -175,7 +170,7 @@ class SparseCopies(Copies):
         """Bring the copy that is written up to date with a message."""
         copy = copies.writing
         flat, older = copies.copy(copy), copies.copy(1 - copy)
-        rows, values = _divided(message)
+        rows, values = divided(message)
         if rows is None:
             self._note_all()
         else:
@@ -195,16 +190,16 @@ class SparseCopies(Copies):
 
     def _copy_from(self, older: Array, flat: Array, copy: int) -> None:
         """Copy the rows that a copy lacks and the older one has."""
-        rows, source = self._lacked(copy), self._views(older)
-        for name, view in self._views(flat).items():
-            if name in self._tables:
-                copy_rows(source[name], view, self._of(name, rows))
+        rows, source = self._lacked(copy), self.views(older)
+        for name, view in self.views(flat).items():
+            if name in self.tables:
+                copy_rows(source[name], view, self.rows_of(name, rows))
 
     def _copy_values(self, values: Array, flat: Array, rows: Array | None) -> None:
         """Copy the values of a message to a vector."""
         begin = 0
-        for name, view in self._views(flat).items():
-            places = self._of(name, rows)
+        for name, view in self.views(flat).items():
+            places = self.rows_of(name, rows)
             shape = view.shape if places is None else (places.size, *view.shape[1:])
             end = begin + math.prod(shape) * flat.itemsize
             found = values[begin:end].view(flat.dtype).reshape(shape)
@@ -217,37 +212,48 @@ class SparseCopies(Copies):
         self, flat: Array, into: Mapping[str, Array], since: Mapping[str, int]
     ) -> dict[str, int]:
         """Copy parameters from a published vector to arrays; return places."""
-        end, views = int(self._end(flat)[0]), self._views(flat)
+        end, views = self.end(flat), self.views(flat)
         # Mostly one place: that of the last copy, of all variables.
-        rows = {place: self._changes(place, end) for place in set(since.values())}
+        rows = {place: self.changes(place, end) for place in set(since.values())}
         for name, array in into.items():
-            found = self._of(name, rows.get(since.get(name, -1)))
+            found = self.rows_of(name, rows.get(since.get(name, -1)))
             copy_rows(views[name], array, found)
-        return {name: end for name in into if name in self._tables}
+        return {name: end for name in into if name in self.tables}
 
-    def _changes(self, begin: int, end: int) -> Array | None:
-        """Return the rows between two places of the log; None if not all are there."""
+    def changes(self, begin: int, end: int) -> Array | None:
+        """Return the rows that are between two places of the log, sorted.
+
+        Returns:
+            None for all, if not all entries are there.
+        """
         if begin == NOTHING:
             return None
         entries = self._log.between(begin, end)
         return None if entries is None else _united([entries])
 
-    def _views(self, flat: Array) -> dict[str, Array]:
+    def end(self, flat: Array) -> int:
+        """Return the place in the log up to which a vector has all changes."""
+        end = int(self._end(flat)[0])
+        self._log.sync()
+        return end
+
+    def views(self, flat: Array) -> dict[str, Array]:
+        """Return the place of each variable in a vector."""
         return self._wire.parameters.views(flat)
 
     def _end(self, flat: Array) -> Array:
-        """Return the place in the log that a published vector ends with, shape (1,)."""
+        """Return what a published vector ends with, shape (1,)."""
         return flat[self._wire.parameters.size :].view(np.int64)[:1]
 
-    def _of(self, name: str, rows: Array | None) -> Array | None:
+    def rows_of(self, name: str, rows: Array | None) -> Array | None:
         """Return which of sorted rows are those of a variable, numbered within it.
 
         Returns:
             None for all of them, if all were given or the variable is not sparse.
         """
-        if rows is None or name not in self._tables:
+        if rows is None or name not in self.tables:
             return None
-        table = self._tables[name]
+        table = self.tables[name]
         begin, end = np.searchsorted(rows, [table.start, table.stop])
         return rows[begin:end] - table.start
 
@@ -259,20 +265,6 @@ class SparseCopies(Copies):
 def _united(parts: Sequence[Array]) -> Array:
     """Return different rows, sorted."""
     return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
-
-
-def _divided(message: Array) -> tuple[Array | None, Array]:
-    """Return the rows of a message, None for all, and the bytes of the values."""
-    number = int(message[:_WORD].view(np.int64)[0])
-    if number == _ALL:
-        return None, message[_WORD:]
-    end = _WORD * (1 + number)
-    return message[_WORD:end].view(np.int64), message[end:]
-
-
-def _some(array: Array, rows: Array | None) -> Array:
-    """Return some rows of an array; None for all of it."""
-    return array if rows is None else array[rows]
 
 
 def copy_rows(source: Array, target: Array, rows: Array | None) -> None:

@@ -16,11 +16,11 @@ import numpy as np
 from hpcaccum.mpi import AtomicWords
 from hpcaccum.nodes import Agent, Incoming, pieces_of, send_pieces
 from hpcaccum.server.double_buffer import DoubleBuffer
-from hpcaccum.server.messages import NOTHING, Messages
+from hpcaccum.server.messages import NOTHING, Draft, Messages
 from hpcaccum.server.node_copy import NodeCopy, writer_inside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Steps
@@ -31,19 +31,20 @@ Array = np.ndarray[Any, Any]
 _NONE = -1
 
 
-@dataclass
+@dataclass(eq=False)
 class _Snapshot:
     """A message that agents send, while the publisher goes on.
 
     Attributes:
-        message: Bytes; None before the first one.
+        message: Bytes.
         step: Of the parameters.
-        since, place: See `Messages.pack`.
+        since: See `Messages.draft`.
+        place: See `Draft`.
         users: How many agents it is being sent to.
     """
 
-    message: Array | None = None
-    step: int = _NONE
+    message: Array
+    step: int
     since: int = NOTHING
     place: int = NOTHING
     users: int = 0
@@ -188,8 +189,7 @@ class Parameters(NodeCopy):
             return
         self._sending.add(rank)
         since = self._places.get(rank, NOTHING)
-        while (snapshot := self._snapshot(wanted, since)) is None:
-            yield False
+        snapshot = yield from self._snapshot(wanted, since)
         if snapshot.step >= 0:
             self._sent[rank], self._places[rank] = snapshot.step, snapshot.place
         yield from self._send_snapshot(rank, snapshot)
@@ -199,8 +199,7 @@ class Parameters(NodeCopy):
     def _send_snapshot(self, rank: int, snapshot: _Snapshot) -> Steps:
         assert self._agent is not None
         comm, tag = self._agent.comm, self._agent.tag(self._number)
-        message = np.empty(0, np.uint8) if snapshot.step < 0 else snapshot.message
-        assert message is not None
+        message = snapshot.message
         header = np.array([snapshot.step, message.size])
         request = comm.Isend(header, rank, tag)
         pieces = pieces_of([slice(0, message.size)], 1)
@@ -208,40 +207,40 @@ class Parameters(NodeCopy):
         while not request.Test():
             yield False
 
-    def _snapshot(self, wanted: int, since: int) -> _Snapshot | None:
+    def _snapshot(self, wanted: int, since: int) -> Generator[bool, None, _Snapshot]:
         """Return a message with the newest parameters, for one more user.
 
         A node that is slow must delay neither updates nor other nodes.
 
         Args:
             wanted: The step that the user lacks.
-            since: The place of the last message to it.
+            since: See `Messages.draft`.
 
         Returns:
-            None if an update overwrote the parameters. If there will never be what is
-            wanted, no parameters, and its complement as their step.
+            If there will never be what is wanted, no parameters, and its complement as
+            their step.
         """
-        newest = self.version()
-        if newest < wanted:
-            return _Snapshot(step=~wanted)
-        for found in self._snapshots:
-            if (found.step, found.since) == (newest, since):
-                found.users += 1
-                return found
-        snapshot = next((each for each in self._snapshots if not each.users), None)
-        if snapshot is None:
-            snapshot = _Snapshot()
-            self._snapshots.append(snapshot)
+        draft: Draft | None = None
+        while (newest := self.version()) >= wanted:
+            for found in self._snapshots:
+                if (found.step, found.since) == (newest, since):
+                    found.users += 1
+                    return found
+            draft = draft or self._messages.draft(since, self._spare())
+            if (step := self.copies.try_read(draft.read)) is not None:
+                made = _Snapshot(draft.message(), step, since, draft.place, users=1)
+                self._snapshots.append(made)
+                return made
+            yield False
+        return _Snapshot(np.empty(0, np.uint8), ~wanted)
 
-        def pack(flat: Array) -> None:
-            packed = self._messages.pack(flat, since, snapshot.message)
-            snapshot.message, snapshot.place = packed
-
-        snapshot.since = since
-        step = self.copies.try_read(pack)
-        snapshot.step = _NONE if step is None else step
-        snapshot.users = 0 if step is None else 1
-        return None if step is None else snapshot
+    def _spare(self) -> Array | None:
+        """Return the memory of a message that nobody uses, if there is one."""
+        for each in self._snapshots:
+            if not each.users:
+                self._snapshots.remove(each)
+                return each.message
+        return None
 
     def free(self) -> None:
         """Free the memory, after the last step is published. Collective."""

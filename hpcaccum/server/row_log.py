@@ -76,6 +76,10 @@ class RowLog:
         self._words.sync()
         return found if self._words.read(_RESERVED) - self._size <= begin else None
 
+    def sync(self) -> None:
+        """Order this rank's loads and stores before it with those after it."""
+        self._words.sync()
+
     def free(self) -> None:
         """Free the memory. Collective."""
         self._ring = np.empty(0, np.int64)

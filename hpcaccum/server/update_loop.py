@@ -160,7 +160,7 @@ class UpdateLoop(Loop):
         # First: the total is in memory that they need, too.
         parts = {p.name: batch.rows(p, deadline) for p in self._wire.rows}
         total = self._total(batch, deadline)
-        rows = self._wire.read_rows(parts, total, batch.divisor)
+        rows = self._wire.read_rows(parts, total, batch.divisor) if parts else {}
         arrays = self._wire.read_gradients(total)
         # First: an update that fails has changed some of them.
         self._copies.note({name: each.indices for name, each in rows.items()})

@@ -7,6 +7,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum.server import parameter_copies
+from hpcaccum.server.row_draft import RowDraft
 
 from ..common import same_bits
 from ..lazy_rules import LazyRule
@@ -78,14 +79,14 @@ def test_all_nodes_have_the_results_of_plain_formulas(group, rank, size, kind, w
 @pytest.fixture
 def messages(monkeypatch):
     """The bytes of each message with parameters, on the rank that sends them."""
-    found, pack = [], parameter_copies.SparseCopies.pack
+    found, message = [], RowDraft.message
 
-    def note(self, *args):
-        message, place = pack(self, *args)
-        found.append(message.size)
-        return message, place
+    def note(self):
+        made = message(self)
+        found.append(made.size)
+        return made
 
-    monkeypatch.setattr(parameter_copies.SparseCopies, "pack", note)
+    monkeypatch.setattr(RowDraft, "message", note)
     return found
 
 
