@@ -225,11 +225,7 @@ def shared_memory(group: Group) -> Finding:
 def left_files(group: Group) -> Finding:
     """What killed ranks have left in /dev/shm."""
     old = [
-        path.name
-        for pattern in _LEFT
-        for path in _SHM.glob(pattern)
-        if path.stat().st_uid == os.getuid()
-        and time.time() - path.stat().st_mtime > 600
+        path.name for pattern in _LEFT for path in _SHM.glob(pattern) if _is_old(path)
     ]
     names = sorted({name for each in group.allgather(old, "files") for name in each})
     if not names:
@@ -239,6 +235,16 @@ def left_files(group: Group) -> Finding:
         f"{len(names)} files of earlier ranks in /dev/shm, such as {names[0]}",
         f"if no other job of yours runs there: rm /dev/shm/{names[0]} ...",
     )
+
+
+def _is_old(path: Path) -> bool:
+    """Whether a file is this user's, and was not changed in the last 10 minutes."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        # Of another job, which has ended meanwhile.
+        return False
+    return state.st_uid == os.getuid() and time.time() - state.st_mtime > 600
 
 
 def cores(group: Group) -> Finding:

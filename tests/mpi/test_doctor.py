@@ -124,6 +124,8 @@ def test_files_of_killed_ranks_are_found(group, rank, monkeypatch, tmp_path):
         old.touch()
         (tmp_path / "mpich_shm_new").touch()
         os.utime(old, (0, 0))
+        # As a file of another job that ends while they are looked at.
+        (tmp_path / "mpich_shm_gone").symlink_to("nowhere")
     meet()
     finding = probes.left_files(group)
 

@@ -288,24 +288,27 @@ def test_a_job_continues_after_a_rank_was_killed(submit: Submit, script):
     options = "--nodes=1", "--ntasks-per-node=2"
     job = submit.start(script, *options, words=LONG)
     saved = submit.saved(job)
-    kill_a_rank(f"--save {saved.name}")
+    kill_a_rank(saved)
     shown = submit.until(job, "the job is queued again")
 
     assert "asked to stop" not in shown
     check_continued(submit, job)
 
 
-def kill_a_rank(words: str) -> None:
-    """Kill one process that was started with these words."""
+def kill_a_rank(saved: Path) -> None:
+    """Kill one process that saves to a directory."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            # Jobs of another cluster on this machine may have the same numbers.
+            beside = (folder / "cwd").readlink() == saved.parent
         except OSError:
             continue
-        if words in command and command.split()[0].rpartition("/")[2] == "python":
+        is_python = command.split(" ")[0].rpartition("/")[2] == "python"
+        if beside and is_python and f"--save {saved.name}" in command:
             os.kill(int(folder.name), signal.SIGKILL)
             return
-    pytest.fail(f"no rank was started with {words}")
+    pytest.fail(f"no rank was started with --save {saved.name}")
 
 
 def test_a_rank_that_died_ends_the_job_if_srun_does_not(submit: Submit, mpi: str):
