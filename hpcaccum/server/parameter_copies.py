@@ -216,7 +216,7 @@ class SparseCopies(Copies):
         # Mostly one place: that of the last copy, of all variables.
         rows = {place: self.changes(place, end) for place in set(since.values())}
         for name, array in into.items():
-            found = self.rows_of(name, rows.get(since.get(name, -1)))
+            found = self.rows_of(name, rows.get(since.get(name, NOTHING)))
             copy_rows(views[name], array, found)
         return {name: end for name in into if name in self.tables}
 

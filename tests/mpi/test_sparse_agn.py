@@ -21,12 +21,6 @@ INVALID = hpc.InvalidArgumentError
 
 
 @pytest.fixture
-def one_node(comm):
-    if not hpc.Group.of(comm).single_node:
-        pytest.skip("needs all ranks on one node")
-
-
-@pytest.fixture
 def make(comm):
     """Make optimizers, which are freed after the test."""
     made = []
