@@ -34,8 +34,8 @@ def circumstances(group: Group) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
         "ranks": group.size,
-        "nodes": group.comm.allreduce(int(group.node.rank == 0)),
-        "ranks_per_node": group.comm.allreduce(group.node.size, MPI.MAX),
+        "nodes": len(group.nodes),
+        "ranks_per_node": max(map(len, group.nodes)),
         "hosts": dict(Counter(host for host, _ in places)),
         "mpi": vendor,
         "mpi_version": ".".join(map(str, version)),

@@ -66,7 +66,7 @@ class Exchange:
         # A rank that begins late finds what others have sent already: all is sent when
         # the last rank is done.
         (mine,) = repeated(self)(inner)
-        return [self._group.comm.allreduce(mine, MPI.MAX)]
+        return [max(self._group.comm.allgather(mine))]
 
     def _check(self) -> None:
         check_equal(self._got, self._expected)

@@ -281,7 +281,7 @@ class Measurement:
         # The first run had cold caches; this one estimates the time.
         self._group.comm.Barrier()
         mine = max(kind.run(1), default=0.0)
-        longest: float = self._group.comm.allreduce(mine, MPI.MAX)
+        longest: float = max(self._group.comm.allgather(mine))
         return min(math.ceil(_SAMPLE / max(longest, 1e-9)), _MAX_INNER)
 
     def _sample(self, kind: Kind, inner: int) -> list[float]:

@@ -38,8 +38,8 @@ class Memory(NamedTuple):
         if group.rank == 0:
             shared += (self.shared_first + self.shared_all * group.size) * nbytes
         private = self.private * nbytes
-        shared, private = (group.node.allreduce(each) for each in (shared, private))
-        problem = _problem(shared, private)
+        needed = group.node.allgather((shared, private))
+        problem = _problem(*map(sum, zip(*needed, strict=True)))
         problems = [each for each in group.allgather(problem, "memory") if each]
         return problems[0] if problems else None
 

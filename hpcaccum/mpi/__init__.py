@@ -10,6 +10,7 @@ Imports `errors`, `deadline` and `wake` only.
 
 from __future__ import annotations
 
+from hpcaccum.mpi.atomic_words import AtomicWords, Attempt
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import launched_ranks, slurm_plugin
@@ -25,7 +26,7 @@ from hpcaccum.mpi.shutdown import (
     report_and_abort,
 )
 from hpcaccum.mpi.tags import Tag
-from hpcaccum.mpi.windows import AtomicWords, Attempt, without_signals
+from hpcaccum.mpi.windows import without_signals
 
 __all__ = [
     "MPI",

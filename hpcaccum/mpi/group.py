@@ -77,11 +77,6 @@ class Group:
         self.rank, self.size = comm.rank, comm.size
         self.node = node or comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         self.named: dict[str, Any] = {}
-        # The first sum of objects on a communicator stops all threads of a rank, a
-        # server among them, until all ranks have called it. So it is done now. Source:
-        # mpi4py duplicates the communicator then, and holds the interpreter lock.
-        comm.allreduce(0)
-        self.node.allreduce(0)
         # Not at their first use, which may be on some ranks only.
         self.nodes = self._find_nodes()
         self.node_number = next(
@@ -147,9 +142,8 @@ class Group:
         if group is None or group.comm == MPI.COMM_NULL:
             group = cls(_duplicate(comm))
             for each in (comm, MPI.COMM_WORLD):
-                # The user may sum objects on these.
                 if each.size == comm.size:
-                    each.allreduce(0)
+                    _prepare_sums(each)
             comm.Set_attr(_keyval(), group)
         return cast(Group, group)
 
@@ -350,3 +344,13 @@ def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:
         lambda: f"all {comm.size} ranks to use it with hpcaccum",
     )
     return duplicate
+
+
+def _prepare_sums(comm: mpi4py_MPI.Intracomm) -> None:
+    """Make the first sum of objects, which the user may make later on. Collective.
+
+    The first one on a communicator stops all threads of a rank, a server among them,
+    until all ranks have called it: mpi4py duplicates the communicator then, and holds
+    the interpreter lock.
+    """
+    comm.allreduce(0)

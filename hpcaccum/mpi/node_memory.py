@@ -49,8 +49,8 @@ _WHAT = "allocating shared memory"
 class NodeMemory:
     """A part for each rank, and a common part, for ranks of one node. Collective.
 
-    All bytes are 0 at first. Parts begin on a page. `windows.AtomicWords` order the
-    stores of a rank with the loads of other ranks.
+    All bytes are 0 at first. Parts begin on a page. `AtomicWords` order the stores of a
+    rank with the loads of other ranks.
 
     Args:
         group: Ranks of one node.

@@ -147,7 +147,7 @@ class Reducer(Freeable):
         group = self._group
         self._case = Case(
             ranks=group.size,
-            nodes=group.comm.allreduce(int(group.node.rank == 0)),
+            nodes=len(group.nodes),
             nbytes=layout.nbytes,
             wire_dtype=options.wire_dtype,
             bucket_bytes=options.bucket_bytes,

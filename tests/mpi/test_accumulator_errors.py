@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi.windows import AtomicWords
+from hpcaccum.mpi import AtomicWords
 
 from .acting import (
     at,

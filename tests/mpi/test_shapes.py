@@ -14,8 +14,8 @@ from hpcaccum.accumulator.shapes import (
     is_fixed,
     size_of,
 )
+from hpcaccum.mpi import AtomicWords
 from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.windows import AtomicWords
 
 from .acting import at, everywhere, meet
 

@@ -9,8 +9,8 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum.accumulator.ticket_lock import _DRAWING, TicketLock
 from hpcaccum.deadline import Deadline
+from hpcaccum.mpi import AtomicWords
 from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.windows import AtomicWords
 
 from .acting import VAIN, Background, at, everywhere, meet, until
 from .support import WAIT

@@ -11,11 +11,11 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
+from hpcaccum.mpi import AtomicWords, atomic_words
 from hpcaccum.mpi import region as region_module
 from hpcaccum.mpi import windows as module
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.region import Region
-from hpcaccum.mpi.windows import AtomicWords
 
 from .acting import at, everywhere, meet
 from .support import WAIT
@@ -332,6 +332,102 @@ def test_window_is_refused_where_mpi_can_make_no_communicator(comm, monkeypatch)
         patch.setattr(group, "comm", Exhausted())
         with pytest.raises(RuntimeError, match=r"\d+ objects of hpcaccum are open"):
             AtomicWords(group, 0, 8)
+
+
+class Windows:
+    """Counts the windows of words that are made and freed."""
+
+    def __init__(self, monkeypatch):
+        self.made, self.freed = [], []
+        allocate = atomic_words.allocate
+
+        def counted(group, root, nbytes, unit):
+            window = allocate(group, root, nbytes, unit)
+            self.made.append((root, nbytes))
+            return Freed(window, self.freed)
+
+        monkeypatch.setattr(atomic_words, "allocate", counted)
+
+
+class Freed:
+    """A window that notes when it is freed."""
+
+    def __init__(self, window, freed):
+        self._window, self._freed = window, freed
+
+    def __getattr__(self, name):
+        return getattr(self._window, name)
+
+    def Free(self):
+        self._window.Free()
+        self._freed.append(self)
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    return Windows(monkeypatch)
+
+
+def test_objects_with_words_on_one_rank_share_a_window(comm, size, windows):
+    group = Group.of(comm)
+    made = [AtomicWords(group, 0, 20) for _ in range(3)]
+    made.append(AtomicWords(group, size - 1, 20))
+
+    assert [root for root, _ in windows.made] == [0, size - 1][: min(size, 2)]
+    # Each has words of its own.
+    for number, words in enumerate(made, 1):
+        at(1, words.write_range, 0, [number] * 20)
+    for number, words in enumerate(made, 1):
+        assert everywhere(words.read_range, 0, 20) == [[number] * 20] * size
+        assert everywhere(words.fetch_add, 19, 0) == [number] * size
+        assert everywhere(words.compare_and_swap, 19, 0, 0) == [number] * size
+    for words in made:
+        words.free()
+    assert len(windows.freed) == len(windows.made)
+
+
+def test_a_window_is_freed_with_the_last_of_its_words(comm, windows):
+    first, second = (AtomicWords(Group.of(comm), 0, 1) for _ in range(2))
+    meet()
+    first.free()
+    assert not windows.freed
+    second.write(0, 5)
+    meet()
+    assert second.read(0) == 5
+    meet()
+    second.free()
+    assert len(windows.freed) == 1
+    AtomicWords(Group.of(comm), 0, 1).free()
+    assert len(windows.made) == len(windows.freed) == 2
+
+
+def test_new_words_are_0_where_others_were_freed(comm, windows):
+    group = Group.of(comm)
+    others = AtomicWords(group, 0, 1)
+    # 256 such parts are all that a window has. After that, each has one of its own.
+    for _ in range(260):
+        words = AtomicWords(group, 0, 16)
+        # No rank waits for the others. A late one must not set the word to 0 again.
+        before = words.fetch_add(0, 1)
+        assert 0 <= before < comm.size
+        words.free()
+    assert len(windows.made) == 6
+    assert len(windows.freed) == 5
+    meet()
+    others.free()
+    assert len(windows.freed) == 6
+
+
+def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
+    group = Group.of(comm)
+    few, many = AtomicWords(group, 0, 8), AtomicWords(group, 0, 5000)
+    at(0, many.write, 4999, 7)
+
+    assert everywhere(many.read, 4999) == [7] * comm.size
+    assert [nbytes for _, nbytes in windows.made] == [4096 * 8, 5000 * 8]
+    meet()
+    few.free()
+    many.free()
 
 
 def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm, rank):
