@@ -9,9 +9,22 @@ SINGLES := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
 
 # The long ones first, so that none of them is left over at the end.
 .PHONY: all
-all: programs-mpich programs-openmpi adapters $(SIZES:%=no-shared-memory-%) \
-     $(SIZES:%=openmpi-%) $(SIZES:%=mpich-%) hosts-mpich hosts-openmpi \
-     $(SINGLES:%=single-%) lint documentation shell-scripts
+all: environments programs-mpich programs-openmpi adapters \
+     $(SIZES:%=no-shared-memory-%) $(SIZES:%=openmpi-%) $(SIZES:%=mpich-%) \
+     hosts-mpich hosts-openmpi $(SINGLES:%=single-%) lint documentation shell-scripts
+
+# One after the other: all of them build the package in this directory.  Legs that need
+# the first one only, and do not read that directory, begin meanwhile.
+.PHONY: environment-mpich environments
+environment-mpich:
+	@leg "environment of MPICH" make venv
+
+environments: environment-mpich
+	@leg "other environments" make environments
+
+$(SIZES:%=no-shared-memory-%) $(SIZES:%=mpich-%) hosts-mpich lint: environment-mpich
+programs-mpich programs-openmpi adapters documentation hosts-openmpi: environments
+$(SIZES:%=openmpi-%) $(SINGLES:%=single-%): environments
 
 programs-mpich:
 	@leg "MPICH, whole programs" make test-programs

@@ -53,6 +53,8 @@ def test_all_tests_are_in_a_leg():
             assert ("MPI=openmpi" in command) == (mpi == "Open MPI")
             assert ("MPIR_CVAR_NOLOCAL=1" in command) == ("without" in mpi)
     assert set(legs) == {
+        "environment of MPICH",
+        "other environments",
         "MPICH, whole programs",
         "Open MPI, whole programs",
         "MPICH, several hosts",
