@@ -19,6 +19,8 @@ SOME = $(if $(filter tests/%,$(ARGS)),,$(1)) $(ARGS)
 export OMP_NUM_THREADS ?= 1
 YIELD := $(abspath $(VENV))/sched_yield.so
 SHARE := LD_PRELOAD="$$(ls $(YIELD) 2>/dev/null)"
+# Most of what pip installs is never imported. Python compiles the rest at the first import.
+export PIP_COMPILE ?= 0
 ifeq ($(MPI),openmpi)
 include .ci/env.openmpi
 endif

@@ -11,7 +11,7 @@ import pytest
 from ..formulas import check
 from .conftest import REPOSITORY
 
-# Ranks and nodes. Most of the time is that of starting 64 programs: 40 s on 2 cores.
+# Ranks and nodes. Half of the time is that of starting 64 programs: 15 s on 2 cores.
 LAYOUTS = [(4, 2), (16, 4), (64, 16)]
 LIMIT = 240
 
