@@ -57,6 +57,10 @@ WANT = _FIXED.take()
 CLOSED = _FIXED.take()
 # The words of `Membership`. The first one follows the others: one read covers them.
 MEMBERS = _FIXED.count
+# Values of STATE that an admission over the network tries at once, at most.
+_LIKELY = 8
+# Rounds that a rank may have missed since its last gradient.
+_MOST_ROUNDS = 1000
 
 
 class AdmissionProtocol:
@@ -75,7 +79,7 @@ class AdmissionProtocol:
         membership: Which ranks contribute.
         line: The lock that takes hold, first come, first served.
         counters: What happened to the gradients of each rank.
-        admission: The compare-and-swap that admits this rank's gradient.
+        admission: The compare-and-swaps of which one admits this rank's gradient.
     """
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
@@ -94,10 +98,15 @@ class AdmissionProtocol:
         self.line = TicketLock(words, line, rank, n)
         self.counters = Counters(words, counters, rank, n)
         self.shapes = _policy(settings, what, ShapeTable(words, table, limit))
-        # The last word seen: a first guess, where reading it costs a round trip.
-        self._seen = 0
+        # Where reading STATE costs a round trip, the first guess is made from the last
+        # state seen, and from the one that admitted this rank's last gradient.
+        self._seen = self._joined = self.packing.unpack(0)
+        # The most gradients that a take has waited for.
+        self._most = 0
         # After an exception in `admit`, these hold the outcome.
-        self.admission, self._shape = Attempt(), 0
+        self._one_guess = words.direct or self.packing.max_shapes > 0
+        self.admission = [Attempt() for _ in range(1 if self._one_guess else _LIKELY)]
+        self._shape = 0
 
     def state(self) -> State:
         """Return the state now."""
@@ -147,24 +156,93 @@ class AdmissionProtocol:
             InvalidArgumentError: If the shape does not fit, or the round is full.
         """
         fresh = self.words.direct
-        word = self.words.read(STATE) if fresh else self._seen
+        state = self.state() if fresh else self._guess(local_step)
         while True:
-            state = self.packing.unpack(word)
             shape = self._shape_if_admissible(grad, local_step, state)
             if shape is not None and only in (None, state.parity):
-                new = self.packing.pack(state.admitted(shape))
                 self._shape = shape
-                found = self.words.compare_and_swap(STATE, word, new, self.admission)
-                if found == word:
-                    self._seen = new
-                    return Receipt(True, local_step, state.step), state.parity, shape
-                word, fresh = found, True
+                swap = self._swap_one if self._one_guess else self._swap_likely
+                joined, state = swap(state, shape, fresh)
+                if joined is not None:
+                    self._joined, self._seen = joined, state
+                    return Receipt(True, local_step, joined.step), joined.parity, shape
+                fresh = True
             elif fresh:
-                self._seen = word
+                self._seen = state
                 return self._refuse(grad, local_step, state)
             else:
-                # Reject only on a fresh read of STATE, never on the cached word.
-                word, fresh = self.words.read(STATE), True
+                # Reject only on a fresh read of STATE, never on a guess.
+                state, fresh = self.state(), True
+
+    def _guess(self, local_step: int) -> State:
+        """Return what STATE probably is when a rank has a gradient of a step.
+
+        Ranks often come in the same order as in the round before.
+        """
+        seen, last = self._seen, self._joined
+        rounds = local_step - seen.step
+        # A step far ahead is one that is to be accepted in any case.
+        if 0 < rounds <= _MOST_ROUNDS:
+            parity = (seen.parity + rounds) & 1
+            return last._replace(step=local_step, parity=parity, changes=0)
+        if last.step == seen.step or last.waiting != seen.waiting:
+            return seen
+        later = min if seen.waiting else max
+        return seen._replace(number=later(seen.number, last.number))
+
+    def _swap_one(
+        self, state: State, shape: int, fresh: bool
+    ) -> tuple[State | None, State]:
+        """Do as `_swap_likely` if STATE is ``state``."""
+        word, after = self.packing.pack(state), state.admitted(shape)
+        found = self.words.compare_and_swap(
+            STATE, word, self.packing.pack(after), self.admission[0]
+        )
+        if found == word:
+            return state, after
+        return None, self.packing.unpack(found)
+
+    def _swap_likely(
+        self, state: State, shape: int, fresh: bool
+    ) -> tuple[State | None, State]:
+        """Admit a gradient to STATE if it is ``state`` or what that may be by now.
+
+        Returns:
+            What STATE was, and what it is after that; None, and what it is now, if it
+            was something else.
+        """
+        states = self._likely(state, fresh)
+        words = [self.packing.pack(each) for each in states]
+        after = [each.admitted(shape) for each in states]
+        swaps = list(zip(words, map(self.packing.pack, after), strict=True))
+        found = self.words.compare_and_swap_each(STATE, swaps, self.admission)
+        made = [n for n, word in enumerate(found) if word == words[n]]
+        if len(made) > 1:
+            raise RuntimeError(f"{self._what}: MPI did not keep the order of swaps")
+        if made:
+            return states[made[0]], after[made[0]]
+        return None, self.packing.unpack(found[-1])
+
+    def _likely(self, state: State, fresh: bool) -> list[State]:
+        """Return what ``state`` may be by now, in the order in which to try it.
+
+        While a swap is on its way, other ranks are admitted. With one swap at a time,
+        each rank would wait for the swaps of all others. At most one of these succeeds:
+        after it, `number` only moves away from those that are tried later.
+        """
+        number = state.number
+        # A guess may be too small or too large.
+        ahead = 0 if fresh else _LIKELY // 2
+        if state.waiting:
+            self._most = max(self._most, number)
+            last = min(number + ahead, self._most)
+            numbers = range(max(1, last - _LIKELY + 1), last + 1)
+        else:
+            # More gradients than ranks are rare.
+            first = max(0, number - ahead)
+            end = max(number + 1, min(first + _LIKELY, self._size))
+            numbers = range(end - 1, first - 1, -1)
+        return [state._replace(number=number) for number in numbers]
 
     def _shape_if_admissible(
         self, grad: Any, local_step: int, state: State
@@ -198,20 +276,26 @@ class AdmissionProtocol:
             ask: Read STATE first, also where that costs a round trip.
         """
         if ask or self.words.direct:
-            self._seen = self.words.read(STATE)
-        return local_step < self.packing.unpack(self._seen).step
+            self._seen = self.state()
+        return local_step < self._seen.step
 
     def admitted(self, local_step: int) -> Admitted | None:
         """Return what `admit` returned, or was about to return, if it admitted.
 
         For a caller that did not get the result because of an exception. The caller
-        resets `admission` before each gradient.
+        calls `forget_admission` before each gradient.
         """
         self.words.settle()
-        if not self.admission.swapped:
+        swapped = [each for each in self.admission if each.swapped]
+        if not swapped:
             return None
-        state = self.packing.unpack(int(self.admission.compare[0]))
+        state = self.packing.unpack(int(swapped[0].compare[0]))
         return Receipt(True, local_step, state.step), state.parity, self._shape
+
+    def forget_admission(self) -> None:
+        """Forget the outcome of the last `admit`, before the next one."""
+        for each in self.admission:
+            each.reset()
 
     def withdraw(self, parity: int, record: Record | None, attempt: Attempt) -> bool:
         """Revoke the admission of this rank's last gradient.

@@ -43,7 +43,7 @@ class Writer:
 
     def _begin(self) -> None:
         """Reset what an exception in the next gradient is recovered from."""
-        self._protocol.admission.reset()
+        self._protocol.forget_admission()
         # What is to be written, and this rank's record after it.
         self._job: Job | None = None
         # The parts that were added to a sum, which cannot be undone.

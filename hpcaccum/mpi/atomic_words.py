@@ -206,14 +206,39 @@ class AtomicWords:
     ) -> int:
         """Set a word to ``new`` if it is ``expected``; return its value before."""
         attempt = attempt or self._local.attempt
+        self._begin_swap(index, expected, new, attempt)
+        self._complete()
+        return int(attempt.result[0])
+
+    def compare_and_swap_each(
+        self, index: int, swaps: Sequence[tuple[int, int]], attempts: Sequence[Attempt]
+    ) -> list[int]:
+        """Do as several calls of `compare_and_swap`, in one round trip.
+
+        Args:
+            index: Of the word.
+            swaps: For each, the value that is expected and the new one.
+            attempts: Hold the outcomes; as many, or more.
+
+        Returns:
+            The value of the word before each.
+        """
+        made = attempts[: len(swaps)]
+        for attempt, (expected, new) in zip(made, swaps, strict=True):
+            # MPI keeps the order of those of one rank (MPI 4.1, section 12.7.2).
+            self._begin_swap(index, expected, new, attempt)
+        self._complete()
+        return [int(attempt.result[0]) for attempt in made]
+
+    def _begin_swap(
+        self, index: int, expected: int, new: int, attempt: Attempt
+    ) -> None:
         origin, compare, result = attempt.origin, attempt.compare, attempt.result
         # In this order: an earlier outcome must not pass for that of this swap.
         result[0] = _NEVER
         origin[0], compare[0] = new, expected
         place = self._first + index
         self._window.Compare_and_swap(origin, compare, result, self.root, place)
-        self._complete()
-        return int(result[0])
 
     def read_range(self, index: int, count: int) -> list[int]:
         """Return several words, each read atomically (not all at one moment)."""

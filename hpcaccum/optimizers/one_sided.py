@@ -263,7 +263,7 @@ class OneSidedOptimizer(ServedOptimizer):
         """
         variables = self._prepare(var_list)
         server = self._open_server()
-        self._useful = max(self._useful, server.useful(server.step))
+        self._useful = max(self._useful, server.useful(server.recent_step))
         self._pull()
         return self.inner.compute_gradients(loss, variables, *args, **kwargs)
 

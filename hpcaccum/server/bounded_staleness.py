@@ -34,6 +34,8 @@ _STEP = _FIXED.take(own_lines=True)
 _APPLIED = _FIXED.take()
 # One place per rank, followed by the words of `Membership`.
 _HEAD = _FIXED.count
+# Steps that an admission over the network tries at once, at most.
+_LIKELY = 8
 # A place has the step that an update makes, and the rank of its gradient, _NOBODY for
 # one that was given up. It is 0 before the first gradient.
 _RANK_BITS = 20
@@ -100,7 +102,9 @@ class BoundedStalenessInbox:
         # The last step seen: a first guess, where reading it costs a round trip.
         self._seen = 0
         # What `submit` has done, for the recovery from an exception.
-        self._admission = Attempt()
+        self._added = Attempt()
+        tries = 1 if self.words.direct else min(n, _LIKELY)
+        self._admission = [Attempt() for _ in range(tries)]
         self._counts: Counts | None = None
 
     def _view(self, rank: int) -> Array:
@@ -153,7 +157,8 @@ class BoundedStalenessInbox:
             InvalidArgumentError: If this rank has left.
         """
         self.membership.check_present("submit")
-        self._admission.reset()
+        for each in (self._added, *self._admission):
+            each.reset()
         self._counts = None
         try:
             return self._submit(local_step)
@@ -209,19 +214,17 @@ class BoundedStalenessInbox:
 
     def _admit(self, local_step: int) -> Receipt:
         if self._max_lag == math.inf:
-            step = self.words.fetch_add(_STEP, 1, self._admission)
+            step = self.words.fetch_add(_STEP, 1, self._added)
             return Receipt(True, local_step, step)
         # The step of parameters that a rank has is a good guess, too.
         fresh = self.words.direct
         step = self.step if fresh else max(self._seen, local_step)
         while True:
             if step - local_step <= self._max_lag:
-                found = self.words.compare_and_swap(
-                    _STEP, step, step + 1, self._admission
-                )
-                if found == step:
-                    self._seen = step + 1
-                    return Receipt(True, local_step, step)
+                found = self._swap_likely(step, local_step)
+                if (admitted := self._admitted()) is not None:
+                    self._seen = admitted + 1
+                    return Receipt(True, local_step, admitted)
                 step, fresh = found, True
             elif fresh:
                 self._seen = step
@@ -230,12 +233,27 @@ class BoundedStalenessInbox:
                 # Reject only by the step itself, which is part of the receipt.
                 step, fresh = self.step, True
 
+    def _swap_likely(self, step: int, local_step: int) -> int:
+        """Increment the word of the step if that is ``step`` or may be by now.
+
+        While a swap is on its way, gradients of other ranks are admitted. With one swap
+        at a time, each rank would wait for the swaps of all others. The largest step
+        comes first: after a swap that succeeds, the others fail.
+
+        Returns:
+            The step before the last swap.
+        """
+        last = step + len(self._admission) - 1
+        last = int(min(last, local_step + self._max_lag))
+        swaps = [(each, each + 1) for each in range(last, step - 1, -1)]
+        return self.words.compare_and_swap_each(_STEP, swaps, self._admission)[-1]
+
     def _admitted(self) -> int | None:
         """Return the step at which the last call of `_admit` admitted a gradient."""
-        admission = self._admission
-        unbounded = self._max_lag == math.inf
-        done = admission.added if unbounded else admission.swapped
-        return int(admission.result[0]) if done else None
+        if self._max_lag == math.inf:
+            return int(self._added.result[0]) if self._added.added else None
+        swapped = (int(a.result[0]) for a in self._admission if a.swapped)
+        return next(swapped, None)
 
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step.

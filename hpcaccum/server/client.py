@@ -145,6 +145,11 @@ class Client(Freeable):
         """The step of the newest parameters; across nodes a round trip."""
         return self._parameters.newest()
 
+    @property
+    def recent_step(self) -> int:
+        """The step as of a moment ago: soon after parameters have come, a load."""
+        return self._parameters.recent()
+
     def pull(
         self, into: Mapping[str, Array], *, at_least: int = 0, known: int = -1
     ) -> int:

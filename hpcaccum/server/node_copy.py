@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from hpcaccum.server.double_buffer import DoubleBuffer
 
 Array = np.ndarray[Any, Any]
+
+# For so many seconds after a step has come, a rank does not ask for a newer one: the
+# answer may be as old.
+_RECENT = 1e-3
 
 
 class NodeCopy:
@@ -33,6 +39,8 @@ class NodeCopy:
     def __init__(self, copies: DoubleBuffer, *, written_here: bool) -> None:
         self.copies = copies
         self.changed = Change(made_here=written_here)
+        # When a step has come for which this rank waited.
+        self._came = -math.inf
 
     def pin(self) -> None:
         """Pin the memory that `read` passes on."""
@@ -50,6 +58,12 @@ class NodeCopy:
     def newest(self) -> int:
         """Return the newest step that a rank may have; across nodes a round trip."""
         raise NotImplementedError
+
+    def recent(self) -> int:
+        """Return the newest step, as of a moment ago: soon after a wait, a load."""
+        if time.monotonic() - self._came < _RECENT:
+            return self.version()
+        return self.newest()
 
     def wait(
         self,
@@ -78,6 +92,7 @@ class NodeCopy:
             lambda: self._under_way(step) or missing(),
             meanwhile,
         )
+        self._came = time.monotonic()
 
     def complete(self, step: int) -> None:
         """Publish to this node what `copies.begin` returned the memory for."""

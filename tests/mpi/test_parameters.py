@@ -9,7 +9,7 @@ import pytest
 
 from hpcaccum import WaitTimeoutError
 from hpcaccum.deadline import Deadline
-from hpcaccum.server import Parameters
+from hpcaccum.server import Parameters, node_copy
 
 from .acting import VAIN, everywhere, until
 from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
@@ -57,6 +57,23 @@ def test_a_node_gets_nothing_that_it_does_not_wait_for(parameters, group, rank):
     elsewhere = 0 not in group.nodes[group.node_number]
     assert parameters.newest() == 1
     assert parameters.version() == (0 if elsewhere else 1)
+
+
+def test_a_step_that_has_just_come_is_recent(parameters, rank, monkeypatch):
+    publish(parameters, rank, 0)
+    get(parameters, 0)
+    meet()
+    publish(parameters, rank, 1)
+    meet()
+    # Time stands still after the wait.
+    parameters._came = 50.0
+    monkeypatch.setattr(node_copy.time, "monotonic", lambda: 50.0009)
+    soon = parameters.recent()
+    monkeypatch.setattr(node_copy.time, "monotonic", lambda: 50.0011)
+    later = parameters.recent()
+    monkeypatch.undo()
+
+    assert (soon, later) == (parameters.version(), 1)
 
 
 def test_ranks_of_a_node_may_wait_for_different_steps(parameters, rank):
