@@ -259,7 +259,8 @@ class OneSidedOptimizer(ServedOptimizer):
         """Pull parameters, then compute the gradients with them.
 
         They are the newest that this node has. It gets newer ones first if a gradient
-        of these would certainly be dropped; only then does this call wait.
+        of these would certainly be dropped; only then does this call wait. Within a
+        millisecond after parameters for which this rank has waited, it does not ask.
         """
         variables = self._prepare(var_list)
         server = self._open_server()

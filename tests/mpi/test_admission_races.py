@@ -125,37 +125,38 @@ def test_withdrawn_gradients_do_not_lead_to_a_second_admission(acc, group):
     assert state._replace(changes=before.changes) in tried
 
 
-@pytest.mark.parametrize("max_lag", [3, 100])
-def test_submission_is_one_round_trip_in_any_order(group, counts, size, max_lag):
+@pytest.fixture
+def inbox(request, group, counts):
+    """Make an inbox to which all ranks but `far` have submitted.
+
+    Its largest lag is that of the test; None: too small by one for one more gradient.
+    """
     with counted_windows(counts):
-        inbox = BoundedStalenessInbox(group, 0, 2, "float32", max_lag=max_lag)
+        max_lag = group.size - 2 if request.param is None else request.param
+        made = BoundedStalenessInbox(group, 0, 2, "float32", max_lag=max_lag)
+    for rank in set(range(group.size)) - {group.nodes[-1][-1]}:
+        assert at(rank, submit, made)
+    yield made
+    made.free()
+
+
+def submit(inbox):
+    inbox.slot()[:] = 1
+    return inbox.submit(0)
+
+
+@pytest.mark.parametrize("inbox", [3, 100], indirect=True)
+def test_submission_is_one_round_trip_in_any_order(inbox, group, counts, size):
     far = group.nodes[-1][-1]
-
-    def submit(step):
-        inbox.slot(step)[:] = 1
-        return inbox.submit(step)
-
-    for rank in set(range(size)) - {far}:
-        assert at(rank, submit, 0)
-    receipt, trips = round_trips(counts, far, lambda: submit(0))
+    receipt, trips = round_trips(counts, far, lambda: submit(inbox))
     # The step that `far` has is not that of the inbox, but within reach.
     assert (receipt.accepted, receipt.global_step) == (True, size - 1)
     assert trips == 2
     assert inbox.tally().accepted == (1,) * size
-    inbox.free()
 
 
-def test_a_submission_beyond_the_bound_is_refused(group, counts, size):
-    inbox = BoundedStalenessInbox(group, 0, 2, "float32", max_lag=size - 2)
-    far = group.nodes[-1][-1]
-
-    def submit(step):
-        inbox.slot(step)[:] = 1
-        return inbox.submit(step)
-
-    for rank in set(range(size)) - {far}:
-        assert at(rank, submit, 0)
-    receipt = at(far, submit, 0)
+@pytest.mark.parametrize("inbox", [None], indirect=True)
+def test_a_submission_beyond_the_bound_is_refused(inbox, group, size):
+    receipt = at(group.nodes[-1][-1], submit, inbox)
     assert (receipt.accepted, receipt.lag) == (False, size - 1)
     assert at(0, lambda: inbox.step) == size - 1
-    inbox.free()
