@@ -244,7 +244,7 @@ class BoundedStalenessInbox:
             The step before the last swap.
         """
         last = step + len(self._admission) - 1
-        last = int(min(last, local_step + self._max_lag))
+        last = math.floor(min(last, local_step + self._max_lag))
         swaps = [(each, each + 1) for each in range(last, step - 1, -1)]
         return self.words.compare_and_swap_each(_STEP, swaps, self._admission)[-1]
 
