@@ -145,12 +145,29 @@ def _abort_programs(launcher: int) -> str:
         A line for each process below the launcher: its number, state and command.
     """
     left = _processes_below(launcher)
-    for pid, (_, command) in left.items():
-        if "python" in command.split(" ")[0]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGABRT)
-    time.sleep(1)  # launchers drop what they have not forwarded when they are ended
+    programs = {
+        pid for pid, (_, line) in left.items() if "python" in line.split(" ")[0]
+    }
+    # A launcher ends all ranks as soon as it sees that one has ended.
+    launchers = {launcher, *left} - programs
+    _send(signal.SIGSTOP, launchers)
+    _send(signal.SIGABRT, programs)
+    end = time.monotonic() + 10
+    while _running(launcher) & programs and time.monotonic() < end:
+        time.sleep(0.05)
+    _send(signal.SIGCONT, launchers)
     return "\n".join(f"  {pid} {state} {line}" for pid, (state, line) in left.items())
+
+
+def _send(number: signal.Signals, processes: set[int]) -> None:
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _running(launcher: int) -> set[int]:
+    below = _processes_below(launcher)
+    return {pid for pid, (state, _) in below.items() if state != "Z"}
 
 
 def _processes_below(launcher: int) -> dict[int, tuple[str, str]]:
@@ -168,6 +185,9 @@ def _processes_below(launcher: int) -> dict[int, tuple[str, str]]:
 
 
 def _end(process: subprocess.Popen[str]) -> str:
+    # Its programs have been ended: a launcher writes what they wrote, and ends.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=2)[0]
     # A launcher that is asked ends its ranks; one that is killed may leave them.
     process.terminate()
     try:

@@ -321,11 +321,14 @@ if MPI.COMM_WORLD.rank == 1:
     never_ends()
 MPI.COMM_WORLD.Barrier()
 """)
-    with pytest.raises(pytest.fail.Exception) as caught:
-        mpirun(2, program, timeout=6)
-
-    message = str(caught.value)
-    assert "was still running after 6 s" in message
+    # On a busy machine the program needs seconds to begin.
+    for limit in 3, 30:
+        with pytest.raises(pytest.fail.Exception) as caught:
+            mpirun(2, program, timeout=limit)
+        message = str(caught.value)
+        assert f"was still running after {limit} s" in message
+        if "in never_ends" in message:
+            break
     assert message.count(f"{program}") >= 3  # the command, and a line for each rank
     assert "in never_ends" in message
     assert "in <module>" in message
