@@ -142,7 +142,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     harness = session.config.stash[HARNESS]
     harness.watchdog.arm("collecting the tests", harness.limit)
     result = yield
-    found = [item.nodeid for item in session.items]
+    found = [item.nodeid + " (skipped)" * is_skipped(item) for item in session.items]
     collected = harness.exchange.gather((harness.collect_errors, found))
     harness.watchdog.disarm()
     # Tests collect garbage, of which there is none among the modules.
@@ -199,7 +199,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     harness.watchdog.arm(item.nodeid, limit)
     # Here, where no fixture has failed on some of the ranks yet.
     own = None
-    if "comm" in getattr(item, "fixturenames", ()):
+    if "comm" in getattr(item, "fixturenames", ()) and not is_skipped(item):
         if not shares_comm(item):
             item.stash[COMM] = own = harness.exchange.dup()
         else:
@@ -223,8 +223,15 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    item.config.stash[HARNESS].share(report)
+    # The ranks have compared these marks when they collected the tests.
+    if not is_skipped(item):
+        item.config.stash[HARNESS].share(report)
     return report
+
+
+def is_skipped(item: pytest.Item) -> bool:
+    """Whether a mark skips it on all ranks, so that there is nothing to exchange."""
+    return item.get_closest_marker("skip") is not None
 
 
 def _difference(collected: list[tuple[list[str], list[str]]]) -> str:

@@ -204,7 +204,7 @@ def test_a_snapshot_is_of_one_step_while_others_push(comm, rank, kind, monkeypat
     if rank == 0:
         watcher.start()
     ones = [np.ones(var.shape, var.dtype) for var in own]
-    for _ in range(100):
+    for _ in range(50):
         opt.minimize(gives(*ones), var_list=own)
     done.set()
     if rank == 0:

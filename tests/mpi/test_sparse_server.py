@@ -303,7 +303,7 @@ def test_a_rank_that_is_behind_gets_all_rows(make, rank, size, share, monkeypatc
 
 @pytest.mark.ranks(min=2)
 def test_no_rank_sees_half_an_update(make, rank, size):
-    half, number = 16, 300
+    half, number = 16, 150
     w = hpc.Variable(np.zeros((2 * half, 5000), "f4"), "w", sparse=True, capacity=2)
     opt = make("stale", hpc.SGD(1.0), 10**6)
     opt.initialize([w])

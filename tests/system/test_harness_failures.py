@@ -285,6 +285,18 @@ def test_ranks_that_collect_different_tests_are_reported(run_tests):
     assert "unlike rank 0: test_it.py::test_some[1]" in result.stdout
 
 
+def test_a_test_that_one_rank_alone_would_skip_is_reported(run_tests):
+    result = run_tests("""
+        @pytest.mark.ranks(3 if rank == 1 else 2)
+        def test_some(comm):
+            comm.Barrier()
+    """)
+
+    assert result.returncode != 0
+    assert "the ranks did not collect the same tests" in result.stdout
+    assert "unlike rank 0: test_it.py::test_some" in result.stdout
+
+
 def test_a_file_that_one_rank_cannot_import_is_reported(run_tests):
     result = run_tests("""
         if rank == 2:
