@@ -108,16 +108,8 @@ class ParameterServer(Client):
         step: int = 0,
         tally: Tally | None = None,
     ) -> None:
-        one_node = group.single_node
-
         def check() -> dict[str, object]:
-            # Between nodes agents check it, also for a root that is dedicated.
-            if not dedicated and one_node:
-                _check_threads()
-            if len(servers) > 1 and group.rank in servers:
-                _check_threads()
-            if step < 0:
-                raise InvalidArgumentError(f"step must be at least 0, got {step}")
+            _check_server(group, dedicated, servers, step)
             return {"step": step, "tally": tally}
 
         group.agree(what, check)
@@ -135,6 +127,16 @@ class ParameterServer(Client):
             capacities,
         )
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
+        self._make_loops(initial)
+        if loop := self._loop:
+            loop.set_step(step)
+        self._register(group, group.label(what))
+        # No rank pulls before the center is published, and has come to all nodes.
+        group.allgather(None, what)
+        self._wait_for(step, Deadline(None, f"{what}: first parameters"))
+
+    def _make_loops(self, initial: Mapping[str, Array]) -> None:
+        """Make the center, and what updates it, on the ranks that need it."""
         # On the root, one of the first two; on each of several servers, the third.
         self._updates: UpdateLoop | None = None
         self._orders: OrderLoop | None = None
@@ -146,12 +148,6 @@ class ParameterServer(Client):
         elif self.is_root:
             self._make_center(initial)
             self._updates = self._make_updates()
-        if loop := self._loop:
-            loop.set_step(step)
-        self._register(group, group.label(what))
-        # No rank pulls before the center is published, and has come to all nodes.
-        group.allgather(None, what)
-        self._wait_for(step, Deadline(None, f"{what}: first parameters"))
 
     def _make_shard(
         self, sharded: ShardedParameters, initial: Mapping[str, Array]
@@ -390,12 +386,25 @@ class ParameterServer(Client):
         self._group.raise_together(call, failure)
 
 
-def _check_threads() -> None:
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+def _check_server(
+    group: Group, dedicated: bool, servers: Sequence[int], step: int
+) -> None:
+    """Check the arguments of `ParameterServer` that a rank can check alone."""
+    several = len(servers) > 1 and group.rank in servers
+    # Between nodes agents check it, also for a root that is dedicated.
+    beside = group.single_node and not dedicated
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE and (several or beside):
+        needs = "each of several servers needs"
+        if beside:
+            needs = (
+                "a server beside the host's own training needs; give it a rank of its "
+                "own: dedicated=True"
+            )
         raise InvalidArgumentError(
-            "MPI provides no MPI_THREAD_MULTIPLE, which a server beside the host's "
-            "own training needs; give it a rank of its own: dedicated=True"
+            f"MPI provides no MPI_THREAD_MULTIPLE, which {needs}"
         )
+    if step < 0:
+        raise InvalidArgumentError(f"step must be at least 0, got {step}")
 
 
 def _copies(arrays: Mapping[str, Array]) -> dict[str, Array]:
