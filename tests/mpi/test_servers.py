@@ -9,6 +9,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, Group, InvalidArgumentError, WaitTimeoutError
+from hpcaccum.mpi.runtime import MPI
 from hpcaccum.nodes import Agent, NodeParts, send_pieces
 from hpcaccum.server import order_agent
 from hpcaccum.server.order_agent import OrderAgent
@@ -427,6 +428,22 @@ def test_two_servers_of_one_node_are_refused(group):
         pytest.skip("no node has two ranks")
     with pytest.raises(InvalidArgumentError, match=f"ranks {ranks[0]} and {ranks[1]}"):
         hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1, comm=group, servers=ranks)
+
+
+def test_without_threads_several_servers_are_refused(group, monkeypatch):
+    # There is no advice for it: servers that only serve need them, too.
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    servers = [ranks[0] for ranks in group.nodes]
+    if len(servers) == 1:
+        pytest.skip("the ranks are on one node")
+    for only_serves in sorted({False, len(servers) < group.size}):
+        opt = hpc.SyncReplicasOptimizer(
+            hpc.SGD(1.0), 1, comm=group, servers=servers, dedicated=only_serves
+        )
+        error = raised(opt.initialize, [hpc.Variable(np.zeros(3), "w")])
+        assert type(error) is InvalidArgumentError
+        assert "MPI provides no MPI_THREAD_MULTIPLE" in str(error)
+        assert "dedicated" not in str(error)
 
 
 def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
