@@ -135,9 +135,10 @@ class _Window:
 class AtomicWords:
     """64-bit integers in the memory of the rank ``root``. Collective.
 
-    All are 0 at first. `fetch_add` and `compare_and_swap` are atomic among all ranks;
-    the other writes are for words that one rank writes at a time. Several threads may
-    make calls at the same time.
+    All are 0 at first. `fetch_add`, `exchange` and `compare_and_swap` are atomic among
+    all ranks. The other writes are for words that one rank writes at a time: MPI
+    libraries carry out the atomic calls as a load and a store under a lock, and a word
+    that is stored in between is lost. Several threads may make calls at the same time.
 
     Where the ranks share a node, and on the root, reads and writes are plain loads and
     stores beside a Win_sync. That costs a tenth of an RMA call, and a rank that polls
@@ -192,6 +193,10 @@ class AtomicWords:
     def fetch_add(self, index: int, value: int, attempt: Attempt | None = None) -> int:
         """Add to one word; return its value before."""
         return self._fetch(index, value, MPI.SUM, attempt or self._local.attempt)
+
+    def exchange(self, index: int, value: int) -> int:
+        """Set one word, which other ranks may change; return its value before."""
+        return self._fetch(index, value, MPI.REPLACE, self._local.attempt)
 
     def _fetch(self, index: int, value: int, operation: Any, attempt: Attempt) -> int:
         result = attempt.result

@@ -44,8 +44,9 @@ _SHARES, _LEAST, _MOST = 4, 1 << 15, 1 << 19
 _NEXT, _DONE, _UPDATE = 0, 8, 16
 _NUMBERS = 4
 _FIXED = 4 + _NUMBERS
-# The word of the next piece: the number of the update, and the piece.
-_BITS = 32
+# The word of the next piece: the number of the update, which begins again at 0 after so
+# many, and the piece.
+_NUMBERED, _BITS = 1 << 31, 32
 _PIECE = (1 << _BITS) - 1
 
 
@@ -193,8 +194,10 @@ class NodeUpdate:
         head = [self._copies.writing, batch.divisor, *counts]
         self._words.store(_UPDATE, [*head, *padded.view(np.int64).tolist(), *places])
         self._words.store(_DONE, [0])
-        # Last: from now on other ranks take pieces.
-        self._words.store(_NEXT, [(self._number() + 1) << _BITS])
+        # Last: from now on other ranks take pieces. No store, as they change the word
+        # also while they find that none are left.
+        number = ((self._words.read(_NEXT) >> _BITS) + 1) % _NUMBERED
+        self._words.exchange(_NEXT, number << _BITS)
 
     def _announced(self) -> _Update:
         words = self._words.read_range(_UPDATE, _FIXED + 2 * self._ranks)
@@ -208,10 +211,6 @@ class NodeUpdate:
     def _update(self, batch: Batch, copy: Array, numbers: Sequence[float]) -> _Update:
         gradients = batch.views(self._layout.size)
         return _Update(copy, gradients, batch.divisor, numbers)
-
-    def _number(self) -> int:
-        """Return the number of the newest update that was announced."""
-        return self._words.read(_NEXT) >> _BITS
 
     def help(self) -> None:
         """Work on the pieces of an update, if any are left."""

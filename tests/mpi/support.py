@@ -10,6 +10,8 @@ from typing import Any
 import hypothesis.errors
 import pytest
 
+from hpcaccum.mpi import MPI, AtomicWords, Attempt
+
 from ..common import WAIT as WAIT
 from .exchange import world
 from .watchdog import failing
@@ -26,6 +28,24 @@ def for_some_pause(check: Callable[[float], bool]) -> bool:
     A busy machine may hold back a rank that should wait, for longer than a pause.
     """
     return any(all(meet(check(seconds))) for seconds in (0.1, 0.5, 2.5))
+
+
+def add_often(
+    words: AtomicWords, index: int, value: int, until: Callable[[], object]
+) -> None:
+    """Add to a word again and again, with a pause only after 500 additions.
+
+    A call of `AtomicWords` yields the core after each, so two of them rarely overlap.
+    """
+    attempts, place = [Attempt() for _ in range(500)], words._first + index
+    for each in attempts:
+        each.origin[0] = value
+    while not until():
+        for each in attempts:
+            words._window.Fetch_and_op(
+                each.origin, each.result, words.root, place, MPI.SUM
+            )
+        words.settle()
 
 
 def together(test: Callable[..., None]) -> Callable[..., None]:

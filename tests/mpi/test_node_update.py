@@ -17,7 +17,7 @@ from hpcaccum.mpi import MPI
 from hpcaccum.server import node_update
 
 from ..common import same_bits
-from .support import WAIT, meet
+from .support import WAIT, add_often, meet
 from .training import gives, raised
 
 SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
@@ -253,6 +253,41 @@ def test_the_host_needs_no_help(comm, rank, size):
     if size > 2:
         assert all(not found[rank] for rank in range(1, size - 1))
     assert len([piece for each in found for piece in each]) % 3 == 0
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.usefixtures("one_node")
+def test_ranks_that_look_for_pieces_hide_no_update(comm, rank):
+    """A rank still looks for a piece of an update when the next one is announced."""
+    calls, variables = 300, made()
+    with hpc.DropStaleGradientOptimizer(hpc.SGD(0.1), 0, comm=comm) as opt:
+        opt.initialize(variables)
+        words = opt._server._together._words
+        meet()
+        if rank == 0:
+            train(opt, variables, calls)
+        else:
+            # It takes no piece, but MPI loads the word and stores it again.
+            server = opt._server
+            add_often(words, node_update._NEXT, 0, until=lambda: server.step == calls)
+        meet()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.usefixtures("one_node")
+def test_numbers_of_updates_begin_again(comm, rank, size):
+    opt, variables = start(comm, hpc.SGD(0.1), size)
+    update = opt._server._together
+    if rank == 0:
+        last = (node_update._NUMBERED - 1) << node_update._BITS
+        update._words.write(node_update._NEXT, last | update._pieces)
+    meet()
+    train(opt, variables, 2)
+    meet()
+    opt.free()
+    expected, _ = modelled(hpc.SGD(0.1), np.float32, size, 2)
+    for own, var in zip(variables, expected, strict=True):
+        same_bits(own.value, var.value)
 
 
 class Stopped(Exception):

@@ -18,7 +18,7 @@ from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.region import Region
 
 from .acting import at, everywhere, meet
-from .support import WAIT
+from .support import WAIT, add_often
 
 
 @pytest.fixture(params=["first", "last"])
@@ -55,6 +55,12 @@ def test_swap_sets_only_what_is_expected(words):
     assert at(2, words.compare_and_swap, 2, 0, 5) == 9
     assert at(0, words.compare_and_swap, 2, 9, -1) == 9
     assert at(1, words.read, 2) == -1
+
+
+def test_exchange_returns_what_was(words):
+    assert at(1, words.exchange, 2, 5) == 0
+    assert at(2, words.exchange, 2, -(2**63)) == 5
+    assert at(0, words.read, 2) == -(2**63)
 
 
 def test_stored_words_are_complete_after_a_flush(words):
@@ -101,6 +107,7 @@ def test_words_have_moved_when_a_call_returns(words, monkeypatch):
         *reads,
         *writes,
         (words.fetch_add, 1, 1),
+        (words.exchange, 1, 0),
         (words.compare_and_swap, 1, 0, 0),
     ]:
         calls = spy.during(*call)
@@ -189,6 +196,22 @@ def test_swaps_of_all_ranks_are_atomic(words, size):
 
     everywhere(increment)
     assert at(0, words.read, 1) == 25 * size
+
+
+@pytest.mark.ranks(min=2)
+def test_an_exchange_among_additions_is_not_lost(words, rank):
+    def exchange():
+        # Additions are to the other half of the word.
+        found = [words.exchange(1, each << 32) >> 32 for each in range(1, 5001)]
+        words.write(2, 1)
+        return found
+
+    def act():
+        if rank == 0:
+            return exchange()
+        return add_often(words, 1, 1, until=lambda: words.read(2))
+
+    assert everywhere(act)[0] == list(range(5000))
 
 
 @pytest.mark.ranks(min=2)
