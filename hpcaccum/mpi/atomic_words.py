@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.mpi.runtime import MPI
-from hpcaccum.mpi.windows import FREED, allocate, make_progress
+from hpcaccum.mpi.windows import FREED
+from hpcaccum.mpi.word_window import WordWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hpcaccum.mpi.group import Group
 
 Array = np.ndarray[Any, Any]
 
-# No word has this value.
+# No word of the package has this value.
 _NEVER = -(1 << 63)
 
-# Words of a window, at least; and between the beginnings of two parts, two lines of the
-# cache, which some processors fetch together.
-_WINDOW, _APART = 4096, 16
+# How a rank waits for the outcome of a change: seconds for which it does nothing else,
+# then the length of its naps, which the kernel makes about 55 us; and after how long it
+# leaves the wait to MPI, as a word may have the value that stands for no outcome.
+_EAGER, _NAP, _PATIENT = 1e-4, 1e-9, 1.0
 
 
 class Attempt:
@@ -64,72 +67,8 @@ class _Scratch(threading.local):
         self.attempt = Attempt()
         # MPI reads these until the next flush.
         self.posted: list[Array] = []
-
-
-class _Window:
-    """A window with words, of which several `AtomicWords` have a part. Collective.
-
-    MPI needs milliseconds and a communicator for a window, of which MPICH has 2,048. No
-    word is used twice. So all words of a part are 0 at first, and no rank has to wait
-    for the others when it takes or returns a part.
-
-    Args:
-        group: The ranks.
-        root: The rank with the memory.
-        count: Number of words.
-
-    Attributes:
-        mpi: The window itself.
-        words: The words, where this rank may load and store them; else None.
-    """
-
-    def __init__(self, group: Group, root: int, count: int) -> None:
-        self._count, self._taken, self._users = count, 0, 0
-        self.mpi = allocate(group, root, count * 8, 8)
-        self.words = self._map(group, root)
-        self._end_progress = make_progress(group, root, self.mpi)
-
-    @classmethod
-    def of(cls, group: Group, root: int, count: int) -> _Window:
-        """Return a window on a rank with room for ``count`` words. Collective.
-
-        Ranks take and return parts in the same order, so all return the same window.
-        """
-        name = f"words on rank {root}"
-        found = group.named.get(name)
-        if not (isinstance(found, cls) and found._has_room(count)):
-            found = group.named[name] = cls(group, root, max(count, _WINDOW))
-        return found
-
-    def _map(self, group: Group, root: int) -> memoryview | None:
-        memory: Any = None
-        if group.single_node:
-            memory = self.mpi.Shared_query(root)[0]
-        elif group.rank == root and self.mpi.model == MPI.WIN_UNIFIED:
-            memory = self.mpi.tomemory()
-        return None if memory is None else memoryview(memory).cast("B").cast("q")
-
-    def _has_room(self, count: int) -> bool:
-        # A window that was freed has none.
-        return self._taken + count <= self._count
-
-    def take(self, count: int) -> int:
-        """Return the index of the first of ``count`` words that nobody has."""
-        first = self._taken
-        self._taken += -(-count // _APART) * _APART
-        self._users += 1
-        return first
-
-    def give_back(self) -> None:
-        """Return a part; free the window if it was the last one. Collective."""
-        self._users -= 1
-        if self._users:
-            return
-        self._taken = self._count
-        self._end_progress()
-        self.words = None
-        self.mpi.Unlock_all()
-        self.mpi.Free()
+        # Whether MPI may still write to an attempt: a signal handler raised meanwhile.
+        self.pending = False
 
 
 class AtomicWords:
@@ -162,7 +101,7 @@ class AtomicWords:
     def __init__(self, group: Group, root: int, count: int) -> None:
         self.root = root
         self._local = _Scratch()
-        self._shared = _Window.of(group, root, count)
+        self._shared = WordWindow.of(group, root, count)
         self._window = self._shared.mpi
         # Their place in the window.
         self._first = first = self._shared.take(count)
@@ -170,10 +109,8 @@ class AtomicWords:
         self._words = words = self._shared.words
         if words is not None:
             self._words = words[first : first + count]
-        # Called in each read, on the root of a group of several nodes.
-        self._progress = None
-        if self._words is not None and not group.single_node:
-            self._progress = group.progress.look
+        # Lets other nodes change words, or answer, while this rank polls.
+        self._progress = None if group.single_node else group.progress.look
 
     @property
     def direct(self) -> bool:
@@ -199,21 +136,21 @@ class AtomicWords:
         return self._fetch(index, value, MPI.REPLACE, self._local.attempt)
 
     def _fetch(self, index: int, value: int, operation: Any, attempt: Attempt) -> int:
+        self._begin()
         result = attempt.result
         result[0], attempt.origin[0] = _NEVER, value
         place = self._first + index
         self._window.Fetch_and_op(attempt.origin, result, self.root, place, operation)
-        self._complete()
-        return int(result[0])
+        return self._outcome(result)
 
     def compare_and_swap(
         self, index: int, expected: int, new: int, attempt: Attempt | None = None
     ) -> int:
         """Set a word to ``new`` if it is ``expected``; return its value before."""
         attempt = attempt or self._local.attempt
-        self._begin_swap(index, expected, new, attempt)
-        self._complete()
-        return int(attempt.result[0])
+        self._begin()
+        self._swap(index, expected, new, attempt)
+        return self._outcome(attempt.result)
 
     def compare_and_swap_each(
         self, index: int, swaps: Sequence[tuple[int, int]], attempts: Sequence[Attempt]
@@ -229,21 +166,52 @@ class AtomicWords:
             The value of the word before each.
         """
         made = attempts[: len(swaps)]
+        self._begin()
         for attempt, (expected, new) in zip(made, swaps, strict=True):
             # MPI keeps the order of those of one rank (MPI 4.1, section 12.7.2).
-            self._begin_swap(index, expected, new, attempt)
-        self._complete()
+            self._swap(index, expected, new, attempt)
+        self._outcome(made[-1].result)
         return [int(attempt.result[0]) for attempt in made]
 
-    def _begin_swap(
-        self, index: int, expected: int, new: int, attempt: Attempt
-    ) -> None:
+    def _swap(self, index: int, expected: int, new: int, attempt: Attempt) -> None:
         origin, compare, result = attempt.origin, attempt.compare, attempt.result
         # In this order: an earlier outcome must not pass for that of this swap.
         result[0] = _NEVER
         origin[0], compare[0] = new, expected
         place = self._first + index
         self._window.Compare_and_swap(origin, compare, result, self.root, place)
+
+    def _begin(self) -> None:
+        """Begin a change: no outcome of an earlier one may come later."""
+        if self._local.pending:
+            self._complete()
+        self._local.pending = True
+
+    def _outcome(self, result: Array) -> int:
+        """Complete the changes that this thread has begun; return the last outcome.
+
+        A flush yields the core, also if nothing is left to do, and again and again
+        while the outcome is on its way. Where ranks share cores, each time may cost the
+        rest of a time slice. So this rank naps until the outcome is there.
+        """
+        if self._progress is not None:
+            self._wait_for(result, self._progress)
+        if self._words is None or result.item() == _NEVER:
+            self._complete()
+        else:
+            # MPI has changed the memory of this node before it had the outcome.
+            self._window.Sync()
+            self._local.pending = False
+        return result.item()  # type: ignore[no-any-return]
+
+    def _wait_for(self, result: Array, look: Callable[[], None]) -> None:
+        """Nap until MPI has written the outcome of a change, or for `_PATIENT`."""
+        begun, elapsed = time.monotonic(), 0.0
+        while result.item() == _NEVER and elapsed < _PATIENT:
+            look()
+            if elapsed > _EAGER:
+                time.sleep(_NAP)
+            elapsed = time.monotonic() - begun
 
     def read_range(self, index: int, count: int) -> list[int]:
         """Return several words, each read atomically (not all at one moment)."""
@@ -252,12 +220,14 @@ class AtomicWords:
             words = self._words[index : index + count].tolist()
             self._window.Sync()
             return words
-        result = np.empty(count, np.int64)
+        result = np.full(count, _NEVER, np.int64)
         target = (self._first + index, count, MPI.LONG)
         try:
             self._window.Get_accumulate(
                 [None, 0, MPI.LONG], result, self.root, target, MPI.NO_OP
             )
+            if self._progress is not None and count:
+                self._wait_for(result[-1:], self._progress)
         finally:
             # Also after an exception: MPI must not write to memory that is freed.
             self._window.Flush(self.root)
@@ -271,7 +241,12 @@ class AtomicWords:
 
     def write(self, index: int, value: int) -> None:
         """Set one word; complete on return."""
-        self.write_range(index, [value])
+        if self._words is not None:
+            self.store(index, [value])
+        else:
+            # One message less than a store and its flush.
+            self._window.Sync()
+            self.exchange(index, value)
 
     def write_range(self, index: int, values: Sequence[int]) -> None:
         """Set several words, each atomically; complete on return."""
@@ -309,7 +284,9 @@ class AtomicWords:
     def flush(self) -> None:
         """Complete all stores at the root."""
         if self._words is None:
-            self._complete()
+            # Stores have no outcome for which this rank could nap. This read has one,
+            # which comes after them, and the flush after it needs no time.
+            self._fetch(0, 0, MPI.NO_OP, self._local.attempt)
 
     def settle(self) -> None:
         """Complete a change that an exception interrupted; it may not have begun."""
@@ -318,9 +295,12 @@ class AtomicWords:
     def _complete(self) -> None:
         self._window.Flush(self.root)
         self._local.posted.clear()
+        self._local.pending = False
 
     def free(self) -> None:
         """Free the words. Collective."""
+        if self._local.pending:
+            self._complete()
         self._words = self._progress = None
         self._window = FREED
         self._shared.give_back()

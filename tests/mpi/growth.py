@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from hpcaccum import ConditionalAccumulator, Group
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi import atomic_words, region, windows
+from hpcaccum.mpi import region, windows, word_window
 from hpcaccum.nodes import Agent
 from hpcaccum.server import BoundedStalenessInbox, Parameters
 
@@ -111,7 +111,7 @@ def counted_windows(counts: Counter[str]) -> Iterator[None]:
         return CountedWindow(allocate(*args), counts)
 
     with (
-        mock.patch.object(atomic_words, "allocate", counted),
+        mock.patch.object(word_window, "allocate", counted),
         mock.patch.object(region, "allocate", counted),
     ):
         yield

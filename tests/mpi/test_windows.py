@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi import AtomicWords, atomic_words
+from hpcaccum.mpi import AtomicWords, atomic_words, word_window
 from hpcaccum.mpi import region as region_module
 from hpcaccum.mpi import windows as module
 from hpcaccum.mpi.group import Group
@@ -34,6 +34,13 @@ def test_words_begin_at_0(words):
     assert words.read_range(0, 20) == [0] * 20
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Do not look for long whether a word has another value than the lowest."""
+    monkeypatch.setattr(atomic_words, "_PATIENT", 1e-3)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_word_that_is_written_is_read_by_all(words):
     large, low = 2**63 - 1, -(2**63)
     at(1, words.write, 3, large)
@@ -57,6 +64,7 @@ def test_swap_sets_only_what_is_expected(words):
     assert at(1, words.read, 2) == -1
 
 
+@pytest.mark.usefixtures("impatient")
 def test_exchange_returns_what_was(words):
     assert at(1, words.exchange, 2, 5) == 0
     assert at(2, words.exchange, 2, -(2**63)) == 5
@@ -113,7 +121,8 @@ def test_words_have_moved_when_a_call_returns(words, monkeypatch):
         calls = spy.during(*call)
         moves = [name for name in calls if name in (*Spy.MOVES, *Spy.ATOMICS)]
         if moves:
-            moves.append("Flush")
+            # The outcome is there, so memory of this node has changed.
+            moves.append("Sync" if words.direct else "Flush")
         if call in writes:
             # A rank that sees the words also sees all earlier stores.
             assert calls == ["Sync", *(moves or ["Sync"])]
@@ -124,8 +133,38 @@ def test_words_have_moved_when_a_call_returns(words, monkeypatch):
             assert calls == moves
     assert spy.during(words.sync) == ["Sync"]
     words.store(1, [4, 5])
-    assert spy.during(words.flush) == ([] if words.direct else ["Flush"])
+    waits = [] if words.direct else ["Fetch_and_op", "Flush"]
+    assert spy.during(words.flush) == waits
     meet()
+
+
+class Stopped(Exception):
+    """What a signal handler raises."""
+
+
+def test_the_outcome_of_an_interrupted_change_comes_before_the_next(words, monkeypatch):
+    spy = Spy(words._window)
+
+    def stop(*_):
+        raise Stopped
+
+    def interrupted():
+        with monkeypatch.context() as patch:
+            # Also on one node, where a rank need not wait.
+            patch.setattr(words, "_progress", stop)
+            patch.setattr(words, "_wait_for", stop)
+            with pytest.raises(Stopped):
+                words.fetch_add(1, 5)
+
+    def act():
+        interrupted()
+        monkeypatch.setattr(words, "_window", spy)
+        return [spy.during(words.fetch_add, 1, 1)[:2] for _ in range(2)]
+
+    first, second = at(1, act)
+    assert first == ["Flush", "Fetch_and_op"]
+    assert second[0] == "Fetch_and_op"
+    assert at(0, words.read, 1) == 7
 
 
 class Ordered(Spy):
@@ -362,14 +401,14 @@ class Windows:
 
     def __init__(self, monkeypatch):
         self.made, self.freed = [], []
-        allocate = atomic_words.allocate
+        allocate = word_window.allocate
 
         def counted(group, root, nbytes, unit):
             window = allocate(group, root, nbytes, unit)
             self.made.append((root, nbytes))
             return Freed(window, self.freed)
 
-        monkeypatch.setattr(atomic_words, "allocate", counted)
+        monkeypatch.setattr(word_window, "allocate", counted)
 
 
 class Freed:
