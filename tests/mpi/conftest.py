@@ -87,7 +87,8 @@ class Harness:
         if self.shared_comm is not None:
             self.watchdog.arm("freeing the shared communicator", self.limit)
             self.shared_comm.Free()
-        self.watchdog.disarm()
+        # The package frees what a test that failed has left, and waits without a limit.
+        self.watchdog.arm("what is done at exit", self.limit)
 
 
 HARNESS = pytest.StashKey[Harness]()
@@ -251,7 +252,7 @@ def _finalize(harness: Harness) -> None:
     if not MPI.Is_finalized():
         harness.watchdog.arm("MPI_Finalize", harness.limit)
         MPI.Finalize()
-        harness.watchdog.disarm()
+    harness.watchdog.disarm()
 
 
 @pytest.fixture(scope="session")

@@ -227,6 +227,24 @@ def test_a_rank_stuck_in_finalize_ends_the_job(run_tests):
     assert re.search(r"\[rank 1\] +time.sleep\(1000\)", result.stdout)
 
 
+def test_a_rank_stuck_in_what_is_done_at_exit_ends_the_job(run_tests):
+    result = run_tests(
+        """
+        from hpcaccum import Group
+        from hpcaccum.mpi import shutdown
+        def test_good(comm):
+            Group.of(comm)
+            shutdown.at_exit(lambda: time.sleep(1000 * (rank == 1)))
+        """,
+        "-o",
+        "mpi_time_limit=2",
+    )
+
+    assert result.returncode != 0
+    assert "[rank 1] no progress in 2 s: what is done at exit" in result.stdout
+    assert re.search(r"\[rank 1\] +.*time.sleep\(1000", result.stdout)
+
+
 def test_a_rank_that_leaves_ends_the_job(run_tests):
     result = run_tests("""
         def test_leaver(comm):
