@@ -17,10 +17,12 @@ from .conftest import REPOSITORY, run_program
 pytestmark = pytest.mark.mpi
 
 COMMON = "--hidden", "8", "--batch", "8", "--epochs", "2"
-# The last of several ranks is late, so that gradients are dropped.
+# The last of several ranks is late. The others make each other's gradients stale, if no
+# rank is at the end before another one begins.
+LONG = "--epochs", "20"
 RUNS = {
     "sync-replicas": ["--optimizer", "adam"],
-    "drop-stale": ["--optimizer", "momentum", "--staleness", "0"],
+    "drop-stale": ["--optimizer", "momentum", "--staleness", "0", *LONG],
     "agn": ["--optimizer", "adagrad", "--period", "3"],
 }
 # The records: of all strategies on 1 to 3 ranks, and of special cases.
@@ -78,7 +80,7 @@ def updates_of(path):
 
 def options(strategy, ranks, samples, name, *more):
     late = ["--straggler", f"{ranks - 1}:4"] if ranks > 1 else []
-    words = ["--strategy", strategy, *RUNS[strategy], *COMMON, *late, *more]
+    words = ["--strategy", strategy, *COMMON, *RUNS[strategy], *late, *more]
     return [*words, "--data", str(samples), "--record", name]
 
 
@@ -95,7 +97,7 @@ def records(mpirun, tmp_path_factory, samples):
             runs.append((stopped, os.EX_TEMPFAIL))
         shown = train(mpirun, directory, ranks, runs)
         assert all(f"record: {name}\n" in shown for name in names.values())
-    late = ["--dedicated", "--staleness", "4"]
+    late = ["--dedicated", "--staleness", "4", "--epochs", "2"]
     runs = [
         (options("sync-replicas", 3, samples, "nodes", "--quorum", "3"), 0),
         (options("drop-stale", 3, samples, "dedicated", *late), 0),
