@@ -192,14 +192,18 @@ class AtomicWords:
 
         A flush yields the core, also if nothing is left to do, and again and again
         while the outcome is on its way. Where ranks share cores, each time may cost the
-        rest of a time slice. So this rank naps until the outcome is there.
+        rest of a time slice. So this rank naps until the outcome is there. The flush
+        after it is still needed between nodes: memcpy of glibc stores 8 bytes twice,
+        and another thread that is in MPI may be between the two. The second store would
+        pass for the outcome of the next change.
         """
         if self._progress is not None:
             self._wait_for(result, self._progress)
-        if self._words is None or result.item() == _NEVER:
+            self._complete()
+        elif result.item() == _NEVER:
             self._complete()
         else:
-            # MPI has changed the memory of this node before it had the outcome.
+            # On one node MPI changes the memory before the call returns.
             self._window.Sync()
             self._local.pending = False
         return result.item()  # type: ignore[no-any-return]
