@@ -109,6 +109,9 @@ class AtomicWords:
         self._words = words = self._shared.words
         if words is not None:
             self._words = words[first : first + count]
+        # Whether MPI changes a word before the call returns. MPICH sends a rank that is
+        # alone a message to itself.
+        self._at_once = group.single_node and group.size > 1
         # Lets other nodes change words, or answer, while this rank polls.
         self._progress = None if group.single_node else group.progress.look
 
@@ -192,20 +195,19 @@ class AtomicWords:
 
         A flush yields the core, also if nothing is left to do, and again and again
         while the outcome is on its way. Where ranks share cores, each time may cost the
-        rest of a time slice. So this rank naps until the outcome is there. The flush
-        after it is still needed between nodes: memcpy of glibc stores 8 bytes twice,
-        and another thread that is in MPI may be between the two. The second store would
-        pass for the outcome of the next change.
+        rest of a time slice. So this rank naps until the outcome is there.
+
+        The flush after that is still needed where a message brings the outcome: memcpy
+        of glibc stores 8 bytes twice, and another thread in MPI may be between the two.
+        The second store would pass for the outcome of the next change.
         """
         if self._progress is not None:
             self._wait_for(result, self._progress)
-            self._complete()
-        elif result.item() == _NEVER:
-            self._complete()
-        else:
-            # On one node MPI changes the memory before the call returns.
+        if self._at_once and result.item() != _NEVER:
             self._window.Sync()
             self._local.pending = False
+        else:
+            self._complete()
         return result.item()  # type: ignore[no-any-return]
 
     def _wait_for(self, result: Array, look: Callable[[], None]) -> None:
