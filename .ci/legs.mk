@@ -7,11 +7,13 @@ SIZES   := 4 3 2
 SINGLES := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
            test-oldest-cupy test-unit
 
-# The long ones first, so that none of them is left over at the end.
+# The programs are the last, beside each other: some have limits of time, and they leave
+# a core idle.  The long ones of the others come first.
 .PHONY: all
-all: environments programs-mpich programs-openmpi adapters \
+all: environments \
      $(SIZES:%=no-shared-memory-%) $(SIZES:%=openmpi-%) $(SIZES:%=mpich-%) \
-     hosts-mpich hosts-openmpi $(SINGLES:%=single-%) lint documentation shell-scripts
+     adapters hosts-mpich hosts-openmpi $(SINGLES:%=single-%) lint documentation \
+     shell-scripts programs-mpich programs-openmpi
 
 # One after the other: all of them build the package in this directory.  Legs that need
 # the first one only, and do not read that directory, begin meanwhile.
