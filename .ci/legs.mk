@@ -7,8 +7,8 @@ SIZES   := 4 3 2
 SINGLES := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
            test-oldest-cupy test-unit
 
-# The programs are the last, beside each other: some have limits of time, and they leave
-# a core idle.  The long ones of the others come first.
+# The programs are the last, beside each other: some have limits of time, and both leave
+# cores idle a third of the time.  The long ones of the others come first.
 .PHONY: all
 all: environments \
      $(SIZES:%=no-shared-memory-%) $(SIZES:%=openmpi-%) $(SIZES:%=mpich-%) \
