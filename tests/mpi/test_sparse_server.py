@@ -312,7 +312,7 @@ def test_no_rank_sees_half_an_update(make, comm, rank, size):
     meet()
     if rank == size - 1:
         seen = set()
-        while len(seen) < 40:
+        while len(seen) < 100:
             opt.center(w)
             opt.compute_gradients(nothing)
             assert (w.value == w.value[:, :1]).all()

@@ -240,7 +240,7 @@ def test_swaps_of_all_ranks_are_atomic(words, size):
 
 @pytest.mark.ranks(min=2)
 def test_an_exchange_among_additions_is_not_lost(words, rank):
-    # Without a message each is faster, and meets an addition less often.
+    # In memory of its own node a rank is faster, and meets an addition less often.
     number = 20_000 if words.direct else 1_000
 
     def exchange():
@@ -248,14 +248,14 @@ def test_an_exchange_among_additions_is_not_lost(words, rank):
         # Additions are to the other half of the word.
         found = [words.exchange(1, each << 32) >> 32 for each in range(1, number + 1)]
         words.write(2, 1)
-        return found == list(range(number))
+        return [pair for pair in enumerate(found) if len(set(pair)) > 1][:3]
 
     def act():
         if rank == 0:
             return exchange()
         return add_often(words, 1, 1, until=lambda: words.read(2))
 
-    assert everywhere(act)[0]
+    assert everywhere(act)[0] == []
 
 
 @pytest.mark.ranks(min=2)
