@@ -35,12 +35,14 @@ FIRST_WARNING = 60.0
 # microseconds, a nap, be it of 0 s, some 70 us; so no wait takes much more than three
 # times as long as necessary. Yielding leaves the core to other ranks, which may be more
 # than there are cores.
-_EAGER = 200e-6
-# Naps are short at first: a collective of several rounds waits for one after the other.
-# After 20 ms they grow with their number, to at most 1 % of the wait: a server that is
-# idle takes the interpreter from other threads at each look.
-_SHORTEST_NAP, _SHORT_NAP, _LONGEST_NAP = 20e-6, 200e-6, 1e-3
-_GROWTH = 2e-6
+EAGER = 200e-6
+# Naps are a part of the time waited so far, to which the kernel adds some 50 us. With
+# naps of 20 us, 8 ranks that waited took a quarter of the time of two cores; with a
+# quarter of the wait, a step of two ranks on cores of their own took longer.
+_PART, _SHORT_NAP = 1 / 16, 200e-6
+# After 20 ms the part is smaller: a server that is idle takes the interpreter from
+# other threads at each look.
+_SMALL_PART, _LONGEST_NAP = 1 / 100, 1e-3
 
 _observer: Observer | None = None
 # Of threads that wait, by identifier: their deadlines.
@@ -63,6 +65,11 @@ def observe_waits(observer: Observer | None) -> Observer | None:
 def current_wait(thread: int | None) -> Deadline | None:
     """Return the deadline in whose innermost wait a thread is, None if in none."""
     return _waits.get(thread or 0)
+
+
+def nap_after(waited: float, longest: float = _LONGEST_NAP) -> float:
+    """Return how long to nap between two looks, after so many seconds of waiting."""
+    return min(max(min(_PART * waited, _SHORT_NAP), _SMALL_PART * waited), longest)
 
 
 class Deadline:
@@ -149,17 +156,20 @@ class Deadline:
         check: Callable[[], object] | None,
     ) -> T:
         """Wait, after a look that failed."""
-        begun, naps, result = time.monotonic(), 0, None
+        begun, result = self.elapsed, None
         while result is None:
             if check is not None:
                 check()
-            self._check_limit(missing)
-            if time.monotonic() - begun < _EAGER:
+            # The clock is read once: this takes the time of cores that are shared.
+            elapsed = self.elapsed
+            if elapsed >= self._limit or elapsed > self._next_warning:
+                self._check_limit(missing)
+                self._warn(missing)
+            if elapsed - begun < EAGER:
                 os.sched_yield()
             else:
-                self._warn(missing)
-                time.sleep(self._nap(naps))
-                naps += 1
+                nap = nap_after(elapsed - begun)
+                time.sleep(min(nap, self._limit - elapsed))
             result = ready()
         return result
 
@@ -214,11 +224,6 @@ class Deadline:
     def _until_next_warning(self) -> float:
         seconds = max(0.0, self._next_warning - self.elapsed)
         return min(seconds, self.remaining, threading.TIMEOUT_MAX)
-
-    def _nap(self, before: int) -> float:
-        doubled = _SHORTEST_NAP * 2.0 ** min(before // 8, 16)
-        longer = max(min(doubled, _SHORT_NAP), before * _GROWTH)
-        return min(longer, _LONGEST_NAP, self.remaining)
 
     def _message(self, missing: str) -> str:
         return f"{self.what}: waited {self.elapsed:.3g} s for {missing}"

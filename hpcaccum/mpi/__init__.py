@@ -16,7 +16,7 @@ from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import launched_ranks, slurm_plugin
 from hpcaccum.mpi.lifetime import Freeable
 from hpcaccum.mpi.node_memory import NodeMemory
-from hpcaccum.mpi.progress import idle_nap, short_switch_interval
+from hpcaccum.mpi.progress import short_switch_interval
 from hpcaccum.mpi.region import Region
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.shutdown import (
@@ -40,7 +40,6 @@ __all__ = [
     "Tag",
     "abort_job",
     "cuda_awareness",
-    "idle_nap",
     "install_excepthook",
     "is_ending",
     "launched_ranks",

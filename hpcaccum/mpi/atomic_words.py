@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.deadline import EAGER, nap_after
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.windows import FREED
 from hpcaccum.mpi.word_window import WordWindow
@@ -22,10 +23,9 @@ Array = np.ndarray[Any, Any]
 # No word of the package has this value.
 _NEVER = -(1 << 63)
 
-# How a rank waits for the outcome of a change: seconds for which it does nothing else,
-# then the length of its naps, which the kernel makes about 55 us; and after how long it
-# leaves the wait to MPI, as a word may have the value that stands for no outcome.
-_EAGER, _NAP, _PATIENT = 1e-4, 1e-9, 1.0
+# Seconds after which a rank leaves the wait for an outcome to MPI, as a word may have
+# the value that stands for no outcome.
+_PATIENT = 1.0
 
 
 class Attempt:
@@ -123,7 +123,8 @@ class AtomicWords:
     def read(self, index: int) -> int:
         """Return one word."""
         if self._words is not None:
-            self._look()
+            if self._progress is not None:
+                self._progress()
             word = self._words[index]
         else:
             word = self._fetch(index, 0, MPI.NO_OP, self._local.attempt)
@@ -215,14 +216,15 @@ class AtomicWords:
         begun, elapsed = time.monotonic(), 0.0
         while result.item() == _NEVER and elapsed < _PATIENT:
             look()
-            if elapsed > _EAGER:
-                time.sleep(_NAP)
+            if elapsed > EAGER:
+                time.sleep(nap_after(elapsed))
             elapsed = time.monotonic() - begun
 
     def read_range(self, index: int, count: int) -> list[int]:
         """Return several words, each read atomically (not all at one moment)."""
         if self._words is not None:
-            self._look()
+            if self._progress is not None:
+                self._progress()
             words = self._words[index : index + count].tolist()
             self._window.Sync()
             return words
@@ -239,11 +241,6 @@ class AtomicWords:
             self._window.Flush(self.root)
         self._window.Sync()
         return result.tolist()  # type: ignore[no-any-return]
-
-    def _look(self) -> None:
-        """Let other nodes change the words, which this rank may poll."""
-        if self._progress is not None:
-            self._progress()
 
     def write(self, index: int, value: int) -> None:
         """Set one word; complete on return."""

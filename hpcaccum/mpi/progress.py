@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from hpcaccum.deadline import Deadline
+from hpcaccum.deadline import Deadline, nap_after
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.tags import Tag
 from hpcaccum.wake import Wake
@@ -22,10 +22,9 @@ logger = logging.getLogger("hpcaccum")
 # Seconds between two calls of MPI while other ranks are active. A gradient takes half a
 # dozen of them; the thread takes some 3 % of one core, at 0.1 ms up to a tenth.
 _NAP = 3e-4
-# Naps of a thread that nobody needs: a part of the time since it was needed, and at
-# most this many seconds. Two idle threads on each of 4 ranks, with naps of 0.3 ms, made
-# all else on 2 cores take twice as long.
-_PART, _LONGEST_NAP = 0.01, 5e-3
+# The longest nap, of a thread that nobody needs. Two idle threads on each of 4 ranks,
+# with naps of 0.3 ms, made all else on 2 cores take twice as long.
+_LONGEST_NAP = 5e-3
 # Bytes of a window up to which the thread looks whether they change.
 _WATCHED = 1 << 16
 # Switch interval of Python's threads: the longest that a computation in Python delays
@@ -63,14 +62,6 @@ class ShortSwitchInterval:
 short_switch_interval = ShortSwitchInterval()
 
 
-def idle_nap(idle: float, shortest: float) -> float:
-    """Return how long a thread naps that other ranks last needed ``idle`` seconds ago.
-
-    It delays what they ask for next by at most 1 % of that time, or ``shortest``.
-    """
-    return min(max(shortest, _PART * idle), _LONGEST_NAP)
-
-
 class ProgressThread:
     """Calls MPI while this rank computes, so that other nodes reach its windows.
 
@@ -88,6 +79,10 @@ class ProgressThread:
         self._comm, self._needed = comm, needed
         self._windows: list[memoryview] = []
         self._lock = threading.Lock()
+        # What was in the windows, and when they had changed.
+        self._seen: list[bytes | None] = []
+        self._changed = -math.inf
+        self._replaced = False
         self._thread: threading.Thread | None = None
         # Ends the last nap of the thread.
         self._end = Wake()
@@ -96,48 +91,75 @@ class ProgressThread:
         """Add the memory of a window; the first one starts the thread."""
         with self._lock:
             self._windows.append(memory)
-        if len(self._windows) > 1 or not self._needed:
-            return
+        self._start_or_stop()
+
+    def stop(self, memory: memoryview) -> None:
+        """Remove the memory of a window; the last one stops the thread."""
+        with self._lock:
+            self._windows = [each for each in self._windows if each is not memory]
+        self._start_or_stop()
+
+    def replace(self, replaced: bool) -> None:
+        """Stop the thread while another one calls MPI, and naps as `nap` says."""
+        self._replaced = replaced
+        self._start_or_stop()
+
+    def _start_or_stop(self) -> None:
+        wanted = self._needed and bool(self._windows) and not self._replaced
+        if wanted and self._thread is None:
+            self._start()
+        elif not wanted and self._thread is not None:
+            self._stop()
+
+    def _start(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            logger.warning(
-                "MPI does not provide MPI_THREAD_MULTIPLE: ranks on other nodes wait "
-                "while this rank computes"
-            )
+            if len(self._windows) == 1:
+                logger.warning(
+                    "MPI does not provide MPI_THREAD_MULTIPLE: ranks on other nodes "
+                    "wait while this rank computes"
+                )
             return
         self._end = Wake()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         short_switch_interval.__enter__()
 
+    def _stop(self) -> None:
+        thread, self._thread = self._thread, None
+        assert thread is not None
+        self._end.wake()
+        # A thread of this rank: no limit of the user's applies.
+        Deadline(math.inf, "progress").join(thread, lambda: "its thread to end")
+        short_switch_interval.__exit__()
+
     def _run(self) -> None:
-        seen, changed = self._contents(), time.monotonic()
-        while not self._end.nap(idle_nap(time.monotonic() - changed, _NAP)):
+        while not self._end.nap(self.nap(math.inf)):
             self.look()
-            found = self._contents()
-            if found != seen or None in found:
-                seen, changed = found, time.monotonic()
 
     def look(self) -> None:
         """Enter MPI once; for a rank that polls what other nodes change."""
         self._comm.Iprobe(MPI.ANY_SOURCE, Tag.NONE)
 
-    def _contents(self) -> list[bytes | None]:
-        """Return what is in all windows, of which there is none at the end."""
+    def nap(self, idle: float) -> float:
+        """Return how long a thread that calls MPI may nap; for one thread at a time.
+
+        Args:
+            idle: Seconds since the thread was needed for something else than windows.
+        """
+        longest = nap_after(idle, _LONGEST_NAP)
+        if longest <= _NAP:
+            return longest
+        return min(longest, max(_NAP, nap_after(self._unchanged(), _LONGEST_NAP)))
+
+    def _unchanged(self) -> float:
+        """Return for how many seconds no change of a window has been seen."""
         # No window is freed meanwhile.
         with self._lock:
-            return [
+            found = [
                 bytes(memory) if memory.nbytes <= _WATCHED else None
                 for memory in self._windows
             ]
-
-    def stop(self, memory: memoryview) -> None:
-        """Remove the memory of a window; the last one stops the thread."""
-        with self._lock:
-            self._windows = [each for each in self._windows if each is not memory]
-        if self._windows or self._thread is None:
-            return
-        self._end.wake()
-        # A thread of this rank: no limit of the user's applies.
-        Deadline(math.inf, "progress").join(self._thread, lambda: "its thread to end")
-        self._thread = None
-        short_switch_interval.__exit__()
+        now = time.monotonic()
+        if found != self._seen or None in found:
+            self._seen, self._changed = found, now
+        return now - self._changed

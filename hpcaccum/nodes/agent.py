@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hpcaccum.deadline import Deadline
+from hpcaccum.deadline import EAGER, Deadline
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
-from hpcaccum.mpi import MPI, idle_nap, report_and_abort, short_switch_interval
+from hpcaccum.mpi import MPI, report_and_abort, short_switch_interval
 from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 # The steps of a handler. Each yields whether it has done something.
 Steps = Iterator[bool]
 
-# Seconds without a nap after an agent has done something, and then the shortest nap.
-# The answer to a message takes tens of microseconds between nodes, an update
-# milliseconds.
-_EAGER, _NAP = 2e-4, 5e-5
 # Nodes that a message names.
 _SHOWN = 8
 # In `Group.named`.
@@ -214,6 +210,8 @@ class Agent:
     # The thread
 
     def _start(self) -> None:
+        # Two threads would take the interpreter from each other.
+        self._group.progress.replace(True)
         self._stopped = False
         name = f"agent of {self.describe([self.node])}"
         self._thread = threading.Thread(
@@ -230,6 +228,7 @@ class Agent:
         deadline = Deadline(math.inf, self._thread.name)
         deadline.join(self._thread, lambda: "its thread to end")
         self._thread = None
+        self._group.progress.replace(False)
 
     def _run_or_abort(self) -> None:
         try:
@@ -248,10 +247,10 @@ class Agent:
                 self._nap(time.monotonic() - last)
 
     def _nap(self, idle: float) -> None:
-        if idle < _EAGER:
+        if idle < EAGER:
             os.sched_yield()
         else:
-            self._awake.nap(idle_nap(idle, _NAP))
+            self._awake.nap(self._group.progress.nap(idle))
 
     def _look(self) -> bool:
         """Accept requests and run each handler once; return whether any is active."""

@@ -86,8 +86,9 @@ class NodeCopy:
             WaitTimeoutError: If it does not come in time.
         """
         self._ask_for(step)
+        version = self.copies.version
         self.changed.wait(
-            lambda: self.version() >= step,
+            lambda: version() >= step,
             deadline,
             lambda: self._under_way(step) or missing(),
             meanwhile,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcaccum import Group, InvalidArgumentError, WaitTimeoutError
-from hpcaccum.mpi import MPI
+from hpcaccum.mpi import MPI, AtomicWords
 from hpcaccum.nodes import Agent, NodeParts
 
 from .acting import VAIN, at, until
@@ -90,6 +90,28 @@ def test_agents_are_threads_of_leaders_while_there_are_services(group):
     assert (during, less) == (before + agent.is_leader,) * 2
     assert threading.active_count() == before
     assert "agent" not in group.named
+
+
+def test_an_agent_replaces_the_thread_for_windows(group, rank):
+    root = group.size - 1
+    words = AtomicWords(group, root, 1)
+    alone = threading.active_count()
+    agent = Agent.of(group)
+    number = agent.add(Notes())
+    replaced = rank == root and agent.is_leader
+    during = threading.active_count()
+    meet()
+    # Nobody but the agent, or the thread of another root, calls MPI there.
+    changed = True if rank == root else words.fetch_add(0, 1) < group.size
+    if rank == root:
+        changed = until(lambda: words._words[0] == group.size - 1)
+    agent.remove(number, "test")
+    after = threading.active_count()
+    words.free()
+
+    assert during == alone + agent.is_leader - replaced
+    assert after == alone
+    assert changed
 
 
 def test_requests_of_all_ranks_reach_the_agents_of_all_nodes(added, rank, size):

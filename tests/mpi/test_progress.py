@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 
@@ -116,11 +117,36 @@ def test_naps_are_long_where_no_word_changes(comm, monkeypatch):
     progress._run()
 
     first = clock.naps[0]
+    assert first < 1e-3
     assert clock.naps[:50] == [first] * 50
     assert clock.naps[:3000] == sorted(clock.naps[:3000])
     assert clock.naps[2999] == 5e-3
     # The change is seen after the nap.
     assert clock.naps[3000:] == [first] * 10
+
+
+def test_another_thread_replaces_it_and_naps_in_the_same_way(comm, monkeypatch):
+    words, progress = bytearray(8), ProgressThread(comm, needed=True)
+    clock = Clock(lambda nap: False)
+    monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
+    progress.replace(True)
+    progress.start(memoryview(words))
+    started = progress._thread
+    first, naps = progress.nap(math.inf), [progress.nap(1e-4)]
+    for after in [1.0, 1.0]:
+        clock.nap(after)
+        naps.append(progress.nap(math.inf))
+        words[0] += 1
+    naps.append(progress.nap(math.inf))
+    progress.replace(False)
+    resumed = progress._thread
+    progress.stop(progress._windows[0])
+
+    assert started is None is not resumed
+    # It is needed for something else; nothing has changed; something has, twice.
+    assert naps[0] < 1e-4
+    assert naps[1:] == [5e-3, first, first]
+    assert first < 1e-3
 
 
 def test_naps_are_short_where_changes_cannot_be_seen(comm, monkeypatch):
@@ -132,3 +158,4 @@ def test_naps_are_short_where_changes_cannot_be_seen(comm, monkeypatch):
     progress._run()
 
     assert set(clock.naps) == {clock.naps[0]}
+    assert clock.naps[0] < 1e-3

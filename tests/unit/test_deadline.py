@@ -41,8 +41,13 @@ def test_timeout_0_looks_exactly_once():
 
 
 def test_what_happens_during_the_last_nap_counts(monkeypatch):
+    monkeypatch.setattr(module, "EAGER", 0)
+    # A nap takes longer than it should.
+    naps = SimpleNamespace(
+        monotonic=time.monotonic, sleep=lambda seconds: time.sleep(0.02)
+    )
+    monkeypatch.setattr(module, "time", naps)
     deadline = Deadline(0.01, "call")
-    monkeypatch.setattr(deadline, "_nap", lambda polls: 0.02)
     looks = iter([None, "just in time"])
 
     assert deadline.wait(lambda: next(looks), lambda: "rain") == "just in time"
@@ -139,14 +144,16 @@ def test_first_warning_comes_after_a_minute():
     assert module.FIRST_WARNING == 60
 
 
-def test_naps_grow_and_never_pass_the_limit():
-    free, bound = Deadline(1e6, "free"), Deadline(0.0005, "bound")
-    naps = [free._nap(polls) for polls in range(0, 5000, 10)]
+def test_naps_grow_with_the_wait():
+    waits = [module.EAGER * 1.1**n for n in range(100)]
+    naps = [module.nap_after(waited) for waited in waits]
 
     assert naps == sorted(naps)
-    assert 0 < naps[0] < naps[-1]
-    assert naps[-1] == module._LONGEST_NAP <= 1e-3
-    assert bound._nap(10**9) <= 0.0005
+    for waited, nap in zip(waits, naps, strict=True):
+        assert 0 < nap <= module._PART * waited
+        assert nap <= max(2e-4, module._SMALL_PART * waited)
+    assert naps[-1] == 1e-3
+    assert module.nap_after(1000.0, 0.5) == 0.5
 
 
 def watch_naps(monkeypatch):
@@ -158,7 +165,7 @@ def watch_naps(monkeypatch):
 
 
 def test_what_comes_at_once_is_not_slept_for(monkeypatch):
-    monkeypatch.setattr(module, "_EAGER", WAIT)
+    monkeypatch.setattr(module, "EAGER", WAIT)
     naps = watch_naps(monkeypatch)
     looks = iter([None] * 100 + ["found"])
 
@@ -167,12 +174,22 @@ def test_what_comes_at_once_is_not_slept_for(monkeypatch):
 
 
 def test_what_takes_long_does_not_keep_the_core(monkeypatch):
-    monkeypatch.setattr(module, "_EAGER", 0)
+    monkeypatch.setattr(module, "EAGER", 0)
     naps = watch_naps(monkeypatch)
     looks = iter([None] * 100 + ["found"])
 
     assert Deadline(WAIT, "call").wait(lambda: next(looks), str) == "found"
     assert len(naps) == 100
+
+
+def test_no_nap_passes_the_limit(monkeypatch):
+    monkeypatch.setattr(module, "EAGER", 0)
+    monkeypatch.setattr(module, "nap_after", lambda waited: WAIT)
+    begun = time.monotonic()
+    with pytest.raises(hpc.WaitTimeoutError):
+        Deadline(0.01, "call").wait(never, str)
+
+    assert time.monotonic() - begun < WAIT
 
 
 def test_error_of_the_look_comes_through():
