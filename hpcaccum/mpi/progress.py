@@ -15,6 +15,8 @@ from hpcaccum.mpi.tags import Tag
 from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpi4py import MPI as mpi4py_MPI
 
 logger = logging.getLogger("hpcaccum")
@@ -77,7 +79,7 @@ class ProgressThread:
 
     def __init__(self, comm: mpi4py_MPI.Intracomm, *, needed: bool) -> None:
         self._comm, self._needed = comm, needed
-        self._windows: list[memoryview] = []
+        self._windows: list[Callable[[], memoryview]] = []
         self._lock = threading.Lock()
         # What was in the windows, and when they had changed.
         self._seen: list[bytes | None] = []
@@ -87,16 +89,19 @@ class ProgressThread:
         # Ends the last nap of the thread.
         self._end = Wake()
 
-    def start(self, memory: memoryview) -> None:
-        """Add the memory of a window; the first one starts the thread."""
+    def start(self, used: Callable[[], memoryview]) -> None:
+        """Add a window, by what returns its used memory; the first starts the thread.
+
+        To look at memory that nobody uses would clear the caches of a core.
+        """
         with self._lock:
-            self._windows.append(memory)
+            self._windows.append(used)
         self._start_or_stop()
 
-    def stop(self, memory: memoryview) -> None:
-        """Remove the memory of a window; the last one stops the thread."""
+    def stop(self, used: Callable[[], memoryview]) -> None:
+        """Remove a window; the last one stops the thread."""
         with self._lock:
-            self._windows = [each for each in self._windows if each is not memory]
+            self._windows = [each for each in self._windows if each is not used]
         self._start_or_stop()
 
     def replace(self, replaced: bool) -> None:
@@ -155,10 +160,8 @@ class ProgressThread:
         """Return for how many seconds no change of a window has been seen."""
         # No window is freed meanwhile.
         with self._lock:
-            found = [
-                bytes(memory) if memory.nbytes <= _WATCHED else None
-                for memory in self._windows
-            ]
+            windows = [used() for used in self._windows]
+            found = [bytes(w) if w.nbytes <= _WATCHED else None for w in windows]
         now = time.monotonic()
         if found != self._seen or None in found:
             self._seen, self._changed = found, now

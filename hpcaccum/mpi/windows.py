@@ -85,8 +85,19 @@ def allocate(group: Group, root: int, nbytes: int, unit: int) -> Any:
     return window
 
 
-def make_progress(group: Group, root: int, window: Any) -> Callable[[], None]:
+def make_progress(
+    group: Group,
+    root: int,
+    window: Any,
+    used: Callable[[memoryview], memoryview] = lambda memory: memory,
+) -> Callable[[], None]:
     """Let other nodes reach a window while its root computes.
+
+    Args:
+        group: The ranks.
+        root: The rank with the memory.
+        window: The window.
+        used: Returns which part of its memory is used.
 
     Returns:
         What ends this; to be called before the window is freed.
@@ -96,8 +107,9 @@ def make_progress(group: Group, root: int, window: Any) -> Callable[[], None]:
     if group.single_node or group.rank != root:
         return lambda: None
     memory = memoryview(window.tomemory())
-    progress.start(memory)
-    return functools.partial(progress.stop, memory)
+    watched = functools.partial(used, memory)
+    progress.start(watched)
+    return functools.partial(progress.stop, watched)
 
 
 def _check_communicators(group: Group) -> None:

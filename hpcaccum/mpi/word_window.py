@@ -36,7 +36,9 @@ class WordWindow:
         self._count, self._taken, self._users = count, 0, 0
         self.mpi = allocate(group, root, count * 8, 8)
         self.words = self._map(group, root)
-        self._end_progress = make_progress(group, root, self.mpi)
+        self._end_progress = make_progress(
+            group, root, self.mpi, lambda memory: memory[: 8 * self._taken]
+        )
 
     @classmethod
     def of(cls, group: Group, root: int, count: int) -> WordWindow:

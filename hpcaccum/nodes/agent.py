@@ -265,26 +265,20 @@ class Agent:
     def _accept(self) -> bool:
         """Begin to handle the requests that have arrived; return whether any has."""
         busy = False
-        while self._accept_one():
+        while self._own or self.comm.Iprobe(MPI.ANY_SOURCE, _REQUEST):
+            with self._accepting:
+                source, (number, *request) = self._receive()
+                self._running.append((number, self._handle(number, source, *request)))
             busy = True
         return busy
 
-    def _accept_one(self) -> bool:
-        with self._accepting:
-            found = self._receive()
-            if found is None:
-                return False
-            source, (number, *request) = found
-            self._running.append((number, self._handle(number, source, *request)))
-            return True
-
-    def _receive(self) -> tuple[int, tuple[Any, ...]] | None:
-        """Return the source and the request that came first; None if none has come."""
+    def _receive(self) -> tuple[int, tuple[Any, ...]]:
+        """Return the source and the request that came first."""
         if self._own:
             return self._group.rank, self._own.popleft()
         status = MPI.Status()
-        message = self.comm.improbe(MPI.ANY_SOURCE, _REQUEST, status)
-        return None if message is None else (status.Get_source(), message.recv())
+        request = self.comm.recv(None, MPI.ANY_SOURCE, _REQUEST, status)
+        return status.Get_source(), request
 
     def _handle(self, number: int, source: int, *request: Any) -> Steps:
         while (service := self._services.get(number)) is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from mpi4py import MPI
@@ -140,13 +140,20 @@ def close_unreduced(acc: hpc.ConditionalAccumulator) -> None:
 
 
 class Makers:
-    """Makes accumulators and reuses them: to make one takes some 100 ms."""
+    """Makes accumulators that the tests of a module reuse.
+
+    Attributes:
+        all: All objects of this class.
+    """
+
+    all: ClassVar[list[Makers]] = []
 
     def __init__(self, kind: Callable[..., Any] = hpc.ConditionalAccumulator) -> None:
+        self.all.append(self)
         self._kind = kind
         self._made: dict[str, Any] = {}
         self._used: dict[str, Any] = {}
-        # Accumulators from which nothing can be taken any more. Freed at the end.
+        # Accumulators from which nothing can be taken any more.
         self._ruined: list[Any] = []
 
     def __call__(
@@ -171,6 +178,13 @@ class Makers:
             else:
                 self._ruined.append(acc)
         self._used.clear()
+
+    def free(self) -> None:
+        """Free what is not in use: agents look at all windows there are. Collective."""
+        for acc in [*self._made.values(), *self._ruined]:
+            acc.free()
+        self._made.clear()
+        self._ruined.clear()
 
 
 def is_left(acc: hpc.ConditionalAccumulator) -> bool:

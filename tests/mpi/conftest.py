@@ -29,6 +29,7 @@ from hpcaccum.mpi import shutdown
 
 from ..common import WAIT
 from . import watchdog
+from .acting import Makers
 from .exchange import world
 from .on_device import (  # noqa: F401
     aware,
@@ -269,6 +270,13 @@ def size() -> int:
 def comm(request: pytest.FixtureRequest) -> MPI.Intracomm:
     """A communicator of all ranks that no other test has used, or `shared_comm`."""
     return request.node.stash[COMM]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_accumulators() -> Generator[None, None, None]:
+    yield
+    for each in Makers.all:
+        each.free()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Group
 from hpcaccum.accumulator.state import Record
+from hpcaccum.mpi import AtomicWords
 from hpcaccum.mpi.progress import ProgressThread
 
 from .support import WAIT
@@ -54,15 +55,19 @@ def test_gradients_arrive_while_the_host_computes(comm, rank, size, work):
     assert arrived in (None, size - 1)
 
 
+def nothing():
+    return memoryview(b"")
+
+
 def test_switch_interval_is_short_while_it_runs(comm):
     group, before = Group.of(comm), sys.getswitchinterval()
     apart = not group.single_node
     progress = [ProgressThread(comm, needed=apart) for _ in range(2)]
-    memory, seen = memoryview(b""), []
+    seen = []
     for each, change in zip(
         [0, 1, 0, 1], ["start", "start", "stop", "stop"], strict=True
     ):
-        getattr(progress[each], change)(memory)
+        getattr(progress[each], change)(nothing)
         seen.append(sys.getswitchinterval())
 
     during = pytest.approx(1e-3 if apart else before)
@@ -74,10 +79,9 @@ def test_shorter_switch_interval_of_the_user_is_kept(comm):
     sys.setswitchinterval(1e-4)
     short = sys.getswitchinterval()
     progress = ProgressThread(comm, needed=True)
-    memory = memoryview(b"")
-    progress.start(memory)
+    progress.start(nothing)
     during = sys.getswitchinterval()
-    progress.stop(memory)
+    progress.stop(nothing)
     after = sys.getswitchinterval()
     sys.setswitchinterval(before)
 
@@ -113,7 +117,7 @@ def test_naps_are_long_where_no_word_changes(comm, monkeypatch):
 
     progress._end = clock = Clock(after)
     monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
-    progress._windows = [memoryview(words)]
+    progress._windows = [lambda: memoryview(words)]
     progress._run()
 
     first = clock.naps[0]
@@ -130,7 +134,7 @@ def test_another_thread_replaces_it_and_naps_in_the_same_way(comm, monkeypatch):
     clock = Clock(lambda nap: False)
     monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
     progress.replace(True)
-    progress.start(memoryview(words))
+    progress.start(lambda: memoryview(words))
     started = progress._thread
     first, naps = progress.nap(math.inf), [progress.nap(1e-4)]
     for after in [1.0, 1.0]:
@@ -149,12 +153,38 @@ def test_another_thread_replaces_it_and_naps_in_the_same_way(comm, monkeypatch):
     assert first < 1e-3
 
 
+@pytest.mark.ranks(min=2)
+def test_words_that_are_in_use_are_watched(comm, rank):
+    group = Group.of(comm)
+    if group.single_node:
+        pytest.skip("needs ranks on several nodes")
+    words, more = (AtomicWords(group, 0, 1) for _ in range(2))
+    progress, seen = group.progress, []
+    if rank == 0:
+        # This thread looks instead.
+        progress.replace(True)
+        for place in [more._first, words._first, None, 4000, more._first, None]:
+            progress._unchanged()
+            if place is not None:
+                words._shared.words[place] += 1
+            seen.append(progress._unchanged() == 0)
+        progress.replace(False)
+    meet()
+    more.free()
+    words.free()
+
+    assert seen == [True, True, False, False, True, False][: len(seen)]
+
+
 def test_naps_are_short_where_changes_cannot_be_seen(comm, monkeypatch):
     progress = ProgressThread(comm, needed=True)
 
     progress._end = clock = Clock(lambda nap: nap == 3000)
     monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
-    progress._windows = [memoryview(bytearray(8)), memoryview(bytearray(1 << 20))]
+    progress._windows = [
+        lambda: memoryview(bytearray(8)),
+        lambda: memoryview(bytearray(1 << 20)),
+    ]
     progress._run()
 
     assert set(clock.naps) == {clock.naps[0]}
