@@ -184,12 +184,12 @@ def test_what_takes_long_does_not_keep_the_core(monkeypatch):
 
 def test_no_nap_passes_the_limit(monkeypatch):
     monkeypatch.setattr(module, "EAGER", 0)
-    monkeypatch.setattr(module, "nap_after", lambda waited: WAIT)
+    monkeypatch.setattr(module, "nap_after", lambda waited: 5.0)
     begun = time.monotonic()
     with pytest.raises(hpc.WaitTimeoutError):
         Deadline(0.01, "call").wait(never, str)
 
-    assert time.monotonic() - begun < WAIT
+    assert time.monotonic() - begun < 5
 
 
 def test_error_of_the_look_comes_through():
