@@ -68,7 +68,8 @@ class ProgressThread:
     """Calls MPI while this rank computes, so that other nodes reach its windows.
 
     Between nodes a one-sided call may wait until the target enters MPI. A thread that
-    probes for a message which no rank sends is enough; each group has one. While one
+    probes for a message which no rank sends is enough; each group has one, unless
+    another thread replaces it. While one
     runs, Python's threads have a `short_switch_interval`. It naps for longer when its
     windows have not changed for a while, unless one of them is too large to see that.
 
@@ -130,11 +131,11 @@ class ProgressThread:
         short_switch_interval.__enter__()
 
     def _stop(self) -> None:
-        thread, self._thread = self._thread, None
-        assert thread is not None
+        assert self._thread is not None
         self._end.wake()
         # A thread of this rank: no limit of the user's applies.
-        Deadline(math.inf, "progress").join(thread, lambda: "its thread to end")
+        Deadline(math.inf, "progress").join(self._thread, lambda: "its thread to end")
+        self._thread = None
         short_switch_interval.__exit__()
 
     def _run(self) -> None:

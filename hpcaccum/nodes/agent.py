@@ -227,8 +227,8 @@ class Agent:
         # A thread of this rank: no limit of the user's applies.
         deadline = Deadline(math.inf, self._thread.name)
         deadline.join(self._thread, lambda: "its thread to end")
-        self._thread = None
         self._group.progress.replace(False)
+        self._thread = None
 
     def _run_or_abort(self) -> None:
         try:
