@@ -14,6 +14,7 @@ import functools
 import itertools
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -24,6 +25,9 @@ import hpcaccum
 
 _SIGNAL = signal.SIGVTALRM
 _OURS = hpcaccum.__path__[0]
+# An instruction is a point so many times in a call of its function. A loop that goes on
+# mostly waits, and the number of points must not depend on how long.
+_VISITS = 5
 
 
 class Interrupted(BaseException):
@@ -43,27 +47,38 @@ class _Fire:
 class _Shot:
     def __init__(self, number: int) -> None:
         self._left, self._fire, self._signal = number, _Fire(), int(_SIGNAL)
+        # Whether the innermost function that is traced repeats itself.
+        self._repeats = False
 
     @property
     def fired(self) -> bool:
         return self._left <= 0
 
     def enter(self, frame: Any, event: str, arg: Any) -> Any:
-        """Trace the functions of the package."""
-        if not frame.f_code.co_filename.startswith(_OURS):
+        """Trace the functions of the package, but not those that a wait repeats."""
+        if self._repeats or not frame.f_code.co_filename.startswith(_OURS):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self.look
+        visits: Counter[int] = Counter()
 
-    def look(self, frame: Any, event: str, arg: Any) -> Any:
-        """Count the points; fire at the last one."""
-        if event == "opcode" and frame.f_lasti in _points(frame.f_code):
-            self._left -= 1
-            if self._left == 0:
-                # First: the next call of this function would be a point too.
-                sys.settrace(None)
-                self._fire + self._signal
-        return self.look
+        def look(frame: Any, event: str, arg: Any) -> Any:
+            if event == "opcode":
+                visits[frame.f_lasti] += 1
+                self._look(frame, visits[frame.f_lasti])
+            return look
+
+        return look
+
+    def _look(self, frame: Any, visit: int) -> None:
+        """Count the point at which a function is, if it is one; fire at the last."""
+        self._repeats = visit > _VISITS
+        if self._repeats or frame.f_lasti not in _points(frame.f_code):
+            return
+        self._left -= 1
+        if self._left == 0:
+            # First: the next call of this function would be a point too.
+            sys.settrace(None)
+            self._fire + self._signal
 
 
 @functools.cache

@@ -336,7 +336,7 @@ def test_interrupted_leave_counts_once(acc, size):
 
 
 def test_interrupted_number_of_a_shape_is_a_number_less(make, size):
-    acc = make(shape=None, capacity=500)
+    acc = make(shape=None, capacity=2000)
     table = acc._protocol.shapes._table
 
     def trial(number):
