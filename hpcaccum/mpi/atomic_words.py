@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -216,7 +217,10 @@ class AtomicWords:
         begun, elapsed = time.monotonic(), 0.0
         while result.item() == _NEVER and elapsed < _PATIENT:
             look()
-            if elapsed > EAGER:
+            if elapsed < EAGER:
+                # To ranks that share this core, on which the outcome may depend.
+                os.sched_yield()
+            else:
                 time.sleep(nap_after(elapsed))
             elapsed = time.monotonic() - begun
 
