@@ -103,7 +103,8 @@ class AdmissionProtocol:
         self._seen = self._joined = self.packing.unpack(0)
         # The most gradients that a take has waited for.
         self._most = 0
-        self._one_guess = words.direct or self.packing.max_shapes > 0
+        one_guess = words.direct or not words.pipelined or self.packing.max_shapes > 0
+        self._one_guess = one_guess
         # After an exception in `admit`, these hold the outcome.
         self.admission = [Attempt() for _ in range(1 if self._one_guess else _LIKELY)]
         self._shape = 0

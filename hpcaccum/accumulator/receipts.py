@@ -138,7 +138,8 @@ def _added(these: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
 # Columns of a row, and their new values.
 Counts = tuple[tuple[int, int], ...]
 
-_ACCEPTED, _DROPPED, _GIVEN_UP, _NONFINITE, _LAGS = range(5)
+# Accepted gradients have no lag, mostly: these two columns are beside each other.
+_DROPPED, _GIVEN_UP, _NONFINITE, _ACCEPTED, _LAGS = range(5)
 
 
 class Counters:
@@ -185,7 +186,11 @@ class Counters:
         """Set counters; the next call on the words that waits publishes them."""
         for column, number in counts:
             self._row[column] = number
-            self._words.store_unordered(self._index + column, number)
+        if counts:
+            # All in between, too: between nodes, each store is a message.
+            first, last = counts[0][0], counts[-1][0]
+            row = self._row[first : last + 1]
+            self._words.store_unordered(self._index + first, row)
 
     def tally(self) -> Tally:
         """Return the counts of all ranks."""

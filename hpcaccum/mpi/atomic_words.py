@@ -121,6 +121,14 @@ class AtomicWords:
         """Whether a read of this rank is a plain load."""
         return self._words is not None
 
+    @property
+    def pipelined(self) -> bool:
+        """Whether several changes over the network take one round trip.
+
+        Open MPI waits for the outcome of each.
+        """
+        return MPI.get_vendor()[0] != "Open MPI"
+
     def read(self, index: int) -> int:
         """Return one word."""
         if self._words is not None:
@@ -271,12 +279,13 @@ class AtomicWords:
             self._words[place] = value
         self._window.Sync()
 
-    def store_unordered(self, index: int, value: int) -> None:
-        """Set a word that only this rank writes, as `store` but without a barrier."""
+    def store_unordered(self, index: int, values: Sequence[int]) -> None:
+        """Set words that only this rank writes, as `store` but without a barrier."""
         if self._words is None:
-            self._send(index, [value])
-        else:
-            self._words[index] = value
+            self._send(index, values)
+            return
+        for place, value in enumerate(values, index):
+            self._words[place] = value
 
     def _send(self, index: int, values: Sequence[int]) -> None:
         origin = np.array(values, np.int64)

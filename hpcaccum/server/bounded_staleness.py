@@ -103,7 +103,8 @@ class BoundedStalenessInbox:
         self._seen = 0
         # What `submit` has done, for the recovery from an exception.
         self._added = Attempt()
-        tries = 1 if self.words.direct else min(n, _LIKELY)
+        one_guess = self.words.direct or not self.words.pipelined
+        tries = 1 if one_guess else min(n, _LIKELY)
         self._admission = [Attempt() for _ in range(tries)]
         self._counts: Counts | None = None
 
