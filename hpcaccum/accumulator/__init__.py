@@ -19,7 +19,7 @@ from hpcaccum.accumulator.device_accumulator import DeviceAccumulator
 from hpcaccum.accumulator.device_protocol import DeviceReceipt, DeviceStatistics
 from hpcaccum.accumulator.device_rows import DeviceRowAccumulator
 from hpcaccum.accumulator.membership import Membership
-from hpcaccum.accumulator.receipts import Counters, Counts, Receipt, Tally
+from hpcaccum.accumulator.receipts import Count, Counters, Receipt, Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics
 from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
 from hpcaccum.accumulator.vectors import VectorAccumulator
@@ -29,8 +29,8 @@ __all__ = [
     "AccumulatorStatistics",
     "Batch",
     "ConditionalAccumulator",
+    "Count",
     "Counters",
-    "Counts",
     "DeviceAccumulator",
     "DeviceReceipt",
     "DeviceRowAccumulator",

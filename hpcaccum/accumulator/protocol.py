@@ -336,14 +336,32 @@ class AdmissionProtocol:
         word = self.words.read(self._record(parity, self._rank))
         return bool(Record.of(word).writing)
 
-    def mark_writing(self, parity: int, record: Record) -> None:
-        """Publish that this rank was admitted and begins to write."""
-        self.words.store(self._record(parity, self._rank), [record.word()])
+    def mark_writing(
+        self, parity: int, record: Record, before: Record | None = None
+    ) -> None:
+        """Publish that this rank was admitted and begins to write.
 
-    def put_record(self, parity: int, record: Record | None) -> None:
-        """Publish what this rank has in the round; its payload is in place."""
+        Args:
+            parity: Of the round.
+            record: Says so.
+            before: What this rank had in the round.
+        """
         index = self._record(parity, self._rank)
-        self.words.write(index, record.word() if record else 0)
+        self.words.store_unordered(index, record.word(), before.word() if before else 0)
+
+    def put_record(
+        self, parity: int, record: Record | None, writing: Record | None = None
+    ) -> None:
+        """Publish what this rank has in the round; its payload is in place.
+
+        Args:
+            parity: Of the round.
+            record: What it has.
+            writing: What `mark_writing` has published, if nothing else came after it.
+        """
+        index = self._record(parity, self._rank)
+        was = writing.word() if writing else None
+        self.words.write(index, record.word() if record else 0, was)
 
     def read_records(self, parity: int) -> dict[int, Record]:
         """Return the records of the ranks that have one."""

@@ -135,11 +135,13 @@ def _added(these: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(left + right for left, right in pairs)
 
 
-# Columns of a row, and their new values.
-Counts = tuple[tuple[int, int], ...]
+# A column of a row, and its new value.
+Count = tuple[int, int]
 
-# Accepted gradients have no lag, mostly: these two columns are beside each other.
-_DROPPED, _GIVEN_UP, _NONFINITE, _ACCEPTED, _LAGS = range(5)
+# The first columns of a row: each gradient changes one. That of an accepted or dropped
+# one is further to the right by its lag.
+_GIVEN_UP, _NONFINITE, _ACCEPTED = range(3)
+_DROPPED = _ACCEPTED + MAX_LAG + 1
 
 
 class Counters:
@@ -155,7 +157,7 @@ class Counters:
         size: The number of rows.
     """
 
-    _WIDTH = _LAGS + MAX_LAG + 1
+    _WIDTH = _DROPPED + MAX_LAG + 1
 
     def __init__(self, words: AtomicWords, base: int, rank: int, size: int) -> None:
         self._words, self._base, self._size = words, base, size
@@ -167,39 +169,38 @@ class Counters:
         """Return the number of words for ``size`` ranks."""
         return size * cls._WIDTH
 
-    def next(self, receipt: Receipt) -> Counts:
-        """Return the counters after one more gradient."""
+    def next(self, receipt: Receipt) -> Count:
+        """Return the counter that one more gradient changes."""
         lag = min(max(receipt.global_step - receipt.local_step, 0), MAX_LAG)
-        kind, row = _ACCEPTED if receipt.accepted else _DROPPED, self._row
-        return (kind, row[kind] + 1), (_LAGS + lag, row[_LAGS + lag] + 1)
+        return self._next((_ACCEPTED if receipt.accepted else _DROPPED) + lag)
 
-    def next_given_up(self) -> Counts:
-        """Return the counters after one more gradient that was given up."""
-        return ((_GIVEN_UP, self._row[_GIVEN_UP] + 1),)
+    def next_given_up(self) -> Count:
+        """Return the counter that one more gradient changes which was given up."""
+        return self._next(_GIVEN_UP)
 
     def count_nonfinite(self) -> None:
         """Count a gradient that is not finite, and was not submitted."""
-        self.post(((_NONFINITE, self._row[_NONFINITE] + 1),))
+        self.post(self._next(_NONFINITE))
         self._words.flush()
 
-    def post(self, counts: Counts) -> None:
-        """Set counters; the next call on the words that waits publishes them."""
-        for column, number in counts:
-            self._row[column] = number
-        if counts:
-            # All in between, too: between nodes, each store is a message.
-            first, last = counts[0][0], counts[-1][0]
-            row = self._row[first : last + 1]
-            self._words.store_unordered(self._index + first, row)
+    def _next(self, column: int) -> Count:
+        return column, self._row[column] + 1
+
+    def post(self, count: Count) -> None:
+        """Set a counter; the next call on the words that waits publishes it."""
+        column, number = count
+        self._row[column] = number
+        self._words.store_unordered(self._index + column, number, number - 1)
 
     def tally(self) -> Tally:
         """Return the counts of all ranks."""
         words = self._words.read_range(self._base, self.words(self._size))
         rows = np.array(words).reshape(self._size, self._WIDTH)
-        lags = rows[:, _LAGS:].sum(axis=0).tolist()
+        accepted, dropped = rows[:, _ACCEPTED:_DROPPED], rows[:, _DROPPED:]
+        lags = (accepted + dropped).sum(axis=0).tolist()
         return Tally(
-            tuple(rows[:, _ACCEPTED].tolist()),
-            tuple(rows[:, _DROPPED].tolist()),
+            tuple(accepted.sum(axis=1).tolist()),
+            tuple(dropped.sum(axis=1).tolist()),
             {lag: number for lag, number in enumerate(lags) if number},
             tuple(rows[:, _GIVEN_UP].tolist()),
             tuple(rows[:, _NONFINITE].tolist()),

@@ -15,7 +15,7 @@ from hpcaccum.mpi import Attempt
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
-    from hpcaccum.accumulator.receipts import Counts, Receipt
+    from hpcaccum.accumulator.receipts import Count, Receipt
     from hpcaccum.accumulator.row_storage import Storage
 
 Array = np.ndarray[Any, Any]
@@ -49,7 +49,7 @@ class Writer:
         # The parts that were added to a sum, which cannot be undone.
         self._added: list[None] = []
         self._stored = False
-        self._counts: Counts | None = None
+        self._counted: Count | None = None
 
     def submit(self, array: Any, local_step: int) -> Receipt:
         """Add a gradient to the open round unless it is stale.
@@ -128,20 +128,21 @@ class Writer:
             buffer, in_place = self._buffers.choose(array, slot, parity)
             number = 0
         done = Record(buffer, number + 1, 0, shape)
-        self._protocol.mark_writing(parity, Record(buffer, number, 1, shape))
+        writing = Record(buffer, number, 1, shape)
+        self._protocol.mark_writing(parity, writing, before)
         self._job = (source, in_place, done)
         self._storage.write(parity, buffer, source, not number, in_place, self._added)
         self._stored = True
         # The caller's array is not needed any more, and not kept.
         self._job = (_NOTHING, in_place, done)
         self._count(self._protocol.counters.next(receipt))
-        self._protocol.put_record(parity, done)
+        self._protocol.put_record(parity, done, writing)
         self._buffers.settle(parity, done, slot, receipt.global_step)
         return receipt
 
-    def _count(self, counts: Counts) -> None:
-        self._counts = counts
-        self._protocol.counters.post(counts)
+    def _count(self, count: Count) -> None:
+        self._counted = count
+        self._protocol.counters.post(count)
 
     # After an exception. All of this may be called twice.
 
@@ -149,7 +150,8 @@ class Writer:
         """Complete a gradient that is in place, or revoke its admission."""
         admitted = self._protocol.admitted(local_step)
         if admitted is None:
-            self._protocol.counters.post(self._counts or ())
+            if self._counted:
+                self._protocol.counters.post(self._counted)
         elif self._job and (self._stored or self._added):
             self._complete(admitted, self._job, slot)
         else:
@@ -165,13 +167,13 @@ class Writer:
                 parity, done.buffer, source, first, in_place, self._added
             )
             self._stored = True
-        self._count(self._counts or self._protocol.counters.next(receipt))
+        self._count(self._counted or self._protocol.counters.next(receipt))
         if self._protocol.is_writing(parity):
             self._protocol.put_record(parity, done)
         self._buffers.settle(parity, done, slot, receipt.global_step)
 
     def _give_up(self, parity: int, shape: int) -> None:
-        self._count(self._counts or self._protocol.counters.next_given_up())
+        self._count(self._counted or self._protocol.counters.next_given_up())
         if self._given_up is None:
             before = self._buffers.record(parity)
             back = self._withdrawal = self._withdrawal or Attempt()
@@ -179,7 +181,7 @@ class Writer:
                 return
             # Too late. A take waits for this rank, so the record stays what it is.
             record = before or Record(0, 0, 0, shape)
-            self._protocol.mark_writing(parity, record._replace(writing=1))
+            self._protocol.mark_writing(parity, record._replace(writing=1), before)
             self._protocol.words.flush()
             self._given_up = record._replace(given_up=1)
         if self._protocol.is_writing(parity):

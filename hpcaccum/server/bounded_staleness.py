@@ -23,7 +23,7 @@ from hpcaccum.nodes import NodeParts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum.accumulator import Counts, Tally
+    from hpcaccum.accumulator import Count, Tally
     from hpcaccum.mpi import Group
 
 Array = np.ndarray[Any, Any]
@@ -106,7 +106,7 @@ class BoundedStalenessInbox:
         one_guess = self.words.direct or not self.words.pipelined
         tries = 1 if one_guess else min(n, _LIKELY)
         self._admission = [Attempt() for _ in range(tries)]
-        self._counts: Counts | None = None
+        self._counted: Count | None = None
 
     def _view(self, rank: int) -> Array:
         return self.parts.view((rank, 0), self._size, self._dtype)
@@ -160,7 +160,7 @@ class BoundedStalenessInbox:
         self.membership.check_present("submit")
         for each in (self._added, *self._admission):
             each.reset()
-        self._counts = None
+        self._counted = None
         try:
             return self._submit(local_step)
         except BaseException:
@@ -193,9 +193,9 @@ class BoundedStalenessInbox:
     def _put(self, step: int, rank: int) -> None:
         self.words.store(self._place(step), [(step + 1) << _RANK_BITS | rank])
 
-    def _count(self, counts: Counts) -> None:
-        self._counts = counts
-        self.ledger.post(counts)
+    def _count(self, count: Count) -> None:
+        self._counted = count
+        self.ledger.post(count)
 
     def _recover(self, local_step: int) -> None:
         """Give up an admitted gradient unless the root can see it. Idempotent."""
@@ -205,12 +205,12 @@ class BoundedStalenessInbox:
             self._submitted = step + 1
             if self._rank_at(step) == self._group.rank:
                 accepted = self.ledger.next(Receipt(True, local_step, step))
-                self._count(self._counts or accepted)
+                self._count(self._counted or accepted)
             else:
-                self._count(self._counts or self.ledger.next_given_up())
+                self._count(self._counted or self.ledger.next_given_up())
                 self._put(step, _NOBODY)
-        else:
-            self.ledger.post(self._counts or ())
+        elif self._counted:
+            self.ledger.post(self._counted)
         self.words.flush()
 
     def _admit(self, local_step: int) -> Receipt:

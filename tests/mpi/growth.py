@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from hpcaccum import ConditionalAccumulator, Group
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi import region, windows, word_window
+from hpcaccum.mpi import atomic_words, region, windows, word_window
 from hpcaccum.nodes import Agent
 from hpcaccum.server import BoundedStalenessInbox, Parameters
 
@@ -103,8 +103,13 @@ class CountedComm:
 
 
 @contextlib.contextmanager
-def counted_windows(counts: Counter[str]) -> Iterator[None]:
-    """Count the operations in all windows that are made in the block."""
+def counted_windows(counts: Counter[str], pipelined: bool = True) -> Iterator[None]:
+    """Count the operations in all windows that are made in the block.
+
+    Args:
+        counts: Where they are counted.
+        pipelined: Whether several operations take one round trip, whatever the library.
+    """
     allocate = windows.allocate
 
     def counted(*args: Any) -> CountedWindow:
@@ -113,6 +118,7 @@ def counted_windows(counts: Counter[str]) -> Iterator[None]:
     with (
         mock.patch.object(word_window, "allocate", counted),
         mock.patch.object(region, "allocate", counted),
+        mock.patch.object(atomic_words, "_has_pipeline", return_value=pipelined),
     ):
         yield
 

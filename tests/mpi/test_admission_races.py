@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator
+from hpcaccum.mpi import AtomicWords
 from hpcaccum.server import BoundedStalenessInbox
 
 from .acting import at
@@ -80,6 +81,31 @@ def test_admission_is_one_round_trip_in_any_order(acc, group, counts, size, wait
             at(0, stop_waiting, acc, size + 1)
         end_round(acc, size)
     assert acc.statistics().tally.accepted == (4,) * size
+
+
+def test_without_a_pipeline_one_value_is_tried_at_a_time(
+    group, counts, size, monkeypatch
+):
+    with counted_windows(counts, pipelined=False):
+        acc = ConditionalAccumulator("float32", (2,), comm=group)
+    # It would take Open MPI three times as long as a compare-and-swap.
+    monkeypatch.delattr(AtomicWords, "exchange")
+    far = group.nodes[-1][-1]
+    others = [rank for rank in range(size) if rank != far]
+    # Each operation takes a round trip: of the admission, a mark, a counter, a record.
+    for step, before, trips in [(0, 0, 4), (1, len(others), 5), (2, len(others), 4)]:
+        for rank in others[:before]:
+            assert at(rank, acc.apply_grad, GRADIENT, step)
+        found = round_trips(
+            counts, far, lambda step=step: acc.apply_grad(GRADIENT, step)
+        )
+        assert (bool(found[0]), found[1]) == (True, trips)
+        for rank in others[before:]:
+            assert at(rank, acc.apply_grad, GRADIENT, step)
+        end_round(acc, size)
+    assert acc.statistics().tally.accepted == (3,) * size
+    monkeypatch.undo()
+    acc.free()
 
 
 @pytest.mark.parametrize("local_step", [2**40, 2**63 - 1])

@@ -80,6 +80,20 @@ def test_stored_words_are_complete_after_a_flush(words):
     assert at(2, words.read_range, 5, 2) == [1, 2]
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_words_are_set_whatever_they_were(words, monkeypatch, pipelined):
+    monkeypatch.setattr(words, "pipelined", pipelined)
+
+    def set_both(was):
+        words.store_unordered(7, was + 1, was)
+        words.write(8, was + 1, was)
+
+    # At first both are 0; one that is not what a rank believes is set as well.
+    for was in [0, 5, 6]:
+        at(1, set_both, was)
+        assert at(0, words.read_range, 7, 2) == [was + 1] * 2
+
+
 class Spy:
     """A window that remembers what was called."""
 
@@ -134,7 +148,7 @@ def test_words_have_moved_when_a_call_returns(comm, words, size, monkeypatch):
             assert calls == moves
     assert spy.during(words.sync) == ["Sync"]
     words.store(1, [4, 5])
-    waits = [] if words.direct else ["Fetch_and_op", "Flush"]
+    waits = [] if words.direct else ["Compare_and_swap", "Flush"]
     assert spy.during(words.flush) == waits
     meet()
 
