@@ -69,9 +69,9 @@ class ProgressThread:
 
     Between nodes a one-sided call may wait until the target enters MPI. A thread that
     probes for a message which no rank sends is enough; each group has one, unless
-    another thread replaces it. While one
-    runs, Python's threads have a `short_switch_interval`. It naps for longer when its
-    windows have not changed for a while, unless one of them is too large to see that.
+    another thread replaces it. While one runs, Python's threads have a
+    `short_switch_interval`. It naps for longer when its windows have not changed for a
+    while, unless one of them is too large to see that.
 
     Args:
         comm: Communicator on which to probe.
