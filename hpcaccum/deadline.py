@@ -41,8 +41,10 @@ EAGER = 200e-6
 # quarter of the wait, a step of two ranks on cores of their own took longer.
 _PART, _SHORT_NAP = 1 / 16, 200e-6
 # After 20 ms the part is smaller: a server that is idle takes the interpreter from
-# other threads at each look.
-_SMALL_PART, _LONGEST_NAP = 1 / 100, 1e-3
+# other threads at each look. Naps become longer until nothing is noticed of idle ones:
+# two on each of 4 ranks, with naps of 0.3 ms, made all else on 2 cores take twice as
+# long.
+_SMALL_PART, _LONGEST_NAP = 1 / 100, 5e-3
 
 _observer: Observer | None = None
 # Of threads that wait, by identifier: their deadlines.
@@ -67,9 +69,10 @@ def current_wait(thread: int | None) -> Deadline | None:
     return _waits.get(thread or 0)
 
 
-def nap_after(waited: float, longest: float = _LONGEST_NAP) -> float:
+def nap_after(waited: float) -> float:
     """Return how long to nap between two looks, after so many seconds of waiting."""
-    return min(max(min(_PART * waited, _SHORT_NAP), _SMALL_PART * waited), longest)
+    nap = max(min(_PART * waited, _SHORT_NAP), _SMALL_PART * waited)
+    return min(nap, _LONGEST_NAP)
 
 
 class Deadline:

@@ -24,9 +24,6 @@ logger = logging.getLogger("hpcaccum")
 # Seconds between two calls of MPI while other ranks are active. A gradient takes half a
 # dozen of them; the thread takes some 3 % of one core, at 0.1 ms up to a tenth.
 _NAP = 3e-4
-# The longest nap, of a thread that nobody needs. Two idle threads on each of 4 ranks,
-# with naps of 0.3 ms, made all else on 2 cores take twice as long.
-_LONGEST_NAP = 5e-3
 # Bytes of a window up to which the thread looks whether they change.
 _WATCHED = 1 << 16
 # Switch interval of Python's threads: the longest that a computation in Python delays
@@ -152,10 +149,10 @@ class ProgressThread:
         Args:
             idle: Seconds since the thread was needed for something else than windows.
         """
-        longest = nap_after(idle, _LONGEST_NAP)
+        longest = nap_after(idle)
         if longest <= _NAP:
             return longest
-        return min(longest, max(_NAP, nap_after(self._unchanged(), _LONGEST_NAP)))
+        return min(longest, max(_NAP, nap_after(self._unchanged())))
 
     def _unchanged(self) -> float:
         """Return for how many seconds no change of a window has been seen."""
