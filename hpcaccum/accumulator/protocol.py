@@ -103,8 +103,7 @@ class AdmissionProtocol:
         self._seen = self._joined = self.packing.unpack(0)
         # The most gradients that a take has waited for.
         self._most = 0
-        one_guess = words.direct or not words.pipelined or self.packing.max_shapes > 0
-        self._one_guess = one_guess
+        self._one_guess = words.direct or not words.pipelined or limit > 0
         # After an exception in `admit`, these hold the outcome.
         self.admission = [Attempt() for _ in range(1 if self._one_guess else _LIKELY)]
         self._shape = 0
@@ -341,10 +340,7 @@ class AdmissionProtocol:
     ) -> None:
         """Publish that this rank was admitted and begins to write.
 
-        Args:
-            parity: Of the round.
-            record: Says so.
-            before: What this rank had in the round.
+        Before, it had ``before`` in the round.
         """
         index = self._record(parity, self._rank)
         self.words.store_unordered(index, record.word(), before.word() if before else 0)
@@ -354,10 +350,7 @@ class AdmissionProtocol:
     ) -> None:
         """Publish what this rank has in the round; its payload is in place.
 
-        Args:
-            parity: Of the round.
-            record: What it has.
-            writing: What `mark_writing` has published, if nothing else came after it.
+        ``writing`` is what it published last, if that is known.
         """
         index = self._record(parity, self._rank)
         was = writing.word() if writing else None
