@@ -103,7 +103,7 @@ class AdmissionProtocol:
         self._seen = self._joined = self.packing.unpack(0)
         # The most gradients that a take has waited for.
         self._most = 0
-        self._one_guess = words.direct or not words.pipelined or limit > 0
+        self._one_guess = not words.pipelined or limit > 0
         # After an exception in `admit`, these hold the outcome.
         self.admission = [Attempt() for _ in range(1 if self._one_guess else _LIKELY)]
         self._shape = 0
@@ -335,9 +335,7 @@ class AdmissionProtocol:
         word = self.words.read(self._record(parity, self._rank))
         return bool(Record.of(word).writing)
 
-    def mark_writing(
-        self, parity: int, record: Record, before: Record | None = None
-    ) -> None:
+    def mark_writing(self, parity: int, record: Record, before: Record | None) -> None:
         """Publish that this rank was admitted and begins to write.
 
         Before, it had ``before`` in the round.

@@ -105,7 +105,7 @@ class AtomicWords:
         count: Number of words.
 
     Attributes:
-        pipelined: Whether several changes over the network take one round trip.
+        pipelined: Whether changes need round trips, of which several take one.
     """
 
     def __init__(self, group: Group, root: int, count: int) -> None:
@@ -122,7 +122,7 @@ class AtomicWords:
         # Whether MPI changes a word before the call returns. MPICH sends a rank that is
         # alone a message to itself.
         self._at_once = group.single_node and group.size > 1
-        self.pipelined = _has_pipeline()
+        self.pipelined = words is None and _has_pipeline()
         # Lets other nodes change words, or answer, while this rank polls.
         self._progress = None if group.single_node else group.progress.look
 
@@ -208,7 +208,8 @@ class AtomicWords:
 
         A flush yields the core, also if nothing is left to do, and again and again
         while the outcome is on its way. Where ranks share cores, each time may cost the
-        rest of a time slice. So this rank naps until the outcome is there.
+        rest of a time slice. So this rank yields for as long as an answer usually
+        takes, and then naps until the outcome is there.
 
         The flush after that is still needed where a message brings the outcome: memcpy
         of glibc stores 8 bytes twice, and another thread in MPI may be between the two.
@@ -224,7 +225,7 @@ class AtomicWords:
         return result.item()  # type: ignore[no-any-return]
 
     def _wait_for(self, result: Array, look: Callable[[], None]) -> None:
-        """Nap until MPI has written the outcome of a change, or for `_PATIENT`."""
+        """Wait until MPI has written the outcome of a change, or for `_PATIENT`."""
         begun, elapsed = time.monotonic(), 0.0
         while result.item() == _NEVER and elapsed < _PATIENT:
             look()

@@ -103,8 +103,7 @@ class BoundedStalenessInbox:
         self._seen = 0
         # What `submit` has done, for the recovery from an exception.
         self._added = Attempt()
-        one_guess = self.words.direct or not self.words.pipelined
-        tries = 1 if one_guess else min(n, _LIKELY)
+        tries = min(n, _LIKELY) if self.words.pipelined else 1
         self._admission = [Attempt() for _ in range(tries)]
         self._counted: Count | None = None
 

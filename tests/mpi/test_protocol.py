@@ -28,7 +28,7 @@ def admit(acc, local_step=0):
     """Be admitted and do not write; return the parity of the round."""
     receipt, parity, _ = acc._protocol.admit(np.zeros(2), local_step)
     assert receipt
-    acc._protocol.mark_writing(parity, Record(0, 0, 1, 0))
+    acc._protocol.mark_writing(parity, Record(0, 0, 1, 0), None)
     acc._protocol.words.flush()
     return parity
 
