@@ -3,17 +3,20 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-SIZES   := 4 3 2
-SINGLES := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
-           test-oldest-cupy test-unit
+MPI_LEGS := no-shared-memory openmpi mpich
+SIZES    := 4 3 2
+SINGLES  := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
+            test-oldest-cupy test-unit
 
-# The programs are the last, beside each other: some have limits of time, and both leave
-# cores idle a third of the time.  The long ones of the others come first.
+# In the order in which they begin.  Programs have limits of time and leave cores idle a
+# third of the time, so they run beside the tests on two ranks, which leave half of them.
+# The last ones are short: none of them runs alone for long.
 .PHONY: all
 all: environments \
-     $(SIZES:%=no-shared-memory-%) $(SIZES:%=openmpi-%) $(SIZES:%=mpich-%) \
+     $(MPI_LEGS:%=%-4) $(MPI_LEGS:%=%-3) \
+     programs-mpich programs-openmpi $(MPI_LEGS:%=%-2) \
      adapters hosts-mpich hosts-openmpi $(SINGLES:%=single-%) lint documentation \
-     shell-scripts programs-mpich programs-openmpi
+     shell-scripts
 
 # One after the other: all of them build the package in this directory.  Legs that need
 # the first one only, and do not read that directory, begin meanwhile.
