@@ -3,18 +3,18 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-MPI_LEGS := no-shared-memory openmpi mpich
-SIZES    := 4 3 2
-SINGLES  := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
-            test-oldest-cupy test-unit
+SIZES   := 4 3 2
+SINGLES := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
+           test-oldest-cupy test-unit
 
-# In the order in which they begin.  Programs have limits of time and leave cores idle a
-# third of the time, so they run beside the tests on two ranks, which leave half of them.
-# The last ones are short: none of them runs alone for long.
+# In the order in which they begin; make comes back to one that has to wait for an
+# environment when all others have begun, so three that need the first one only come
+# before.  Programs have limits of time and leave cores idle a third of the time: they
+# run beside the tests on two ranks, which do so, too.  The last ones are short.
 .PHONY: all
-all: environments \
-     $(MPI_LEGS:%=%-4) $(MPI_LEGS:%=%-3) \
-     programs-mpich programs-openmpi $(MPI_LEGS:%=%-2) \
+all: environments no-shared-memory-4 mpich-4 no-shared-memory-3 \
+     openmpi-4 openmpi-3 mpich-3 \
+     programs-mpich programs-openmpi no-shared-memory-2 openmpi-2 mpich-2 \
      adapters hosts-mpich hosts-openmpi $(SINGLES:%=single-%) lint documentation \
      shell-scripts
 

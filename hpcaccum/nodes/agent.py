@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,9 +83,12 @@ class Agent:
         # Requests of this rank that no agent may have received yet, with the node.
         # Several threads send them.
         self._sent: list[tuple[int, Any]] = []
+        # Of each service, how many requests this rank has sent.
+        self._requests: Counter[int] = Counter()
         self._lock = threading.Lock()
-        # None: about to be removed.
-        self._services: dict[int, Service | None] = {}
+        self._services: dict[int, Service] = {}
+        # The number of the service that was removed last.
+        self._removed: int | None = None
         # What the agent is doing, with the number of the service.
         self._running: list[tuple[int, Steps]] = []
         # Held from the receipt of a request until it is among them.
@@ -121,57 +124,70 @@ class Agent:
         All ranks add and remove their services in the same order. Requests that come
         before this rank has added the service wait for it.
         """
-        number = next(n for n in itertools.count() if n not in self._services)
+        # Another rank may still be about to remove the last one.
+        used = {*self._services, self._removed}
+        number = next(n for n in itertools.count() if n not in used)
         self._services[number] = service
         if len(self._services) == 1 and self.is_leader:
             self._start()
         return number
 
-    def remove(self, number: int, what: str, depth: int = 1) -> None:
+    def remove(self, number: int, what: str) -> None:
         """Remove a service, when what it was asked for is done. Collective.
+
+        The ranks have sent all of their requests; agents may still send some to carry
+        them out.
 
         Args:
             number: Of the service.
             what: Name for messages.
-            depth: How many requests of agents may follow from one of a rank, each from
-                the one before.
 
         Raises:
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on a rank that waits for
                 an agent. The other ranks get an error, too.
         """
-        deadline = Deadline(None, what)
-        # After the first round, agents have received the requests of all ranks; after
-        # the next ones, those that agents sent to carry them out. The last of these end
-        # in the last round.
-        for left in reversed(range(2 + depth)):
-            failure = self._end_requests(number, deadline)
-            if left == 0 and failure is None:
-                # The next request is one to the next service of this number, which
-                # another rank may add before this one.
-                self._services[number] = None
-            self._group.raise_together(what, failure)
-        del self._services[number]
+        deadline, sent, before = Deadline(None, what), -1, None
+        # If none was sent since the last round, all had been received when this one
+        # began. Every agent has carried out what it had received since.
+        while sent != before:
+            before = sent
+            mine, failure = self._end_requests(number, deadline)
+            sent = sum(self._group.raise_together(what, failure, mine))
+        self._removed = number
+        del self._services[number], self._requests[number]
         if not self._services:
             self._stop()
             self.comm.Free()
             del self._group.named[_NAME]
 
-    def _end_requests(self, number: int, deadline: Deadline) -> Exception | None:
-        """Wait for requests to a service, and for those of this rank."""
-        try:
-            deadline.wait(
-                lambda: self._is_idle(number),
-                lambda: f"the agent of {self.describe([self.node])} to end its work",
-            )
-            deadline.wait(
-                lambda: not self._unreceived() or None,
-                lambda: f"the agents of {self.describe(self._unreceived())}",
-            )
-        except WaitTimeoutError as error:
-            # Raised by all ranks together, so that they can call it again.
-            return error
-        return None
+    def _end_requests(
+        self, number: int, deadline: Deadline
+    ) -> tuple[int, Exception | None]:
+        """Wait for requests to a service, and for those of this rank.
+
+        Returns:
+            How many requests to the service this rank has sent, none of them during
+            these waits; and the error of a wait.
+        """
+        sent = -1
+        while sent != self._requests[number]:
+            sent = self._requests[number]
+            try:
+                self._wait_for_requests(number, deadline)
+            except WaitTimeoutError as error:
+                # Raised by all ranks together, so that they can call it again.
+                return sent, error
+        return sent, None
+
+    def _wait_for_requests(self, number: int, deadline: Deadline) -> None:
+        deadline.wait(
+            lambda: self._is_idle(number),
+            lambda: f"the agent of {self.describe([self.node])} to end its work",
+        )
+        deadline.wait(
+            lambda: not self._unreceived() or None,
+            lambda: f"the agents of {self.describe(self._unreceived())}",
+        )
 
     def _unreceived(self) -> set[int]:
         """Return the nodes whose agents have not received all requests of this rank."""
@@ -188,6 +204,9 @@ class Agent:
     def request(self, node: int, number: int, *request: Any) -> None:
         """Send a request to a service of the agent of a node; do not wait."""
         message, to = (number, *request), self.leaders[node]
+        with self._lock:
+            # First: `remove` must count what is sent.
+            self._requests[number] += 1
         if to == self._group.rank:
             self._own.append(message)
             self._awake.wake()

@@ -40,9 +40,6 @@ NEWEST = 0
 UPDATE, NO_UPDATE, ANSWER, END = range(4)
 # Channels of messages: gradients, parameters, questions to servers, answers.
 GRADIENTS, PARAMETERS, QUESTIONS, ANSWERS = range(4)
-# Requests that may follow from one of a rank: of parameters, to the host's agent, and
-# from there to all.
-DEPTH = 3
 
 
 @dataclass

@@ -22,7 +22,6 @@ from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.node_copy import NodeCopy
 from hpcaccum.server.order_agent import (
     ANSWERS,
-    DEPTH,
     DONE,
     KIND,
     MADE,
@@ -311,7 +310,7 @@ class ShardedParameters(NodeCopy):
 
     def free(self) -> None:
         """Free the memory, after the last update. Collective."""
-        self._agent.remove(self._service.number, f"{self._what}: free", DEPTH)
+        self._agent.remove(self._service.number, f"{self._what}: free")
         self._words.free()
         self._steps.free()
         self.copies.free()
