@@ -20,7 +20,7 @@ import numpy as np
 from hpcaccum.nodes import Incoming, pieces_of, send_pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from hpcaccum.mpi import AtomicWords
     from hpcaccum.nodes import Agent, NodeParts, Place, Steps
@@ -67,6 +67,30 @@ class _Snapshot:
     users: int = 0
 
 
+class _Queue:
+    """Steps of an agent that it runs one after the other.
+
+    Args:
+        run: Makes the agent run steps.
+    """
+
+    def __init__(self, run: Callable[[Steps], None]) -> None:
+        self._run, self._running = run, False
+        self._waiting: deque[Steps] = deque()
+
+    def add(self, steps: Steps) -> None:
+        """Run steps after those that were added before."""
+        self._waiting.append(steps)
+        if not self._running:
+            self._running = True
+            self._run(self._run_all())
+
+    def _run_all(self) -> Steps:
+        while self._waiting:
+            yield from self._waiting.popleft()
+        self._running = False
+
+
 class OrderAgent:
     """The service of one node's agent.
 
@@ -96,10 +120,10 @@ class OrderAgent:
         self._server, self._parts = server, parts
         self._node_copy, self._copies = node_copy, node_copy.copies
         self._words, self._steps = words, steps
-        # Of a server: orders that wait for their turn, whether one is carried out, the
-        # number of the last one that the server has got, and snapshots.
-        self._orders: deque[Steps] = deque()
-        self._obeying, self._given = False, 0
+        # Of a server: its orders, the number of the last one that it has got, what it
+        # sends to each node, so that pieces of two steps do not mix, and snapshots.
+        self._orders, self._given = self._queue(), 0
+        self._sending = {node: self._queue() for node in range(len(agent.leaders))}
         self._snapshots: list[_Snapshot] = []
         # Of the host: the step that was ordered last, the least step that each node
         # waits for, and the last step sent to each.
@@ -110,10 +134,12 @@ class OrderAgent:
         # for, steps on their way, and the part of its own server of each of these.
         self._waiting: set[int] = set()
         self._wanted: int | None = None
-        self._coming: deque[int] = deque()
-        self._receiving = False
+        self._coming = self._queue()
         self._own: dict[int, _Snapshot] = {}
         self.number = agent.add(self)
+
+    def _queue(self) -> _Queue:
+        return _Queue(lambda steps: self._agent.run(self.number, steps))
 
     def tag(self, channel: int) -> int:
         """Return the tag of a channel."""
@@ -199,7 +225,7 @@ class OrderAgent:
         here = self._agent.node
         self._give(self._parts.by_node(places).get(here, []))
         if here in self._nodes:
-            self._in_turn(self._make(step, places, divisor, rate, ready))
+            self._orders.add(self._make(step, places, divisor, rate, ready))
         if here in ready:
             self._do_coming(step)
 
@@ -216,22 +242,10 @@ class OrderAgent:
     # The agent of a server
 
     def _do_send(self, step: int, nodes: list[int]) -> None:
-        self._in_turn(self._send(step, nodes))
+        self._orders.add(self._send(step, nodes))
 
     def _do_obey(self, kind: int) -> None:
-        self._in_turn(self._obey(kind, None))
-
-    def _in_turn(self, steps: Steps) -> None:
-        """Carry out an order after those before it."""
-        self._orders.append(steps)
-        if not self._obeying:
-            self._obeying = True
-            self._agent.run(self.number, self._carry_out())
-
-    def _carry_out(self) -> Steps:
-        while self._orders:
-            yield from self._orders.popleft()
-        self._obeying = False
+        self._orders.add(self._obey(kind, None))
 
     def _make(
         self,
@@ -272,7 +286,7 @@ class OrderAgent:
             if node == self._agent.node:
                 self._own[step] = snapshot
             else:
-                self._agent.run(self.number, self._send_to(node, snapshot))
+                self._sending[node].add(self._send_to(node, snapshot))
 
     def _snapshot(self) -> _Snapshot:
         """Return a copy of the part; a node that is slow must not delay updates."""
@@ -308,20 +322,14 @@ class OrderAgent:
 
     def _do_coming(self, step: int) -> None:
         """Receive the parts of a step, after those of earlier ones."""
-        self._coming.append(step)
-        if not self._receiving:
-            self._receiving = True
-            self._agent.run(self.number, self._fetch())
+        self._coming.add(self._fetch(step))
 
-    def _fetch(self) -> Steps:
-        while self._coming:
-            step = self._coming.popleft()
-            yield from self._receive(step, self._copies.begin(step))
-            self._node_copy.complete(step)
-            self._waiting = {each for each in self._waiting if each > step}
-            self._wanted = None
-            self._want()
-        self._receiving = False
+    def _fetch(self, step: int) -> Steps:
+        yield from self._receive(step, self._copies.begin(step))
+        self._node_copy.complete(step)
+        self._waiting = {each for each in self._waiting if each > step}
+        self._wanted = None
+        self._want()
 
     def _receive(self, step: int, vector: Array) -> Steps:
         """Receive all parts into a vector."""

@@ -24,7 +24,7 @@
  *
  * 1. A gradient, and a part of the parameters, is the number of its step. What is mixed
  *    or overwritten early differs in it. A vector is one message; the pieces of one are
- *    sent and received in the same order.
+ *    sent and received in the same order, and those of a step before those of the next.
  * 2. A process is what an agent does in turn; handlers that run beside it are processes
  *    of their own. Messages between two agents keep their order, as in MPI.
  *    What a rank asks of its own agent, the host of its own, and the report of a server

@@ -10,7 +10,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, Group, InvalidArgumentError, WaitTimeoutError
 from hpcaccum.mpi.runtime import MPI
-from hpcaccum.nodes import Agent, NodeParts, send_pieces
+from hpcaccum.nodes import Agent, NodeParts, send_pieces, transfer
 from hpcaccum.server import node_copy, order_agent
 from hpcaccum.server.order_agent import OrderAgent
 
@@ -212,6 +212,42 @@ def test_all_parts_are_of_one_step(group, monkeypatch, slow):
     opt.free()
     assert (variables[0].value == opt.global_step).all()
     assert opt.global_step == 20 * group.size
+
+
+@pytest.mark.ranks(min=3)
+def test_steps_on_their_way_to_a_slow_node_do_not_mix(group, monkeypatch):
+    slow, last = group.nodes[-1][0], group.size - 1
+
+    def send(comm, rank, *args):
+        for done in send_pieces(comm, rank, *args):
+            end = time.monotonic() + 0.005
+            while rank == slow and time.monotonic() < end:
+                yield False
+            yield done
+
+    monkeypatch.setattr(order_agent, "send_pieces", send)
+    # Each server sends several pieces.
+    monkeypatch.setattr(transfer, "_PIECE", 64)
+    # All elements of step k are k.
+    var, servers = hpc.Variable(np.zeros(600, np.float32), "w"), leaders(group)
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.SGD(1.0), group.size + 1, comm=group, servers=servers
+    )
+    opt.initialize([var])
+    grad = -np.ones(600, np.float32)
+    if group.rank == last:
+        # The first of two for one update: this rank does not wait for it.
+        opt.minimize(gives(grad))
+        until(lambda: opt.global_step >= 2)
+        # Stale, so this rank waits, while its node receives step 1.
+        assert not opt.apply_gradients([(grad, var)])
+    else:
+        while opt._step < 2:
+            opt.minimize(gives(grad))
+    assert opt._step >= 2
+    assert (var.value == opt._step).all()
+    opt.leave()
+    opt.free()
 
 
 def test_a_learning_rate_set_on_the_host_is_that_of_all_servers(group):
