@@ -254,10 +254,11 @@ class AGNOptimizer(OneSidedOptimizer):
             np.divide(total, total.dtype.type(self._period), out=total)
         rows = self._rows.means(sparse, self._period)
         means: dict[str, Array | Rows] = {**arrays, **rows}
-        receipt = server.push(means, self._step)
-        # Variables without a gradient in this call keep their sums.
+        # Variables without a gradient in this call keep their sums. First: a push that
+        # raises may have been accepted, and must not be repeated.
         self._summed.difference_update(arrays)
         self._rows.clear(rows)
+        receipt = server.push(means, self._step)
         self._useful = receipt.global_step + 1
         # The local steps have changed the rows that are pushed.
         self._pull({name: self._values[name] for name in means})

@@ -8,7 +8,8 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError
 
-from .training import gives, meet, raised, turns, watch_copies
+from ..common import same_bits
+from .training import gives, meet, raised, turns, variable, watch_copies
 
 
 @pytest.fixture
@@ -371,3 +372,29 @@ def test_a_period_is_at_least_one_on_all_ranks(comm, rank, size, period, kind):
 def test_the_getter_must_be_one(comm):
     with pytest.raises(TypeError, match="AGNCustomGetter"):
         hpc.AGNOptimizer(hpc.SGD(1), 1, None)
+
+
+def test_a_push_that_raises_after_it_was_accepted_is_not_repeated(comm, rank, size):
+    w, getter = variable(np.zeros(3)), hpc.AGNCustomGetter(comm=comm)
+    getter.register(w)
+    opt = hpc.AGNOptimizer(hpc.SGD(1.0), size, getter, 1)
+    opt.initialize([w])
+    submit = opt._server._inbox.submit
+
+    def accepted(step):
+        assert submit(step)
+        raise MemoryError
+
+    if rank == 0:
+        opt._server._inbox.submit = accepted
+        arrays = opt._server.gradient_arrays()
+        assert type(raised(opt.minimize, gives(-np.ones(3)))) is MemoryError
+        # It is on its way: a write to it would change the update.
+        assert not arrays["w"].flags.writeable
+        opt._server._inbox.submit = submit
+        opt.minimize(gives(-2 * np.ones(3)))
+    meet()
+    assert opt.global_step == 2
+    same_bits(opt.center(w), np.full(3, 3.0))
+    meet()
+    opt.free()
