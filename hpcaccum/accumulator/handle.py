@@ -138,10 +138,10 @@ class Accumulator(Freeable):
         """Promise that this rank contributes no more gradients. Not collective.
 
         Quorums shrink: a take that requires more gradients than there are present ranks
-        waits for one of each.
+        waits for one of each. A host that is none of the ``workers`` changes nothing.
         """
         self._check_open()
-        self._shared.writer.leave()
+        self._shared.leave()
 
     def awaited(self, num_required: int, step: int) -> str | None:
         """Return what a take at a step still waits for, for messages; None if nothing.

@@ -121,17 +121,19 @@ class SharedAccumulator(Freeable):
         return f"accumulator {self._what!r}"
 
     def _free(self) -> None:
-        if is_ending() and self._contributes():
+        if is_ending():
             # No take must wait for a gradient of a rank whose program has ended.
-            self.writer.leave()
+            self.leave()
         self.group.allgather(None, f"{self.label}: free")
         self.writer.free()
         self.storage.free()
         self.protocol.free()
 
-    def _contributes(self) -> bool:
+    def leave(self) -> None:
+        """Promise that this rank contributes no more; no-op on a host that does not."""
         all_ranks = self.settings.workers == self.group.size
-        return all_ranks or self.group.rank != self.settings.host
+        if all_ranks or self.group.rank != self.settings.host:
+            self.writer.leave()
 
 
 def _key(settings: Settings) -> str:

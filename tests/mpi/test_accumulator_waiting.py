@@ -19,7 +19,7 @@ from .acting import (  # noqa: F401
     settle,
     until,
 )
-from .support import WAIT
+from .support import WAIT, meet
 
 
 def test_take_waits_until_enough_are_there(acc):
@@ -319,3 +319,21 @@ def test_more_ranks_leave_than_there_are_workers():
             take.result()
         with pytest.raises(hpc.EverybodyLeftError):
             at(1, acc.take_grad, 3, timeout=WAIT)
+
+
+@pytest.mark.ranks(min=3)
+def test_a_host_that_does_not_contribute_may_leave(comm, rank, size):
+    acc = hpc.ConditionalAccumulator(np.float32, (2,), comm=comm, workers=size - 1)
+    if rank < size - 1:
+        acc.leave()
+    meet()
+    left = acc.statistics().left
+    if rank == size - 1:
+        acc.apply_grad(np.ones(2))
+    meet()
+    result = acc.take_grad(size - 1, timeout=WAIT) if rank == 0 else None
+    meet()
+    acc.free()
+
+    assert left == tuple(range(1, size - 1))
+    assert rank or (result == 1).all()
