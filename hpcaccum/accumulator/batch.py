@@ -37,12 +37,14 @@ class Batch:
         places: Of each vector, in rank order; may be empty.
         dtype: Of the vectors.
         divisor: Of their sum.
+        step: At which the vectors were admitted; -1 if it has no meaning.
     """
 
     parts: NodeParts
     places: Sequence[Place]
     dtype: np.dtype[Any]
     divisor: int
+    step: int = -1
 
     @property
     def is_local(self) -> bool:

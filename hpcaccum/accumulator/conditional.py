@@ -234,7 +234,7 @@ class ConditionalAccumulator(Accumulator):
         return found
 
     def _divisor(self, closed: Closed) -> int:
-        return closed.count if self._settings.reduction == "MEAN" else 1
+        return max(1, closed.count) if self._settings.reduction == "MEAN" else 1
 
     @property
     def parts(self) -> NodeParts:
@@ -249,8 +249,8 @@ class ConditionalAccumulator(Accumulator):
         """Do as `take_grad`, but let ``use`` read the gradients where they lie.
 
         They stay as they are until it returns. It may be called again with the same
-        gradients if it raises. For callers inside the package; not for
-        ``storage="sum"``.
+        gradients if it raises. There are none if all were given up: ranks may know the
+        next step by then. For callers inside the package; not for ``storage="sum"``.
         """
         self._check_open()
         storage = self._storage
@@ -259,6 +259,7 @@ class ConditionalAccumulator(Accumulator):
             self._required(num_required),
             deadline,
             lambda closed: use(storage.batch(closed, self._divisor(closed))),
+            empty=True,
         )
 
     def note_finished(self, step: int) -> None:

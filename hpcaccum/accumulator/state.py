@@ -139,12 +139,14 @@ class Closed:
     """A closed round, of which all gradients are written.
 
     Attributes:
+        step: At which its gradients were admitted.
         parity: Of the round.
         count: The gradients in it, without those that were given up.
         shape: Number of its shape; 0 if all rounds have the same one.
         records: The records of the ranks that have gradients, in rank order.
     """
 
+    step: int
     parity: int
     count: int
     shape: int

@@ -151,7 +151,7 @@ class Slots:
         """Return the gradients of a round, which stay where they are."""
         records = closed.records.items()
         places = [(rank, record.buffer * self._stride) for rank, record in records]
-        return Batch(self.parts, places, self._dtype, divisor)
+        return Batch(self.parts, places, self._dtype, divisor, closed.step)
 
     def clear(self, parity: int, size: int) -> None:
         """Do nothing: the first gradient of a round overwrites."""

@@ -37,9 +37,15 @@ class Taker:
         # to close, as it will be then; and what the round has once it is final.
         self._closing: State | None = None
         self._complete: Closed | None = None
+        self._empty = False
 
     def take(
-        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+        self,
+        required: int,
+        deadline: Deadline,
+        reduce: Callable[[Closed], T],
+        *,
+        empty: bool = False,
     ) -> T:
         """Close a round of ``required`` gradients or more; return their reduction.
 
@@ -49,9 +55,11 @@ class Taker:
         Args:
             required: Gradients to wait for.
             deadline: Of the call.
-            reduce: Returns the reduction of a closed round, which has gradients. They
-                stay as they are until it returns. If it raises, it may be called again
-                with the same round.
+            reduce: Returns the reduction of a closed round. Its gradients stay as they
+                are until it returns. If it raises, it may be called again with the same
+                round.
+            empty: Whether a round is reduced of which all gradients were given up. If
+                not, another round is closed at its step.
 
         Raises:
             WaitTimeoutError: Names what is missing.
@@ -59,24 +67,28 @@ class Taker:
             Exception: What ``reduce`` raises.
         """
         return self._protocol.line.hold(
-            deadline, lambda: self._take(required, deadline, reduce)
+            deadline, lambda: self._take(required, deadline, reduce, empty)
         )
 
     def _take(
-        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+        self,
+        required: int,
+        deadline: Deadline,
+        reduce: Callable[[Closed], T],
+        empty: bool,
     ) -> T:
         self._closing = self._complete = None
+        self._empty = empty
         try:
             while True:
                 closing = self._close(required, deadline)
                 closed = self._await_writers(closing, deadline)
-                if closed.count:
+                if closed.count or empty:
                     result = reduce(closed)
                 self._complete = closed
                 self._finish(closing, closed)
-                if closed.count:
+                if closed.count or empty:
                     return result
-                # All of them were given up: there is nothing to return.
                 self._closing = self._complete = None
         except BaseException:
             # A signal handler may raise again, and no other rank can do this.
@@ -179,7 +191,7 @@ class Taker:
                 return None
             full = {rank: record for rank, record in records.items() if record.number}
             shape = max((record.shape for record in full.values()), default=0)
-            return Closed(closing.parity, count, shape, full)
+            return Closed(closing.step, closing.parity, count, shape, full)
 
         return deadline.wait(
             complete, lambda: self._protocol.unfinished(closing.parity)
@@ -190,7 +202,7 @@ class Taker:
         if closed.count:
             shape = self._protocol.shapes.shape(closed.shape)
             self._storage.clear(closed.parity, size_of(shape))
-        else:
+        elif not self._empty:
             self._step_back(closing)
         # Before the turn is passed on: the next take may open this parity again.
         self._protocol.clear_records(closed.parity)

@@ -18,6 +18,35 @@ class Background:
     """The base of loops; they differ in `run`."""
 
     _thread: threading.Thread | None = None
+    # The number of the last change that has begun, and of the last one made.
+    _begun = _made = -1
+
+    def _make_once(self, number: int, change: Callable[[], bool]) -> bool:
+        """Make a change of the center, unless `run` made it before an interruption.
+
+        Args:
+            number: Of the change; each one has a greater one.
+            change: Returns False if it changes nothing.
+
+        Returns:
+            What ``change`` returns.
+
+        Raises:
+            RuntimeError: If the change was interrupted.
+        """
+        if self._made == number:
+            return True
+        if self._begun == number:
+            raise RuntimeError(
+                "an update was interrupted while it changed the parameters, which are "
+                "neither the old nor the new ones now: continue from a checkpoint"
+            )
+        self._begun = number
+        if not change():
+            self._begun = -1
+            return False
+        self._made = number
+        return True
 
     def run(self) -> None:
         """Run the loop until its work is done."""

@@ -281,7 +281,7 @@ class BoundedStalenessInbox:
         )
         places = [] if rank == _NOBODY else [(rank, 0)]
         # Its number stays in the place, as later steps have other numbers.
-        use(Batch(self.parts, places, self._dtype, 1))
+        use(Batch(self.parts, places, self._dtype, 1, step))
         self.words.write(_APPLIED, step + 1)
 
     def _find(self, step: int) -> int | None:

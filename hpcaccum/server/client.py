@@ -96,6 +96,10 @@ class Client(Freeable):
         self._pulled = 0
         self._has: dict[str, int] = {}
         self.waited = 0.0
+        # What `free` has to do.
+        self._left = [self._inbox.free, self._parameters.free, self._copies.free]
+        if self._together is not None:
+            self._left.insert(0, self._together.free)
 
     def _make_parameters(
         self, servers: Sequence[int], elementwise: bool
@@ -287,12 +291,11 @@ class Client(Freeable):
         )
         # Before: a gradient that was admitted keeps its slot, also if this raises.
         self._lent = None
-        receipt = self._inbox.submit(local_step)
         for view in self._views:
             # NumPy refuses writes from now on: they would corrupt a gradient.
             view.flags.writeable = False
         self._views.clear()
-        return receipt
+        return self._inbox.submit(local_step)
 
     def drop(self, local_step: int) -> Receipt:
         """Count a gradient that is not finite; return its receipt."""
@@ -349,8 +352,7 @@ class Client(Freeable):
         if self._transfer is not None:
             self._transfer.free()
             self._transfer = None
-        if self._together is not None:
-            self._together.free()
-        self._inbox.free()
-        self._parameters.free()
-        self._copies.free()
+        # One that fails does so on all ranks, and is the first of the next call.
+        while self._left:
+            self._left[0]()
+            del self._left[0]

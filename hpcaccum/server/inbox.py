@@ -66,7 +66,9 @@ class Inbox(Protocol):
         Args:
             step: The step now.
             deadline: Of the call.
-            use: Reads the gradients. When it returns, their ranks may write new ones.
+            use: Reads the gradients; there are none if all were given up. When it
+                returns, their ranks may write new ones. If it raises, or this call
+                fails later, the next call may use the same gradients again.
 
         Raises:
             WaitTimeoutError: If it does not arrive in time.

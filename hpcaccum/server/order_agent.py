@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 # Words of a node. Of a server: the number of its newest order, of the last that it has
-# carried out, what it is, and its learning rate as bits. Then, on the host's node, the
-# last step of each server.
-ORDER, DONE, KIND, RATE, MADE = range(5)
+# carried out, what it asks for, and a number that belongs to that. Then, on the host's
+# node, the last step of each server.
+ORDER, DONE, KIND, DETAIL, MADE = range(5)
 # Words of the host: the newest step that was ordered; again the last of each server,
 # for messages of all ranks.
 NEWEST = 0
-# What an order asks a server for.
+# What an order asks a server for: an update, with a learning rate as bits; an answer,
+# with the number of the question.
 UPDATE, NO_UPDATE, ANSWER, END = range(4)
 # Channels of messages: gradients, parameters, questions to servers, answers.
 GRADIENTS, PARAMETERS, QUESTIONS, ANSWERS = range(4)
@@ -205,8 +206,8 @@ class OrderAgent:
         self._steps.write(NEWEST + 1 + server, step)
         self._write(MADE + server, step)
 
-    def _do_ask(self) -> None:
-        self._tell(self._nodes, "obey", ANSWER)
+    def _do_ask(self, question: int) -> None:
+        self._tell(self._nodes, "obey", ANSWER, question)
 
     def _do_end(self) -> None:
         self._tell(self._nodes, "obey", END)
@@ -244,8 +245,8 @@ class OrderAgent:
     def _do_send(self, step: int, nodes: list[int]) -> None:
         self._orders.add(self._send(step, nodes))
 
-    def _do_obey(self, kind: int) -> None:
-        self._orders.add(self._obey(kind, None))
+    def _do_obey(self, kind: int, detail: int = 0) -> None:
+        self._orders.add(self._obey(kind, detail))
 
     def _make(
         self,
@@ -263,14 +264,14 @@ class OrderAgent:
             yield from self._parts.collecting(
                 tag, places, ranges, divisor, server.gradients
             )
-        yield from self._obey(UPDATE if places else NO_UPDATE, rate)
+        yield from self._obey(UPDATE if places else NO_UPDATE, bits(rate))
         yield from self._send(step, nodes)
         self._tell(self._nodes[:1], "made", server.number, step)
 
-    def _obey(self, kind: int, rate: float | None) -> Steps:
+    def _obey(self, kind: int, detail: int) -> Steps:
         """Give the server of this node an order; wait until it is carried out."""
         self._given += 1
-        self._words.write_range(KIND, [kind, bits(rate)])
+        self._words.write_range(KIND, [kind, detail])
         self._write(ORDER, self._given)
         while self._words.read(DONE) < self._given:
             yield False

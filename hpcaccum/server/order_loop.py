@@ -56,7 +56,7 @@ class OrderLoop(Loop):
         super().run()
         deadline = Deadline(math.inf, f"{self._what}: end")
         # Another thread of this rank may ask, too.
-        with self._lock:
+        with self._lock.updating():
             if self.last_answers is None:
                 self.last_answers = self._parameters.ask(None, deadline)
                 self._parameters.end()

@@ -357,9 +357,15 @@ class ParameterServer(Client):
             self._inbox.leave()
 
     def _free(self) -> None:
-        """Leave, wait for all others to leave, stop the loop, free the memory."""
+        """End the updates, free the memory."""
         self._check_not_paused("free()")
-        call = f"{self.label}: free"
+        # Not again if the rest of an earlier call has failed.
+        if self._final is None:
+            self._end(f"{self.label}: free")
+        super()._free()
+
+    def _end(self, call: str) -> None:
+        """Leave, wait for all others to leave, stop the loop, keep the last values."""
         self.leave()
         self._group.allgather(None, call)
         self._end_updates(call)
@@ -371,7 +377,6 @@ class ParameterServer(Client):
         self.center, self.slots = center, None
         if self._updates is not None:
             self._updates.center = center
-        super()._free()
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.server.background import Background
-from hpcaccum.server.order_agent import ANSWER, END, NO_UPDATE, UPDATE
+from hpcaccum.server.order_agent import ANSWER, END, NO_UPDATE, UPDATE, rate_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,17 +54,19 @@ class ShardLoop(Background):
         while self._kind != END:
             # An idle server has no limit.
             deadline = Deadline(math.inf, f"{self._what}: server")
-            number, kind, rate = self._parameters.next_order(self._number, deadline)
+            number, kind, word = self._parameters.next_order(self._number, deadline)
             if kind == UPDATE:
-                self._make_update(rate)
+                update = functools.partial(self._make_update, rate_of(word))
+                self._make_once(number, update)
             elif kind == ANSWER:
-                self._parameters.answer(self.answer, deadline)
+                self._parameters.answer(self.answer, word)
             self._parameters.done(number)
             self._number, self._kind = number, kind
 
-    def _make_update(self, rate: float | None) -> None:
+    def _make_update(self, rate: float | None) -> bool:
         assert self.update is not None
         shard, part = self._server.shard, self._server.part
         if grads := shard.read_gradients(self._server.gradients):
             self.update(grads, rate)
             shard.write_parameters(self.center, part)
+        return True

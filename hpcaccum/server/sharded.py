@@ -22,6 +22,7 @@ from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.node_copy import NodeCopy
 from hpcaccum.server.order_agent import (
     ANSWERS,
+    DETAIL,
     DONE,
     KIND,
     MADE,
@@ -29,10 +30,8 @@ from hpcaccum.server.order_agent import (
     ORDER,
     PARAMETERS,
     QUESTIONS,
-    RATE,
     OrderAgent,
     Server,
-    rate_of,
 )
 from hpcaccum.server.shard import Shard, cut
 
@@ -109,8 +108,10 @@ class ShardedParameters(NodeCopy):
             self._words,
             self._steps,
         )
-        # Questions that the host has asked.
-        self._asked = 0
+        # On the host: the number of its last question, and its messages. On a server:
+        # the last question that it has received, and its answers.
+        self._asked, self._question = 0, (0, None)
+        self._messages: list[Any] = []
         group.allgather(None, f"{what}: servers")
 
     def _allocate(self, group: Group) -> Server:
@@ -232,14 +233,19 @@ class ShardedParameters(NodeCopy):
             WaitTimeoutError: If one does not answer in time.
         """
         self._asked += 1
-        comm, number = self._agent.comm, self._asked
-        tag = self._service.tag(QUESTIONS)
-        sent = [comm.isend((number, question), rank, tag) for rank in self._servers]
-        self._request("ask")
-        answers = [self._answer(rank, number, deadline) for rank in self._servers]
-        for request in sent:
-            request.wait()
-        return answers
+        number = self._asked
+        for rank in self._servers:
+            self._send((number, question), rank, QUESTIONS)
+        # Servers that are not asked for the answer skip the question.
+        self._request("ask", number)
+        return [self._answer(rank, number, deadline) for rank in self._servers]
+
+    def _send(self, message: Any, rank: int, channel: int) -> None:
+        """Send a message that the other rank may never receive; keep it until then."""
+        self._messages = [each for each in self._messages if not each.Test()]
+        tag = self._service.tag(channel)
+        # In C throughout: no signal handler comes between the two.
+        self._messages.extend(map(self._agent.comm.isend, (message,), (rank,), (tag,)))
 
     def _answer(self, rank: int, number: int, deadline: Deadline) -> Any:
         tag = self._service.tag(ANSWERS)
@@ -260,9 +266,7 @@ class ShardedParameters(NodeCopy):
 
     # A server
 
-    def next_order(
-        self, last: int, deadline: Deadline
-    ) -> tuple[int, int, float | None]:
+    def next_order(self, last: int, deadline: Deadline) -> tuple[int, int, int]:
         """Wait for the next order to the server of this node.
 
         Args:
@@ -270,24 +274,25 @@ class ShardedParameters(NodeCopy):
             deadline: Of the call.
 
         Returns:
-            Its number, what it asks for, and the learning rate, if it has one.
+            Its number, what it asks for, and the number that belongs to that.
         """
         read = self._words.read
         self.changed.wait(lambda: read(ORDER) > last, deadline, lambda: "an order")
-        return read(ORDER), read(KIND), rate_of(read(RATE))
+        return read(ORDER), read(KIND), read(DETAIL)
 
     def done(self, number: int) -> None:
         """Say that an order has been carried out."""
         self._words.write(DONE, number)
 
-    def answer(self, find: Callable[[Any], Any], deadline: Deadline) -> None:
-        """Receive the question of the host and answer it."""
+    def answer(self, find: Callable[[Any], Any], number: int) -> None:
+        """Receive the question of that number and answer it; do not wait for the host.
+
+        The host may have given it up: it receives the answer when it asks again.
+        """
         comm, host = self._agent.comm, self._servers[0]
-        number, question = comm.recv(source=host, tag=self._service.tag(QUESTIONS))
-        reply = comm.isend((number, find(question)), host, self._service.tag(ANSWERS))
-        deadline.wait(
-            lambda: reply.test()[0] or None, lambda: f"rank {host} to take an answer"
-        )
+        while self._question[0] != number:
+            self._question = comm.recv(source=host, tag=self._service.tag(QUESTIONS))
+        self._send((number, find(self._question[1])), host, ANSWERS)
 
     # Every rank
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import Deadline
 
@@ -30,23 +30,34 @@ class UpdateLock:
         self._gate, self._lock = threading.RLock(), threading.RLock()
         self._reader: int | None = None
 
-    def __enter__(self) -> None:
-        """Begin an update. No time limit: the ranks that wait for it have one."""
-        self._pass(self._gate)
+    # A signal handler may raise at any point. An acquisition is recorded as it is made,
+    # and released without calling a function of Python before.
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Hold the lock during an update.
+
+        No time limit: the ranks that wait for the update have one.
+        """
+        held: list[bool] = []
         try:
-            self._pass(self._lock)
+            gate: list[bool] = []
+            try:
+                self._pass(self._gate, gate)
+                self._pass(self._lock, held)
+            finally:
+                if gate:
+                    self._gate.release()
+            yield
         finally:
-            self._gate.release()
+            if held:
+                self._lock.release()
 
-    def _pass(self, lock: threading.RLock) -> None:
+    def _pass(self, lock: Any, held: list[bool]) -> None:
         # Almost always free: a deadline would cost more than the lock.
-        if not lock.acquire(blocking=False):
+        if not _attempt(lock, held, 0):
             deadline = Deadline(math.inf, f"{self._what}: update")
-            _acquire(lock, deadline, "a read of this rank to end")
-
-    def __exit__(self, *error: object) -> None:
-        """End an update."""
-        self._lock.release()
+            _acquire(lock, held, deadline, "a read of this rank to end")
 
     @contextlib.contextmanager
     def reading(self, deadline: Deadline) -> Iterator[None]:
@@ -55,30 +66,44 @@ class UpdateLock:
         Raises:
             WaitTimeoutError: If an update, or another reader, does not end in time.
         """
-        # Without the gate if this thread holds the lock: another reader may hold the
-        # gate while it waits for this one.
-        if not self._lock.acquire(blocking=False):
-            self._wait(deadline)
-        before, self._reader = self._reader, threading.get_ident()
+        again = self.is_read_by_this_thread()
+        held: list[bool] = []
         try:
+            # Without the gate if this thread holds the lock: another reader may hold
+            # the gate while it waits for this one.
+            if not _attempt(self._lock, held, 0):
+                self._wait(held, deadline)
+            self._reader = threading.get_ident()
             yield
         finally:
-            self._reader = before
-            self._lock.release()
+            if held:
+                if not again:
+                    self._reader = None
+                self._lock.release()
 
-    def _wait(self, deadline: Deadline) -> None:
-        _acquire(self._gate, deadline, "a read by another thread of this rank to end")
+    def _wait(self, held: list[bool], deadline: Deadline) -> None:
+        """Acquire the lock before the next update."""
+        gate: list[bool] = []
         try:
-            _acquire(self._lock, deadline, "an update of this rank to end")
+            missing = "a read by another thread of this rank to end"
+            _acquire(self._gate, gate, deadline, missing)
+            _acquire(self._lock, held, deadline, "an update of this rank to end")
         finally:
-            self._gate.release()
+            if gate:
+                self._gate.release()
 
     def is_read_by_this_thread(self) -> bool:
         """Whether this thread prevents updates."""
         return self._reader == threading.get_ident()
 
 
-def _acquire(lock: threading.RLock, deadline: Deadline, missing: str) -> None:
-    deadline.block(
-        lambda seconds: lock.acquire(timeout=seconds) or None, lambda: missing
-    )
+def _acquire(lock: Any, held: list[bool], deadline: Deadline, missing: str) -> None:
+    deadline.block(lambda seconds: _attempt(lock, held, seconds), lambda: missing)
+
+
+def _attempt(lock: Any, held: list[bool], seconds: float) -> bool | None:
+    """Acquire a lock, record that in ``held``; return None if it takes too long."""
+    seconds = seconds if seconds > 0 else -1
+    # In C throughout: no signal handler comes between the two.
+    held.extend(filter(None, map(lock.acquire, (seconds > 0,), (seconds,))))
+    return bool(held) or None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -59,17 +58,20 @@ class Loop(Background):
     def run(self) -> None:
         """Make updates until all ranks have left."""
         with contextlib.suppress(EverybodyLeftError):
-            for step in itertools.count(self.made()):
+            while True:
+                step = self.made()
                 # Those who wait for an update have a limit; an idle server has none.
                 deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
-                use = functools.partial(self._make_in_turn, step + 1, deadline)
+                use = functools.partial(self._make_in_turn, deadline)
                 self._inbox.next(step, deadline, use)
                 if self.after_update is not None:
-                    self.after_update(step + 1)
+                    self.after_update(self.made())
 
-    def _make_in_turn(self, step: int, deadline: Deadline, batch: Batch) -> None:
-        with self._lock:
-            self._make_step(step, deadline, batch)
+    def _make_in_turn(self, deadline: Deadline, batch: Batch) -> None:
+        with self._lock.updating():
+            # A call of `run` that was interrupted may have made it.
+            if self.made() <= batch.step:
+                self._make_step(batch.step + 1, deadline, batch)
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
         """Update the center with a batch of gradients, and publish it."""
@@ -138,22 +140,25 @@ class UpdateLoop(Loop):
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
         def fill(flat: Array) -> None:
-            if not self._update_together(batch, flat, deadline):
+            # It is made already if it was interrupted before it was published.
+            if self._made != step:
+                if self._update_together(batch, flat, deadline):
+                    return
                 self._update_alone(batch, deadline)
-                self._fill(flat)
+            self._fill(flat)
 
         self._parameters.publish(fill, step)
 
     def _update_together(self, batch: Batch, flat: Array, deadline: Deadline) -> bool:
         """Update the center and write it to a vector, if all ranks can help."""
-        return (
-            self._together is not None
-            and self._wire.is_complete(batch)
-            and self._together.apply(batch, flat, deadline)
+        together = self._together
+        if together is None or not self._wire.is_complete(batch):
+            return False
+        return self._make_once(
+            batch.step + 1, lambda: together.apply(batch, flat, deadline)
         )
 
     def _update_alone(self, batch: Batch, deadline: Deadline) -> None:
-        assert self.update is not None
         # There is no gradient if its rank was admitted and then failed to write.
         if not batch.places:
             return
@@ -165,7 +170,12 @@ class UpdateLoop(Loop):
         # First: an update that fails has changed some of them.
         self._copies.note({name: each.indices for name, each in rows.items()})
         if grads := {**arrays, **rows}:
-            self.update(grads, None)
+            self._make_once(batch.step + 1, lambda: self._call_update(grads))
+
+    def _call_update(self, grads: dict[str, Any]) -> bool:
+        assert self.update is not None
+        self.update(grads, None)
+        return True
 
     def _total(self, batch: Batch, deadline: Deadline) -> Array:
         """Return the sum of the arrays of a batch, which may be changed."""

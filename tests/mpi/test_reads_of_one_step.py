@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.server.update_lock import UpdateLock
 
 from .acting import VAIN, until
+from .interrupting import at_each_point, interrupt
 from .support import WAIT
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
 
@@ -178,7 +180,7 @@ def test_a_reader_comes_before_the_next_update():
 
     reader = threading.Thread(target=read, daemon=True)
     for number in range(1000):
-        with lock:
+        with lock.updating():
             updates.append(number)
             if number == 0:
                 reader.start()
@@ -193,7 +195,7 @@ def test_a_read_that_waits_too_long_names_what_it_waits_for():
     lock, begun, over = UpdateLock("test"), threading.Event(), threading.Event()
 
     def update():
-        with lock:
+        with lock.updating():
             begun.set()
             assert over.wait(WAIT)
 
@@ -223,7 +225,7 @@ def test_an_update_that_waits_for_a_reader_is_reported(monkeypatch, caplog):
     lock, entered = UpdateLock("w"), threading.Event()
 
     def update():
-        with lock:
+        with lock.updating():
             entered.set()
 
     server = threading.Thread(target=update, daemon=True)
@@ -236,3 +238,36 @@ def test_an_update_that_waits_for_a_reader_is_reported(monkeypatch, caplog):
     assert entered.is_set()
     assert caplog.messages[0].startswith("w: update: waited ")
     assert caplog.messages[0].endswith(" for a read of this rank to end")
+
+
+@pytest.mark.parametrize("hold", ["updating", "reading"])
+@pytest.mark.parametrize("busy", [False, True], ids=["free", "busy"])
+def test_an_interrupted_hold_leaves_the_lock_free(hold, busy):
+    lock = UpdateLock("w")
+
+    def take():
+        limit = [Deadline(WAIT, "w: paused")] * (hold == "reading")
+        with getattr(lock, hold)(*limit):
+            pass
+
+    def trial(point):
+        other = threading.Thread(target=hold_for_a_moment, args=[lock], daemon=True)
+        if busy:
+            other.start()
+            until(lambda: lock._reader or not other.is_alive())
+        more = interrupt(take, point)
+        if busy:
+            other.join(WAIT)
+        later = threading.Thread(target=hold_for_a_moment, args=[lock], daemon=True)
+        later.start()
+        later.join(WAIT)
+        assert not later.is_alive()
+        assert not lock.is_read_by_this_thread()
+        return more, None
+
+    at_each_point(trial)
+
+
+def hold_for_a_moment(lock):
+    with lock.reading(Deadline(WAIT, "other")):
+        time.sleep(0.003)

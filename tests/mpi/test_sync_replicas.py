@@ -360,3 +360,38 @@ def test_the_number_of_replicas_is_only_checked(make, comm, size):
     assert w.value == -1
     assert type(error) is InvalidArgumentError
     assert "total_num_replicas" in str(error)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_round_whose_gradients_were_given_up_is_an_empty_update(make, rank, size):
+    # Its step may be known before: ranks wait for it.
+    w = variable()
+    opt = make(1, [w])
+    opt.minimize(gives(-1.0))
+    meet()
+    before = opt.global_step
+    opt.compute_gradients(gives(-1.0))
+    last = rank == size - 1
+    storage = opt._server._inbox._accumulator._storage
+    write = storage.write
+
+    def fail(*args):
+        # The round is closed.
+        meet()
+        meet()
+        storage.write = write
+        raise MemoryError
+
+    meet()
+    if last:
+        storage.write = fail
+        assert type(raised(opt.apply_gradients, [(np.float64(-1), w)])) is MemoryError
+        opt.leave()
+    else:
+        meet()
+        assert not opt.apply_gradients([(np.float64(-1), w)])
+        meet()
+        assert opt.minimize(gives(-1.0)) is not None
+        assert opt._step > before
+    meet()
+    opt.free()

@@ -1,0 +1,183 @@
+"""Servers that an exception interrupts, such as that of a signal handler."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import WaitTimeoutError
+from hpcaccum.server.background import Background
+
+from ..common import same_bits
+from .acting import at
+from .interrupting import at_each_point, interrupt
+from .on_nodes import group_on_nodes as group_on_nodes
+from .support import meet
+from .training import gives, raised
+
+COUNT = 300
+
+
+class Whole(hpc.Momentum):
+    """A rule that is not elementwise, so no other rank helps."""
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        super().apply_gradients(list(grads_and_vars), global_step, name)
+
+
+def raise_once(owner, name, *, before):
+    """Make a method raise KeyboardInterrupt once, before or after its work."""
+    method = getattr(owner, name)
+
+    def interrupted(*args, **kwargs):
+        setattr(owner, name, method)
+        if not before:
+            method(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    setattr(owner, name, interrupted)
+
+
+def train(opt, var, serves):
+    """Make four steps; return the variable's value after them."""
+    if serves:
+        opt.serve()
+        # There is nothing left to do.
+        opt.serve()
+    else:
+        for _ in range(4):
+            opt.minimize(gives(np.ones(COUNT)))
+        opt.leave()
+    meet()
+    opt.free()
+    return var.value
+
+
+EXPECTED = np.full(COUNT, -(1 + 1.5 + 1.75 + 1.875))
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("rule", [hpc.Momentum, Whole])
+@pytest.mark.parametrize("where", ["updated", "published", "taken"])
+def test_an_update_is_made_once(comm, rank, size, rule, where):
+    var = hpc.Variable(np.zeros(COUNT), "w")
+    opt = hpc.SyncReplicasOptimizer(rule(1.0, 0.5), size - 1, comm=comm, dedicated=True)
+    opt.initialize([var])
+    if rank == 0:
+        updates = opt._server._updates
+        if where == "updated":
+            raise_once(updates._parameters.copies, "complete", before=True)
+        elif where == "published":
+            raise_once(updates._parameters, "publish", before=False)
+        else:
+            raise_once(updates._inbox, "next", before=False)
+        with pytest.raises(KeyboardInterrupt):
+            opt.serve()
+    same_bits(train(opt, var, rank == 0), EXPECTED)
+    assert opt.global_step == 4
+
+
+@pytest.mark.parametrize("where", ["ordered", "made", "done"])
+def test_several_servers_make_an_update_once(group, where):
+    servers = [ranks[0] for ranks in group.nodes]
+    if len(servers) == group.size:
+        pytest.skip("no rank is left to train")
+    var, workers = hpc.Variable(np.zeros(COUNT), "w"), group.size - len(servers)
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.Momentum(1.0, 0.5), workers, comm=group, servers=servers, dedicated=True
+    )
+    opt.initialize([var])
+    if group.rank == servers[0 if where == "ordered" else -1]:
+        parameters = opt._server._sharded
+        if where == "ordered":
+            raise_once(parameters, "update", before=False)
+        else:
+            raise_once(parameters, "done", before=where == "made")
+        with pytest.raises(KeyboardInterrupt):
+            opt.serve()
+    found = train(opt, var, group.rank in servers)
+    same_bits(found, EXPECTED)
+    assert opt.global_step == 4
+
+
+def test_an_update_that_was_interrupted_is_not_begun_again():
+    loop, changes = Background(), []
+
+    def change(result):
+        changes.append(result)
+        if result is None:
+            raise KeyboardInterrupt
+        return result
+
+    assert loop._make_once(1, lambda: change(True))
+    assert loop._make_once(1, lambda: change(True))
+    assert not loop._make_once(2, lambda: change(False))
+    assert loop._make_once(2, lambda: change(True))
+    assert changes == [True, False, True]
+    with pytest.raises(KeyboardInterrupt):
+        loop._make_once(3, lambda: change(None))
+    error = raised(loop._make_once, 3, lambda: change(True))
+
+    assert type(error) is RuntimeError
+    assert "neither the old nor the new" in str(error)
+    assert changes == [True, False, True, None]
+
+
+def test_slots_are_asked_for_again_after_an_interruption(group):
+    # Answers are large: MPI does not send them before the host receives them.
+    count, servers = 1 << 15, [ranks[0] for ranks in group.nodes]
+    var, rule = hpc.Variable(np.zeros(count), "w"), hpc.Momentum(1.0, 0.5)
+    opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers=servers)
+    opt.initialize([var])
+    opt.minimize(gives(np.ones(count)))
+    meet()
+
+    def trial(point):
+        more = interrupt(lambda: opt.get_slot(var, "momentum"), point)
+        same_bits(opt.get_slot(var, "momentum").value, np.ones(count))
+        return more, None
+
+    at(0, at_each_point, trial, every=5)
+    if group.rank == 0:
+        # The last one is given up when servers answer it.
+        raise_once(opt._server._sharded, "_answer", before=True)
+        with pytest.raises(KeyboardInterrupt):
+            opt.get_slot(var, "momentum")
+    meet()
+    opt.minimize(gives(np.ones(count)))
+    same_bits(var.value, np.full(count, -2.5))
+    meet()
+    opt.free()
+
+
+@pytest.mark.parametrize("kind", ["drop_stale", "sync"])
+def test_free_can_be_repeated_after_a_time_limit(group, kind):
+    var = hpc.Variable(np.zeros(COUNT), "w")
+    if kind == "sync":
+        opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), group.size, comm=group)
+    else:
+        opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 1000, comm=group)
+    opt.initialize([var])
+    # It has words in the same window.
+    other = hpc.ConditionalAccumulator(np.float32, (2,), comm=group)
+    opt.minimize(gives(np.ones(COUNT)))
+    meet()
+    agent, calls = opt._server._parameters._agent, []
+    remove = agent.remove
+
+    def late(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise WaitTimeoutError("on all ranks")
+        return remove(*args)
+
+    agent.remove = late
+    assert type(raised(opt.free)) is WaitTimeoutError
+    opt.free()
+    other.apply_grad(np.ones(2))
+    meet()
+    if group.rank == 0:
+        assert (other.take_grad(group.size) == 1).all()
+    meet()
+    other.free()
