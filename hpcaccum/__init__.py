@@ -59,7 +59,7 @@ from hpcaccum.tracing import span, trace
 
 __version__ = "0.1.0"
 
-# The name before 0.2.
+# Its earlier name.
 Statistics = AccumulatorStatistics
 
 __all__ = [

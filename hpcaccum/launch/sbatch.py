@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpcaccum import InvalidArgumentError
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program",
         nargs=argparse.REMAINDER,
         help="train or bench with their options, or any other program and its "
-        "arguments. `bench` without a benchmark makes a job array of all of them",
+        "arguments. `bench` without a benchmark makes a job array of several",
     )
 
 
@@ -154,6 +155,8 @@ def _check(words: tuple[str, ...], args: argparse.Namespace, ranks: int) -> None
             raise InvalidArgumentError(
                 "train --record cannot be used with --resume, which the script sets"
             )
+        # The script adds it.
+        found.save = Path("checkpoints")
         train_options.resolve(found, ranks)
     elif words[0] == "bench":
         _check_bench(words)

@@ -238,7 +238,8 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--quorum",
         type=_count,
-        help="sync-replicas: gradients in one update (one less than the ranks)",
+        help="sync-replicas: gradients in one update (one less than the ranks that "
+        "train)",
     )
     group.add_argument(
         "--staleness",

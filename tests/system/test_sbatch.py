@@ -58,6 +58,15 @@ def test_all_options_come_into_the_script():
     assert again.stdout == text
 
 
+def test_an_interval_of_checkpoints_needs_no_directory():
+    done = sbatch("--", "train", "--strategy", "agn", "--every", "2m")
+
+    # The script has the directory.
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "train --strategy agn --every 2m \\\n" in done.stdout
+    assert "--save" in done.stdout
+
+
 def test_modules_are_loaded_before_unset_variables_are_errors():
     text = sbatch("--setup=module load x", "--", "bench", "soak").stdout
 
