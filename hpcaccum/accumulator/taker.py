@@ -89,6 +89,7 @@ class Taker:
                 self._finish(closing, closed)
                 if closed.count or empty:
                     return result
+                # All of them were given up: there is nothing to return.
                 self._closing = self._complete = None
         except BaseException:
             # A signal handler may raise again, and no other rank can do this.

@@ -147,8 +147,8 @@ class Agent:
                 an agent. The other ranks get an error, too.
         """
         deadline, sent, before = Deadline(None, what), -1, None
-        # If none was sent since the last round, all had been received when this one
-        # began. Every agent has carried out what it had received since.
+        # If none was sent since the round before, all had been received when this round
+        # began, and every agent has been idle since then.
         while sent != before:
             before = sent
             mine, failure = self._end_requests(number, deadline)

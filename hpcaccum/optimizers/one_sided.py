@@ -207,6 +207,11 @@ class OneSidedOptimizer(ServedOptimizer):
         Args:
             after_update: Called on the host rank with the step after each update; the
                 next one waits for it. It may call `snapshot`.
+
+        Raises:
+            InvalidArgumentError: On a rank that trains.
+            RuntimeError: If an exception has ended an earlier call while it changed the
+                center. After one at any other point, the next call goes on.
         """
         self._open_server().serve(after_update)
         self._pull_all()

@@ -11,10 +11,12 @@ to each node that asks. That is `Parameters`, with fewer messages.
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.deadline import Deadline
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import AtomicWords, NodeMemory
 from hpcaccum.nodes import Agent
@@ -39,12 +41,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum.accumulator import Batch
-    from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts
     from hpcaccum.server.wire_format import WireFormat
 
 Array = np.ndarray[Any, Any]
+
+_RECEIVE = operator.methodcaller("recv")
 
 
 class ShardedParameters(NodeCopy):
@@ -108,10 +111,10 @@ class ShardedParameters(NodeCopy):
             self._words,
             self._steps,
         )
-        # On the host: the number of its last question, and its messages. On a server:
-        # the last question that it has received, and its answers.
-        self._asked, self._question = 0, (0, None)
-        self._messages: list[Any] = []
+        # The number of the last question of the host; on a server, the last one that it
+        # has received. Messages of both, which two threads send on the host.
+        self._asked, self._question = 0, [(0, None)]
+        self._messages: dict[int, list[Any]] = {QUESTIONS: [], ANSWERS: []}
         group.allgather(None, f"{what}: servers")
 
     def _allocate(self, group: Group) -> Server:
@@ -242,21 +245,22 @@ class ShardedParameters(NodeCopy):
 
     def _send(self, message: Any, rank: int, channel: int) -> None:
         """Send a message that the other rank may never receive; keep it until then."""
-        self._messages = [each for each in self._messages if not each.Test()]
-        tag = self._service.tag(channel)
+        kept = self._messages[channel]
+        _complete(kept)
+        send, tag = self._agent.comm.isend, self._service.tag(channel)
         # In C throughout: no signal handler comes between the two.
-        self._messages.extend(map(self._agent.comm.isend, (message,), (rank,), (tag,)))
+        kept.extend(map(send, (message,), (rank,), (tag,)))
 
     def _answer(self, rank: int, number: int, deadline: Deadline) -> Any:
         tag = self._service.tag(ANSWERS)
 
         def receive() -> tuple[Any] | None:
-            message = self._agent.comm.improbe(rank, tag)
-            if message is None:
-                return None
-            to, answer = message.recv()
+            found: list[tuple[int, Any]] = []
+            # In C throughout: a message that was matched must be received.
+            matched = map(self._agent.comm.improbe, (rank,), (tag,))
+            found.extend(map(_RECEIVE, filter(None, matched)))
             # Not one to a question that was given up.
-            return (answer,) if to == number else None
+            return next(((answer,) for to, answer in found if to == number), None)
 
         return deadline.wait(receive, lambda: f"the answer of server rank {rank}")[0]
 
@@ -289,10 +293,13 @@ class ShardedParameters(NodeCopy):
 
         The host may have given it up: it receives the answer when it asks again.
         """
-        comm, host = self._agent.comm, self._servers[0]
-        while self._question[0] != number:
-            self._question = comm.recv(source=host, tag=self._service.tag(QUESTIONS))
-        self._send((number, find(self._question[1])), host, ANSWERS)
+        receive, host = self._agent.comm.recv, self._servers[0]
+        tag = self._service.tag(QUESTIONS)
+        while self._question[-1][0] != number:
+            # In C throughout: what was received must be kept.
+            self._question.extend(map(receive, (None,), (host,), (tag,)))
+        del self._question[:-1]
+        self._send((number, find(self._question[0][1])), host, ANSWERS)
 
     # Every rank
 
@@ -315,7 +322,18 @@ class ShardedParameters(NodeCopy):
 
     def free(self) -> None:
         """Free the memory, after the last update. Collective."""
+        # The last question has made all ranks receive what was sent before it.
+        Deadline(None, f"{self._what}: free").wait(
+            lambda: all(map(_complete, self._messages.values())) or None,
+            lambda: "servers to receive questions, and the host answers",
+        )
         self._agent.remove(self._service.number, f"{self._what}: free")
         self._words.free()
         self._steps.free()
         self.copies.free()
+
+
+def _complete(messages: list[Any]) -> bool:
+    """Remove the messages that have been received; return whether all have."""
+    messages[:] = [each for each in messages if not each.Test()]
+    return not messages

@@ -60,22 +60,33 @@ EXPECTED = np.full(COUNT, -(1 + 1.5 + 1.75 + 1.875))
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("rule", [hpc.Momentum, Whole])
 @pytest.mark.parametrize("where", ["updated", "published", "taken"])
-def test_an_update_is_made_once(comm, rank, size, rule, where):
+@pytest.mark.parametrize("kind", ["sync", "drop_stale"])
+def test_an_update_is_made_once(comm, rank, size, kind, rule, where):
     var = hpc.Variable(np.zeros(COUNT), "w")
-    opt = hpc.SyncReplicasOptimizer(rule(1.0, 0.5), size - 1, comm=comm, dedicated=True)
+    if kind == "sync":
+        opt = hpc.SyncReplicasOptimizer(
+            rule(1.0, 0.5), size - 1, comm=comm, dedicated=True
+        )
+        expected, updates = EXPECTED, 4
+    else:
+        opt = hpc.DropStaleGradientOptimizer(
+            rule(1.0, 0.0), 1000, comm=comm, dedicated=True
+        )
+        updates = 4 * (size - 1)
+        expected = np.full(COUNT, -float(updates))
     opt.initialize([var])
     if rank == 0:
-        updates = opt._server._updates
+        loop = opt._server._updates
         if where == "updated":
-            raise_once(updates._parameters.copies, "complete", before=True)
+            raise_once(loop._parameters.copies, "complete", before=True)
         elif where == "published":
-            raise_once(updates._parameters, "publish", before=False)
+            raise_once(loop._parameters, "publish", before=False)
         else:
-            raise_once(updates._inbox, "next", before=False)
+            raise_once(loop._inbox, "next", before=False)
         with pytest.raises(KeyboardInterrupt):
             opt.serve()
-    same_bits(train(opt, var, rank == 0), EXPECTED)
-    assert opt.global_step == 4
+    same_bits(train(opt, var, rank == 0), expected)
+    assert opt.global_step == updates
 
 
 @pytest.mark.parametrize("where", ["ordered", "made", "done"])
