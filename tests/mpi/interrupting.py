@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dis
 import functools
+import gc
 import itertools
 import signal
 import sys
@@ -102,6 +103,10 @@ def interrupt(do: Callable[[], Any], number: int) -> bool:
 
     shot, tracing = _Shot(number), sys.gettrace()
     before = signal.signal(_SIGNAL, handler)
+    # A collection calls functions of others, in which the handler may run; what it
+    # raises there is only printed.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         sys.settrace(shot.enter)
         do()
@@ -110,6 +115,8 @@ def interrupt(do: Callable[[], Any], number: int) -> bool:
     finally:
         sys.settrace(tracing)
         signal.signal(_SIGNAL, before)
+        if collects:
+            gc.enable()
     return shot.fired
 
 
