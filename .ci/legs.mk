@@ -7,16 +7,13 @@ SIZES   := 4 3 2
 SINGLES := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
            test-oldest-cupy test-unit
 
-# In the order in which they begin; make comes back to one that has to wait for an
-# environment when all others have begun, so three that need the first one only come
-# before.  Programs have limits of time and leave cores idle a third of the time: they
-# run beside the tests on two ranks, which do so, too.  The last ones are short.
+# The programs are the last, beside each other: some have limits of time, and both leave
+# cores idle a third of the time.  The long ones of the others come first.
 .PHONY: all
-all: environments no-shared-memory-4 mpich-4 no-shared-memory-3 \
-     openmpi-4 openmpi-3 mpich-3 \
-     programs-mpich programs-openmpi no-shared-memory-2 openmpi-2 mpich-2 \
+all: environments \
+     $(SIZES:%=no-shared-memory-%) $(SIZES:%=openmpi-%) $(SIZES:%=mpich-%) \
      adapters hosts-mpich hosts-openmpi $(SINGLES:%=single-%) lint documentation \
-     shell-scripts
+     shell-scripts programs-mpich programs-openmpi
 
 # One after the other: all of them build the package in this directory.  Legs that need
 # the first one only, and do not read that directory, begin meanwhile.
