@@ -249,7 +249,7 @@ class ConditionalAccumulator(Accumulator):
         """Do as `take_grad`, but let ``use`` read the gradients where they lie.
 
         They stay as they are until it returns. It may be called again with the same
-        gradients if it raises. There are none if all were given up: ranks may know the
+        gradients if it raises. If all were given up, it gets none: ranks may know the
         next step by then. For callers inside the package; not for ``storage="sum"``.
         """
         self._check_open()

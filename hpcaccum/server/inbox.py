@@ -66,7 +66,7 @@ class Inbox(Protocol):
         Args:
             step: The step now.
             deadline: Of the call.
-            use: Reads the gradients; there are none if all were given up. When it
+            use: Reads the gradients, none if all of them were given up. When it
                 returns, their ranks may write new ones. If it raises, or this call
                 fails later, the next call may use the same gradients again.
 
