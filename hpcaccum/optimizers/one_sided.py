@@ -206,7 +206,8 @@ class OneSidedOptimizer(ServedOptimizer):
 
         Args:
             after_update: Called on the host rank with the step after each update; the
-                next one waits for it. It may call `snapshot`.
+                next one waits for it, so several servers work on one at a time. It may
+                call `snapshot`.
 
         Raises:
             InvalidArgumentError: On a rank that trains.

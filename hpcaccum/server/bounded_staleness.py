@@ -97,6 +97,9 @@ class BoundedStalenessInbox:
         # A view of mapped memory: a rank may use its slot after `free`.
         self._slot = self._view(group.rank)
         self._pinned: Pinned | None = None
+        # Of the root, by step: the ranks of gradients that are known and not applied.
+        # When a rank has the parameters, a later gradient may get the place.
+        self._found: dict[int, int] = {}
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0
         # The last step seen: a first guess, where reading it costs a round trip.
@@ -192,6 +195,13 @@ class BoundedStalenessInbox:
     def _put(self, step: int, rank: int) -> None:
         self.words.store(self._place(step), [(step + 1) << _RANK_BITS | rank])
 
+    def _was_put(self, step: int) -> bool:
+        """Whether this rank has put its gradient in the place for a step."""
+        word = self.words.read(self._place(step))
+        made, rank = word >> _RANK_BITS, word & _NOBODY
+        # If a later one has the place, this one has been applied.
+        return made > step + 1 or (made == step + 1 and rank == self._group.rank)
+
     def _count(self, count: Count) -> None:
         self._counted = count
         self.ledger.post(count)
@@ -202,7 +212,7 @@ class BoundedStalenessInbox:
         step = self._admitted()
         if step is not None:
             self._submitted = step + 1
-            if self._rank_at(step) == self._group.rank:
+            if self._was_put(step):
                 accepted = self.ledger.next(Receipt(True, local_step, step))
                 self._count(self._counted or accepted)
             else:
@@ -276,20 +286,39 @@ class BoundedStalenessInbox:
             WaitTimeoutError: If it does not arrive in time.
             EverybodyLeftError: If all ranks have left and no gradient is left.
         """
+        # A call that was interrupted may not have written it.
+        if self.words.read(_APPLIED) < step:
+            self.words.write(_APPLIED, step)
         rank = deadline.wait(
             lambda: self._find(step), lambda: f"update {step + 1}, {self._whose(step)}"
         )
-        places = [] if rank == _NOBODY else [(rank, 0)]
-        # Its number stays in the place, as later steps have other numbers.
-        use(Batch(self.parts, places, self._dtype, 1, step))
+        use(self._batch(rank, step))
         self.words.write(_APPLIED, step + 1)
+        # Last: if this was interrupted, the next call needs it.
+        self._found.pop(step, None)
+
+    def following(self, step: int) -> Batch | None:
+        """Return the gradient admitted at ``step``; None if it has not arrived."""
+        rank = self._look(step)
+        return None if rank is None else self._batch(rank, step)
+
+    def _batch(self, rank: int, step: int) -> Batch:
+        places = [] if rank == _NOBODY else [(rank, 0)]
+        return Batch(self.parts, places, self._dtype, 1, step)
+
+    def _look(self, step: int) -> int | None:
+        """Return what `_rank_at` does, also when another gradient has the place."""
+        rank = self._found.get(step)
+        if rank is None and (rank := self._rank_at(step)) is not None:
+            self._found[step] = rank
+        return rank
 
     def _find(self, step: int) -> int | None:
         """Return the rank whose gradient was admitted at a step; None: none yet.
 
         _NOBODY if it was given up.
         """
-        rank = self._rank_at(step)
+        rank = self._look(step)
         if rank is None:
             # A rank that has left has submitted all of its gradients before.
             everybody = self.membership.all_left(self.words.read(self._members))

@@ -75,6 +75,12 @@ class Inbox(Protocol):
             EverybodyLeftError: If all ranks have left and no gradient is left.
         """
 
+    def following(self, step: int) -> Batch | None:
+        """Return the gradients that `next` will use at a later step; the root only.
+
+        None if they are not known yet.
+        """
+
     def awaited(self, step: int) -> str | None:
         """Return what the update of a step lacks; None if only the root's work.
 

@@ -6,6 +6,9 @@ sends each server its part of the sum. The agent of a server adds these sums, an
 server updates its part. An order also lists the nodes that wait for the new parameters,
 and every server sends them its part. Servers carry out orders one after the other, so
 all parts that a node gets are of one step.
+
+The host may order a few steps before the first of them is made. Their gradients then
+travel at the same time.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 # Words of a node. Of a server: the number of its newest order, of the last that it has
-# carried out, what it asks for, and a number that belongs to that. Then, on the host's
-# node, the last step of each server.
-ORDER, DONE, KIND, DETAIL, MADE = range(5)
+# carried out, what it asks for, a number that belongs to that, and which gradients.
+# Then, on the host's node, the last step of each server.
+ORDER, DONE, KIND, DETAIL, BUFFER, MADE = range(6)
 # Words of the host: the newest step that was ordered; again the last of each server,
 # for messages of all ranks.
 NEWEST = 0
@@ -51,7 +54,8 @@ class Server:
         number: Its place among the servers.
         shard: Its part of the center.
         part: The parameters of this part.
-        gradients: The gradients of its next update.
+        gradients: Those of its next updates, shape (buffers, elements). Those of a step
+            have the place of its number modulo ``buffers``.
     """
 
     number: int
@@ -121,11 +125,17 @@ class OrderAgent:
         self._server, self._parts = server, parts
         self._node_copy, self._copies = node_copy, node_copy.copies
         self._words, self._steps = words, steps
-        # Of a server: its orders, the number of the last one that it has got, what it
-        # sends to each node, so that pieces of two steps do not mix, and snapshots.
+        # Of a server: its orders, the number of the last one that it has got, the steps
+        # whose gradients it has, and snapshots.
         self._orders, self._given = self._queue(), 0
-        self._sending = {node: self._queue() for node in range(len(agent.leaders))}
+        self._collected: set[int] = set()
         self._snapshots: list[_Snapshot] = []
+        # To and from each node, so that pieces of two steps do not mix: gradients to
+        # it, gradients from it, and parameters to it.
+        nodes_of_agents = range(len(agent.leaders))
+        self._giving = {node: self._queue() for node in nodes_of_agents}
+        self._collecting = {node: self._queue() for node in nodes_of_agents}
+        self._sending = {node: self._queue() for node in nodes_of_agents}
         # Of the host: the step that was ordered last, the least step that each node
         # waits for, and the last step sent to each.
         self._ordered = -1
@@ -176,7 +186,9 @@ class OrderAgent:
         rate: float | None,
         awaited: bool,
     ) -> None:
-        """Send the order for a step to all nodes concerned."""
+        """Send the order for a step to all nodes concerned, once."""
+        if step <= self._ordered:
+            return
         self._ordered = step
         givers = set(self._parts.by_node(places))
         ready = {node for node, wanted in self._wants.items() if wanted <= step}
@@ -223,11 +235,15 @@ class OrderAgent:
         ready: list[int],
     ) -> None:
         """Give gradients, make the step, receive its parameters."""
-        here = self._agent.node
-        self._give(self._parts.by_node(places).get(here, []))
-        if here in self._nodes:
-            self._orders.add(self._make(step, places, divisor, rate, ready))
-        if here in ready:
+        nodes = self._parts.by_node(places)
+        self._give(nodes.get(self._agent.node, []))
+        if self._server is not None:
+            if nodes:
+                # If there are several nodes, no other step has been ordered.
+                collect = self._collect(step, places, divisor)
+                self._collecting[next(iter(nodes))].add(collect)
+            self._orders.add(self._make(step, places, rate, ready))
+        if self._agent.node in ready:
             self._do_coming(step)
 
     def _give(self, places: list[Place]) -> None:
@@ -238,7 +254,7 @@ class OrderAgent:
                 steps = self._parts.sending(
                     rank, tag, places, self._copies.dtype, shard.ranges
                 )
-                self._agent.run(self.number, steps)
+                self._giving[node].add(steps)
 
     # The agent of a server
 
@@ -248,30 +264,40 @@ class OrderAgent:
     def _do_obey(self, kind: int, detail: int = 0) -> None:
         self._orders.add(self._obey(kind, detail))
 
-    def _make(
-        self,
-        step: int,
-        places: list[Place],
-        divisor: int,
-        rate: float | None,
-        nodes: list[int],
-    ) -> Steps:
-        """Have the server update its part; send it to nodes."""
+    def _collect(self, step: int, places: list[Place], divisor: int) -> Steps:
+        """Receive the gradients of a step."""
         server = self._server
         assert server is not None
-        if places:
-            tag, ranges = self.tag(GRADIENTS), server.shard.ranges
-            yield from self._parts.collecting(
-                tag, places, ranges, divisor, server.gradients
-            )
-        yield from self._obey(UPDATE if places else NO_UPDATE, bits(rate))
-        yield from self._send(step, nodes)
-        self._tell(self._nodes[:1], "made", server.number, step)
+        yield from self._parts.collecting(
+            self.tag(GRADIENTS),
+            places,
+            server.shard.ranges,
+            divisor,
+            server.gradients[self._buffer(step)],
+        )
+        self._collected.add(step)
 
-    def _obey(self, kind: int, detail: int) -> Steps:
+    def _buffer(self, step: int) -> int:
+        assert self._server is not None
+        return step % len(self._server.gradients)
+
+    def _make(
+        self, step: int, places: list[Place], rate: float | None, nodes: list[int]
+    ) -> Steps:
+        """Have the server update its part; send it to nodes."""
+        assert self._server is not None
+        while places and step not in self._collected:
+            yield False
+        self._collected.discard(step)
+        kind = UPDATE if places else NO_UPDATE
+        yield from self._obey(kind, bits(rate), self._buffer(step))
+        yield from self._send(step, nodes)
+        self._tell(self._nodes[:1], "made", self._server.number, step)
+
+    def _obey(self, kind: int, detail: int, buffer: int = 0) -> Steps:
         """Give the server of this node an order; wait until it is carried out."""
         self._given += 1
-        self._words.write_range(KIND, [kind, detail])
+        self._words.write_range(KIND, [kind, detail, buffer])
         self._write(ORDER, self._given)
         while self._words.read(DONE) < self._given:
             yield False

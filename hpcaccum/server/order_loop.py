@@ -33,23 +33,43 @@ class OrderLoop(Loop):
         self, inbox: Inbox, parameters: ShardedParameters, lock: UpdateLock, what: str
     ) -> None:
         super().__init__(inbox, lock, what)
-        self._parameters = parameters
+        self._parameters, self._step = parameters, parameters.ordered
         self.rate: Callable[[], float | None] = lambda: None
         self.last_answers: list[Any] | None = None
 
     def made(self) -> int:
-        """Return the step that all servers have made."""
-        return self._parameters.made()
+        """Return the step up to which `run` has made all; servers may be ahead."""
+        return self._step
 
     def set_step(self, step: int) -> None:
         """Begin with a step that the servers have."""
         super().set_step(step)
         self._parameters.begin(step)
+        self._step = step
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
-        # A rank that gave one of several gradients waits for their update.
-        awaited = self._inbox.adds
-        self._parameters.update(step, batch, self.rate(), deadline, awaited=awaited)
+        self._order(step, batch)
+        self._parameters.wait_for_servers(step, deadline, self._order_ahead)
+        self._step = step
+
+    def _order(self, step: int, batch: Batch) -> None:
+        """Order a step, unless it was ordered ahead or before an interruption."""
+        if step > self._parameters.ordered:
+            # A rank that gave one of several gradients waits for their update.
+            awaited = self._inbox.adds
+            self._parameters.order(step, batch, self.rate(), awaited=awaited)
+
+    def _order_ahead(self) -> None:
+        """Order the next steps if their gradients are there, while there is memory."""
+        parameters = self._parameters
+        # It is called before the next update.
+        if self.after_update is not None:
+            return
+        while (step := parameters.ordered) < parameters.made() + parameters.buffers:
+            batch = self._inbox.following(step)
+            if batch is None:
+                return
+            self._order(step + 1, batch)
 
     def run(self) -> None:
         """Order updates until all ranks have left; then end the loops of servers."""

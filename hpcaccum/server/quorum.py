@@ -100,6 +100,9 @@ class QuorumInbox:
         """
         self._accumulator.take_batch(self._quorum, deadline, use)
 
+    def following(self, step: int) -> None:
+        """Return None: more gradients may be admitted until `next`."""
+
     def awaited(self, step: int) -> str | None:
         """Return what the mean of a step lacks; None if it is complete."""
         return self._accumulator.awaited(self._quorum, step)

@@ -309,6 +309,8 @@ class ParameterServer(Client):
                 f"{self._what}: updates are made by rank {self._root}, and can be "
                 f"paused there only"
             )
+        # Several servers may still make updates that were ordered before. The step is
+        # that after the last of these, and so are the answers of `read` and `ask`.
         with self._update_lock.reading(Deadline(None, f"{self._what}: paused")):
             yield self.step
 

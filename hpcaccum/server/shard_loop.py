@@ -54,19 +54,21 @@ class ShardLoop(Background):
         while self._kind != END:
             # An idle server has no limit.
             deadline = Deadline(math.inf, f"{self._what}: server")
-            number, kind, word = self._parameters.next_order(self._number, deadline)
+            order = self._parameters.next_order(self._number, deadline)
+            number, kind, word, buffer = order
             if kind == UPDATE:
-                update = functools.partial(self._make_update, rate_of(word))
+                gradients = self._server.gradients[buffer]
+                update = functools.partial(self._make_update, gradients, rate_of(word))
                 self._make_once(number, update)
             elif kind == ANSWER:
                 self._parameters.answer(self.answer, word)
             self._parameters.done(number)
             self._number, self._kind = number, kind
 
-    def _make_update(self, rate: float | None) -> bool:
+    def _make_update(self, gradients: Array, rate: float | None) -> bool:
         assert self.update is not None
         shard, part = self._server.shard, self._server.part
-        if grads := shard.read_gradients(self._server.gradients):
+        if grads := shard.read_gradients(gradients):
             self.update(grads, rate)
             shard.write_parameters(self.center, part)
         return True

@@ -24,6 +24,7 @@ from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.node_copy import NodeCopy
 from hpcaccum.server.order_agent import (
     ANSWERS,
+    BUFFER,
     DETAIL,
     DONE,
     KIND,
@@ -60,11 +61,15 @@ class ShardedParameters(NodeCopy):
         wire: How variables lie in the vector.
         parts: Where gradients lie.
         elementwise: See `Shard`.
+        buffers: How many steps may be ordered and not made; a server has memory for
+            the gradients of each.
         what: Name for messages.
 
     Attributes:
         shards: Of each server.
         server: That of this node, if it has one.
+        buffers: As above.
+        ordered: The step that was ordered last; on the host.
     """
 
     def __init__(
@@ -76,9 +81,11 @@ class ShardedParameters(NodeCopy):
         what: str,
         *,
         elementwise: bool,
+        buffers: int,
     ) -> None:
         layout, inside = wire.parameters, group.inside
         self._servers, self._what = servers, what
+        self.buffers, self.ordered = buffers, -1
         self._names = list(wire.parameters)
         self.shards = [
             Shard(wire, part, elementwise=elementwise)
@@ -124,9 +131,10 @@ class ShardedParameters(NodeCopy):
         rank = group.nodes[group.node_number].index(self._servers[number])
         length = shard.part.stop - shard.part.start
         sizes = [0] * group.inside.size
-        sizes[rank] = (length + shard.size) * dtype.itemsize
+        sizes[rank] = (length + self.buffers * shard.size) * dtype.itemsize
         memory = NodeMemory(group.inside, sizes).parts[rank].view(dtype)
-        return Server(number, shard, memory[:length], memory[length:])
+        gradients = memory[length:].reshape(self.buffers, shard.size)
+        return Server(number, shard, memory[:length], gradients)
 
     @property
     def window_bytes(self) -> int:
@@ -188,37 +196,53 @@ class ShardedParameters(NodeCopy):
         """Set the step of the parameters that the servers begin with; the host only."""
         self._steps.write_range(NEWEST, [step] * (1 + len(self._servers)))
         self._words.write_range(MADE, [step] * len(self._servers))
+        self.ordered = step
         self._request("begin", step)
 
-    def update(
-        self,
-        step: int,
-        batch: Batch,
-        rate: float | None,
-        deadline: Deadline,
-        *,
-        awaited: bool,
+    def order(
+        self, step: int, batch: Batch, rate: float | None, *, awaited: bool
     ) -> None:
-        """Make a step of a batch of gradients; wait for it. The host only.
+        """Order a step of a batch of gradients; the host only.
+
+        Only as many steps as there are buffers may be ordered and not made.
 
         Args:
             step: The step.
             batch: The gradients; may be empty.
             rate: The learning rate; None if each server finds it.
-            deadline: Of the call.
             awaited: Whether all nodes with gradients wait for it. If not, they ask, and
                 get several steps at a time if updates are faster than parameters.
         """
-        # Not again if a call that was interrupted has ordered it.
-        if self.newest() < step:
-            # First: no rank may have a step before `newest` returns it.
-            self._steps.write(NEWEST, step)
-            places = list(batch.places)
-            self._request("order", step, places, batch.divisor, rate, awaited)
+        # First: no rank may have a step before `newest` returns it.
+        self._steps.write(NEWEST, step)
+        places = list(batch.places)
+        self._request("order", step, places, batch.divisor, rate, awaited)
+        # Last: after an interruption it is ordered again, and the agent skips that.
+        self.ordered = step
+
+    def wait_for_servers(
+        self,
+        step: int,
+        deadline: Deadline,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait until all servers have made a step; the host only.
+
+        Args:
+            step: The step.
+            deadline: Of the call.
+            meanwhile: Called at first, and whenever a server has made a step.
+
+        Raises:
+            WaitTimeoutError: If it is not made in time.
+        """
+
+        def made() -> bool:
+            meanwhile()
+            return self.made() >= step
+
         self.changed.wait(
-            lambda: self.made() >= step,
-            deadline,
-            lambda: self._under_way(step) or "its own agent",
+            made, deadline, lambda: self._under_way(step) or "its own agent"
         )
 
     def made(self) -> int:
@@ -270,7 +294,7 @@ class ShardedParameters(NodeCopy):
 
     # A server
 
-    def next_order(self, last: int, deadline: Deadline) -> tuple[int, int, int]:
+    def next_order(self, last: int, deadline: Deadline) -> tuple[int, int, int, int]:
         """Wait for the next order to the server of this node.
 
         Args:
@@ -278,11 +302,11 @@ class ShardedParameters(NodeCopy):
             deadline: Of the call.
 
         Returns:
-            Its number, what it asks for, and the number that belongs to that.
+            Its number, what it asks for, and what belongs to that.
         """
         read = self._words.read
         self.changed.wait(lambda: read(ORDER) > last, deadline, lambda: "an order")
-        return read(ORDER), read(KIND), read(DETAIL)
+        return read(ORDER), read(KIND), read(DETAIL), read(BUFFER)
 
     def done(self, number: int) -> None:
         """Say that an order has been carried out."""

@@ -7,7 +7,10 @@
  *   NODES       nodes, each with a server, the host on node 0, and a rank that gives
  *               gradients
  *   STEPS       the host orders steps 2 to STEPS; the servers begin with step 1
- *   SINGLE      one node's gradient makes a step, in turn; otherwise those of all nodes
+ *   SINGLE      one gradient makes a step, in turn those of the nodes; otherwise those of
+ *               all nodes
+ *   BUFFERS     steps that may be ordered and not made: 1; with SINGLE also 2
+ *   PAIR        with SINGLE: two ranks give gradients, both on node 0
  *   READERS     ranks that wait for any step, from the last node to the first
  *   HOPE        they may wait for a step that will never come, and then give up
  *   TIMEOUTS    they may give up any wait
@@ -24,7 +27,7 @@
  *
  * 1. A gradient, and a part of the parameters, is the number of its step. What is mixed
  *    or overwritten early differs in it. A vector is one message; the pieces of one are
- *    sent and received in the same order, and those of a step before those of the next.
+ *    sent and received in the same order.
  * 2. A process is what an agent does in turn; handlers that run beside it are processes
  *    of their own. Messages between two agents keep their order, as in MPI.
  *    What a rank asks of its own agent, the host of its own, and the report of a server
@@ -50,22 +53,44 @@
 #endif
 #define BIT(n) (1 << (n))
 #define ALL (BIT(NODES) - 1)
+#ifndef BUFFERS
+#define BUFFERS 1
+#endif
+#ifdef PAIR
+#define RANKS 2
+#define NODE_OF(rank) 0
+#else
+#define RANKS NODES
+#define NODE_OF(rank) (rank)
+#endif
+#if READERS || defined(PAIR)
+#define SEVERAL                 /* ranks of a node wait */
+#endif
+/* Of a step: the nodes that give gradients, and which rank of a node does. */
 #ifdef SINGLE
-#define GIVERS(step) BIT((step) % NODES)
+#define GIVERS(step) BIT(NODE_OF((step) % RANKS))
+#define GIVER(node, step) ((step) % RANKS)
 #else
 #define GIVERS(step) ALL
+#define GIVER(node, step) (node)
 #endif
 
 #define HAPPENS(what) \
     c_code { static int before; if (!before++) printf("happens: %s\n", #what); }
 
+/* Messages that a channel holds: more than there ever are, as a process that waits for
+ * room could be overtaken. */
+#define MOST 5
+
 mtype = { STEP, SEND, COMING };
 
 /* To the host's agent from that of each node: a step that it wants. */
-chan report[NODES] = [4] of { byte };
+chan report[NODES] = [MOST] of { byte };
 /* From it to the agent of each node: a step and a set of nodes. */
-chan node_[NODES] = [4] of { mtype, byte, byte };
-/* Between nodes: from, to. */
+chan node_[NODES] = [MOST] of { mtype, byte, byte };
+/* Between nodes: from, to. Steps whose gradients are to be sent and received. */
+chan giving[NODES * NODES] = [2] of { byte };
+chan collecting[NODES * NODES] = [2] of { byte };
 chan gradient[NODES * NODES] = [2] of { byte };
 chan part_of[NODES * NODES] = [2] of { byte };
 #define LINK(from, to) ((from) * NODES + (to))
@@ -78,10 +103,12 @@ byte ordered;
 byte wants[NODES];
 byte sent[NODES];
 
-/* Of each node: its gradient, orders in their turn, the server's part. */
-byte slot[NODES];
-byte giving[NODES];             /* gradients on their way */
-chan orders[NODES] = [4] of { mtype, byte, byte };
+byte slot[RANKS];               /* gradients */
+
+/* Of each node: orders in their turn, gradients that have come, the server's part. */
+byte buffer[NODES * NODES * BUFFERS];
+#define BUFFER(from, to, step) buffer[LINK(from, to) * BUFFERS + (step) % BUFFERS]
+chan orders[NODES] = [MOST] of { mtype, byte, byte };
 byte part[NODES];
 /* The parameters that its ranks read: the word, and of each server the step of its part
  * in the copy that is complete. */
@@ -91,7 +118,7 @@ byte copy[NODES * NODES];
 /* Steps that are waited for, the one that was asked for, and steps on their way. */
 byte waiting[NODES];
 byte wanted[NODES];
-chan coming[NODES] = [3] of { byte };
+chan coming[NODES] = [MOST] of { byte };
 bit busy[NODES];                /* receives parameters */
 
 byte done;                      /* ranks */
@@ -134,8 +161,17 @@ proctype Host() {
         n = 0
     };
     for (step : 2 .. STEPS) {
+#ifndef BUG_BUFFER_REUSED
+        for (n : 0 .. NODES - 1) { made[n] + BUFFERS >= step }
+#endif
         atomic {
             admitted[step] == GIVERS(step) ->
+#if BUFFERS > 1
+            if
+            :: made[0] + 1 < step -> HAPPENS(a step that is ordered ahead)
+            :: else
+            fi;
+#endif
             NEWEST = step;
             ordered = step;
             for (n : 0 .. NODES - 1) {
@@ -158,9 +194,9 @@ proctype Host() {
             }
             for (n : 0 .. NODES - 1) { node_[n]!STEP,step,ready }
             n = 0; ready = 0
-        };
-        for (n : 0 .. NODES - 1) { made[n] >= step }
+        }
     }
+    for (n : 0 .. NODES - 1) { made[n] >= STEPS }
     host_done = 1
 }
 
@@ -172,7 +208,9 @@ end:
     :: atomic {
         report[from]?step ->
         if
+#ifdef SEVERAL
         :: !NOT_SENT(step, from) -> HAPPENS(a want for what is on its way)
+#endif
         :: NOT_SENT(step, from) && step <= ordered ->
 #ifndef BUG_WANT_FORGOTTEN
            HAPPENS(a want that comes after the order);
@@ -227,12 +265,26 @@ end:
         :: GIVERS(step) & BIT(node) ->
            for (to : 0 .. NODES - 1) {
                if
-               :: to != node -> giving[node]++; run Give(node, to)
+#ifndef BUG_GIVE_TOGETHER
+               :: to != node -> giving[LINK(node, to)]!step
+#else
+               :: to != node -> run Give(node, to, step)
+#endif
                :: else
                fi
            }
         :: else
         fi;
+        for (to : 0 .. NODES - 1) {
+            if
+#ifndef BUG_COLLECT_TOGETHER
+            :: to != node && (GIVERS(step) & BIT(to)) -> collecting[LINK(to, node)]!step
+#else
+            :: to != node && (GIVERS(step) & BIT(to)) -> run Collect(to, node, step)
+#endif
+            :: else
+            fi
+        };
         orders[node]!STEP,step,nodes;
         if
         :: nodes & BIT(node) -> coming[node]!step
@@ -250,16 +302,63 @@ end:
     od
 }
 
-/* What runs beside it: a gradient on its way to a server. */
+/* What runs beside it: gradients on their way to a server. */
 
-proctype Give(byte node, to) {
-    atomic { gradient[LINK(node, to)]!slot[node]; giving[node]-- }
+inline give(node, to, step) {
+    gradient[LINK(node, to)]!slot[GIVER(node, step)]
 }
+
+inline collect(from, to, step) {
+    gradient[LINK(from, to)]?value;
+    assert(value == step);
+    assert(!BUFFER(from, to, step));
+    BUFFER(from, to, step) = value;
+    value = 0
+}
+
+#ifndef BUG_GIVE_TOGETHER
+proctype Giving(byte node, to) {
+    byte step;
+
+end:
+    do
+    :: atomic { giving[LINK(node, to)]?step -> give(node, to, step); step = 0 }
+    :: stopped -> break
+    od
+}
+#else
+proctype Give(byte node, to, step) {
+    atomic { give(node, to, step) }
+}
+#endif
+
+#ifndef BUG_COLLECT_TOGETHER
+proctype Collecting(byte from, to) {
+    byte step, value;
+
+end:
+    do
+    :: atomic {
+        nempty(collecting[LINK(from, to)]) && nempty(gradient[LINK(from, to)]) ->
+        collecting[LINK(from, to)]?step;
+        collect(from, to, step);
+        step = 0
+       }
+    :: stopped -> break
+    od
+}
+#else
+proctype Collect(byte from, to, step) {
+    byte value;
+
+    atomic { collect(from, to, step) }
+}
+#endif
 
 /* Orders in their turn, with the server. */
 
 proctype Server(byte node) {
-    byte step, nodes, n, value;
+    byte step, nodes, n;
     mtype kind;
 
 end:
@@ -274,12 +373,15 @@ end:
        :: n < NODES && (n == node || !(GIVERS(step) & BIT(n))) -> n++
        :: atomic {
            n < NODES && n != node && (GIVERS(step) & BIT(n)) ->
-           gradient[LINK(n, node)]?value -> assert(value == step); value = 0; n++
+           BUFFER(n, node, step) == step ->
+           BUFFER(n, node, step) = 0;
+           n++
           }
        :: n == NODES -> break
        od;
        if
-       :: kind == STEP && (GIVERS(step) & BIT(node)) -> assert(slot[node] == step)
+       :: kind == STEP && (GIVERS(step) & BIT(node)) ->
+          assert(slot[GIVER(node, step)] == step)
        :: else
        fi;
        if
@@ -340,7 +442,7 @@ end:
            version[node] = step;
            waiting[node] = waiting[node] & ~(BIT(step + 1) - 1);
            wanted[node] = 0;
-#ifndef BUG_NOT_ASKED_AGAIN
+#if defined(SEVERAL) && !defined(BUG_NOT_ASKED_AGAIN)
            want(node);
 #endif
            busy[node] = 0; step = 0; n = 0
@@ -370,23 +472,23 @@ inline check(node) {
     }
 }
 
-proctype Giver(byte node) {
+proctype Giver(byte rank) {
     byte step, n, least;
 
-    fetch(node, 1);
-    version[node] >= 1;
-    check(node);
+    fetch(NODE_OF(rank), 1);
+    version[NODE_OF(rank)] >= 1;
+    check(NODE_OF(rank));
     for (step : 2 .. STEPS) {
         if
-        :: GIVERS(step) & BIT(node) ->
+        :: (GIVERS(step) & BIT(NODE_OF(rank))) && GIVER(NODE_OF(rank), step) == rank ->
            atomic {
-               slot[node] = step;
-               admitted[step] = admitted[step] | BIT(node)
+               slot[rank] = step;
+               admitted[step] = admitted[step] | BIT(NODE_OF(rank))
            }
-           fetch(node, step);
+           fetch(NODE_OF(rank), step);
 #ifndef BUG_SLOT_REUSED
-           version[node] >= step;
-           check(node)
+           version[NODE_OF(rank)] >= step;
+           check(NODE_OF(rank))
 #endif
         :: else
         fi
@@ -394,6 +496,7 @@ proctype Giver(byte node) {
     atomic { done++; step = 0 }
 }
 
+#if READERS
 proctype Reader(byte node) {
     byte step, n, least;
 
@@ -417,6 +520,7 @@ proctype Reader(byte node) {
     fi;
     atomic { done++; step = 0 }
 }
+#endif
 
 /* Runs when nothing else can. */
 
@@ -426,11 +530,11 @@ proctype Monitor() {
     timeout;
     d_step {
         assert(host_done);
-        assert(done == NODES + READERS);
+        assert(done == RANKS + READERS);
         do
         :: n < NODES ->
            assert(part[n] == STEPS);
-           assert(!giving[n] && !busy[n]);
+           assert(!busy[n]);
            assert(empty(node_[n]) && empty(orders[n]) && empty(coming[n]));
            assert(empty(report[n]));
            n++
@@ -438,7 +542,10 @@ proctype Monitor() {
         od;
         n = 0;
         do
-        :: n < NODES * NODES -> assert(empty(gradient[n]) && empty(part_of[n])); n++
+        :: n < NODES * NODES ->
+           assert(empty(giving[n]) && empty(collecting[n]));
+           assert(empty(gradient[n]) && empty(part_of[n]));
+           n++
         :: n == NODES * NODES -> break
         od;
         stopped = 1
@@ -446,12 +553,24 @@ proctype Monitor() {
 }
 
 init {
-    byte n;
+    byte n, to;
     atomic {
+        for (n : 0 .. RANKS - 1) { slot[n] = 1; run Giver(n) }
         for (n : 0 .. NODES - 1) {
-            part[n] = 1;
-            slot[n] = 1;
-            run Reports(n); run Agent(n); run Server(n); run Receive(n); run Giver(n)
+            part[n] = 1; made[n] = 1;
+            run Reports(n); run Agent(n); run Server(n); run Receive(n);
+            for (to : 0 .. NODES - 1) {
+                if
+                :: to != n ->
+#ifndef BUG_GIVE_TOGETHER
+                   run Giving(n, to);
+#endif
+#ifndef BUG_COLLECT_TOGETHER
+                   run Collecting(n, to)
+#endif
+                :: else
+                fi
+            }
         }
         run Host();
 #if READERS

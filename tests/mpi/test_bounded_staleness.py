@@ -19,6 +19,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.server import Parameters
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 
+from .acting import until
 from .serving import next_total
 from .support import WAIT
 from .training import meet, raised, turns
@@ -265,6 +266,77 @@ def test_a_gradient_that_is_admitted_and_not_written_is_waited_for(
         assert type(error) is WaitTimeoutError
         assert "update 1, admitted, to be written" in str(error)
     meet()
+
+
+def test_a_gradient_that_is_known_may_lose_its_place(make, host, rank, size):
+    # Servers may have made its update before the host uses it.
+    queue, found = make(), []
+    turns(range(size), lambda _: submit(queue, rank))
+    if rank == host:
+        assert [queue.following(step).step for step in range(size)] == [*range(size)]
+        assert queue.following(size) is None
+    meet()
+
+    def submit_again(_):
+        queue.slot(size)
+        return queue.submit(size)
+
+    receipts = turns(range(size), submit_again)
+    if rank == host:
+        for step in range(2 * size):
+            queue.next(step, Deadline(WAIT, ""), lambda batch: found.append(batch))
+    meet()
+
+    assert [each.global_step for each in receipts] == [*range(size, 2 * size)]
+    if rank == host:
+        assert [batch.places for batch in found] == 2 * [[(r, 0)] for r in range(size)]
+
+
+def test_a_slot_is_free_when_the_next_gradient_is_wanted(make, host, rank):
+    # The root was interrupted before it could say so.
+    queue = make()
+    turns([0], lambda _: submit(queue, 1))
+    if rank == host:
+
+        def use(batch):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            queue.next(0, Deadline(WAIT, ""), use)
+        assert isinstance(raised(applied, queue, 1, timeout=0), WaitTimeoutError)
+    meet()
+    [receipt] = turns([0], lambda _: submit(queue, 2))
+
+    assert receipt.global_step == 1
+
+
+@pytest.mark.ranks(min=2)
+def test_an_interrupted_gradient_may_have_been_applied(
+    make, host, rank, size, monkeypatch
+):
+    queue, slow = make(), (host + 1) % size
+    post = queue.ledger.post
+
+    def post_later(count):
+        monkeypatch.setattr(queue.ledger, "post", post)
+        until(lambda: queue.step == size + 1)
+        raise KeyboardInterrupt
+
+    if rank == slow:
+        monkeypatch.setattr(queue.ledger, "post", post_later)
+        with pytest.raises(KeyboardInterrupt):
+            submit(queue, 1)
+    elif rank == host:
+        for step in range(size):
+            assert applied(queue, step) == 1
+            assert submit(queue, 1).global_step == step + 1
+    meet()
+    if rank == host:
+        # The place that the gradient of step 0 had.
+        assert applied(queue, size) == 1
+    tally = queue.tally()
+
+    assert (tally.accepted[slow], tally.given_up[slow]) == (1, 0)
 
 
 def test_nothing_is_lost_when_all_ranks_submit_at_will(make, comm, host, rank, size):

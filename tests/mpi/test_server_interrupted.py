@@ -102,7 +102,7 @@ def test_several_servers_make_an_update_once(group, where):
     if group.rank == servers[0 if where == "ordered" else -1]:
         parameters = opt._server._sharded
         if where == "ordered":
-            raise_once(parameters, "update", before=False)
+            raise_once(parameters, "_request", before=False)
         else:
             raise_once(parameters, "done", before=where == "made")
         with pytest.raises(KeyboardInterrupt):

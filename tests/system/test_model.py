@@ -138,35 +138,42 @@ UPDATES = Model(
     processes={"Root", "Rank"},
 )
 
-# Here it is 2 nodes, and 3 ranks: one of each node gives gradients, one only reads.
-# With "READERS=2" there is one that only reads on each node.
+# Here it is 2 nodes, each with a rank that gives gradients. With "READERS=1" there is
+# one that only reads, with "READERS=2" one on each node; 1 where nothing is given.
+READ = {"a want for what is on its way", "a step that is there when it is asked for"}
 SERVERS = Model(
     configurations={
-        "two rounds": "",
-        "one round, waits in vain": "STEPS=2 HOPE TIMEOUTS",
-        "single gradients": "SINGLE STEPS=2",
+        "two rounds": "READERS=1",
+        "one round, waits in vain": "READERS=1 STEPS=2 HOPE TIMEOUTS",
+        "single gradients": "READERS=1 SINGLE STEPS=2",
+        "two updates at a time": "READERS=0 SINGLE BUFFERS=2",
+        "two updates at a time, of one node": "READERS=0 SINGLE BUFFERS=2 PAIR STEPS=4",
         "two rounds, two ranks on each node": "READERS=2",
     },
     happenings={
         "": {
             "a want that comes after the order",
             "a want that comes before the host begins",
-            "a want for what is on its way",
-            "a step that is there when it is asked for",
         },
+        "READERS=1": READ,
+        "READERS=2": READ,
         "HOPE": {"a wait that is given up"},
+        "BUFFERS": {"a step that is ordered ahead"},
     },
     bugs={
         "BEGIN_FORGETS": ("STEPS=2", "host_done"),
         "WANT_FORGOTTEN": ("SINGLE STEPS=2", "host_done"),
         "SENT_TWICE": ("STEPS=2", "sent[from]<ordered"),
-        "LATER_FIRST": ("SINGLE STEPS=2 HOPE", "wanted[node]<=least"),
+        "LATER_FIRST": ("SINGLE STEPS=2 HOPE", "]<=least"),
         "NO_SNAPSHOT": ("SINGLE", "value==step"),
         "COMPLETE_EARLY": ("STEPS=2", "==version[node]"),
         "NOT_ASKED_AGAIN": ("SINGLE", "done=="),
         "SLOT_REUSED": ("", "value==step"),
+        "GIVE_TOGETHER": ("READERS=0 SINGLE BUFFERS=2 PAIR", "value==step"),
+        "COLLECT_TOGETHER": ("READERS=0 SINGLE BUFFERS=2 PAIR", "value==step"),
+        "BUFFER_REUSED": ("READERS=0 SINGLE PAIR", "!(buffer["),
     },
-    processes={"Host", "Giver", "Reader"},
+    processes={"Host", "Giver"},
 )
 
 # 37 million states: 2.9 GB, 4 minutes.

@@ -1,0 +1,163 @@
+"""Updates of single gradients that several servers have at a time."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum.nodes import transfer
+from hpcaccum.server import client
+
+from .acting import until
+from .on_nodes import group_on_nodes as group_on_nodes
+from .on_nodes import leads
+from .support import WAIT, meet
+from .training import gives
+
+COUNT = 600
+ONES = np.ones(COUNT)
+
+
+def drop_stale(group, rule, **options):
+    """Return a variable of zeros, its optimizer, and its servers, on all nodes."""
+    var, servers = hpc.Variable(np.zeros(COUNT), "w"), [r[0] for r in group.nodes]
+    opt = hpc.DropStaleGradientOptimizer(
+        rule, 1000, comm=group, servers=servers, **options
+    )
+    opt.initialize([var])
+    return var, opt, servers
+
+
+def watch_updates(opt, seen, before=lambda: None):
+    """Append the gradients of this rank's updates to a list, after some call."""
+    shard = opt._server._shard
+    update = shard.update
+
+    def watched(grads, rate):
+        before()
+        seen.append(np.concatenate([each.ravel() for each in grads.values()]))
+        update(grads, rate)
+
+    shard.update = watched
+
+
+def train(group, opt, calls):
+    for _ in range(calls):
+        opt.minimize(gives(ONES * (group.rank + 1)))
+    meet()
+    opt.free()
+
+
+def test_the_next_updates_are_ordered_before_the_first_is_made(group):
+    var, opt, servers = drop_stale(group, hpc.SGD(1.0))
+    wanted, steps, seen = min(len(servers), client._AT_A_TIME), [], []
+
+    def wait():
+        limit = time.monotonic() + WAIT
+        while not steps and opt.global_step < wanted and time.monotonic() < limit:
+            time.sleep(0.001)
+        steps.append(opt.global_step)
+
+    if group.rank == servers[-1]:
+        watch_updates(opt, seen, wait)
+    meet()
+    train(group, opt, 3)
+    if group.rank == servers[-1]:
+        assert steps[0] >= wanted
+        assert len(seen) == 3 * group.size
+    assert (var.value == -3 * sum(range(1, group.size + 1))).all()
+
+
+def test_gradients_of_one_node_are_not_mixed(group, monkeypatch):
+    # Several pieces, of which few are on their way at a time.
+    monkeypatch.setattr(transfer, "_PIECE", 64)
+    _, opt, servers = drop_stale(group, hpc.SGD(1.0))
+    seen = []
+    if group.rank in servers:
+        watch_updates(opt, seen)
+    meet()
+    train(group, opt, 10)
+    assert all((each == each[0]).all() for each in seen)
+    if seen:
+        found = sorted(each[0] for each in seen)
+        assert found == sorted([*range(1, group.size + 1)] * 10)
+
+
+def test_a_pause_is_between_two_updates_of_all_servers(group):
+    var, opt, servers = drop_stale(group, hpc.Momentum(1.0, 0.0))
+    if group.rank == servers[-1]:
+        # The servers of other nodes are ahead of this one.
+        watch_updates(opt, [], lambda: time.sleep(0.002))
+    meet()
+    for _ in range(10):
+        opt.minimize(gives(-ONES))
+        if group.rank == servers[0]:
+            with opt.paused() as step:
+                slots = opt.get_slot(var, "momentum").value
+                center = opt.center([var])[0]
+                assert opt.global_step == step
+            assert (center == step).all()
+            assert (slots == -1).all()
+    meet()
+    opt.free()
+
+
+def test_what_is_called_after_an_update_is_called_before_the_next_one(group):
+    if len(group.nodes) == group.size:
+        pytest.skip("no rank is left to train")
+    var, opt, servers = drop_stale(group, hpc.SGD(1.0), dedicated=True)
+    steps, centers = [], []
+
+    def after_update(step):
+        steps.append(step)
+        centers.append(opt.center([var])[0])
+
+    meet()
+    if leads(group):
+        opt.serve(after_update if group.rank == servers[0] else None)
+    else:
+        for _ in range(5):
+            opt.minimize(gives(-ONES))
+        opt.leave()
+    meet()
+    opt.free()
+    if group.rank == servers[0]:
+        assert steps == [*range(1, 5 * (group.size - len(servers)) + 1)]
+        for step, center in zip(steps, centers, strict=True):
+            assert (center == step).all()
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_an_interrupted_host_goes_on(group, after):
+    if len(group.nodes) == group.size:
+        pytest.skip("no rank is left to train")
+    var, opt, servers = drop_stale(group, hpc.SGD(1.0), dedicated=True)
+    workers = group.size - len(servers)
+    if group.rank == servers[0]:
+        sharded, left = opt._server._sharded, [after]
+        wait = sharded.wait_for_servers
+
+        def interrupted(*args):
+            left[0] -= 1
+            if left[0] == 0:
+                # All that can be is ordered, and made, and its ranks may have pushed.
+                until(lambda: sharded.made() >= sharded.ordered)
+                raise KeyboardInterrupt
+            wait(*args)
+
+        sharded.wait_for_servers = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            opt.serve()
+    if group.rank in servers:
+        opt.serve()
+    else:
+        for _ in range(4):
+            opt.minimize(gives(-ONES))
+        opt.leave()
+    meet()
+    opt.free()
+    assert opt.global_step == 4 * workers
+    assert (var.value == 4 * workers).all()
