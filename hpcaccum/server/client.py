@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 # Updates of single gradients that several servers have at a time. Gradients of several
-# nodes use more links: on 4 nodes, those of 16 MiB took 0.65 of the time. With no more
-# than there are servers, a server needs memory for one whole gradient.
+# nodes use more links: on 4 nodes, those of 16 MiB took 0.65 of the time.
 _AT_A_TIME = 4
 
 
@@ -118,7 +117,7 @@ class Client(Freeable):
                 self._inbox.parts,
                 self._what,
                 elementwise=elementwise,
-                buffers=1 if self._inbox.adds else min(len(servers), _AT_A_TIME),
+                most=1 if self._inbox.adds else _AT_A_TIME,
             )
             return self._sharded
         size = self._copies.size

@@ -309,9 +309,11 @@ class ParameterServer(Client):
                 f"{self._what}: updates are made by rank {self._root}, and can be "
                 f"paused there only"
             )
-        # Several servers may still make updates that were ordered before. The step is
-        # that after the last of these, and so are the answers of `read` and `ask`.
-        with self._update_lock.reading(Deadline(None, f"{self._what}: paused")):
+        deadline = Deadline(None, f"{self._what}: paused")
+        with self._update_lock.reading(deadline):
+            if self._sharded is not None and self._final is None:
+                # Some may have been ordered ahead.
+                self._sharded.wait_for_servers(self._sharded.ordered, deadline)
             yield self.step
 
     def state(self) -> ServerState:

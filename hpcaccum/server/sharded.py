@@ -61,14 +61,14 @@ class ShardedParameters(NodeCopy):
         wire: How variables lie in the vector.
         parts: Where gradients lie.
         elementwise: See `Shard`.
-        buffers: How many steps may be ordered and not made; a server has memory for
-            the gradients of each.
+        most: How many steps may be ordered and not made, at most.
         what: Name for messages.
 
     Attributes:
         shards: Of each server.
         server: That of this node, if it has one.
-        buffers: As above.
+        buffers: How many steps may be; a server has memory for the gradients of each,
+            but not for more than a whole gradient.
         ordered: The step that was ordered last; on the host.
     """
 
@@ -81,16 +81,18 @@ class ShardedParameters(NodeCopy):
         what: str,
         *,
         elementwise: bool,
-        buffers: int,
+        most: int,
     ) -> None:
         layout, inside = wire.parameters, group.inside
         self._servers, self._what = servers, what
-        self.buffers, self.ordered = buffers, -1
         self._names = list(wire.parameters)
         self.shards = [
             Shard(wire, part, elementwise=elementwise)
             for part in cut(layout, len(servers), elementwise=elementwise)
         ]
+        longest = max(each.part.stop - each.part.start for each in self.shards)
+        self.buffers = min(most, max(1, round(layout.size / max(1, longest))))
+        self.ordered = -1
         self._nodes = [
             next(node for node, ranks in enumerate(group.nodes) if server in ranks)
             for server in servers

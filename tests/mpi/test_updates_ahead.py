@@ -86,21 +86,22 @@ def test_gradients_of_one_node_are_not_mixed(group, monkeypatch):
         assert found == sorted([*range(1, group.size + 1)] * 10)
 
 
-def test_a_pause_is_between_two_updates_of_all_servers(group):
-    var, opt, servers = drop_stale(group, hpc.Momentum(1.0, 0.0))
-    if group.rank == servers[-1]:
+@pytest.mark.parametrize("slow", [0, -1], ids=["host", "last"])
+def test_a_pause_is_between_two_updates_of_all_servers(group, slow):
+    var, opt, servers = drop_stale(group, hpc.Adagrad(1.0, 0.5))
+    if group.rank == servers[slow]:
         # The servers of other nodes are ahead of this one.
         watch_updates(opt, [], lambda: time.sleep(0.002))
     meet()
     for _ in range(10):
-        opt.minimize(gives(-ONES))
+        opt.minimize(gives(ONES))
         if group.rank == servers[0]:
             with opt.paused() as step:
-                slots = opt.get_slot(var, "momentum").value
-                center = opt.center([var])[0]
+                # The host's own part, as it is, and all parts.
+                [mine] = opt.variables()
+                assert (mine.value == 0.5 + step).all()
+                assert (opt.get_slot(var, "accumulator").value == 0.5 + step).all()
                 assert opt.global_step == step
-            assert (center == step).all()
-            assert (slots == -1).all()
     meet()
     opt.free()
 
