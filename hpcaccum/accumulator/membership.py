@@ -8,6 +8,8 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Attempt
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from hpcaccum.mpi import AtomicWords
 
 
@@ -35,6 +37,8 @@ class Membership:
     ) -> None:
         self._words, self._base, self._rank, self._size = words, base, rank, size
         self.workers, self.has_left = workers, False
+        # Those that never contribute.
+        self._others = {words.root} if workers < size else set()
         # The increment that `leave` must not make twice.
         self._increment = Attempt()
 
@@ -54,10 +58,11 @@ class Membership:
 
     def present(self) -> set[int]:
         """Return the ranks that may still contribute."""
-        present = set(range(self._size)) - set(self.left())
-        if self.workers < self._size:
-            present.discard(self._words.root)
-        return present
+        return set(range(self._size)) - set(self.left()) - self._others
+
+    def exclude(self, ranks: Iterable[int]) -> None:
+        """Name ranks in no message: they are not among the workers."""
+        self._others.update(ranks)
 
     def quorum(self, required: int, num_left: int) -> int:
         """Return how many gradients suffice after ``num_left`` ranks have left."""

@@ -11,7 +11,7 @@ from hpcaccum.accumulator.settings import check_settings
 from hpcaccum.accumulator.storage import Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from hpcaccum.accumulator.settings import Settings
     from hpcaccum.mpi import Group
@@ -56,3 +56,7 @@ class VectorAccumulator(ConditionalAccumulator):
             return dataclasses.replace(settings, rows=tuple(rows))
 
         Accumulator.__init__(self, group, "gradients", check)
+
+    def exclude(self, ranks: Iterable[int]) -> None:
+        """Name ranks in no message: they are not among the workers."""
+        self._protocol.membership.exclude(ranks)

@@ -21,7 +21,7 @@ from hpcaccum.mpi import AtomicWords, Attempt
 from hpcaccum.nodes import NodeParts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from hpcaccum.accumulator import Count, Tally
     from hpcaccum.mpi import Group
@@ -351,6 +351,10 @@ class BoundedStalenessInbox:
         if self.step > step:
             return "admitted, to be written"
         return f"which may come from {format_ranks(self.membership.present())}"
+
+    def exclude(self, ranks: Iterable[int]) -> None:
+        """Name ranks in no message about missing gradients."""
+        self.membership.exclude(ranks)
 
     def tally(self) -> Tally:
         """Return the gradients accepted and dropped so far, of all ranks."""

@@ -6,7 +6,7 @@ of a quorum together, `BoundedStalenessInbox` each gradient separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -86,6 +86,9 @@ class Inbox(Protocol):
 
         For messages; any rank may call it.
         """
+
+    def exclude(self, ranks: Iterable[int]) -> None:
+        """Name ranks in no message about missing gradients: they submit none."""
 
     def tally(self) -> Tally:
         """Return the gradients accepted and dropped so far, of all ranks."""

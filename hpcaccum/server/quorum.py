@@ -9,7 +9,7 @@ import numpy as np
 from hpcaccum.accumulator import VectorAccumulator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from hpcaccum.accumulator import Batch, Receipt, Tally
     from hpcaccum.deadline import Deadline
@@ -106,6 +106,10 @@ class QuorumInbox:
     def awaited(self, step: int) -> str | None:
         """Return what the mean of a step lacks; None if it is complete."""
         return self._accumulator.awaited(self._quorum, step)
+
+    def exclude(self, ranks: Iterable[int]) -> None:
+        """Name ranks in no message about missing gradients."""
+        self._accumulator.exclude(ranks)
 
     def tally(self) -> Tally:
         """Return the gradients accepted and dropped so far, of all ranks."""

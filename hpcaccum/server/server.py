@@ -127,6 +127,8 @@ class ParameterServer(Client):
             capacities,
         )
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
+        if dedicated:
+            self._inbox.exclude(self._servers)
         self._make_loops(initial)
         if loop := self._loop:
             loop.set_step(step)

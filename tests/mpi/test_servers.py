@@ -9,6 +9,8 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, Group, InvalidArgumentError, WaitTimeoutError
+from hpcaccum.deadline import Deadline
+from hpcaccum.errors import format_ranks
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.nodes import Agent, NodeParts, send_pieces, transfer
 from hpcaccum.server import node_copy, order_agent
@@ -502,6 +504,30 @@ def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
     meet()
     opt.free()
     assert (var.value == -1).all()
+
+
+@pytest.mark.parametrize("kind", ["sync", "single"])
+def test_servers_are_not_among_the_missing_ranks(group, monkeypatch, kind):
+    servers = leaders(group)
+    workers = [rank for rank in range(group.size) if rank not in servers]
+    if not workers:
+        pytest.skip("no rank is left to train")
+    var = hpc.Variable(np.zeros(300), "w")
+    options = {"comm": group, "servers": servers, "dedicated": True}
+    if kind == "sync":
+        opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), len(workers) + 1, **options)
+    else:
+        opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 100, **options)
+    opt.initialize([var])
+    meet()
+    if group.rank == servers[0]:
+        wait = Deadline(0, "test")
+        error = raised(opt._server._inbox.next, 0, wait, lambda batch: None)
+        assert format_ranks(workers) in str(error)
+    meet()
+    opt.serve() if group.rank in servers else opt.leave()
+    meet()
+    opt.free()
 
 
 def test_a_wait_that_was_given_up_is_ended_by_free(group, monkeypatch):
