@@ -206,8 +206,9 @@ def shared_memory(group: Group) -> Finding:
     """The memory in /dev/shm, where gradients lie."""
     shm = os.statvfs(_SHM)
     free, total = shm.f_bavail * shm.f_frsize, shm.f_blocks * shm.f_frsize
-    # Two gradients of each rank, one sum of the node, and two copies of the parameters.
-    largest = max(0, free - group.node.size * (1 << 20)) / (2 * group.node.size + 3)
+    # What needs most (see the README): `SyncReplicasOptimizer` with Adam needs two
+    # gradients of each rank, and the parameters, two copies and two slots of them.
+    largest = max(0, free - group.node.size * (1 << 20)) / (2 * group.node.size + 5)
     least = min(group.allgather((largest, total), "shared memory"))
     text = (
         f"{least[1] / _GIB:.1f} GiB in /dev/shm: gradients of up to "
