@@ -103,7 +103,7 @@ TABLE = (
     Traced(Deadline, "block", "wait", wrap=blocks),
     Traced(Taker, "take", "take"),
     Traced(BoundedStalenessInbox, "next", "take", _step),
-    Traced(Loop, "_make_in_turn", "update", _step),
+    Traced(Loop, "_make_in_turn", "update", lambda args, _: {"step": args[2].step + 1}),
     Traced(ShardLoop, "_make_update", "update"),
     Traced(NodeUpdate, "_work", "update"),
     Traced(Rule, "apply_gradients", "update"),

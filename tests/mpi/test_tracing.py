@@ -21,6 +21,8 @@ from .training import WRAPPERS, gives, raised, variable
 
 # Long enough that the ranks of a node share the work of an update.
 LENGTH = 70_000
+# The category of the updates that a host makes.
+_UPDATE = "Loop._make_in_turn"
 
 
 @pytest.fixture
@@ -67,6 +69,7 @@ def check_file(file):
         assert event["name"]
         assert event["cat"]
         assert event["dur"] >= 0
+        assert isinstance(event.get("args", {}).get("step", 0), int), event
         found.setdefault((event["pid"], event["tid"]), []).append(event)
     assert found.keys() <= named.keys()
     for row in found.values():
@@ -122,6 +125,12 @@ def test_file_of_all_strategies(traced, comm):
     assert names["compute"] == 4 * len(WRAPPERS) * comm.size
     calls = Counter(e["args"]["call"] for e in events(file) if e["name"] == "reduce")
     assert calls == dict.fromkeys(range(1, 5), comm.size)
+    updates = Counter(
+        event["args"]["step"] for event in events(file) if event["cat"] == _UPDATE
+    )
+    # Of three strategies; drop-stale makes one for each gradient.
+    assert updates[1] == 3
+    assert set(updates) == set(range(1, 4 * comm.size + 1))
     assert {f"rank {rank}" for rank in range(comm.size)} <= ranks
     assert "rank 0: server (UpdateLoop)" in ranks
 
