@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import os
 import sys
 import threading
@@ -38,6 +39,8 @@ _NAME = "agent"
 # Tags of requests, and of the data of the first service; tags of each service.
 _REQUEST, _DATA = 1, 2
 _CHANNELS = 4
+
+_TEST = operator.methodcaller("Test")
 
 
 class Service(Protocol):
@@ -80,12 +83,12 @@ class Agent:
         # Requests of this rank to its own agent.
         self._own: deque[tuple[Any, ...]] = deque()
         self._awake = Wake()
-        # Requests of this rank that no agent may have received yet, with the node.
-        # Several threads send them.
-        self._sent: list[tuple[int, Any]] = []
+        # By node, requests of this rank that its agent may not have received yet.
+        self._sent: list[list[Any]] = [[] for _ in self.leaders]
         # Of each service, how many requests this rank has sent.
         self._requests: Counter[int] = Counter()
-        self._lock = threading.Lock()
+        # Several threads send requests; so may a signal handler, during another one.
+        self._lock = threading.RLock()
         self._services: dict[int, Service] = {}
         # The number of the service that was removed last.
         self._removed: int | None = None
@@ -192,10 +195,11 @@ class Agent:
     def _unreceived(self) -> set[int]:
         """Return the nodes whose agents have not received all requests of this rank."""
         with self._lock:
-            self._sent = [each for each in self._sent if not each[1].Test()]
+            for sent in self._sent:
+                _forget_received(sent)
             # Not iterated over: the thread of the agent takes requests from it.
             own = {self.node} if self._own else set()
-            return {node for node, _ in self._sent} | own
+            return {node for node, sent in enumerate(self._sent) if sent} | own
 
     def _is_idle(self, number: int) -> bool | None:
         with self._accepting:
@@ -212,11 +216,11 @@ class Agent:
             self._awake.wake()
             return
         with self._lock:
-            self._sent = [each for each in self._sent if not each[1].Test()]
+            sent = self._sent[node]
+            _forget_received(sent)
             # In C throughout: no signal handler comes between the two. Synchronous, so
             # a request that is complete has been received.
-            send = map(self.comm.issend, (message,), (to,), (_REQUEST,))
-            self._sent.extend(enumerate(send, node))
+            sent.extend(map(self.comm.issend, (message,), (to,), (_REQUEST,)))
 
     def tag(self, number: int, channel: int = 0) -> int:
         """Return the tag of a channel for data of a service."""
@@ -304,6 +308,12 @@ class Agent:
             # Another rank has added it before this one.
             yield False
         yield from service.handle(source, *request)
+
+
+def _forget_received(sent: list[Any]) -> None:
+    """Remove the requests that have been received."""
+    # In C throughout: a signal handler may change the list, too.
+    sent[:] = itertools.filterfalse(_TEST, sent)
 
 
 def _lack_of_threads(leads: bool, nodes: int) -> Exception | None:

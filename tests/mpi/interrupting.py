@@ -92,14 +92,23 @@ def _points(code: CodeType) -> frozenset[int]:
     )
 
 
-def interrupt(do: Callable[[], Any], number: int) -> bool:
+def interrupt(
+    do: Callable[[], Any], number: int, act: Callable[[], Any] | None = None
+) -> bool:
     """Call something that is interrupted at one point; return whether it has so many.
 
     What it raises besides is lost.
+
+    Args:
+        do: The call.
+        number: Of the point.
+        act: What the signal handler calls; by default it raises `Interrupted`.
     """
 
     def handler(number: int, frame: Any) -> None:
-        raise Interrupted
+        if act is None:
+            raise Interrupted
+        act()
 
     shot, tracing = _Shot(number), sys.gettrace()
     before = signal.signal(_SIGNAL, handler)

@@ -380,6 +380,27 @@ def test_request_that_a_signal_handler_ends_is_made_or_not(added, rank):
     meet()
 
 
+def test_a_signal_handler_may_send_a_request_during_another(added, rank):
+    notes, asked = Notes(), iter(range(10**6))
+    agent, number = added(notes)
+
+    def trial(point):
+        turn = next(asked)
+
+        def send(*words):
+            agent.request(0, number, 0, turn, *words)
+
+        return interrupt(send, point, lambda: send("handler")), None
+
+    at(-1, at_each_point, trial)
+    count = at(-1, next, asked)
+    if agent.leaders[0] == rank:
+        # The last call has no such point.
+        until(lambda: len(notes.done) == 2 * count - 1)
+        assert len({words[1:] for words in notes.done}) == 2 * count - 1
+    meet()
+
+
 def test_ranks_of_one_node_have_no_agent(comm):
     group, before = Group.of(comm), threading.active_count()
     if not group.single_node:
