@@ -240,6 +240,9 @@ def test_steps_on_their_way_to_a_slow_node_do_not_mix(group, monkeypatch):
     if group.rank == last:
         # The first of two for one update: this rank does not wait for it.
         opt.minimize(gives(grad))
+    # The others can make updates without this one.
+    meet()
+    if group.rank == last:
         until(lambda: opt.global_step >= 2)
         # Stale, so this rank waits, while its node receives step 1.
         assert not opt.apply_gradients([(grad, var)])
