@@ -510,7 +510,7 @@ def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["sync", "single"])
-def test_servers_are_not_among_the_missing_ranks(group, monkeypatch, kind):
+def test_servers_are_not_among_the_missing_ranks(group, kind):
     servers = leaders(group)
     workers = [rank for rank in range(group.size) if rank not in servers]
     if not workers:
