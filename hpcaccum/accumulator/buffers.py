@@ -56,11 +56,15 @@ class Buffers:
         """Return this rank's record of the open round, which has this parity."""
         if parity != self._last_parity:
             # The other parity was open in between, so this record was cleared.
-            self._records[parity], self._last_parity = None, parity
+            self.note(parity, None)
         elif self._records[parity] and not self._protocol.holds_gradient(parity):
             # The parity may have changed twice since this rank's last gradient.
             self._records[parity] = None
         return self._records[parity]
+
+    def note(self, parity: int, record: Record | None) -> None:
+        """Note this rank's record of the open round, which has this parity."""
+        self._records[parity], self._last_parity = record, parity
 
     def choose(self, array: Any, slot: int | None, parity: int) -> tuple[int, bool]:
         """Choose a buffer that no round holds.
@@ -73,8 +77,19 @@ class Buffers:
         Returns:
             The buffer, and whether the gradient is in it already.
         """
-        if slot is not None and same_elements(array, self._lent[slot].array):
+        if self.is_in(array, slot):
+            assert slot is not None
             return slot, True
+        free = self.free_for(slot, parity)
+        self._take_back(free[0])
+        return free[0], False
+
+    def is_in(self, array: Any, slot: int | None) -> bool:
+        """Whether a gradient is in its buffer already; ``slot`` as for `choose`."""
+        return slot is not None and same_elements(array, self._lent[slot].array)
+
+    def free_for(self, slot: int | None, parity: int) -> list[int]:
+        """Return the buffers for a round that none holds, the best one first."""
         other = self._records[1 - parity]
         free = [1 - other.buffer] if other else [0, 1]
         if self._lent:
@@ -82,8 +97,7 @@ class Buffers:
             free = [buffer for buffer in free if buffer not in others]
             # Prefer a buffer that the calling thread does not have as a slot.
             free.sort(key=self._lent.__contains__)
-            self._take_back(free[0])
-        return free[0], False
+        return free
 
     def settle(self, parity: int, record: Record, slot: int | None, step: int) -> None:
         """Note this rank's record; take back the slots of the calling thread."""

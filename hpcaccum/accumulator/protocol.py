@@ -57,8 +57,6 @@ WANT = _FIXED.take()
 CLOSED = _FIXED.take()
 # The words of `Membership`. The first one follows the others: one read covers them.
 MEMBERS = _FIXED.count
-# Values of STATE that an admission over the network tries at once, at most.
-_LIKELY = 8
 # Rounds that a rank may have missed since its last gradient.
 _MOST_ROUNDS = 1000
 
@@ -79,7 +77,7 @@ class AdmissionProtocol:
         membership: Which ranks contribute.
         line: The lock that takes hold, first come, first served.
         counters: What happened to the gradients of each rank.
-        admission: The compare-and-swaps of which one admits this rank's gradient.
+        admission: The compare-and-swap that admits this rank's gradient.
     """
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
@@ -101,12 +99,8 @@ class AdmissionProtocol:
         # Where reading STATE costs a round trip, the first guess is made from the last
         # state seen, and from the one that admitted this rank's last gradient.
         self._seen = self._joined = self.packing.unpack(0)
-        # The most gradients that a take has waited for.
-        self._most = 0
-        self._one_guess = not words.pipelined or limit > 0
         # After an exception in `admit`, these hold the outcome.
-        self.admission = [Attempt() for _ in range(1 if self._one_guess else _LIKELY)]
-        self._shape = 0
+        self.admission, self._shape = Attempt(), 0
 
     def state(self) -> State:
         """Return the state now."""
@@ -161,12 +155,14 @@ class AdmissionProtocol:
             shape = self._shape_if_admissible(grad, local_step, state)
             if shape is not None and only in (None, state.parity):
                 self._shape = shape
-                swap = self._swap_one if self._one_guess else self._swap_likely
-                joined, state = swap(state, shape, fresh)
-                if joined is not None:
-                    self._joined, self._seen = joined, state
-                    return Receipt(True, local_step, joined.step), joined.parity, shape
-                fresh = True
+                word, after = self.packing.pack(state), state.admitted(shape)
+                found = self.words.compare_and_swap(
+                    STATE, word, self.packing.pack(after), self.admission
+                )
+                if found == word:
+                    self._joined, self._seen = state, after
+                    return Receipt(True, local_step, state.step), state.parity, shape
+                state, fresh = self.packing.unpack(found), True
             elif fresh:
                 self._seen = state
                 return self._refuse(grad, local_step, state)
@@ -184,78 +180,22 @@ class AdmissionProtocol:
         # A step far ahead is one that is to be accepted in any case.
         if 0 < rounds <= _MOST_ROUNDS:
             parity = (seen.parity + rounds) & 1
-            return last._replace(step=local_step, parity=parity, changes=0)
+            return last._replace(step=local_step, parity=parity)
         if last.step == seen.step or last.waiting != seen.waiting:
             return seen
         later = min if seen.waiting else max
         return seen._replace(number=later(seen.number, last.number))
 
-    def _swap_one(
-        self, state: State, shape: int, fresh: bool
-    ) -> tuple[State | None, State]:
-        """Do as `_swap_likely`, but only if STATE is ``state``.
-
-        On one node, the lists of that one would make `apply_grad` a third slower.
-        """
-        word, after = self.packing.pack(state), state.admitted(shape)
-        found = self.words.compare_and_swap(
-            STATE, word, self.packing.pack(after), self.admission[0]
-        )
-        if found == word:
-            return state, after
-        return None, self.packing.unpack(found)
-
-    def _swap_likely(
-        self, state: State, shape: int, fresh: bool
-    ) -> tuple[State | None, State]:
-        """Admit a gradient to STATE if it is ``state`` or what that may be by now.
-
-        Returns:
-            What STATE was, and what it is after that; None, and what it is now, if it
-            was something else.
-        """
-        states = self._likely(state, fresh)
-        words = [self.packing.pack(each) for each in states]
-        after = [each.admitted(shape) for each in states]
-        swaps = list(zip(words, map(self.packing.pack, after), strict=True))
-        found = self.words.compare_and_swap_each(STATE, swaps, self.admission)
-        made = [n for n, word in enumerate(found) if word == words[n]]
-        if len(made) > 1:
-            raise RuntimeError(f"{self._what}: MPI did not keep the order of swaps")
-        if made:
-            return states[made[0]], after[made[0]]
-        return None, self.packing.unpack(found[-1])
-
-    def _likely(self, state: State, fresh: bool) -> list[State]:
-        """Return what ``state`` may be by now, in the order in which to try it.
-
-        While a swap is on its way, other ranks are admitted. With one swap at a time,
-        each rank would wait for the swaps of all others. At most one of these succeeds:
-        after it, `number` only moves away from those that are tried later.
-        """
-        number = state.number
-        # A guess may be too small or too large.
-        ahead = 0 if fresh else _LIKELY // 2
-        if state.waiting:
-            self._most = max(self._most, number)
-            last = min(number + ahead, self._most)
-            numbers = range(max(1, last - _LIKELY + 1), last + 1)
-        else:
-            # More gradients than ranks are rare.
-            first = max(0, number - ahead)
-            end = max(number + 1, min(first + _LIKELY, self._size))
-            numbers = range(end - 1, first - 1, -1)
-        return [state._replace(number=number) for number in numbers]
-
     def _shape_if_admissible(
         self, grad: Any, local_step: int, state: State
     ) -> int | None:
         """Return the number of the gradient's shape; None if it is not admitted."""
-        if local_step < state.step or self._is_full(state):
+        if local_step < state.step or self.is_full(state):
             return None
         return self.shapes.number(grad, state.shape)
 
-    def _is_full(self, state: State) -> bool:
+    def is_full(self, state: State) -> bool:
+        """Return whether the open round has no room for one more gradient."""
         return state.number >= self.packing.max_count and not state.waiting
 
     def _refuse(self, grad: Any, local_step: int, state: State) -> Admitted | None:
@@ -264,7 +204,7 @@ class AdmissionProtocol:
             return Receipt(False, local_step, state.step), state.parity, 0
         if self.shapes.number(grad, state.shape) is None:
             raise self.shapes.misfit(grad, state.shape)
-        if self._is_full(state):
+        if self.is_full(state):
             raise InvalidArgumentError(
                 f"{self._what}: a round holds at most {self.packing.max_count} "
                 f"gradients; take them first"
@@ -289,16 +229,14 @@ class AdmissionProtocol:
         calls `forget_admission` before each gradient.
         """
         self.words.settle()
-        swapped = [each for each in self.admission if each.swapped]
-        if not swapped:
+        if not self.admission.swapped:
             return None
-        state = self.packing.unpack(int(swapped[0].compare[0]))
+        state = self.packing.unpack(int(self.admission.compare[0]))
         return Receipt(True, local_step, state.step), state.parity, self._shape
 
     def forget_admission(self) -> None:
         """Forget the outcome of the last `admit`, before the next one."""
-        for each in self.admission:
-            each.reset()
+        self.admission.reset()
 
     def withdraw(self, parity: int, record: Record | None, attempt: Attempt) -> bool:
         """Revoke the admission of this rank's last gradient.
@@ -323,16 +261,17 @@ class AdmissionProtocol:
 
     # Records
 
-    def _record(self, parity: int, rank: int) -> int:
+    def record_of(self, parity: int, rank: int) -> int:
+        """Return the index of a rank's record of the round of a parity."""
         return self._records + parity * self._size + rank
 
     def holds_gradient(self, parity: int) -> bool:
         """Return whether this rank has a record of the round of this parity."""
-        return self.words.read(self._record(parity, self._rank)) != 0
+        return self.words.read(self.record_of(parity, self._rank)) != 0
 
     def is_writing(self, parity: int) -> bool:
         """Return whether this rank's record says that it is still writing."""
-        word = self.words.read(self._record(parity, self._rank))
+        word = self.words.read(self.record_of(parity, self._rank))
         return bool(Record.of(word).writing)
 
     def mark_writing(self, parity: int, record: Record, before: Record | None) -> None:
@@ -340,7 +279,7 @@ class AdmissionProtocol:
 
         Before, it had ``before`` in the round.
         """
-        index = self._record(parity, self._rank)
+        index = self.record_of(parity, self._rank)
         self.words.store_unordered(index, record.word(), before.word() if before else 0)
 
     def put_record(
@@ -350,18 +289,18 @@ class AdmissionProtocol:
 
         ``writing`` is what it published last, if that is known.
         """
-        index = self._record(parity, self._rank)
+        index = self.record_of(parity, self._rank)
         was = writing.word() if writing else None
         self.words.write(index, record.word() if record else 0, was)
 
     def read_records(self, parity: int) -> dict[int, Record]:
         """Return the records of the ranks that have one."""
-        words = self.words.read_range(self._record(parity, 0), self._size)
+        words = self.words.read_range(self.record_of(parity, 0), self._size)
         return {rank: Record.of(word) for rank, word in enumerate(words) if word}
 
     def clear_records(self, parity: int) -> None:
         """Clear the records of all ranks."""
-        self.words.write_range(self._record(parity, 0), [0] * self._size)
+        self.words.write_range(self.record_of(parity, 0), [0] * self._size)
 
     # The take that has the turn, as other ranks see it
 

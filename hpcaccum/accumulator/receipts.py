@@ -144,8 +144,13 @@ _GIVEN_UP, _NONFINITE, _ACCEPTED = range(3)
 _DROPPED = _ACCEPTED + MAX_LAG + 1
 
 
+def _column(receipt: Receipt) -> int:
+    lag = min(max(receipt.global_step - receipt.local_step, 0), MAX_LAG)
+    return (_ACCEPTED if receipt.accepted else _DROPPED) + lag
+
+
 class Counters:
-    """One row of counters per rank; each rank writes its own row only.
+    """One row of counters per rank, which it writes, or an agent while it waits.
 
     Counting has two steps, so that it can be repeated after an exception: `next`
     computes the new values, `post` sets them.
@@ -161,7 +166,7 @@ class Counters:
 
     def __init__(self, words: AtomicWords, base: int, rank: int, size: int) -> None:
         self._words, self._base, self._size = words, base, size
-        self._index = base + rank * self._WIDTH
+        self._index = self._row_of(rank)
         self._row = [0] * self._WIDTH
 
     @classmethod
@@ -169,10 +174,12 @@ class Counters:
         """Return the number of words for ``size`` ranks."""
         return size * cls._WIDTH
 
+    def _row_of(self, rank: int) -> int:
+        return self._base + rank * self._WIDTH
+
     def next(self, receipt: Receipt) -> Count:
         """Return the counter that one more gradient changes."""
-        lag = min(max(receipt.global_step - receipt.local_step, 0), MAX_LAG)
-        return self._next((_ACCEPTED if receipt.accepted else _DROPPED) + lag)
+        return self._next(_column(receipt))
 
     def next_given_up(self) -> Count:
         """Return the counter that one more gradient changes which was given up."""
@@ -191,6 +198,16 @@ class Counters:
         column, number = count
         self._row[column] = number
         self._words.store_unordered(self._index + column, number, number - 1)
+
+    def note(self, count: Count) -> None:
+        """Note that a call of `count_for` on another rank has set a counter."""
+        column, self._row[column] = count
+
+    def count_for(self, rank: int, receipt: Receipt) -> None:
+        """Count a gradient of another rank, which waits meanwhile."""
+        index = self._row_of(rank) + _column(receipt)
+        number = self._words.read(index)
+        self._words.store_unordered(index, number + 1, number)
 
     def tally(self) -> Tally:
         """Return the counts of all ranks."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from hpcaccum.accumulator.protocol import AdmissionProtocol
+from hpcaccum.accumulator.remote_admission import RemoteAdmission
 from hpcaccum.accumulator.row_storage import RowSlots, Storage
 from hpcaccum.accumulator.settings import Settings
 from hpcaccum.accumulator.storage import Slots, Sums
@@ -67,9 +68,18 @@ class SharedAccumulator(Freeable):
             undo.callback(self.protocol.free)
             self.storage = make_storage(group, settings, what)
             undo.pop_all()
-        self.writer = Writer(self.protocol, self.storage)
+        self._remote = self._make_remote()
+        self.writer = Writer(self.protocol, self.storage, self._remote)
         self.taker = Taker(self.protocol, self.storage, what)
         self._register(group, group.label(what))
+
+    def _make_remote(self) -> RemoteAdmission | None:
+        """Return what admits gradients of other nodes than the host's."""
+        # Sums need no agents. Shapes that differ are looked up by each rank.
+        shapes = not self.settings.has_one_shape
+        if self.group.single_node or self.storage.sends or shapes:
+            return None
+        return RemoteAdmission(self.group, self.protocol, self._what)
 
     @classmethod
     def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:
@@ -126,6 +136,8 @@ class SharedAccumulator(Freeable):
             self.leave()
         self.group.allgather(None, f"{self.label}: free")
         self.writer.free()
+        if self._remote is not None:
+            self._remote.free()
         self.storage.free()
         self.protocol.free()
 

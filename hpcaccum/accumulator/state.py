@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Bits for the gradients of one round.
-_COUNT = 18
 # Gradients of one rank in one round: 20 bits.
 _MAX_NUMBER = (1 << 20) - 1
 
@@ -20,9 +18,6 @@ class State(NamedTuple):
         parity: Of the open round.
         waiting: Whether a take waits for more gradients.
         number: Gradients admitted to the round; if ``waiting``, those still missing.
-        changes: Of this round, modulo 4: withdrawn gradients, and takes that stopped
-            waiting. While it stays the same, every change of ``number`` is an
-            admission. Always 0 if rounds have shapes.
     """
 
     step: int
@@ -30,15 +25,14 @@ class State(NamedTuple):
     parity: int
     waiting: int
     number: int
-    changes: int = 0
 
     def admitted(self, shape: int) -> State:
         """Return the state after one more gradient; the last missing one closes."""
-        step, _, parity, waiting, number, changes = self
+        step, _, parity, waiting, number = self
         if not waiting:
-            return State(step, shape, parity, 0, number + 1, changes)
+            return State(step, shape, parity, 0, number + 1)
         if number > 1:
-            return State(step, shape, parity, 1, number - 1, changes)
+            return State(step, shape, parity, 1, number - 1)
         return self.closed()
 
     def closed(self) -> State:
@@ -47,15 +41,14 @@ class State(NamedTuple):
 
     def withdrawn(self) -> State:
         """Return the state after one gradient was withdrawn."""
-        changed = self._replace(changes=self.changes + 1)
         if self.waiting:
-            return changed._replace(number=self.number + 1)
-        return changed._replace(number=self.number - 1)._unshaped()
+            return self._replace(number=self.number + 1)
+        return self._replace(number=self.number - 1)._unshaped()
 
     def not_waiting(self, wanted: int) -> State:
         """Return the state after the take that waits for ``wanted`` stops waiting."""
-        number, changes = wanted - self.number, self.changes + 1
-        return State(self.step, self.shape, self.parity, 0, number, changes)._unshaped()
+        number = wanted - self.number
+        return State(self.step, self.shape, self.parity, 0, number)._unshaped()
 
     def _unshaped(self) -> State:
         return self if self.number else self._replace(shape=0)
@@ -64,7 +57,7 @@ class State(NamedTuple):
 class Packing:
     """The layout of a `State` in 64 bits.
 
-    These are step, then shape or changes, parity, waiting, number.
+    These are step, shape, parity, waiting, number.
 
     Args:
         shaped: Whether each round has a shape of its own.
@@ -76,31 +69,26 @@ class Packing:
     """
 
     def __init__(self, *, shaped: bool) -> None:
-        self._shape = 10 if shaped else 0
-        self._changes = 0 if shaped else 2
-        self._max_changes = (1 << self._changes) - 1
-        self.max_count = (1 << _COUNT) - 1
+        self._shape, self._count = (10, 18) if shaped else (0, 20)
+        self.max_count = (1 << self._count) - 1
         self.max_shapes = (1 << self._shape) - 1
-        self._step_shift = _COUNT + 2 + self._shape + self._changes
+        self._step_shift = self._count + 2 + self._shape
         self.max_step = (1 << (63 - self._step_shift)) - 1
 
     def pack(self, state: State) -> int:
         """Return the word."""
-        changes = state.changes & self._max_changes
-        low = state.shape << self._changes | changes
-        low = (low << 1 | state.parity) << 1 | state.waiting
-        return state.step << self._step_shift | low << _COUNT | state.number
+        low = (state.shape << 1 | state.parity) << 1 | state.waiting
+        return state.step << self._step_shift | low << self._count | state.number
 
     def unpack(self, word: int) -> State:
         """Return the state."""
-        low = word >> _COUNT
+        low = word >> self._count
         return State(
             word >> self._step_shift,
-            low >> 2 + self._changes & self.max_shapes,
+            low >> 2 & self.max_shapes,
             low >> 1 & 1,
             low & 1,
             word & self.max_count,
-            low >> 2 & self._max_changes,
         )
 
 

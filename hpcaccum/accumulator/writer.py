@@ -16,6 +16,7 @@ from hpcaccum.mpi import Attempt
 if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
     from hpcaccum.accumulator.receipts import Count, Receipt
+    from hpcaccum.accumulator.remote_admission import Answer, RemoteAdmission
     from hpcaccum.accumulator.row_storage import Storage
 
 Array = np.ndarray[Any, Any]
@@ -30,10 +31,18 @@ class Writer:
     Args:
         protocol: Admits them.
         storage: Where they are written.
+        remote: Admits them if this rank is on another node than the host; None if no
+            agent does.
     """
 
-    def __init__(self, protocol: AdmissionProtocol, storage: Storage) -> None:
+    def __init__(
+        self,
+        protocol: AdmissionProtocol,
+        storage: Storage,
+        remote: RemoteAdmission | None,
+    ) -> None:
         self._protocol, self._storage = protocol, storage
+        self._remote = None if protocol.words.near else remote
         self._buffers = Buffers(protocol, storage)
         self._lock = threading.Lock()
         self._begin()
@@ -44,6 +53,8 @@ class Writer:
     def _begin(self) -> None:
         """Reset what an exception in the next gradient is recovered from."""
         self._protocol.forget_admission()
+        if self._remote is not None:
+            self._remote.forget()
         # What is to be written, and this rank's record after it.
         self._job: Job | None = None
         # The parts that were added to a sum, which cannot be undone.
@@ -80,6 +91,8 @@ class Writer:
             slot = self._buffers.slot_of(array)
             self._begin()
             try:
+                if self._fits_remote(array):
+                    return self._submit_remotely(array, source, local_step, slot)
                 admitted = self._admit(array, local_step, slot)
                 return admitted and self._submit(admitted, array, source, slot)
             except BaseException:
@@ -98,17 +111,21 @@ class Writer:
         Raises:
             InvalidArgumentError: Also if its rows have no room in the open round.
         """
-        only = None
-        if not self._buffers.has_room(slot):
-            only = self._buffers.joined()
-            if only is None:
-                return None
-        elif overflow := self._buffers.overflow(array):
-            only = 1 - overflow[0]
+        possible, only = self._possible(array, slot)
+        if not possible:
+            return None
         admitted = self._protocol.admit(array, local_step, only)
         if admitted is None and (overflow := self._buffers.overflow(array)):
             raise overflow[1]
         return admitted
+
+    def _possible(self, array: Any, slot: int | None) -> tuple[bool, int | None]:
+        """Return whether a gradient has a buffer, and if only for one parity, which."""
+        if not self._buffers.has_room(slot):
+            only = self._buffers.joined()
+            return only is not None, only
+        overflow = self._buffers.overflow(array)
+        return True, 1 - overflow[0] if overflow else None
 
     def _submit(
         self, admitted: Admitted, array: Any, source: Any, slot: int | None
@@ -121,24 +138,103 @@ class Writer:
         if source is None:
             # It seemed stale, but the step was lowered since.
             source = self._storage.prepare(array)
-        before, in_place = self._buffers.record(parity), False
+        before = self._buffers.record(parity)
+        done, writing, in_place = self._records(before, array, slot, parity, shape)
+        self._protocol.mark_writing(parity, writing, before)
+        self._job = (source, in_place, done)
+        self._write(receipt, parity, writing, slot)
+        return receipt
+
+    def _records(
+        self,
+        before: Record | None,
+        array: Any,
+        slot: int | None,
+        parity: int,
+        shape: int,
+    ) -> tuple[Record, Record, bool]:
+        """Return this rank's record after a gradient is written, and before that.
+
+        Also returns whether it is in its buffer already.
+        """
+        in_place = False
         if before:
             buffer, number = before.buffer, before.number
         else:
             buffer, in_place = self._buffers.choose(array, slot, parity)
             number = 0
         done = Record(buffer, number + 1, 0, shape)
-        writing = Record(buffer, number, 1, shape)
-        self._protocol.mark_writing(parity, writing, before)
-        self._job = (source, in_place, done)
-        self._storage.write(parity, buffer, source, not number, in_place, self._added)
+        return done, Record(buffer, number, 1, shape), in_place
+
+    def _write(
+        self, receipt: Receipt, parity: int, writing: Record, slot: int | None
+    ) -> None:
+        """Write the gradient of `_job`, count it, and publish its record."""
+        assert self._job is not None
+        source, in_place, done = self._job
+        first = not writing.number
+        self._storage.write(parity, done.buffer, source, first, in_place, self._added)
         self._stored = True
         # The caller's array is not needed any more, and not kept.
         self._job = (_NOTHING, in_place, done)
         self._count(self._protocol.counters.next(receipt))
         self._protocol.put_record(parity, done, writing)
         self._buffers.settle(parity, done, slot, receipt.global_step)
+
+    # By the agent of the host's node
+
+    def _fits_remote(self, array: Any) -> bool:
+        """Whether the agent can admit a gradient; others need an error of this rank."""
+        return (
+            self._remote is not None
+            and self._protocol.shapes.number(array, 0) is not None
+        )
+
+    def _submit_remotely(
+        self, array: Any, source: Any, local_step: int, slot: int | None
+    ) -> Receipt | None:
+        assert self._remote is not None
+        possible, only = self._possible(array, slot)
+        if not possible:
+            return None
+        fresh = self._fresh(array, slot, 0), self._fresh(array, slot, 1)
+        answer = self._remote.admit(local_step, only, fresh)
+        if answer.accepted is None:
+            # Rare: there is an error to raise, or the round is another one by now.
+            admitted = self._admit(array, local_step, slot)
+            return admitted and self._submit(admitted, array, source, slot)
+        receipt, parity = answer.receipt(local_step), answer.parity
+        if self._note(answer, local_step, slot):
+            return receipt
+        before, writing = Record.of(answer.before), Record.of(answer.record)
+        done, _, in_place = self._records(
+            before if before.number else None, array, slot, parity, 0
+        )
+        self._job = (source, in_place, done)
+        self._write(receipt, parity, writing, slot)
         return receipt
+
+    def _fresh(self, array: Any, slot: int | None, parity: int) -> int:
+        """Return the word of the first record in a round, 0 if it has no buffer."""
+        if self._buffers.is_in(array, slot):
+            assert slot is not None
+            return Record(slot, 1, 0, 0).word()
+        free = self._buffers.free_for(slot, parity)
+        return Record(free[0], 0, 1, 0).word() if free else 0
+
+    def _note(self, answer: Answer, local_step: int, slot: int | None) -> bool:
+        """Note what an agent has done; return whether nothing is left to do."""
+        before, receipt = Record.of(answer.before), answer.receipt(local_step)
+        if answer.accepted:
+            self._buffers.note(answer.parity, before if answer.before else None)
+        if answer.accepted and not answer.complete:
+            return False
+        self._counted = self._counted or self._protocol.counters.next(receipt)
+        self._protocol.counters.note(self._counted)
+        if answer.accepted:
+            done = Record.of(answer.record)
+            self._buffers.settle(answer.parity, done, slot, answer.step)
+        return True
 
     def _count(self, count: Count) -> None:
         self._counted = count
@@ -148,7 +244,15 @@ class Writer:
 
     def _recover(self, local_step: int, slot: int | None) -> None:
         """Complete a gradient that is in place, or revoke its admission."""
-        admitted = self._protocol.admitted(local_step)
+        # Also of a withdrawal, when this is called again.
+        self._protocol.words.settle()
+        answer = self._remote and self._remote.settled()
+        if answer and answer.accepted is not None:
+            if self._note(answer, local_step, slot):
+                return
+            admitted: Admitted | None = answer.receipt(local_step), answer.parity, 0
+        else:
+            admitted = self._protocol.admitted(local_step)
         if admitted is None:
             if self._counted:
                 self._protocol.counters.post(self._counted)

@@ -105,7 +105,8 @@ class AtomicWords:
         count: Number of words.
 
     Attributes:
-        pipelined: Whether changes need round trips, of which several take one.
+        root: As given.
+        near: Whether the words are on this node.
     """
 
     def __init__(self, group: Group, root: int, count: int) -> None:
@@ -119,12 +120,17 @@ class AtomicWords:
         self._words = words = self._shared.words
         if words is not None:
             self._words = words[first : first + count]
-        # Whether MPI changes a word before the call returns. MPICH sends a rank that is
-        # alone a message to itself.
-        self._at_once = group.single_node and group.size > 1
-        self.pipelined = words is None and _has_pipeline()
-        # Lets other nodes change words, or answer, while this rank polls.
-        self._progress = None if group.single_node else group.progress.look
+        # Whether MPI changes a word before the call returns: it lies in memory of this
+        # node. MPICH sends a rank that is alone there a message to itself.
+        ranks = group.nodes[group.node_number]
+        self.near = root in ranks
+        self._at_once = self.near and len(ranks) > 1
+        # Whether several changes take one round trip.
+        self._pipelined = words is None and not self.near and _has_pipeline()
+        # Lets other nodes answer while this rank waits, or change words that it polls.
+        progress = None if group.single_node else group.progress
+        self._progress = None if progress is None or self.near else progress.look
+        self._help = None if progress is None else progress.look_for_others
 
     @property
     def direct(self) -> bool:
@@ -134,8 +140,8 @@ class AtomicWords:
     def read(self, index: int) -> int:
         """Return one word."""
         if self._words is not None:
-            if self._progress is not None:
-                self._progress()
+            if self._help is not None:
+                self._help()
             word = self._words[index]
         else:
             # It changes nothing; with Open MPI, a fetch takes three times as long.
@@ -165,37 +171,13 @@ class AtomicWords:
         """Set a word to ``new`` if it is ``expected``; return its value before."""
         attempt = attempt or self._local.attempt
         self._begin()
-        self._swap(index, expected, new, attempt)
-        return self._outcome(attempt.result)
-
-    def compare_and_swap_each(
-        self, index: int, swaps: Sequence[tuple[int, int]], attempts: Sequence[Attempt]
-    ) -> list[int]:
-        """Do as several calls of `compare_and_swap`, in one round trip.
-
-        Args:
-            index: Of the word.
-            swaps: For each, the value that is expected and the new one.
-            attempts: Hold the outcomes; as many, or more.
-
-        Returns:
-            The value of the word before each.
-        """
-        made = attempts[: len(swaps)]
-        self._begin()
-        for attempt, (expected, new) in zip(made, swaps, strict=True):
-            # MPI keeps the order of those of one rank (MPI 4.1, section 12.7.2).
-            self._swap(index, expected, new, attempt)
-        self._outcome(made[-1].result)
-        return [int(attempt.result[0]) for attempt in made]
-
-    def _swap(self, index: int, expected: int, new: int, attempt: Attempt) -> None:
         origin, compare, result = attempt.origin, attempt.compare, attempt.result
         # In this order: an earlier outcome must not pass for that of this swap.
         result[0] = _NEVER
         origin[0], compare[0] = new, expected
         place = self._first + index
         self._window.Compare_and_swap(origin, compare, result, self.root, place)
+        return self._outcome(result)
 
     def _begin(self) -> None:
         """Begin a change: no outcome of an earlier one may come later."""
@@ -239,8 +221,8 @@ class AtomicWords:
     def read_range(self, index: int, count: int) -> list[int]:
         """Return several words, each read atomically (not all at one moment)."""
         if self._words is not None:
-            if self._progress is not None:
-                self._progress()
+            if self._help is not None:
+                self._help()
             words = self._words[index : index + count].tolist()
             self._window.Sync()
             return words
@@ -304,7 +286,7 @@ class AtomicWords:
         """
         if self._words is not None:
             self._words[index] = value
-        elif self.pipelined:
+        elif self._pipelined:
             self._send(index, [value])
         else:
             self._replace(index, value, was)
@@ -321,7 +303,9 @@ class AtomicWords:
 
     def flush(self) -> None:
         """Complete all stores at the root."""
-        if self._words is None:
+        if self._at_once and self._words is None:
+            self._complete()
+        elif self._words is None:
             # Stores have no outcome for which this rank could nap. This read has one,
             # which comes after them, and the flush after it needs no time.
             self.compare_and_swap(0, _NEVER, _NEVER)
@@ -339,6 +323,6 @@ class AtomicWords:
         """Free the words. Collective."""
         if self._local.pending:
             self._complete()
-        self._words = self._progress = None
+        self._words = self._progress = self._help = None
         self._window = FREED
         self._shared.give_back()

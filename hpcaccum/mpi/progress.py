@@ -140,8 +140,16 @@ class ProgressThread:
             self.look()
 
     def look(self) -> None:
-        """Enter MPI once; for a rank that polls what other nodes change."""
+        """Enter MPI once; for a rank that waits for another node."""
         self._comm.Iprobe(MPI.ANY_SOURCE, Tag.NONE)
+
+    def look_for_others(self) -> None:
+        """Do so unless another thread does; for a rank that polls its own memory.
+
+        Two threads in MPI wait for each other.
+        """
+        if not self._replaced:
+            self.look()
 
     def nap(self, idle: float) -> float:
         """Return how long a thread that calls MPI may nap; for one thread at a time.

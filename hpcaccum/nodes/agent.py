@@ -156,8 +156,16 @@ class Agent:
             before = sent
             mine, failure = self._end_requests(number, deadline)
             sent = sum(self._group.raise_together(what, failure, mine))
+        self.discard(number)
+
+    def discard(self, number: int) -> None:
+        """Remove a service for which no rank has a request under way. Collective.
+
+        There is another one that `remove` removes later: it waits for all ranks.
+        """
         self._removed = number
-        del self._services[number], self._requests[number]
+        del self._services[number]
+        self._requests.pop(number, None)
         if not self._services:
             self._stop()
             self.comm.Free()
@@ -221,6 +229,14 @@ class Agent:
             # In C throughout: no signal handler comes between the two. Synchronous, so
             # a request that is complete has been received.
             sent.extend(map(self.comm.issend, (message,), (to,), (_REQUEST,)))
+
+    def ask(self, rank: int, number: int, *request: Any) -> Iterable[Any]:
+        """Return an iterator that sends a request which is answered.
+
+        It is an iterator of C: no signal handler comes between the message and what the
+        iterator yields, the request of MPI.
+        """
+        return map(self.comm.isend, ((number, *request),), (rank,), (_REQUEST,))
 
     def tag(self, number: int, channel: int = 0) -> int:
         """Return the tag of a channel for data of a service."""

@@ -18,7 +18,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
 from hpcaccum.errors import EverybodyLeftError, format_ranks
 from hpcaccum.mpi import AtomicWords, Attempt
-from hpcaccum.nodes import NodeParts
+from hpcaccum.nodes import Calls, NodeParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,8 +34,6 @@ _STEP = _FIXED.take(own_lines=True)
 _APPLIED = _FIXED.take()
 # One place per rank, followed by the words of `Membership`.
 _HEAD = _FIXED.count
-# Steps that an admission over the network tries at once, at most.
-_LIKELY = 8
 # A place has the step that an update makes, and the rank of its gradient, _NOBODY for
 # one that was given up. It is 0 before the first gradient.
 _RANK_BITS = 20
@@ -53,8 +51,11 @@ class BoundedStalenessInbox:
     other. So those that are admitted and not applied have consecutive steps, at most as
     many as there are ranks, and each has a place of its own: that of its step.
 
-    If `submit` fails after its gradient was admitted, the gradient is given up: its
-    update changes nothing.
+    Between nodes, the agent of the root's node admits a gradient, puts it in its place
+    and counts it: a rank sends one message and waits for the answer.
+
+    If `submit` fails after its gradient was admitted and before it is in its place, the
+    gradient is given up: its update changes nothing.
 
     Args:
         group: The ranks.
@@ -89,7 +90,13 @@ class BoundedStalenessInbox:
             undo.callback(self.words.free)
             nbytes = size * self._dtype.itemsize
             self.parts = NodeParts(group, nbytes, "inbox", takers=[root])
+            undo.callback(self.parts.free)
+            self._calls: Calls | None = None
+            if not group.single_node:
+                self._calls = Calls(group, root, self._submit_for, "inbox: submit")
             undo.pop_all()
+        # Those of this rank, if it is on another node than the root.
+        self._remote = None if self.words.near else self._calls
         self.membership = Membership(
             self.words, self._members, group.rank, n, n if workers is None else workers
         )
@@ -102,12 +109,9 @@ class BoundedStalenessInbox:
         self._found: dict[int, int] = {}
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0
-        # The last step seen: a first guess, where reading it costs a round trip.
-        self._seen = 0
-        # What `submit` has done, for the recovery from an exception.
-        self._added = Attempt()
-        tries = min(n, _LIKELY) if self.words.pipelined else 1
-        self._admission = [Attempt() for _ in range(tries)]
+        # What `submit` has done, for the recovery from an exception; and what an agent
+        # does for other ranks.
+        self._admission, self._others = Attempt(), Attempt()
         self._counted: Count | None = None
 
     def _view(self, rank: int) -> Array:
@@ -160,8 +164,9 @@ class BoundedStalenessInbox:
             InvalidArgumentError: If this rank has left.
         """
         self.membership.check_present("submit")
-        for each in (self._added, *self._admission):
-            each.reset()
+        self._admission.reset()
+        if self._remote is not None:
+            self._remote.forget()
         self._counted = None
         try:
             return self._submit(local_step)
@@ -179,13 +184,39 @@ class BoundedStalenessInbox:
         self.ledger.count_nonfinite()
 
     def _submit(self, local_step: int) -> Receipt:
-        receipt = self._admit(local_step)
+        if self._remote is not None:
+            # The answer may lead other ranks to what is in the slot.
+            self.words.sync()
+            return self._note(local_step, *self._remote.call(local_step))
+        receipt = self._admit(local_step, self._admission)
         if receipt:
             self._submitted = receipt.global_step + 1
             # The store of the word orders it after all stores to the slot.
             self._put(receipt.global_step, self._group.rank)
         self._count(self.ledger.next(receipt))
         self.words.flush()
+        return receipt
+
+    def _submit_for(self, rank: int, local_step: int) -> tuple[bool, int]:
+        """Submit the gradient of another rank, which waits for the answer.
+
+        Returns:
+            Whether it was accepted, and the step when it arrived.
+        """
+        receipt = self._admit(local_step, self._others)
+        if receipt:
+            self._put(receipt.global_step, rank)
+        self.ledger.count_for(rank, receipt)
+        self.words.flush()
+        return receipt.accepted, receipt.global_step
+
+    def _note(self, local_step: int, accepted: bool, step: int) -> Receipt:
+        """Note what an agent has done for this rank; return the receipt."""
+        receipt = Receipt(accepted, local_step, step)
+        if receipt:
+            self._submitted = step + 1
+        self._counted = self._counted or self.ledger.next(receipt)
+        self.ledger.note(self._counted)
         return receipt
 
     def _place(self, step: int) -> int:
@@ -208,6 +239,10 @@ class BoundedStalenessInbox:
 
     def _recover(self, local_step: int) -> None:
         """Give up an admitted gradient unless the root can see it. Idempotent."""
+        if self._remote is not None:
+            if answer := self._remote.settle():
+                self._note(local_step, *answer)
+            return
         self.words.settle()
         step = self._admitted()
         if step is not None:
@@ -222,48 +257,24 @@ class BoundedStalenessInbox:
             self.ledger.post(self._counted)
         self.words.flush()
 
-    def _admit(self, local_step: int) -> Receipt:
+    def _admit(self, local_step: int, attempt: Attempt) -> Receipt:
+        """Admit a gradient, unless it is stale."""
         if self._max_lag == math.inf:
-            step = self.words.fetch_add(_STEP, 1, self._added)
+            step = self.words.fetch_add(_STEP, 1, attempt)
             return Receipt(True, local_step, step)
-        # The step of parameters that a rank has is a good guess, too.
-        fresh = self.words.direct
-        step = self.step if fresh else max(self._seen, local_step)
-        while True:
-            if step - local_step <= self._max_lag:
-                found = self._swap_likely(step, local_step)
-                if (admitted := self._admitted()) is not None:
-                    self._seen = admitted + 1
-                    return Receipt(True, local_step, admitted)
-                step, fresh = found, True
-            elif fresh:
-                self._seen = step
-                return Receipt(False, local_step, step)
-            else:
-                # Reject only by the step itself, which is part of the receipt.
-                step, fresh = self.step, True
-
-    def _swap_likely(self, step: int, local_step: int) -> int:
-        """Increment the word of the step if that is ``step`` or may be by now.
-
-        While a swap is on its way, gradients of other ranks are admitted. With one swap
-        at a time, each rank would wait for the swaps of all others. The largest step
-        comes first: after a swap that succeeds, the others fail.
-
-        Returns:
-            The step before the last swap.
-        """
-        last = step + len(self._admission) - 1
-        last = math.floor(min(last, local_step + self._max_lag))
-        swaps = [(each, each + 1) for each in range(last, step - 1, -1)]
-        return self.words.compare_and_swap_each(_STEP, swaps, self._admission)[-1]
+        step = self.step
+        while step - local_step <= self._max_lag:
+            found = self.words.compare_and_swap(_STEP, step, step + 1, attempt)
+            if found == step:
+                return Receipt(True, local_step, step)
+            step = found
+        return Receipt(False, local_step, step)
 
     def _admitted(self) -> int | None:
-        """Return the step at which the last call of `_admit` admitted a gradient."""
-        if self._max_lag == math.inf:
-            return int(self._added.result[0]) if self._added.added else None
-        swapped = (int(a.result[0]) for a in self._admission if a.swapped)
-        return next(swapped, None)
+        """Return the step at which `_admit` admitted this rank's last gradient."""
+        attempt, every = self._admission, self._max_lag == math.inf
+        admitted = attempt.added if every else attempt.swapped
+        return int(attempt.result[0]) if admitted else None
 
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step.
@@ -373,5 +384,7 @@ class BoundedStalenessInbox:
         if self._pinned is not None:
             self._pinned.free()
         self._slot = np.empty(0, self._dtype)
+        if self._calls is not None:
+            self._calls.free()
         self.parts.free()
         self.words.free()

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.accumulator.protocol import AdmissionProtocol
+from hpcaccum.accumulator.remote_admission import RemoteAdmission
 from hpcaccum.accumulator.row_storage import RowSlots
 from hpcaccum.accumulator.storage import Slots, Sums
 from hpcaccum.accumulator.taker import Taker
@@ -90,8 +91,14 @@ TABLE = (
         lambda _, admitted: _outcome(admitted and admitted[0]),
     ),
     Traced(
+        RemoteAdmission,
+        "admit",
+        "admission",
+        lambda args, answer: _outcome(answer.receipt(args[1])),
+    ),
+    Traced(
         BoundedStalenessInbox,
-        "_admit",
+        "_submit",
         "admission",
         lambda _, receipt: _outcome(receipt),
     ),

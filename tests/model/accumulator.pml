@@ -69,9 +69,9 @@
  * 8. After a failed compare-and-swap STATE is read anew. The code uses the word that the
  *    swap returned, which is the case that nothing happens in between. The word that a
  *    writer remembers as a first guess is not modelled: see 5; and the code drops a
- *    gradient only on a fresh read. Over a network it tries several words, one after the
- *    other: each is a swap of its own here. That at most one of them succeeds is not in
- *    the model; `changes` in the code's STATE is for that.
+ *    gradient only on a fresh read. Between nodes, an agent makes the swap, the mark and
+ *    the record of a writer that waits for it: the same steps in the same order, by
+ *    another process.
  * 9. A writer that fails has not begun to add to what it has in the round: the code
  *    completes a gradient of which something was added. Exceptions from which the code
  *    recovers without a trace for others are not modelled.

@@ -70,7 +70,8 @@ class CountedWindow:
         self._window.Get_accumulate(origin, result, *rest)
 
     def Accumulate(self, origin: Any, *rest: Any) -> None:
-        self._count(origin.nbytes)
+        # With its datatype, it is a list.
+        self._count((origin[0] if isinstance(origin, list) else origin).nbytes)
         self._window.Accumulate(origin, *rest)
 
     def Flush(self, root: int) -> None:
@@ -91,10 +92,17 @@ class CountedComm:
         return getattr(self._comm, name)
 
     def issend(self, message: Any, rank: int, tag: int) -> Any:
+        self._count(message, rank)
+        return self._comm.issend(message, rank, tag)
+
+    def isend(self, message: Any, rank: int, tag: int) -> Any:
+        self._count(message, rank)
+        return self._comm.isend(message, rank, tag)
+
+    def _count(self, message: Any, rank: int) -> None:
         if rank != self._home:
             size = len(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
             self._counts.update(requests=1, request_bytes=size)
-        return self._comm.issend(message, rank, tag)
 
     def Isend(self, data: Any, rank: int, tag: int) -> Any:
         # Beside vectors there are headers of 8 bytes.
@@ -103,12 +111,10 @@ class CountedComm:
 
 
 @contextlib.contextmanager
-def counted_windows(counts: Counter[str], pipelined: bool = True) -> Iterator[None]:
+def counted_windows(counts: Counter[str]) -> Iterator[None]:
     """Count the operations in all windows that are made in the block.
 
-    Args:
-        counts: Where they are counted.
-        pipelined: Whether several operations take one round trip, whatever the library.
+    Several operations may take one round trip, whatever the library.
     """
     allocate = windows.allocate
 
@@ -118,9 +124,15 @@ def counted_windows(counts: Counter[str], pipelined: bool = True) -> Iterator[No
     with (
         mock.patch.object(word_window, "allocate", counted),
         mock.patch.object(region, "allocate", counted),
-        mock.patch.object(atomic_words, "_has_pipeline", return_value=pipelined),
+        mock.patch.object(atomic_words, "_has_pipeline", return_value=True),
     ):
         yield
+
+
+def count_messages(group: Group, counts: Counter[str]) -> None:
+    """Count the messages that this rank and its agent send to other nodes."""
+    agent: Any = Agent.of(group)
+    agent.comm = CountedComm(agent, counts)
 
 
 class Meter:
@@ -139,8 +151,7 @@ class Meter:
     def agents(self) -> None:
         """Count the messages of agents from now on."""
         if not self._group.single_node:
-            agent: Any = Agent.of(self._group)
-            agent.comm = CountedComm(agent, self._counts)
+            count_messages(self._group, self._counts)
 
     def meet(self) -> None:
         """Wait for all ranks. Collective."""
@@ -205,11 +216,15 @@ def _count_rounds(meter: Meter, group: Group, acc: ConditionalAccumulator) -> No
     def apply(step: int) -> Callable[[], Any]:
         return lambda: acc.apply_grad(gradient, step)
 
-    for step, taker in enumerate((0, far, far)):
-        # First, so that the admission that is counted meets no other one.
+    for step, (taker, name) in enumerate([(0, ""), (far, ", copied"), (far, "")]):
+        slot = acc.slot(timeout=WAIT)
+        slot[:] = 1
         if group.rank != far:
-            acc.apply_grad(gradient, step)
-        meter.act(far, "apply_grad", apply(step))
+            acc.apply_grad(slot, step)
+        array = gradient if name else slot
+        meter.act(
+            far, f"apply_grad{name}", functools.partial(acc.apply_grad, array, step)
+        )
         meter.act(taker, "take_grad", lambda: acc.take_grad(group.size, timeout=WAIT))
         meter.act(far, "apply_grad, stale", apply(step))
 

@@ -409,7 +409,8 @@ def test_update_that_cannot_be_written_is_an_empty_one(queue, monkeypatch):
             with pytest.raises(NoMemory):
                 queue.submit(0)
 
-    at(-1, submit_in_vain)
+    # The root itself: an agent submits for other nodes.
+    at(0, submit_in_vain)
     assert at(0, lambda: queue.step) == 1
     assert at(0, applied, queue, 0) == [0.0] * 3
     receipt = at(-1, lambda: (queue.slot().fill(2), queue.submit(0))[1])

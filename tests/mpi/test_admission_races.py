@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator
-from hpcaccum.mpi import AtomicWords
 from hpcaccum.server import BoundedStalenessInbox
 
-from .acting import at
-from .growth import counted_windows
+from .acting import Take, at, everywhere, same_bits
+from .growth import count_messages, counted_windows
 from .on_nodes import group_on_nodes  # noqa: F401
+from .support import WAIT
 
 GRADIENT = np.ones(2, np.float32)
 
@@ -24,131 +25,129 @@ def counts():
 
 
 @pytest.fixture
-def acc(group, counts):
+def acc(request, group, counts):
+    options = {"shape": (2,), **getattr(request, "param", {})}
     with counted_windows(counts):
-        made = ConditionalAccumulator("float32", (2,), comm=group)
+        made = ConditionalAccumulator("float32", comm=group, **options)
+        kept = ConditionalAccumulator("float32", (2,), comm=group)
+    # Counted is what the agent of `kept` sends, which is that of the group.
+    count_messages(group, counts)
     yield made
     made.free()
+    kept.free()
 
 
-def round_trips(counts, rank, do):
-    """Have a rank act; return the result, and the round trips that it took."""
+def costs(counts, rank, prepare, *args):
+    """Have a rank act; return the result, its round trips and its messages.
+
+    What is not counted prepares the call.
+    """
 
     def counted():
+        do = prepare(*args)
         counts.clear()
-        return do(), counts["round_trips"]
+        return do(), counts["round_trips"], counts["requests"]
 
     return at(rank, counted)
 
 
-def wait_for(acc, wanted):
-    """Let STATE be as while a take waits for so many gradients."""
-    protocol = acc._protocol
-    state = protocol.state()
-    assert protocol.swap(state, state._replace(waiting=1, number=wanted))
+def far(group):
+    """Return a rank on another node than rank 0."""
+    return group.nodes[-1][-1]
 
 
-def stop_waiting(acc, wanted):
-    protocol = acc._protocol
-    state = protocol.state()
-    assert protocol.swap(state, state.not_waiting(wanted))
+def in_slot(acc, local_step):
+    """Return the call that applies a gradient which is in its slot."""
+    slot = acc.slot(timeout=WAIT)
+    slot[:] = 1
+    return functools.partial(acc.apply_grad, slot, local_step)
 
 
-def end_round(acc, count):
-    total = at(0, acc.take_grad, count)
-    assert (total == 1).all()
+def copied(acc, local_step):
+    return functools.partial(acc.apply_grad, GRADIENT, local_step)
 
 
+def at_once(acc, gradient, local_step):
+    return gradient(acc, local_step)()
+
+
+@pytest.mark.parametrize(("apply", "more"), [(in_slot, 0), (copied, 1)])
 @pytest.mark.parametrize("waiting", [False, True])
-def test_admission_is_one_round_trip_in_any_order(acc, group, counts, size, waiting):
-    far = group.nodes[-1][-1]
-    others = [rank for rank in range(size) if rank != far]
+def test_admission_is_one_message_in_any_order(
+    acc, group, counts, size, waiting, apply, more
+):
+    others = [rank for rank in range(size) if rank != far(group)]
     # In each round another number of ranks comes first, which `far` does not know.
     for step, first in enumerate([0, len(others), 0, len(others) // 2]):
-        if waiting:
-            at(0, wait_for, acc, size + 1)
+        take = Take(acc, 0, size) if waiting else None
         for rank in others[:first]:
-            assert at(rank, acc.apply_grad, GRADIENT, step)
-        receipt, trips = round_trips(
-            counts, far, lambda step=step: acc.apply_grad(GRADIENT, step)
-        )
+            assert at(rank, at_once, acc, apply, step)
+        receipt, *cost = costs(counts, far(group), apply, acc, step)
         assert (receipt.accepted, receipt.global_step) == (True, step)
-        # One for the admission, one for the record. At first, the rank knows nothing.
-        assert trips == 2 or (step == 0 and waiting)
+        # A copy is made after the admission; then the record is published.
+        assert cost == [more, 1]
         for rank in others[first:]:
-            assert at(rank, acc.apply_grad, GRADIENT, step)
-        if waiting:
-            at(0, stop_waiting, acc, size + 1)
-        end_round(acc, size)
+            assert at(rank, at_once, acc, apply, step)
+        taken = take.result() if take else at(0, acc.take_grad, size, timeout=WAIT)
+        same_bits(taken, GRADIENT)
     assert acc.statistics().tally.accepted == (4,) * size
 
 
-def test_without_a_pipeline_one_value_is_tried_at_a_time(
-    group, counts, size, monkeypatch
+def test_a_stale_gradient_is_one_message_and_is_not_copied(
+    acc, group, counts, monkeypatch
 ):
-    with counted_windows(counts, pipelined=False):
-        acc = ConditionalAccumulator("float32", (2,), comm=group)
-    # It would take Open MPI three times as long as a compare-and-swap.
-    monkeypatch.delattr(AtomicWords, "exchange")
-    far = group.nodes[-1][-1]
-    others = [rank for rank in range(size) if rank != far]
-    # Each operation takes a round trip: of the admission, a mark, a counter, a record.
-    for step, before, trips in [(0, 0, 4), (1, len(others), 5), (2, len(others), 4)]:
-        for rank in others[:before]:
-            assert at(rank, acc.apply_grad, GRADIENT, step)
-        found = round_trips(
-            counts, far, lambda step=step: acc.apply_grad(GRADIENT, step)
-        )
-        assert (bool(found[0]), found[1]) == (True, trips)
-        for rank in others[before:]:
-            assert at(rank, acc.apply_grad, GRADIENT, step)
-        end_round(acc, size)
-    assert acc.statistics().tally.accepted == (3,) * size
-    monkeypatch.undo()
-    acc.free()
+    at(0, acc.set_global_step, 3)
+    monkeypatch.setattr(acc._storage, "write", None)
+    for rank in (0, far(group)):
+        receipt, *cost = costs(counts, rank, copied, acc, 1)
+        assert (receipt.accepted, receipt.lag) == (False, 2)
+        assert cost == ([0, 1] if rank else [0, 0])
+    assert acc.statistics().tally.dropped[far(group)] == 1
 
 
 @pytest.mark.parametrize("local_step", [2**40, 2**63 - 1])
-def test_a_step_far_ahead_is_no_guess_of_the_round(acc, group, counts, local_step):
-    far = group.nodes[-1][-1]
+def test_a_step_far_ahead_is_admitted(acc, group, counts, local_step):
     for step in range(3):
-        receipt, trips = round_trips(
-            counts, far, lambda: acc.apply_grad(GRADIENT, local_step)
-        )
+        receipt, *cost = costs(counts, far(group), in_slot, acc, local_step)
         assert (receipt.accepted, receipt.global_step) == (True, step)
-        # It finds out that the round is another one.
-        assert trips == 2 + (step > 0)
-        end_round(acc, 1)
+        assert cost == [0, 1]
+        same_bits(at(0, acc.take_grad, 1, timeout=WAIT), GRADIENT)
 
 
-@pytest.mark.parametrize("waiting", [False, True])
-def test_a_gradient_is_admitted_once(acc, group, size, waiting):
-    # Each value that is tried after one that succeeds is one that STATE had before.
-    far = group.nodes[-1][-1]
-    protocol = acc._protocol
-    if waiting:
-        at(0, wait_for, acc, 6)
-    for count in range(1, 5):
-        admitted = at(far, protocol.admit, GRADIENT, 0)
-        assert admitted[0]
-        state = at(0, protocol.state)
-        assert state.number == (6 - count if waiting else count)
+@pytest.mark.parametrize("apply", [in_slot, copied])
+def test_a_second_gradient_of_a_round_is_added(acc, group, counts, apply):
+    rank = far(group)
+    assert at(rank, at_once, acc, apply, 0)
+    receipt, *cost = costs(counts, rank, apply, acc, 0)
+    # The agent finds the first one; this rank adds to it.
+    assert (receipt.accepted, cost) == (True, [1, 1])
+    assert at(0, acc.num_accumulated) == 2
+    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), GRADIENT)
+    # The record that this rank remembers is not that of the round two steps later.
+    assert at(0, at_once, acc, copied, 1)
+    at(0, acc.take_grad, 1, timeout=WAIT)
+    assert at(rank, at_once, acc, apply, 2)
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), GRADIENT)
 
 
-def test_withdrawn_gradients_do_not_lead_to_a_second_admission(acc, group):
-    far, protocol = group.nodes[-1][-1], acc._protocol
-    at(0, wait_for, acc, 6)
-    for rank in (far, 0, 0):
-        assert at(rank, protocol.admit, GRADIENT, 0)[0]
-    before = at(0, protocol.state)
-    # As if other ranks withdrew gradients between two swaps of one admission.
-    assert at(0, protocol.swap, before, before.withdrawn().withdrawn())
-    state = at(0, protocol.state)
+def test_gradients_of_all_ranks_at_once(acc, group, size):
+    for step in range(10):
+        receipts = everywhere(at_once, acc, in_slot, step)
+        assert [each.global_step for each in receipts] == [step] * size
+        same_bits(at(step, acc.take_grad, size, timeout=WAIT), GRADIENT)
+    assert acc.statistics().tally.accepted == (10,) * size
 
-    tried = at(far, protocol._likely, before, False)
-    assert before in tried
-    assert state not in tried
-    assert state._replace(changes=before.changes) in tried
+
+BY_ITSELF = {"sum": {"storage": "sum"}, "shapes": {"shape": None, "capacity": 2}}
+
+
+@pytest.mark.parametrize("acc", BY_ITSELF.values(), indirect=True, ids=BY_ITSELF)
+def test_without_an_agent_a_rank_admits_itself(acc, group, counts):
+    for step in range(2):
+        receipt, trips, messages = costs(counts, far(group), copied, acc, step)
+        assert (receipt.accepted, messages) == (True, 0)
+        assert trips > 1
+        same_bits(at(0, acc.take_grad, 1, timeout=WAIT), GRADIENT)
 
 
 @pytest.fixture
@@ -160,29 +159,33 @@ def inbox(request, group, counts):
     with counted_windows(counts):
         max_lag = group.size - 2 if request.param is None else request.param
         made = BoundedStalenessInbox(group, 0, 2, "float32", max_lag=max_lag)
-    for rank in set(range(group.size)) - {group.nodes[-1][-1]}:
+    count_messages(group, counts)
+    for rank in set(range(group.size)) - {far(group)}:
         assert at(rank, submit, made)
     yield made
     made.free()
 
 
-def submit(inbox):
+def submission(inbox):
     inbox.slot()[:] = 1
-    return inbox.submit(0)
+    return functools.partial(inbox.submit, 0)
 
 
-@pytest.mark.parametrize("inbox", [3, 100], indirect=True)
-def test_submission_is_one_round_trip_in_any_order(inbox, group, counts, size):
-    far = group.nodes[-1][-1]
-    receipt, trips = round_trips(counts, far, lambda: submit(inbox))
-    # The step that `far` has is not that of the inbox, but within reach.
+def submit(inbox):
+    return submission(inbox)()
+
+
+@pytest.mark.parametrize("inbox", [3, float("inf")], indirect=True)
+def test_submission_is_one_message_in_any_order(inbox, group, counts, size):
+    receipt, *cost = costs(counts, far(group), submission, inbox)
+    # The step that `far` has is not that of the inbox.
     assert (receipt.accepted, receipt.global_step) == (True, size - 1)
-    assert trips == 2
+    assert cost == [0, 1]
     assert inbox.tally().accepted == (1,) * size
 
 
 @pytest.mark.parametrize("inbox", [None], indirect=True)
 def test_a_submission_beyond_the_bound_is_refused(inbox, group, size):
-    receipt = at(group.nodes[-1][-1], submit, inbox)
+    receipt = at(far(group), submit, inbox)
     assert (receipt.accepted, receipt.lag) == (False, size - 1)
     assert at(0, lambda: inbox.step) == size - 1

@@ -16,16 +16,14 @@ states = st.builds(
     parity=st.integers(0, 1),
     waiting=st.integers(0, 1),
     number=st.integers(0, 2**18 - 1),
-    changes=st.integers(0, 3),
 )
 
 
 @given(states)
 def test_state_is_packed_into_one_word(state):
     shaped, plain = Packing(shaped=True), Packing(shaped=False)
-    state = State(*state)
 
-    assert shaped.unpack(shaped.pack(state)) == state._replace(changes=0)
+    assert shaped.unpack(shaped.pack(state)) == state
     assert plain.unpack(plain.pack(state._replace(shape=0))) == state._replace(shape=0)
     assert -(2**63) <= shaped.pack(state) < 2**63
 
@@ -34,23 +32,13 @@ def test_state_is_packed_into_one_word(state):
 def test_limits_fill_the_word(shaped):
     packing = Packing(shaped=shaped)
     shape, count = packing.max_shapes, packing.max_count
-    largest = State(packing.max_step, shape, 1, 1, count, 0 if shaped else 3)
+    largest = State(packing.max_step, shape, 1, 1, count)
     lowest = State(-packing.max_step - 1, 0, 0, 0, 0)
 
     assert packing.pack(largest) == 2**63 - 1
     assert packing.pack(lowest) == -(2**63)
     assert packing.unpack(packing.pack(largest)) == largest
     assert packing.pack(State(0, 0, 0, 0, 0)) == 0
-
-
-@pytest.mark.parametrize("waiting", [0, 1])
-def test_only_admissions_leave_the_number_of_changes(waiting):
-    state = State(7, 0, 1, waiting, 5, 2)
-
-    assert state.admitted(0).changes == 2
-    assert state.withdrawn().changes == state.not_waiting(9).changes == 3
-    # A request is seen by `waiting`.
-    assert state.closed().changes == 0
 
 
 @given(

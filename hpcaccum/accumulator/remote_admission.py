@@ -1,0 +1,123 @@
+"""Admission by the agent of the host's node, for ranks of other nodes.
+
+A rank alone needs a compare-and-swap on STATE for each value that it may have by now, a
+mark, a counter and its record, each an operation over the network. The agent has the
+words on its own node, so that the rank needs one message and its answer. It makes the
+same changes in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcaccum.accumulator.receipts import Receipt
+from hpcaccum.accumulator.state import Record
+from hpcaccum.mpi import Attempt
+from hpcaccum.nodes import Calls
+
+if TYPE_CHECKING:
+    from hpcaccum.accumulator.protocol import AdmissionProtocol
+    from hpcaccum.accumulator.state import State
+    from hpcaccum.mpi import Group
+
+
+class Answer(NamedTuple):
+    """What became of a gradient.
+
+    Attributes:
+        accepted: None if it can be neither admitted nor dropped at the moment.
+        step: The step when it arrived.
+        parity: Of the open round.
+        before: The word of the record that its rank had in the round, 0 if none.
+        record: The word of the record that it has now.
+    """
+
+    accepted: bool | None
+    step: int
+    parity: int
+    before: int
+    record: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether it was admitted, is in place and counted."""
+        return bool(self.accepted) and not Record.of(self.record).writing
+
+    def receipt(self, local_step: int) -> Receipt:
+        """Return the receipt."""
+        return Receipt(bool(self.accepted), local_step, self.step)
+
+
+class RemoteAdmission:
+    """Admits gradients of one shape. Collective.
+
+    Args:
+        group: The ranks, on several nodes.
+        protocol: Has the words.
+        what: Name for messages.
+    """
+
+    def __init__(self, group: Group, protocol: AdmissionProtocol, what: str) -> None:
+        self._protocol = protocol
+        root = protocol.words.root
+        self._calls = Calls(group, root, self._admit, f"{what}: apply_grad")
+        # Of the agent.
+        self._attempt = Attempt()
+
+    def forget(self) -> None:
+        """Forget the last gradient, before the next one."""
+        self._calls.forget()
+
+    def admit(
+        self, local_step: int, only: int | None, fresh: tuple[int, int]
+    ) -> Answer:
+        """Admit a gradient to the open round, or drop it.
+
+        Args:
+            local_step: The step at which it was computed.
+            only: Parity to which it may be admitted, if not to both.
+            fresh: By parity, the word of the record of a rank that has none, 0 if it
+                cannot have one. It says that the rank is writing, unless the gradient
+                is in its buffer.
+        """
+        # The answer may lead other ranks to what is in the buffer.
+        self._protocol.words.sync()
+        return Answer(*self._calls.call(local_step, only, fresh))
+
+    def settled(self) -> Answer | None:
+        """Return what `admit` returned, or was about to; None if nothing was sent."""
+        answer = self._calls.settle()
+        return None if answer is None else Answer(*answer)
+
+    # The agent
+
+    def _admit(
+        self, rank: int, local_step: int, only: int | None, fresh: tuple[int, int]
+    ) -> tuple[bool | None, int, int, int, int]:
+        protocol = self._protocol
+        while True:
+            state = protocol.state()
+            step, parity = state.step, state.parity
+            if local_step < step:
+                protocol.counters.count_for(rank, Receipt(False, local_step, step))
+                return False, step, parity, 0, 0
+            index = protocol.record_of(parity, rank)
+            # Only the rank writes it, and a take before the round is open.
+            before = protocol.words.read(index)
+            if self._has_no_room(state, only) or not (before or fresh[parity]):
+                return None, step, parity, before, 0
+            if protocol.swap(state, state.admitted(0), self._attempt):
+                break
+        record = Record.of(before)._replace(writing=1) if before else None
+        word = record.word() if record else fresh[parity]
+        protocol.words.write(index, word)
+        if not Record.of(word).writing:
+            protocol.counters.count_for(rank, Receipt(True, local_step, step))
+        return True, step, parity, before, word
+
+    def _has_no_room(self, state: State, only: int | None) -> bool:
+        return self._protocol.is_full(state) or only not in (None, state.parity)
+
+    def free(self) -> None:
+        """Free it. Collective."""
+        self._calls.free()

@@ -1,0 +1,130 @@
+"""Calls: a function that the agent of one node calls for ranks of other nodes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+
+from hpcaccum import deadline
+from hpcaccum.nodes import Calls
+
+from .acting import VAIN, at, everywhere
+from .interrupting import at_each_point, interrupt
+from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
+from .support import meet
+
+
+class Asked:
+    """What was asked, on the rank whose agent answers."""
+
+    def __init__(self):
+        self.questions = []
+
+    def note(self, rank, *question):
+        self.questions.append((rank, *question))
+        return len(self.questions), *question
+
+
+@pytest.fixture
+def asked():
+    return Asked()
+
+
+@pytest.fixture
+def calls(group, asked):
+    made = Calls(group, group.size - 1, asked.note, "calls")
+    yield made
+    made.free()
+
+
+def leader(group):
+    """Return the rank whose agent answers."""
+    return group.nodes[-1][0]
+
+
+def far(group):
+    """Return the ranks of other nodes."""
+    return [rank for ranks in group.nodes[:-1] for rank in ranks]
+
+
+def ask(calls, *question):
+    calls.forget()
+    return calls.call(*question)
+
+
+def test_each_call_has_its_answer(calls, group, asked, rank):
+    if rank in far(group):
+        for number in range(20):
+            assert ask(calls, rank, number)[1:] == (rank, number)
+    meet()
+    questions = at(leader(group), lambda: asked.questions)
+    for each in far(group):
+        mine = [question for question in questions if question[0] == each]
+        assert mine == [(each, each, number) for number in range(20)]
+    assert len(questions) == 20 * len(far(group))
+
+
+def test_calls_of_several_objects_do_not_mix(calls, group, rank):
+    other = Calls(group, group.size - 1, lambda rank, word: ("other", word), "other")
+    if rank in far(group):
+        for number in range(10):
+            assert ask(other, number) == ("other", number)
+            assert ask(calls, number)[1:] == (number,)
+    meet()
+    other.free()
+
+
+def test_what_was_not_sent_has_no_answer(calls, group):
+    caller = far(group)[0]
+    assert at(caller, calls.settle) is None
+    assert at(caller, ask, calls, 7)[1:] == (7,)
+    assert at(caller, calls.settle)[1:] == (7,)
+    at(caller, calls.forget)
+    assert at(caller, calls.settle) is None
+
+
+def test_an_interrupted_call_is_settled(calls, group, asked):
+    words = itertools.count()
+
+    def trial(number):
+        word = next(words)
+        calls.forget()
+        more = interrupt(lambda: calls.call(word), number)
+        answer = calls.settle()
+        assert answer is None or answer[1:] == (word,)
+        return more, answer is None
+
+    caller = far(group)[0]
+    assert at(caller, at_each_point, trial, 1) == {False, True}
+    # Without it, the next call must not get the answer to this one.
+    for number in range(1, 30):
+        at(caller, interrupt, lambda: ask(calls, "lost"), number)
+        assert at(caller, ask, calls, number)[1:] == (number,)
+    asked_for = at(leader(group), lambda: [word for _, word in asked.questions])
+    ordinary = [word for word in asked_for if word != "lost"]
+    assert len(set(ordinary[:-29])) == len(ordinary) - 29
+
+
+def test_the_first_answer_may_come_late(held, calls, group, caplog, monkeypatch):
+    monkeypatch.setattr(deadline, "FIRST_WARNING", VAIN)
+    caller = far(group)[0]
+
+    def first():
+        with caplog.at_level(logging.WARNING, "hpcaccum"):
+            return ask(calls, 1)
+
+    with held:
+        # It is sent now, and the agent does nothing.
+        pending = at(caller, interrupt, lambda: calls.call(1), 40)
+        assert pending in (True, False)
+    meet()
+    assert at(caller, ask, calls, 2)[1:] == (2,)
+    assert at(caller, first)[1:] == (1,)
+
+
+def test_free_twice_is_once(group, asked):
+    made = Calls(group, 0, asked.note, "calls")
+    everywhere(made.free)
+    everywhere(made.free)
