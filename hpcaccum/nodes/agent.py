@@ -238,6 +238,10 @@ class Agent:
         """
         return map(self.comm.isend, ((number, *request),), (rank,), (_REQUEST,))
 
+    def wake(self) -> None:
+        """Have the agent look for work now, if it is a thread of this rank."""
+        self._awake.wake()
+
     def tag(self, number: int, channel: int = 0) -> int:
         """Return the tag of a channel for data of a service."""
         return _DATA + _CHANNELS * number + channel

@@ -10,7 +10,13 @@ import numpy as np
 from hpcaccum.mpi import AtomicWords, NodeMemory
 from hpcaccum.nodes.agent import Agent
 from hpcaccum.nodes.change import Change
-from hpcaccum.nodes.transfer import Buffers, Incoming, pieces_of, send_pieces
+from hpcaccum.nodes.transfer import (
+    Buffers,
+    Incoming,
+    length,
+    pieces_of,
+    send_pieces,
+)
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
     from hpcaccum.nodes.agent import Steps
+    from hpcaccum.nodes.transfer import Piece
 
 Array = np.ndarray[Any, Any]
 
@@ -209,7 +216,7 @@ class NodeParts:
                 sources[node] = self._incoming(node, tag, ranges, dtype)
         for piece in pieces_of(ranges, dtype.itemsize):
             parts = yield from self._first_of(sources)
-            end = position + piece.stop - piece.start
+            end = position + length(piece)
             with np.errstate(all="ignore"):
                 add_in_order(parts, out[position:end], divisor)
             position = end
@@ -240,7 +247,7 @@ class NodeParts:
             self._agent.leaders[node],
             tag,
             pieces_of(ranges, dtype.itemsize),
-            lambda piece: buffers.get(piece.stop - piece.start),
+            lambda piece: buffers.get(length(piece)),
         )
 
     def sending(
@@ -262,7 +269,7 @@ class NodeParts:
         """
         here = _Here(self, places, ranges, dtype)
 
-        def piece(_: slice) -> Array:
+        def piece(_: Piece) -> Array:
             part = here.first()
             here.take()
             return part
@@ -291,20 +298,26 @@ class _Here:
         end = max((each.stop for each in ranges), default=0)
         self._vectors = [parts.view(place, end, dtype) for place in places]
         self._pieces = pieces_of(ranges, dtype.itemsize)
-        self._buffers = Buffers(ranges, dtype) if len(places) > 1 else None
+        self._buffers = Buffers(ranges, dtype)
         self._first: Array | None = None
 
     def first(self) -> Array:
         """Return the first piece that was not taken."""
         if self._first is None:
-            piece = next(self._pieces)
-            vectors = [each[piece] for each in self._vectors]
-            self._first = vectors[0]
-            if self._buffers is not None:
-                self._first = self._buffers.get(piece.stop - piece.start)
-                with np.errstate(all="ignore"):
-                    add_in_order(vectors, self._first)
+            self._first = self._sum(next(self._pieces))
         return self._first
+
+    def _sum(self, piece: Piece) -> Array:
+        if len(self._vectors) == len(piece) == 1:
+            return self._vectors[0][piece[0]]
+        total, position = self._buffers.get(length(piece)), 0
+        for each in piece:
+            end = position + each.stop - each.start
+            vectors = [vector[each] for vector in self._vectors]
+            with np.errstate(all="ignore"):
+                add_in_order(vectors, total[position:end])
+            position = end
+        return total
 
     def take(self) -> None:
         """Take the first piece."""

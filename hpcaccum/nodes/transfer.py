@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -23,20 +23,47 @@ _PIECE = 1 << 18
 _IN_FLIGHT = 4
 
 
-def pieces_of(ranges: Iterable[slice], itemsize: int) -> Iterator[slice]:
-    """Yield the pieces of ranges of a vector, none for an empty range."""
-    step = _PIECE // itemsize
+# A rest that is shorter than this part of a piece goes with the last one.
+_REST = 1 / 8
+
+# Ranges of a vector that travel together.
+Piece = list[slice]
+
+
+def pieces_of(ranges: Sequence[slice], itemsize: int) -> Iterator[Piece]:
+    """Yield the pieces of ranges of a vector; empty ranges are in none."""
+    most, rest = _PIECE // itemsize, int(_PIECE * _REST) // itemsize
+    left = sum(each.stop - each.start for each in ranges)
+    piece, room = Piece(), most
     for each in ranges:
-        for start in range(each.start, each.stop, step):
-            yield slice(start, min(start + step, each.stop))
+        start = each.start
+        while start < each.stop:
+            if left <= room + rest:
+                room = left
+            stop = min(start + room, each.stop)
+            piece.append(slice(start, stop))
+            room, left, start = room - (stop - start), left - (stop - start), stop
+            if not room:
+                yield piece
+                piece, room = Piece(), most
+
+
+def one_range(vector: Array) -> Callable[[Piece], Array]:
+    """Return what gives the elements of a piece that is one range."""
+    return lambda piece: vector[piece[0]]
+
+
+def length(piece: Piece) -> int:
+    """Return the number of elements of a piece."""
+    return sum(each.stop - each.start for each in piece)
 
 
 class Buffers:
     """A few vectors that take turns, each of the length of the longest piece."""
 
-    def __init__(self, ranges: Iterable[slice], dtype: np.dtype[Any]) -> None:
-        count = max((each.stop - each.start for each in ranges), default=0)
-        longest = min(count, _PIECE // dtype.itemsize)
+    def __init__(self, ranges: Sequence[slice], dtype: np.dtype[Any]) -> None:
+        pieces = pieces_of(ranges, dtype.itemsize)
+        longest = max(map(length, pieces), default=0)
         self._vectors = np.empty((_IN_FLIGHT, longest), dtype)
         self._next = 0
 
@@ -51,8 +78,8 @@ def send_pieces(
     comm: mpi4py_MPI.Intracomm,
     rank: int,
     tag: int,
-    pieces: Iterator[slice],
-    piece: Callable[[slice], Array],
+    pieces: Iterator[Piece],
+    piece: Callable[[Piece], Array],
 ) -> Steps:
     """Send a vector to another agent.
 
@@ -95,8 +122,8 @@ class Incoming:
         comm: mpi4py_MPI.Intracomm,
         rank: int,
         tag: int,
-        pieces: Iterator[slice],
-        place: Callable[[slice], Array],
+        pieces: Iterator[Piece],
+        place: Callable[[Piece], Array],
     ) -> None:
         self._comm, self._rank, self._tag = comm, rank, tag
         self._pieces, self._place = pieces, place

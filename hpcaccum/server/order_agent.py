@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.nodes import Incoming, pieces_of, send_pieces
+from hpcaccum.nodes import Incoming, one_range, pieces_of, send_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -330,7 +330,7 @@ class OrderAgent:
         vector, rank = snapshot.vector, self._agent.leaders[node]
         pieces = pieces_of([slice(0, len(vector))], vector.itemsize)
         comm, tag = self._agent.comm, self.tag(PARAMETERS)
-        yield from send_pieces(comm, rank, tag, pieces, vector.__getitem__)
+        yield from send_pieces(comm, rank, tag, pieces, one_range(vector))
         snapshot.users -= 1
 
     # The agent of a node that waits
@@ -379,7 +379,7 @@ class OrderAgent:
     def _incoming(self, node: int, part: slice, vector: Array) -> Incoming:
         rank, tag = self._agent.leaders[node], self.tag(PARAMETERS)
         pieces = pieces_of([part], self._copies.dtype.itemsize)
-        return Incoming(self._agent.comm, rank, tag, pieces, vector.__getitem__)
+        return Incoming(self._agent.comm, rank, tag, pieces, one_range(vector))
 
 
 def _take_all(receiving: Iterable[Incoming]) -> Steps:

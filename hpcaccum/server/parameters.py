@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.mpi import AtomicWords
-from hpcaccum.nodes import Agent, Incoming, pieces_of, send_pieces
+from hpcaccum.nodes import Agent, Incoming, one_range, pieces_of, send_pieces
 from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.messages import NOTHING, Draft, Messages
 from hpcaccum.server.node_copy import NodeCopy, writer_inside
@@ -114,6 +114,9 @@ class Parameters(NodeCopy):
             # First: no rank may have a step before `newest` returns it.
             self._words.write(0, step)
         self.complete(step)
+        if self._agent is not None:
+            # Nodes wait for it.
+            self._agent.wake()
 
     def _ask_for(self, step: int) -> None:
         if self._agent is not None and not self._is_here:
@@ -168,7 +171,7 @@ class Parameters(NodeCopy):
             return
         message = self._messages.room(nbytes, self.copies.begin(step))
         pieces = pieces_of([slice(0, nbytes)], 1)
-        incoming = Incoming(comm, source, tag, pieces, message.__getitem__)
+        incoming = Incoming(comm, source, tag, pieces, one_range(message))
         while not incoming.complete:
             if incoming.first() is None:
                 yield False
@@ -203,7 +206,7 @@ class Parameters(NodeCopy):
         header = np.array([snapshot.step, message.size])
         request = comm.Isend(header, rank, tag)
         pieces = pieces_of([slice(0, message.size)], 1)
-        yield from send_pieces(comm, rank, tag, pieces, message.__getitem__)
+        yield from send_pieces(comm, rank, tag, pieces, one_range(message))
         while not request.Test():
             yield False
 
