@@ -71,8 +71,11 @@ def current_wait(thread: int | None) -> Deadline | None:
 
 def nap_after(waited: float) -> float:
     """Return how long to nap between two looks, after so many seconds of waiting."""
-    nap = max(min(_PART * waited, _SHORT_NAP), _SMALL_PART * waited)
-    return min(nap, _LONGEST_NAP)
+    # Without calls, as all that wait do this again and again.
+    nap, least = _PART * waited, _SMALL_PART * waited
+    if nap > _SHORT_NAP:
+        nap = least if least > _SHORT_NAP else _SHORT_NAP
+    return nap if nap < _LONGEST_NAP else _LONGEST_NAP
 
 
 class Deadline:
@@ -159,12 +162,12 @@ class Deadline:
         check: Callable[[], object] | None,
     ) -> T:
         """Wait, after a look that failed."""
-        begun, result = self.elapsed, None
+        begun, result, clock = self.elapsed, None, time.monotonic
         while result is None:
             if check is not None:
                 check()
             # The clock is read once: this takes the time of cores that are shared.
-            elapsed = self.elapsed
+            elapsed = clock() - self._begun
             if elapsed >= self._limit or elapsed > self._next_warning:
                 self._check_limit(missing)
                 self._warn(missing)

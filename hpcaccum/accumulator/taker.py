@@ -10,7 +10,7 @@ from hpcaccum.accumulator.state import Closed
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.row_storage import Storage
@@ -134,11 +134,17 @@ class Taker:
             state, state._replace(waiting=1, number=wanted - state.number)
         ):
             return False
+        seen: list[int] = []
+
+        def closed_now() -> bool | None:
+            words = protocol.words.read_range(STATE, MEMBERS + 1)
+            if words == seen:
+                return None
+            seen[:] = words
+            return self._is_requested_closed(words, state.parity, wanted, num_left)
+
         try:
-            closed = deadline.wait(
-                lambda: self._is_requested_closed(state.parity, wanted, num_left),
-                lambda: protocol.missing(wanted),
-            )
+            closed = deadline.wait(closed_now, lambda: protocol.missing(wanted))
         except WaitTimeoutError:
             if self._withdraw_request(state.parity, wanted):
                 return True
@@ -146,11 +152,17 @@ class Taker:
         return closed or self._withdraw_request(state.parity, wanted)
 
     def _is_requested_closed(
-        self, parity: int, wanted: int, num_left: int
+        self, words: Sequence[int], parity: int, wanted: int, num_left: int
     ) -> bool | None:
-        """Return whether the round is closed, False if a rank left; None: neither."""
+        """Return whether the round is closed, False if a rank left; None: neither.
+
+        Args:
+            words: The first ones, as they are now.
+            parity: Of the round.
+            wanted: Gradients that the request requires.
+            num_left: How many ranks had left before the request.
+        """
         protocol = self._protocol
-        words = protocol.words.read_range(STATE, MEMBERS + 1)
         now = protocol.packing.unpack(words[STATE])
         if now.parity != parity:
             return True

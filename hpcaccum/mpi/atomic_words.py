@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -239,6 +240,15 @@ class AtomicWords:
             self._window.Flush(self.root)
         self._window.Sync()
         return result.tolist()  # type: ignore[no-any-return]
+
+    def watch(self, index: int) -> Callable[[], int]:
+        """Return what reads a word as `read` does, but orders no loads.
+
+        For a rank that polls words of its own node. `read` comes last.
+        """
+        words: Any = self._words
+        assert words is not None
+        return functools.partial(words.__getitem__, index)
 
     def write(self, index: int, value: int, was: int | None = None) -> None:
         """Set one word; complete on return.

@@ -43,6 +43,7 @@ class Calls:
         self._agent = Agent.of(group)
         self._number = self._agent.add(self)
         self._leader, self._node = self._agent.leaders[node], node
+        self._tag = self._agent.tag(self._number)
         # The message of the last call, and its answer.
         self._sent: list[Any] = []
         self._answers: list[Any] = []
@@ -76,19 +77,18 @@ class Calls:
 
     def _receive(self) -> bool | None:
         """Receive the answer, if it has come; return whether all is complete."""
-        comm, tag = self._agent.comm, self._agent.tag(self._number)
+        comm, leader, tag = self._agent.comm, self._leader, self._tag
         if not self._answers:
-            if not comm.Iprobe(self._leader, tag):
+            if not comm.Iprobe(leader, tag):
                 return None
             # In C throughout: what was received must be kept.
-            self._answers.extend(map(comm.recv, (None,), (self._leader,), (tag,)))
+            self._answers.extend(map(comm.recv, (None,), (leader,), (tag,)))
         return all(each.Test() for each in self._sent) or None
 
     def handle(self, source: int, *question: Any) -> Steps:
         """Return the steps that answer a call."""
         answer = self._function(source, *question)
-        tag = self._agent.tag(self._number)
-        request = self._agent.comm.isend(answer, source, tag)
+        request = self._agent.comm.isend(answer, source, self._tag)
         while not request.Test():
             yield False
 

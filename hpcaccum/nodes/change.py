@@ -35,7 +35,7 @@ class Change:
         fact: Callable[[], bool],
         deadline: Deadline,
         missing: Callable[[], str],
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Wait until something is true.
 
@@ -55,7 +55,8 @@ class Change:
         def found() -> bool | None:
             if fact():
                 return True
-            meanwhile()
+            if meanwhile is not None:
+                meanwhile()
             return None
 
         deadline.wait(found, missing)

@@ -223,7 +223,7 @@ class NodeParts:
             for each in sources.values():
                 each.take()
             yield True
-        self._done.write(self._awaited, 0)
+        self._done.store_unordered(self._awaited, 0, 0)
 
     def _first_of(
         self, sources: Mapping[int, Incoming | _Here]
@@ -232,7 +232,8 @@ class NodeParts:
         parts: list[Array] = []
         for node, each in sources.items():
             if each.first() is None:
-                self._done.write(self._awaited, node + 1)
+                # For messages only.
+                self._done.store_unordered(self._awaited, node + 1, 0)
             while (part := each.first()) is None:
                 yield False
             parts.append(part)

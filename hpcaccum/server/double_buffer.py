@@ -74,6 +74,14 @@ class DoubleBuffer:
         """Return the step of the newest complete copy; -1 if there is none."""
         return self._words.read(_NEWEST) >> 1
 
+    def has(self, step: int) -> Callable[[], bool]:
+        """Return what finds out whether a step, or a newer one, is complete.
+
+        For a rank that polls; a `read` then gets it.
+        """
+        newest, least = self._words.watch(_NEWEST), step << 1
+        return lambda: newest() >= least
+
     @property
     def writing(self) -> int:
         """The number of the copy that `begin` returns."""

@@ -70,7 +70,7 @@ class NodeCopy:
         step: int,
         deadline: Deadline,
         missing: Callable[[], str],
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Wait until this node has a step, or a newer one.
 
@@ -86,9 +86,8 @@ class NodeCopy:
             WaitTimeoutError: If it does not come in time.
         """
         self._ask_for(step)
-        version = self.copies.version
         self.changed.wait(
-            lambda: version() >= step,
+            self.copies.has(step),
             deadline,
             lambda: self._under_way(step) or missing(),
             meanwhile,

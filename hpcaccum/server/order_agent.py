@@ -299,8 +299,11 @@ class OrderAgent:
         self._given += 1
         self._words.write_range(KIND, [kind, detail, buffer])
         self._write(ORDER, self._given)
-        while self._words.read(DONE) < self._given:
+        done = self._words.watch(DONE)
+        while done() < self._given:
             yield False
+        # What the server has changed can be read from now on.
+        self._words.sync()
 
     def _send(self, step: int, nodes: list[int]) -> Steps:
         """Begin to send this server's part to nodes."""

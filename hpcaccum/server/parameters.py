@@ -183,7 +183,8 @@ class Parameters(NodeCopy):
 
     def _send(self, rank: int, wanted: int) -> Steps:
         """Send the newest parameters to an agent, once they are of a step or newer."""
-        while self.version() < wanted and not self._closing:
+        published = self.copies.has(wanted)
+        while not (published() or self._closing):
             yield False
         while rank in self._sending:
             yield False

@@ -133,8 +133,7 @@ def test_interrupted_take_leaves_no_trace(acc):
         except KeyboardInterrupt:
             return acc._protocol.state()
 
-    state = at(1, interrupt)._replace(parity=0, changes=0)
-    assert state == (0, 0, 0, 0, 1, 0)
+    assert at(1, interrupt)._replace(parity=0) == (0, 0, 0, 0, 1)
     at(2, acc.apply_grad, [3, 0])
     same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [2.0, 0.0])
 

@@ -419,11 +419,10 @@ def test_window_bytes_count_gradients_and_parameters(comm, size):
     assert least <= held < least + 1024 * (1 + size)
 
 
-def test_push_after_one_that_failed_waits_for_its_empty_update(
-    comm, rank, size, monkeypatch
-):
+def test_push_after_one_that_failed_waits_for_its_empty_update(comm, rank, monkeypatch):
     server = start(comm, initial={"w": np.zeros(3)}, updates=False)
-    words, ones, last = server._inbox.words, {"w": np.ones(3)}, rank == size - 1
+    # The root: an agent submits the gradients of other nodes.
+    words, ones, root = server._inbox.words, {"w": np.ones(3)}, rank == 0
     failures = iter([MemoryError])
     store = words.store
 
@@ -432,7 +431,7 @@ def test_push_after_one_that_failed_waits_for_its_empty_update(
             raise failure
         store(*args)
 
-    if last:
+    if root:
         monkeypatch.setattr(words, "store", fail_once)
         errors = [raised(server.push, ones, 0)]
         monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
@@ -440,18 +439,17 @@ def test_push_after_one_that_failed_waits_for_its_empty_update(
         errors.append(raised(server.push, ones, 0))
         monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     meet()
-    if rank == 0:
+    if root:
         server.start(
             lambda grads, rate: np.subtract(server.center["w"], 1, server.center["w"])
         )
-    if last:
         train(server, [1])
     meet()
     found, tally = read(server, "w"), server.tally()
     server.free()
 
     assert found.tolist() == [-1] * 3
-    assert (tally.accepted[-1], tally.given_up[-1]) == (1, 1)
-    if last:
+    assert (tally.accepted[0], tally.given_up[0]) == (1, 1)
+    if root:
         assert [type(error) for error in errors] == [MemoryError, WaitTimeoutError]
         assert "update 1, this rank's last" in str(errors[1])
