@@ -49,6 +49,11 @@ mpich-%:
 no-shared-memory-%:
 	@leg "MPICH without shared memory, $* ranks" env MPIR_CVAR_NOLOCAL=1 make test-$*
 
+# Gradients of tests are short. Once, ranks do not send them at once, as if they were long.
+no-shared-memory-3:
+	@leg "MPICH without shared memory, 3 ranks" \
+	    env MPIR_CVAR_NOLOCAL=1 make test-3 ARGS="-o mpi_short=0"
+
 openmpi-%:
 	@leg "Open MPI, $* ranks" make test-$* MPI=openmpi
 

@@ -12,7 +12,7 @@ from hpcaccum.row_buffers import nbytes_of, number_in, rows_in
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from hpcaccum.nodes import NodeParts, Place
     from hpcaccum.row_buffers import RowPlace
@@ -38,6 +38,7 @@ class Batch:
         dtype: Of the vectors.
         divisor: Of their sum.
         step: At which the vectors were admitted; -1 if it has no meaning.
+        copied: The ranks of which the agent of the host's node has copies.
     """
 
     parts: NodeParts
@@ -45,6 +46,7 @@ class Batch:
     dtype: np.dtype[Any]
     divisor: int
     step: int = -1
+    copied: Collection[int] = ()
 
     @property
     def is_local(self) -> bool:
@@ -87,7 +89,9 @@ class Batch:
             WaitTimeoutError: As `total`.
         """
         longer = Deadline(max(deadline.remaining, _LEAST_SECONDS), deadline.what)
-        return self.parts.sum(self.places, count, self.dtype, self.divisor, longer)
+        return self.parts.sum(
+            self.places, count, self.dtype, self.divisor, longer, self.copied
+        )
 
     def rows(self, place: RowPlace, deadline: Deadline) -> list[Rows]:
         """Return the rows at a place of each vector.

@@ -4,6 +4,9 @@ A rank alone needs a compare-and-swap on STATE for each value that it may have b
 mark, a counter and its record, each an operation over the network. The agent has the
 words on its own node, so that the rank needs one message and its answer. It makes the
 same changes in the same order.
+
+A short gradient is part of the message. The agent keeps a copy, and need not ask for
+the gradient when the round is reduced.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from hpcaccum.nodes import Calls
 if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.state import State
+    from hpcaccum.accumulator.storage import Slots
     from hpcaccum.mpi import Group
 
 
@@ -54,11 +58,14 @@ class RemoteAdmission:
     Args:
         group: The ranks, on several nodes.
         protocol: Has the words.
+        storage: Has the buffers.
         what: Name for messages.
     """
 
-    def __init__(self, group: Group, protocol: AdmissionProtocol, what: str) -> None:
-        self._protocol = protocol
+    def __init__(
+        self, group: Group, protocol: AdmissionProtocol, storage: Slots, what: str
+    ) -> None:
+        self._protocol, self._storage = protocol, storage
         root = protocol.words.root
         self._calls = Calls(group, root, self._admit, f"{what}: apply_grad")
         # Of the agent.
@@ -69,7 +76,11 @@ class RemoteAdmission:
         self._calls.forget()
 
     def admit(
-        self, local_step: int, only: int | None, fresh: tuple[int, int]
+        self,
+        local_step: int,
+        only: int | None,
+        fresh: tuple[int, int],
+        contents: bytes | None,
     ) -> Answer:
         """Admit a gradient to the open round, or drop it.
 
@@ -79,10 +90,15 @@ class RemoteAdmission:
             fresh: By parity, the word of the record of a rank that has none, 0 if it
                 cannot have one. It says that the rank is writing, unless the gradient
                 is in its buffer.
+            contents: Of that buffer, if they are short.
         """
         # The answer may lead other ranks to what is in the buffer.
         self._protocol.words.sync()
-        return Answer(*self._calls.call(local_step, only, fresh))
+        return Answer(*self._calls.call(local_step, only, fresh, contents))
+
+    def short(self, index: int | None) -> bytes | None:
+        """Return the contents of a buffer of this rank, if they are short."""
+        return None if index is None else self._storage.short(index)
 
     def settled(self) -> Answer | None:
         """Return what `admit` returned, or was about to; None if nothing was sent."""
@@ -92,7 +108,12 @@ class RemoteAdmission:
     # The agent
 
     def _admit(
-        self, rank: int, local_step: int, only: int | None, fresh: tuple[int, int]
+        self,
+        rank: int,
+        local_step: int,
+        only: int | None,
+        fresh: tuple[int, int],
+        contents: bytes | None,
     ) -> tuple[bool | None, int, int, int, int]:
         protocol = self._protocol
         while True:
@@ -108,10 +129,14 @@ class RemoteAdmission:
                 return None, step, parity, before, 0
             if protocol.swap(state, state.admitted(0), self._attempt):
                 break
-        record = Record.of(before)._replace(writing=1) if before else None
-        word = record.word() if record else fresh[parity]
-        protocol.words.write(index, word)
-        if not Record.of(word).writing:
+        record = Record.of(before or fresh[parity])
+        if before:
+            record = record._replace(writing=1)
+        elif contents is not None:
+            self._storage.keep(rank, record.buffer, contents)
+            record = record._replace(copied=1)
+        protocol.words.write(index, word := record.word())
+        if not record.writing:
             protocol.counters.count_for(rank, Receipt(True, local_step, step))
         return True, step, parity, before, word
 

@@ -76,10 +76,11 @@ class SharedAccumulator(Freeable):
     def _make_remote(self) -> RemoteAdmission | None:
         """Return what admits gradients of other nodes than the host's."""
         # Sums need no agents. Shapes that differ are looked up by each rank.
-        shapes = not self.settings.has_one_shape
-        if self.group.single_node or self.storage.sends or shapes:
+        if self.group.single_node or not self.settings.has_one_shape:
             return None
-        return RemoteAdmission(self.group, self.protocol, self._what)
+        if not isinstance(self.storage, Slots):
+            return None
+        return RemoteAdmission(self.group, self.protocol, self.storage, self._what)
 
     @classmethod
     def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Gradients of one rank in one round: 20 bits.
-_MAX_NUMBER = (1 << 20) - 1
+# Gradients of one rank in one round: 20 bits. Then the number of a shape.
+_MAX_NUMBER, _MAX_SHAPE = (1 << 20) - 1, (1 << 10) - 1
 
 
 class State(NamedTuple):
@@ -101,6 +101,7 @@ class Record(NamedTuple):
         writing: Whether one more was admitted and is not completely written.
         shape: Number of the shape; 0 if all rounds have the same one.
         given_up: Gradients that were admitted and will not be written.
+        copied: Whether the agent of the host's node has a copy of the sum.
     """
 
     buffer: int
@@ -108,18 +109,20 @@ class Record(NamedTuple):
     writing: int
     shape: int
     given_up: int = 0
+    copied: int = 0
 
     def word(self) -> int:
         """Return the record as one word, never 0."""
-        counts = (self.shape << 20 | self.given_up) << 20 | self.number
-        return (counts << 1 | self.writing) << 1 | self.buffer
+        counts = (self.copied << 10 | self.shape) << 20 | self.given_up
+        return ((counts << 20 | self.number) << 1 | self.writing) << 1 | self.buffer
 
     @classmethod
     def of(cls, word: int) -> Record:
         """Return the record of a word."""
         counts = word >> 2
         number, given_up = counts & _MAX_NUMBER, counts >> 20 & _MAX_NUMBER
-        return cls(word & 1, number, word >> 1 & 1, counts >> 40, given_up)
+        shape, copied = counts >> 40 & _MAX_SHAPE, counts >> 50
+        return cls(word & 1, number, word >> 1 & 1, shape, given_up, copied)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Slots:
 
     Args:
         group: The ranks.
-        root: Unused: each rank has its slots on its own node.
+        root: The rank whose node's agent may have copies.
         capacity: Maximum number of elements of a gradient.
         dtype: Accumulation dtype.
         what: Name for messages.
@@ -59,6 +59,7 @@ class Slots:
         self._rank, self._capacity, self._dtype = group.rank, capacity, dtype
         self._stride = aligned(capacity * dtype.itemsize)
         self.parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
+        self._has_copies = self.parts.is_here(root)
         self._threads = group.own_cores
         # This rank's buffers, after its first gradient from a device.
         self._pinned: device.Pinned | None = None
@@ -151,7 +152,17 @@ class Slots:
         """Return the gradients of a round, which stay where they are."""
         records = closed.records.items()
         places = [(rank, record.buffer * self._stride) for rank, record in records]
-        return Batch(self.parts, places, self._dtype, divisor, closed.step)
+        copied = [rank for rank, record in records if record.copied & self._has_copies]
+        return Batch(self.parts, places, self._dtype, divisor, closed.step, copied)
+
+    def short(self, index: int) -> bytes | None:
+        """Return the contents of this rank's buffer if they may be sent at once."""
+        place = self._rank, index * self._stride
+        return self.parts.short(place, self._capacity, self._dtype)
+
+    def keep(self, rank: int, index: int, contents: bytes) -> None:
+        """Keep a copy of a buffer of another rank; for an agent."""
+        self.parts.keep((rank, index * self._stride), contents)
 
     def clear(self, parity: int, size: int) -> None:
         """Do nothing: the first gradient of a round overwrites."""

@@ -198,7 +198,10 @@ class Writer:
         if not possible:
             return None
         fresh = self._fresh(array, slot, 0), self._fresh(array, slot, 1)
-        answer = self._remote.admit(local_step, only, fresh)
+        contents = (
+            self._remote.short(slot) if self._buffers.is_in(array, slot) else None
+        )
+        answer = self._remote.admit(local_step, only, fresh, contents)
         if answer.accepted is None:
             # Rare: there is an error to raise, or the round is another one by now.
             admitted = self._admit(array, local_step, slot)

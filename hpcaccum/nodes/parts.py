@@ -20,7 +20,7 @@ from hpcaccum.nodes.transfer import (
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Collection, Generator, Mapping, Sequence
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
@@ -31,6 +31,10 @@ Array = np.ndarray[Any, Any]
 
 # A vector in the part of a rank: the rank, and the byte where it begins.
 Place = tuple[int, int]
+
+# Bytes of a vector up to which a rank sends it at once: nobody has to ask for it then,
+# and a message of this size takes little longer than an empty one.
+SHORT = 1 << 13
 
 
 class NodeParts:
@@ -49,6 +53,7 @@ class NodeParts:
     Attributes:
         mapped: Whether all ranks have all parts mapped, so that none needs `sum`.
         nbytes_here: Bytes in this rank's memory.
+        sends_short: Whether ranks may send short vectors to an agent that keeps copies.
 
     Raises:
         InvalidArgumentError: On every rank, if a node has too little memory, or MPI
@@ -64,7 +69,7 @@ class NodeParts:
         longest: int | None = None,
     ) -> None:
         self._group, self._what = group, what
-        nbytes = max(1, -(-nbytes // 64)) * 64
+        nbytes = self._nbytes = max(1, -(-nbytes // 64)) * 64
         self.mapped = group.single_node
         inside = group if self.mapped else group.inside
         ranks = range(group.size) if self.mapped else group.nodes[group.node_number]
@@ -78,6 +83,9 @@ class NodeParts:
         # Of the last sum; of the whole node.
         self._result = memory.common
         self._rank_inside, self._sums = inside.rank, 0
+        self.sends_short = not self.mapped
+        # Of ranks on other nodes, on a leader: copies of what is in their parts.
+        self._kept: dict[int, Array] = {}
         if not self.mapped:
             self._join(inside)
 
@@ -106,9 +114,24 @@ class NodeParts:
         return rank in self._parts
 
     def view(self, place: Place, count: int, dtype: np.dtype[Any]) -> Array:
-        """Return elements of a part of this node as a view."""
+        """Return elements of a part of this node, or of a copy, as a view."""
         rank, offset = place
-        return self._parts[rank][offset : offset + count * dtype.itemsize].view(dtype)
+        part = self._parts[rank] if rank in self._parts else self._kept[rank]
+        return part[offset : offset + count * dtype.itemsize].view(dtype)
+
+    def short(self, place: Place, count: int, dtype: np.dtype[Any]) -> bytes | None:
+        """Return the contents of a vector if it may be sent at once."""
+        if not self.sends_short or count * dtype.itemsize > SHORT:
+            return None
+        return self.view(place, count, dtype).tobytes()
+
+    def keep(self, place: Place, contents: bytes) -> None:
+        """Keep a copy of a vector of a rank on another node; for an agent."""
+        rank, offset = place
+        if rank not in self._kept:
+            self._kept[rank] = np.empty(self._nbytes, np.uint8)
+        data = np.frombuffer(contents, np.uint8)
+        self._kept[rank][offset : offset + data.size] = data
 
     def sum(
         self,
@@ -117,6 +140,7 @@ class NodeParts:
         dtype: np.dtype[Any],
         divisor: int,
         deadline: Deadline,
+        copied: Collection[int] = (),
     ) -> Array:
         """Return the sum of vectors in parts of any nodes, divided by ``divisor``.
 
@@ -129,6 +153,7 @@ class NodeParts:
             dtype: Of each vector, and of the sum.
             divisor: At least 1.
             deadline: Of the call.
+            copied: The ranks of whose vectors the agent of this node has copies.
 
         Returns:
             A view of memory of this node, valid until the next sum of a rank of this
@@ -139,9 +164,9 @@ class NodeParts:
         """
         self._sums += 1
         call = self._rank_inside, self._sums
-        order = (list(places), count, dtype.str)
-        agent = self._agent
-        agent.request(agent.node, self._number, "collect", call, order, divisor)
+        order, agent = (list(places), count, dtype.str), self._agent
+        request = "collect", call, order, divisor, list(copied)
+        agent.request(agent.node, self._number, *request)
         self._changed.wait(
             lambda: self._done.read(call[0]) == call[1], deadline, self._missing
         )
@@ -172,7 +197,11 @@ class NodeParts:
         return self.sending(source, tag, places, np.dtype(name), whole)
 
     def _collect(
-        self, call: tuple[int, int], order: tuple[list[Place], int, str], divisor: int
+        self,
+        call: tuple[int, int],
+        order: tuple[list[Place], int, str],
+        divisor: int,
+        copied: list[int],
     ) -> Steps:
         """Set the result to a sum over nodes."""
         while self._collecting:
@@ -181,14 +210,19 @@ class NodeParts:
         places, count, name = order
         dtype, agent = np.dtype(name), self._agent
         for node, there in self.by_node(places).items():
-            if node != agent.node:
+            if not self._has(node, there, copied):
                 agent.request(node, self._number, "send", there, count, name)
         result = self._result[: count * dtype.itemsize].view(dtype)
         tag = agent.tag(self._number)
-        yield from self.collecting(tag, places, [slice(0, count)], divisor, result)
+        whole = [slice(0, count)]
+        yield from self.collecting(tag, places, whole, divisor, result, copied)
         self._collecting = False
         self._done.write(*call)
         self._changed.announce()
+
+    def _has(self, node: int, places: Sequence[Place], copied: Collection[int]) -> bool:
+        """Whether this agent has all vectors of a node, or copies."""
+        return node == self._agent.node or all(rank in copied for rank, _ in places)
 
     def collecting(
         self,
@@ -197,6 +231,7 @@ class NodeParts:
         ranges: Sequence[slice],
         divisor: int,
         out: Array,
+        copied: Collection[int] = (),
     ) -> Steps:
         """Set ``out`` to ranges of a sum over nodes, each of which sends its own.
 
@@ -206,11 +241,12 @@ class NodeParts:
             divisor: Likewise.
             ranges: Elements of the vectors; they lie one after the other in ``out``.
             out: A vector of the dtype of the sum.
+            copied: As for `sum`. Nodes of which all vectors are copied send nothing.
         """
         dtype, position = out.dtype, 0
         sources: dict[int, Incoming | _Here] = {}
         for node, there in self.by_node(places).items():
-            if node == self._agent.node:
+            if self._has(node, there, copied):
                 sources[node] = _Here(self, there, ranges, dtype)
             else:
                 sources[node] = self._incoming(node, tag, ranges, dtype)
@@ -284,6 +320,7 @@ class NodeParts:
             self._agent.remove(self._number, f"{self._what}: free")
             self._done.free()
         self._parts, self._result = {}, np.empty(0, np.uint8)
+        self._kept.clear()
 
 
 class _Here:

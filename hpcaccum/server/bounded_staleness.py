@@ -34,10 +34,11 @@ _STEP = _FIXED.take(own_lines=True)
 _APPLIED = _FIXED.take()
 # One place per rank, followed by the words of `Membership`.
 _HEAD = _FIXED.count
-# A place has the step that an update makes, and the rank of its gradient, _NOBODY for
-# one that was given up. It is 0 before the first gradient.
-_RANK_BITS = 20
-_NOBODY = (1 << _RANK_BITS) - 1
+# A place has the step that an update makes, and whose gradient it is: its rank, _NOBODY
+# for one that was given up, and _COPIED if the agent of the root's node has a copy. It
+# is 0 before the first gradient.
+_NOBODY = (1 << 20) - 1
+_COPIED, _WHOSE_BITS = _NOBODY + 1, 21
 
 
 class BoundedStalenessInbox:
@@ -104,7 +105,7 @@ class BoundedStalenessInbox:
         # A view of mapped memory: a rank may use its slot after `free`.
         self._slot = self._view(group.rank)
         self._pinned: Pinned | None = None
-        # Of the root, by step: the ranks of gradients that are known and not applied.
+        # Of the root, by step: whose gradients are known and not applied.
         # When a rank has the parameters, a later gradient may get the place.
         self._found: dict[int, int] = {}
         # The step that the update of this rank's last gradient makes.
@@ -187,7 +188,8 @@ class BoundedStalenessInbox:
         if self._remote is not None:
             # The answer may lead other ranks to what is in the slot.
             self.words.sync()
-            return self._note(local_step, *self._remote.call(local_step))
+            contents = self.parts.short((self._group.rank, 0), self._size, self._dtype)
+            return self._note(local_step, *self._remote.call(local_step, contents))
         receipt = self._admit(local_step, self._admission)
         if receipt:
             self._submitted = receipt.global_step + 1
@@ -197,16 +199,26 @@ class BoundedStalenessInbox:
         self.words.flush()
         return receipt
 
-    def _submit_for(self, rank: int, local_step: int) -> tuple[bool, int]:
+    def _submit_for(
+        self, rank: int, local_step: int, contents: bytes | None
+    ) -> tuple[bool, int]:
         """Submit the gradient of another rank, which waits for the answer.
+
+        Args:
+            rank: That rank.
+            local_step: As for `submit`.
+            contents: Of its slot, if they are short.
 
         Returns:
             Whether it was accepted, and the step when it arrived.
         """
         receipt = self._admit(local_step, self._others)
+        if receipt and contents is not None:
+            self.parts.keep((rank, 0), contents)
+            rank |= _COPIED
         if receipt:
             self._put(receipt.global_step, rank)
-        self.ledger.count_for(rank, receipt)
+        self.ledger.count_for(rank & _NOBODY, receipt)
         self.words.flush()
         return receipt.accepted, receipt.global_step
 
@@ -223,13 +235,13 @@ class BoundedStalenessInbox:
         """Return the word for the gradient that is admitted at a step."""
         return _HEAD + step % self._group.size
 
-    def _put(self, step: int, rank: int) -> None:
-        self.words.store(self._place(step), [(step + 1) << _RANK_BITS | rank])
+    def _put(self, step: int, whose: int) -> None:
+        self.words.store(self._place(step), [(step + 1) << _WHOSE_BITS | whose])
 
     def _was_put(self, step: int) -> bool:
         """Whether this rank has put its gradient in the place for a step."""
         word = self.words.read(self._place(step))
-        made, rank = word >> _RANK_BITS, word & _NOBODY
+        made, rank = word >> _WHOSE_BITS, word & _NOBODY
         # If a later one has the place, this one has been applied.
         return made > step + 1 or (made == step + 1 and rank == self._group.rank)
 
@@ -300,53 +312,53 @@ class BoundedStalenessInbox:
         # A call that was interrupted may not have written it.
         if self.words.read(_APPLIED) < step:
             self.words.write(_APPLIED, step)
-        rank = deadline.wait(
+        whose = deadline.wait(
             lambda: self._find(step), lambda: f"update {step + 1}, {self._whose(step)}"
         )
-        use(self._batch(rank, step))
+        use(self._batch(whose, step))
         self.words.write(_APPLIED, step + 1)
         # Last: if this was interrupted, the next call needs it.
         self._found.pop(step, None)
 
     def following(self, step: int) -> Batch | None:
         """Return the gradient admitted at ``step``; None if it has not arrived."""
-        rank = self._look(step)
-        return None if rank is None else self._batch(rank, step)
+        whose = self._look(step)
+        return None if whose is None else self._batch(whose, step)
 
-    def _batch(self, rank: int, step: int) -> Batch:
+    def _batch(self, whose: int, step: int) -> Batch:
+        rank = whose & _NOBODY
         places = [] if rank == _NOBODY else [(rank, 0)]
-        return Batch(self.parts, places, self._dtype, 1, step)
+        copied = [rank] if whose & _COPIED else []
+        return Batch(self.parts, places, self._dtype, 1, step, copied)
 
     def _look(self, step: int) -> int | None:
-        """Return what `_rank_at` does, also when another gradient has the place."""
-        rank = self._found.get(step)
-        if rank is None and (rank := self._rank_at(step)) is not None:
-            self._found[step] = rank
-        return rank
+        """Return what `_whose_at` does, also when another gradient has the place."""
+        whose = self._found.get(step)
+        if whose is None and (whose := self._whose_at(step)) is not None:
+            self._found[step] = whose
+        return whose
 
     def _find(self, step: int) -> int | None:
-        """Return the rank whose gradient was admitted at a step; None: none yet.
-
-        _NOBODY if it was given up.
-        """
-        rank = self._look(step)
-        if rank is None:
+        """Return whose gradient was admitted at a step; None: none yet."""
+        whose = self._look(step)
+        if whose is None:
             # A rank that has left has submitted all of its gradients before.
             everybody = self.membership.all_left(self.words.read(self._members))
             if everybody and self.step == step:
                 left = f"all {self.membership.workers} ranks have left"
                 raise EverybodyLeftError(left)
-        return rank
+        return whose
 
-    def _rank_at(self, step: int) -> int | None:
+    def _whose_at(self, step: int) -> int | None:
         """Return whose gradient was admitted at a step, as `_find`."""
         word = self.words.read(self._place(step))
-        return word & _NOBODY if word >> _RANK_BITS == step + 1 else None
+        whose = word & ((1 << _WHOSE_BITS) - 1)
+        return whose if word >> _WHOSE_BITS == step + 1 else None
 
     def awaited(self, step: int) -> str | None:
         """Return which ranks a step waits for; None if its gradient has arrived."""
         words = self.words.read_range(_STEP, self._members)
-        made = [(word >> _RANK_BITS, word & _NOBODY) for word in words[_HEAD:]]
+        made = [(word >> _WHOSE_BITS, word & _NOBODY) for word in words[_HEAD:]]
         if words[_APPLIED] > step or any(each == step + 1 for each, _ in made):
             return None
         if words[_STEP] <= step:

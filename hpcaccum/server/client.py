@@ -110,6 +110,8 @@ class Client(Freeable):
     ) -> Parameters | ShardedParameters:
         group, dtype = self._group, self._wire.parameters.dtype
         if len(servers) > 1:
+            # Each needs another part.
+            self._inbox.parts.sends_short = False
             self._sharded = ShardedParameters(
                 group,
                 servers,

@@ -26,6 +26,7 @@ from mpi4py import MPI
 
 import hpcaccum
 from hpcaccum.mpi import shutdown
+from hpcaccum.nodes import parts
 
 from ..common import WAIT
 from . import watchdog
@@ -101,6 +102,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "mpi_time_limit", "seconds after which a test counts as hung", default="420"
     )
     parser.addini(
+        "mpi_short",
+        "bytes of vectors that ranks of other nodes send at once",
+        default=str(parts.SHORT),
+    )
+    parser.addini(
         "mpi_failure_limit", "seconds for ranks to end a test of another", default="10"
     )
 
@@ -115,6 +121,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # the reporter exists by then
 def pytest_configure(config: pytest.Config) -> None:
+    # Those of tests are short: with 0, agents ask for them as for long ones.
+    parts.SHORT = int(config.getini("mpi_short"))
     harness = config.stash[HARNESS] = Harness(config)
     config.pluginmanager.register(harness)
     atexit.register(_finalize, harness)

@@ -32,8 +32,8 @@ from hpcaccum.server import BoundedStalenessInbox, Parameters
 
 from ..common import WAIT
 
-# Elements of a gradient; short, so that it is one piece.
-SIZE = 16
+# Elements of a gradient; so many that no rank sends it at once, and one piece.
+SIZE = 1 << 13
 NBYTES = SIZE * 4
 
 Costs = dict[str, dict[str, int]]

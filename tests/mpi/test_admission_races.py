@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator
+from hpcaccum.nodes import parts
 from hpcaccum.server import BoundedStalenessInbox
 
 from .acting import Take, at, everywhere, same_bits
 from .growth import count_messages, counted_windows
 from .on_nodes import group_on_nodes  # noqa: F401
+from .serving import next_total
 from .support import WAIT
 
 GRADIENT = np.ones(2, np.float32)
@@ -148,6 +150,62 @@ def test_without_an_agent_a_rank_admits_itself(acc, group, counts):
         assert (receipt.accepted, messages) == (True, 0)
         assert trips > 1
         same_bits(at(0, acc.take_grad, 1, timeout=WAIT), GRADIENT)
+
+
+LONGEST = 1 << 13  # bytes
+
+
+@pytest.mark.parametrize("length", [LONGEST // 4, LONGEST // 4 + 1])
+def test_nobody_asks_for_a_short_gradient(
+    group, counts, rank, size, length, monkeypatch
+):
+    monkeypatch.setattr(parts, "SHORT", LONGEST)
+    acc = ConditionalAccumulator("float32", (length,), comm=group)
+    count_messages(group, counts)
+    asks = 0 if length * 4 <= LONGEST else len(group.nodes) - 1
+    # Of another node than the host's.
+    base, leader = np.arange(length, dtype=np.float32), group.nodes[-1][0]
+
+    def apply(step, times):
+        for _ in range(times):
+            slot = acc.slot(timeout=WAIT)
+            slot[:] = base + (rank + step)
+            assert acc.apply_grad(slot, step)
+
+    def take():
+        return functools.partial(acc.take_grad, size, timeout=WAIT)
+
+    for step, (taker, times) in enumerate([(0, 1), (leader, 1), (0, 2), (0, 1)]):
+        everywhere(apply, step, times)
+        taken, _, messages = costs(counts, taker, take)
+        expected = base + np.float32((size - 1) / 2 + step)
+        np.testing.assert_allclose(taken, expected, rtol=1e-6)
+        # Only the agent of the host's node has copies, and none of what was added to.
+        others = len(group.nodes) - 1
+        assert messages == (others if taker or times == 2 else asks)
+    acc.free()
+
+
+@pytest.mark.parametrize("length", [LONGEST // 4, LONGEST // 4 + 1])
+def test_nobody_asks_for_a_short_update(group, counts, rank, size, length, monkeypatch):
+    monkeypatch.setattr(parts, "SHORT", LONGEST)
+    inbox = BoundedStalenessInbox(group, 0, length, "float32")
+    count_messages(group, counts)
+    base, there = np.arange(length, dtype=np.float32), group.nodes[0]
+
+    def submit():
+        inbox.slot()[:] = base + rank
+        return inbox.submit(0)
+
+    for step in range(2 * size):
+        submitter = step % size
+        assert at(submitter, submit).global_step == step
+        apply = functools.partial(next_total, inbox, step, length)
+        total, _, messages = costs(counts, 0, lambda apply=apply: apply)
+        np.testing.assert_array_equal(total, base + submitter)
+        asks = submitter not in there and length * 4 > LONGEST
+        assert messages == asks
+    inbox.free()
 
 
 @pytest.fixture

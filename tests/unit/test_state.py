@@ -49,6 +49,7 @@ def test_limits_fill_the_word(shaped):
         st.integers(0, 1),
         st.integers(0, 2**10 - 1),
         st.integers(0, 2**20 - 1),
+        st.integers(0, 1),
     )
 )
 def test_record_is_one_word_and_never_nothing(record):
