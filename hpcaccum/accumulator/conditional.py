@@ -37,7 +37,8 @@ class ConditionalAccumulator(Accumulator):
     returns the reduction of *all* accumulated ones, and advances the step by one.
 
     Applying and taking are not collective: any rank calls them at any time. An apply
-    never waits for another writer, and a stale gradient is never sent.
+    never waits for another writer, and a stale gradient of more than 8 KiB is never
+    sent.
 
     Args:
         dtype: float16, float32, float64 or bfloat16. Half precision is summed in

@@ -244,10 +244,11 @@ class AtomicWords:
     def watch(self, index: int) -> Callable[[], int]:
         """Return what reads a word as `read` does, but orders no loads.
 
-        For a rank that polls words of its own node. `read` comes last.
+        For a rank that polls; `read` comes last.
         """
         words: Any = self._words
-        assert words is not None
+        if words is None:
+            return functools.partial(self.read, index)
         return functools.partial(words.__getitem__, index)
 
     def write(self, index: int, value: int, was: int | None = None) -> None:
