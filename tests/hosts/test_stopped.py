@@ -19,6 +19,8 @@ WAIT = 300
 RANKS, HOSTS = 2, 3
 # Updates that others must make while a node is stopped.
 MANY = 10
+# Elements of 8 bytes: of a gradient that is asked for, and of one that is sent at once.
+LONG, SHORT = 4000, 1000
 
 # Beginning of the programs. `stop` stops all ranks of a host, for two seconds and until
 # somebody writes the file "counted".
@@ -59,8 +61,8 @@ TRAIN = (
     STOP
     + """
 strategy, option, moment = arguments[0], int(arguments[1]), arguments[2]
-many, servers = int(arguments[3]), json.loads(arguments[4])
-w = hpc.Variable(np.zeros(1000), "w")
+many, (servers, size) = int(arguments[3]), json.loads(arguments[4])
+w = hpc.Variable(np.zeros(size), "w")
 if strategy == "sync":
     opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), option, servers=servers)
 else:
@@ -86,7 +88,7 @@ def loss():
         hold()
     elif not pushes and calls == 3 and host == "h3":
         stop()
-    return 0.0, [np.ones(1000)]
+    return 0.0, [np.ones(size)]
 
 after = opt._after
 
@@ -171,8 +173,14 @@ def run(cluster: Cluster, program: str, flags: Path, *arguments: object) -> Any:
     return json.loads(line)
 
 
-def train(cluster: Cluster, flags: Path, *arguments: object, servers: object = None):
-    return run(cluster, TRAIN, flags, *arguments, json.dumps(servers))
+def train(
+    cluster: Cluster,
+    flags: Path,
+    *arguments: object,
+    servers: object = None,
+    size: int = LONG,
+):
+    return run(cluster, TRAIN, flags, *arguments, json.dumps([servers, size]))
 
 
 @pytest.mark.parametrize("servers", [None, [0, 2]], ids=["one-server", "two-servers"])
@@ -210,6 +218,15 @@ def test_a_round_waits_for_a_stopped_node_that_takes_part(
     assert continued == stopped
     # Each rank has made five more gradients since.
     assert last >= stopped + 5
+
+
+def test_a_short_gradient_of_a_stopped_node_is_there(cluster: Cluster, tmp_path: Path):
+    # It came with the request to admit it.
+    found = train(cluster, tmp_path, "sync", 4, "pushed", MANY, size=SHORT)
+    stopped, continued, last = found["steps"]
+
+    assert continued >= stopped + MANY
+    assert last > continued
 
 
 def test_all_updates_wait_for_a_server_that_is_stopped(
