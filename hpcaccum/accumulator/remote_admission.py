@@ -66,10 +66,10 @@ class RemoteAdmission:
         self, group: Group, protocol: AdmissionProtocol, storage: Slots, what: str
     ) -> None:
         self._protocol, self._storage = protocol, storage
-        root = protocol.words.root
-        self._calls = Calls(group, root, self._admit, f"{what}: apply_grad")
         # Of the agent.
         self._attempt = Attempt()
+        root = protocol.words.root
+        self._calls = Calls(group, root, self._admit, f"{what}: apply_grad")
 
     def forget(self) -> None:
         """Forget the last gradient, before the next one."""
@@ -135,9 +135,10 @@ class RemoteAdmission:
         elif contents is not None:
             self._storage.keep(rank, record.buffer, contents)
             record = record._replace(copied=1)
-        protocol.words.write(index, word := record.word())
+        # First: a gradient that was taken is in the counts.
         if not record.writing:
             protocol.counters.count_for(rank, Receipt(True, local_step, step))
+        protocol.words.write(index, word := record.word())
         return True, step, parity, before, word
 
     def _has_no_room(self, state: State, only: int | None) -> bool:

@@ -27,8 +27,9 @@ class Calls:
     Args:
         group: The ranks, on several nodes.
         root: The rank whose agent calls the function.
-        function: Called with the calling rank and what it has passed; it must be fast.
-            Its results are pickled, and never None.
+        function: Called with the calling rank and what it has passed, by the thread of
+            the agent, and maybe before this returns; it must be fast. Its results are
+            pickled, and never None.
         what: Name for messages.
 
     Raises:
@@ -41,13 +42,15 @@ class Calls:
         self._group, self._function, self._what = group, function, what
         node = next(n for n, ranks in enumerate(group.nodes) if root in ranks)
         self._agent = Agent.of(group)
-        self._number = self._agent.add(self)
         self._leader, self._node = self._agent.leaders[node], node
-        self._tag = self._agent.tag(self._number)
         # The message of the last call, and its answer.
         self._sent: list[Any] = []
         self._answers: list[Any] = []
         self._freed = False
+        # Last: other ranks may call at once.
+        self._tag: int | None = None
+        self._number = self._agent.add(self)
+        self._tag = self._agent.tag(self._number)
 
     def forget(self) -> None:
         """Forget the last call, before the next one."""
@@ -78,6 +81,7 @@ class Calls:
     def _receive(self) -> bool | None:
         """Receive the answer, if it has come; return whether all is complete."""
         comm, leader, tag = self._agent.comm, self._leader, self._tag
+        assert tag is not None
         if not self._answers:
             if not comm.Iprobe(leader, tag):
                 return None
@@ -87,6 +91,8 @@ class Calls:
 
     def handle(self, source: int, *question: Any) -> Steps:
         """Return the steps that answer a call."""
+        while self._tag is None:
+            yield False
         answer = self._function(source, *question)
         request = self._agent.comm.isend(answer, source, self._tag)
         while not request.Test():

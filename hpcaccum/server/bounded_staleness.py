@@ -91,13 +91,7 @@ class BoundedStalenessInbox:
             undo.callback(self.words.free)
             nbytes = size * self._dtype.itemsize
             self.parts = NodeParts(group, nbytes, "inbox", takers=[root])
-            undo.callback(self.parts.free)
-            self._calls: Calls | None = None
-            if not group.single_node:
-                self._calls = Calls(group, root, self._submit_for, "inbox: submit")
             undo.pop_all()
-        # Those of this rank, if it is on another node than the root.
-        self._remote = None if self.words.near else self._calls
         self.membership = Membership(
             self.words, self._members, group.rank, n, n if workers is None else workers
         )
@@ -114,6 +108,12 @@ class BoundedStalenessInbox:
         # does for other ranks.
         self._admission, self._others = Attempt(), Attempt()
         self._counted: Count | None = None
+        # Last, as other ranks may call at once; and those of this rank, if it is on
+        # another node than the root.
+        self._calls: Calls | None = None
+        if not group.single_node:
+            self._calls = Calls(group, root, self._submit_for, "inbox: submit")
+        self._remote = None if self.words.near else self._calls
 
     def _view(self, rank: int) -> Array:
         return self.parts.view((rank, 0), self._size, self._dtype)

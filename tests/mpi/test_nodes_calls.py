@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 
 import pytest
 
-from hpcaccum import deadline
-from hpcaccum.nodes import Calls
+from hpcaccum import ConditionalAccumulator, deadline
+from hpcaccum.mpi import Attempt
+from hpcaccum.nodes import Agent, Calls
+from hpcaccum.server import BoundedStalenessInbox
 
 from .acting import VAIN, at, everywhere
 from .interrupting import at_each_point, interrupt
@@ -34,9 +37,14 @@ def asked():
 
 @pytest.fixture
 def calls(group, asked):
-    made = Calls(group, group.size - 1, asked.note, "calls")
+    made = Calls(group, root(group), asked.note, "calls")
     yield made
     made.free()
+
+
+def root(group):
+    """Return a rank whose node's agent answers."""
+    return group.nodes[-1][-1]
 
 
 def leader(group):
@@ -67,7 +75,7 @@ def test_each_call_has_its_answer(calls, group, asked, rank):
 
 
 def test_calls_of_several_objects_do_not_mix(calls, group, rank):
-    other = Calls(group, group.size - 1, lambda rank, word: ("other", word), "other")
+    other = Calls(group, root(group), lambda rank, word: ("other", word), "other")
     if rank in far(group):
         for number in range(10):
             assert ask(other, number) == ("other", number)
@@ -122,6 +130,48 @@ def test_the_first_answer_may_come_late(held, calls, group, caplog, monkeypatch)
     meet()
     assert at(caller, ask, calls, 2)[1:] == (2,)
     assert at(caller, first)[1:] == (1,)
+
+
+@pytest.fixture
+def late(group, rank, monkeypatch):
+    """Let the rank whose agent answers return late when it adds a service."""
+    add = Agent.add
+
+    def add_late(self, service):
+        number = add(self, service)
+        time.sleep(0.05 if rank == leader(group) else 0)
+        return number
+
+    monkeypatch.setattr(Agent, "add", add_late)
+
+
+def test_a_rank_may_call_at_once(late, group, asked, rank):
+    made = Calls(group, root(group), asked.note, "calls")
+    if rank in far(group):
+        assert ask(made, rank)[1:] == (rank,)
+    meet()
+    made.free()
+
+
+def test_a_rank_may_submit_at_once(late, group, rank, monkeypatch):
+    attempt = Attempt.__init__
+
+    def make_late(self):
+        time.sleep(0.02 if rank == leader(group) else 0)
+        attempt(self)
+
+    monkeypatch.setattr(Attempt, "__init__", make_late)
+    host = root(group)
+    inbox = BoundedStalenessInbox(group, host, 2, "float32")
+    if rank in far(group):
+        inbox.slot()[:] = 1
+        assert inbox.submit(0)
+    accumulator = ConditionalAccumulator("float32", (2,), comm=group, host=host)
+    if rank in far(group):
+        assert accumulator.apply_grad([1, 1])
+    meet()
+    accumulator.free()
+    inbox.free()
 
 
 def test_free_twice_is_once(group, asked):
