@@ -13,7 +13,7 @@ from hpcaccum.mpi import Attempt
 from hpcaccum.nodes import Agent, Calls
 from hpcaccum.server import BoundedStalenessInbox
 
-from .acting import VAIN, at, everywhere
+from .acting import VAIN, Background, at, everywhere, until
 from .interrupting import at_each_point, interrupt
 from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
 from .support import meet
@@ -115,21 +115,18 @@ def test_an_interrupted_call_is_settled(calls, group, asked):
     assert len(set(ordinary[:-29])) == len(ordinary) - 29
 
 
-def test_the_first_answer_may_come_late(held, calls, group, caplog, monkeypatch):
+def test_a_rank_that_waits_warns_and_names_the_agent(
+    held, calls, group, caplog, monkeypatch
+):
     monkeypatch.setattr(deadline, "FIRST_WARNING", VAIN)
     caller = far(group)[0]
-
-    def first():
-        with caplog.at_level(logging.WARNING, "hpcaccum"):
-            return ask(calls, 1)
-
-    with held:
-        # It is sent now, and the agent does nothing.
-        pending = at(caller, interrupt, lambda: calls.call(1), 40)
-        assert pending in (True, False)
-    meet()
-    assert at(caller, ask, calls, 2)[1:] == (2,)
-    assert at(caller, first)[1:] == (1,)
+    with caplog.at_level(logging.WARNING, "hpcaccum"), held:
+        waiting = Background(caller, lambda: ask(calls, 7))
+        at(caller, until, lambda: "waited" in caplog.text)
+    assert waiting.result()[1:] == (7,)
+    message = at(caller, lambda: caplog.text)
+    assert "calls: waited" in message
+    assert f"for the agent of {named(leader(group))}" in message
 
 
 @pytest.fixture
