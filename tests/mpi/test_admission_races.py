@@ -187,6 +187,22 @@ def test_nobody_asks_for_a_short_gradient(
 
 
 @pytest.mark.parametrize("length", [LONGEST // 4, LONGEST // 4 + 1])
+def test_a_stale_gradient_is_only_sent_if_it_is_short(
+    group, counts, length, monkeypatch
+):
+    monkeypatch.setattr(parts, "SHORT", LONGEST)
+    acc = ConditionalAccumulator("float32", (length,), comm=group)
+    count_messages(group, counts)
+    at(0, acc.set_global_step, 3)
+    receipt, *cost = costs(counts, far(group), in_slot, acc, 1)
+    assert (receipt.accepted, receipt.lag, *cost) == (False, 2, 0, 1)
+    sent = at(far(group), lambda: counts["request_bytes"])
+    assert (sent > LONGEST) == (length * 4 <= LONGEST)
+    assert sent < 100 + LONGEST
+    acc.free()
+
+
+@pytest.mark.parametrize("length", [LONGEST // 4, LONGEST // 4 + 1])
 def test_nobody_asks_for_a_short_update(group, counts, rank, size, length, monkeypatch):
     monkeypatch.setattr(parts, "SHORT", LONGEST)
     inbox = BoundedStalenessInbox(group, 0, length, "float32")
