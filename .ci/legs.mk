@@ -46,13 +46,10 @@ mpich-%:
 
 # The network path, which a single rank does not use.  A missing flush of a window shows
 # only there: shared memory hides it.
+# Gradients of tests are short: once, ranks do not send them at once, as if they were long.
+no-shared-memory-3: LONG := ARGS="-o mpi_short=0"
 no-shared-memory-%:
-	@leg "MPICH without shared memory, $* ranks" env MPIR_CVAR_NOLOCAL=1 make test-$*
-
-# Gradients of tests are short. Once, ranks do not send them at once, as if they were long.
-no-shared-memory-3:
-	@leg "MPICH without shared memory, 3 ranks" \
-	    env MPIR_CVAR_NOLOCAL=1 make test-3 ARGS="-o mpi_short=0"
+	@leg "MPICH without shared memory, $* ranks" env MPIR_CVAR_NOLOCAL=1 make test-$* $(LONG)
 
 openmpi-%:
 	@leg "Open MPI, $* ranks" make test-$* MPI=openmpi
