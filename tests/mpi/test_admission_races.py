@@ -186,6 +186,20 @@ def test_nobody_asks_for_a_short_gradient(
     acc.free()
 
 
+def test_a_node_is_asked_if_one_of_its_gradients_is_not_copied(acc, group, rank, size):
+    # Those of odd ranks are in their slots and are sent at once.
+    for step in range(2):
+        apply = in_slot if rank % 2 else copied
+        assert all(everywhere(at_once, acc, apply, step))
+        same_bits(at(0, acc.take_grad, size, timeout=WAIT), GRADIENT)
+    with_number = np.full(2, rank, np.float32)
+    slot = acc.slot(timeout=WAIT)
+    slot[:] = with_number
+    assert all(everywhere(acc.apply_grad, slot if rank % 2 else with_number, 2))
+    mean = at(0, acc.take_grad, size, timeout=WAIT)
+    np.testing.assert_allclose(mean, (size - 1) / 2)
+
+
 @pytest.mark.parametrize("length", [LONGEST // 4, LONGEST // 4 + 1])
 def test_a_stale_gradient_is_only_sent_if_it_is_short(
     group, counts, length, monkeypatch
