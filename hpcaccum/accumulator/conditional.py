@@ -128,6 +128,10 @@ class ConditionalAccumulator(Accumulator):
             InvalidArgumentError: On this rank, for a wrong shape, dtype or step, or an
                 array in a slot that was applied before; nothing is added. The shape of
                 a stale gradient is not checked.
+            WaitTimeoutError: If the host is on another node and its agent does not
+                answer within HPCACCUM_TIMEOUT seconds. It may still accept the
+                gradient, so a slot that contains it must not be changed: the next
+                `apply_grad` or `slot` of this rank waits for the answer first.
             Exception: Anything else, as a MemoryError or what a signal handler raises:
                 the gradient is withdrawn and counts as ``given_up``, or it was in place
                 already and counts as accepted.

@@ -75,6 +75,10 @@ class RemoteAdmission:
         """Forget the last gradient, before the next one."""
         self._calls.forget()
 
+    def extend(self) -> None:
+        """Begin the time limit of the last gradient anew."""
+        self._calls.extend()
+
     def admit(
         self,
         local_step: int,
@@ -91,6 +95,10 @@ class RemoteAdmission:
                 cannot have one. It says that the rank is writing, unless the gradient
                 is in its buffer.
             contents: Of that buffer, if they are short.
+
+        Raises:
+            WaitTimeoutError: If there is no answer HPCACCUM_TIMEOUT seconds after
+                `forget`. The gradient may still be admitted: see `settled`.
         """
         # The answer may lead other ranks to what is in the buffer.
         self._protocol.words.sync()

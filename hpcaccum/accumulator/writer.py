@@ -11,6 +11,7 @@ from hpcaccum.accumulator.buffers import Buffers
 from hpcaccum.accumulator.state import Record
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import is_device
+from hpcaccum.errors import WaitTimeoutError
 from hpcaccum.mpi import Attempt
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ class Writer:
         self._remote = None if protocol.words.near else remote
         self._buffers = Buffers(protocol, storage)
         self._lock = threading.Lock()
+        # The local step and the slot of a gradient whose submission has raised, until
+        # its recovery is complete.
+        self._failed: tuple[int, int | None] | None = None
         self._begin()
-        # For a gradient that cannot be written.
-        self._withdrawal: Attempt | None = None
-        self._given_up: Record | None = None
 
     def _begin(self) -> None:
         """Reset what an exception in the next gradient is recovered from."""
@@ -61,12 +62,19 @@ class Writer:
         self._added: list[None] = []
         self._stored = False
         self._counted: Count | None = None
+        # For a gradient that cannot be written.
+        self._withdrawal: Attempt | None = None
+        self._given_up: Record | None = None
 
     def submit(self, array: Any, local_step: int) -> Receipt:
         """Add a gradient to the open round unless it is stale.
 
         If it raises, nothing was added; except that a signal handler may raise when the
-        gradient is in place already.
+        gradient is in place already, and that an agent may still admit it.
+
+        Raises:
+            WaitTimeoutError: If an agent does not answer in time; also if it has not
+                answered to the gradient before, and nothing was done with this one.
         """
         source = None
         if not (self._storage.sends and self._is_stale(array, local_step)):
@@ -88,6 +96,7 @@ class Writer:
         """Submit; None if slots of other threads leave no buffer at the moment."""
         with self._lock:
             self._protocol.membership.check_present("apply")
+            self._finish()
             slot = self._buffers.slot_of(array)
             self._begin()
             try:
@@ -95,13 +104,17 @@ class Writer:
                     return self._submit_remotely(array, source, local_step, slot)
                 admitted = self._admit(array, local_step, slot)
                 return admitted and self._submit(admitted, array, source, slot)
+            except WaitTimeoutError:
+                # The answer may come later: the next call recovers this one.
+                self._failed = local_step, slot
+                raise
             except BaseException:
-                self._withdrawal = self._given_up = None
+                self._failed = local_step, slot
                 # A signal handler may raise again, and no other rank can do this.
                 try:
-                    self._recover(local_step, slot)
+                    self._recover()
                 except BaseException:
-                    self._recover(local_step, slot)
+                    self._recover()
                     raise
                 raise
 
@@ -245,7 +258,19 @@ class Writer:
 
     # After an exception. All of this may be called twice.
 
-    def _recover(self, local_step: int, slot: int | None) -> None:
+    def _finish(self) -> None:
+        """Recover a gradient before, if that was not possible at the time."""
+        if self._failed is not None:
+            if self._remote is not None:
+                self._remote.extend()
+            self._recover()
+
+    def _recover(self) -> None:
+        assert self._failed is not None
+        self._complete_or_revoke(*self._failed)
+        self._failed = None
+
+    def _complete_or_revoke(self, local_step: int, slot: int | None) -> None:
         """Complete a gradient that is in place, or revoke its admission."""
         # Also of a withdrawal, when this is called again.
         self._protocol.words.settle()
@@ -300,6 +325,8 @@ class Writer:
 
     def _lend(self, shape: tuple[int, ...]) -> Array | None:
         with self._lock:
+            # The gradient before may be in a slot.
+            self._finish()
             return self._buffers.lend(shape)
 
     def note_finished(self, step: int) -> None:
@@ -310,6 +337,7 @@ class Writer:
     def leave(self) -> None:
         """Promise that this rank contributes no more gradients."""
         with self._lock:
+            self._finish()
             self._protocol.membership.leave()
 
     def free(self) -> None:

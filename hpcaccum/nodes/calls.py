@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.errors import WaitTimeoutError
 from hpcaccum.nodes.agent import Agent
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ class Calls:
     A call is one message, and its answer another one. For what takes a rank several
     operations on words of another node this is faster.
 
-    A rank makes one call at a time. If a signal handler raises during a call, `settle`
-    returns the answer.
+    A rank makes one call at a time. If `call` raises, the function may have been
+    called, or will be: `settle` returns the answer.
 
     Args:
         group: The ranks, on several nodes.
@@ -46,6 +46,7 @@ class Calls:
         # The message of the last call, and its answer.
         self._sent: list[Any] = []
         self._answers: list[Any] = []
+        self._deadline = Deadline(None, what)
         self._freed = False
         # Last: other ranks may call at once.
         self._tag: int | None = None
@@ -53,7 +54,12 @@ class Calls:
         self._tag = self._agent.tag(self._number)
 
     def forget(self) -> None:
-        """Forget the last call, before the next one."""
+        """Forget the last call, before the next one.
+
+        Raises:
+            WaitTimeoutError: As `call`, if the last one has no answer yet.
+        """
+        self.extend()
         # An interrupted one may not be settled.
         self.settle()
         # In this order: its answer must not pass for that of another one.
@@ -61,22 +67,32 @@ class Calls:
         self._answers.clear()
 
     def call(self, *question: Any) -> Any:
-        """Call the function; return its result. `forget` comes first."""
+        """Call the function; return its result. `forget` comes first.
+
+        Raises:
+            WaitTimeoutError: If there is no answer HPCACCUM_TIMEOUT seconds after
+                `forget`. The function may still be called.
+        """
         self._sent.extend(self._agent.ask(self._leader, self._number, *question))
         return self.settle()
 
     def settle(self) -> Any:
         """Wait for the result of the last call; return None if it was not sent.
 
-        There is no limit: a call that was sent is carried out.
+        Raises:
+            WaitTimeoutError: As `call`. The limit is that of the call; see `extend`.
         """
         if not self._sent:
             return None
-        # The heartbeat finds an agent that has died.
-        Deadline(math.inf, self._what).wait(
-            self._receive, lambda: f"the agent of {self._agent.describe([self._node])}"
+        agent = self._agent.describe
+        self._deadline.wait(
+            self._receive, lambda: f"the answer of the agent of {agent([self._node])}"
         )
         return self._answers[0]
+
+    def extend(self) -> None:
+        """Begin the time limit of the last call anew."""
+        self._deadline = Deadline(None, self._what)
 
     def _receive(self) -> bool | None:
         """Receive the answer, if it has come; return whether all is complete."""
@@ -99,9 +115,19 @@ class Calls:
             yield False
 
     def free(self) -> None:
-        """Free it, when no rank makes calls any more. Collective."""
-        if not self._freed:
-            # All have their answers.
-            self._group.allgather(None, f"{self._what}: calls")
-            self._agent.discard(self._number)
-            self._freed = True
+        """Free it, when no rank makes calls any more. Collective.
+
+        Raises:
+            WaitTimeoutError: On every rank, if one still has no answer to its last call
+                after HPCACCUM_TIMEOUT seconds.
+        """
+        if self._freed:
+            return
+        failure = None
+        try:
+            self.forget()
+        except WaitTimeoutError as error:
+            failure = error
+        self._group.raise_together(f"{self._what}: calls", failure)
+        self._agent.discard(self._number)
+        self._freed = True

@@ -16,7 +16,7 @@ import numpy as np
 from hpcaccum.accumulator import Batch, Counters, Membership, Receipt, WordLayout
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
-from hpcaccum.errors import EverybodyLeftError, format_ranks
+from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError, format_ranks
 from hpcaccum.mpi import AtomicWords, Attempt
 from hpcaccum.nodes import Calls, NodeParts
 
@@ -47,10 +47,10 @@ class BoundedStalenessInbox:
     The places are words on the root; each gradient stays in a slot on the node of its
     rank until the root takes it.
 
-    A rank submits, then waits until its gradient is applied; only then may it write to
-    its slot again, and submit the next one. The root takes one gradient after the
-    other. So those that are admitted and not applied have consecutive steps, at most as
-    many as there are ranks, and each has a place of its own: that of its step.
+    A rank submits, then waits until its gradient is applied (`slot`); only then may it
+    write to its slot again, and submit the next one. The root takes one gradient after
+    the other. So those that are admitted and not applied have consecutive steps, at
+    most as many as there are ranks, and each has a place of its own: that of its step.
 
     Between nodes, the agent of the root's node admits a gradient, puts it in its place
     and counts it: a rank sends one message and waits for the answer.
@@ -108,6 +108,9 @@ class BoundedStalenessInbox:
         # does for other ranks.
         self._admission, self._others = Attempt(), Attempt()
         self._counted: Count | None = None
+        # The local step of a gradient whose submission has raised, until its recovery
+        # is complete.
+        self._failed: int | None = None
         # Last, as other ranks may call at once; and those of this rank, if it is on
         # another node than the root.
         self._calls: Calls | None = None
@@ -139,6 +142,7 @@ class BoundedStalenessInbox:
         Waits until the last one is applied, which a rank may not have waited for. If
         ``known`` says so, it asks nobody; see `Inbox.slot`.
         """
+        self._finish()
         Deadline(None, "slot").wait(
             lambda: (
                 known >= self._submitted
@@ -163,6 +167,8 @@ class BoundedStalenessInbox:
 
         Raises:
             InvalidArgumentError: If this rank has left.
+            WaitTimeoutError: If an agent does not answer in time. It may still accept
+                the gradient: `slot` and `leave` wait for the answer first.
         """
         self.membership.check_present("submit")
         self._admission.reset()
@@ -171,12 +177,17 @@ class BoundedStalenessInbox:
         self._counted = None
         try:
             return self._submit(local_step)
+        except WaitTimeoutError:
+            # The answer may come later: the next call recovers this one.
+            self._failed = local_step
+            raise
         except BaseException:
+            self._failed = local_step
             # A signal handler may raise here too, and no other rank can recover this.
             try:
-                self._recover(local_step)
+                self._recover()
             except BaseException:
-                self._recover(local_step)
+                self._recover()
                 raise
             raise
 
@@ -249,7 +260,19 @@ class BoundedStalenessInbox:
         self._counted = count
         self.ledger.post(count)
 
-    def _recover(self, local_step: int) -> None:
+    def _finish(self) -> None:
+        """Recover a gradient before, if that was not possible at the time."""
+        if self._failed is not None:
+            if self._remote is not None:
+                self._remote.extend()
+            self._recover()
+
+    def _recover(self) -> None:
+        assert self._failed is not None
+        self._note_or_give_up(self._failed)
+        self._failed = None
+
+    def _note_or_give_up(self, local_step: int) -> None:
         """Give up an admitted gradient unless the root can see it. Idempotent."""
         if self._remote is not None:
             if answer := self._remote.settle():
@@ -385,6 +408,7 @@ class BoundedStalenessInbox:
 
     def leave(self) -> None:
         """Promise that this rank submits no more gradients."""
+        self._finish()
         self.membership.leave()
 
     def left(self) -> list[int]:

@@ -126,7 +126,7 @@ def test_a_rank_that_waits_warns_and_names_the_agent(
     assert waiting.result()[1:] == (7,)
     message = at(caller, lambda: caplog.text)
     assert "calls: waited" in message
-    assert f"for the agent of {named(leader(group))}" in message
+    assert f"for the answer of the agent of {named(leader(group))}" in message
 
 
 @pytest.fixture
