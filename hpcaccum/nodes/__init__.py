@@ -14,7 +14,13 @@ from hpcaccum.nodes.agent import Agent, Service, Steps
 from hpcaccum.nodes.calls import Calls
 from hpcaccum.nodes.change import Change
 from hpcaccum.nodes.parts import NodeParts, Place
-from hpcaccum.nodes.transfer import Incoming, one_range, pieces_of, send_pieces
+from hpcaccum.nodes.transfer import (
+    Incoming,
+    is_short,
+    one_range,
+    pieces_of,
+    send_pieces,
+)
 
 __all__ = [
     "Agent",
@@ -25,6 +31,7 @@ __all__ = [
     "Place",
     "Service",
     "Steps",
+    "is_short",
     "one_range",
     "pieces_of",
     "send_pieces",

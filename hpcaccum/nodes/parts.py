@@ -13,6 +13,7 @@ from hpcaccum.nodes.change import Change
 from hpcaccum.nodes.transfer import (
     Buffers,
     Incoming,
+    is_short,
     length,
     pieces_of,
     send_pieces,
@@ -31,10 +32,6 @@ Array = np.ndarray[Any, Any]
 
 # A vector in the part of a rank: the rank, and the byte where it begins.
 Place = tuple[int, int]
-
-# Bytes of a vector up to which a rank sends it at once: nobody has to ask for it then,
-# and a message of this size takes little longer than an empty one.
-SHORT = 1 << 13
 
 
 class NodeParts:
@@ -121,7 +118,7 @@ class NodeParts:
 
     def short(self, place: Place, count: int, dtype: np.dtype[Any]) -> bytes | None:
         """Return the contents of a vector if it may be sent at once."""
-        if not self.sends_short or count * dtype.itemsize > SHORT:
+        if not (self.sends_short and is_short(count * dtype.itemsize)):
             return None
         return self.view(place, count, dtype).tobytes()
 

@@ -21,13 +21,20 @@ Array = np.ndarray[Any, Any]
 _PIECE = 1 << 18
 # Pieces of one vector on their way at a time.
 _IN_FLIGHT = 4
-
+# Bytes of a vector up to which it is part of another message. One of this size takes
+# little longer than an empty one.
+SHORT = 1 << 13
 
 # A rest that is shorter than this part of a piece goes with the last one.
 _REST = 1 / 8
 
 # Ranges of a vector that travel together.
 Piece = list[slice]
+
+
+def is_short(nbytes: int) -> bool:
+    """Return whether a vector is sent as part of another message."""
+    return nbytes <= SHORT
 
 
 def pieces_of(ranges: Sequence[slice], itemsize: int) -> Iterator[Piece]:

@@ -98,6 +98,8 @@ class Client(Freeable):
         # The step of the last pull, and which changes the arrays of sparse variables
         # have from their last pulls; during a pull they may have some of the next ones.
         self._pulled = 0
+        # A step that comes to this node unasked: that of the last push.
+        self._coming = -1
         self._has: dict[str, int] = {}
         self.waited = 0.0
         # What `free` has to do.
@@ -221,7 +223,11 @@ class Client(Freeable):
         if paused and step > self._parameters.newest():
             self._check_not_paused("a pull")
         wait = functools.partial(
-            self._parameters.wait, step, deadline, lambda: self._missing(step)
+            self._parameters.wait,
+            step,
+            deadline,
+            lambda: self._missing(step),
+            comes=step <= self._coming,
         )
         try:
             wait() if self._together is None else wait(self._together.help)
@@ -302,7 +308,10 @@ class Client(Freeable):
             # NumPy refuses writes from now on: they would corrupt a gradient.
             view.flags.writeable = False
         self._views.clear()
-        return self._inbox.submit(local_step)
+        receipt = self._inbox.submit(local_step)
+        if receipt and self._inbox.adds:
+            self._coming = receipt.global_step + 1
+        return receipt
 
     def drop(self, local_step: int) -> Receipt:
         """Count a gradient that is not finite; return its receipt."""

@@ -25,7 +25,8 @@ class Inbox(Protocol):
     """Gradients, flat vectors, on their way from the ranks to the server.
 
     Attributes:
-        adds: Whether the gradients of several ranks are added.
+        adds: Whether the gradients of several ranks are added. The parameters of an
+            update are then sent to their nodes unasked.
     """
 
     adds: bool

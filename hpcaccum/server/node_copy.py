@@ -71,6 +71,8 @@ class NodeCopy:
         deadline: Deadline,
         missing: Callable[[], str],
         meanwhile: Callable[[], None] | None = None,
+        *,
+        comes: bool = False,
     ) -> None:
         """Wait until this node has a step, or a newer one.
 
@@ -81,11 +83,13 @@ class NodeCopy:
                 for messages only.
             meanwhile: Called again and again during the wait, except on the rank that
                 writes the copies.
+            comes: Whether the step is sent to this node unasked.
 
         Raises:
             WaitTimeoutError: If it does not come in time.
         """
-        self._ask_for(step)
+        if not comes:
+            self._ask_for(step)
         self.changed.wait(
             self.copies.has(step),
             deadline,

@@ -1,8 +1,9 @@
 """Parameters that one rank publishes and all ranks read from memory of their node.
 
 The ranks of the publisher's node read its `DoubleBuffer`. Every other node has a copy
-of its own, which its agent fetches when one of its ranks waits for a newer step. What
-is sent is always the newest, never twice the same, and only where it is awaited.
+of its own. Its agent asks for a newer step when one of its ranks waits for it, unless
+the publisher knows that. What is sent is always the newest, never twice the same, and
+only where it is awaited.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.mpi import AtomicWords
-from hpcaccum.nodes import Agent, Incoming, one_range, pieces_of, send_pieces
+from hpcaccum.nodes import (
+    Agent,
+    Incoming,
+    is_short,
+    one_range,
+    pieces_of,
+    send_pieces,
+)
 from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.messages import NOTHING, Draft, Messages
 from hpcaccum.server.node_copy import NodeCopy, writer_inside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable
 
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Steps
@@ -73,13 +81,13 @@ class Parameters(NodeCopy):
         self._what, self._messages = what, messages or Messages()
         inside, writer = writer_inside(group, root)
         self._is_here = group.single_node or root in group.nodes[group.node_number]
-        # On the leader of the publisher's node: what is being sent, to which ranks; of
+        # On the leader of the publisher's node: what is being sent, to which nodes; of
         # each of them, the last step sent and its place.
         self._snapshots: list[_Snapshot] = []
         self._sending: set[int] = set()
         self._sent: dict[int, int] = {}
         self._places: dict[int, int] = {}
-        # On other leaders: the steps that are asked for, and whether a fetch receives.
+        # On other leaders: the steps that are asked for, and whether one is received.
         self._asked: set[int] = set()
         self._receiving = False
         # Whether no step will be published any more.
@@ -94,6 +102,9 @@ class Parameters(NodeCopy):
     def _join(self, group: Group, root: int) -> Agent:
         self._words = AtomicWords(group, root, 1)
         self._source = next(n for n, ranks in enumerate(group.nodes) if root in ranks)
+        self._node_of = {
+            rank: node for node, ranks in enumerate(group.nodes) for rank in ranks
+        }
         agent = Agent.of(group)
         self._number = agent.add(self)
         return agent
@@ -102,15 +113,20 @@ class Parameters(NodeCopy):
         """Return the step that the root has published; across nodes a round trip."""
         return self.copies.version() if self._is_here else self._words.read(0)
 
-    def publish(self, fill: Callable[[Array], None], step: int) -> None:
+    def publish(
+        self, fill: Callable[[Array], None], step: int, awaited_by: Iterable[int] = ()
+    ) -> None:
         """Write a new step, larger than all before; the root only.
 
         Args:
             fill: Writes all of the vector that it is given.
             step: Of the vector.
+            awaited_by: Ranks that wait for this step; their nodes get it unasked.
         """
         fill(self.copies.begin(step))
         if self._agent is not None:
+            # First: an interruption after the step is complete must not prevent it.
+            self._push(step, {self._node_of[rank] for rank in awaited_by})
             # First: no rank may have a step before `newest` returns it.
             self._words.write(0, step)
         self.complete(step)
@@ -118,10 +134,19 @@ class Parameters(NodeCopy):
             # Nodes wait for it.
             self._agent.wake()
 
+    def _push(self, step: int, nodes: set[int]) -> None:
+        """Have the agent of the root's node send a step to others."""
+        if others := nodes - {self._source}:
+            self._request(self._source, "push", step, others)
+
+    def _request(self, node: int, *request: Any) -> None:
+        assert self._agent is not None
+        self._agent.request(node, self._number, *request)
+
     def _ask_for(self, step: int) -> None:
         if self._agent is not None and not self._is_here:
             # The agent asks the root's, which answers when the step is published.
-            self._agent.request(self._agent.node, self._number, "fetch", step)
+            self._request(self._agent.node, "fetch", step)
 
     def _under_way(self, step: int) -> str | None:
         """Return which agents move a step; None if it is not published."""
@@ -131,101 +156,101 @@ class Parameters(NodeCopy):
         source, here = agent.describe([self._source]), agent.describe([agent.node])
         return f"step {step}, on its way from {source} to {here}"
 
-    # The agent
+    # The agents
 
-    def handle(self, source: int, kind: str, step: int) -> Steps:
-        """Return the steps that fetch parameters, or send them."""
-        return self._fetch(step) if kind == "fetch" else self._send(source, step)
+    def handle(self, source: int, kind: str, *request: Any) -> Steps:
+        """Return the steps that carry out a request."""
+        steps: Steps = getattr(self, f"_do_{kind}")(*request)
+        return steps
 
-    def _fetch(self, wanted: int) -> Steps:
-        """Fetch a step for this node, or a newer one.
+    def _do_fetch(self, step: int) -> Steps:
+        """Ask for a step for this node, or a newer one.
 
-        Ranks may wait for different steps. Each step is asked for once, however many
-        ranks wait for it, and one fetch at a time receives what comes first.
+        Ranks may wait for different steps. Each is asked for once, however many ranks
+        wait for it.
         """
-        if self.version() >= wanted or wanted in self._asked:
-            return
         assert self._agent is not None
-        self._asked.add(wanted)
-        self._agent.request(self._source, self._number, "send", wanted)
-        # Until it is answered, by any fetch of this node that receives.
-        while wanted in self._asked:
-            if self._receiving:
-                yield False
-            else:
-                self._receiving = True
-                yield from self._receive()
-                self._receiving = False
+        if self.version() < step and step not in self._asked:
+            self._asked.add(step)
+            self._request(self._source, "send", self._agent.node, step)
+        return iter(())
 
-    def _receive(self) -> Steps:
-        """Receive parameters, or that a step will not come."""
+    def _do_take(self, step: int, nbytes: int, contents: bytes | None) -> Steps:
+        """Receive parameters, which a short message contains."""
+        while self._receiving:
+            yield False
+        self._receiving = True
+        message = self._messages.room(nbytes, self.copies.begin(step))
+        if contents is None:
+            yield from self._receive(message)
+        else:
+            message[:] = np.frombuffer(contents, np.uint8)
+        self._messages.unpack(message, self.copies)
+        self.complete(step)
+        self._asked = {each for each in self._asked if each > step}
+        self._receiving = False
+
+    def _receive(self, message: Array) -> Steps:
         assert self._agent is not None
         comm, tag = self._agent.comm, self._agent.tag(self._number)
-        source, header = self._agent.leaders[self._source], np.empty(2, np.int64)
-        received = comm.Irecv(header, source, tag)
-        while not received.Test():
-            yield False
-        step, nbytes = header.tolist()
-        if step < 0:
-            self._asked.discard(~step)
-            return
-        message = self._messages.room(nbytes, self.copies.begin(step))
-        pieces = pieces_of([slice(0, nbytes)], 1)
+        pieces = pieces_of([slice(0, message.size)], 1)
+        source = self._agent.leaders[self._source]
         incoming = Incoming(comm, source, tag, pieces, one_range(message))
         while not incoming.complete:
             if incoming.first() is None:
                 yield False
             else:
                 incoming.take()
-        self._messages.unpack(message, self.copies)
-        self.complete(step)
-        self._asked = {each for each in self._asked if each > step}
 
-    def _send(self, rank: int, wanted: int) -> Steps:
-        """Send the newest parameters to an agent, once they are of a step or newer."""
-        published = self.copies.has(wanted)
-        while not (published() or self._closing):
-            yield False
-        while rank in self._sending:
-            yield False
-        sent = self._sent.get(rank, _NONE)
-        if sent >= wanted:
-            return
-        self._sending.add(rank)
-        since = self._places.get(rank, NOTHING)
-        snapshot = yield from self._snapshot(wanted, since)
-        if snapshot.step >= 0:
-            self._sent[rank], self._places[rank] = snapshot.step, snapshot.place
-        yield from self._send_snapshot(rank, snapshot)
-        snapshot.users -= 1
-        self._sending.discard(rank)
-
-    def _send_snapshot(self, rank: int, snapshot: _Snapshot) -> Steps:
+    def _do_push(self, step: int, nodes: set[int]) -> Steps:
+        """Send a step to nodes."""
         assert self._agent is not None
-        comm, tag = self._agent.comm, self._agent.tag(self._number)
-        message = snapshot.message
-        header = np.array([snapshot.step, message.size])
-        request = comm.Isend(header, rank, tag)
-        pieces = pieces_of([slice(0, message.size)], 1)
-        yield from send_pieces(comm, rank, tag, pieces, one_range(message))
-        while not request.Test():
-            yield False
+        for node in nodes:
+            self._agent.run(self._number, self._do_send(node, step))
+        return iter(())
 
-    def _snapshot(self, wanted: int, since: int) -> Generator[bool, None, _Snapshot]:
+    def _do_send(self, node: int, wanted: int) -> Steps:
+        """Send the newest parameters to a node, once they are of a step or newer."""
+        published = self.copies.has(wanted)
+        while not published():
+            if self._closing:
+                return
+            yield False
+        while node in self._sending:
+            yield False
+        if self._sent.get(node, _NONE) >= wanted:
+            return
+        self._sending.add(node)
+        snapshot = yield from self._snapshot(self._places.get(node, NOTHING))
+        self._sent[node], self._places[node] = snapshot.step, snapshot.place
+        yield from self._send_snapshot(node, snapshot)
+        snapshot.users -= 1
+        self._sending.discard(node)
+
+    def _send_snapshot(self, node: int, snapshot: _Snapshot) -> Steps:
+        assert self._agent is not None
+        message, nbytes = snapshot.message, snapshot.message.size
+        contents = message.tobytes() if is_short(nbytes) else None
+        self._request(node, "take", snapshot.step, nbytes, contents)
+        if contents is None:
+            comm, rank = self._agent.comm, self._agent.leaders[node]
+            pieces, tag = (
+                pieces_of([slice(0, nbytes)], 1),
+                self._agent.tag(self._number),
+            )
+            yield from send_pieces(comm, rank, tag, pieces, one_range(message))
+
+    def _snapshot(self, since: int) -> Generator[bool, None, _Snapshot]:
         """Return a message with the newest parameters, for one more user.
 
         A node that is slow must delay neither updates nor other nodes.
 
         Args:
-            wanted: The step that the user lacks.
             since: See `Messages.draft`.
-
-        Returns:
-            If there will never be what is wanted, no parameters, and its complement as
-            their step.
         """
         draft: Draft | None = None
-        while (newest := self.version()) >= wanted:
+        while True:
+            newest = self.version()
             for found in self._snapshots:
                 if (found.step, found.since) == (newest, since):
                     found.users += 1
@@ -236,7 +261,6 @@ class Parameters(NodeCopy):
                 self._snapshots.append(made)
                 return made
             yield False
-        return _Snapshot(np.empty(0, np.uint8), ~wanted)
 
     def _spare(self) -> Array | None:
         """Return the memory of a message that nobody uses, if there is one."""

@@ -147,7 +147,9 @@ class UpdateLoop(Loop):
                 self._update_alone(batch, deadline)
             self._fill(flat)
 
-        self._parameters.publish(fill, step)
+        # A rank that gave one of several gradients waits for their update.
+        waiting = [rank for rank, _ in batch.places] if self._inbox.adds else []
+        self._parameters.publish(fill, step, waiting)
 
     def _update_together(self, batch: Batch, flat: Array, deadline: Deadline) -> bool:
         """Update the center and write it to a vector, if all ranks can help."""

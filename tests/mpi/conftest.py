@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 import hpcaccum
 from hpcaccum.mpi import shutdown
-from hpcaccum.nodes import parts
+from hpcaccum.nodes import transfer
 
 from ..common import WAIT
 from . import watchdog
@@ -104,7 +104,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "mpi_short",
         "bytes of vectors that ranks of other nodes send at once",
-        default=str(parts.SHORT),
+        default=str(transfer.SHORT),
     )
     parser.addini(
         "mpi_failure_limit", "seconds for ranks to end a test of another", default="10"
@@ -122,7 +122,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # the reporter exists by then
 def pytest_configure(config: pytest.Config) -> None:
     # Those of tests are short: with 0, agents ask for them as for long ones.
-    parts.SHORT = int(config.getini("mpi_short"))
+    transfer.SHORT = int(config.getini("mpi_short"))
     harness = config.stash[HARNESS] = Harness(config)
     config.pluginmanager.register(harness)
     atexit.register(_finalize, harness)

@@ -105,7 +105,6 @@ class CountedComm:
             self._counts.update(requests=1, request_bytes=size)
 
     def Isend(self, data: Any, rank: int, tag: int) -> Any:
-        # Beside vectors there are headers of 8 bytes.
         self._counts.update(vectors=int(data.nbytes == NBYTES))
         return self._comm.Isend(data, rank, tag)
 
@@ -140,6 +139,7 @@ class Meter:
 
     def __init__(self, group: Group) -> None:
         self._group, self._counts = group, Counter[str]()
+        self.rank, self.size = group.rank, group.size
         # A rank on another node than rank 0, which has the words.
         self.far = group.nodes[-1][-1]
         self.costs: Costs = {}
@@ -258,6 +258,14 @@ def _count_pulls(meter: Meter, parameters: Parameters) -> None:
         meter.act(meter.far, "step", parameters.newest)
         meter.everybody("pull", functools.partial(pull, step))
         meter.everybody("pull, again", parameters.version)
+
+    def publish_and_pull(step: int) -> None:
+        if meter.rank == 0:
+            parameters.publish(lambda flat: flat.fill(step), step, range(meter.size))
+        parameters.wait(step, Deadline(WAIT, "growth"), str, comes=True)
+
+    for step in range(2, 4):
+        meter.everybody("pull, unasked", functools.partial(publish_and_pull, step))
 
 
 def main(layouts: list[str]) -> None:

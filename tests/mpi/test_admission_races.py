@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator
-from hpcaccum.nodes import parts
+from hpcaccum.nodes import transfer
 from hpcaccum.server import BoundedStalenessInbox
 
 from .acting import Take, at, everywhere, same_bits
@@ -159,7 +159,7 @@ LONGEST = 1 << 13  # bytes
 def test_nobody_asks_for_a_short_gradient(
     group, counts, rank, size, length, monkeypatch
 ):
-    monkeypatch.setattr(parts, "SHORT", LONGEST)
+    monkeypatch.setattr(transfer, "SHORT", LONGEST)
     acc = ConditionalAccumulator("float32", (length,), comm=group)
     count_messages(group, counts)
     asks = 0 if length * 4 <= LONGEST else len(group.nodes) - 1
@@ -204,7 +204,7 @@ def test_a_node_is_asked_if_one_of_its_gradients_is_not_copied(acc, group, rank,
 def test_a_stale_gradient_is_only_sent_if_it_is_short(
     group, counts, length, monkeypatch
 ):
-    monkeypatch.setattr(parts, "SHORT", LONGEST)
+    monkeypatch.setattr(transfer, "SHORT", LONGEST)
     acc = ConditionalAccumulator("float32", (length,), comm=group)
     count_messages(group, counts)
     at(0, acc.set_global_step, 3)
@@ -218,7 +218,7 @@ def test_a_stale_gradient_is_only_sent_if_it_is_short(
 
 @pytest.mark.parametrize("length", [LONGEST // 4, LONGEST // 4 + 1])
 def test_nobody_asks_for_a_short_update(group, counts, rank, size, length, monkeypatch):
-    monkeypatch.setattr(parts, "SHORT", LONGEST)
+    monkeypatch.setattr(transfer, "SHORT", LONGEST)
     inbox = BoundedStalenessInbox(group, 0, length, "float32")
     count_messages(group, counts)
     base, there = np.arange(length, dtype=np.float32), group.nodes[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -11,7 +12,8 @@ from hpcaccum import WaitTimeoutError
 from hpcaccum.deadline import Deadline
 from hpcaccum.server import Parameters, node_copy
 
-from .acting import VAIN, everywhere, until
+from .acting import VAIN, at, everywhere, until
+from .interrupting import at_each_point, interrupt
 from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
 from .support import WAIT
 from .training import meet, raised
@@ -93,9 +95,9 @@ def test_ranks_of_a_node_may_wait_for_different_steps(parameters, rank):
 def test_nothing_is_sent_twice_to_a_node(parameters, group, rank, monkeypatch):
     sent, send = [], parameters._send_snapshot
 
-    def counted(leader, snapshot):
-        sent.append((leader, snapshot.step))
-        return send(leader, snapshot)
+    def counted(node, snapshot):
+        sent.append((node, snapshot.step))
+        return send(node, snapshot)
 
     monkeypatch.setattr(parameters, "_send_snapshot", counted)
     for step in range(3):
@@ -106,19 +108,18 @@ def test_nothing_is_sent_twice_to_a_node(parameters, group, rank, monkeypatch):
         get(parameters, step)
         meet()
 
-    others = [ranks[0] for ranks in group.nodes if 0 not in ranks]
     if rank == 0:
-        assert sorted(sent) == sorted((r, step) for r in others for step in range(3))
+        assert sorted(sent) == for_each_node(group, range(3))
 
 
 def test_each_node_asks_for_a_step_once(parameters, group, rank, monkeypatch):
-    asked, send = [], parameters._send
+    asked, send = [], parameters._do_send
 
-    def counted(leader, step):
-        asked.append((leader, step))
-        return send(leader, step)
+    def counted(node, step):
+        asked.append((node, step))
+        return send(node, step)
 
-    monkeypatch.setattr(parameters, "_send", counted)
+    monkeypatch.setattr(parameters, "_do_send", counted)
     meet()
     for step in range(3):
         # All ranks of all nodes ask before there is anything to send.
@@ -129,31 +130,30 @@ def test_each_node_asks_for_a_step_once(parameters, group, rank, monkeypatch):
         assert get(parameters, step) == (step, {float(step)})
         meet()
 
-    others = [ranks[0] for ranks in group.nodes if 0 not in ranks]
     if rank == 0:
-        assert sorted(asked) == sorted((r, step) for r in others for step in range(3))
+        assert sorted(asked) == for_each_node(group, range(3))
 
 
 @pytest.mark.parametrize(
     ("asked", "published"), [((5, 9, 4), (5,)), ((4, 3, 9), (3, 5))]
 )
-def test_the_answer_that_a_step_never_comes_is_for_that_step(
+def test_nobody_waits_for_a_step_that_never_comes(
     parameters, group, rank, monkeypatch, asked, published
 ):
     arrived, sent, released = [], [], threading.Event()
-    handle, send = parameters._send, parameters._send_snapshot
+    handle, send = parameters._do_send, parameters._send_snapshot
 
-    def counted(leader, step):
+    def counted(node, step):
         arrived.append(step)
-        return handle(leader, step)
+        return handle(node, step)
 
-    def slow(leader, snapshot):
+    def slow(node, snapshot):
         sent.append(snapshot.step)
-        yield from send(leader, snapshot)
+        yield from send(node, snapshot)
         while not released.is_set():
             yield False
 
-    monkeypatch.setattr(parameters, "_send", counted)
+    monkeypatch.setattr(parameters, "_do_send", counted)
     monkeypatch.setattr(parameters, "_send_snapshot", slow)
     meet()
     if rank == group.nodes[-1][0]:
@@ -172,7 +172,123 @@ def test_the_answer_that_a_step_never_comes_is_for_that_step(
     everywhere(until, lambda: parameters._agent._is_idle(parameters._number))
 
     if rank == 0:
-        assert sorted(sent) == [~9, *published]
+        assert sent == list(published)
+
+
+def others(group):
+    """Return the nodes without rank 0."""
+    return [node for node, ranks in enumerate(group.nodes) if 0 not in ranks]
+
+
+def for_each_node(group, steps):
+    """Return all pairs of one of these nodes and a step."""
+    return sorted((node, step) for node in others(group) for step in steps)
+
+
+@pytest.fixture(params=[SIZE, 10], ids=["long", "short"])
+def unasked(request, group, monkeypatch):
+    """Make parameters for which no rank can ask."""
+    made = Parameters(group, 0, request.param, np.float32, "test")
+    monkeypatch.setattr(made, "_do_fetch", None)
+    yield made
+    meet()
+    made.free()
+
+
+def wait(parameters, step):
+    """Wait for a step that comes unasked; return the values of this node."""
+    deadline, found = Deadline(WAIT, "get"), []
+    parameters.wait(step, deadline, str, comes=True)
+    parameters.read(lambda flat: found.append(set(flat.tolist())), deadline)
+    return found[-1]
+
+
+def test_nodes_of_ranks_that_wait_need_not_ask(unasked, group, rank):
+    for step in range(5):
+        if rank == 0:
+            unasked.publish(lambda flat: flat.fill(step), step, range(group.size))  # noqa: B023
+        assert wait(unasked, step) == {step}
+        meet()
+
+
+def test_other_nodes_get_nothing_unasked(unasked, group, rank, size):
+    far = others(group)[-1]
+    for step in range(3):
+        if rank == 0:
+            waiting = group.nodes[far] if step % 2 else [0]
+            unasked.publish(lambda flat: flat.fill(step), step, waiting)  # noqa: B023
+        if step % 2 and group.node_number == far:
+            assert wait(unasked, step) == {step}
+        everywhere(until, lambda: unasked._agent._is_idle(unasked._number))
+    newest = {0: 2, far: 1}.get(group.node_number, -1)
+    assert unasked.version() == (2 if 0 in group.nodes[group.node_number] else newest)
+
+
+def test_a_node_that_has_asked_gets_a_step_once(parameters, group, rank, monkeypatch):
+    sent, send = [], parameters._send_snapshot
+
+    def counted(node, snapshot):
+        sent.append((node, snapshot.step))
+        return send(node, snapshot)
+
+    monkeypatch.setattr(parameters, "_send_snapshot", counted)
+    for step in range(3):
+        late = raised(parameters.wait, step, Deadline(VAIN, "early"), str)
+        assert type(late) is WaitTimeoutError
+        meet()
+        if rank == 0:
+            parameters.publish(
+                lambda flat: flat.fill(step),  # noqa: B023
+                step,
+                range(group.size),
+            )
+        assert get(parameters, step) == (step, {float(step)})
+        meet()
+    if rank == 0:
+        assert sorted(sent) == for_each_node(group, range(3))
+
+
+def test_a_step_comes_unasked_also_after_an_interruption(unasked, group):
+    far = others(group)[-1]
+    steps = itertools.count()
+
+    def trial(number):
+        step = next(steps)
+
+        def publish():
+            unasked.publish(lambda flat: flat.fill(step), step, range(group.size))
+
+        more = interrupt(publish, number)
+        there = unasked.version() == step
+        if not there:
+            publish()
+        until(lambda: unasked._sent.get(far) == step)
+        return more, there
+
+    assert at(0, at_each_point, trial, 5) == {False, True}
+    newest = at(0, unasked.version)
+    assert wait(unasked, newest) == {newest}
+
+
+def test_two_steps_that_have_arrived_do_not_mix(parameters, group, rank, monkeypatch):
+    def receive(message):
+        yield False
+        message.view("f4")[:] = 1
+
+    def take_both():
+        monkeypatch.setattr(parameters, "_receive", receive)
+        nbytes = parameters.copies.size * 4
+        first = parameters._do_take(1, nbytes, None)
+        second = parameters._do_take(2, nbytes, np.full(nbytes // 4, 2, "f4").tobytes())
+        found = []
+        assert (next(first), next(second)) == (False, False)
+        for steps in (first, second):
+            assert list(steps) == []
+            found.append(get(parameters, len(found) + 1))
+        return found
+
+    leader = group.nodes[others(group)[0]][0]
+    assert at(leader, take_both) == [(1, {1.0}), (2, {2.0})]
 
 
 def test_nodes_that_are_waited_for_are_named(parameters, held, group, rank):

@@ -546,3 +546,19 @@ def test_a_wait_that_was_given_up_is_ended_by_free(group, monkeypatch):
     opt.free()
     # One gradient is the mean of those that remain.
     assert (var.value == -1).all()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_no_rank_asks_for_the_update_of_its_gradient(group, several, monkeypatch):
+    servers, w = leaders(group) if several else 0, hpc.Variable(np.zeros(3), "w")
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.SGD(1.0), group.size, comm=group, servers=servers
+    )
+    opt.initialize([w])
+    monkeypatch.setattr(opt._server._parameters, "_ask_for", None)
+    for _ in range(3):
+        assert opt.minimize(gives(np.ones(3)), var_list=[w])
+    assert (w.value == -3).all()
+    monkeypatch.undo()
+    meet()
+    opt.free()
