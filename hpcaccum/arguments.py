@@ -26,7 +26,8 @@ def step_number(value: Any, name: str) -> int:
     """
     try:
         if type(value) is not int:
-            array = np.asarray(value)
+            # A `Variable` has one.
+            array = np.asarray(getattr(value, "value", value))
             if array.shape != () or array.dtype.kind not in "biufO":
                 raise TypeError
             value = int(array[()])

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from hpcaccum.device import check_array, is_device
 from hpcaccum.dtypes import FLOATS
@@ -16,6 +16,9 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.row_sums import add_at
 
 Array = np.ndarray[Any, Any]
+
+# In `IndexedSlices.dense_shape`, for a number of rows.
+UNKNOWN = -1
 
 _INTEGERS = (np.dtype(np.int64), np.dtype(np.int32))
 
@@ -32,7 +35,8 @@ class IndexedSlices:
             device.
         indices: Vector of integers; the fraction of a float is dropped. If ``values``
             is on a device, it may be there, too, and must have integers.
-        dense_shape: Shape of the variable; None if it is unknown.
+        dense_shape: Shape of the variable; None if it is unknown. Its first number is
+            -1 if the number of rows is unknown.
 
     Attributes:
         values: As given, as an array.
@@ -78,8 +82,12 @@ class IndexedSlices:
             f"{self.values.shape}>"
         )
 
-    def to_dense(self) -> Array:
+    def to_dense(self, dtype: DTypeLike | None = None) -> Array:
         """Return the gradient of the whole variable, a new array of `dense_shape`.
+
+        Args:
+            dtype: Of the array, in which repeated rows are added; by default that of
+                the values.
 
         Raises:
             InvalidArgumentError: If `dense_shape` is None or does not fit, or the
@@ -91,9 +99,10 @@ class IndexedSlices:
                 "IndexedSlices on a device cannot become an array; "
                 "DeviceRowAccumulator sums rows on a device"
             )
-        if shape is None:
+        if shape is None or UNKNOWN in shape[:1]:
+            lack = "dense_shape" if shape is None else "a number of rows"
             raise InvalidArgumentError(
-                "IndexedSlices without dense_shape cannot become an array"
+                f"IndexedSlices without {lack} cannot become an array"
             )
         if not shape or shape[1:] != self.values.shape[1:]:
             raise InvalidArgumentError(
@@ -101,7 +110,7 @@ class IndexedSlices:
                 f"{shape}"
             )
         check_indices(self.indices, shape[0])
-        dense = np.zeros(shape, self.values.dtype)
+        dense = np.zeros(shape, self.values.dtype if dtype is None else dtype)
         rows = len(dense), dense[:1].size
         add_at(dense.reshape(rows), self.indices, matrix(self.values))
         return dense

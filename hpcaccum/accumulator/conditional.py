@@ -12,6 +12,7 @@ from hpcaccum.accumulator.storage import Slots, Sums
 from hpcaccum.arguments import gradient_array, result_array, step_number
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto, is_device
+from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.mpi import Group
 
@@ -139,7 +140,7 @@ class ConditionalAccumulator(Accumulator):
         self._check_open()
         step = step_number(local_step, "local_step")
         if isinstance(grad, IndexedSlices):
-            grad = grad.to_dense()
+            grad = grad.to_dense(accumulation_dtype(self.dtype))
         array = gradient_array(grad, self.dtype)
         return self._shared.writer.submit(array, step)
 

@@ -16,7 +16,7 @@ from hpcaccum.optimizers.agn_getter import AGNCustomGetter, UnknownVariableError
 from hpcaccum.optimizers.base import Optimizer, set_global_step
 from hpcaccum.optimizers.checks import check_global_step, check_pairs
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.optimizers.slices import add_slices, copied_rows
+from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.summed_rows import SummedRows
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
@@ -76,12 +76,12 @@ class AGNOptimizer(OneSidedOptimizer):
         servers: Servers = None,
         on_nonfinite: OnNonfinite = "accept",
     ) -> None:
-        if not isinstance(custom_getter, AGNCustomGetter):
-            raise TypeError(
-                f"custom_getter must be an AGNCustomGetter, got {custom_getter!r}"
-            )
 
         def check() -> dict[str, int]:
+            if not isinstance(custom_getter, AGNCustomGetter):
+                raise TypeError(
+                    f"custom_getter must be an AGNCustomGetter, got {custom_getter!r}"
+                )
             period = positive_count(communication_period, "communication_period")
             workers = positive_count(num_worker, "num_worker")
             return {"communication_period": period, "num_worker": workers}
@@ -90,8 +90,9 @@ class AGNOptimizer(OneSidedOptimizer):
             optimizer,
             name,
             check,
-            comm=custom_getter.comm,
-            host=custom_getter.host,
+            # So that all ranks get the error of one, at least on all of MPI's ranks.
+            comm=getattr(custom_getter, "comm", None),
+            host=getattr(custom_getter, "host", 0),
             dedicated=dedicated,
             servers=servers,
             on_nonfinite=on_nonfinite,
@@ -208,8 +209,10 @@ class AGNOptimizer(OneSidedOptimizer):
             pairs: Checked pairs.
             rows: The gradients of sparse variables.
         """
+        grads = {n: g for n, g in gradients_by_name(pairs).items() if n not in rows}
+        # The sums need them as they are now.
+        arrays = apart(grads, [var.value for _, var in pairs])
         self.inner.apply_gradients(pairs)
-        arrays = {n: g for n, g in gradients_by_name(pairs).items() if n not in rows}
         self._add(self._sums(server), arrays)
         self._rows.add(rows)
         self._calls += 1

@@ -11,7 +11,6 @@ from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import wire_format
 from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import Exchange, Optimizer, scaled
 from hpcaccum.optimizers.checks import (
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Tally
     from hpcaccum.optimizers.checks import Array, Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.optimizers.variable import Variable
     from hpcaccum.row_sums import Rows
 
@@ -205,8 +203,9 @@ class CrossShardOptimizer(Wrapper):
     def gradient_arrays(self) -> dict[str, Array]:
         """Return the arrays that gradients are exchanged in, by name.
 
-        Gradients that the loss writes to them are not copied. They are the same arrays
-        at each call until a rank leaves, of the dtype in which gradients are summed.
+        `minimize` does not copy gradients that the loss writes to them. They are the
+        same arrays at each call until a rank leaves, of the dtype in which gradients
+        are summed.
         For variables on a device they are device memory, which is copied.
         """
         if self._shard is None or self._sums:
@@ -236,13 +235,21 @@ class CrossShardOptimizer(Wrapper):
     def compute_gradients(
         self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:
-        """Compute the gradients of this rank's share of the loss."""
+        """Compute the gradients of this rank's share of the loss.
+
+        A mean divides them here, and copies them for that; `minimize` needs no copy.
+
+        Raises:
+            InvalidArgumentError, TypeError: On every rank of the group, if the loss of
+                one rank does not return gradients of its variables.
+        """
         pairs = self._compute(loss, var_list, *args, **kwargs)
         if not self._divides:
             return pairs
+        # Not in place: another gradient, or the next one, may lie in the same memory.
+        scale = 1 / self._parts
         return [
-            (None if grad is None else self._scaled(grad, var), var)
-            for grad, var in pairs
+            (None if grad is None else scaled(grad, scale), var) for grad, var in pairs
         ]
 
     def _compute(
@@ -252,19 +259,14 @@ class CrossShardOptimizer(Wrapper):
         variables = self._variables if var_list is None else listed(var_list)
         self.initialize(variables)
         self._parts = len(self._made(self._shard).present)
-        pairs = self.inner.compute_gradients(loss, variables, *args, **kwargs)
+        # First: a rank whose loss raises, and that goes on, is a call ahead.
         self._computed += 1
-        return pairs
-
-    def _scaled(self, grad: Gradient, var: Variable) -> Gradient:
-        scale = 1 / self._parts
-        if isinstance(grad, IndexedSlices) or grad is not self._made(
-            self._shard
-        ).reducer.arrays().get(var.name):
-            return scaled(grad, scale)
-        # In place, so that the exchange need not copy it.
-        grad *= grad.dtype.type(scale)
-        return grad
+        try:
+            return self.inner.compute_gradients(loss, variables, *args, **kwargs)
+        except (TypeError, InvalidArgumentError) as error:
+            # The other ranks wait for this one in their `apply_gradients`.
+            self._prepare(variables, error)
+            raise
 
     def apply_gradients(
         self,

@@ -10,7 +10,7 @@ import numpy as np
 from hpcaccum.device import is_device, to_host
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.indexed_slices import IndexedSlices, check_indices, matrix
+from hpcaccum.indexed_slices import UNKNOWN, IndexedSlices, check_indices, matrix
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.overlap import crossing, overlap
 from hpcaccum.row_sums import Rows, distinct
@@ -40,7 +40,7 @@ def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
             f"gradient of {name!r}, which has shape {shape}, cannot have rows of shape "
             f"{rows}"
         )
-    if grad.dense_shape not in (None, shape):
+    if grad.dense_shape not in (None, shape, (UNKNOWN, *shape[1:])):
         raise InvalidArgumentError(
             f"gradient of {name!r} must have dense_shape {shape}, got "
             f"{grad.dense_shape}"
@@ -205,6 +205,25 @@ def add_slices(total: Array, grad: IndexedSlices, first: bool) -> None:
         values = values.copy() if overlap(values, total) else values
         total[...] = 0
     total[rows.indices] += values
+
+
+def apart(
+    grads: Mapping[str, Gradient], values: Sequence[Array]
+) -> dict[str, Gradient]:
+    """Copy the gradients that lie in the memory of variables, which change next."""
+    arrays = [g.values if isinstance(g, IndexedSlices) else g for g in grads.values()]
+    suspect = crossing(arrays, values)
+    return {
+        name: _copied(grad) if each else grad
+        for (name, grad), each in zip(grads.items(), suspect, strict=True)
+    }
+
+
+def _copied(grad: Gradient) -> Gradient:
+    if isinstance(grad, IndexedSlices):
+        return IndexedSlices(grad.values.copy(), grad.indices.copy(), grad.dense_shape)
+    copy: Array = grad.copy()
+    return copy
 
 
 def detached(

@@ -234,6 +234,7 @@ def test_local_step_is_cut_to_an_integer(make):
         (True, 1),
         (np.int8(-3), -3),
         (np.array(4), 4),
+        (hpc.Variable(np.array(5)), 5),
         (2**63 - 1, 2**63 - 1),
         (-(2**63), -(2**63)),
         (np.uint64(7), 7),

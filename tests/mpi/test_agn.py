@@ -45,6 +45,30 @@ def figures(opt, x, worker, grads):
     return [list(column) for column in zip(*found, strict=True)]
 
 
+@pytest.mark.parametrize("period", [1, 2])
+@pytest.mark.parametrize("kind", ["arrays", "slices"])
+def test_gradients_may_lie_in_the_memory_of_variables(make, rank, period, kind):
+    """The gradient of x * y by y is x."""
+
+    def centers(copy):
+        opt, v, w = make(period, ([1.0], [2.0]), hpc.SGD(0.5))
+
+        def loss():
+            grads = [copy(w.value), copy(v.value)]
+            if kind == "slices":
+                grads = [hpc.IndexedSlices(each, [0]) for each in grads]
+            return 0.0, grads
+
+        if rank == 0:
+            for _ in range(period):
+                opt.minimize(loss)
+        meet()
+        return opt.center([v, w])
+
+    for found, expected in zip(centers(np.asarray), centers(np.copy), strict=True):
+        same_bits(found, expected)
+
+
 # Figures
 
 

@@ -9,6 +9,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import (
     DisagreementError,
+    InvalidArgumentError,
     Reduction,
 )
 
@@ -55,6 +56,52 @@ def test_gradients_between_compute_and_apply_are_divided(make, rank, size):
     opt.apply_gradients([(np.minimum(grad, 1), var) for grad, var in pairs])
 
     assert w.value == -(size - 1)
+
+
+def test_gradients_that_share_memory_are_divided_once(make):
+    v, w, opt = variable(name="v"), variable(name="w"), make()
+    opt.initialize([v, w])
+    grad = opt.gradient_arrays()["v"]
+    grad[...] = 8
+    # The loss does not write it again, either.
+    for step in range(1, 4):
+        opt.apply_gradients(opt.compute_gradients(gives(grad, grad), [v, w]))
+        np.testing.assert_allclose([v.value, w.value], -8 * step)
+    assert grad == 8
+
+
+def test_a_loss_of_one_rank_that_gives_no_gradients_fails_on_all(make, rank, size):
+    w, opt = variable(), make()
+    opt.initialize([w])
+    wrong = rank == size - 1
+    loss = gives(np.ones((2, 2)) if wrong else np.ones(()))
+
+    def in_two_calls(loss):
+        opt.apply_gradients(opt.compute_gradients(loss))
+
+    for call in (opt.minimize, in_two_calls):
+        error = raised(call, loss)
+        assert type(error) is InvalidArgumentError
+        assert "shape" in str(error)
+    assert w.value == 0
+    opt.minimize(gives(float(rank)))
+    np.testing.assert_allclose(w.value, -(size - 1) / 2, rtol=1e-6)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_skips_a_step_after_its_loss_has_raised_is_found(make, rank):
+    w, opt = variable(), make()
+    opt.initialize([w])
+    opt.minimize(gives(1.0))
+
+    def loss():
+        raise KeyError("a bad batch")
+
+    if rank == 1:
+        assert type(raised(opt.minimize, loss)) is KeyError
+    error = raised(opt.minimize, gives(2.0))
+    assert type(error) is DisagreementError
+    assert w.value == -1
 
 
 def test_apply_sums_and_never_divides(make, size):

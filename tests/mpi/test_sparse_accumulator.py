@@ -383,8 +383,12 @@ def test_dense_accumulator_takes_slices_with_a_shape():
         slices = hpc.IndexedSlices(filled(1, 2, 3), [3, 0, 3], (4, 2))
         at(1, acc.apply_grad, slices)
         same_bits(at(0, acc.take_grad, 1, timeout=WAIT), filled(2, 0, 0, 4))
+        # They are added in the accumulator's dtype, as gradients are.
+        many = hpc.IndexedSlices(np.full((3, 2), 100, np.int8), [0, 0, 0], (4, 2))
+        at(0, acc.apply_grad, many, 1)
+        same_bits(at(0, acc.take_grad, 1, timeout=WAIT), filled(300, 0, 0, 0))
         with pytest.raises(INVALID, match="without dense_shape cannot become an array"):
-            at(0, acc.apply_grad, hpc.IndexedSlices(filled(1), [0]), 1)
+            at(0, acc.apply_grad, hpc.IndexedSlices(filled(1), [0]), 2)
 
 
 @pytest.mark.parametrize("before", [0, 2])

@@ -75,10 +75,17 @@ def test_array_has_the_sum_of_repeated_rows():
     same_bits(hpc.IndexedSlices(values, indices, (9, 2, 3)).to_dense(), expected)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.int8, bool])
+def test_repeated_rows_are_added_in_the_dtype_of_the_array(dtype):
+    slices = hpc.IndexedSlices(np.ones(2100, dtype), np.zeros(2100, int), (1,))
+    same_bits(slices.to_dense("float32"), np.array([2100], "f4"))
+
+
 @pytest.mark.parametrize(
     ("shape", "text"),
     [
         (None, "without dense_shape cannot become an array"),
+        ((-1, 3), "without a number of rows cannot become an array"),
         ((9, 2), r"values of shape \(2, 3\) are no rows of an array of shape \(9, 2\)"),
         ((), "no rows of an array"),
         ((3, 3), r"indices must be in 0 to 2, got 5 \(1 of 2 are not\)"),

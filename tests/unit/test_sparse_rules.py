@@ -138,6 +138,13 @@ def test_gradient_in_the_memory_of_its_own_variable(monkeypatch, piece):
     assert w.value.tolist() == [[0], [1], [1], [1]]
 
 
+def test_the_number_of_rows_of_a_gradient_may_be_unknown():
+    w = hpc.Variable(np.zeros((5, 2)), "w")
+    slices = hpc.IndexedSlices(np.ones((1, 2)), [3], (-1, 2))
+    hpc.SGD(1).apply_gradients([(slices, w)])
+    assert w.value.sum(axis=1).tolist() == [0, 0, 0, -2, 0]
+
+
 @pytest.mark.parametrize(
     ("indices", "shape", "dense_shape", "text"),
     [
@@ -146,6 +153,7 @@ def test_gradient_in_the_memory_of_its_own_variable(monkeypatch, piece):
         ([1], (1, 3), None, r"gradient of 'w', which has shape \(5, 2\), .* \(3,\)"),
         ([1], (1,), None, r"cannot have rows of shape \(\)"),
         ([1], (1, 2), (6, 2), r"dense_shape \(5, 2\), got \(6, 2\)"),
+        ([1], (1, 2), (-1, 3), r"dense_shape \(5, 2\), got \(-1, 3\)"),
     ],
 )
 def test_gradient_that_does_not_fit_changes_nothing(indices, shape, dense_shape, text):
