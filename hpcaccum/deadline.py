@@ -14,7 +14,7 @@ import numbers
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 
@@ -205,6 +205,26 @@ class Deadline:
         finally:
             self._report(begun)
 
+    @staticmethod
+    def try_acquire(lock: Any, held: list[bool], seconds: float = 0.0) -> bool | None:
+        """Acquire a lock, record that in ``held``; return None if it takes too long.
+
+        A signal handler may raise at any point of Python, so a caller releases the lock
+        if and only if ``held`` says so.
+        """
+        seconds = seconds if seconds > 0 else -1
+        # In C throughout: no signal handler comes between the two.
+        held.extend(filter(None, map(lock.acquire, (seconds > 0,), (seconds,))))
+        return bool(held) or None
+
+    def acquire(self, lock: Any, held: list[bool], missing: Callable[[], str]) -> None:
+        """Acquire a lock as `try_acquire` does.
+
+        Raises:
+            WaitTimeoutError: If the limit passes first.
+        """
+        self.block(lambda seconds: self.try_acquire(lock, held, seconds), missing)
+
     def join(self, thread: threading.Thread, missing: Callable[[], str]) -> None:
         """Wait until a thread has ended.
 
@@ -271,5 +291,7 @@ def limit_of_environment(variable: str, default: float) -> float:
     except ValueError:
         limit = math.nan
     if not limit > 0:
-        raise InvalidArgumentError(f"{variable} must be seconds, got {text!r}")
+        raise InvalidArgumentError(
+            f"{variable} must be a number of seconds above 0, got {text!r}"
+        )
     return limit

@@ -20,6 +20,7 @@ from hpcaccum.accumulator.device_protocol import DeviceReceipt, DeviceStatistics
 from hpcaccum.accumulator.device_rows import DeviceRowAccumulator
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Count, Counters, Receipt, Tally
+from hpcaccum.accumulator.recovery import Recovery
 from hpcaccum.accumulator.shared import AccumulatorStatistics
 from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
 from hpcaccum.accumulator.vectors import VectorAccumulator
@@ -37,6 +38,7 @@ __all__ = [
     "DeviceStatistics",
     "Membership",
     "Receipt",
+    "Recovery",
     "SparseConditionalAccumulator",
     "SparseGradient",
     "Tally",

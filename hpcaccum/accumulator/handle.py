@@ -101,6 +101,8 @@ class Accumulator(Freeable):
         self._check_open()
         required = self._required(num_required)
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
+        # A take would wait for a gradient that this rank has not completed.
+        self._shared.writer.finish(deadline)
         return self._shared.taker.take(
             required, deadline, lambda closed: reduce(closed, deadline)
         )

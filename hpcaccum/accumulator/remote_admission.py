@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.state import State
     from hpcaccum.accumulator.storage import Slots
+    from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
 
 
@@ -75,9 +76,9 @@ class RemoteAdmission:
         """Forget the last gradient, before the next one."""
         self._calls.forget()
 
-    def extend(self) -> None:
-        """Begin the time limit of the last gradient anew."""
-        self._calls.extend()
+    def extend(self, deadline: Deadline) -> None:
+        """Set the time limit of the last gradient."""
+        self._calls.extend(deadline)
 
     def admit(
         self,
@@ -104,9 +105,9 @@ class RemoteAdmission:
         self._protocol.words.sync()
         return Answer(*self._calls.call(local_step, only, fresh, contents))
 
-    def short(self, index: int | None) -> bytes | None:
+    def short(self, index: int) -> bytes | None:
         """Return the contents of a buffer of this rank, if they are short."""
-        return None if index is None else self._storage.short(index)
+        return self._storage.short(index)
 
     def settled(self) -> Answer | None:
         """Return what `admit` returned, or was about to; None if nothing was sent."""

@@ -69,7 +69,7 @@ class SharedAccumulator(Freeable):
             self.storage = make_storage(group, settings, what)
             undo.pop_all()
         self._remote = self._make_remote()
-        self.writer = Writer(self.protocol, self.storage, self._remote)
+        self.writer = Writer(self.protocol, self.storage, self._remote, what)
         self.taker = Taker(self.protocol, self.storage, what)
         self._register(group, group.label(what))
 
@@ -135,6 +135,7 @@ class SharedAccumulator(Freeable):
         if is_ending():
             # No take must wait for a gradient of a rank whose program has ended.
             self.leave()
+        self.writer.finish()
         self.group.allgather(None, f"{self.label}: free")
         self.writer.free()
         if self._remote is not None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.accumulator.buffers import Buffers
+from hpcaccum.accumulator.one_thread import OneThread
+from hpcaccum.accumulator.recovery import Recovery
 from hpcaccum.accumulator.state import Record
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import is_device
-from hpcaccum.errors import WaitTimeoutError
 from hpcaccum.mpi import Attempt
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Writer:
         storage: Where they are written.
         remote: Admits them if this rank is on another node than the host; None if no
             agent does.
+        what: Name for messages.
     """
 
     def __init__(
@@ -41,14 +43,15 @@ class Writer:
         protocol: AdmissionProtocol,
         storage: Storage,
         remote: RemoteAdmission | None,
+        what: str,
     ) -> None:
         self._protocol, self._storage = protocol, storage
         self._remote = None if protocol.words.near else remote
         self._buffers = Buffers(protocol, storage)
-        self._lock = threading.Lock()
-        # The local step and the slot of a gradient whose submission has raised, until
-        # its recovery is complete.
-        self._failed: tuple[int, int | None] | None = None
+        self._turn = OneThread(what)
+        self._recovery = Recovery(
+            self._complete_or_revoke, self._remote, f"{what}: apply_grad"
+        )
         self._begin()
 
     def _begin(self) -> None:
@@ -94,29 +97,23 @@ class Writer:
 
     def _try(self, array: Any, source: Any, local_step: int) -> Receipt | None:
         """Submit; None if slots of other threads leave no buffer at the moment."""
-        with self._lock:
-            self._protocol.membership.check_present("apply")
-            self._finish()
-            slot = self._buffers.slot_of(array)
-            self._begin()
-            try:
-                if self._fits_remote(array):
-                    return self._submit_remotely(array, source, local_step, slot)
-                admitted = self._admit(array, local_step, slot)
-                return admitted and self._submit(admitted, array, source, slot)
-            except WaitTimeoutError:
-                # The answer may come later: the next call recovers this one.
-                self._failed = local_step, slot
-                raise
-            except BaseException:
-                self._failed = local_step, slot
-                # A signal handler may raise again, and no other rank can do this.
-                try:
-                    self._recover()
-                except BaseException:
-                    self._recover()
-                    raise
-                raise
+        return self._turn.run(
+            "apply_grad", lambda: self._try_alone(array, source, local_step)
+        )
+
+    def _try_alone(self, array: Any, source: Any, local_step: int) -> Receipt | None:
+        self._protocol.membership.check_present("apply")
+        self._recovery.finish()
+        slot = self._buffers.slot_of(array)
+        self._begin()
+
+        def submit() -> Receipt | None:
+            if self._fits_remote(array):
+                return self._submit_remotely(array, source, local_step, slot)
+            admitted = self._admit(array, local_step, slot)
+            return admitted and self._submit(admitted, array, source, slot)
+
+        return self._recovery.run(submit, local_step, slot)
 
     def _admit(self, array: Any, local_step: int, slot: int | None) -> Admitted | None:
         """Admit a gradient; None if there is no buffer for it at the moment.
@@ -211,9 +208,9 @@ class Writer:
         if not possible:
             return None
         fresh = self._fresh(array, slot, 0), self._fresh(array, slot, 1)
-        contents = (
-            self._remote.short(slot) if self._buffers.is_in(array, slot) else None
-        )
+        contents = None
+        if slot is not None and self._buffers.is_in(array, slot):
+            contents = self._remote.short(slot)
         answer = self._remote.admit(local_step, only, fresh, contents)
         if answer.accepted is None:
             # Rare: there is an error to raise, or the round is another one by now.
@@ -257,18 +254,6 @@ class Writer:
         self._protocol.counters.post(count)
 
     # After an exception. All of this may be called twice.
-
-    def _finish(self) -> None:
-        """Recover a gradient before, if that was not possible at the time."""
-        if self._failed is not None:
-            if self._remote is not None:
-                self._remote.extend()
-            self._recover()
-
-    def _recover(self) -> None:
-        assert self._failed is not None
-        self._complete_or_revoke(*self._failed)
-        self._failed = None
 
     def _complete_or_revoke(self, local_step: int, slot: int | None) -> None:
         """Complete a gradient that is in place, or revoke its admission."""
@@ -321,24 +306,36 @@ class Writer:
 
     def slot(self, shape: tuple[int, ...], deadline: Deadline) -> Array:
         """Return a buffer that no round holds; wait until there is one."""
-        return deadline.wait(lambda: self._lend(shape), self._buffers.missing)
 
-    def _lend(self, shape: tuple[int, ...]) -> Array | None:
-        with self._lock:
+        def lend() -> Array | None:
             # The gradient before may be in a slot.
-            self._finish()
+            self._recovery.finish(deadline)
             return self._buffers.lend(shape)
+
+        return deadline.wait(
+            lambda: self._turn.run("slot", lend, deadline), self._buffers.missing
+        )
+
+    def finish(self, deadline: Deadline | None = None) -> None:
+        """Complete a gradient whose `submit` has raised, or give it up.
+
+        If an agent did not answer in time, this was not possible until now.
+
+        Raises:
+            WaitTimeoutError: If it does not answer this time, either.
+        """
+        if self._recovery.pending:
+            finish = functools.partial(self._recovery.finish, deadline)
+            self._turn.run("apply_grad", finish, deadline)
 
     def note_finished(self, step: int) -> None:
         """Note that the takes of all rounds of steps below ``step`` have returned."""
-        with self._lock:
-            self._buffers.note_finished(step)
+        self._turn.run("slot", lambda: self._buffers.note_finished(step))
 
     def leave(self) -> None:
         """Promise that this rank contributes no more gradients."""
-        with self._lock:
-            self._finish()
-            self._protocol.membership.leave()
+        self.finish()
+        self._turn.run("leave", self._protocol.membership.leave)
 
     def free(self) -> None:
         """Drop the references to the memory of slots and of the last gradient."""

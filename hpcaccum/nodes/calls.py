@@ -90,9 +90,9 @@ class Calls:
         )
         return self._answers[0]
 
-    def extend(self) -> None:
-        """Begin the time limit of the last call anew."""
-        self._deadline = Deadline(None, self._what)
+    def extend(self, deadline: Deadline | None = None) -> None:
+        """Set the time limit of the last call; by default, begin it anew."""
+        self._deadline = deadline or Deadline(None, self._what)
 
     def _receive(self) -> bool | None:
         """Receive the answer, if it has come; return whether all is complete."""

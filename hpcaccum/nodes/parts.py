@@ -164,9 +164,14 @@ class NodeParts:
         order, agent = (list(places), count, dtype.str), self._agent
         request = "collect", call, order, divisor, list(copied)
         agent.request(agent.node, self._number, *request)
-        self._changed.wait(
-            lambda: self._done.read(call[0]) == call[1], deadline, self._missing
-        )
+        try:
+            self._changed.wait(
+                lambda: self._done.read(call[0]) == call[1], deadline, self._missing
+            )
+        except BaseException:
+            # If the agent has not begun, it must not do so during a later sum.
+            self._done.write(*call)
+            raise
         return self._result[: count * dtype.itemsize].view(dtype)
 
     def _missing(self) -> str:
@@ -203,16 +208,18 @@ class NodeParts:
         """Set the result to a sum over nodes."""
         while self._collecting:
             yield False
-        self._collecting = True
+        if self._done.read(call[0]) >= call[1]:
+            return
+        self._collecting, kept = True, set(copied)
         places, count, name = order
         dtype, agent = np.dtype(name), self._agent
         for node, there in self.by_node(places).items():
-            if not self._has(node, there, copied):
+            if not self._has(node, there, kept):
                 agent.request(node, self._number, "send", there, count, name)
         result = self._result[: count * dtype.itemsize].view(dtype)
         tag = agent.tag(self._number)
         whole = [slice(0, count)]
-        yield from self.collecting(tag, places, whole, divisor, result, copied)
+        yield from self.collecting(tag, places, whole, divisor, result, kept)
         self._collecting = False
         self._done.write(*call)
         self._changed.announce()

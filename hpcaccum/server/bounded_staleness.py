@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.accumulator import Batch, Counters, Membership, Receipt, WordLayout
+from hpcaccum.accumulator import (
+    Batch,
+    Counters,
+    Membership,
+    Receipt,
+    Recovery,
+    WordLayout,
+)
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
-from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError, format_ranks
+from hpcaccum.errors import EverybodyLeftError, format_ranks
 from hpcaccum.mpi import AtomicWords, Attempt
 from hpcaccum.nodes import Calls, NodeParts
 
@@ -108,15 +115,13 @@ class BoundedStalenessInbox:
         # does for other ranks.
         self._admission, self._others = Attempt(), Attempt()
         self._counted: Count | None = None
-        # The local step of a gradient whose submission has raised, until its recovery
-        # is complete.
-        self._failed: int | None = None
         # Last, as other ranks may call at once; and those of this rank, if it is on
         # another node than the root.
         self._calls: Calls | None = None
         if not group.single_node:
             self._calls = Calls(group, root, self._submit_for, "inbox: submit")
         self._remote = None if self.words.near else self._calls
+        self._recovery = Recovery(self._note_or_give_up, self._remote, "inbox: submit")
 
     def _view(self, rank: int) -> Array:
         return self.parts.view((rank, 0), self._size, self._dtype)
@@ -142,7 +147,7 @@ class BoundedStalenessInbox:
         Waits until the last one is applied, which a rank may not have waited for. If
         ``known`` says so, it asks nobody; see `Inbox.slot`.
         """
-        self._finish()
+        self._recovery.finish()
         Deadline(None, "slot").wait(
             lambda: (
                 known >= self._submitted
@@ -175,21 +180,7 @@ class BoundedStalenessInbox:
         if self._remote is not None:
             self._remote.forget()
         self._counted = None
-        try:
-            return self._submit(local_step)
-        except WaitTimeoutError:
-            # The answer may come later: the next call recovers this one.
-            self._failed = local_step
-            raise
-        except BaseException:
-            self._failed = local_step
-            # A signal handler may raise here too, and no other rank can recover this.
-            try:
-                self._recover()
-            except BaseException:
-                self._recover()
-                raise
-            raise
+        return self._recovery.run(lambda: self._submit(local_step), local_step)
 
     def count_nonfinite(self) -> None:
         """Count a gradient of this rank that is not finite, and was not submitted."""
@@ -227,9 +218,10 @@ class BoundedStalenessInbox:
         if receipt and contents is not None:
             self.parts.keep((rank, 0), contents)
             rank |= _COPIED
+        # First: a gradient that was applied is in the counts.
+        self.ledger.count_for(rank & _NOBODY, receipt)
         if receipt:
             self._put(receipt.global_step, rank)
-        self.ledger.count_for(rank & _NOBODY, receipt)
         self.words.flush()
         return receipt.accepted, receipt.global_step
 
@@ -259,18 +251,6 @@ class BoundedStalenessInbox:
     def _count(self, count: Count) -> None:
         self._counted = count
         self.ledger.post(count)
-
-    def _finish(self) -> None:
-        """Recover a gradient before, if that was not possible at the time."""
-        if self._failed is not None:
-            if self._remote is not None:
-                self._remote.extend()
-            self._recover()
-
-    def _recover(self) -> None:
-        assert self._failed is not None
-        self._note_or_give_up(self._failed)
-        self._failed = None
 
     def _note_or_give_up(self, local_step: int) -> None:
         """Give up an admitted gradient unless the root can see it. Idempotent."""
@@ -408,7 +388,7 @@ class BoundedStalenessInbox:
 
     def leave(self) -> None:
         """Promise that this rank submits no more gradients."""
-        self._finish()
+        self._recovery.finish()
         self.membership.leave()
 
     def left(self) -> list[int]:

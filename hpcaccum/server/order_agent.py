@@ -136,9 +136,9 @@ class OrderAgent:
         self._giving = {node: self._queue() for node in nodes_of_agents}
         self._collecting = {node: self._queue() for node in nodes_of_agents}
         self._sending = {node: self._queue() for node in nodes_of_agents}
-        # Of the host: the step that was ordered last, the least step that each node
-        # waits for, and the last step sent to each.
-        self._ordered = -1
+        # Of the host: the step that was ordered last, and whether servers were told to
+        # end; the least step that each node waits for, and the last step sent to each.
+        self._ordered, self._ended = -1, False
         self._wants: dict[int, int] = {}
         self._sent: dict[int, int] = {}
         # Of every node: the steps for which its ranks wait, the one that it has asked
@@ -222,7 +222,10 @@ class OrderAgent:
         self._tell(self._nodes, "obey", ANSWER, question)
 
     def _do_end(self) -> None:
-        self._tell(self._nodes, "obey", END)
+        """End the loops of all servers, once."""
+        if not self._ended:
+            self._ended = True
+            self._tell(self._nodes, "obey", END)
 
     # An order, on every node that it concerns
 

@@ -79,4 +79,5 @@ class OrderLoop(Loop):
         with self._lock.updating():
             if self.last_answers is None:
                 self.last_answers = self._parameters.ask(None, deadline)
-                self._parameters.end()
+            # Also if an earlier call was interrupted before it.
+            self._parameters.end()

@@ -51,6 +51,8 @@ class ShardLoop(Background):
 
     def run(self) -> None:
         """Carry out orders until the host ends them."""
+        # An earlier call may have been interrupted before it.
+        self._parameters.done(self._number)
         while self._kind != END:
             # An idle server has no limit.
             deadline = Deadline(math.inf, f"{self._what}: server")
@@ -62,8 +64,9 @@ class ShardLoop(Background):
                 self._make_once(number, update)
             elif kind == ANSWER:
                 self._parameters.answer(self.answer, word)
-            self._parameters.done(number)
+            # First: an interruption in between must not have it carried out again.
             self._number, self._kind = number, kind
+            self._parameters.done(number)
 
     def _make_update(self, gradients: Array, rate: float | None) -> bool:
         assert self.update is not None

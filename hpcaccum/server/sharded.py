@@ -160,9 +160,8 @@ class ShardedParameters(NodeCopy):
                 sent.append(comm.Isend(flat[shard.part], rank, tag))
         if comm.rank in self._servers:
             assert self.server is not None
-            comm.Recv(self.server.part, self._servers[0], tag)
-        for each in sent:
-            each.Wait()
+            sent.append(comm.Irecv(self.server.part, self._servers[0], tag))
+        self._end_start(sent)
 
     def divide(
         self, arrays: Mapping[str, Mapping[str, Any]]
@@ -178,15 +177,28 @@ class ShardedParameters(NodeCopy):
             for rank, shard in zip(self._servers, self.shards, strict=True):
                 for name in self._names:
                     sent.append(comm.isend(shard.pieces(name, arrays[name]), rank, tag))
-        mine = None
-        if comm.rank in self._servers:
-            host = self._servers[0]
-            mine = {name: comm.recv(source=host, tag=tag) for name in self._names}
-        for each in sent:
-            each.wait()
-        if mine is None or self.server is None:
+        mine = [self._message(tag) for _ in self._names if comm.rank in self._servers]
+        self._end_start(sent)
+        if self.server is None or not mine:
             return None
-        return {n: each for n, each in mine.items() if n in self.server.shard.names}
+        names = self.server.shard.names
+        return {n: m for n, m in zip(self._names, mine, strict=True) if n in names}
+
+    def _message(self, tag: int) -> Any:
+        """Receive a message of the host at the start."""
+        comm, host = self._agent.comm, self._servers[0]
+        deadline = Deadline(None, f"{self._what}: start of servers")
+        found = deadline.wait(
+            lambda: comm.improbe(host, tag), lambda: f"a message of host rank {host}"
+        )
+        return found.recv()
+
+    def _end_start(self, requests: list[Any]) -> None:
+        """Wait until what servers get from the host at the start has arrived."""
+        Deadline(None, f"{self._what}: start of servers").wait(
+            lambda: all(each.Test() for each in requests) or None,
+            lambda: f"host rank {self._servers[0]} and the servers",
+        )
 
     # The host
 

@@ -55,9 +55,9 @@ class UpdateLock:
 
     def _pass(self, lock: Any, held: list[bool]) -> None:
         # Almost always free: a deadline would cost more than the lock.
-        if not _attempt(lock, held, 0):
+        if not Deadline.try_acquire(lock, held):
             deadline = Deadline(math.inf, f"{self._what}: update")
-            _acquire(lock, held, deadline, "a read of this rank to end")
+            deadline.acquire(lock, held, lambda: "a read of this rank to end")
 
     @contextlib.contextmanager
     def reading(self, deadline: Deadline) -> Iterator[None]:
@@ -71,7 +71,7 @@ class UpdateLock:
         try:
             # Without the gate if this thread holds the lock: another reader may hold
             # the gate while it waits for this one.
-            if not _attempt(self._lock, held, 0):
+            if not Deadline.try_acquire(self._lock, held):
                 self._wait(held, deadline)
             self._reader = threading.get_ident()
             yield
@@ -86,8 +86,9 @@ class UpdateLock:
         gate: list[bool] = []
         try:
             missing = "a read by another thread of this rank to end"
-            _acquire(self._gate, gate, deadline, missing)
-            _acquire(self._lock, held, deadline, "an update of this rank to end")
+            deadline.acquire(self._gate, gate, lambda: missing)
+            missing = "an update of this rank to end"
+            deadline.acquire(self._lock, held, lambda: missing)
         finally:
             if gate:
                 self._gate.release()
@@ -95,15 +96,3 @@ class UpdateLock:
     def is_read_by_this_thread(self) -> bool:
         """Whether this thread prevents updates."""
         return self._reader == threading.get_ident()
-
-
-def _acquire(lock: Any, held: list[bool], deadline: Deadline, missing: str) -> None:
-    deadline.block(lambda seconds: _attempt(lock, held, seconds), lambda: missing)
-
-
-def _attempt(lock: Any, held: list[bool], seconds: float) -> bool | None:
-    """Acquire a lock, record that in ``held``; return None if it takes too long."""
-    seconds = seconds if seconds > 0 else -1
-    # In C throughout: no signal handler comes between the two.
-    held.extend(filter(None, map(lock.acquire, (seconds > 0,), (seconds,))))
-    return bool(held) or None

@@ -115,6 +115,32 @@ def test_interrupted_apply_of_a_stale_gradient_adds_nothing(acc, size):
     use_from_all_ranks(acc, size)
 
 
+CALLS = {
+    "slot": lambda acc: acc.slot(timeout=WAIT),
+    "apply_grad": lambda acc: acc.apply_grad([3, 1], ANY_STEP),
+    "leave": lambda acc: acc._shared.writer.leave(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_signal_handler_cannot_make_a_call_during_another_one(acc, size, call):
+    found = []
+
+    def act():
+        if acc._shared.writer._turn._busy:
+            with pytest.raises(hpc.InvalidArgumentError, match="in a signal handler"):
+                CALLS[call](acc)
+            found.append(call)
+
+    def trial(number):
+        there = acc.num_accumulated()
+        more = interrupt(lambda: acc.apply_grad([7, 1], ANY_STEP), number, act)
+        return more, acc.num_accumulated() - there
+
+    assert at(-1, at_each_point, trial, stride(acc)) == {1}
+    assert at(-1, lambda: found)
+
+
 class NoMemory(MemoryError):
     """Raised by a write."""
 

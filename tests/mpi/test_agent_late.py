@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import signal
 
 import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator, WaitTimeoutError
-from hpcaccum.deadline import Deadline
+from hpcaccum.accumulator import recovery
+from hpcaccum.deadline import Deadline, current_wait
 from hpcaccum.nodes import Calls
 from hpcaccum.server import BoundedStalenessInbox
 
-from .acting import at, attempt, everywhere, same_bits
+from .acting import VAIN, Background, at, attempt, everywhere, same_bits, until
 from .interrupting import at_each_point, interrupt
 from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
 from .serving import next_total
@@ -107,6 +109,64 @@ def test_nothing_else_is_done_before_the_answer(held, limit, acc, caller):
     assert acc.statistics().tally.accepted[caller] == 2
 
 
+def test_a_take_of_the_rank_completes_its_gradient(held, limit, acc, caller, size):
+    late(held, limit, caller, copied, acc, 4)
+    assert at((caller + 1) % size, copied, acc, 8)
+    # It would wait for itself.
+    same_bits(at(caller, acc.take_grad, 1, timeout=WAIT), np.full(ELEMENTS, 8, "f4"))
+
+
+def test_free_completes_a_gradient(held, limit, acc, caller):
+    late(held, limit, caller, copied, acc, 4)
+    everywhere(acc.free)
+    assert not any(meet(acc._shared.writer._recovery.pending))
+
+
+def test_a_slot_has_its_own_limit(held, limit, acc, caller):
+    with held:
+        with limit, pytest.raises(WaitTimeoutError):
+            at(caller, copied, acc, 5)
+        with pytest.raises(WaitTimeoutError, match=r"slot: waited .* answer of the"):
+            at(caller, acc.slot, timeout=VAIN)
+
+
+def test_another_thread_does_not_wait_longer_than_its_limit(held, acc, caller):
+    with held:
+        waiting = Background(caller, lambda: copied(acc, 4))
+        at(caller, until, lambda: current_wait(waiting.thread.ident))
+        for call in (acc.slot, functools.partial(acc.slot, 6)):
+            with pytest.raises(WaitTimeoutError, match="for another thread of this"):
+                at(caller, call, timeout=VAIN)
+    assert waiting.result()
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.full(ELEMENTS, 4, "f4"))
+
+
+@pytest.mark.parametrize("call", ["apply_grad", "submit"])
+def test_an_interruption_ends_the_wait(held, acc, inbox, caller, monkeypatch, call):
+    monkeypatch.setattr(recovery, "_GRACE", VAIN)
+
+    def interrupted():
+        def stop(*args):
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, stop)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, VAIN)
+            with pytest.raises(KeyboardInterrupt):
+                copied(acc, 4) if call == "apply_grad" else submit(inbox, 4)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+    with held:
+        at(caller, interrupted)
+    if call == "apply_grad":
+        at(caller, acc.slot, timeout=WAIT)
+        assert acc.statistics().tally.given_up[caller] == 1
+    else:
+        at(caller, inbox._recovery.finish)
+        assert inbox.tally().accepted[caller] == 1
+
+
 # What a rank calls next, and which gradients it adds.
 GO_ON = {
     "slot": (lambda acc: acc.slot(timeout=WAIT).fill(9), []),
@@ -146,7 +206,7 @@ def test_a_submission_counts_when_the_answer_comes(held, limit, inbox, caller, h
             with pytest.raises(WaitTimeoutError, match=r"inbox: submit: .* answer of"):
                 at(caller, call)
     # This waits for the answer, and no longer: the first one is not applied.
-    at(caller, inbox._finish)
+    at(caller, inbox._recovery.finish)
     assert inbox.tally().accepted[caller] == 1
     with limit, pytest.raises(WaitTimeoutError, match="update 1, this rank's last"):
         at(caller, submit, inbox, 6)

@@ -14,7 +14,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.nodes import NodeParts
 from hpcaccum.nodes import transfer as module
 
-from .acting import VAIN, Background, at, everywhere, same_bits
+from .acting import VAIN, Background, at, everywhere, same_bits, until
 from .interrupting import at_each_point, interrupt
 from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
 from .support import WAIT, meet
@@ -237,15 +237,19 @@ def test_memory_is_freed_after_a_sum_that_was_given_up(held, group, rank, size):
 
 
 def test_the_agent_of_the_own_node_is_named_if_it_does_nothing(
-    make, held, group, rank, size
+    make, held, group, rank, size, monkeypatch
 ):
     parts, last = make(), group.nodes[-1]
     fill(parts, rank)
     with held:
+        # After it was given up, the sum must not be begun: a later one may be read.
+        monkeypatch.setattr(parts, "collecting", None)
         if rank == last[-1]:
             error = raised(total, parts, [(0, 0)], timeout=VAIN)
     if rank == last[-1]:
         assert str(error).endswith(f" s for the sum of {named(last[0])}")
+    everywhere(until, lambda: parts._agent._is_idle(parts._number))
+    monkeypatch.undo()
     same_bits(at(-1, total, parts, [(0, 0)]), expected(group, [0]))
 
 

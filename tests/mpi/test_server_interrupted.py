@@ -89,7 +89,7 @@ def test_an_update_is_made_once(comm, rank, size, kind, rule, where):
     assert opt.global_step == updates
 
 
-@pytest.mark.parametrize("where", ["ordered", "made", "done"])
+@pytest.mark.parametrize("where", ["ordered", "made", "done", "asked", "ended"])
 def test_several_servers_make_an_update_once(group, where):
     servers = [ranks[0] for ranks in group.nodes]
     if len(servers) == group.size:
@@ -99,10 +99,13 @@ def test_several_servers_make_an_update_once(group, where):
         hpc.Momentum(1.0, 0.5), workers, comm=group, servers=servers, dedicated=True
     )
     opt.initialize([var])
-    if group.rank == servers[0 if where == "ordered" else -1]:
+    of_host = where in ("ordered", "asked", "ended")
+    if group.rank == servers[0 if of_host else -1]:
         parameters = opt._server._sharded
         if where == "ordered":
             raise_once(parameters, "_request", before=False)
+        elif of_host:
+            raise_once(parameters, "end", before=where == "asked")
         else:
             raise_once(parameters, "done", before=where == "made")
         with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,63 @@
+"""One thread at a time."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, TypeVar
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class OneThread:
+    """Lets one thread at a time make calls; others wait, with their limit.
+
+    Args:
+        what: Name for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        # Reentrant, so that a signal handler gets an error instead of waiting for what
+        # it has interrupted.
+        self._lock, self._busy = threading.RLock(), False
+
+    def run(
+        self, call: str, do: Callable[[], T], deadline: Deadline | None = None
+    ) -> T:
+        """Return the result of a function.
+
+        Args:
+            call: Name of the call, for messages.
+            do: The function.
+            deadline: Of the call; by default HPCACCUM_TIMEOUT seconds from now.
+
+        Raises:
+            WaitTimeoutError: If another thread does not end its call in time.
+            InvalidArgumentError: In a signal handler, during a call of its thread.
+        """
+        held: list[bool] = []
+        try:
+            if not Deadline.try_acquire(self._lock, held):
+                deadline = deadline or Deadline(None, f"{self._what}: {call}")
+                deadline.acquire(
+                    self._lock, held, lambda: "another thread of this rank"
+                )
+            if self._busy:
+                raise InvalidArgumentError(
+                    f"{self._what}: {call} in a signal handler, which has interrupted "
+                    f"another call: set a flag in the handler, and call it later"
+                )
+            try:
+                self._busy = True
+                return do()
+            finally:
+                self._busy = False
+        finally:
+            if held:
+                self._lock.release()
