@@ -23,7 +23,7 @@ quorum = max(1, size - 1)
 STRATEGIES = {
     "cross-shard": (lambda inner: hpt.CrossShard(inner), size),
     "sync-replicas": (lambda inner: hpt.SyncReplicas(inner, quorum), quorum),
-    "drop-stale": (lambda inner: hpt.DropStale(inner, staleness=8), 1),
+    "drop-stale": (lambda inner: hpt.DropStale(inner, staleness=2 * size), 1),
     "agn": (lambda inner: hpt.AGN(inner, PERIOD), PERIOD),
 }
 

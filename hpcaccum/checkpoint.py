@@ -151,7 +151,7 @@ def _described(value: Any, where: str, arrays: dict[str, Array]) -> Any:
         ]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"{where} is a {type(value).__name__}, which cannot be saved")
+    raise TypeError(f"{where} has type {type(value).__name__}, which cannot be saved")
 
 
 def _added(value: Any, where: str, arrays: dict[str, Array]) -> str:

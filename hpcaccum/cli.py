@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    args = _parser().parse_args(arguments)
+    args = _parsed(arguments)
     command = COMMANDS[args.command]
     if command.needs_mpi(args):
         _load_mpi()
@@ -133,6 +133,17 @@ def _run(arguments: Sequence[str] | None) -> int:
             status = leaving.code if isinstance(leaving.code, int) else 1
             _leave(status, f"hpcaccum {args.command}: ended with {leaving.code}")
     return 0
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed words; errors name the command, which argparse omits."""
+    parser = _parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        words = parser.prog, args.command, getattr(args, "benchmark", "")
+        parser.prog = " ".join(filter(None, words))
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
 
 
 def _end_interrupted() -> NoReturn:
@@ -168,6 +179,9 @@ class _Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
+        # The value looks like another option.
+        if message == "argument --sbatch: expected one argument":
+            message += "; write --sbatch=--partition=long"
         _leave(2, f"{self.prog}: error: {message}\nsee {self.prog} --help")
 
 

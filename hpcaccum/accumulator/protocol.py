@@ -360,10 +360,10 @@ class AdmissionProtocol:
         records = self.read_records(state.parity)
         had = self.count()
         silent = self.membership.present() - set(records)
-        return (
-            f"{wanted} gradients at step {state.step}, had {had} "
-            f"(nothing from {format_ranks(silent)})"
-        )
+        who = f"nothing from {format_ranks(silent)}"
+        if not silent:
+            who = "every rank has sent at least one"
+        return f"{wanted} gradients at step {state.step}, had {had} ({who})"
 
     def unfinished(self, parity: int) -> str:
         """Return which ranks were admitted and have not written, for messages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum import Group, device
+from hpcaccum import Group, InvalidArgumentError, device
 from hpcaccum.bench import report, scaling, torch_step, wire
 from hpcaccum.bench.circumstances import circumstances, describe
 from hpcaccum.bench.compare import comparison
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 # Options that name a file to write; a comparison has only a picture.
 _OUTPUTS = ("json", "csv", "plot")
 _ONE_NODE = (
-    "all ranks are on one node, and nothing crosses a wire: use hpcaccum bench step "
-    "or\nhpcaccum bench server, or start ranks on several nodes"
+    "all ranks are on one node, and nothing crosses a wire: use hpcaccum bench step or "
+    "hpcaccum bench server, or start ranks on several nodes"
 )
 
 
@@ -67,7 +67,9 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
             check_usable("bench torch" if options.with_torch else "--against gloo")
         if options.on_device:
             device.use_device(group.node.rank)
-        if group.rank != 0 or (options.on_wire and group.single_node):
+        if options.on_wire and group.single_node:
+            raise InvalidArgumentError(_ONE_NODE)
+        if group.rank != 0:
             return None
         _check_outputs(args, {})
         return RowFiles(options.json, options.csv)
@@ -118,9 +120,6 @@ class Bench:
     def __call__(self) -> int:
         """Measure and write; return the exit status. Collective."""
         options, group = self._options, self._group
-        if options.on_wire and group.single_node:
-            self._print(_ONE_NODE)
-            return 0
         self._facts = circumstances(group)
         title = describe(self._facts)
         if options.on_device:

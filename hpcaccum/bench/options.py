@@ -51,7 +51,7 @@ _HELP = {
     "server": "the parameter server: pulls, publishing, whole updates",
     "step": "a training step, compared with the reducer in it",
     "progress": "how long other ranks wait while rank 0 computes",
-    "all": "all of the above",
+    "all": f"one after the other: {', '.join(BENCHMARKS)}",
     WIRE: "what each strategy sends between nodes, counted at the links",
     TORCH: "a training step of PyTorch, compared with DistributedDataParallel",
     _ON_DEVICE: "kernels, accumulator and exchange on a CUDA device, vs CuPy",
@@ -60,16 +60,15 @@ _HELP = {
     "scaling": "how times grow with ranks and nodes, from files of several jobs",
 }
 
-# 4 KiB to 256 MiB.
-_SIZES = tuple(4096 * 4**power for power in range(9))
 _DEFAULT_SIZES = {
-    **dict.fromkeys(BENCHMARKS, _SIZES),
-    "progress": (4 << 20,),
-    WIRE: (4 << 10, 1 << 20, 16 << 20),
+    **dict.fromkeys(BENCHMARKS, "4K:256M"),
+    "progress": "4M",
+    WIRE: "4K,1M,16M",
     # 1 to 50 million parameters.
-    TORCH: (4 << 20, 16 << 20, 64 << 20, 192 << 20),
-    **dict.fromkeys(DEVICE_BENCHMARKS, (1 << 30,)),
+    TORCH: "4M:64M,192M",
+    **dict.fromkeys(DEVICE_BENCHMARKS, "1G"),
 }
+_SEVERAL = {"all": "4K:256M, progress 4M", _ON_DEVICE: "1G"}
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -113,7 +112,7 @@ class Options:
 
     def sizes_of(self, benchmark: str) -> tuple[int, ...]:
         """Return the sizes at which to measure a benchmark."""
-        return self.sizes or _DEFAULT_SIZES[benchmark]
+        return self.sizes or sizes(_DEFAULT_SIZES[benchmark])
 
 
 def case_of(benchmark: str) -> type[Case]:
@@ -140,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         elif name == "soak":
             _add_soak(each)
         else:
-            _add_measure(each, with_gloo=name in ("allreduce", "all"))
+            _add_measure(each, name)
 
 
 def _description(name: str, text: str) -> str:
@@ -153,7 +152,7 @@ def _description(name: str, text: str) -> str:
     return text.partition("\nArgs:")[0].replace("``", "").strip()
 
 
-def _add_measure(parser: argparse.ArgumentParser, *, with_gloo: bool) -> None:
+def _add_measure(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--sizes",
         type=sizes,
@@ -161,15 +160,16 @@ def _add_measure(parser: argparse.ArgumentParser, *, with_gloo: bool) -> None:
         metavar="SIZE",
         help="bytes of a gradient, such as 4K,1M, and ranges: 4K:256M is 4K, 16K and "
         "so on, 4K:256M:2 has all powers of two "
-        "(4K:256M, progress 4M, wire 4K,1M,16M, torch 4M:64M,192M, device 1G)",
+        f"({_SEVERAL.get(name) or _DEFAULT_SIZES[name]})",
     )
     parser.add_argument(
         "--seconds",
         type=_seconds,
         default=2.0,
-        help="for each size, unless the times settle earlier; at least three runs (2)",
+        help="seconds for each size (2), less if the times settle earlier; at least "
+        "three runs",
     )
-    if with_gloo:
+    if name in ("allreduce", "all"):
         parser.add_argument(
             "--against",
             choices=("gloo",),

@@ -12,6 +12,7 @@ import faulthandler
 import functools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 _START, _PATIENCE = 10.0, 5.0
 # Lines of a failed job that are shown; how jobs end, and how if nothing is wrong.
 _TAIL = 6
+# In lines that may be the cause, which an epilogue of the launcher may follow.
+_CAUSE = re.compile("error|fatal|abort|unsupported", re.IGNORECASE)
 _STATUS = "the job ended with status {}"
 _SUCCESS = _STATUS.format(0)
 _LIBRARY = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
@@ -43,6 +46,8 @@ _KNOWN = {
     "not enough slots": "--launcher 'mpiexec --oversubscribe -n 2'",
     "run as root": "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
     "do not know each other": "the mpiexec of the same MPI; srun --mpi=list",
+    "unsupported PMI version": "ranks of MPICH need the mpiexec of MPICH: name it with "
+    "--launcher; srun --mpi=pmi2",
     "more processes than": "--launcher 'mpiexec --bind-to none -n 2'",
 }
 
@@ -156,12 +161,20 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
                 return finding
             # As in MPI_Finalize.
             ended = f"{finding.text}; afterwards {ended}"
-    tail = "\n".join(output.strip().splitlines()[-_TAIL:])
     advice = next((text for sign, text in _KNOWN.items() if sign in output), "")
     if name == "launch" and not advice:
         library = _vendor() or "none that can be loaded"
         advice = f"the MPI library is {library}: does the launcher belong to it?"
-    return Finding(BAD, f"{_tries(name)}: {ended}\n{tail}".rstrip(), advice)
+    text = f"{ended}; tried: {_tries(name)}\n{_telling(output)}"
+    return Finding(BAD, text.rstrip(), advice)
+
+
+def _telling(output: str) -> str:
+    """Return a few lines of what a job printed: about errors, and the last ones."""
+    lines = list(dict.fromkeys(filter(str.strip, output.splitlines())))
+    causes = [line for line in lines if _CAUSE.search(line)][: _TAIL // 2]
+    shown = {*causes, *lines[len(causes) - _TAIL :]}
+    return "\n".join(line for line in lines if line in shown)
 
 
 def _output(command: list[str], timeout: float) -> tuple[str, str]:
@@ -175,6 +188,9 @@ def _output(command: list[str], timeout: float) -> tuple[str, str]:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        except FileNotFoundError:
+            place = "" if os.sep in command[0] else " in PATH"
+            return "", f"no program {command[0]!r}{place}"
         except OSError as error:
             return "", f"cannot be started: {error.strerror}"
         try:

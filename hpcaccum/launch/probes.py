@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 
 def find_each_other(group: Group) -> Finding:
-    """Ranks that are started together, and find each other."""
+    """Ranks that are started together and find each other."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS"))
     nodes = len(group.nodes)
     where = f"{group.size} ranks on {nodes} node{'s' * (nodes != 1)}"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import re
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,8 +23,8 @@ if TYPE_CHECKING:
 # What the script of a training sets.
 _CHOSEN = ("save", "resume", "log", "plot")
 _NAMES = {"train": "hpcaccum-train", "bench": "hpcaccum-bench"}
-# The benchmarks of an array: those of `all`, and that between nodes.
-_ARRAY = (*bench_options.BENCHMARKS, bench_options.WIRE)
+# Commands that are started as any other program.
+_OTHERS = ("doctor", "replay")
 _DEFAULTS = {
     "nodes": 1,
     "ranks_per_node": 4,
@@ -51,8 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=_count, help="nodes (1)")
-    parser.add_argument("--ranks-per-node", type=_count, metavar="N", help="ranks (4)")
+    parser.add_argument("--nodes", type=_count, help="number of nodes (1)")
+    parser.add_argument(
+        "--ranks-per-node", type=_count, metavar="N", help="ranks on each node (4)"
+    )
     parser.add_argument(
         "--cpus-per-rank",
         type=_count,
@@ -69,7 +74,7 @@ def _add_size(parser: argparse.ArgumentParser) -> None:
         "--time",
         type=_time,
         help="time limit as sbatch reads it: minutes, H:M:S or D-H:M:S (1:00:00). A "
-        "training is queued again before it ends",
+        "training is queued again before the time limit",
     )
     parser.add_argument(
         "--sweep",
@@ -114,15 +119,13 @@ def prepare(args: argparse.Namespace) -> Callable[[], None]:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    words = tuple(args.program)
-    words = words[1:] if words[:1] == ("--",) else words
-    if not words:
-        raise InvalidArgumentError("no program: hpcaccum sbatch [options] -- train ...")
+    words = _words(args)
     nodes = max(args.sweep, default=args.nodes)
     _check(words, args, nodes * args.ranks_per_node)
     array = words[0] == "bench" and _names_no_benchmark(words)
     if array and args.sweep:
         raise InvalidArgumentError("--sweep needs one benchmark: bench step")
+    _warn_of_unknown(words[0])
     return Job(
         call=_call(args, words),
         words=words,
@@ -135,8 +138,38 @@ def _job(args: argparse.Namespace) -> Job:
         launcher=args.launcher,
         setup=tuple(args.setup),
         options=tuple(args.sbatch),
-        benchmarks=_ARRAY if array else (),
+        benchmarks=_array(args) if array else (),
         sweep=args.sweep,
+    )
+
+
+def _words(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the program and its arguments; commands of hpcaccum without its name."""
+    words = tuple(args.program)
+    words = words[1:] if words[:1] == ("--",) else words
+    words = words[1:] if words[:1] == ("hpcaccum",) else words
+    if not words:
+        raise InvalidArgumentError("no program: hpcaccum sbatch [options] -- train ...")
+    if words[0] in _OTHERS:
+        return ("python", "-m", "hpcaccum", *words)
+    return words
+
+
+def _array(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the benchmarks of an array: of `all`, and that between nodes."""
+    wire = (bench_options.WIRE,) if args.nodes > 1 else ()
+    return (*bench_options.BENCHMARKS, *wire)
+
+
+def _warn_of_unknown(word: str) -> None:
+    """Warn of a program that is not here; it may be on the nodes of the job."""
+    known = word in _NAMES or word.startswith("python")
+    if known or shutil.which(word) or Path(word).exists():
+        return
+    near = difflib.get_close_matches(word, [*_NAMES, *_OTHERS], 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    print(
+        f"hpcaccum sbatch: warning: {word}: no such program here{hint}", file=sys.stderr
     )
 
 
@@ -155,11 +188,15 @@ def _check(words: tuple[str, ...], args: argparse.Namespace, ranks: int) -> None
             raise InvalidArgumentError(
                 "train --record cannot be used with --resume, which the script sets"
             )
+        if found.compare:
+            raise InvalidArgumentError(
+                "train --compare cannot be continued; use --strategy"
+            )
         # The script adds it.
         found.save = Path("checkpoints")
         train_options.resolve(found, ranks)
     elif words[0] == "bench":
-        _check_bench(words)
+        _check_bench(words, args)
     if words[0] != "bench" and _seconds(args.time) < 2 * MARGIN:
         raise InvalidArgumentError(
             f"--time must be at least {2 * MARGIN // 60} minutes: {MARGIN} s before "
@@ -169,8 +206,8 @@ def _check(words: tuple[str, ...], args: argparse.Namespace, ranks: int) -> None
         raise InvalidArgumentError("--sweep is for a benchmark that srun starts")
 
 
-def _check_bench(words: tuple[str, ...]) -> None:
-    several = [(name, *words[1:]) for name in _ARRAY]
+def _check_bench(words: tuple[str, ...], args: argparse.Namespace) -> None:
+    several = [(name, *words[1:]) for name in _array(args)]
     for each in several if _names_no_benchmark(words) else [words[1:]]:
         found = _parsed("bench", bench_options.add_arguments, each)
         if not needs_mpi(found):
@@ -181,6 +218,10 @@ def _check_bench(words: tuple[str, ...]) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: --([\w-]+)", message)
+        own = (*_DEFAULTS, "setup", "sbatch")
+        if unknown and unknown[1].replace("-", "_") in own:
+            message += "; options of sbatch come before --"
         raise InvalidArgumentError(f"{self.prog}: {message}")
 
 

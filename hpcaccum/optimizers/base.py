@@ -318,7 +318,7 @@ def check_inner(inner: Any, outer: Optimizer) -> None:
     """
     own = type(outer).__name__
     if not isinstance(inner, Optimizer):
-        raise TypeError(f"{own} needs an optimizer, got {type(inner).__name__}")
+        raise TypeError(f"{own} needs an optimizer, got {_kind(inner)}")
     if inner.exchange is Exchange.LOCAL:
         return
     # A rank that drops a gradient around a collective makes MPI average different
@@ -328,6 +328,16 @@ def check_inner(inner: Any, outer: Optimizer) -> None:
             f"{own} is {outer.exchange.value} and cannot hold {type(inner).__name__}, "
             f"which is {inner.exchange.value}; give it a local one such as SGD"
         )
+
+
+def _kind(inner: Any) -> str:
+    """Return what is given in place of an optimizer, and what helps."""
+    if isinstance(inner, type) and issubclass(inner, Optimizer):
+        return f"the class {inner.__name__}; call it: {inner.__name__}(0.1)"
+    kind = inner if isinstance(inner, type) else type(inner)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    hint = "; for PyTorch use hpcaccum.torch" * name.startswith("torch.")
+    return f"{'the class ' * (kind is inner)}{name}{hint}"
 
 
 def count_step(global_step: Variable | None) -> None:

@@ -47,9 +47,11 @@ def check_variables(var_list: Any) -> list[Variable]:
         raise InvalidArgumentError(
             "no variables are known: pass var_list, or call initialize(var_list) first"
         )
-    if isinstance(var_list, (str, bytes, Variable)) or not isinstance(
-        var_list, Iterable
-    ):
+    if isinstance(var_list, Variable):
+        raise TypeError(
+            "var_list must be a list of Variables, got a Variable: write [w]"
+        )
+    if isinstance(var_list, (str, bytes)) or not isinstance(var_list, Iterable):
         raise TypeError(f"var_list must be a list of Variables, got {var_list!r}")
     variables = list(var_list)
     for number, variable in enumerate(variables):
@@ -68,7 +70,8 @@ def _check_unique(names: list[str]) -> None:
     if len(set(names)) < len(names):
         name = next(name for name in names if names.count(name) > 1)
         raise InvalidArgumentError(
-            f"{names.count(name)} variables are named {name!r}; names must be unique"
+            f"{names.count(name)} variables are named {name!r}; names must be unique: "
+            f'pass a name, as Variable(array, "w")'
         )
 
 
@@ -77,8 +80,8 @@ def check_trainable(variables: Iterable[Variable]) -> None:
     for var in variables:
         if not is_float(var.dtype):
             raise InvalidArgumentError(
-                f"variable {var.name!r} is of {var.dtype} and cannot be trained; leave "
-                f"it out of var_list"
+                f"variable {var.name!r} is of {var.dtype} and cannot be trained; use a "
+                f"float dtype, or leave it out of var_list"
             )
 
 
@@ -114,7 +117,9 @@ def check_gradient(grad: Any, variable: Variable) -> Gradient:
     try:
         array = gradient_array(grad, dtype)
     except InvalidArgumentError as error:
-        text = f"gradient of {variable.name!r}: {error}"
+        # All of them begin with it.
+        what = str(error).removeprefix("gradient")
+        text = f"gradient of {variable.name!r}{what}"
         raise InvalidArgumentError(text) from None
     if type(array) is not type(value) and is_device(array) is not is_device(value):
         where = ["in host memory", "on the device"]

@@ -203,10 +203,9 @@ class CrossShardOptimizer(Wrapper):
     def gradient_arrays(self) -> dict[str, Array]:
         """Return the arrays that gradients are exchanged in, by name.
 
-        `minimize` does not copy gradients that the loss writes to them. They are the
-        same arrays at each call until a rank leaves, of the dtype in which gradients
-        are summed.
-        For variables on a device they are device memory, which is copied.
+        `minimize` does not copy gradients that the loss writes to them. They have the
+        dtype in which gradients are summed, and are the same arrays until a rank
+        leaves. For variables on a device they are device memory, which is copied.
         """
         if self._shard is None or self._sums:
             return super().gradient_arrays()

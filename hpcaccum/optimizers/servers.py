@@ -63,7 +63,7 @@ def _ranks(servers: Any, size: int) -> tuple[int, ...] | None:
             f"servers must be {AUTO!r}, a rank or several ranks, got {servers!r}"
         )
     listed = list(servers) if isinstance(servers, Iterable) else [servers]
-    ranks = tuple(rank_number(each, size, "servers") for each in listed)
+    ranks = tuple(rank_number(each, size, "each of servers") for each in listed)
     if not ranks or len(set(ranks)) < len(ranks):
         raise InvalidArgumentError(
             f"servers must be at least one rank, each named once, got {servers!r}"

@@ -83,7 +83,8 @@ def check_snapshot(snapshot: Any, variables: Sequence[Variable]) -> None:
 
 def _kind(snapshot: Any) -> str:
     if isinstance(snapshot, Mapping):
-        return f"a mapping with {sorted(map(str, snapshot))}"
+        item = '; pass its item "optimizer"' * ("optimizer" in snapshot)
+        return f"a mapping with {sorted(map(str, snapshot))}{item}"
     return "None" if snapshot is None else f"a {type(snapshot).__name__}"
 
 

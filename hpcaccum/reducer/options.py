@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import bucket_size, one_of, wire_format
+from hpcaccum.layout import Layout
 from hpcaccum.reducer import selection
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from hpcaccum.layout import Layout
-
 REDUCTIONS = ("MEAN", "SUM")
+# So many arrays are compared one by one, for messages that name one; all of them by a
+# hash, as each rank gets the facts of every other.
+_NAMED = 16
 
 
 def check_schedule(schedule: str, wire_dtype: Any, cuda_aware: bool) -> None:
@@ -39,7 +41,7 @@ class Options:
     @classmethod
     def checked(
         cls,
-        layout: Layout,
+        layout: Any,
         reduction_type: str,
         schedule: str,
         wire_dtype: Any,
@@ -51,6 +53,8 @@ class Options:
         Raises:
             TypeError, InvalidArgumentError: If one is invalid.
         """
+        if not isinstance(layout, Layout):
+            raise TypeError(f"layout must be a Layout, got {type(layout).__name__}")
         one_of("reduction_type", reduction_type, REDUCTIONS)
         wire = wire_format(wire_dtype, layout.dtype)
         check_schedule(schedule, wire, cuda_aware)
@@ -59,7 +63,10 @@ class Options:
 
     def facts(self, layout: Layout) -> dict[str, object]:
         """Return what must be the same on all ranks, as messages name it."""
+        first = list(layout.shapes.items())[:_NAMED]
+        arrays = [(name, str(layout.dtype), shape) for name, shape in first]
         return {
+            **{f"array {number}": each for number, each in enumerate(arrays)},
             "names, shapes and dtype": layout.fingerprint,
             **vars(self),
             "wire_dtype": str(self.wire_dtype),

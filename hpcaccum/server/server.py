@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
-from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
+from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, format_ranks
 from hpcaccum.mpi import MPI
 from hpcaccum.server.client import Client
 from hpcaccum.server.order_loop import OrderLoop
@@ -255,9 +255,7 @@ class ParameterServer(Client):
             after_update: Called on the root with the step after each update.
         """
         if not self.only_serves:
-            raise InvalidArgumentError(
-                f"{self._what}: serve() is for the servers of dedicated=True"
-            )
+            raise InvalidArgumentError(f"{self._what}: {self._no_server()}")
         if self._loop is not None:
             self._loop.after_update = after_update
         # The root of several servers is one of them.
@@ -265,6 +263,19 @@ class ParameterServer(Client):
         for loop in others:
             loop.start_thread()
         first.run()
+
+    def _no_server(self) -> str:
+        """Return why this rank must not call `serve`."""
+        servers, several = format_ranks(self._servers), len(self._servers) > 1
+        if self._dedicated:
+            are = "are" if several else "is"
+            rank = self._group.rank
+            return f"rank {rank} is not a server ({servers} {are}); it must train"
+        how = "serve beside their" if several else "serves beside its"
+        return (
+            f"dedicated=True was not given: {servers} {how} training; do not call "
+            f"serve()"
+        )
 
     def ask(self, question: Any) -> list[Any]:
         """Return the answers of several servers, all of one step; the root only.
@@ -308,8 +319,8 @@ class ParameterServer(Client):
         """
         if not self.is_root:
             raise InvalidArgumentError(
-                f"{self._what}: updates are made by rank {self._root}, and can be "
-                f"paused there only"
+                f"{self._what}: only rank {self._root} makes updates and can pause "
+                f"them, as snapshot() does; call it on rank {self._root}"
             )
         deadline = Deadline(None, f"{self._what}: paused")
         with self._update_lock.reading(deadline):

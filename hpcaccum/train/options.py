@@ -29,7 +29,6 @@ _AS_GIVEN = (
     "epochs",
     "seed",
     "device",
-    "period",
     "dedicated",
     "log",
     "trace",
@@ -38,6 +37,16 @@ _AS_GIVEN = (
     "resume",
     "time_limit",
 )
+
+# Options of one strategy.
+_ONLY_FOR = {
+    "quorum": "sync-replicas",
+    "staleness": "drop-stale",
+    "period": "agn",
+    "groups": "cross-shard",
+}
+
+_ALONE = "there is only 1 rank; start several: mpiexec -n 4 hpcaccum train ..."
 
 Groups = list[list[int]]
 
@@ -246,9 +255,7 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
         type=_whole,
         help="drop-stale: largest lag of a gradient, in updates (twice the ranks)",
     )
-    group.add_argument(
-        "--period", type=_count, default=10, help="agn: batches between pushes (10)"
-    )
+    group.add_argument("--period", type=_count, help="agn: batches between pushes (10)")
     group.add_argument(
         "--groups",
         type=_groups,
@@ -281,24 +288,39 @@ def resolve(args: argparse.Namespace, ranks: int) -> Options:
     """
     workers = ranks - args.dedicated
     strategies = STRATEGIES if args.compare else (args.strategy,)
-    if args.dedicated and (workers == 0 or strategies == ("cross-shard",)):
-        cause = "cannot be used with cross-shard" if workers else "needs 2 ranks, got 1"
-        raise InvalidArgumentError(f"--dedicated {cause}")
+    _check_exchange(args)
+    if args.dedicated and workers == 0:
+        raise InvalidArgumentError(f"--dedicated needs 2 ranks: {_ALONE}")
     _check_saving(args)
     if args.record:
         _check_record(args)
-    rate, quorum, staleness = args.rate, args.quorum, args.staleness
+    rate, staleness = args.rate, args.staleness
+    period = 10 if args.period is None else args.period
     return Options(
         strategies=strategies,
         rate=DEFAULT_RATES[args.optimizer] if rate is None else rate,
-        quorum=max(workers - 1, 1) if quorum is None else _quorum(quorum, workers),
+        quorum=_quorum(args.quorum, workers, ranks),
         staleness=2 * ranks if staleness is None else staleness,
+        period=period,
         groups=_checked_groups(args.groups, ranks),
         straggler=_stragglers(args, ranks),
         plot=_picture(args),
         every=args.every or DEFAULT_EVERY,
         **{name: getattr(args, name) for name in _AS_GIVEN},
     )
+
+
+def _check_exchange(args: argparse.Namespace) -> None:
+    """Raise if an option would have no effect on the one strategy that is chosen."""
+    if args.compare:
+        return
+    if args.dedicated and args.strategy == "cross-shard":
+        raise InvalidArgumentError("--dedicated cannot be used with cross-shard")
+    for name, strategy in _ONLY_FOR.items():
+        if getattr(args, name) not in (None, []) and strategy != args.strategy:
+            raise InvalidArgumentError(
+                f"--{name} is for {strategy}, not for {args.strategy}"
+            )
 
 
 def _check_saving(args: argparse.Namespace) -> None:
@@ -327,10 +349,13 @@ def _check_record(args: argparse.Namespace) -> None:
         )
 
 
-def _quorum(quorum: int, workers: int) -> int:
+def _quorum(quorum: int | None, workers: int, ranks: int) -> int:
+    if quorum is None:
+        return max(workers - 1, 1)
     if quorum > workers:
         raise InvalidArgumentError(
             f"--quorum must be at most {workers}, the ranks that train, got {quorum}"
+            + (f"; {_ALONE}" if ranks == 1 else "")
         )
     return quorum
 
@@ -339,14 +364,16 @@ def _checked_groups(groups: Groups, ranks: int) -> Groups:
     try:
         return check_groups(groups, ranks)
     except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"--groups: {error}") from None
+        alone = f"; {_ALONE}" if ranks == 1 else ""
+        raise InvalidArgumentError(f"--groups: {error}{alone}") from None
 
 
 def _stragglers(args: argparse.Namespace, ranks: int) -> dict[int, float]:
     for rank, _ in args.straggler:
         if rank >= ranks:
+            there = f"there are {ranks} ranks, 0 to {ranks - 1}"
             raise InvalidArgumentError(
-                f"--straggler {rank}:...: there are {ranks} ranks, 0 to {ranks - 1}"
+                f"--straggler {rank}:...: {_ALONE if ranks == 1 else there}"
             )
     return dict(args.straggler)
 

@@ -5,9 +5,27 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
+
+from hpcaccum import checkpoint
+
 from ..system.conftest import REPOSITORY
 
 ENV = {"HPCACCUM_TIMEOUT": "60"}
+
+# Runs a program; SIGUSR1 comes to this rank shortly after the program expects it.
+ASKED = """
+import os, runpy, signal, sys, threading, time
+
+def ask():
+    while signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+threading.Thread(target=ask, daemon=True).start()
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 
 
 def test_torch_digits(mpirun):
@@ -36,6 +54,29 @@ def test_jax_digits(mpirun):
     assert result.returncode == 0, result.stdout
     (share,) = re.findall(r"^test accuracy ([\d.]+)%$", result.stdout, re.MULTILINE)
     assert float(share) > 85
+
+
+def test_requeue(mpirun, tmp_path):
+    program, asked = REPOSITORY / "examples" / "requeue.py", tmp_path / "asked.py"
+    asked.write_text(ASKED)
+    queued = tmp_path / "job.requeue"
+    env = ENV | {"REQUEUE_FILE": str(queued)}
+    first = mpirun(3, asked, program, cwd=tmp_path, env=env)
+
+    assert first.returncode == 0, first.stdout
+    (until,) = re.findall(r"^updates 0 to (\d+)$", first.stdout, re.MULTILINE)
+    assert int(until) < 20_000
+    assert queued.exists()
+
+    # The next run has another number of ranks, and ends.
+    queued.unlink()
+    second = mpirun(2, program, cwd=tmp_path, env=env)
+
+    assert second.returncode == 0, second.stdout
+    assert re.search(rf"^updates {until} to 200\d\d$", second.stdout, re.MULTILINE)
+    assert not queued.exists()
+    last = checkpoint.load(tmp_path / "saved-requeue")
+    np.testing.assert_allclose(last["variables"]["w"], 1, atol=0.01)
 
 
 def test_every_example_is_tested():

@@ -126,7 +126,16 @@ def test_a_dedicated_host_only_serves(make, rank):
         error = raised(opt.serve)
         opt.leave()
         assert type(error) is InvalidArgumentError
+        assert f"rank {rank} is not a server (rank 0 is); it must train" in str(error)
     assert w.value == 0
+
+
+def test_a_host_that_trains_is_not_told_to_serve(make):
+    opt = make([variable()])
+    error = raised(opt.serve)
+
+    assert type(error) is InvalidArgumentError
+    assert "dedicated=True was not given: rank 0 serves beside its tr" in str(error)
 
 
 @pytest.mark.ranks(1)

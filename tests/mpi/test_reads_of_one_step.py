@@ -138,7 +138,7 @@ def test_a_call_that_would_wait_for_a_paused_update_is_refused(comm, kind, rank)
     else:
         error = raised(lambda: opt.paused().__enter__())
         assert type(error) is InvalidArgumentError
-        assert "by rank 0" in str(error)
+        assert "snapshot() does; call it on rank 0" in str(error)
     meet()
     opt.free()
     if rank == 0:

@@ -81,10 +81,36 @@ def test_options_that_differ_are_refused_on_all(comm, rank, options, fact):
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("other", [{"x": (900,)}, {"y": (300,), "x": (900,)}])
-def test_layouts_that_differ_are_refused_on_all(comm, rank, other):
-    with pytest.raises(DisagreementError, match="names, shapes and dtype"):
+@pytest.mark.parametrize(
+    ("other", "both"),
+    [
+        ({"x": (900,)}, "('y', 'float32', (300,)), rank 1 has nothing"),
+        (
+            {"x": (900,), "y": (7, 5)},
+            "('y', 'float32', (300,)), rank 1 has ('y', 'float32', (7, 5))",
+        ),
+        (
+            {"y": (300,), "x": (900,)},
+            "('x', 'float32', (900,)), rank 1 has ('y', 'float32', (300,))",
+        ),
+    ],
+)
+def test_layouts_that_differ_are_refused_on_all(comm, rank, other, both):
+    with pytest.raises(DisagreementError, match=re.escape(f"rank 0 has {both}")):
         Reducer(Layout(SHAPES if rank == 0 else other, "float32"), comm)
+
+
+@pytest.mark.ranks(min=2)
+def test_the_last_of_many_arrays_may_differ(comm, rank):
+    shapes = {f"{number}": (1 + number // 99 * rank,) for number in range(100)}
+    with pytest.raises(DisagreementError, match="names, shapes and dtype"):
+        Reducer(Layout(shapes, "float32"), comm)
+
+
+def test_what_is_no_layout_is_refused_on_all(comm, rank, size):
+    layout = SHAPES if rank == size - 1 else Layout(SHAPES, "float32")
+    with pytest.raises(TypeError, match="layout must be a Layout, got dict"):
+        Reducer(layout, comm)
 
 
 @pytest.mark.ranks(min=2)

@@ -142,7 +142,7 @@ def test_the_state_is_a_copy_also_after_the_end(comm, rank):
     else:
         error = raised(server.state)
         assert type(error) is InvalidArgumentError
-        assert "by rank 0" in str(error)
+        assert "call it on rank 0" in str(error)
     server.free()
     final = server.state()
     final.center["w"][:] = 7

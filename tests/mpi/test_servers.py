@@ -17,7 +17,7 @@ from hpcaccum.server import node_copy, order_agent
 from hpcaccum.server.order_agent import OrderAgent
 
 from ..common import same_bits
-from .acting import until
+from .acting import at, until
 from .on_nodes import group_on_nodes as group_on_nodes
 from .on_nodes import leads, named
 from .support import meet
@@ -66,8 +66,8 @@ def train(group, rule, servers, *, calls=3, dtypes=(np.float32,), lacks=()):
     opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers=servers)
     for call in range(calls):
         grads = drawn(group.rank, call, variables)
-        for at, number, ranks in lacks:
-            if at == call and group.rank in ranks:
+        for when, number, ranks in lacks:
+            if when == call and group.rank in ranks:
                 grads[number] = None
         opt.minimize(lambda grads=grads: (0.0, grads), var_list=variables)
     meet()
@@ -296,7 +296,10 @@ def test_servers_may_only_serve(group):
         opt.serve()
         assert (var.value == -5).all()
     else:
-        assert "for the servers" in str(raised(opt.serve))
+        rank, those = group.rank, hpc.errors.format_ranks(opt._server._servers)
+        error = str(raised(opt.serve))
+        assert f"rank {rank} is not a server ({those} " in error
+        assert error.endswith("); it must train")
         for _ in range(5):
             opt.minimize(gives(np.ones(300)))
         opt.leave()
@@ -561,4 +564,22 @@ def test_no_rank_asks_for_the_update_of_its_gradient(group, several, monkeypatch
     assert (w.value == -3).all()
     monkeypatch.undo()
     meet()
+    opt.free()
+
+
+def test_a_server_waits_for_the_host_with_a_limit(group, monkeypatch):
+    servers, w = leaders(group), hpc.Variable(np.zeros(3), "w")
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.SGD(1.0), group.size, comm=group, servers=servers
+    )
+    opt.initialize([w])
+    sharded = opt._server._sharded
+
+    def wait():
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.01")
+        return sharded._message(sharded._service.tag(order_agent.QUESTIONS))
+
+    with pytest.raises(WaitTimeoutError, match=r"start of servers: .* host rank 0"):
+        at(servers[-1], wait)
+    monkeypatch.undo()
     opt.free()

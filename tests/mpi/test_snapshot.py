@@ -154,7 +154,7 @@ def test_only_the_host_has_a_snapshot(comm, rank, size, kind):
         assert found["global_step"] == 0
     else:
         assert type(found) is InvalidArgumentError
-        assert f"by rank {size - 1}" in str(found)
+        assert f"call it on rank {size - 1}" in str(found)
 
 
 @pytest.mark.parametrize("kind", ONE_SIDED)
@@ -371,6 +371,11 @@ def without(mapping, name):
 
 BAD = {
     "nothing": (lambda s: None, TypeError, "must be one of an optimizer, got None"),
+    "a checkpoint": (
+        lambda s: {"epoch": 1, "optimizer": s},
+        TypeError,
+        "a mapping with ['epoch', 'optimizer']; pass its item \"optimizer\"",
+    ),
     "another file": (lambda s: {"a": 1}, TypeError, "got a mapping with"),
     "missing": (
         lambda s: spoiled(s, variables=without(s["variables"], "w")),

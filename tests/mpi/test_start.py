@@ -137,7 +137,9 @@ def test_integers_are_refused_by_name_on_all_ranks(comm, rank, size, wrapper, wh
     opt.free()
 
     assert type(error) is InvalidArgumentError
-    assert "variable 'count' is of int64 and cannot be trained" in str(error)
+    assert "variable 'count' is of int64 and cannot be trained; use a float" in str(
+        error
+    )
     assert w.value < 0 < step.value
 
 

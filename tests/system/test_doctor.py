@@ -81,7 +81,7 @@ def test_a_crash_or_a_hang_is_a_finding(doctor, mpiexec, tmp_path, what, text):
     status, shown = doctor("--launcher", launcher, "--timeout", "1")
 
     assert status == 1
-    about = f"atomics     Words that all ranks change at the same time: {text}"
+    about = f"atomics     {text}; tried: Words that all ranks change at the same time"
     assert f"problem  {about}\n" in shown
     # It goes on with the next one.
     assert "problem  writers " in shown
@@ -96,13 +96,13 @@ def test_a_job_that_fails_after_its_finding_is_a_problem(doctor, mpiexec, tmp_pa
 
     assert status == 1
     assert re.search("^problem  launch .* 2 ranks on 1 node", shown, re.MULTILINE)
-    assert "; afterwards the job ended with status 5\n" in shown
+    assert "; afterwards the job ended with status 5; tried: Ranks that are " in shown
 
 
 @pytest.mark.parametrize(
     ("launcher", "text"),
     [
-        ("nonesuch", "cannot be started: No such file or directory"),
+        ("nonesuch", "launch      no program 'nonesuch' in PATH; tried: Ranks"),
         ("false", "the job ended with status 1"),
         ("env PMI_SIZE=2", "each is alone in its MPI_COMM_WORLD"),
         ("env", "only one rank"),
@@ -116,6 +116,27 @@ def test_ranks_that_do_not_find_each_other(doctor, launcher, text):
         assert status == 1
         assert "1 problem\n" in shown
         assert "->" in shown
+
+
+def test_the_cause_is_shown_before_the_epilogue(doctor, tmp_path):
+    launcher = tmp_path / "launcher"
+    cause = "PMI(7):  Runtime environment uses unsupported PMI version PMIx. Aborting."
+    epilogue = "".join(f"echo epilogue {number}\n" for number in range(9))
+    launcher.write_text(f"#!/bin/bash\necho start\necho '{cause}'\n{epilogue}exit 16\n")
+    launcher.chmod(0o700)
+    status, shown = doctor("--launcher", launcher)
+
+    assert status == 1
+    lines = [line.strip() for line in shown.splitlines()]
+    first = lines.index(cause)
+    assert lines[first - 1].endswith(
+        "launch      the job ended with status 16; tried: "
+        "Ranks that are started together and find each other"
+    )
+    assert lines[first + 1 : first + 6] == [
+        f"epilogue {number}" for number in range(4, 9)
+    ]
+    assert lines[first + 6].startswith("-> ranks of MPICH need the mpiexec of MPICH")
 
 
 def test_a_timeout_must_be_positive(doctor):

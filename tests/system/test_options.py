@@ -5,9 +5,13 @@ One job tries all of a command: what takes time is to start it.
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
+
+from hpcaccum import InvalidArgumentError
+from hpcaccum.train.options import add_arguments, resolve
 
 from .conftest import REPOSITORY
 
@@ -18,6 +22,12 @@ TRAIN = [
     (["--strategy", "agn", "--straggler", "5"], "RANK:MILLISECONDS, got '5'"),
     (["--strategy", "cross-shard", "--groups", "0"], "each rank of 0 to 1 once"),
     (["--strategy", "sync-replicas", "--quorum", "3"], "must be at most 2"),
+    (["--strategy", "agn", "--quorum", "2"], "--quorum is for sync-replicas, not for"),
+    (["--strategy", "agn", "--staleness", "0"], "--staleness is for drop-stale, not"),
+    (["--strategy", "drop-stale", "--period", "10"], "--period is for agn, not for"),
+    (["--strategy", "agn", "--groups", "0/1"], "--groups is for cross-shard, not for"),
+    (["--strategy", "cross-shard", "--dedicated"], "be used with cross-shard"),
+    (["--strategy", "agn", "--nodes", "4"], "hpcaccum train: error: unrecognized arg"),
     (["--strategy", "agn", "--data", "no.npz"], "no.npz: No such file"),
     (["--strategy", "agn", "--log", "no/log"], "no/log: No such file"),
     (["--strategy", "agn", "--plot", "no/p.png"], "no/p.png: No such file"),
@@ -53,12 +63,19 @@ BENCH = [
     (["allreduce", "--json", "no/rows.json"], "no/rows.json: No such file"),
     (["allreduce", "--plot", "no/rows.png"], "no/rows.png: No such file"),
     (["allreduce", "--plot", "rows.txt"], "must end in one of .png"),
-    (["server", "--against", "gloo"], "unrecognized arguments: --against"),
+    (["server", "--against", "gloo"], "bench server: error: unrecognized arguments: -"),
     (["allreduce", "--sizes", "4K,"], "optionally with K, M or G, got ''"),
     (["allreduce", "--sizes", "1M:4K"], "from a smaller to a larger size, got '1M:4K'"),
     ([*QUICK, "--json", "script.py"], "script.py: the file exists; use --force"),
     ([*QUICK, "--csv", "script.py"], "script.py: the file exists; use --force"),
     (["allreduce", "--csv", "no/rows.csv"], "no/rows.csv: No such file"),
+]
+# Without a launcher.
+ALONE = [
+    (["--strategy", "agn", "--straggler", "3:20"], "--straggler 3:...: there is only"),
+    (["--strategy", "agn", "--dedicated"], "--dedicated needs 2 ranks: there is only"),
+    (["--strategy", "cross-shard", "--groups", "0,1"], "got [[0, 1]]; there is only"),
+    (["--strategy", "sync-replicas", "--quorum", "3"], "got 3; there is only 1 rank"),
 ]
 REPLAY = [
     ([], "the following arguments are required: FILE.jsonl"),
@@ -107,6 +124,25 @@ def test_bad_options_are_reported_once(command, cases, mpirun, script, tmp_path)
         assert "Traceback" not in shown, options
     assert result.stdout == ""
     assert program.read_text() == text
+
+
+def test_options_for_several_ranks_name_the_launcher():
+    for options, message in ALONE:
+        args = parsed(options)
+        with pytest.raises(InvalidArgumentError) as caught:
+            resolve(args, 1)
+        assert message in str(caught.value)
+        assert "only 1 rank; start several: mpiexec -n 4 hpcaccum tr" in str(
+            caught.value
+        )
+    with pytest.raises(InvalidArgumentError, match="cannot be used with cross-shard"):
+        resolve(parsed(["--strategy", "cross-shard", "--dedicated"]), 1)
+
+
+def parsed(words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
 
 
 @pytest.mark.parametrize(

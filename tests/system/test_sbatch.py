@@ -84,6 +84,52 @@ def test_words_of_a_program_are_quoted():
     assert subprocess.run(bash, input=done.stdout, text=True).returncode == 0
 
 
+@pytest.mark.parametrize("command", ["train --strategy agn", "bench step"])
+def test_the_name_of_hpcaccum_may_come_first(command):
+    short, long = (
+        sbatch("--", *command.split()),
+        sbatch("--", "hpcaccum", *command.split()),
+    )
+
+    assert (long.stdout, long.stderr) == (short.stdout, "")
+    assert ("--save" in long.stdout) == ("train" in command)
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["hpcaccum", "doctor"]])
+def test_other_commands_of_hpcaccum_are_programs(words):
+    done = sbatch("--", *words)
+
+    assert "    python -m hpcaccum doctor " in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("trian", "; did you mean train?"), ("nonesuch", ""), ("./setup.py", "")],
+)
+def test_a_program_that_is_not_here_is_a_warning(word, hint):
+    done = sbatch("--", word, "--strategy", "agn")
+
+    assert done.returncode == 0
+    assert f"{word} --strategy agn" in done.stdout
+    warning = f"hpcaccum sbatch: warning: {word}: no such program here{hint}\n"
+    assert done.stderr == warning
+
+
+def test_a_program_that_is_a_file_is_no_warning():
+    assert sbatch("--", "./pyproject.toml").stderr == ""
+
+
+def test_between_nodes_is_measured_where_there_are_several():
+    for nodes, end in ("1", "progress)"), ("2", "progress wire)"):
+        text = sbatch("--nodes", nodes, "--", "bench").stdout
+        assert f"{end}\n" in text
+        assert (
+            f"--array=0-{text.partition('=(')[2].partition(')')[0].count(' ')}\n"
+            in text
+        )
+
+
 BAD = {
     "nothing": ([], "no program: hpcaccum sbatch [options] -- train"),
     "nodes": (["--nodes", "0", "--", "bench"], "must be a number from 1, got '0'"),
@@ -93,6 +139,18 @@ BAD = {
         "--time must be at least 4 minutes: 120 s before its end, the ranks are asked",
     ),
     "option": (["--sbatch=now", "--", "bench"], "must be such as --partition=gpu"),
+    "option without =": (
+        ["--sbatch", "--partition=long", "--", "bench"],
+        "--sbatch: expected one argument; write --sbatch=--partition=long",
+    ),
+    "option too late": (
+        ["--", "train", "--strategy", "agn", "--ranks-per-node", "4"],
+        "train: unrecognized arguments: --ranks-per-node 4; options of sbatch come bef",
+    ),
+    "compare": (
+        ["--", "train", "--compare"],
+        "error: train --compare cannot be continued; use --strategy\n",
+    ),
     "train": (["--", "train", "--strategy", "no"], "train: argument --strategy: inv"),
     "ranks": (
         ["--", "train", "--strategy", "sync-replicas", "--quorum", "9"],
@@ -111,7 +169,10 @@ BAD = {
         ["--", "bench", "step", "--json", "f"],
         "bench --json: the script sets it",
     ),
-    "array": (["--", "bench", "--against", "gloo"], "unrecognized arguments: --aga"),
+    "array": (
+        ["--", "bench", "--against", "gloo"],
+        "unrecognized arguments: --against gloo\n",
+    ),
     "no job": (["--", "bench", "compare", "a", "b"], "bench compare needs no job"),
     "sweep": (
         ["--sweep", "1,2", "--", "train", "--strategy", "agn"],

@@ -120,8 +120,8 @@ def test_other_programs_read_the_arrays(tmp_path):
 @pytest.mark.parametrize(
     ("state", "error", "text"),
     [
-        ({"a": [1, object()]}, TypeError, "state.a[1] is a object, which cannot"),
-        ({"a": b"bytes"}, TypeError, "state.a is a bytes"),
+        ({"a": [1, object()]}, TypeError, "state.a[1] has type object, which cannot"),
+        ({"a": b"bytes"}, TypeError, "state.a has type bytes"),
         ({"a": {1: 2}}, TypeError, "keys must be strings: state.a has 1"),
         ({"a": np.array(["text"])}, InvalidArgumentError, "state.a is an array of <U4"),
         ({"a": np.ones(1, complex)}, InvalidArgumentError, "array of complex128"),

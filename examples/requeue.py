@@ -1,0 +1,53 @@
+"""Train until SLURM asks the ranks to stop; continue when the job is queued again.
+
+    hpcaccum sbatch --nodes 2 -- python examples/requeue.py > requeue.sbatch
+    sbatch requeue.sbatch
+
+SLURM sends a signal to each rank, which then leaves its loop. The ranks need not stop
+at the same step: the optimizer has a parameter server, and the end of the block waits
+for all ranks. Without SLURM, send SIGUSR1 to the ranks, and start the program again.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+import hpcaccum as hpc
+
+UPDATES, DIRECTORY = 20_000, "saved-requeue"
+
+stops = []  # the signals that this rank has received
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, _: stops.append(number))
+
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
+w = hpc.Variable(np.zeros(8, np.float32), "w")
+
+
+def loss():
+    x = rng.normal(size=(32, 8)).astype(np.float32)
+    error = x @ (w.value - 1)  # the solution is all ones
+    return float(error @ error) / 64, [x.T @ error / 32]
+
+
+saved = hpc.checkpoint.load(DIRECTORY) if rank == 0 else None
+with hpc.DropStaleGradientOptimizer(hpc.SGD(0.01), staleness=2 * size) as opt:
+    first = comm.bcast(saved["global_step"] if saved else 0)
+    if first:
+        opt.restore(saved, [w])  # that of rank 0, the host
+    else:
+        opt.initialize([w])
+    rng = np.random.default_rng([rank, first])  # other data than before
+    while not stops and opt.global_step < UPDATES:
+        opt.minimize(loss)
+
+# All ranks have left the block: there are no more updates.
+if rank == 0:
+    hpc.checkpoint.save(DIRECTORY, opt.snapshot())
+    print(f"updates {first} to {opt.global_step}")
+    if opt.global_step < UPDATES and "REQUEUE_FILE" in os.environ:
+        Path(os.environ["REQUEUE_FILE"]).touch()  # the script then queues the job
