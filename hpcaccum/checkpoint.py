@@ -24,8 +24,8 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from hpcaccum.arguments import positive_count
-from hpcaccum.device import is_device, to_host
+from hpcaccum.arguments import fitting, positive_count
+from hpcaccum.device import copyto, is_device, to_host
 from hpcaccum.errors import CheckpointError, InvalidArgumentError
 
 logger = logging.getLogger("hpcaccum")
@@ -43,11 +43,20 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _DTYPES = {_BFLOAT16, *map(np.dtype, "?bBhHiIlLefd")}
 
 
-def save(directory: str | os.PathLike[str], state: Any, *, keep: int = 3) -> Path:
+def save(
+    directory: str | os.PathLike[str],
+    state: Any = None,
+    /,
+    *,
+    keep: int = 3,
+    **objects: Any,
+) -> Path:
     """Write a checkpoint to a directory; remove older ones.
 
-    Not collective: call it on the rank that has the state, with a directory that no
-    other rank uses. When it returns, the checkpoint is on the disk.
+    ``save("saved", optimizer=opt, epoch=3)`` writes a dictionary with the snapshot of
+    an optimizer and a number. Not collective: call it on the rank that has the state,
+    with a directory that no other rank uses. When it returns, the checkpoint is on the
+    disk.
 
     Args:
         directory: Created if necessary.
@@ -56,6 +65,8 @@ def save(directory: str | os.PathLike[str], state: Any, *, keep: int = 3) -> Pat
             `snapshot` of an optimizer or the state of a NumPy random generator. Tuples
             become lists, and NumPy scalars arrays.
         keep: How many checkpoints are kept, this one included.
+        objects: Instead of ``state``, by name: optimizers and accumulators, whose
+            `snapshot` is saved; Variables; or what a state contains.
 
     Returns:
         The file. Files are numbered; a larger number is a later save.
@@ -65,6 +76,10 @@ def save(directory: str | os.PathLike[str], state: Any, *, keep: int = 3) -> Pat
         OSError: If it cannot be written, as on a full disk. Earlier checkpoints stay.
     """
     keep = positive_count(keep, "keep")
+    if objects:
+        if state is not None:
+            raise InvalidArgumentError("pass a state, or objects by name, not both")
+        state = {name: _state_of(each) for name, each in objects.items()}
     arrays: dict[str, Array] = {}
     header = _header(_described(state, "state", arrays), arrays)
     place = Path(directory)
@@ -78,15 +93,19 @@ def save(directory: str | os.PathLike[str], state: Any, *, keep: int = 3) -> Pat
     return path
 
 
-def load(path: str | os.PathLike[str]) -> Any:
-    """Read a checkpoint.
+def load(path: str | os.PathLike[str], /, **objects: Any) -> Any:
+    """Read a checkpoint; restore objects from it.
 
-    Not collective. Every rank may read; `restore` of an optimizer needs the snapshot on
-    its host rank only.
+    Every rank may read. Not collective, unless an object is an optimizer or an
+    accumulator: its `restore` is, so that all ranks must find the same checkpoint. One
+    that needs the variables, or a file that only the host rank sees, needs a call of
+    `restore`.
 
     Args:
         path: A file, or a directory of which the latest checkpoint is read. If that is
             damaged, a warning says so, and the one before it is read.
+        objects: By the name with which they were saved: optimizers and accumulators,
+            Variables, or arrays, which are overwritten.
 
     Returns:
         The state that was saved; None if the directory does not exist or has no
@@ -95,9 +114,56 @@ def load(path: str | os.PathLike[str]) -> Any:
     Raises:
         CheckpointError: If the file, or every checkpoint of the directory, is damaged
             or was not written by `save`.
+        InvalidArgumentError, TypeError: If it has no state of an object, or an array
+            does not fit; none is changed. Also what `restore` raises.
         OSError: If it cannot be read.
     """
-    place = Path(path)
+    state = _newest(Path(path))
+    if state is not None and objects:
+        _restore(state, objects)
+    return state
+
+
+def _state_of(each: Any) -> Any:
+    """Return what is saved of an object."""
+    if hasattr(each, "snapshot"):
+        return each.snapshot()
+    # A `Variable` has one.
+    return getattr(each, "value", each)
+
+
+def _restore(state: Any, objects: Mapping[str, Any]) -> None:
+    there = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+    for name in objects:
+        if not isinstance(state, Mapping) or name not in state:
+            raise InvalidArgumentError(
+                f"the checkpoint has no {name!r}, it has {there}"
+            )
+    copies = [
+        (own := _array_of(name, each), fitting(f"saved {name!r}", state[name], own))
+        for name, each in objects.items()
+        if not hasattr(each, "restore")
+    ]
+    for name, each in objects.items():
+        if hasattr(each, "restore"):
+            each.restore(state[name])
+    for array, saved in copies:
+        copyto(array, saved)
+
+
+def _array_of(name: str, each: Any) -> Array:
+    """Return the array of an object that is no optimizer."""
+    array: Array = _state_of(each)
+    if not isinstance(array, np.ndarray) and not is_device(array):
+        raise TypeError(
+            f"{name!r} is a {type(each).__name__}, which cannot be changed; it is in "
+            f"what load returns"
+        )
+    return array
+
+
+def _newest(place: Path) -> Any:
+    """Return the state of a file, or of the latest in a directory, if there is one."""
     if place.is_file() or place.suffix == _SUFFIX:
         return _read(place)
     damaged: list[CheckpointError] = []

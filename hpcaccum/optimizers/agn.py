@@ -14,7 +14,11 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.agn_getter import AGNCustomGetter, UnknownVariableError
 from hpcaccum.optimizers.base import Optimizer, set_global_step
-from hpcaccum.optimizers.checks import check_global_step, check_pairs
+from hpcaccum.optimizers.checks import (
+    check_global_step,
+    check_pairs,
+    check_variables,
+)
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.summed_rows import SummedRows
@@ -136,6 +140,13 @@ class AGNOptimizer(OneSidedOptimizer):
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
         self._rows = SummedRows(variables, self._period)
+        self._calls = 0
+        self._summed.clear()
+
+    def _end_server(self) -> None:
+        super()._end_server()
+        # The local steps begin anew, too.
+        self.inner._forget(check_variables(self._variables))
 
     def _check_registered(self, variables: Iterable[Variable]) -> None:
         for var in variables:

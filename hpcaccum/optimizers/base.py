@@ -297,6 +297,9 @@ class Optimizer(abc.ABC):
         }
         return {key: slot for key, slot in slots.items() if slot is not None}
 
+    def _forget(self, variables: Iterable[Variable]) -> None:  # noqa: B027
+        """Drop the state of variables that it will not update any more."""
+
     def _restore_state(
         self, variables: Sequence[Variable], states: Mapping[str, Parts]
     ) -> None:

@@ -136,6 +136,10 @@ class Center:
             found = kept_state(self._inner, self._variables.values())
         return {key: value for key, (_, value) in found.items()}
 
+    def forget(self) -> None:
+        """Drop the state of the variables, after the server is freed."""
+        self._inner._forget(self._variables.values())
+
     def free(self) -> None:
         """Move all of it to memory of its own, after the server is freed."""
         if self._flat is not None:

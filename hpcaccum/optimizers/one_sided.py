@@ -185,6 +185,10 @@ class OneSidedOptimizer(ServedOptimizer):
         # No rank may train before all have the same variables.
         self._group.allgather(None, what)
 
+    def _start(self, variables: list[Variable]) -> None:
+        super()._start(variables)
+        self._step, self._useful = -1, 0
+
     def _check_start(self, var_list: Any) -> list[Variable]:
         variables = super()._check_start(var_list)
         check_sparse(self.get_name(), variables, self._servers, self.inner)
@@ -320,28 +324,31 @@ class OneSidedOptimizer(ServedOptimizer):
             self._useful = server.useful(receipt.global_step)
 
     def restore(self, snapshot: Any, var_list: Variables | None = None) -> None:
-        """Initialize from a snapshot instead of the host's variables. Collective.
+        """Begin with a snapshot instead of the host's variables. Collective.
 
-        Call it instead of `initialize`. Ranks, nodes, servers and their numbers may be
-        others than those of the snapshot.
+        Call it instead of `initialize`, or later: then the server ends, and another one
+        begins. Ranks, nodes, servers and their numbers may be others than those of the
+        snapshot.
 
         Args:
             snapshot: On the host rank; others may pass None.
-            var_list: As for `initialize`.
+            var_list: As for `initialize`; not needed if it is initialized.
 
         Raises:
             TypeError, InvalidArgumentError, DisagreementError: On every rank, if the
-                snapshot does not fit, or the optimizer is initialized already.
+                snapshot does not fit; nothing is changed.
+            WaitTimeoutError: If the server does not end in time; see `free`.
         """
         self._check_open()
         what, host = f"{self.get_name()}: restore", self._group.rank == self._root
 
         def check() -> dict[str, Any]:
+            wanted = listed(var_list)
+            if wanted is None and self._server is not None:
+                wanted = self._variables
+            variables = self._check_start(wanted)
             if self._server is not None:
-                raise InvalidArgumentError(
-                    f"{what}: it is initialized already; make a new optimizer"
-                )
-            variables = self._check_start(listed(var_list))
+                self._check_known(variables)
             if not host:
                 return {"variables": variables}
             self._check_snapshot(snapshot, variables)
@@ -351,6 +358,8 @@ class OneSidedOptimizer(ServedOptimizer):
             what, check, lambda start: declared(start["variables"])
         )
         variables = start.pop("variables")
+        if self._server is not None:
+            self._end_server()
         if host:
             set_values(variables, snapshot)
         self._earlier = self._group.allgather(start, what)[self._root]
@@ -359,3 +368,10 @@ class OneSidedOptimizer(ServedOptimizer):
             self.initialize(variables)
         finally:
             self._earlier, self._restored = {}, None
+
+    def _end_server(self) -> None:
+        """Free the server and what belongs to it. Collective."""
+        self._open_server().free()
+        if self._center is not None:
+            self._center.forget()
+        self._server = self._center = None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
+    from hpcaccum.optimizers.variable import Variable
     from hpcaccum.row_buffers import RowPlace
     from hpcaccum.server import Inbox, ParameterServer
 
@@ -83,6 +84,9 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         self._quorum: int = self._options["replicas_to_aggregate"]
         # Each worker may contribute so many gradients of one step.
         self._share = -(-self._quorum // self._workers)
+
+    def _start(self, variables: list[Variable]) -> None:
+        super()._start(variables)
         # The step at which the last gradient arrived, and how many were accepted there;
         # not saved, as they concern gradients that are pending.
         self._round, self._accepted = -1, 0

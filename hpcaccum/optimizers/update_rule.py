@@ -383,6 +383,12 @@ class Rule(Optimizer):
             if var in self._made and self._made[var].updates:
                 self._state(var)
 
+    def _forget(self, variables: Iterable[Variable]) -> None:
+        with self._lock:
+            for var in variables:
+                self._states.pop(var, None)
+                self._made.pop(var, None)
+
     def _release(self) -> None:
         self._on_device.clear()
 

@@ -453,15 +453,113 @@ def test_counts_that_cannot_be_read_are_refused(comm, rank, kind, counts):
     assert text in str(error)
 
 
+def go_on(kind, opt, own, comm, calls):
+    """Make steps whose result is the same each time."""
+    for call in calls:
+        if kind in ("CrossShard", "SyncReplicas"):
+            step(opt, own, comm.rank, call)
+        else:
+            act = functools.partial(newest_step, opt, own, comm.rank, call)
+            turns(range(comm.size), act)
+    meet()
+
+
+@pytest.mark.parametrize("rule", ["Momentum", "Adam"])
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_an_optimizer_in_use_goes_back_to_a_snapshot(comm, rank, kind, rule):
+    own = fresh()
+    opt = WRAPPERS[kind](RULES[rule](), own, comm)
+    opt.initialize(own)
+    go_on(kind, opt, own, comm, range(3))
+    snapshot = of_host(opt, comm)
+    go_on(kind, opt, own, comm, range(3, 5))
+    opt.restore(snapshot)
+    other, new = continued(kind, rule, comm, snapshot)
+    for one, two in zip(own, new, strict=True):
+        same_bits(one.value, two.value)
+    go_on(kind, opt, own, comm, range(5, 8))
+    go_on(kind, other, new, comm, range(5, 8))
+    found = of_host(opt, comm), of_host(other, comm)
+    if rank == 0:
+        same(*found)
+    # Those of AGN have made a local step since the last push.
+    for one, two in zip(own, new, strict=True):
+        same_bits(one.value, two.value)
+    # No state of earlier variables is kept.
+    assert len(opt.variables()) == len(other.variables())
+    opt.free()
+    other.free()
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_several_servers_go_back(group, dedicated):
+    servers = [ranks[0] for ranks in group.nodes]
+    workers = group.size - dedicated * len(servers)
+    if not workers:
+        pytest.skip("no rank is left to train")
+    var = hpc.Variable(np.zeros(300), "w")
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.Momentum(1.0, 0.5),
+        workers,
+        comm=group,
+        servers=servers,
+        dedicated=dedicated,
+    )
+    opt.initialize([var])
+
+    def train(calls):
+        if dedicated and group.rank in servers:
+            opt.serve()
+        else:
+            for _ in range(calls):
+                opt.minimize(gives(np.ones(300)))
+            if dedicated:
+                opt.leave()
+        meet()
+
+    train(1)
+    snapshot = opt.snapshot() if group.rank == 0 else None
+    meet()
+    if not dedicated:
+        train(2)
+    opt.restore(snapshot)
+    assert (opt.global_step, var.value.max()) == (1, -1)
+    meet()
+    train(2)
+    opt.free()
+    same_bits(var.value, np.full(300, -(1 + 1.5 + 1.75)))
+    assert opt.global_step == 3
+
+
+def test_a_checkpoint_restores_a_parameter_server(comm, rank, tmp_path):
+    directory = meet(tmp_path)[0]
+    own = fresh()
+    with WRAPPERS["SyncReplicas"](hpc.Momentum(0.1, 0.9), own, comm) as opt:
+        opt.initialize(own)
+        go_on("SyncReplicas", opt, own, comm, range(2))
+        if rank == 0:
+            hpc.checkpoint.save(directory, optimizer=opt, epoch=2)
+        meet()
+        expected = [var.value.copy() for var in own]
+        go_on("SyncReplicas", opt, own, comm, range(2, 4))
+        assert hpc.checkpoint.load(directory, optimizer=opt)["epoch"] == 2
+        for var, value in zip(own, expected, strict=True):
+            same_bits(var.value, value)
+
+
 @pytest.mark.parametrize("kind", ONE_SIDED)
-def test_an_optimizer_in_use_is_not_restored(comm, rank, kind):
+def test_a_snapshot_that_does_not_fit_leaves_an_optimizer_in_use(comm, rank, kind):
     own = fresh()
     with WRAPPERS[kind](hpc.SGD(1), own, comm) as opt:
         opt.initialize(own)
-        error = raised(opt.restore, of_host(opt, comm), own)
-
-    assert type(error) is InvalidArgumentError
-    assert "initialized already" in str(error)
+        go_on(kind, opt, own, comm, range(2))
+        before = of_host(opt, comm)
+        wrong = {**before, "variables": {}} if rank == 0 else None
+        assert type(raised(opt.restore, wrong)) is InvalidArgumentError
+        meet()
+        after = of_host(opt, comm)
+        if rank == 0:
+            same(before, after)
 
 
 @pytest.mark.ranks(min=2)

@@ -67,6 +67,72 @@ def test_what_is_saved_is_loaded(tmp_path_factory, state):
     same(state, checkpoint.load(directory))
 
 
+def trained(value):
+    """Return an optimizer after an update, and its variable."""
+    w = hpc.Variable(np.full(3, value), "w")
+    opt = hpc.Momentum(0.5, 0.5)
+    opt.initialize([w])
+    opt.apply_gradients([(np.ones(3), w)])
+    return opt, w
+
+
+def test_objects_are_saved_and_restored_by_name(tmp_path):
+    opt, w = trained(1.0)
+    b, c = hpc.Variable(np.arange(2.0), "b"), np.arange(4)
+    checkpoint.save(tmp_path, optimizer=opt, bias=b, count=c, epoch=3, keep=1)
+    found = checkpoint.load(tmp_path)
+    assert sorted(found) == ["bias", "count", "epoch", "optimizer"]
+    same(found["optimizer"], opt.snapshot())
+    assert found["epoch"] == 3
+
+    other, v = trained(5.0)
+    d, e = hpc.Variable(np.zeros(2, "f4"), "b"), np.zeros(4, int)
+    same(checkpoint.load(tmp_path, optimizer=other, bias=d, count=e), found)
+    same(other.snapshot(), opt.snapshot())
+    same_bits(v.value, w.value)
+    same_bits(d.value, np.arange(2, dtype="f4"))
+    same_bits(e, c)
+
+
+def test_nothing_is_restored_if_there_is_no_checkpoint(tmp_path):
+    opt, w = trained(5.0)
+    assert checkpoint.load(tmp_path / "none", optimizer=opt, w=w) is None
+    assert (w.value == 4.5).all()
+
+
+@pytest.mark.parametrize(
+    ("objects", "error", "text"),
+    [
+        ({"z": np.zeros(3)}, InvalidArgumentError, "no 'z', it has ."),
+        (
+            {"count": np.zeros(3)},
+            InvalidArgumentError,
+            r"saved 'count' must have shape",
+        ),
+        (
+            {"epoch": 3},
+            TypeError,
+            "'epoch' is a int, which cannot be changed; it is in",
+        ),
+    ],
+)
+def test_objects_that_do_not_fit_change_nothing(tmp_path, objects, error, text):
+    opt, w = trained(1.0)
+    checkpoint.save(tmp_path, optimizer=opt, count=np.zeros(4), epoch=3)
+    other, v = trained(5.0)
+    with pytest.raises(error, match=text):
+        checkpoint.load(tmp_path, optimizer=other, **objects)
+    assert (v.value == 4.5).all()
+    checkpoint.save(tmp_path, [w.value])
+    with pytest.raises(InvalidArgumentError, match="no 'optimizer', it has list"):
+        checkpoint.load(tmp_path, optimizer=other)
+
+
+def test_a_state_and_objects_are_not_mixed(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="a state, or objects by name"):
+        checkpoint.save(tmp_path, {"epoch": 3}, count=np.zeros(4))
+
+
 def test_arrays_of_any_kind(tmp_path):
     big_endian = np.arange(3, dtype=">f4")
     strided = np.arange(12.0).reshape(3, 4).T[::2]
