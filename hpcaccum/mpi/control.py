@@ -10,6 +10,10 @@ rank that waits long in one reports it to rank 0. If two calls wait for each oth
 
 Messages of one rank arrive in order. So rank 0 knows the place of a rank from the last
 message alone.
+
+A signal handler may raise at any time. So messages to several ranks are sent together,
+and a rank that has entered an exchange, or may have, says so if it gives up. What is
+said twice does no harm.
 """
 
 from __future__ import annotations
@@ -119,6 +123,7 @@ class ControlChannel:
     def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
         self._mailbox = Mailbox(comm, Tag.CONTROL)
         self._rank, self._size = comm.rank, comm.size
+        self._others = range(1, comm.size)
         # The last exchange that this rank has entered, and the last that has ended.
         self._number = self._ended = 0
         self._tracks: dict[int, Track] = {}
@@ -171,7 +176,9 @@ class ControlChannel:
         """Withdraw the report that this rank waits in the next call of a track."""
         with self._lock:
             if self._reported == (track.number, track.calls + 1):
-                self._mailbox.send(0, _Report(0, 0, "", {}))
+                self._mailbox.send([0], _Report(0, 0, "", {}))
+                # The same call may be made, and reported, again.
+                self._reported = 0, 0
 
     def _report(self, track: Track, deadline: Deadline) -> None:
         limit = deadline.elapsed + deadline.remaining
@@ -179,8 +186,11 @@ class ControlChannel:
         place = track.number, track.calls + 1
         if self._unseen or early or self._reported == place:
             return
-        self._mailbox.send(0, _Report(*place, str(track), self._complete_calls()))
+        report = _Report(*place, str(track), self._complete_calls())
+        # Before it is sent, as `depart` may withdraw one that was not, but must
+        # withdraw one that was. That is seen, too.
         self._reported, self._unseen = place, True
+        self._mailbox.send([0], report)
 
     def _complete_calls(self) -> dict[int, int]:
         """Return the numbers of complete calls of the tracks that this thread uses.
@@ -235,7 +245,13 @@ class ControlChannel:
         error = DisagreementError(f"ranks make different calls: {listed}")
         # The exchanges that other ranks have entered fail, too.
         self._number = max([self._number, *(c.number for c in self._calls.values())])
-        self._spread(error, tracks)
+        try:
+            self._spread(error, tracks)
+        except BaseException:
+            # They would wait for that number, which this rank has passed.
+            self._spread(error, tracks)
+            raise
+        self._reports.clear()
         raise error
 
     # Exchanges
@@ -252,28 +268,34 @@ class ControlChannel:
             return [value]
         deadline = Deadline(None, what)
         with self._lock:
-            self._number += 1
-            call = _Call(self._number, what, is_ending(), value, self._complete_calls())
+            places = self._complete_calls()
+            call = _Call(self._number + 1, what, is_ending(), value, places)
         return (self._ask if self._rank else self._collect)(call, deadline)
 
     def _collect(self, call: _Call, deadline: Deadline) -> list[Any]:
         try:
+            # From now on this rank must answer, or say that it gave up.
+            self._number = call.number
             deadline.wait(lambda: self._all_entered(call), lambda: self._absent(call))
+            values, sent = self._answer_all(call)
         except DisagreementError:
             raise
         except BaseException as error:
             self._spread(error, set())
             raise
-        with self._lock:
-            values = [call.value, *(self._calls[r].value for r in range(1, self._size))]
-            self._end()
-            answer = _Answer(call.number, values)
-            sent = [self._mailbox.send(rank, answer) for rank in range(1, self._size)]
         deadline.wait(
             lambda: all(request.Test() for request in sent) or None,
             lambda: "the other ranks to receive the answer",
         )
         return values
+
+    def _answer_all(self, call: _Call) -> tuple[list[Any], list[Any]]:
+        """Send the answer; return the values, and the requests."""
+        with self._lock:
+            values = [call.value, *(self._calls[r].value for r in range(1, self._size))]
+            sent = self._mailbox.send(self._others, _Answer(call.number, values))
+            self._end()
+        return values, sent
 
     def _all_entered(self, call: _Call) -> bool | None:
         """Return True when all ranks have made the call; raise if one never will."""
@@ -306,16 +328,20 @@ class ControlChannel:
         return f"{format_ranks(missing)} of {self._size} to make the same call"
 
     def _ask(self, call: _Call, deadline: Deadline) -> list[Any]:
-        with self._lock:
-            self._mailbox.send(0, call)
         try:
+            # From now on this rank must make the call, or say that it gave up.
+            self._number = call.number
+            with self._lock:
+                self._mailbox.send([0], call)
             return deadline.wait(
                 lambda: self._answered(call), lambda: "rank 0 to answer"
             )
         except BaseException as error:
             if self._failed(call):
                 raise
-            self._mailbox.send(0, _GaveUp(call.number, type(error).__name__))
+            with self._lock:
+                gave_up = _GaveUp(call.number, type(error).__name__)
+                self._mailbox.send([0], gave_up)
             if not isinstance(error, WaitTimeoutError):
                 raise
             return self._last_look(call, error)
@@ -355,10 +381,8 @@ class ControlChannel:
             kind, text = WaitTimeoutError, f"rank 0 gave up: {text}"
         with self._lock:
             failure = _Failure(self._number, tuple(tracks), kind, text)
+            self._mailbox.send(self._others, failure)
             self._end()
-            self._reports.clear()
-            for rank in range(1, self._size):
-                self._mailbox.send(rank, failure)
 
     def _end(self) -> None:
         """Forget the exchange that has ended."""
@@ -372,7 +396,7 @@ class ControlChannel:
             self._note(source, message)
 
     def _note(self, source: int, message: Any) -> None:
-        """Store a message, and discard what it supersedes."""
+        """Store a message, and discard what it supersedes; twice does no harm."""
         if isinstance(message, _Answer):
             self._answer = message
         elif isinstance(message, _Failure):
@@ -387,7 +411,7 @@ class ControlChannel:
         self._reports.pop(source, None)
         if isinstance(message, _Report):
             self._reports[source] = message
-            self._mailbox.send(source, _Seen())
+            self._mailbox.send([source], _Seen())
         elif isinstance(message, _GaveUp):
             self._gave_up[source] = message
         elif message.number > self._ended:

@@ -288,11 +288,13 @@ class Group:
         self._objects.append(made)
 
     def release(self, freed: Freeable) -> None:
-        """End a `retain`. Collective."""
+        """End a `retain`. Collective. After an exception it can be called again."""
         if self._heartbeat is not None and self._objects == [freed]:
             self._heartbeat.stop()
             self._heartbeat = None
-        self._objects.remove(freed)
+        # An earlier call may have been interrupted.
+        if freed in self._objects:
+            self._objects.remove(freed)
         self._free_if_unused()
 
     def _place(self) -> str:
@@ -319,7 +321,9 @@ class Group:
             self.inside.free()
         if not is_ending():
             self.control.drain()
-        self.node.Free()
+        # An earlier call may have been interrupted between the two.
+        if self.node != MPI.COMM_NULL:
+            self.node.Free()
         self.comm.Free()
 
 
@@ -341,7 +345,10 @@ def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:
     duplicate, request = comm.Idup()
     Deadline(None, "first use of a communicator").wait(
         lambda: request.Test() or None,
-        lambda: f"all {comm.size} ranks to use it with hpcaccum",
+        lambda: (
+            "the other ranks to make their first object of hpcaccum on it (which of "
+            f"its {comm.size} ranks are missing is not known yet)"
+        ),
     )
     return duplicate
 

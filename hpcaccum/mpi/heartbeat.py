@@ -26,6 +26,7 @@ from hpcaccum.mpi.processes import Process
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.shutdown import abort_because, report_and_abort
 from hpcaccum.mpi.tags import Tag
+from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,6 +119,8 @@ class Heartbeat:
         self._dead: dict[int, float] = {}
         self._mailbox = Mailbox(group.comm, Tag.HEARTBEAT)
         self._sent = -math.inf
+        # Whether the other ranks have been told that no more messages come.
+        self._left = False
         _thread.add(self)
 
     @property
@@ -126,13 +129,16 @@ class Heartbeat:
         return min(_LOOK, self._limit / _LOOKS)
 
     def stop(self) -> None:
-        """Stop it. Collective. After a timeout it can be called again.
+        """Stop it. Collective. After an exception it can be called again.
 
         Raises:
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
         """
-        if _thread.remove(self):
+        _thread.remove(self)
+        if not self._left:
             self._send(leaves=True)
+            # `drain` counts what has been sent: nothing may be sent afterwards.
+            self._left = True
         self._mailbox.drain()
 
     def look(self) -> None:
@@ -163,9 +169,8 @@ class Heartbeat:
 
     def _send(self, *, leaves: bool = False) -> None:
         beat = _Beat(self._place()[:_LENGTH], leaves, frozenset(self._dead))
-        for rank, peer in self._peers.items():
-            if rank not in self._dead and not (peer.leaves and not leaves):
-                self._mailbox.send(rank, beat)
+        listening = [r for r, peer in self._peers.items() if leaves or not peer.leaves]
+        self._mailbox.send([r for r in listening if r not in self._dead], beat)
 
     def _find_dead(self, now: float) -> None:
         """Look for processes of this node that have ended."""
@@ -234,39 +239,44 @@ class Heartbeat:
 
 
 class _Thread:
-    """Calls `Heartbeat.look` of all groups of this process."""
+    """Calls `Heartbeat.look` of all groups of this process.
+
+    An exception may interrupt a method: the thread ends by itself if there is nothing
+    to look at, and the next heartbeat starts one if none will go on.
+    """
 
     def __init__(self) -> None:
         self._hearts: list[Heartbeat] = []
         # Held during a look, so that none is stopped meanwhile.
         self._lock = threading.Lock()
-        self._changed = threading.Event()
+        self._changed = Wake()
+        # Set to None by the thread itself, when it ends.
         self._thread: threading.Thread | None = None
 
     def add(self, heart: Heartbeat) -> None:
         """Begin with a heartbeat; the first one starts the thread."""
         with self._lock:
             self._hearts.append(heart)
-        self._changed.set()
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run_or_abort, daemon=True, name="heartbeat"
-            )
-            self._thread.start()
+            if self._thread is None:
+                thread = threading.Thread(
+                    target=self._run_or_abort, daemon=True, name="heartbeat"
+                )
+                thread.start()
+                # Last, as two threads do no harm, but none at all does.
+                self._thread = thread
+        self._changed.wake()
 
-    def remove(self, heart: Heartbeat) -> bool:
-        """End a heartbeat, once; the last one ends the thread."""
+    def remove(self, heart: Heartbeat) -> None:
+        """End a heartbeat; the last one ends the thread. It can be called again."""
         with self._lock:
-            if heart not in self._hearts:
-                return False
-            self._hearts.remove(heart)
-        self._changed.set()
-        if not self._hearts and self._thread is not None:
+            if heart in self._hearts:
+                self._hearts.remove(heart)
+            ending = None if self._hearts else self._thread
+        self._changed.wake()
+        if ending is not None:
             # A thread of this rank: no limit of the user's applies.
-            deadline = Deadline(math.inf, self._thread.name)
-            deadline.join(self._thread, lambda: "its thread to end")
-            self._thread = None
-        return True
+            deadline = Deadline(math.inf, ending.name)
+            deadline.join(ending, lambda: "its thread to end")
 
     def _run_or_abort(self) -> None:
         try:
@@ -278,8 +288,7 @@ class _Thread:
 
     def _wait(self, pause: float) -> None:
         begun = time.monotonic()
-        self._changed.wait(pause)
-        self._changed.clear()
+        self._changed.nap(pause)
         # Not the time of `look`: MPI may take long if another thread waits in it.
         late = time.monotonic() - begun - pause
         if late > _LOOK:
@@ -292,6 +301,9 @@ class _Thread:
         with self._lock:
             for heart in self._hearts:
                 heart.look()
+            if not self._hearts:
+                # While the lock is held: `add` counts on a thread that goes on.
+                self._thread = None
             return min((heart.interval for heart in self._hearts), default=None)
 
 

@@ -65,17 +65,20 @@ class Freeable:
         return ""
 
     def free(self) -> None:
-        """Free it. Collective. Calling it again does nothing."""
+        """Free it. Collective. Calling it again does nothing, or what is left to do.
+
+        That is what an exception, such as a timeout, has kept an earlier call from.
+        """
         self._free_once()
         shutdown.forget(self._free_once)
 
     def _free_once(self) -> None:
-        if self._freed:
-            return
-        self._free()
-        self._freed = True
+        if not self._freed:
+            self._free()
+            self._freed = True
         if self._retained is not None:
             self._retained.release(self)
+            self._retained = None
 
     def _free(self) -> None:
         """Free what it holds. If this raises, the object is still open."""

@@ -84,6 +84,8 @@ class ProgressThread:
         self._changed = -math.inf
         self._replaced = False
         self._thread: threading.Thread | None = None
+        # Whether it has been started, and not told to end.
+        self._runs = False
         # Ends the last nap of the thread.
         self._end = Wake()
 
@@ -109,10 +111,11 @@ class ProgressThread:
 
     def _start_or_stop(self) -> None:
         wanted = self._needed and bool(self._windows) and not self._replaced
+        # An exception may have interrupted its start or its end.
+        if self._thread is not None and not (wanted and self._runs):
+            self._stop()
         if wanted and self._thread is None:
             self._start()
-        elif not wanted and self._thread is not None:
-            self._stop()
 
     def _start(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -125,19 +128,24 @@ class ProgressThread:
         self._end = Wake()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        short_switch_interval.__enter__()
+        self._runs = True
 
     def _stop(self) -> None:
         assert self._thread is not None
+        self._runs = False
         self._end.wake()
-        # A thread of this rank: no limit of the user's applies.
-        Deadline(math.inf, "progress").join(self._thread, lambda: "its thread to end")
+        # An interrupted start has maybe not come so far.
+        if self._thread.ident is not None:
+            # A thread of this rank: no limit of the user's applies.
+            deadline = Deadline(math.inf, "progress")
+            deadline.join(self._thread, lambda: "its thread to end")
         self._thread = None
-        short_switch_interval.__exit__()
 
     def _run(self) -> None:
-        while not self._end.nap(self.nap(math.inf)):
-            self.look()
+        # Here, as no signal handler interrupts a thread.
+        with short_switch_interval:
+            while not self._end.nap(self.nap(math.inf)):
+                self.look()
 
     def look(self) -> None:
         """Enter MPI once; for a rank that waits for another node."""

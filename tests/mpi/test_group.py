@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import hpcaccum as hpc
 from hpcaccum.errors import format_ranks
-from hpcaccum.mpi.group import Group
+from hpcaccum.mpi.group import Group, _duplicate
 
 from .acting import VAIN, at, everywhere, meet, same_bits
 from .support import WAIT
@@ -49,6 +49,18 @@ def test_group_has_a_communicator_of_its_own(comm):
     assert MPI.Comm.Compare(group.comm, comm) == MPI.CONGRUENT
     comm.Set_attr(key := MPI.Comm.Create_keyval(), "user's")
     assert group.comm.Get_attr(key) is None
+
+
+def test_first_use_does_not_know_which_ranks_are_missing(monkeypatch):
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+    pending = SimpleNamespace(Test=lambda: False)
+    missing = SimpleNamespace(size=3, Idup=lambda: (None, pending))
+    said = (
+        "^first use of a communicator: waited .* s for the other ranks to make their "
+        r"first object .*\(which of its 3 ranks are missing is not known yet\)$"
+    )
+    with pytest.raises(hpc.WaitTimeoutError, match=said):
+        _duplicate(missing)
 
 
 def test_group_goes_with_its_communicator(comm):

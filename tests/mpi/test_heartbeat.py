@@ -200,11 +200,11 @@ def test_without_threads_in_mpi_it_sends_nothing(comm, ended, rank, monkeypatch)
         heart = Group.of(comm)._heartbeat
         assert heart is not None
         assert not heart._peers
-        assert heart._mailbox._sent == [0] * comm.size
+        assert not heart._mailbox._sent.any()
 
 
 def test_its_limit_must_be_seconds(comm, rank, monkeypatch):
     monkeypatch.setenv("HPCACCUM_HEARTBEAT", "soon" if rank == 1 else "60")
-    said = "HPCACCUM_HEARTBEAT must be seconds, got 'soon'"
+    said = "HPCACCUM_HEARTBEAT must be a number of seconds above 0, got 'soon'"
     with pytest.raises(hpc.InvalidArgumentError, match=said):
         hpc.ConditionalAccumulator("f4", (2,), comm=comm)

@@ -78,6 +78,27 @@ def test_it_is_open_if_freeing_it_failed(comm):
     assert shutdown.count_open() == 0
 
 
+def test_what_its_group_keeps_is_released_by_a_later_call(comm, monkeypatch):
+    group, freed = Group.of(comm), []
+    thing = Thing("a", freed, group)
+    with monkeypatch.context() as patch:
+        patch.setattr("hpcaccum.mpi.heartbeat.Heartbeat.stop", late)
+        patch.setattr(group, "_free_if_unused", late)
+        with pytest.raises(hpc.WaitTimeoutError, match="late"):
+            thing.free()
+    assert thing.freed
+    assert shutdown.count_open() == 1
+
+    thing.free()
+    assert (group._objects, group._heartbeat) == ([], None)
+    assert freed == ["a"]
+    assert shutdown.count_open() == 0
+
+
+def late(*args):
+    raise hpc.WaitTimeoutError("late")
+
+
 def test_with_frees_it(comm):
     freed = []
     with Thing("a", freed, Group.of(comm)) as thing:

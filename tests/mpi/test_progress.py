@@ -13,8 +13,9 @@ import hpcaccum as hpc
 from hpcaccum import Group
 from hpcaccum.accumulator.state import Record
 from hpcaccum.mpi import AtomicWords
-from hpcaccum.mpi.progress import ProgressThread
+from hpcaccum.mpi.progress import ProgressThread, short_switch_interval
 
+from .acting import until
 from .support import WAIT
 from .training import meet
 
@@ -63,15 +64,17 @@ def test_switch_interval_is_short_while_it_runs(comm):
     group, before = Group.of(comm), sys.getswitchinterval()
     apart = not group.single_node
     progress = [ProgressThread(comm, needed=apart) for _ in range(2)]
-    seen = []
-    for each, change in zip(
-        [0, 1, 0, 1], ["start", "start", "stop", "stop"], strict=True
-    ):
-        getattr(progress[each], change)(nothing)
-        seen.append(sys.getswitchinterval())
-
     during = pytest.approx(1e-3 if apart else before)
-    assert seen == [during, during, during, pytest.approx(before)]
+    progress[0].start(nothing)
+    # The thread itself sets it.
+    until(lambda: sys.getswitchinterval() == during)
+    progress[1].start(nothing)
+    until(lambda: short_switch_interval._users == 2 * apart)
+    assert sys.getswitchinterval() == during
+    progress[0].stop(nothing)
+    assert sys.getswitchinterval() == during
+    progress[1].stop(nothing)
+    assert sys.getswitchinterval() == pytest.approx(before)
 
 
 def test_shorter_switch_interval_of_the_user_is_kept(comm):
