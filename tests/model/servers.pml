@@ -485,7 +485,10 @@ proctype Giver(byte rank) {
                slot[rank] = step;
                admitted[step] = admitted[step] | BIT(NODE_OF(rank))
            }
+#ifdef SINGLE
+           /* Else it comes unasked. */
            fetch(NODE_OF(rank), step);
+#endif
 #ifndef BUG_SLOT_REUSED
            version[NODE_OF(rank)] >= step;
            check(NODE_OF(rank))

@@ -18,6 +18,9 @@
  *   GIVE_UP            a rank may fail after its gradient was admitted
  *   HOPE               a rank may wait for a step that may never come, in vain
  *   TIMEOUTS           a rank may give up any wait for a step
+ *   PUSH               with VERSIONS: the root has each version sent to all nodes, and a
+ *                      rank may wait for one without asking, as after synchronous
+ *                      updates (of whose admission accumulator.pml is the model)
  *   BUG_...            one planted bug each: search for the name
  *
  * What is proven: the assertions. Those of Monitor hold in every final state: all ranks
@@ -43,11 +46,11 @@
  * 4. A request is a bit, per node and step, and may be received at any time: so requests
  *    may overtake each other, which MPI excludes. A second request for a step while the
  *    first is carried out has no effect in the code; here it is received afterwards, and
- *    finds the step there. Data messages keep their order. A message is sent when it is
- *    in the channel; in the code also when it was received, which delays the sender only.
- *    One that is never received is found by Monitor.
+ *    finds the step there. Requests to take a step keep their order, and so do words. A
+ *    message is sent when it is in the channel; in the code also when it was received,
+ *    which delays the sender only. One that is never received is found by Monitor.
  * 5. Without TORN, reading a complete copy is one step, and so are writing one, sending
- *    one and receiving one; any fetch receives, since all do the same. The bugs that
+ *    one and receiving one, which is also the case of a short message. The bugs that
  *    this could hide are looked for with TORN. Without FINE, reading STEP and swapping it
  *    is one step: a swap that succeeds proves that STEP is what was read.
  * 6. Local variables and ghosts: see accumulator.pml, 4.
@@ -135,11 +138,9 @@ byte content[NODES * 2];
 bit copying;
 bit stopped;                    /* The agents stop. */
 
-/* Data from the root's agent, by node: a header and two words, or a refusal. */
-#define HEADER 1
-#define WORD   2
-#define REFUSE 3
-chan data[NODES] = [8] of { byte, byte };
+/* From the root's agent, by node: the steps to take, and two words of each. */
+chan take[NODES] = [4] of { byte };
+chan data[NODES] = [8] of { byte };
 
 /* Ghosts: the truth, for assertions only. */
 byte step_now;                  /* gradients admitted */
@@ -148,7 +149,6 @@ byte applied_now;
 byte sent_now[NODES];           /* the last step sent */
 bit root_done;
 byte at_work;                   /* handlers that send */
-byte fetches[NODES];            /* a bit per step: a fetch waits for it */
 
 #define MASK(step) (BIT((step) + 1) - 1)
 
@@ -164,6 +164,18 @@ inline fill(node, i, value) {
 
 inline complete_copy(node, step) {
     newest[node] = step << 1 | 1 - COPY(node)
+}
+
+/* Have all nodes sent a step. In the code: Parameters._push. */
+inline push(step) {
+#ifdef PUSH
+    send[1] = send[1] | BIT(step)
+#if REMOTES > 1
+    ; send[2] = send[2] | BIT(step)
+#endif
+#else
+    skip
+#endif
 }
 
 /* The root. */
@@ -208,6 +220,9 @@ end:
        begin_copy(0, step);
 #endif
        fill(0, 1, step);
+#if defined(PUSH) && !defined(BUG_PUSHED_LATE)
+       d_step { push(step) };
+#endif
 #ifndef BUG_PUBLISHED_LATE
        PUBLISHED = step;
 #endif
@@ -215,9 +230,17 @@ end:
 #ifdef BUG_PUBLISHED_LATE
        PUBLISHED = step;
 #endif
+#ifdef BUG_PUSHED_LATE
+       /* An interruption in between: what is complete is not published again. */
+       if
+       :: d_step { true -> push(step) }
+       :: true
+       fi;
+#endif
 #else
        d_step {
            begin_copy(0, step); fill(0, 0, step); fill(0, 1, step);
+           push(step);
            PUBLISHED = step;
            complete_copy(0, step)
        };
@@ -269,6 +292,11 @@ inline want(step) {
     fetch[node] = fetch[node] | (node && VERSION(node) < wanted -> BIT(wanted) : 0)
 }
 
+/* The step comes unasked. */
+inline await(step) {
+    wanted = step
+}
+
 proctype Rank(byte me, node) {
     byte i, local_step, submitted, wanted, s;
     byte seen, first, second;
@@ -278,6 +306,10 @@ pull:
 #ifdef VERSIONS
     :: d_step { true -> want(1) }
     :: d_step { true -> want(2) }
+#ifdef PUSH
+    :: d_step { true -> await(1) }
+    :: d_step { true -> await(2) }
+#endif
 #if VERSIONS > 2
     :: d_step { true -> want(3) }
 #endif
@@ -294,7 +326,13 @@ pull:
 #endif
     fi;
     if
-    :: VERSION(node) >= wanted
+    :: d_step {
+           VERSION(node) >= wanted ->
+           if
+           :: wanted && VERSION(node) > wanted -> HAPPENS(a newer step comes)
+           :: else
+           fi
+       }
 #ifdef TIMEOUTS
     :: d_step { VERSION(node) < wanted -> HAPPENS(a rank gives up) }
 #elif defined(HOPE) && defined(VERSIONS)
@@ -399,108 +437,80 @@ end:
 }
 
 #if REMOTES
-/* The agent of another node. In the code: Parameters._fetch. */
+/* The agent of another node. In the code: Parameters._do_fetch. */
 
-/* A step has come: the fetches that wait for it, or for an older one, end. */
+#define ASKED (asked[node] & BIT(wanted))
+
+proctype Fetch(byte node, wanted) {
+end:
+    do
+    :: d_step {
+           fetch[node] & BIT(wanted) ->
+           fetch[node] = fetch[node] & ~BIT(wanted);
+           if
+           :: VERSION(node) < wanted && !ASKED ->
+              asked[node] = asked[node] | BIT(wanted);
+              send[node] = send[node] | BIT(wanted)
+           :: ASKED -> HAPPENS(a step was asked for before)
+           :: else
+           fi
+       }
+    :: stopped -> break
+    od
+}
+
+/* The same agent. In the code: Parameters._do_take. */
+
+/* A step has come: no older one is awaited any more. */
 inline arrive() {
     assert(VERSION(node) < step);
     complete_copy(node, step);
     asked[node] = asked[node] & ~MASK(step);
     if
-    :: step > wanted -> HAPPENS(a newer step comes)
-    :: step < wanted -> HAPPENS(an older step comes)
+    :: asked[node] -> HAPPENS(an older step comes)
     :: else
     fi;
     step = 0
+}
+
+inline begin_take() {
+    take[node]?step;
+    begin_copy(node, step)
 }
 
 inline receive_word(i) {
-    data[node]?kind(value);
-    assert(kind == WORD && value == step);
+    data[node]?value;
+    assert(value == step);
     fill(node, i, value);
-    kind = 0; value = 0
+    value = 0
 }
 
-inline receive_header() {
-    data[node]?kind(step);
-    assert(kind == HEADER);
-    begin_copy(node, step);
-    kind = 0
-}
-
-inline receive_refusal() {
-    data[node]?REFUSE(step);
-    assert(fetches[node] & BIT(step));
-    if
-    :: step != wanted -> HAPPENS(a step is refused to another fetch)
-    :: else
-    fi;
-#ifdef BUG_REFUSED_ANY
-    step = wanted;
-#endif
-    asked[node] = asked[node] & ~BIT(step);
-    step = 0
-}
-
-#define ASKED (asked[node] & BIT(wanted))
-#define NEXT(kind) (data[node]?[kind, _])
-#define REFUSAL NEXT(REFUSE)
-#define DATA (nempty(data[node]) && !REFUSAL)
-
-proctype Fetch(byte node, wanted) {
-    byte step, kind, value;
+proctype Take(byte node) {
+    byte step, value;
 
 end:
     do
-    :: d_step {
-           fetch[node] & BIT(wanted) && VERSION(node) >= wanted ->
-           fetch[node] = fetch[node] & ~BIT(wanted)
-       }
-    :: d_step {
-           fetch[node] & BIT(wanted) && VERSION(node) < wanted ->
-           fetch[node] = fetch[node] & ~BIT(wanted);
-           asked[node] = asked[node] | BIT(wanted);
-           fetches[node] = fetches[node] | BIT(wanted);
-#ifndef BUG_ASKED_LATE
-           send[node] = send[node] | BIT(wanted)
-#endif
-       };
-#ifdef BUG_ASKED_LATE
-       d_step { !receiving[node] -> send[node] = send[node] | BIT(wanted) };
-#endif
-       do
-       :: d_step { !ASKED -> fetches[node] = fetches[node] & ~BIT(wanted) } break
 #ifdef TORN
 #ifdef BUG_RECEIVE_TOGETHER
-       :: d_step { ASKED -> receiving[node] = 1 };
+    :: d_step { nempty(take[node]) -> begin_take() };
 #else
-       :: d_step { ASKED && !receiving[node] -> receiving[node] = 1 };
+    :: d_step {
+           nempty(take[node]) && !receiving[node] -> receiving[node] = 1; begin_take()
+       };
 #endif
-          if
-#ifdef HOPE
-          :: d_step { REFUSAL -> receive_refusal(); receiving[node] = 0 }
-#endif
-          :: d_step { DATA -> receive_header() };
-             d_step { nempty(data[node]) -> receive_word(0) };
-             d_step { nempty(data[node]) -> receive_word(1) };
-             d_step { arrive(); receiving[node] = 0 }
-          fi
+       d_step { nempty(data[node]) -> receive_word(0) };
+       d_step { nempty(data[node]) -> receive_word(1) };
+       d_step { arrive(); receiving[node] = 0 }
 #else
-#ifdef HOPE
-       :: d_step { ASKED && REFUSAL -> receive_refusal() }
+    :: d_step {
+           nempty(take[node]) -> begin_take(); receive_word(0); receive_word(1); arrive()
+       }
 #endif
-       :: d_step {
-              ASKED && DATA ->
-              receive_header(); receive_word(0); receive_word(1);
-              arrive()
-          }
-#endif
-       od
     :: stopped -> break
     od
 }
 
-/* The root's agent. In the code: Parameters._send. */
+/* The root's agent. In the code: Parameters._do_send. */
 
 #define LATEST(k) (snapshot[k] == VERSION(0))
 #if REMOTES > 1
@@ -534,26 +544,22 @@ inline end_snapshot() {
     seen = 0
 }
 
+#ifdef PUSH
+#define AWAITED true
+#else
+#define AWAITED (asked[node] & BIT(wanted))
+#endif
+
 inline send_header() {
     assert(snapshot[mine] > sent_now[node]);
-    assert(fetches[node] & BIT(wanted) && snapshot[mine] >= wanted);
+    assert(AWAITED && snapshot[mine] >= wanted);
     sent_now[node] = snapshot[mine];
     sent[node] = snapshot[mine];
-    data[node]!HEADER(snapshot[mine])
+    take[node]!snapshot[mine]
 }
 
 inline send_word(i) {
-    data[node]!WORD(CONTENT(mine, i))
-}
-
-inline refuse() {
-    assert(closing);
-#ifdef BUG_SENT_FORGOTTEN
-    sent[node] = 0;
-#endif
-    data[node]!REFUSE(wanted);
-    HAPPENS(a step is refused);
-    at_work--
+    data[node]!CONTENT(mine, i)
 }
 
 #ifdef BUG_SENT_UNCHECKED
@@ -579,15 +585,18 @@ end:
        }
     :: stopped -> goto stop
     fi;
-    VERSION(0) >= wanted || closing;
+    if
+    :: VERSION(0) >= wanted
+    :: d_step {
+           closing && VERSION(0) < wanted -> at_work--; HAPPENS(a step never comes)
+       }
+       goto end
+    fi;
     if
     :: d_step { FREE && SENT -> at_work--; HAPPENS(a step was sent before) } goto end
-#ifdef HOPE
-    :: d_step { FREE && !SENT && VERSION(0) < wanted -> refuse() } goto end
-#endif
 #ifndef TORN
     :: d_step {
-           FREE && !SENT && VERSION(0) >= wanted ->
+           FREE && !SENT ->
            sending[node] = 1;
            if
            :: FOUND -> use_snapshot()
@@ -597,7 +606,7 @@ end:
        }
     fi;
 #else
-    :: d_step { FREE && !SENT && VERSION(0) >= wanted -> sending[node] = 1 }
+    :: d_step { FREE && !SENT -> sending[node] = 1 }
     fi;
 look:
     if
@@ -618,7 +627,7 @@ look:
           }
        fi
     fi;
-    d_step { nfull(data[node]) -> send_header() };
+    d_step { nfull(take[node]) -> send_header() };
     d_step { nfull(data[node]) -> send_word(0) };
     d_step { nfull(data[node]) -> send_word(1) };
 #endif
@@ -641,10 +650,11 @@ proctype Monitor() {
 #endif
         do
         :: node < NODES ->
-           assert(!fetches[node]);
-           assert(!asked[node] && !fetch[node] && !receiving[node]);
+           /* Only a step that was never made has not come. */
+           assert(!(asked[node] & MASK(VERSION(0))));
+           assert(!fetch[node] && !receiving[node]);
            assert(!send[node] && !sending[node]);
-           assert(empty(data[node]));
+           assert(empty(take[node]) && empty(data[node]));
            node++
         :: node == NODES -> break
         od;
@@ -660,6 +670,10 @@ init {
         for (step : 0 .. RANKS - 1) { run Rank(step, NODE(step)) }
 #if REMOTES
         for (node : 1 .. REMOTES) {
+            run Take(node);
+#ifdef BUG_RECEIVE_TOGETHER
+            run Take(node);
+#endif
             for (step : 1 .. LAST) {
                 run Fetch(node, step);
                 run Send(node, step)
