@@ -2,9 +2,10 @@
 
 `ConditionalAccumulator` and `SparseConditionalAccumulator` are handles of what `shared`
 has: `protocol` admits a gradient, `writer` writes it to `storage` or `row_storage`, and
-`taker` closes the round. `membership`, `ticket_lock`, `receipts` and `shapes` keep
-their state in words that `word_layout` assigns; `state` packs the words of the
-protocol, without MPI.
+`taker` closes the round. `one_thread` lets the threads of a rank write in turn, and
+`recovery` completes or revokes what an exception has interrupted. `membership`,
+`ticket_lock`, `receipts` and `shapes` keep their state in words that `word_layout`
+assigns; `state` packs the words of the protocol, without MPI.
 `VectorAccumulator` is a `ConditionalAccumulator` of vectors, parts of which are rows.
 `DeviceAccumulator` accumulates on one CUDA device, in one process.
 

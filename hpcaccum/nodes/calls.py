@@ -118,8 +118,8 @@ class Calls:
         """Free it, when no rank makes calls any more. Collective.
 
         Raises:
-            WaitTimeoutError: On every rank, if one still has no answer to its last call
-                after HPCACCUM_TIMEOUT seconds.
+            WaitTimeoutError: On a rank that has no answer to its last call after
+                HPCACCUM_TIMEOUT seconds. The other ranks get an error, too.
         """
         if self._freed:
             return

@@ -325,6 +325,7 @@ class ShardedParameters(NodeCopy):
     def done(self, number: int) -> None:
         """Say that an order has been carried out."""
         self._words.write(DONE, number)
+        self._agent.wake()
 
     def answer(self, find: Callable[[Any], Any], number: int) -> None:
         """Receive the question of that number and answer it; do not wait for the host.

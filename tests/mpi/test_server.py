@@ -387,7 +387,8 @@ def test_serving_is_for_dedicated_hosts_only(comm, rank, dedicated):
     if server.only_serves:
         server.serve()
     else:
-        with pytest.raises(InvalidArgumentError, match="dedicated=True"):
+        text = f"rank {rank} is not a server" if dedicated else "dedicated=True was not"
+        with pytest.raises(InvalidArgumentError, match=text):
             server.serve()
     server.free()
 
