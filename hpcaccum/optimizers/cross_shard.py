@@ -203,8 +203,8 @@ class CrossShardOptimizer(Wrapper):
     def gradient_arrays(self) -> dict[str, Array]:
         """Return the arrays that gradients are exchanged in, by name.
 
-        `minimize` does not copy gradients that the loss writes to them. They have the
-        dtype in which gradients are summed, and are the same arrays until a rank
+        `minimize` does not copy what the loss writes to them, and may write to them.
+        They have the dtype in which gradients are summed, and are the same until a rank
         leaves. For variables on a device they are device memory, which is copied.
         """
         if self._shard is None or self._sums:
@@ -245,7 +245,7 @@ class CrossShardOptimizer(Wrapper):
         pairs = self._compute(loss, var_list, *args, **kwargs)
         if not self._divides:
             return pairs
-        # Not in place: another gradient, or the next one, may lie in the same memory.
+        # Not in place: another gradient may lie in the same memory.
         scale = 1 / self._parts
         return [
             (None if grad is None else scaled(grad, scale), var) for grad, var in pairs
