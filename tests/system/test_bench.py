@@ -33,7 +33,7 @@ def run_bench(mpirun, directory, ranks, *options, status=0, before=""):
     )
     env = {"PYTHONPATH": str(REPOSITORY)}
     result = mpirun(ranks, script, "bench", *options, cwd=directory, env=env)
-    assert result.returncode == status, result.stdout
+    assert status is None or result.returncode == status, result.stdout
     return result.stdout
 
 
@@ -182,7 +182,7 @@ def test_wire_on_one_node_names_what_to_use_instead(bench, tmp_path):
 @pytest.mark.mpi
 def test_wire_on_nodes_of_one_host_has_no_bytes(bench, tmp_path):
     nodes = "import os; os.environ['MPIR_CVAR_NOLOCAL'] = '1'"
-    shown = bench(3, "wire", *QUICK, "--json", "rows.json", before=nodes)
+    shown = bench(3, "wire", *QUICK, "--json", "rows.json", before=nodes, status=None)
     if "on one node" in shown:
         pytest.skip("only MPICH makes several nodes of one host")
 
