@@ -92,14 +92,20 @@ def test_ranks_of_a_node_may_wait_for_different_steps(parameters, rank):
     assert get(parameters, 1) == (1, {1.0})
 
 
-def test_nothing_is_sent_twice_to_a_node(parameters, group, rank, monkeypatch):
-    sent, send = [], parameters._send_snapshot
+@pytest.fixture
+def sent(parameters, monkeypatch):
+    """Return the nodes and steps that the root's agent sends."""
+    found, send = [], parameters._send_snapshot
 
     def counted(node, snapshot):
-        sent.append((node, snapshot.step))
+        found.append((node, snapshot.step))
         return send(node, snapshot)
 
     monkeypatch.setattr(parameters, "_send_snapshot", counted)
+    return found
+
+
+def test_nothing_is_sent_twice_to_a_node(parameters, sent, group, rank):
     for step in range(3):
         publish(parameters, rank, step)
         meet()
@@ -224,14 +230,7 @@ def test_other_nodes_get_nothing_unasked(unasked, group, rank, size):
     assert unasked.version() == (2 if 0 in group.nodes[group.node_number] else newest)
 
 
-def test_a_node_that_has_asked_gets_a_step_once(parameters, group, rank, monkeypatch):
-    sent, send = [], parameters._send_snapshot
-
-    def counted(node, snapshot):
-        sent.append((node, snapshot.step))
-        return send(node, snapshot)
-
-    monkeypatch.setattr(parameters, "_send_snapshot", counted)
+def test_a_node_that_has_asked_gets_a_step_once(parameters, sent, group, rank):
     for step in range(3):
         late = raised(parameters.wait, step, Deadline(VAIN, "early"), str)
         assert type(late) is WaitTimeoutError
