@@ -15,7 +15,7 @@ from hpcaccum.accumulator.taker import Taker
 from hpcaccum.accumulator.vector_storage import VectorSlots
 from hpcaccum.accumulator.writer import Writer
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 from hpcaccum.mpi import Freeable, Group, is_ending
 
 if TYPE_CHECKING:
@@ -132,11 +132,17 @@ class SharedAccumulator(Freeable):
         return f"accumulator {self._what!r}"
 
     def _free(self) -> None:
-        if is_ending():
-            # No take must wait for a gradient of a rank whose program has ended.
-            self.leave()
-        self.writer.finish()
-        self.group.allgather(None, f"{self.label}: free")
+        failure = None
+        try:
+            # No take must wait for a gradient of this rank, nor for more of one whose
+            # program has ended.
+            self.writer.finish()
+            if is_ending():
+                self.leave()
+        except WaitTimeoutError as error:
+            # Raised by all ranks together, so that they can call it again.
+            failure = error
+        self.group.raise_together(f"{self.label}: free", failure)
         self.writer.free()
         if self._remote is not None:
             self._remote.free()

@@ -80,7 +80,6 @@ class AGNOptimizer(OneSidedOptimizer):
         servers: Servers = None,
         on_nonfinite: OnNonfinite = "accept",
     ) -> None:
-
         def check() -> dict[str, int]:
             if not isinstance(custom_getter, AGNCustomGetter):
                 raise TypeError(

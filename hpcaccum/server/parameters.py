@@ -234,10 +234,8 @@ class Parameters(NodeCopy):
         self._request(node, "take", snapshot.step, nbytes, contents)
         if contents is None:
             comm, rank = self._agent.comm, self._agent.leaders[node]
-            pieces, tag = (
-                pieces_of([slice(0, nbytes)], 1),
-                self._agent.tag(self._number),
-            )
+            tag = self._agent.tag(self._number)
+            pieces = pieces_of([slice(0, nbytes)], 1)
             yield from send_pieces(comm, rank, tag, pieces, one_range(message))
 
     def _snapshot(self, since: int) -> Generator[bool, None, _Snapshot]:

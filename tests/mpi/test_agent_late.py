@@ -122,6 +122,30 @@ def test_free_completes_a_gradient(held, limit, acc, caller):
     assert not any(meet(acc._shared.writer._recovery.pending))
 
 
+def test_a_free_that_waits_in_vain_fails_on_all_ranks(held, acc, caller, monkeypatch):
+    finish = acc._shared.writer.finish
+
+    def finish_soon():
+        # The other ranks wait longer for this one than it waits for the agent.
+        finish(Deadline(0.05, "free"))
+
+    def apply():
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.02")
+        try:
+            return copied(acc, 4)
+        finally:
+            monkeypatch.delenv("HPCACCUM_TIMEOUT")
+
+    with held:
+        with pytest.raises(WaitTimeoutError):
+            at(caller, apply)
+        monkeypatch.setattr(acc._shared.writer, "finish", finish_soon)
+        for _, error in meet(attempt(acc.free)):
+            assert "the answer of the agent of" in str(error)
+    monkeypatch.undo()
+    everywhere(acc.free)
+
+
 def test_a_slot_has_its_own_limit(held, limit, acc, caller):
     with held:
         with limit, pytest.raises(WaitTimeoutError):
