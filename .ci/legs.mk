@@ -7,13 +7,13 @@ SIZES   := 4 3 2
 SINGLES := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
            test-oldest-cupy test-unit
 
-# The programs are the last, beside each other: some have limits of time, and both leave
-# cores idle a third of the time.  The long ones of the others come first.
+# The programs come late, beside each other and legs of single processes: some have limits
+# of time, and both leave cores idle a third of the time.  The longest legs come first.
 .PHONY: all
 all: environments \
      $(SIZES:%=no-shared-memory-%) $(SIZES:%=openmpi-%) $(SIZES:%=mpich-%) \
-     adapters hosts-mpich hosts-openmpi $(SINGLES:%=single-%) lint documentation \
-     shell-scripts programs-mpich programs-openmpi
+     hosts-mpich hosts-openmpi adapters programs-mpich programs-openmpi \
+     $(SINGLES:%=single-%) lint documentation shell-scripts
 
 # One after the other: all of them build the package in this directory.  Legs that need
 # the first one only, and do not read that directory, begin meanwhile.

@@ -52,6 +52,10 @@ class Accumulator(Freeable):
             lambda settings: {"name": name, **vars(settings)},
             call=kind,
         )
+        self._attach(group, name, settings)
+
+    def _attach(self, group: Group, name: str, settings: Settings) -> None:
+        """Attach to the accumulator of settings that all ranks agree on. Collective."""
         self._name, self._number = name, next(self._numbers)
         self._shared = shared = SharedAccumulator.attach(group, settings, name)
         self._settings = shared.settings

@@ -6,14 +6,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.accumulator.conditional import ConditionalAccumulator
-from hpcaccum.accumulator.handle import Accumulator
 from hpcaccum.accumulator.settings import check_settings
 from hpcaccum.accumulator.storage import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hpcaccum.accumulator.settings import Settings
     from hpcaccum.mpi import Group
     from hpcaccum.row_buffers import RowPlace
 
@@ -25,7 +23,7 @@ class VectorAccumulator(ConditionalAccumulator):
     added element by element.
 
     Args:
-        group: The ranks.
+        group: The ranks, all with the same arguments.
         host: The rank that holds the step.
         size, dtype: Of a vector.
         workers: How many ranks contribute vectors.
@@ -41,21 +39,19 @@ class VectorAccumulator(ConditionalAccumulator):
         workers: int,
         rows: Sequence[RowPlace],
     ) -> None:
-        def check() -> Settings:
-            settings = check_settings(
-                dtype=dtype,
-                shape=(size,),
-                shared_name=None,
-                reduction=None,
-                host=host,
-                capacity=None,
-                storage=Slots.name,
-                workers=workers,
-                size=group.size,
-            )
-            return dataclasses.replace(settings, rows=tuple(rows))
-
-        Accumulator.__init__(self, group, "gradients", check)
+        settings = check_settings(
+            dtype=dtype,
+            shape=(size,),
+            shared_name=None,
+            reduction=None,
+            host=host,
+            capacity=None,
+            storage=Slots.name,
+            workers=workers,
+            size=group.size,
+        )
+        settings = dataclasses.replace(settings, rows=tuple(rows))
+        self._attach(group, "gradients", settings)
 
     def exclude(self, ranks: Iterable[int]) -> None:
         """Name ranks in no message: they are not among the workers."""

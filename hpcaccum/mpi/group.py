@@ -10,6 +10,7 @@ import functools
 import itertools
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -25,7 +26,7 @@ from hpcaccum.mpi.control import ControlChannel
 from hpcaccum.mpi.heartbeat import Facts, Heartbeat
 from hpcaccum.mpi.progress import ProgressThread
 from hpcaccum.mpi.runtime import MPI, check_running
-from hpcaccum.mpi.shutdown import is_ending
+from hpcaccum.mpi.shutdown import at_end, forget, is_ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +67,9 @@ class Group:
         single_node: Whether all ranks share memory.
         own_cores: This rank's share of the cores of its node, at least 1. Ranks that
             may run on the same cores share them evenly.
+        token: Text that no other group has, with the process of rank 0.
         named: Objects that several users of the group share, by name.
+        windows: Those of which objects have words, by the rank with the memory.
         control: The exchanges of small objects, and the order of collective calls.
     """
 
@@ -77,6 +80,7 @@ class Group:
         self.rank, self.size = comm.rank, comm.size
         self.node = node or comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         self.named: dict[str, Any] = {}
+        self.windows: dict[int, Any] = {}
         # Not at their first use, which may be on some ranks only.
         self.nodes = self._find_nodes()
         self.node_number = next(
@@ -90,7 +94,7 @@ class Group:
         self._objects: list[Freeable] = []
         self._heartbeat: Heartbeat | None = None
         self._closed = False
-        self._facts = self._find_facts()
+        self._facts, self.token = self._find_facts()
 
     def _find_nodes(self) -> list[list[int]]:
         nodes: dict[int, list[int]] = {}
@@ -98,18 +102,20 @@ class Group:
             nodes.setdefault(first, []).append(rank)
         return list(nodes.values())
 
-    def _find_facts(self) -> list[Facts]:
-        """Return what the heartbeat needs to know of each rank."""
+    def _find_facts(self) -> tuple[list[Facts], str]:
+        """Return what the heartbeat needs to know of each rank, and rank 0's token."""
         failure = facts = None
+        token = f"{os.getpid()}-{secrets.token_hex(8)}"
         try:
             facts = Facts.own()
         except InvalidArgumentError as error:
             failure = error
         try:
-            return self.raise_together("heartbeat", failure, facts)
+            found = self.raise_together("heartbeat", failure, (facts, token))
         except InvalidArgumentError:
             self.free()
             raise
+        return [facts for facts, _ in found], found[0][1]
 
     def _share_cores(self) -> int:
         mine = os.sched_getaffinity(0)
@@ -297,6 +303,19 @@ class Group:
             self._objects.remove(freed)
         self._free_if_unused()
 
+    def keep_window(self, root: int, window: Any) -> None:
+        """Keep a window in `windows` until the communicators are freed. Collective."""
+        if not self.windows:
+            at_end(self._free_windows)
+        self.windows[root] = window
+
+    def _free_windows(self) -> None:
+        """Free the windows, of which no object has words any more. Collective."""
+        for root, window in list(self.windows.items()):
+            window.free()
+            self.windows.pop(root, None)
+        forget(self._free_windows)
+
     def _place(self) -> str:
         """Return where this rank is, for messages; any thread may call it."""
         steps = [each.place() for each in list(self._objects)]
@@ -317,6 +336,7 @@ class Group:
         """Free the private communicators, once. Collective."""
         if self.comm == MPI.COMM_NULL:
             return
+        self._free_windows()
         if "inside" in self.__dict__:
             self.inside.free()
         if not is_ending():

@@ -8,8 +8,9 @@ It is one file in /dev/shm that all of them map, not an MPI window, for three re
   allocates a window without a check, and the first touch is a SIGBUS.
 - It needs no communicator, of which MPICH has 2,048.
 
-The file is unlinked when all ranks have opened it, and gets its pages after that. So a
-rank that is killed leaves an empty file, ``hpcaccum-<uid>-<pid>-<random>``, or none.
+All ranks know its name. The first one that comes creates it. It is unlinked when all
+have opened it, and gets its pages after that. So a rank that is killed leaves an empty
+file, ``hpcaccum-<uid>-<pid of the first rank>-<random>-<number>``, or none.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import errno
 import math
 import mmap
 import os
-import secrets
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +45,7 @@ _MARGIN = 1 << 20
 # restarted from the beginning; a profiler may send many signals.
 _PIECE = 1 << 18
 _WHAT = "allocating shared memory"
+_ONE_FOLDER = f"ranks of one node must have one {_SHM} (containers: --ipc=host)"
 
 
 class NodeMemory:
@@ -118,29 +120,28 @@ def _mmap(file: int, nbytes: int) -> mmap.mmap:
 @contextlib.contextmanager
 def _opened(group: Group, nbytes: int) -> Iterator[int]:
     """Yield the descriptor of a new file that all ranks have opened. Collective."""
-    with contextlib.ExitStack() as opened:
-        with contextlib.ExitStack() as named:
+    # No two files of a group have one number: each needs two exchanges.
+    name = f"hpcaccum-{os.getuid()}-{group.token}-{group.control.exchanges}"
+    path, files = f"{_SHM}/{name}", list[int]()
 
-            def create() -> str | None:
-                if group.rank:
-                    return None
-                check_room(nbytes, group.size)
-                owner = f"hpcaccum-{os.getuid()}-{os.getpid()}"
-                new = f"{_SHM}/{owner}-{secrets.token_hex(8)}"
-                files.append(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-                named.callback(os.unlink, new)
-                os.ftruncate(files[0], nbytes)
-                return new
+    def join() -> tuple[int, int]:
+        if group.rank == 0:
+            check_room(nbytes, group.size)
+        files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        os.ftruncate(files[0], nbytes)
+        state = os.fstat(files[0])
+        return state.st_dev, state.st_ino
 
-            def join() -> None:
-                if group.rank:
-                    files.append(os.open(path, os.O_RDWR | os.O_NOFOLLOW))
-
-            files: list[int] = []
-            opened.callback(_close, files)
-            path = _together(group, nbytes, create)[0]
-            _together(group, nbytes, join)
+    try:
+        try:
+            found = _together(group, nbytes, join)
+        finally:
+            Path(path).unlink(missing_ok=True)
+        if len(set(found)) > 1:
+            raise RuntimeError(_cannot_share(nbytes, _ONE_FOLDER))
         yield files[0]
+    finally:
+        _close(files)
 
 
 def _close(files: list[int]) -> None:
@@ -165,13 +166,17 @@ def explained(error: OSError, nbytes: int) -> Exception:
     # A system call that cannot write to a page returns EFAULT.
     if error.errno in (errno.ENOSPC, errno.EFAULT):
         return no_room(nbytes, "which another process has taken meanwhile")
-    reason = f"cannot share {nbytes} bytes in {_SHM}: {error}"
+    reason = _cannot_share(nbytes, str(error))
     if error.errno == errno.ENOENT:
-        reason += f"; ranks of one node must have one {_SHM} (containers: --ipc=host)"
+        reason += f"; {_ONE_FOLDER}"
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
         # Files (ulimit -n), address space (ulimit -v), mappings (vm.max_map_count).
         reason += f"; {count_open()} objects of hpcaccum are open on this rank"
     return RuntimeError(reason)
+
+
+def _cannot_share(nbytes: int, why: str) -> str:
+    return f"cannot share {nbytes} bytes in {_SHM}: {why}"
 
 
 def no_room(nbytes: int, why: str) -> InvalidArgumentError:

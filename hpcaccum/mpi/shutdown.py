@@ -31,6 +31,8 @@ _FORWARDING = 0.2
 _ABORT = 10
 
 _open: list[Callable[[], None]] = []
+# What objects share, which is closed after all of them.
+_shared: list[Callable[[], None]] = []
 _ending = False
 
 
@@ -71,14 +73,20 @@ def at_exit(close: Callable[[], None]) -> None:
     _open.append(close)
 
 
+def at_end(close: Callable[[], None]) -> None:
+    """Have ``close`` called after all that was registered by `at_exit`."""
+    _shared.append(close)
+
+
 def forget(close: Callable[[], None]) -> None:
-    """Undo an `at_exit`; do nothing if ``close`` has been called already."""
-    if close in _open:
-        _open.remove(close)
+    """Undo an `at_exit` or `at_end`; do nothing if ``close`` was called already."""
+    for registered in (_open, _shared):
+        if close in registered:
+            registered.remove(close)
 
 
 def count_open() -> int:
-    """Return how many objects of this process are to be closed."""
+    """Return how many objects of this process are to be closed by `at_exit`."""
     return len(_open)
 
 
@@ -91,8 +99,8 @@ def _close_all() -> None:
     """Close all open objects. Collective, as all ranks close in the same order."""
     global _ending
     _ending = True
-    while _open and not sys.modules["mpi4py.MPI"].Is_finalized():
-        close = _open.pop()
+    while (_open or _shared) and not sys.modules["mpi4py.MPI"].Is_finalized():
+        close = (_open or _shared).pop()
         try:
             close()
         except (DisagreementError, WaitTimeoutError) as error:
@@ -118,6 +126,7 @@ def abort_job(status: int = 1) -> None:
         os._exit(status)
     # This process ends without an abort, and nobody is left to free windows with.
     _open.clear()
+    _shared.clear()
 
 
 def _running() -> Any:

@@ -1,13 +1,15 @@
-"""Windows of words, of which several objects have a part."""
+"""Windows of words, of which the objects of a group have parts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.mpi.runtime import MPI
-from hpcaccum.mpi.windows import allocate, make_progress
+from hpcaccum.mpi.windows import allocate, make_progress, without_signals
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpcaccum.mpi.group import Group
 
 # Words of a window, at least; and between the beginnings of two parts, two lines of the
@@ -18,9 +20,11 @@ _LEAST, _APART = 4096, 16
 class WordWindow:
     """A window with words, of which several `AtomicWords` have a part. Collective.
 
-    MPI needs milliseconds and a communicator for a window, of which MPICH has 2,048. No
-    word is used twice. So all words of a part are 0 at first, and no rank has to wait
-    for the others when it takes or returns a part.
+    MPI needs milliseconds and a communicator for a window, of which MPICH has 2,048. So
+    a group keeps one for each rank that has words, until its communicators are freed.
+
+    No word is used twice. So all words of a part are 0 at first, and no rank has to
+    wait for the others when it takes or returns a part.
 
     Args:
         group: The ranks.
@@ -34,11 +38,12 @@ class WordWindow:
 
     def __init__(self, group: Group, root: int, count: int) -> None:
         self._count, self._taken, self._users = count, 0, 0
+        self._group, self._root = group, root
+        # Whether no more parts are taken, so that the last one to be returned frees it.
+        self._full = False
         self.mpi = allocate(group, root, count * 8, 8)
         self.words = self._map(group, root)
-        self._end_progress = make_progress(
-            group, root, self.mpi, lambda memory: memory[: 8 * self._taken]
-        )
+        self._end_progress: Callable[[], None] = lambda: None
 
     @classmethod
     def of(cls, group: Group, root: int, count: int) -> WordWindow:
@@ -46,11 +51,14 @@ class WordWindow:
 
         Ranks take and return parts in the same order, so all return the same window.
         """
-        name = f"words on rank {root}"
-        found = group.named.get(name)
-        if not (isinstance(found, cls) and found._has_room(count)):
-            found = group.named[name] = cls(group, root, max(count, _LEAST))
-        return found
+        found = group.windows.get(root)
+        if isinstance(found, cls) and found._has_room(count):
+            return found
+        made = cls(group, root, max(count, _LEAST))
+        group.keep_window(root, made)
+        if isinstance(found, cls):
+            found._close()
+        return made
 
     def _map(self, group: Group, root: int) -> memoryview | None:
         memory: Any = None
@@ -61,23 +69,40 @@ class WordWindow:
         return None if memory is None else memoryview(memory).cast("B").cast("q")
 
     def _has_room(self, count: int) -> bool:
-        # A window that was freed has none.
         return self._taken + count <= self._count
 
     def take(self, count: int) -> int:
         """Return the index of the first of ``count`` words that nobody has."""
         first = self._taken
+        if not self._users:
+            self._end_progress = make_progress(
+                self._group,
+                self._root,
+                self.mpi,
+                lambda memory: memory[8 * first : 8 * self._taken],
+            )
         self._taken += -(-count // _APART) * _APART
         self._users += 1
         return first
 
     def give_back(self) -> None:
-        """Return a part; free the window if it was the last one. Collective."""
+        """Return a part. Collective if the window is full and this is the last one."""
         self._users -= 1
         if self._users:
             return
-        self._taken = self._count
         self._end_progress()
+        if self._full:
+            self.free()
+
+    def _close(self) -> None:
+        """Free it when all parts are returned. Collective."""
+        self._full = True
+        if not self._users:
+            self.free()
+
+    def free(self) -> None:
+        """Free it, once, when all parts are returned. Collective."""
+        if not self.mpi:
+            return
         self.words = None
-        self.mpi.Unlock_all()
-        self.mpi.Free()
+        without_signals(self.mpi.Unlock_all, self.mpi.Free)

@@ -50,15 +50,15 @@ class DoubleBuffer:
         with contextlib.ExitStack() as undo:
             self._words = AtomicWords(group, root, 3)
             undo.callback(self._words.free)
+            if self._is_root:
+                # No rank has the memory before all are here.
+                self._words.write(_NEWEST, -2)
             nbytes = max(1, 2 * self._stride)
             sizes = [nbytes * (rank == root) for rank in range(group.size)]
             memory = NodeMemory(group, sizes)
             undo.pop_all()
         self._memory = memory.parts[root]
         self._pinned: Pinned | None = None
-        if self._is_root:
-            self._words.write(_NEWEST, -2)
-        group.allgather(None, "memory of parameters")
 
     def pin(self) -> None:
         """Pin the memory that `read` passes on."""

@@ -127,14 +127,14 @@ class NodeUpdate:
             count = _UPDATE + _FIXED + 2 * group.size
             self._words = AtomicWords(group, root, count)
             undo.callback(self._words.free)
+            if group.rank == root:
+                # No rank helps before all have the memory.
+                self._words.write(_NEXT, self._pieces)
             self._center, *self._slots = self._allocate(group, root)
             undo.pop_all()
         if group.rank == root:
-            self._words.write(_NEXT, self._pieces)
             for slot, start in zip(self._slots, rule.slots.values(), strict=True):
                 slot.fill(start)
-        # Before any rank helps.
-        group.allgather(None, "memory of the center")
 
     def _allocate(self, group: Group, root: int) -> Array:
         """Return memory of the node: a vector for the center, and one for each slot."""

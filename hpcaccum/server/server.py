@@ -133,8 +133,7 @@ class ParameterServer(Client):
         if loop := self._loop:
             loop.set_step(step)
         self._register(group, group.label(what))
-        # No rank pulls before the center is published, and has come to all nodes.
-        group.allgather(None, what)
+        # No rank pulls before the center is published, and has come to its node.
         self._wait_for(step, Deadline(None, f"{what}: first parameters"))
 
     def _make_loops(self, initial: Mapping[str, Array]) -> None:

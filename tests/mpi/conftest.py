@@ -48,7 +48,7 @@ class Harness:
 
     def __init__(self, config: pytest.Config) -> None:
         self.exchange = world("outcomes")
-        # Of the tests marked `shared_comm`, if one has run and none has failed since.
+        # Of the tests not marked `own_comm`, if one has run and none has failed since.
         self.shared_comm: MPI.Intracomm | None = None
         world("tests")  # made here, where all ranks come by
         self.limit = float(config.getini("mpi_time_limit"))
@@ -210,7 +210,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     # Here, where no fixture has failed on some of the ranks yet.
     own = None
     if "comm" in getattr(item, "fixturenames", ()) and not is_skipped(item):
-        if not shares_comm(item):
+        if item.get_closest_marker("own_comm"):
             item.stash[COMM] = own = harness.exchange.dup()
         else:
             if harness.shared_comm is None:
@@ -221,11 +221,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         own.Free()
     harness.watchdog.disarm()
     return result
-
-
-def shares_comm(item: pytest.Item) -> bool:
-    marker = item.get_closest_marker("shared_comm")
-    return marker is not None and (not marker.args or bool(marker.args[0]))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -276,7 +271,7 @@ def size() -> int:
 
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> MPI.Intracomm:
-    """A communicator of all ranks that no other test has used, or `shared_comm`."""
+    """A communicator of all ranks; with the mark `own_comm`, one for this test."""
     return request.node.stash[COMM]
 
 

@@ -25,12 +25,7 @@ def group_on_nodes(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> Itera
         pytest.skip("the ranks are on one node" if real.single_node else "made up")
     if twin := _twin(request.param, comm.size):
         pytest.skip(f"{twin!r} are the same nodes")
-    if request.param == "real":
-        yield real
-    else:
-        made = made_up(comm, NODES[request.param])
-        yield made
-        made.free()
+    yield real if request.param == "real" else made_up(comm, request.param)
     # One that an earlier test has left may have ended meanwhile.
     assert {*threading.enumerate()} <= {*before}
 

@@ -60,7 +60,7 @@ class Maker:
         self.kind, self.exact = kind, kind != "flat"
         self._made: list[Reducer] = []
         if kind == "hierarchical" and comm.size > 1 and self.group.single_node:
-            self.group = made_up_once(comm, nodes)
+            self.group = made_up(comm, nodes)
         if KINDS[kind]["schedule"] == "shared" and not self.group.single_node:
             pytest.skip("the ranks do not share memory")
         first = self.group.node.bcast(comm.rank)
@@ -108,24 +108,21 @@ class Maker:
 _MADE_UP: dict[str, int] = {}
 
 
-def made_up_once(comm: MPI.Intracomm, nodes: str) -> Group:
-    """Return the group of a communicator that is on such nodes. Collective."""
+def made_up(comm: MPI.Intracomm, nodes: str) -> Group:
+    """Return the group of a communicator that believes it is on such nodes. Collective.
+
+    All tests that share the communicator share the group.
+    """
     if nodes not in _MADE_UP:
         _MADE_UP[nodes] = MPI.Comm.Create_keyval(
             delete_fn=lambda _comm, _key, group: group.free()
         )
     group = comm.Get_attr(_MADE_UP[nodes])
     if group is None:
-        group = made_up(comm, NODES[nodes])
+        own = comm.Split(NODES[nodes](comm.rank, comm.size), comm.rank)
+        group = Group(comm.Dup(), own)
+        assert not group.single_node
         comm.Set_attr(_MADE_UP[nodes], group)
-    return group
-
-
-def made_up(comm: MPI.Intracomm, node: Callable[[int, int], int]) -> Group:
-    """Return a new group that believes its ranks to be on several nodes."""
-    own = comm.Split(node(comm.rank, comm.size), comm.rank)
-    group = Group(comm.Dup(), own)
-    assert not group.single_node
     return group
 
 

@@ -18,6 +18,9 @@ from .on_nodes import group_on_nodes  # noqa: F401
 from .serving import next_total
 from .support import WAIT
 
+# Operations of all windows are counted.
+pytestmark = pytest.mark.own_comm
+
 GRADIENT = np.ones(2, np.float32)
 
 

@@ -18,8 +18,6 @@ from .reducing import (
 )
 from .training import meet
 
-pytestmark = pytest.mark.shared_comm
-
 # Six buckets of 256 elements, each array in two or three of them.
 COUNT = 500
 SHAPES = dict.fromkeys("xyz", (COUNT,))

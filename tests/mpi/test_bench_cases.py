@@ -12,8 +12,6 @@ from hpcaccum.bench.memory import Memory
 from hpcaccum.bench.options import BENCHMARKS, WIRE, case_of
 from hpcaccum.server import Parameters
 
-pytestmark = pytest.mark.shared_comm
-
 SIZE = 4096
 QUICK = Conditions(seconds=0.01)
 

@@ -15,8 +15,6 @@ from hpcaccum import (
 
 from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
-pytestmark = pytest.mark.shared_comm
-
 
 def shards(size):
     """Return an assignment for each size of groups, with the ranks out of order."""

@@ -14,8 +14,6 @@ from hpcaccum import (
 
 from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
-pytestmark = pytest.mark.shared_comm
-
 # Errors of one rank
 
 
@@ -123,7 +121,7 @@ def test_a_rank_that_throws_a_gradient_away_is_found(make, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.shared_comm(False)  # the optimizers are the first
+@pytest.mark.own_comm  # the optimizers are the first
 def test_two_optimizers_in_different_order_are_never_mixed(make, rank):
     w, v = variable(), variable()
     calls = [(make(), w, 1.0), (make(), v, 10.0)]

@@ -16,6 +16,8 @@ from hpcaccum.mpi.group import Group, _duplicate
 from .acting import VAIN, at, everywhere, meet, same_bits
 from .support import WAIT
 
+pytestmark = pytest.mark.own_comm
+
 
 @pytest.mark.parametrize(
     ("ranks", "text"),

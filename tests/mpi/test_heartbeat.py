@@ -18,7 +18,7 @@ from hpcaccum.mpi import Group, heartbeat
 from .acting import until
 from .support import meet
 
-pytestmark = pytest.mark.ranks(min=2)
+pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm]
 
 
 @pytest.fixture(name="ended")

@@ -11,6 +11,8 @@ from hpcaccum.mpi.group import Group
 
 from .acting import meet
 
+pytestmark = pytest.mark.own_comm
+
 
 class Thing(Freeable):
     """Appends its name to a list when it is freed, or raises an error."""
@@ -31,8 +33,9 @@ class Thing(Freeable):
 
 @pytest.fixture(autouse=True)
 def own_list(monkeypatch):
-    """A list of open objects for this test; as if the program were not ending."""
+    """Lists of open objects for this test; as if the program were not ending."""
     monkeypatch.setattr(shutdown, "_open", [])
+    monkeypatch.setattr(shutdown, "_shared", [])
     monkeypatch.setattr(shutdown, "_ending", False)
 
 

@@ -9,8 +9,6 @@ from hpcaccum import DisagreementError, FreedError, InvalidArgumentError
 
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
 
-pytestmark = pytest.mark.shared_comm
-
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_slots_are_those_of_the_inner_optimizer(comm, rank, wrapper):

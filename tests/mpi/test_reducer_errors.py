@@ -26,8 +26,6 @@ from .reducing import (
 )
 from .training import raised
 
-pytestmark = pytest.mark.shared_comm
-
 # Arguments of the reducer
 
 

@@ -145,19 +145,23 @@ def test_problem_names_the_right_line_for_slurm(vendor, plugin):
     assert vendor in problem
 
 
-def test_what_is_open_is_closed_last_first(monkeypatch):
+def test_what_is_open_is_closed_last_first_and_then_what_it_shared(monkeypatch):
     monkeypatch.setattr(shutdown, "_open", [])
+    monkeypatch.setattr(shutdown, "_shared", [])
     monkeypatch.setattr(shutdown, "_ending", False)
     closed = []
-    closers = [lambda k=k: closed.append(k) for k in range(3)]
-    for close in closers:
-        shutdown.at_exit(close)
-    shutdown.forget(closers[1])
-    shutdown.forget(closers[1])
+    closers = [lambda k=k: closed.append(k) for k in range(6)]
+    for close, register in zip(
+        closers, [shutdown.at_exit, shutdown.at_end] * 3, strict=True
+    ):
+        register(close)
+    for close in (*closers[2:4], *closers[2:4]):
+        shutdown.forget(close)
+    assert shutdown.count_open() == 2
     shutdown._close_all()
     shutdown._close_all()
 
-    assert closed == [2, 0]
+    assert closed == [4, 0, 5, 1]
 
 
 def test_excepthook_of_the_program_is_kept(monkeypatch):

@@ -22,7 +22,6 @@ from .expiring import times_out_without
 from .on_device import empty_like, to_device
 from .reducing import (
     KINDS,
-    NODES,
     ONES,
     SHAPES,
     SMALL,
@@ -131,9 +130,8 @@ def test_options_that_it_does_not_take_are_refused(comm):
 @pytest.mark.ranks(min=2)
 def test_it_may_need_one_node(comm, size, monkeypatch):
     monkeypatch.setattr(Toy, "needs_one_node", True)
-    group = made_up(comm, NODES["halves"])
+    group = made_up(comm, "halves")
     error = raised(Reducer, Layout(SHAPES, "float32"), group, schedule="toy")
-    group.free()
 
     assert type(error) is InvalidArgumentError
     assert "schedule 'toy' needs all ranks on one node, they are on 2" in str(error)

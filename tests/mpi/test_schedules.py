@@ -25,8 +25,6 @@ from .reducing import (
 from .support import together
 from .training import meet
 
-pytestmark = pytest.mark.shared_comm
-
 # Some four buckets of float32; an array of several, and several arrays in one.
 SHAPES = {
     "scalar": (),

@@ -18,13 +18,10 @@ from .support import meet
 def group(request, comm, size):
     """The ranks on their nodes, and each on one of its own."""
     if request.param == "real":
-        yield Group.of(comm)
-        return
+        return Group.of(comm)
     if size == 1:
         pytest.skip("needs 2 ranks, for two nodes")
-    made = made_up(comm, lambda rank, _: rank)
-    yield made
-    made.free()
+    return made_up(comm, "singles")
 
 
 def steps(group, asked, start=5, who=-1):

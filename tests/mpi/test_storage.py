@@ -13,8 +13,6 @@ from hpcaccum import summation as module
 from .acting import acc_fixture, at, make_fixture, meet, same_bits  # noqa: F401
 from .support import WAIT
 
-pytestmark = pytest.mark.shared_comm
-
 INVALID = hpc.InvalidArgumentError
 
 

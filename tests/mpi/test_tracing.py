@@ -15,7 +15,7 @@ from hpcaccum import Group, InvalidArgumentError
 from hpcaccum.tracing import clocks, recorder, tracer, wrappers
 from hpcaccum.tracing.table import TABLE
 
-from .reducing import NODES, made_up
+from .reducing import made_up
 from .support import WAIT, meet
 from .training import WRAPPERS, gives, raised, variable
 
@@ -40,10 +40,8 @@ def traced(comm, tmp_path):
 
 @pytest.fixture
 def nodes(comm):
-    """Yield a group on two nodes."""
-    group = made_up(comm, NODES["halves"])
-    yield group
-    group.free()
+    """A group on two nodes."""
+    return made_up(comm, "halves")
 
 
 def events(file):

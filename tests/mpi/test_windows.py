@@ -20,6 +20,8 @@ from hpcaccum.mpi.region import Region
 from .acting import at, everywhere, meet, until
 from .support import WAIT, add_often
 
+pytestmark = pytest.mark.own_comm
+
 
 @pytest.fixture(params=["first", "last"])
 def words(request, comm):
@@ -467,39 +469,49 @@ def test_objects_with_words_on_one_rank_share_a_window(comm, size, windows):
         assert everywhere(words.compare_and_swap, 19, 0, 0) == [number] * size
     for words in made:
         words.free()
-    assert len(windows.freed) == len(windows.made)
 
 
-def test_a_window_is_freed_with_the_last_of_its_words(comm, windows):
-    first, second = (AtomicWords(Group.of(comm), 0, 1) for _ in range(2))
-    meet()
-    first.free()
+def test_a_window_is_kept_for_later_words(comm, size, windows):
+    group = Group.of(comm)
+    for root in (0, size - 1, 0):
+        words = AtomicWords(group, root, 1)
+        assert words.fetch_add(0, 0) == 0
+        words.free()
+
+    assert [root for root, _ in windows.made] == [0, size - 1][: min(size, 2)]
     assert not windows.freed
-    second.write(0, 5)
+
+
+def test_windows_are_freed_with_the_communicator(comm, size, windows):
+    own = comm.Dup()
+    words = [AtomicWords(Group.of(own), root, 1) for root in {0, size - 1}]
     meet()
-    assert second.read(0) == 5
-    meet()
-    second.free()
-    assert len(windows.freed) == 1
-    AtomicWords(Group.of(comm), 0, 1).free()
-    assert len(windows.made) == len(windows.freed) == 2
+    for each in words:
+        each.free()
+    own.Free()
+
+    assert len(windows.freed) == len(windows.made) == min(size, 2)
 
 
 def test_new_words_are_0_where_others_were_freed(comm, windows):
     group = Group.of(comm)
+    # 256 such parts are all that a window has.
     others = AtomicWords(group, 0, 1)
-    # 256 such parts are all that a window has. After that, each has one of its own.
-    for _ in range(260):
+    for _ in range(1000):
         words = AtomicWords(group, 0, 16)
         # No rank waits for the others. A late one must not set the word to 0 again.
         before = words.fetch_add(0, 1)
         assert 0 <= before < comm.size
         words.free()
-    assert len(windows.made) == 6
-    assert len(windows.freed) == 5
+    assert len(windows.made) == 4
+    # The first one has a user; the last one is kept.
+    assert len(windows.freed) == 2
+    others.write(0, 5) if comm.rank == 0 else None
+    meet()
+    assert others.read(0) == 5
     meet()
     others.free()
-    assert len(windows.freed) == 6
+    assert len(windows.freed) == 3
 
 
 def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
@@ -511,6 +523,7 @@ def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
     assert [nbytes for _, nbytes in windows.made] == [4096 * 8, 5000 * 8]
     meet()
     few.free()
+    assert len(windows.freed) == 1
     many.free()
 
 
@@ -524,3 +537,18 @@ def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm, rank):
 
     assert started == left == (rank == 0 and not group.single_node)
     assert threading.active_count() == before
+
+
+def test_progress_looks_at_words_that_are_used(comm, monkeypatch):
+    group, looked = Group.of(comm), []
+    monkeypatch.setattr(
+        word_window, "make_progress", lambda *args: looked.append(args[-1]) or str
+    )
+    AtomicWords(group, 0, 40).free()
+    words = [AtomicWords(group, 0, 20) for _ in range(2)]
+
+    assert len(looked) == 2
+    memory = memoryview(bytes(range(256)) * 128)
+    assert looked[1](memory) == memory[8 * 48 : 8 * (48 + 2 * 32)]
+    for each in words:
+        each.free()
