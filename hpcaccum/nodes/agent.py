@@ -239,7 +239,7 @@ class Agent:
         return map(self.comm.isend, ((number, *request),), (rank,), (_REQUEST,))
 
     def wake(self) -> None:
-        """Have the agent look for work now, if it is a thread of this rank."""
+        """Have the agent look for work often now, if it is a thread of this rank."""
         self._awake.wake()
 
     def tag(self, number: int, channel: int = 0) -> int:
@@ -284,16 +284,15 @@ class Agent:
     def _run(self) -> None:
         last = time.monotonic()
         while not self._stopped:
-            if self._look():
+            if self._look() or self._nap(time.monotonic() - last):
                 last = time.monotonic()
-            else:
-                self._nap(time.monotonic() - last)
 
-    def _nap(self, idle: float) -> None:
+    def _nap(self, idle: float) -> bool:
+        """Nap; return whether it was woken, and may expect something soon."""
         if idle < EAGER:
             os.sched_yield()
-        else:
-            self._awake.nap(self._group.progress.nap(idle))
+            return False
+        return self._awake.nap(self._group.progress.nap(idle))
 
     def _look(self) -> bool:
         """Accept requests and run each handler once; return whether any is active."""

@@ -73,6 +73,8 @@ class Calls:
             WaitTimeoutError: If there is no answer HPCACCUM_TIMEOUT seconds after
                 `forget`. The function may still be called.
         """
+        # Its node may soon have to send what the call is about.
+        self._agent.wake()
         self._sent.extend(self._agent.ask(self._leader, self._number, *question))
         return self.settle()
 

@@ -251,13 +251,23 @@ class OrderAgent:
 
     def _give(self, places: list[Place]) -> None:
         """Send each server its part of the sum of this node, if it has gradients."""
-        for node, shard in zip(self._nodes, self._shards, strict=True):
+        shards = dict(zip(self._nodes, self._shards, strict=True))
+        for node in self._in_turn(shards):
             if places and node != self._agent.node:
                 rank, tag = self._agent.leaders[node], self.tag(GRADIENTS)
                 steps = self._parts.sending(
-                    rank, tag, places, self._copies.dtype, shard.ranges
+                    rank, tag, places, self._copies.dtype, shards[node].ranges
                 )
                 self._giving[node].add(steps)
+
+    def _in_turn(self, nodes: Iterable[int]) -> list[int]:
+        """Return nodes in an order that begins after this one.
+
+        All nodes send at a time. If all began with the same node, its link would delay
+        them while others are idle.
+        """
+        count = len(self._agent.leaders)
+        return sorted(nodes, key=lambda node: (node - self._agent.node - 1) % count)
 
     # The agent of a server
 
@@ -314,7 +324,7 @@ class OrderAgent:
             return
         yield True
         snapshot = self._snapshot()
-        for node in nodes:
+        for node in self._in_turn(nodes):
             snapshot.users += 1
             if node == self._agent.node:
                 self._own[step] = snapshot

@@ -160,6 +160,8 @@ class ParameterServer(Client):
             self._wire.write_parameters(arrays, flat)
 
         sharded.scatter(fill)
+        # No agent sends a part before its server has it.
+        self._group.allgather(None, f"{self._what}: servers")
         if self.is_server:
             assert sharded.server is not None
             self._shard = ShardLoop(sharded, sharded.server, self._what)

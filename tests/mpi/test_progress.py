@@ -19,6 +19,9 @@ from .acting import until
 from .support import WAIT
 from .training import meet
 
+# They look at whole windows.
+pytestmark = pytest.mark.own_comm
+
 
 def multiply():
     block = np.ones((300, 300), np.float32)
@@ -29,7 +32,6 @@ def count():
     sum(number for number in range(20_000))
 
 
-@pytest.mark.own_comm  # the first words of its window are those of the accumulator
 @pytest.mark.parametrize("work", [multiply, count])
 @pytest.mark.ranks(min=2)
 def test_gradients_arrive_while_the_host_computes(comm, rank, size, work):
