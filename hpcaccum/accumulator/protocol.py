@@ -42,6 +42,8 @@ from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import AtomicWords, Attempt
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpcaccum.accumulator.settings import Settings
     from hpcaccum.mpi import Group
 
@@ -113,6 +115,12 @@ class AdmissionProtocol:
             self.words.compare_and_swap(STATE, word, self.packing.pack(new), attempt)
             == word
         )
+
+    def changed(self, parity: int, num_left: int) -> Callable[[], bool]:
+        """Return what finds out whether another round is open, or ranks have left."""
+        state, left = self.words.watch(STATE), self.words.watch(MEMBERS)
+        unpack = self.packing.unpack
+        return lambda: unpack(state()).parity != parity or left() != num_left
 
     def set_step(self, step: int) -> int:
         """Set the step; return what it was before."""

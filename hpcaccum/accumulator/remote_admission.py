@@ -11,7 +11,7 @@ the gradient when the round is reduced.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from hpcaccum.accumulator.receipts import Receipt
 from hpcaccum.accumulator.state import Record
@@ -19,11 +19,16 @@ from hpcaccum.mpi import Attempt
 from hpcaccum.nodes import Calls
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.state import State
     from hpcaccum.accumulator.storage import Slots
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
+
+
+T = TypeVar("T")
 
 
 class Answer(NamedTuple):
@@ -113,6 +118,16 @@ class RemoteAdmission:
         """Return what `admit` returned, or was about to; None if nothing was sent."""
         answer = self._calls.settle()
         return None if answer is None else Answer(*answer)
+
+    def wait(
+        self,
+        look: Callable[[], T | None],
+        changed: Callable[[], bool],
+        deadline: Deadline,
+        missing: Callable[[], str],
+    ) -> T:
+        """Wait for admissions; see `Calls.wait`."""
+        return self._calls.wait(look, changed, deadline, missing, soon=False)
 
     # The agent
 

@@ -70,7 +70,7 @@ class SharedAccumulator(Freeable):
             undo.pop_all()
         self._remote = self._make_remote()
         self.writer = Writer(self.protocol, self.storage, self._remote, what)
-        self.taker = Taker(self.protocol, self.storage, what)
+        self.taker = Taker(self.protocol, self.storage, self._remote, what)
         self._register(group, group.label(what))
 
     def _make_remote(self) -> RemoteAdmission | None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol
+    from hpcaccum.accumulator.remote_admission import RemoteAdmission
     from hpcaccum.accumulator.row_storage import Storage
     from hpcaccum.accumulator.state import State
     from hpcaccum.deadline import Deadline
@@ -26,13 +27,19 @@ class Taker:
     Args:
         protocol: Admits gradients; see there how a take that waits or fails behaves.
         storage: Where the gradients are.
+        remote: Admits gradients of other nodes; None if no agent does.
         what: Name for messages.
     """
 
     def __init__(
-        self, protocol: AdmissionProtocol, storage: Storage, what: str
+        self,
+        protocol: AdmissionProtocol,
+        storage: Storage,
+        remote: RemoteAdmission | None,
+        what: str,
     ) -> None:
         self._protocol, self._storage, self._what = protocol, storage, what
+        self._remote = remote
         # After an exception these say how far a take has come: the round that it means
         # to close, as it will be then; and what the round has once it is final.
         self._closing: State | None = None
@@ -143,8 +150,15 @@ class Taker:
             seen[:] = words
             return self._is_requested_closed(words, state.parity, wanted, num_left)
 
+        def missing() -> str:
+            return protocol.missing(wanted)
+
         try:
-            closed = deadline.wait(closed_now, lambda: protocol.missing(wanted))
+            if self._remote is None:
+                closed = deadline.wait(closed_now, missing)
+            else:
+                changed = protocol.changed(state.parity, num_left)
+                closed = self._remote.wait(closed_now, changed, deadline, missing)
         except WaitTimeoutError:
             if self._withdraw_request(state.parity, wanted):
                 return True

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcaccum.deadline import EAGER, Deadline
@@ -83,6 +83,8 @@ class Agent:
         # Requests of this rank to its own agent.
         self._own: deque[tuple[Any, ...]] = deque()
         self._awake = Wake()
+        # What threads of this rank wait for, and what wakes them.
+        self._facts: list[tuple[Callable[[], bool], Wake]] = []
         # By node, requests of this rank that its agent may not have received yet.
         self._sent: list[list[Any]] = [[] for _ in self.leaders]
         # Of each service, how many requests this rank has sent.
@@ -242,6 +244,36 @@ class Agent:
         """Have the agent look for work often now, if it is a thread of this rank."""
         self._awake.wake()
 
+    def wait(
+        self, fact: Callable[[], bool], deadline: Deadline, missing: Callable[[], str]
+    ) -> None:
+        """Wait until something is true; on leaders only.
+
+        The thread of the agent looks. If this one polled, both would take the
+        interpreter from each other.
+
+        Args:
+            fact: Whether it is; reads memory of this node only.
+            deadline: Of the call.
+            missing: Returns what is waited for; called for messages only.
+
+        Raises:
+            WaitTimeoutError: If the limit passes first.
+        """
+        entry = fact, woken = fact, Wake()
+
+        def attempt(seconds: float) -> bool | None:
+            if not fact():
+                woken.nap(seconds)
+            return fact() or None
+
+        try:
+            self._facts.append(entry)
+            deadline.block(attempt, missing)
+        finally:
+            if entry in self._facts:
+                self._facts.remove(entry)
+
     def tag(self, number: int, channel: int = 0) -> int:
         """Return the tag of a channel for data of a service."""
         return _DATA + _CHANNELS * number + channel
@@ -302,6 +334,9 @@ class Agent:
             busy = busy or done is not False
             if done is None:
                 self._running.remove(entry)
+        for fact, woken in list(self._facts):
+            if fact():
+                woken.wake()
         return busy
 
     def _accept(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpcaccum.deadline import Deadline
+from hpcaccum.deadline import EAGER, Deadline
 from hpcaccum.errors import WaitTimeoutError
 from hpcaccum.nodes.agent import Agent
 
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
     from hpcaccum.mpi import Group
     from hpcaccum.nodes.agent import Steps
+
+
+T = TypeVar("T")
 
 
 class Calls:
@@ -43,6 +48,8 @@ class Calls:
         node = next(n for n, ranks in enumerate(group.nodes) if root in ranks)
         self._agent = Agent.of(group)
         self._leader, self._node = self._agent.leaders[node], node
+        # Whether its thread, and the memory that the function changes, are this rank's.
+        self._here = group.rank == root == self._leader
         # The message of the last call, and its answer.
         self._sent: list[Any] = []
         self._answers: list[Any] = []
@@ -106,6 +113,35 @@ class Calls:
             # In C throughout: what was received must be kept.
             self._answers.extend(map(comm.recv, (None,), (leader,), (tag,)))
         return all(each.Test() for each in self._sent) or None
+
+    def wait(
+        self,
+        look: Callable[[], T | None],
+        changed: Callable[[], bool],
+        deadline: Deadline,
+        missing: Callable[[], str],
+        *,
+        soon: bool,
+    ) -> T:
+        """Do as `Deadline.wait`, for what calls change, or ranks of the root's node.
+
+        Args:
+            look: As ``ready``.
+            changed: Whether ``look`` would return something now; on the root, it reads
+                memory only.
+            deadline: Of the call.
+            missing: As for `Deadline.wait`.
+            soon: Whether it often comes within the time that waking a thread takes.
+        """
+        if not self._here:
+            return deadline.wait(look, missing)
+        polls_until = time.monotonic() + EAGER * soon
+        while (found := look()) is None:
+            if time.monotonic() < polls_until:
+                os.sched_yield()
+            else:
+                self._agent.wait(changed, deadline, missing)
+        return found
 
     def handle(self, source: int, *question: Any) -> Steps:
         """Return the steps that answer a call."""

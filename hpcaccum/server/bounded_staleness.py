@@ -74,7 +74,7 @@ class BoundedStalenessInbox:
             all, the root does not submit.
     """
 
-    adds = False
+    adds = needs_all = False
 
     def __init__(
         self,
@@ -315,13 +315,35 @@ class BoundedStalenessInbox:
         # A call that was interrupted may not have written it.
         if self.words.read(_APPLIED) < step:
             self.words.write(_APPLIED, step)
-        whose = deadline.wait(
-            lambda: self._find(step), lambda: f"update {step + 1}, {self._whose(step)}"
-        )
+        whose = self._wait_for(step, deadline)
         use(self._batch(whose, step))
         self.words.write(_APPLIED, step + 1)
         # Last: if this was interrupted, the next call needs it.
         self._found.pop(step, None)
+
+    def _wait_for(self, step: int, deadline: Deadline) -> int:
+        """Wait for the gradient admitted at a step; return what `_find` does."""
+
+        def find() -> int | None:
+            return self._find(step)
+
+        def missing() -> str:
+            return f"update {step + 1}, {self._whose(step)}"
+
+        if self._calls is None:
+            return deadline.wait(find, missing)
+        there = self._may_find(step)
+        return self._calls.wait(find, there, deadline, missing, soon=True)
+
+    def _may_find(self, step: int) -> Callable[[], bool]:
+        """Return what tells whether `_find` would return a gradient, or raise."""
+        words = self._place(step), self._members, _STEP
+        place, left, newest = map(self.words.watch, words)
+        all_left = self.membership.all_left
+        return lambda: (
+            place() >> _WHOSE_BITS == step + 1
+            or (all_left(left()) and newest() == step)
+        )
 
     def following(self, step: int) -> Batch | None:
         """Return the gradient admitted at ``step``; None if it has not arrived."""

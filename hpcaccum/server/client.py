@@ -160,7 +160,9 @@ class Client(Freeable):
 
     @property
     def recent_step(self) -> int:
-        """The step as of a moment ago: soon after parameters have come, a load."""
+        """The step as of a moment ago; a load if a newer one is hardly possible."""
+        if self._inbox.needs_all:
+            return self._parameters.version()
         return self._parameters.recent()
 
     def pull(

@@ -27,9 +27,12 @@ class Inbox(Protocol):
     Attributes:
         adds: Whether the gradients of several ranks are added. The parameters of an
             update are then sent to their nodes unasked.
+        needs_all: Whether each rank that has not left gives one gradient of each
+            update, so that none is made without it.
     """
 
     adds: bool
+    needs_all: bool
 
     @property
     def parts(self) -> NodeParts:

@@ -43,7 +43,7 @@ class QuorumInbox:
         workers: int,
         rows: Sequence[RowPlace] = (),
     ) -> None:
-        self._quorum = quorum
+        self._quorum, self.needs_all = quorum, quorum == workers
         self._accumulator = VectorAccumulator(group, root, size, dtype, workers, rows)
         self._slot: Array | None = None
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from hpcaccum import Group, InvalidArgumentError, WaitTimeoutError
+from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import MPI, AtomicWords
 from hpcaccum.nodes import Agent, NodeParts
 
 from .acting import VAIN, at, until
 from .interrupting import at_each_point, interrupt
-from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
+from .on_nodes import group_on_nodes, held_agent, leads, named  # noqa: F401
 from .support import WAIT, meet
 from .training import raised
 
@@ -409,3 +412,65 @@ def test_ranks_of_one_node_have_no_agent(comm):
 
     assert "agent" not in group.named
     assert threading.active_count() == before
+
+
+# What threads of its rank wait for
+
+
+def test_the_agent_looks_for_a_thread_that_waits(group, added):
+    agent, _ = added(Notes())
+    looks, true = Counter(), threading.Event()
+
+    def fact():
+        looks[threading.current_thread()] += 1
+        return true.is_set()
+
+    if leads(group):
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(
+                agent.wait, fact, Deadline(WAIT, "test"), lambda: "a fact"
+            )
+            until(lambda: looks[agent._thread] > 3)
+            true.set()
+            waits.result(WAIT)
+        del looks[agent._thread]
+        # At the beginning, twice after a nap of no time, and when it was woken.
+        assert sum(looks.values()) <= 4
+        assert agent._facts == []
+
+
+def test_a_fact_that_does_not_come_is_named(group, added):
+    agent, _ = added(Notes())
+    if leads(group):
+        with pytest.raises(WaitTimeoutError, match=r"^test: waited .* s for a fact$"):
+            agent.wait(lambda: False, Deadline(VAIN, "test"), lambda: "a fact")
+        assert agent._facts == []
+
+
+def test_an_interrupted_wait_for_a_fact_leaves_nothing(group, added):
+    agent, _ = added(Notes())
+    if leads(group):
+
+        def interrupted():
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            return False
+
+        with pytest.raises(KeyboardInterrupt):
+            agent.wait(interrupted, Deadline(WAIT, "test"), lambda: "a fact")
+        assert agent._facts == []
+
+
+# How often it looks
+
+
+def test_an_agent_that_is_woken_looks_often_again(group, added, monkeypatch):
+    agent, _ = added(Notes())
+    idle = [0.0]
+    monkeypatch.setattr(
+        group.progress, "nap", lambda seconds: idle.append(seconds) or 0.002
+    )
+    if leads(group):
+        until(lambda: idle[-1] > 0.1)
+        agent.wake()
+        until(lambda: idle[-1] < 0.05)

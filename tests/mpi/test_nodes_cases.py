@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, InvalidArgumentError
+from hpcaccum.nodes import Agent
+from hpcaccum.server import BoundedStalenessInbox, QuorumInbox, node_copy
 
-from .acting import at, everywhere
+from .acting import at, everywhere, until
 from .on_nodes import group_on_nodes  # noqa: F401
+from .serving import next_total
 from .support import WAIT, meet
 from .training import ONE_SIDED, gives, raised, variable
 
@@ -139,3 +144,75 @@ def test_variables_of_another_shape_are_an_error_on_all_nodes(group, rank, name)
     train(opt, w, 2)
     opt.free()
     assert w.value[0] < 0
+
+
+@pytest.mark.parametrize("kind", [QuorumInbox, BoundedStalenessInbox])
+@pytest.mark.parametrize("last", [0, -1])
+def test_a_host_that_waits_for_gradients_leaves_it_to_its_agent(
+    group, kind, last, monkeypatch
+):
+    size, waits, wait = group.size, [], Agent.wait
+
+    def noted(*args):
+        waits.append(args)
+        wait(*args)
+
+    monkeypatch.setattr(Agent, "wait", noted)
+    needs = (size, size) if kind is QuorumInbox else ()
+    inbox = kind(group, 0, 3, np.float64, *needs)
+
+    def submit():
+        inbox.slot()[:] = 3
+        assert inbox.submit(0)
+
+    if kind is QuorumInbox and group.rank != last % size:
+        submit()
+    meet()
+    with ThreadPoolExecutor(1) as pool:
+        if group.rank == 0:
+            total = pool.submit(next_total, inbox, 0, 3)
+            until(lambda: waits)
+        meet()
+        # By the host itself, or by an agent.
+        if group.rank == last % size:
+            submit()
+        if group.rank == 0:
+            assert total.result(WAIT).tolist() == [3, 3, 3]
+    assert len(waits) == (group.rank == 0)
+    meet()
+    inbox.free()
+
+
+@pytest.mark.parametrize("all_give", [True, False])
+def test_a_rank_asks_for_the_newest_step_if_others_may_have_made_it(
+    group, all_give, monkeypatch
+):
+    # As if it had computed for a while.
+    monkeypatch.setattr(node_copy, "_RECENT", 0.0)
+    var, quorum = variable(), group.size if all_give else 1
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1), quorum, comm=group) as opt:
+        opt.initialize([var])
+        asked, newest = [], opt._server._parameters.newest
+        monkeypatch.setattr(
+            opt._server._parameters, "newest", lambda: asked.append(1) or newest()
+        )
+        for _ in range(3):
+            opt.minimize(gives(1.0))
+        meet()
+        if all_give:
+            assert not asked
+            assert var.value == -3
+        else:
+            assert len(asked) >= 3
+
+
+def test_a_rank_that_calls_wakes_its_own_agent(group, monkeypatch):
+    woken, var, wake = [], variable(), Agent.wake
+    monkeypatch.setattr(Agent, "wake", lambda self: woken.append(1) or wake(self))
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1), group.size, comm=group) as opt:
+        opt.initialize([var])
+        meet()
+        woken.clear()
+        opt._server.push({"w": np.ones(())}, 0)
+        assert woken or group.node_number == 0
+        meet()

@@ -15,6 +15,7 @@ from hpcaccum.mpi.runtime import MPI
 from hpcaccum.nodes import Agent, NodeParts, send_pieces, transfer
 from hpcaccum.server import node_copy, order_agent
 from hpcaccum.server.order_agent import OrderAgent
+from hpcaccum.server.sharded import ShardedParameters
 
 from ..common import same_bits
 from .acting import at, until
@@ -583,3 +584,49 @@ def test_a_server_waits_for_the_host_with_a_limit(group, monkeypatch):
         at(servers[-1], wait)
     monkeypatch.undo()
     opt.free()
+
+
+def test_each_node_sends_first_to_the_next_one(group, monkeypatch):
+    given, sent = [], []
+    give, send = NodeParts.sending, OrderAgent._send_to
+
+    def giving(self, rank, *args):
+        given.append(rank)
+        return give(self, rank, *args)
+
+    def sending(self, node, *args):
+        sent.append(node)
+        return send(self, node, *args)
+
+    monkeypatch.setattr(NodeParts, "sending", giving)
+    monkeypatch.setattr(OrderAgent, "_send_to", sending)
+    variables = made()
+    with hpc.SyncReplicasOptimizer(
+        hpc.SGD(0.1), group.size, comm=group, servers=leaders(group)
+    ) as opt:
+        opt.minimize(lambda: (0.0, drawn(0, 0, variables)), var_list=variables)
+        meet()
+    if leads(group):
+        here, count = group.node_number, len(group.nodes)
+        others = [(here + distance) % count for distance in range(1, count)]
+        assert given == [leaders(group)[node] for node in others]
+        # Before that, nodes have asked for the first parameters, in any order.
+        assert sent[-len(others) :] == others
+
+
+def test_no_part_is_sent_before_its_server_has_it(group, monkeypatch):
+    late, scatter = leaders(group)[-1], ShardedParameters.scatter
+
+    def comes_late(self, fill):
+        time.sleep(0.3 * (group.rank == late))
+        scatter(self, fill)
+
+    monkeypatch.setattr(ShardedParameters, "scatter", comes_late)
+    variables = made()
+    with hpc.SyncReplicasOptimizer(
+        hpc.SGD(0.1), group.size, comm=group, servers=leaders(group)
+    ) as opt:
+        opt.initialize(variables)
+        meet()
+    for each in variables:
+        assert (each.value == 1).all()
