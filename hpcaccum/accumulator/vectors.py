@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum.accumulator.conditional import ConditionalAccumulator
 from hpcaccum.accumulator.settings import check_settings
+from hpcaccum.accumulator.state import Packing
 from hpcaccum.accumulator.storage import Slots
 
 if TYPE_CHECKING:
@@ -28,7 +29,12 @@ class VectorAccumulator(ConditionalAccumulator):
         size, dtype: Of a vector.
         workers: How many ranks contribute vectors.
         rows: The places of rows in a vector, at its end.
+
+    Attributes:
+        most: Maximum number of vectors in one round.
     """
+
+    most = Packing(shaped=False).max_count
 
     def __init__(
         self,

@@ -83,8 +83,10 @@ class Agent:
         # Requests of this rank to its own agent.
         self._own: deque[tuple[Any, ...]] = deque()
         self._awake = Wake()
-        # What threads of this rank wait for, and what wakes them.
-        self._facts: list[tuple[Callable[[], bool], Wake]] = []
+        # What threads of this rank wait for, by service, and what wakes them. The lock
+        # is held while the agent looks, at memory that they may free afterwards.
+        self._facts: list[tuple[int, Callable[[], bool], Wake]] = []
+        self._looking = threading.Lock()
         # By node, requests of this rank that its agent may not have received yet.
         self._sent: list[list[Any]] = [[] for _ in self.leaders]
         # Of each service, how many requests this rank has sent.
@@ -166,6 +168,8 @@ class Agent:
         There is another one that `remove` removes later: it waits for all ranks.
         """
         self._removed = number
+        # An interrupted wait may have left one.
+        self._forget_facts(lambda each: each[0] == number)
         del self._services[number]
         self._requests.pop(number, None)
         if not self._services:
@@ -245,14 +249,19 @@ class Agent:
         self._awake.wake()
 
     def wait(
-        self, fact: Callable[[], bool], deadline: Deadline, missing: Callable[[], str]
+        self,
+        number: int,
+        fact: Callable[[], bool],
+        deadline: Deadline,
+        missing: Callable[[], str],
     ) -> None:
-        """Wait until something is true; on leaders only.
+        """Wait until something is true that concerns a service; on leaders only.
 
         The thread of the agent looks. If this one polled, both would take the
         interpreter from each other.
 
         Args:
+            number: Of the service.
             fact: Whether it is; reads memory of this node only.
             deadline: Of the call.
             missing: Returns what is waited for; called for messages only.
@@ -260,7 +269,8 @@ class Agent:
         Raises:
             WaitTimeoutError: If the limit passes first.
         """
-        entry = fact, woken = fact, Wake()
+        woken = Wake()
+        entry = number, fact, woken
 
         def attempt(seconds: float) -> bool | None:
             if not fact():
@@ -271,8 +281,12 @@ class Agent:
             self._facts.append(entry)
             deadline.block(attempt, missing)
         finally:
-            if entry in self._facts:
-                self._facts.remove(entry)
+            self._forget_facts(lambda each: each is entry)
+
+    def _forget_facts(self, some: Callable[[Any], bool]) -> None:
+        """Have the agent look no more at some facts."""
+        with self._looking:
+            self._facts[:] = itertools.filterfalse(some, self._facts)
 
     def tag(self, number: int, channel: int = 0) -> int:
         """Return the tag of a channel for data of a service."""
@@ -334,9 +348,10 @@ class Agent:
             busy = busy or done is not False
             if done is None:
                 self._running.remove(entry)
-        for fact, woken in list(self._facts):
-            if fact():
-                woken.wake()
+        with self._looking:
+            for _, fact, woken in self._facts:
+                if fact():
+                    woken.wake()
         return busy
 
     def _accept(self) -> bool:

@@ -140,7 +140,7 @@ class Calls:
             if time.monotonic() < polls_until:
                 os.sched_yield()
             else:
-                self._agent.wait(changed, deadline, missing)
+                self._agent.wait(self._number, changed, deadline, missing)
         return found
 
     def handle(self, source: int, *question: Any) -> Steps:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.arguments import positive_count
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.server import QuorumInbox
 
@@ -66,6 +68,10 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
     ) -> None:
         def check() -> dict[str, int | None]:
             quorum = positive_count(replicas_to_aggregate, "replicas_to_aggregate")
+            if quorum > (most := VectorAccumulator.most):
+                raise InvalidArgumentError(
+                    f"replicas_to_aggregate is at most {most}, got {quorum}"
+                )
             total = total_num_replicas
             if total is not None:
                 total = positive_count(total, "total_num_replicas")

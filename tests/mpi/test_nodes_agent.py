@@ -15,6 +15,7 @@ from hpcaccum import Group, InvalidArgumentError, WaitTimeoutError
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import MPI, AtomicWords
 from hpcaccum.nodes import Agent, NodeParts
+from hpcaccum.wake import Wake
 
 from .acting import VAIN, at, until
 from .interrupting import at_each_point, interrupt
@@ -418,7 +419,7 @@ def test_ranks_of_one_node_have_no_agent(comm):
 
 
 def test_the_agent_looks_for_a_thread_that_waits(group, added):
-    agent, _ = added(Notes())
+    agent, number = added(Notes())
     looks, true = Counter(), threading.Event()
 
     def fact():
@@ -428,7 +429,7 @@ def test_the_agent_looks_for_a_thread_that_waits(group, added):
     if leads(group):
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(
-                agent.wait, fact, Deadline(WAIT, "test"), lambda: "a fact"
+                agent.wait, number, fact, Deadline(WAIT, "test"), lambda: "a fact"
             )
             until(lambda: looks[agent._thread] > 3)
             true.set()
@@ -440,15 +441,15 @@ def test_the_agent_looks_for_a_thread_that_waits(group, added):
 
 
 def test_a_fact_that_does_not_come_is_named(group, added):
-    agent, _ = added(Notes())
+    agent, number = added(Notes())
     if leads(group):
         with pytest.raises(WaitTimeoutError, match=r"^test: waited .* s for a fact$"):
-            agent.wait(lambda: False, Deadline(VAIN, "test"), lambda: "a fact")
+            agent.wait(number, lambda: False, Deadline(VAIN, "test"), lambda: "a fact")
         assert agent._facts == []
 
 
 def test_an_interrupted_wait_for_a_fact_leaves_nothing(group, added):
-    agent, _ = added(Notes())
+    agent, number = added(Notes())
     if leads(group):
 
         def interrupted():
@@ -457,8 +458,20 @@ def test_an_interrupted_wait_for_a_fact_leaves_nothing(group, added):
             return False
 
         with pytest.raises(KeyboardInterrupt):
-            agent.wait(interrupted, Deadline(WAIT, "test"), lambda: "a fact")
+            agent.wait(number, interrupted, Deadline(WAIT, "test"), lambda: "a fact")
         assert agent._facts == []
+
+
+def test_facts_of_a_service_are_forgotten_with_it(group, added):
+    agent, kept = added(Notes())
+    number = agent.add(Notes())
+    meet()
+    if leads(group):
+        agent._facts += [(n, lambda: False, Wake()) for n in (number, kept)]
+    agent.remove(number, "test")
+    if leads(group):
+        assert [n for n, _, _ in agent._facts] == [kept]
+        agent._facts.clear()
 
 
 # How often it looks

@@ -338,13 +338,16 @@ def test_a_gradient_of_none_is_left_out_of_the_mean(make, rank, size):
     [
         (0, InvalidArgumentError),
         (-1, InvalidArgumentError),
+        (1 << 20, InvalidArgumentError),
         (None, InvalidArgumentError),
         ([1], InvalidArgumentError),
         (1.0, TypeError),
         ("1", TypeError),
     ],
 )
-def test_a_quorum_is_at_least_one_on_all_ranks(comm, rank, size, quorum, kind):
+def test_a_quorum_that_is_no_number_of_gradients_is_refused_on_all_ranks(
+    comm, rank, size, quorum, kind
+):
     mine = quorum if rank == size - 1 else 1
     error = raised(hpc.SyncReplicasOptimizer, hpc.SGD(1), mine, comm=comm)
 
