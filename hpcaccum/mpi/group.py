@@ -81,6 +81,8 @@ class Group:
         self.node = node or comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         self.named: dict[str, Any] = {}
         self.windows: dict[int, Any] = {}
+        # Those of which no more words are taken, as ranks disagree about them.
+        self._abandoned: list[Any] = []
         # Not at their first use, which may be on some ranks only.
         self.nodes = self._find_nodes()
         self.node_number = next(
@@ -218,7 +220,9 @@ class Group:
         except Exception as error:
             self.raise_together(what, error, call=call)
             raise
-        self.compare(what, self.raise_together(what, None, report, call))
+        reports = self.raise_together(what, None, (report, self._taken()), call)
+        self._check_windows([taken for _, taken in reports])
+        self.compare(what, [each for each, _ in reports])
         return checked
 
     def raise_together(
@@ -305,12 +309,39 @@ class Group:
 
     def keep_window(self, root: int, window: Any) -> None:
         """Keep a window in `windows` until the communicators are freed. Collective."""
-        if not self.windows:
+        if not self.windows and not self._abandoned:
             at_end(self._free_windows)
         self.windows[root] = window
 
+    def _taken(self) -> list[dict[int, int]]:
+        """Return how many words are taken, by root: of this group, and of its node."""
+        groups = self, self.__dict__.get("inside")
+        return [
+            {root: window.taken for root, window in group.windows.items()}
+            for group in groups
+            if group is not None
+        ]
+
+    def _check_windows(self, taken: Sequence[list[dict[int, int]]]) -> None:
+        """Take no more words of windows of which ranks have taken different ones.
+
+        A constructor that an exception has interrupted leaves such ranks.
+        """
+        if any(each[0] != taken[0][0] for each in taken):
+            self._abandon_windows()
+        inside = [taken[rank][1:] for rank in self.nodes[self.node_number]]
+        if any(each != inside[0] for each in inside):
+            self.inside._abandon_windows()
+
+    def _abandon_windows(self) -> None:
+        self._abandoned += self.windows.values()
+        self.windows.clear()
+
     def _free_windows(self) -> None:
         """Free the windows, of which no object has words any more. Collective."""
+        while self._abandoned:
+            self._abandoned[-1].free()
+            del self._abandoned[-1]
         for root, window in list(self.windows.items()):
             window.free()
             self.windows.pop(root, None)

@@ -32,12 +32,13 @@ class WordWindow:
         count: Number of words.
 
     Attributes:
+        taken: How many words have been taken.
         mpi: The window itself.
         words: The words, where this rank may load and store them; else None.
     """
 
     def __init__(self, group: Group, root: int, count: int) -> None:
-        self._count, self._taken, self._users = count, 0, 0
+        self._count, self.taken, self._users = count, 0, 0
         self._group, self._root = group, root
         # Whether no more parts are taken, so that the last one to be returned frees it.
         self._full = False
@@ -69,19 +70,19 @@ class WordWindow:
         return None if memory is None else memoryview(memory).cast("B").cast("q")
 
     def _has_room(self, count: int) -> bool:
-        return self._taken + count <= self._count
+        return self.taken + count <= self._count
 
     def take(self, count: int) -> int:
         """Return the index of the first of ``count`` words that nobody has."""
-        first = self._taken
+        first = self.taken
         if not self._users:
             self._end_progress = make_progress(
                 self._group,
                 self._root,
                 self.mpi,
-                lambda memory: memory[8 * first : 8 * self._taken],
+                lambda memory: memory[8 * first : 8 * self.taken],
             )
-        self._taken += -(-count // _APART) * _APART
+        self.taken += -(-count // _APART) * _APART
         self._users += 1
         return first
 

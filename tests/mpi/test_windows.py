@@ -514,6 +514,34 @@ def test_new_words_are_0_where_others_were_freed(comm, windows):
     assert len(windows.freed) == 3
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.ranks(min=2)
+def test_windows_are_given_up_if_ranks_have_taken_different_words(
+    comm, rank, size, inside
+):
+    group = Group.of(comm)
+    whose = group.inside if inside else group
+    others = AtomicWords(whose, 0, 1)
+    # As an interrupted constructor leaves it.
+    if rank == size - 1:
+        whose.windows[0].take(1)
+    before = whose.windows[0]
+    with hpc.ConditionalAccumulator("f8", (3,), comm=comm) as acc:
+        acc.apply_grad(np.full(3, rank + 1.0))
+        meet()
+        if rank == 0:
+            mean = acc.take_grad(size, timeout=WAIT)
+            assert (mean == (size + 1) / 2).all()
+        words = AtomicWords(whose, 0, 1)
+        at(0, words.write, 0, 7)
+        near = group.nodes[0] if inside else range(size)
+        assert everywhere(words.read, 0) == [7 * (r in near) for r in range(size)]
+        words.free()
+    # A rank alone agrees with itself.
+    assert (whose.windows[0] is before) == (whose.size == 1)
+    others.free()
+
+
 def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
     group = Group.of(comm)
     few, many = AtomicWords(group, 0, 8), AtomicWords(group, 0, 5000)
