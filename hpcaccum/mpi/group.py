@@ -24,9 +24,10 @@ from hpcaccum.errors import (
 )
 from hpcaccum.mpi.control import ControlChannel
 from hpcaccum.mpi.heartbeat import Facts, Heartbeat
+from hpcaccum.mpi.kept_windows import KeptWindows
 from hpcaccum.mpi.progress import ProgressThread
 from hpcaccum.mpi.runtime import MPI, check_running
-from hpcaccum.mpi.shutdown import at_end, forget, is_ending
+from hpcaccum.mpi.shutdown import is_ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,7 +70,7 @@ class Group:
             may run on the same cores share them evenly.
         token: Text that no other group has, with the process of rank 0.
         named: Objects that several users of the group share, by name.
-        windows: Those of which objects have words, by the rank with the memory.
+        windows: Those of which objects have words.
         control: The exchanges of small objects, and the order of collective calls.
     """
 
@@ -80,9 +81,7 @@ class Group:
         self.rank, self.size = comm.rank, comm.size
         self.node = node or comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         self.named: dict[str, Any] = {}
-        self.windows: dict[int, Any] = {}
-        # Those of which no more words are taken, as ranks disagree about them.
-        self._abandoned: list[Any] = []
+        self.windows = KeptWindows()
         # Not at their first use, which may be on some ranks only.
         self.nodes = self._find_nodes()
         self.node_number = next(
@@ -307,45 +306,24 @@ class Group:
             self._objects.remove(freed)
         self._free_if_unused()
 
-    def keep_window(self, root: int, window: Any) -> None:
-        """Keep a window in `windows` until the communicators are freed. Collective."""
-        if not self.windows and not self._abandoned:
-            at_end(self._free_windows)
-        self.windows[root] = window
-
     def _taken(self) -> list[dict[int, int]]:
-        """Return how many words are taken, by root: of this group, and of its node."""
-        groups = self, self.__dict__.get("inside")
-        return [
-            {root: window.taken for root, window in group.windows.items()}
-            for group in groups
-            if group is not None
-        ]
+        """Return how many words are taken: of this group's windows, of its node's."""
+        return [windows.taken() for windows in self._all_windows()]
 
     def _check_windows(self, taken: Sequence[list[dict[int, int]]]) -> None:
-        """Take no more words of windows of which ranks have taken different ones.
+        """Take no more words of windows about which ranks disagree.
 
-        A constructor that an exception has interrupted leaves such ranks.
+        Args:
+            taken: What `_taken` returned on each rank.
         """
-        if any(each[0] != taken[0][0] for each in taken):
-            self._abandon_windows()
-        inside = [taken[rank][1:] for rank in self.nodes[self.node_number]]
-        if any(each != inside[0] for each in inside):
-            self.inside._abandon_windows()
+        on_node = [taken[rank][1:] for rank in self.nodes[self.node_number]]
+        self.windows.compare([each[0] for each in taken])
+        for inside in self._all_windows()[1:]:
+            inside.compare([words[0] if words else {} for words in on_node])
 
-    def _abandon_windows(self) -> None:
-        self._abandoned += self.windows.values()
-        self.windows.clear()
-
-    def _free_windows(self) -> None:
-        """Free the windows, of which no object has words any more. Collective."""
-        while self._abandoned:
-            self._abandoned[-1].free()
-            del self._abandoned[-1]
-        for root, window in list(self.windows.items()):
-            window.free()
-            self.windows.pop(root, None)
-        forget(self._free_windows)
+    def _all_windows(self) -> list[KeptWindows]:
+        inside = self.__dict__.get("inside")
+        return [self.windows] if inside is None else [self.windows, inside.windows]
 
     def _place(self) -> str:
         """Return where this rank is, for messages; any thread may call it."""
@@ -367,7 +345,7 @@ class Group:
         """Free the private communicators, once. Collective."""
         if self.comm == MPI.COMM_NULL:
             return
-        self._free_windows()
+        self.windows.free()
         if "inside" in self.__dict__:
             self.inside.free()
         if not is_ending():

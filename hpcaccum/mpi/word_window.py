@@ -52,12 +52,12 @@ class WordWindow:
 
         Ranks take and return parts in the same order, so all return the same window.
         """
-        found = group.windows.get(root)
-        if isinstance(found, cls) and found._has_room(count):
+        found = group.windows.find(root)
+        if found is not None and found._has_room(count):
             return found
         made = cls(group, root, max(count, _LEAST))
-        group.keep_window(root, made)
-        if isinstance(found, cls):
+        group.windows.keep(root, made)
+        if found is not None:
             found._close()
         return made
 

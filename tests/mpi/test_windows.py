@@ -524,8 +524,8 @@ def test_windows_are_given_up_if_ranks_have_taken_different_words(
     others = AtomicWords(whose, 0, 1)
     # As an interrupted constructor leaves it.
     if rank == size - 1:
-        whose.windows[0].take(1)
-    before = whose.windows[0]
+        whose.windows.find(0).take(1)
+    before = whose.windows.find(0)
     with hpc.ConditionalAccumulator("f8", (3,), comm=comm) as acc:
         acc.apply_grad(np.full(3, rank + 1.0))
         meet()
@@ -538,7 +538,7 @@ def test_windows_are_given_up_if_ranks_have_taken_different_words(
         assert everywhere(words.read, 0) == [7 * (r in near) for r in range(size)]
         words.free()
     # A rank alone agrees with itself.
-    assert (whose.windows[0] is before) == (whose.size == 1)
+    assert (whose.windows.find(0) is before) == (whose.size == 1)
     others.free()
 
 
