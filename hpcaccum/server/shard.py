@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,6 +128,24 @@ class Shard:
             name: flat[there].reshape(shape)
             for name, (there, shape) in self._places.items()
         }
+
+
+@dataclass
+class Server:
+    """The server of a node, in memory of the node.
+
+    Attributes:
+        number: Its place among the servers.
+        shard: Its part of the center.
+        part: The parameters of this part.
+        gradients: Those of its next updates, shape (buffers, elements). Those of a step
+            have the place of its number modulo ``buffers``.
+    """
+
+    number: int
+    shard: Shard
+    part: Array
+    gradients: Array
 
 
 def joined(pieces: Sequence[Array | None], shape: tuple[int, ...]) -> Array | None:

@@ -10,12 +10,12 @@ import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.server.background import Background
-from hpcaccum.server.order_agent import ANSWER, END, NO_UPDATE, UPDATE, rate_of
+from hpcaccum.server.order_words import ANSWER, END, NO_UPDATE, UPDATE, rate_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum.server.order_agent import Server
+    from hpcaccum.server.shard import Server
     from hpcaccum.server.sharded import ShardedParameters
     from hpcaccum.server.update_loop import Update
 

@@ -22,7 +22,8 @@ from hpcaccum.mpi import AtomicWords, NodeMemory
 from hpcaccum.nodes import Agent
 from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.node_copy import NodeCopy
-from hpcaccum.server.order_agent import (
+from hpcaccum.server.order_agent import OrderAgent
+from hpcaccum.server.order_words import (
     ANSWERS,
     BUFFER,
     DETAIL,
@@ -33,10 +34,8 @@ from hpcaccum.server.order_agent import (
     ORDER,
     PARAMETERS,
     QUESTIONS,
-    OrderAgent,
-    Server,
 )
-from hpcaccum.server.shard import Shard, cut
+from hpcaccum.server.shard import Server, Shard, cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

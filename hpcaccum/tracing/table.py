@@ -18,8 +18,9 @@ from hpcaccum.reducer import Reducer
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 from hpcaccum.server.client import Client
 from hpcaccum.server.node_update import NodeUpdate
-from hpcaccum.server.order_agent import OrderAgent
 from hpcaccum.server.parameters import Parameters
+from hpcaccum.server.part_arrivals import PartArrivals
+from hpcaccum.server.server_orders import ServerOrders
 from hpcaccum.server.shard_loop import ShardLoop
 from hpcaccum.server.update_loop import Loop
 from hpcaccum.server.wire_format import WireFormat
@@ -117,15 +118,15 @@ TABLE = (
     Traced(NodeParts, "sending", "send", _receiver, steps),
     Traced(Parameters, "_send_snapshot", "send", _receiver, steps),
     Traced(
-        OrderAgent,
+        ServerOrders,
         "_send_to",
         "send",
-        lambda args, _: {"to": args[0]._agent.leaders[args[1]]},
+        lambda args, _: {"to": args[0]._line.leaders[args[1]]},
         steps,
     ),
     Traced(NodeParts, "collecting", "receive", wrap=steps),
     Traced(Parameters, "_receive", "receive", wrap=steps),
-    Traced(OrderAgent, "_receive", "receive", _step, steps),
+    Traced(PartArrivals, "_receive", "receive", _step, steps),
     Traced(Client, "pull", "pull", lambda _, step: {"step": step}),
     Traced(Reducer, "reduce", "reduce", _call_number),
     Traced(Reducer, "start", "reduce", lambda args, _: {"array": args[1]}),

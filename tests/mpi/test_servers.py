@@ -13,8 +13,8 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.nodes import Agent, NodeParts, send_pieces, transfer
-from hpcaccum.server import node_copy, order_agent
-from hpcaccum.server.order_agent import OrderAgent
+from hpcaccum.server import node_copy, order_words, server_orders
+from hpcaccum.server.server_orders import ServerOrders
 from hpcaccum.server.sharded import ShardedParameters
 
 from ..common import same_bits
@@ -190,7 +190,7 @@ def send_slowly(*args):
 @pytest.mark.parametrize("slow", [False, True], ids=["at_once", "slowly"])
 def test_all_parts_are_of_one_step(group, monkeypatch, slow):
     if slow:
-        monkeypatch.setattr(order_agent, "send_pieces", send_slowly)
+        monkeypatch.setattr(server_orders, "send_pieces", send_slowly)
     # All elements of step k are k.
     variables = made()
     for var in variables:
@@ -228,7 +228,7 @@ def test_steps_on_their_way_to_a_slow_node_do_not_mix(group, monkeypatch):
                 yield False
             yield done
 
-    monkeypatch.setattr(order_agent, "send_pieces", send)
+    monkeypatch.setattr(server_orders, "send_pieces", send)
     # Each server sends several pieces.
     monkeypatch.setattr(transfer, "_PIECE", 64)
     # All elements of step k are k.
@@ -395,7 +395,7 @@ def test_messages_of_a_step(group, monkeypatch):
 
     count(Agent, "request", lambda agent, node, *args: node != agent.node)
     count(NodeParts, "sending")
-    count(OrderAgent, "_send_to")
+    count(ServerOrders, "_send_to")
     meet()
     opt.minimize(gives(np.ones(300)))
     # Afterwards, all agents have sent what belongs to the step.
@@ -578,7 +578,7 @@ def test_a_server_waits_for_the_host_with_a_limit(group, monkeypatch):
 
     def wait():
         monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.01")
-        return sharded._message(sharded._service.tag(order_agent.QUESTIONS))
+        return sharded._message(sharded._service.tag(order_words.QUESTIONS))
 
     with pytest.raises(WaitTimeoutError, match=r"start of servers: .* host rank 0"):
         at(servers[-1], wait)
@@ -588,7 +588,7 @@ def test_a_server_waits_for_the_host_with_a_limit(group, monkeypatch):
 
 def test_each_node_sends_first_to_the_next_one(group, monkeypatch):
     given, sent = [], []
-    give, send = NodeParts.sending, OrderAgent._send_to
+    give, send = NodeParts.sending, ServerOrders._send_to
 
     def giving(self, rank, *args):
         given.append(rank)
@@ -599,7 +599,7 @@ def test_each_node_sends_first_to_the_next_one(group, monkeypatch):
         return send(self, node, *args)
 
     monkeypatch.setattr(NodeParts, "sending", giving)
-    monkeypatch.setattr(OrderAgent, "_send_to", sending)
+    monkeypatch.setattr(ServerOrders, "_send_to", sending)
     variables = made()
     with hpc.SyncReplicasOptimizer(
         hpc.SGD(0.1), group.size, comm=group, servers=leaders(group)
