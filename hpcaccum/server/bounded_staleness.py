@@ -13,19 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.accumulator import (
-    Batch,
-    Counters,
-    Membership,
-    Receipt,
-    Recovery,
-    WordLayout,
-)
+from hpcaccum.accumulator import Batch, Receipt, Recovery
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
-from hpcaccum.errors import EverybodyLeftError, format_ranks
-from hpcaccum.mpi import AtomicWords, Attempt
+from hpcaccum.mpi import Attempt
 from hpcaccum.nodes import Calls, NodeParts
+from hpcaccum.server.update_queue import COPIED, NOBODY, UpdateQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -35,29 +28,15 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# On a cache line of its own: swaps of _STEP must not slow down reads of other words.
-_FIXED = WordLayout()
-_STEP = _FIXED.take(own_lines=True)
-_APPLIED = _FIXED.take()
-# One place per rank, followed by the words of `Membership`.
-_HEAD = _FIXED.count
-# A place has the step that an update makes, and whose gradient it is: its rank, _NOBODY
-# for one that was given up, and _COPIED if the agent of the root's node has a copy. It
-# is 0 before the first gradient.
-_NOBODY = (1 << 20) - 1
-_COPIED, _WHOSE_BITS = _NOBODY + 1, 21
-
 
 class BoundedStalenessInbox:
-    """A queue of gradients for the root, with as many places as ranks. Collective.
+    """Gradients for the root, in an `UpdateQueue`. Collective.
 
-    The places are words on the root; each gradient stays in a slot on the node of its
-    rank until the root takes it.
+    Each gradient stays in a slot on the node of its rank until the root takes it.
 
     A rank submits, then waits until its gradient is applied (`slot`); only then may it
     write to its slot again, and submit the next one. The root takes one gradient after
-    the other. So those that are admitted and not applied have consecutive steps, at
-    most as many as there are ranks, and each has a place of its own: that of its step.
+    the other. So no more are admitted and not applied than there are ranks.
 
     Between nodes, the agent of the root's node admits a gradient, puts it in its place
     and counts it: a rank sends one message and waits for the answer.
@@ -87,22 +66,16 @@ class BoundedStalenessInbox:
         workers: int | None = None,
     ) -> None:
         self._group, self._size, self._dtype = group, size, np.dtype(dtype)
-        self._max_lag, n = max_lag, group.size
-        layout = WordLayout(after=_FIXED)
-        layout.take(n)
-        # The first of these words follows the places, so that one read returns both.
-        self._members = layout.take(Membership.words(n))
-        ledger = layout.take(Counters.words(n))
+        self._max_lag = max_lag
         with contextlib.ExitStack() as undo:
-            self.words = AtomicWords(group, root, layout.count)
-            undo.callback(self.words.free)
+            workers = group.size if workers is None else workers
+            self._queue = UpdateQueue(group, root, max_lag, workers)
+            undo.callback(self._queue.words.free)
             nbytes = size * self._dtype.itemsize
             self.parts = NodeParts(group, nbytes, "inbox", takers=[root])
             undo.pop_all()
-        self.membership = Membership(
-            self.words, self._members, group.rank, n, n if workers is None else workers
-        )
-        self.ledger = Counters(self.words, ledger, group.rank, n)
+        self.words, self.ledger = self._queue.words, self._queue.ledger
+        self.membership = self._queue.membership
         # A view of mapped memory: a rank may use its slot after `free`.
         self._slot = self._view(group.rank)
         self._pinned: Pinned | None = None
@@ -129,7 +102,7 @@ class BoundedStalenessInbox:
     @property
     def step(self) -> int:
         """The number of gradients admitted so far, plus the first step."""
-        return self.words.read(_STEP)
+        return self._queue.step
 
     @property
     def window_bytes(self) -> int:
@@ -138,8 +111,7 @@ class BoundedStalenessInbox:
 
     def start(self, step: int) -> None:
         """Set the step of the first update; the root only, before any submission."""
-        self.words.write(_APPLIED, step)
-        self.words.write(_STEP, step)
+        self._queue.start(step)
 
     def slot(self, known: int = 0) -> Array:
         """Return the memory for this rank's next gradient; always the same.
@@ -151,7 +123,7 @@ class BoundedStalenessInbox:
         Deadline(None, "slot").wait(
             lambda: (
                 known >= self._submitted
-                or self.words.read(_APPLIED) >= self._submitted
+                or self._queue.applied >= self._submitted
                 or None
             ),
             lambda: (
@@ -192,11 +164,11 @@ class BoundedStalenessInbox:
             self.words.sync()
             contents = self.parts.short((self._group.rank, 0), self._size, self._dtype)
             return self._note(local_step, *self._remote.call(local_step, contents))
-        receipt = self._admit(local_step, self._admission)
+        receipt = self._queue.admit(local_step, self._admission)
         if receipt:
             self._submitted = receipt.global_step + 1
             # The store of the word orders it after all stores to the slot.
-            self._put(receipt.global_step, self._group.rank)
+            self._queue.put(receipt.global_step, self._group.rank)
         self._count(self.ledger.next(receipt))
         self.words.flush()
         return receipt
@@ -214,14 +186,14 @@ class BoundedStalenessInbox:
         Returns:
             Whether it was accepted, and the step when it arrived.
         """
-        receipt = self._admit(local_step, self._others)
+        receipt = self._queue.admit(local_step, self._others)
         if receipt and contents is not None:
             self.parts.keep((rank, 0), contents)
-            rank |= _COPIED
+            rank |= COPIED
         # First: a gradient that was applied is in the counts.
-        self.ledger.count_for(rank & _NOBODY, receipt)
+        self.ledger.count_for(rank & NOBODY, receipt)
         if receipt:
-            self._put(receipt.global_step, rank)
+            self._queue.put(receipt.global_step, rank)
         self.words.flush()
         return receipt.accepted, receipt.global_step
 
@@ -234,20 +206,6 @@ class BoundedStalenessInbox:
         self.ledger.note(self._counted)
         return receipt
 
-    def _place(self, step: int) -> int:
-        """Return the word for the gradient that is admitted at a step."""
-        return _HEAD + step % self._group.size
-
-    def _put(self, step: int, whose: int) -> None:
-        self.words.store(self._place(step), [(step + 1) << _WHOSE_BITS | whose])
-
-    def _was_put(self, step: int) -> bool:
-        """Whether this rank has put its gradient in the place for a step."""
-        word = self.words.read(self._place(step))
-        made, rank = word >> _WHOSE_BITS, word & _NOBODY
-        # If a later one has the place, this one has been applied.
-        return made > step + 1 or (made == step + 1 and rank == self._group.rank)
-
     def _count(self, count: Count) -> None:
         self._counted = count
         self.ledger.post(count)
@@ -259,37 +217,18 @@ class BoundedStalenessInbox:
                 self._note(local_step, *answer)
             return
         self.words.settle()
-        step = self._admitted()
+        step = self._queue.admitted(self._admission)
         if step is not None:
             self._submitted = step + 1
-            if self._was_put(step):
+            if self._queue.was_put(step):
                 accepted = self.ledger.next(Receipt(True, local_step, step))
                 self._count(self._counted or accepted)
             else:
                 self._count(self._counted or self.ledger.next_given_up())
-                self._put(step, _NOBODY)
+                self._queue.put(step, NOBODY)
         elif self._counted:
             self.ledger.post(self._counted)
         self.words.flush()
-
-    def _admit(self, local_step: int, attempt: Attempt) -> Receipt:
-        """Admit a gradient, unless it is stale."""
-        if self._max_lag == math.inf:
-            step = self.words.fetch_add(_STEP, 1, attempt)
-            return Receipt(True, local_step, step)
-        step = self.step
-        while step - local_step <= self._max_lag:
-            found = self.words.compare_and_swap(_STEP, step, step + 1, attempt)
-            if found == step:
-                return Receipt(True, local_step, step)
-            step = found
-        return Receipt(False, local_step, step)
-
-    def _admitted(self) -> int | None:
-        """Return the step at which `_admit` admitted this rank's last gradient."""
-        attempt, every = self._admission, self._max_lag == math.inf
-        admitted = attempt.added if every else attempt.swapped
-        return int(attempt.result[0]) if admitted else None
 
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step.
@@ -313,11 +252,11 @@ class BoundedStalenessInbox:
             EverybodyLeftError: If all ranks have left and no gradient is left.
         """
         # A call that was interrupted may not have written it.
-        if self.words.read(_APPLIED) < step:
-            self.words.write(_APPLIED, step)
+        if self._queue.applied < step:
+            self._queue.note_applied(step)
         whose = self._wait_for(step, deadline)
         use(self._batch(whose, step))
-        self.words.write(_APPLIED, step + 1)
+        self._queue.note_applied(step + 1)
         # Last: if this was interrupted, the next call needs it.
         self._found.pop(step, None)
 
@@ -328,22 +267,12 @@ class BoundedStalenessInbox:
             return self._find(step)
 
         def missing() -> str:
-            return f"update {step + 1}, {self._whose(step)}"
+            return f"update {step + 1}, {self._queue.source(step)}"
 
         if self._calls is None:
             return deadline.wait(find, missing)
-        there = self._may_find(step)
+        there = self._queue.may_find(step)
         return self._calls.wait(find, there, deadline, missing, soon=True)
-
-    def _may_find(self, step: int) -> Callable[[], bool]:
-        """Return what tells whether `_find` would return a gradient, or raise."""
-        words = self._place(step), self._members, _STEP
-        place, left, newest = map(self.words.watch, words)
-        all_left = self.membership.all_left
-        return lambda: (
-            place() >> _WHOSE_BITS == step + 1
-            or (all_left(left()) and newest() == step)
-        )
 
     def following(self, step: int) -> Batch | None:
         """Return the gradient admitted at ``step``; None if it has not arrived."""
@@ -351,15 +280,15 @@ class BoundedStalenessInbox:
         return None if whose is None else self._batch(whose, step)
 
     def _batch(self, whose: int, step: int) -> Batch:
-        rank = whose & _NOBODY
-        places = [] if rank == _NOBODY else [(rank, 0)]
-        copied = [rank] if whose & _COPIED else []
+        rank = whose & NOBODY
+        places = [] if rank == NOBODY else [(rank, 0)]
+        copied = [rank] if whose & COPIED else []
         return Batch(self.parts, places, self._dtype, 1, step, copied)
 
     def _look(self, step: int) -> int | None:
-        """Return what `_whose_at` does, also when another gradient has the place."""
+        """Return whose gradient it is, also when another one has the place."""
         whose = self._found.get(step)
-        if whose is None and (whose := self._whose_at(step)) is not None:
+        if whose is None and (whose := self._queue.whose(step)) is not None:
             self._found[step] = whose
         return whose
 
@@ -367,38 +296,12 @@ class BoundedStalenessInbox:
         """Return whose gradient was admitted at a step; None: none yet."""
         whose = self._look(step)
         if whose is None:
-            # A rank that has left has submitted all of its gradients before.
-            everybody = self.membership.all_left(self.words.read(self._members))
-            if everybody and self.step == step:
-                left = f"all {self.membership.workers} ranks have left"
-                raise EverybodyLeftError(left)
+            self._queue.check_comes(step)
         return whose
-
-    def _whose_at(self, step: int) -> int | None:
-        """Return whose gradient was admitted at a step, as `_find`."""
-        word = self.words.read(self._place(step))
-        whose = word & ((1 << _WHOSE_BITS) - 1)
-        return whose if word >> _WHOSE_BITS == step + 1 else None
 
     def awaited(self, step: int) -> str | None:
         """Return which ranks a step waits for; None if its gradient has arrived."""
-        words = self.words.read_range(_STEP, self._members)
-        made = [(word >> _WHOSE_BITS, word & _NOBODY) for word in words[_HEAD:]]
-        if words[_APPLIED] > step or any(each == step + 1 for each, _ in made):
-            return None
-        if words[_STEP] <= step:
-            return f"a gradient, {self._whose(step)}"
-        # A rank with a gradient of a later step has none of this one.
-        later = {rank for each, rank in made if each > step}
-        return (
-            f"one of {format_ranks(self.membership.present() - later)}, whose gradient "
-            f"was admitted, to write it"
-        )
-
-    def _whose(self, step: int) -> str:
-        if self.step > step:
-            return "admitted, to be written"
-        return f"which may come from {format_ranks(self.membership.present())}"
+        return self._queue.awaited(step)
 
     def exclude(self, ranks: Iterable[int]) -> None:
         """Name ranks in no message about missing gradients."""

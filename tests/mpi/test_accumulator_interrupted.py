@@ -444,4 +444,4 @@ def test_update_that_cannot_be_written_is_an_empty_one(queue, monkeypatch):
     assert at(0, applied, queue, 1) == [2.0] * 3
     tally = at(0, queue.tally)
     assert (sum(tally.accepted), sum(tally.given_up)) == (1, 1)
-    assert at(-1, queue._was_put, 1)
+    assert at(-1, queue._queue.was_put, 1)

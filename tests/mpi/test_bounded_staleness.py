@@ -262,7 +262,7 @@ def test_a_gradient_that_is_admitted_and_not_written_is_waited_for(
 ):
     queue = make()
     if rank == size - 1:
-        queue._admit(0, queue._admission)
+        queue._queue.admit(0, queue._admission)
     queue.leave()
     meet()
     if rank == host:

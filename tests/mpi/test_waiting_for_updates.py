@@ -9,7 +9,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import WaitTimeoutError
-from hpcaccum.server.bounded_staleness import _STEP
+from hpcaccum.server.update_queue import _STEP
 
 from .acting import VAIN, Background, until
 from .support import WAIT
@@ -143,7 +143,7 @@ def test_a_gradient_that_was_admitted_and_not_written_is_reported(
         message = in_vain(opt._server.pull, {}, at_least=1)
         meet()
         if rank == 1:
-            inbox._put(0, rank)
+            inbox._queue.put(0, rank)
             inbox.words.flush()
     everybody = ranks(*range(size))
     assert f"one of {everybody}, whose gradient was admitted, to write it" in message

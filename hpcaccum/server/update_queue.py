@@ -1,0 +1,165 @@
+"""The words of asynchronous updates: which gradient makes each of them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout
+from hpcaccum.errors import EverybodyLeftError, format_ranks
+from hpcaccum.mpi import AtomicWords
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.mpi import Attempt, Group
+
+# On a cache line of its own: swaps of _STEP must not slow down reads of other words.
+_FIXED = WordLayout()
+_STEP = _FIXED.take(own_lines=True)
+_APPLIED = _FIXED.take()
+# One place per rank, followed by the words of `Membership`.
+_HEAD = _FIXED.count
+# A place has the step that an update makes, and whose gradient it is: its rank, NOBODY
+# for one that was given up, and COPIED if the agent of the root's node has a copy. It
+# is 0 before the first gradient.
+NOBODY = (1 << 20) - 1
+COPIED, _WHOSE_BITS = NOBODY + 1, 21
+
+
+class UpdateQueue:
+    """A queue of gradients for the root, with as many places as ranks. Collective.
+
+    Gradients that are admitted and not applied have consecutive steps, at most as many
+    as there are ranks, and each has a place of its own: that of its step.
+
+    Args:
+        group: The ranks.
+        root: The rank that applies the gradients, which has the words.
+        max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
+        workers: Number of ranks that submit, and may leave.
+
+    Attributes:
+        words: The words.
+        membership: Which ranks have left.
+        ledger: Counts what became of gradients.
+    """
+
+    def __init__(self, group: Group, root: int, max_lag: float, workers: int) -> None:
+        self._rank, self._size, self._max_lag = group.rank, group.size, max_lag
+        layout = WordLayout(after=_FIXED)
+        layout.take(group.size)
+        # The first of these words follows the places, so that one read returns both.
+        self._members = layout.take(Membership.words(group.size))
+        ledger = layout.take(Counters.words(group.size))
+        self.words = words = AtomicWords(group, root, layout.count)
+        self.membership = Membership(
+            words, self._members, group.rank, group.size, workers
+        )
+        self.ledger = Counters(words, ledger, group.rank, group.size)
+
+    @property
+    def step(self) -> int:
+        """The number of gradients admitted so far, plus the first step."""
+        return self.words.read(_STEP)
+
+    @property
+    def applied(self) -> int:
+        """The number of gradients applied so far, plus the first step."""
+        return self.words.read(_APPLIED)
+
+    def start(self, step: int) -> None:
+        """Set the step of the first update; the root only, before any admission."""
+        self.note_applied(step)
+        self.words.write(_STEP, step)
+
+    def note_applied(self, step: int) -> None:
+        """Say that the gradients that make steps up to this one are applied."""
+        self.words.write(_APPLIED, step)
+
+    # Admission
+
+    def admit(self, local_step: int, attempt: Attempt) -> Receipt:
+        """Admit a gradient, unless it is stale."""
+        if self._max_lag == math.inf:
+            step = self.words.fetch_add(_STEP, 1, attempt)
+            return Receipt(True, local_step, step)
+        step = self.step
+        while step - local_step <= self._max_lag:
+            found = self.words.compare_and_swap(_STEP, step, step + 1, attempt)
+            if found == step:
+                return Receipt(True, local_step, step)
+            step = found
+        return Receipt(False, local_step, step)
+
+    def admitted(self, attempt: Attempt) -> int | None:
+        """Return the step at which `admit` admitted a gradient; None: it did not."""
+        every = self._max_lag == math.inf
+        admitted = attempt.added if every else attempt.swapped
+        return int(attempt.result[0]) if admitted else None
+
+    def put(self, step: int, whose: int) -> None:
+        """Say whose gradient was admitted at a step."""
+        self.words.store(self._place(step), [(step + 1) << _WHOSE_BITS | whose])
+
+    def was_put(self, step: int) -> bool:
+        """Whether this rank has put its gradient in the place for a step."""
+        word = self.words.read(self._place(step))
+        made, rank = word >> _WHOSE_BITS, word & NOBODY
+        # If a later one has the place, this one has been applied.
+        return made > step + 1 or (made == step + 1 and rank == self._rank)
+
+    def _place(self, step: int) -> int:
+        """Return the word for the gradient that is admitted at a step."""
+        return _HEAD + step % self._size
+
+    # The root
+
+    def whose(self, step: int) -> int | None:
+        """Return whose gradient was put in the place for a step; None: none yet."""
+        word = self.words.read(self._place(step))
+        whose = word & ((1 << _WHOSE_BITS) - 1)
+        return whose if word >> _WHOSE_BITS == step + 1 else None
+
+    def check_comes(self, step: int) -> None:
+        """Raise EverybodyLeftError if no gradient can be admitted at a step."""
+        # A rank that has left has submitted all of its gradients before.
+        everybody = self.membership.all_left(self.words.read(self._members))
+        if everybody and self.step == step:
+            raise EverybodyLeftError(f"all {self.membership.workers} ranks have left")
+
+    def may_find(self, step: int) -> Callable[[], bool]:
+        """Return what tells whether `whose` would return a gradient, or none comes.
+
+        It reads memory only.
+        """
+        words = self._place(step), self._members, _STEP
+        place, left, newest = map(self.words.watch, words)
+        all_left = self.membership.all_left
+        return lambda: (
+            place() >> _WHOSE_BITS == step + 1
+            or (all_left(left()) and newest() == step)
+        )
+
+    # Messages
+
+    def awaited(self, step: int) -> str | None:
+        """Return which ranks a step waits for; None if its gradient has arrived."""
+        words = self.words.read_range(_STEP, self._members)
+        made = [(word >> _WHOSE_BITS, word & NOBODY) for word in words[_HEAD:]]
+        if words[_APPLIED] > step or any(each == step + 1 for each, _ in made):
+            return None
+        if words[_STEP] <= step:
+            return f"a gradient, {self.source(step)}"
+        # A rank with a gradient of a later step has none of this one.
+        later = {rank for each, rank in made if each > step}
+        return (
+            f"one of {format_ranks(self.membership.present() - later)}, whose gradient "
+            f"was admitted, to write it"
+        )
+
+    def source(self, step: int) -> str:
+        """Return where the gradient of a step is, which has not arrived."""
+        if self.step > step:
+            return "admitted, to be written"
+        return f"which may come from {format_ranks(self.membership.present())}"
