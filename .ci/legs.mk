@@ -4,29 +4,33 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
 SIZES   := 4 3 2
-SINGLES := test-device test-checks test-1-openmpi test-1 test-newest-cupy \
+SINGLES := test-checks test-device test-1-openmpi test-1 test-newest-cupy \
            test-oldest-cupy test-unit
 
-# The programs come late, beside each other and legs of single processes: some have limits
-# of time, and both leave cores idle a third of the time.  The longest legs come first.
+# The longest legs come first. Make starts those that wait for an environment after all
+# others: so legs of Open MPI follow some of MPICH, and programs follow these.
 .PHONY: all
-all: environments \
-     $(SIZES:%=no-shared-memory-%) $(SIZES:%=openmpi-%) $(SIZES:%=mpich-%) \
-     hosts-mpich hosts-openmpi adapters programs-mpich programs-openmpi \
+all: environments no-shared-memory-4 mpich-4 no-shared-memory-3 mpich-3 openmpi-4 \
+     openmpi-3 programs-mpich programs-openmpi adapters single-test-checks \
+     no-shared-memory-2 mpich-2 openmpi-2 hosts-mpich hosts-openmpi \
      $(SINGLES:%=single-%) lint documentation shell-scripts
 
 # One after the other: all of them build the package in this directory.  Legs that need
-# the first one only, and do not read that directory, begin meanwhile.
-.PHONY: environment-mpich environments
+# the first ones only, and do not read that directory, begin meanwhile.
+.PHONY: environment-mpich environment-openmpi environments
 environment-mpich:
 	@leg "environment of MPICH" make venv
 
-environments: environment-mpich
+environment-openmpi: environment-mpich
+	@leg "environment of Open MPI" make venv MPI=openmpi
+
+environments: environment-openmpi
 	@leg "other environments" make environments
 
 $(SIZES:%=no-shared-memory-%) $(SIZES:%=mpich-%) hosts-mpich lint: environment-mpich
-programs-mpich programs-openmpi adapters documentation hosts-openmpi: environments
-$(SIZES:%=openmpi-%) $(SINGLES:%=single-%): environments
+$(SIZES:%=openmpi-%) hosts-openmpi: environment-openmpi
+programs-mpich programs-openmpi adapters documentation: environments
+$(SINGLES:%=single-%): environments
 
 programs-mpich:
 	@leg "MPICH, whole programs" make test-programs
