@@ -11,6 +11,8 @@ from pathlib import Path
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.optimizers import check_groups
+from hpcaccum.train import option_values
+from hpcaccum.train.option_values import Every, Groups
 
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn")
 
@@ -47,25 +49,6 @@ _ONLY_FOR = {
 }
 
 _ALONE = "there is only 1 rank; start several: mpiexec -n 4 hpcaccum train ..."
-
-Groups = list[list[int]]
-
-# Seconds in each unit of a time.
-_UNITS = {"s": 1, "m": 60, "h": 3600}
-
-
-@dataclass(frozen=True)
-class Every:
-    """How often something is done; one of the two is 0.
-
-    Attributes:
-        updates: After so many updates.
-        seconds: After so much time.
-    """
-
-    updates: int = 0
-    seconds: float = 0.0
-
 
 # Seldom enough that saving a large model costs little.
 DEFAULT_EVERY = Every(seconds=300.0)
@@ -176,7 +159,7 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--hidden",
-        type=_widths,
+        type=option_values.widths,
         default=(64,),
         metavar="64,32",
         help="widths of the hidden layers (64)",
@@ -185,23 +168,28 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
         "--optimizer", choices=DEFAULT_RATES, default="sgd", help="update rule (sgd)"
     )
     rates = ", ".join(f"{name} {rate}" for name, rate in DEFAULT_RATES.items())
-    group.add_argument("--rate", type=_positive, help=f"learning rate ({rates})")
+    group.add_argument(
+        "--rate", type=option_values.positive, help=f"learning rate ({rates})"
+    )
     group.add_argument(
         "--batch",
         "--batch-size",
-        type=_count,
+        type=option_values.count,
         default=16,
         help="samples of one gradient (16)",
     )
     group.add_argument(
         "--epochs",
-        type=_count,
+        type=option_values.count,
         default=30,
         help="passes over the training set, by all ranks together; dropped gradients "
         "do not count (30)",
     )
     group.add_argument(
-        "--seed", type=_whole, default=0, help="seed of weights and batches (0)"
+        "--seed",
+        type=option_values.whole,
+        default=0,
+        help="seed of weights and batches (0)",
     )
     group.add_argument(
         "--device",
@@ -221,7 +209,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--every",
-        type=_every,
+        type=option_values.every,
         metavar="N|TIME",
         help="write one after N updates, or after a time such as 90s, 5m or 1h (5m); "
         "one more is written at the end",
@@ -234,7 +222,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--time-limit",
-        type=_time,
+        type=option_values.time,
         default=math.inf,
         metavar="TIME",
         help="stop after a time such as 55m, as after SIGTERM or SIGUSR1 to any rank: "
@@ -246,19 +234,21 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
 def _add_exchange(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--quorum",
-        type=_count,
+        type=option_values.count,
         help="sync-replicas: gradients in one update (one less than the ranks that "
         "train)",
     )
     group.add_argument(
         "--staleness",
-        type=_whole,
+        type=option_values.whole,
         help="drop-stale: largest lag of a gradient, in updates (twice the ranks)",
     )
-    group.add_argument("--period", type=_count, help="agn: batches between pushes (10)")
+    group.add_argument(
+        "--period", type=option_values.count, help="agn: batches between pushes (10)"
+    )
     group.add_argument(
         "--groups",
-        type=_groups,
+        type=option_values.groups,
         default=[],
         metavar="0,1/2,3",
         help="cross-shard: groups of ranks that average; each has its own model",
@@ -270,7 +260,7 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--straggler",
-        type=_straggler,
+        type=option_values.straggler,
         action="append",
         default=[],
         metavar="RANK:MILLISECONDS",
@@ -387,58 +377,3 @@ def _picture(args: argparse.Namespace) -> Path | None:
             f"--plot must end in one of {' '.join(PICTURES)}, got {path}"
         )
     return path
-
-
-def _count(text: str) -> int:
-    return int(_number(text, int, 1))
-
-
-def _whole(text: str) -> int:
-    return int(_number(text, int, 0))
-
-
-def _positive(text: str) -> float:
-    number = _number(text, float, 0)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text!r}")
-    return number
-
-
-def _number(text: str, kind: type[int | float], least: int) -> float:
-    """Return a number of at least ``least``, or raise ArgumentTypeError."""
-    try:
-        number: float = kind(text)
-    except ValueError:
-        number = math.nan
-    if not number >= least:
-        name = "an integer" if kind is int else "a number"
-        message = f"must be {name} of at least {least}, got {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    return number
-
-
-def _every(text: str) -> Every:
-    if text[-1:] in _UNITS:
-        return Every(seconds=_time(text))
-    return Every(updates=_count(text))
-
-
-def _time(text: str) -> float:
-    if text[-1:] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"must be such as 90s, 5m or 1h, got {text!r}")
-    return _positive(text[:-1]) * _UNITS[text[-1]]
-
-
-def _widths(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in text.split(","))
-
-
-def _groups(text: str) -> Groups:
-    return [[_whole(rank) for rank in group.split(",")] for group in text.split("/")]
-
-
-def _straggler(text: str) -> tuple[int, float]:
-    rank, colon, delay = text.partition(":")
-    if not colon:
-        raise argparse.ArgumentTypeError(f"must be RANK:MILLISECONDS, got {text!r}")
-    return _whole(rank), _number(delay, float, 0)

@@ -1,0 +1,91 @@
+"""The values of options of ``hpcaccum train``, as they are typed.
+
+Each function returns the value of a text, or raises ArgumentTypeError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+
+Groups = list[list[int]]
+
+# Seconds in each unit of a time.
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often something is done; one of the two is 0.
+
+    Attributes:
+        updates: After so many updates.
+        seconds: After so much time.
+    """
+
+    updates: int = 0
+    seconds: float = 0.0
+
+
+def count(text: str) -> int:
+    """Return an integer of at least 1."""
+    return int(number(text, int, 1))
+
+
+def whole(text: str) -> int:
+    """Return an integer of at least 0."""
+    return int(number(text, int, 0))
+
+
+def positive(text: str) -> float:
+    """Return a finite number above 0."""
+    found = number(text, float, 0)
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text!r}")
+    return found
+
+
+def number(text: str, kind: type[int | float], least: int) -> float:
+    """Return a number of at least ``least``, or raise ArgumentTypeError."""
+    try:
+        found: float = kind(text)
+    except ValueError:
+        found = math.nan
+    if not found >= least:
+        name = "an integer" if kind is int else "a number"
+        message = f"must be {name} of at least {least}, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return found
+
+
+def every(text: str) -> Every:
+    """Return a number of updates, or a time."""
+    if text[-1:] in _UNITS:
+        return Every(seconds=time(text))
+    return Every(updates=count(text))
+
+
+def time(text: str) -> float:
+    """Return the seconds of a time such as 90s, 5m or 1h."""
+    if text[-1:] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"must be such as 90s, 5m or 1h, got {text!r}")
+    return positive(text[:-1]) * _UNITS[text[-1]]
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """Return the widths of layers, which commas separate."""
+    return tuple(count(part) for part in text.split(","))
+
+
+def groups(text: str) -> Groups:
+    """Return lists of ranks: slashes separate lists, commas ranks."""
+    return [[whole(rank) for rank in group.split(",")] for group in text.split("/")]
+
+
+def straggler(text: str) -> tuple[int, float]:
+    """Return a rank and its delay in milliseconds."""
+    rank, colon, delay = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"must be RANK:MILLISECONDS, got {text!r}")
+    return whole(rank), number(delay, float, 0)
