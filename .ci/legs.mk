@@ -7,8 +7,8 @@ SIZES   := 4 3 2
 SINGLES := test-checks test-device test-1-openmpi test-1 test-newest-cupy \
            test-oldest-cupy test-unit
 
-# The longest legs come first. Make starts those that wait for an environment after all
-# others: so legs of Open MPI follow some of MPICH, and programs follow these.
+# The longest legs come first. Make passes over this list, and starts what waits for an
+# environment in the next pass only: so legs of MPICH come before those of Open MPI.
 .PHONY: all
 all: environments no-shared-memory-4 mpich-4 no-shared-memory-3 mpich-3 openmpi-4 \
      openmpi-3 programs-mpich programs-openmpi adapters single-test-checks \
@@ -16,21 +16,17 @@ all: environments no-shared-memory-4 mpich-4 no-shared-memory-3 mpich-3 openmpi-
      $(SINGLES:%=single-%) lint documentation shell-scripts
 
 # One after the other: all of them build the package in this directory.  Legs that need
-# the first ones only, and do not read that directory, begin meanwhile.
-.PHONY: environment-mpich environment-openmpi environments
+# the first one only, and do not read that directory, begin meanwhile.
+.PHONY: environment-mpich environments
 environment-mpich:
 	@leg "environment of MPICH" make venv
 
-environment-openmpi: environment-mpich
-	@leg "environment of Open MPI" make venv MPI=openmpi
-
-environments: environment-openmpi
+environments: environment-mpich
 	@leg "other environments" make environments
 
 $(SIZES:%=no-shared-memory-%) $(SIZES:%=mpich-%) hosts-mpich lint: environment-mpich
-$(SIZES:%=openmpi-%) hosts-openmpi: environment-openmpi
-programs-mpich programs-openmpi adapters documentation: environments
-$(SINGLES:%=single-%): environments
+programs-mpich programs-openmpi adapters documentation hosts-openmpi: environments
+$(SIZES:%=openmpi-%) $(SINGLES:%=single-%): environments
 
 programs-mpich:
 	@leg "MPICH, whole programs" make test-programs
