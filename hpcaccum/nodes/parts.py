@@ -21,7 +21,7 @@ from hpcaccum.nodes.transfer import (
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Mapping, Sequence
+    from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
@@ -142,7 +142,8 @@ class NodeParts:
         """Return the sum of vectors in parts of any nodes, divided by ``divisor``.
 
         The vectors of a node are added in their order, then the sums of the nodes in
-        the order of the nodes. Each node but this one sends one vector.
+        the order of the nodes. Each node but this one sends one vector, unless the
+        agent of this node has copies; if it is a thread of this rank, it is not asked.
 
         Args:
             places: The vectors, ordered by rank; at least one.
@@ -153,12 +154,16 @@ class NodeParts:
             copied: The ranks of whose vectors the agent of this node has copies.
 
         Returns:
-            A view of memory of this node, valid until the next sum of a rank of this
-            node.
+            An array, valid until the next sum of a rank of this node.
 
         Raises:
             WaitTimeoutError: If the other nodes take too long.
         """
+        nodes = self.by_node(places)
+        if self._agent.is_leader and all(
+            self._has(node, there, copied) for node, there in nodes.items()
+        ):
+            return self._sum_here(nodes.values(), count, dtype, divisor)
         self._sums += 1
         call = self._rank_inside, self._sums
         order, agent = (list(places), count, dtype.str), self._agent
@@ -173,6 +178,26 @@ class NodeParts:
             self._done.write(*call)
             raise
         return self._result[: count * dtype.itemsize].view(dtype)
+
+    def _sum_here(
+        self,
+        nodes: Iterable[Sequence[Place]],
+        count: int,
+        dtype: np.dtype[Any],
+        divisor: int,
+    ) -> Array:
+        """Do as the agent, by the thread that needs the sum."""
+        sums, out = [], np.empty(count, dtype)
+        with np.errstate(all="ignore"):
+            for places in nodes:
+                vectors = [self.view(place, count, dtype) for place in places]
+                if len(vectors) > 1:
+                    total = np.empty(count, dtype)
+                    add_in_order(vectors, total)
+                    vectors = [total]
+                sums += vectors
+            add_in_order(sums, out, divisor)
+        return out
 
     def _missing(self) -> str:
         """Return whose sum the agent of this node waits for; its own if for none."""
