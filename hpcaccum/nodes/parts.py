@@ -143,7 +143,8 @@ class NodeParts:
 
         The vectors of a node are added in their order, then the sums of the nodes in
         the order of the nodes. Each node but this one sends one vector, unless the
-        agent of this node has copies; if it is a thread of this rank, it is not asked.
+        agent of this node has copies. If nothing is sent, and the agent is a thread of
+        this rank, this call adds the vectors itself.
 
         Args:
             places: The vectors, ordered by rank; at least one.
