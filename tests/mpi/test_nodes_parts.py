@@ -253,16 +253,18 @@ def test_the_agent_of_the_own_node_is_named_if_it_does_nothing(
     same_bits(at(-1, total, parts, [(0, 0)]), expected(group, [0]))
 
 
-def test_a_leader_asks_nobody_for_what_it_has(make, held, group, rank, pieces):
+def test_a_leader_asks_nobody_for_what_it_has(make, held, group, rank, size, pieces):
     parts, last = make(), group.nodes[-1]
     fill(parts, rank)
+    others = {*range(size)} - {*last}
     if rank == last[0]:
-        parts.keep((0, 0), values(0).tobytes())
+        for each in others:
+            parts.keep((each, 0), values(each).tobytes())
     with held:  # its agent
         if rank == last[0]:
-            places = [(each, 0) for each in (0, *last)]
-            found = parts.sum(places, COUNT, F8, 2, Deadline(WAIT, "test"), copied=[0])
-            same_bits(found, expected(group, {0, *last}, divisor=2))
+            places = [(each, 0) for each in range(size)]
+            found = parts.sum(places, COUNT, F8, 2, Deadline(WAIT, "test"), others)
+            same_bits(found, expected(group, range(size), divisor=2))
 
 
 def test_views_outlive_the_parts(group, rank):
