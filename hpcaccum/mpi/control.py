@@ -18,6 +18,7 @@ said twice does no harm.
 
 from __future__ import annotations
 
+import pickle
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -62,7 +63,10 @@ class Track:
 
 
 class _Call(NamedTuple):
-    """A rank has entered exchange ``number``, after its complete calls by track."""
+    """A rank has entered exchange ``number``, after its complete calls by track.
+
+    Its value is pickled in a message.
+    """
 
     number: int
     what: str
@@ -94,10 +98,10 @@ class _GaveUp(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The values of all ranks in an exchange."""
+    """The values of all ranks in an exchange, pickled."""
 
     number: int
-    values: list[Any]
+    values: bytes
 
 
 class _Failure(NamedTuple):
@@ -268,6 +272,8 @@ class ControlChannel:
             DisagreementError: On every rank that waits, if some wait in another call.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on every rank that waits,
                 and on those that make the call later; names the missing ranks.
+            TypeError: If rank 0 cannot unpickle a value; on the other ranks, a
+                WaitTimeoutError says so.
         """
         if self._size == 1:
             return [value]
@@ -297,10 +303,19 @@ class ControlChannel:
     def _answer_all(self, call: _Call) -> tuple[list[Any], list[Any]]:
         """Send the answer; return the values, and the requests."""
         with self._lock:
-            values = [call.value, *(self._calls[r].value for r in range(1, self._size))]
-            sent = self._mailbox.send(self._others, _Answer(call.number, values))
+            values = [call.value, *(self._value_of(rank, call) for rank in self._others)]
+            answer = _Answer(call.number, pickle.dumps(values))
+            sent = self._mailbox.send(self._others, answer)
             self._end()
         return values, sent
+
+    def _value_of(self, rank: int, call: _Call) -> Any:
+        try:
+            return pickle.loads(self._calls[rank].value)
+        except Exception as error:
+            raise TypeError(
+                f"{call.what}: rank 0 cannot unpickle the value of rank {rank}: {error}"
+            ) from error
 
     def _all_entered(self, call: _Call) -> bool | None:
         """Return True when all ranks have made the call; raise if one never will."""
@@ -336,8 +351,10 @@ class ControlChannel:
         try:
             # From now on this rank must make the call, or say that it gave up.
             self._number = call.number
+            # A message that cannot be unpickled would never leave the mailbox.
+            message = call._replace(value=pickle.dumps(call.value))
             with self._lock:
-                self._mailbox.send([0], call)
+                self._mailbox.send([0], message)
             return deadline.wait(
                 lambda: self._answered(call), lambda: "rank 0 to answer"
             )
@@ -370,7 +387,7 @@ class ControlChannel:
             self._receive_all()
             if self._answer is not None and self._answer.number == call.number:
                 values, self._answer = self._answer.values, None
-                return values
+                return pickle.loads(values)  # type: ignore[no-any-return]
             if failure := self._failed(call):
                 raise failure.kind(failure.text)
             return None

@@ -220,6 +220,38 @@ def test_agreement_returns_what_was_checked(comm, rank):
 
 
 @pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("owner", [0, 1])
+def test_value_of_an_unknown_class_fails_in_one_exchange(
+    comm, rank, size, owner, monkeypatch
+):
+    class Known:
+        """Known to its owner only."""
+
+    group = Group.of(comm)
+    value: object = rank
+    if rank == owner:
+        Known.__qualname__ = "Known"
+        monkeypatch.setitem(globals(), "Known", Known)
+        value = Known()
+    try:
+        group.allgather(value, "first")
+    except (AttributeError, TypeError, hpc.WaitTimeoutError) as error:
+        found = str(error)
+    else:
+        found = "nothing"
+
+    said = meet(found)
+    if owner == 0:
+        assert said[0] == "nothing"
+        assert all("Can't get attribute 'Known'" in each for each in said[1:])
+    else:
+        text = "first: rank 0 cannot unpickle the value of rank 1: Can't get attribute"
+        assert said[0].startswith(text)
+        assert all(f"rank 0 gave up: {text}" in each for each in said[1:])
+    assert group.allgather(rank, "second") == list(range(size))
+
+
+@pytest.mark.ranks(min=2)
 def test_attributes_of_an_object_are_compared(comm, rank):
     with pytest.raises(hpc.DisagreementError, match="opening: b must be the same"):
         Group.of(comm).agree("opening", lambda: SimpleNamespace(a=1, b=rank))
