@@ -21,10 +21,18 @@ from __future__ import annotations
 import pickle
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import DisagreementError, WaitTimeoutError, format_ranks
+from hpcaccum.mpi.control_messages import (
+    Answer,
+    Call,
+    Failure,
+    GaveUp,
+    Report,
+    Seen,
+)
 from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.shutdown import is_ending
 from hpcaccum.mpi.tags import Tag
@@ -62,61 +70,6 @@ class Track:
         return f"{self.what} {self.calls + 1}"
 
 
-class _Call(NamedTuple):
-    """A rank has entered exchange ``number``, after its complete calls by track.
-
-    Its value is pickled in a message.
-    """
-
-    number: int
-    what: str
-    ending: bool
-    value: Any
-    complete: dict[int, int]
-
-    def __str__(self) -> str:
-        return self.what + (" (at the end of its program)" if self.ending else "")
-
-
-class _Report(NamedTuple):
-    """A rank waits in call ``number`` of a track; in none if that is track 0."""
-
-    track: int
-    number: int
-    what: str
-    complete: dict[int, int]
-
-    def __str__(self) -> str:
-        return self.what
-
-
-class _GaveUp(NamedTuple):
-    """A rank has stopped waiting for the answer to an exchange."""
-
-    number: int
-    reason: str
-
-
-class _Answer(NamedTuple):
-    """The values of all ranks in an exchange, pickled."""
-
-    number: int
-    values: bytes
-
-
-class _Failure(NamedTuple):
-    """Exchange ``number`` has failed on all ranks, as have calls of these tracks."""
-
-    number: int
-    tracks: tuple[int, ...]
-    kind: type[Exception]
-    text: str
-
-
-class _Seen(NamedTuple):
-    """Rank 0 has received a report; the rank may send the next one."""
-
-
 class ControlChannel:
     """The exchanges of one group, and its tracks. Used by its `Group`.
 
@@ -135,13 +88,13 @@ class ControlChannel:
         # Several threads of a rank may wait in different calls.
         self._lock = threading.RLock()
         # On rank 0: the last messages of each rank.
-        self._calls: dict[int, _Call] = {}
-        self._reports: dict[int, _Report] = {}
-        self._gave_up: dict[int, _GaveUp] = {}
+        self._calls: dict[int, Call] = {}
+        self._reports: dict[int, Report] = {}
+        self._gave_up: dict[int, GaveUp] = {}
         # On the other ranks: the last answer, and failures by exchange and by track.
-        self._answer: _Answer | None = None
-        self._failures: dict[int, _Failure] = {}
-        self._lost: dict[int, _Failure] = {}
+        self._answer: Answer | None = None
+        self._failures: dict[int, Failure] = {}
+        self._lost: dict[int, Failure] = {}
         # The call that this rank has reported, and whether that is still in flight.
         self._reported, self._unseen = (0, 0), False
 
@@ -185,7 +138,7 @@ class ControlChannel:
         """Withdraw the report that this rank waits in the next call of a track."""
         with self._lock:
             if self._reported == (track.number, track.calls + 1):
-                self._mailbox.send([0], _Report(0, 0, "", {}))
+                self._mailbox.send([0], Report(0, 0, "", {}))
                 # The same call may be made, and reported, again.
                 self._reported = 0, 0
 
@@ -195,7 +148,7 @@ class ControlChannel:
         place = track.number, track.calls + 1
         if self._unseen or early or self._reported == place:
             return
-        report = _Report(*place, str(track), self._complete_calls())
+        report = Report(*place, str(track), self._complete_calls())
         # Before it is sent, as `depart` may withdraw one that was not, but must
         # withdraw one that was. That is seen, too.
         self._reported, self._unseen = place, True
@@ -227,7 +180,7 @@ class ControlChannel:
             tracks = {track.number, *(report.track for report in waiting.values())}
             self._fail(str(track), places | waiting, tracks)
 
-    def _impossible(self) -> dict[int, _Report]:
+    def _impossible(self) -> dict[int, Report]:
         """Return the calls of ranks that wait for this thread, which has not made them.
 
         Only this thread makes them, and it waits in another call.
@@ -280,10 +233,10 @@ class ControlChannel:
         deadline = Deadline(None, what)
         with self._lock:
             places = self._complete_calls()
-            call = _Call(self._number + 1, what, is_ending(), value, places)
+            call = Call(self._number + 1, what, is_ending(), value, places)
         return (self._ask if self._rank else self._collect)(call, deadline)
 
-    def _collect(self, call: _Call, deadline: Deadline) -> list[Any]:
+    def _collect(self, call: Call, deadline: Deadline) -> list[Any]:
         try:
             # From now on this rank must answer, or say that it gave up.
             self._number = call.number
@@ -300,16 +253,19 @@ class ControlChannel:
         )
         return values
 
-    def _answer_all(self, call: _Call) -> tuple[list[Any], list[Any]]:
+    def _answer_all(self, call: Call) -> tuple[list[Any], list[Any]]:
         """Send the answer; return the values, and the requests."""
         with self._lock:
-            values = [call.value, *(self._value_of(rank, call) for rank in self._others)]
-            answer = _Answer(call.number, pickle.dumps(values))
+            values = [
+                call.value,
+                *(self._value_of(rank, call) for rank in self._others),
+            ]
+            answer = Answer(call.number, pickle.dumps(values))
             sent = self._mailbox.send(self._others, answer)
             self._end()
         return values, sent
 
-    def _value_of(self, rank: int, call: _Call) -> Any:
+    def _value_of(self, rank: int, call: Call) -> Any:
         try:
             return pickle.loads(self._calls[rank].value)
         except Exception as error:
@@ -317,7 +273,7 @@ class ControlChannel:
                 f"{call.what}: rank 0 cannot unpickle the value of rank {rank}: {error}"
             ) from error
 
-    def _all_entered(self, call: _Call) -> bool | None:
+    def _all_entered(self, call: Call) -> bool | None:
         """Return True when all ranks have made the call; raise if one never will."""
         with self._lock:
             self._receive_all()
@@ -339,15 +295,15 @@ class ControlChannel:
                 self._fail(str(call), others | waiting, tracks)
             return len(present) == self._size - 1 or None
 
-    def _present(self, call: _Call) -> dict[int, _Call]:
+    def _present(self, call: Call) -> dict[int, Call]:
         return {r: c for r, c in self._calls.items() if c.number == call.number}
 
-    def _absent(self, call: _Call) -> str:
+    def _absent(self, call: Call) -> str:
         # If no other is missing, one of them gave up before this rank made the call.
         missing = set(range(1, self._size)) - set(self._present(call)) or {0}
         return f"{format_ranks(missing)} of {self._size} to make the same call"
 
-    def _ask(self, call: _Call, deadline: Deadline) -> list[Any]:
+    def _ask(self, call: Call, deadline: Deadline) -> list[Any]:
         try:
             # From now on this rank must make the call, or say that it gave up.
             self._number = call.number
@@ -362,13 +318,13 @@ class ControlChannel:
             if self._failed(call):
                 raise
             with self._lock:
-                gave_up = _GaveUp(call.number, type(error).__name__)
+                gave_up = GaveUp(call.number, type(error).__name__)
                 self._mailbox.send([0], gave_up)
             if not isinstance(error, WaitTimeoutError):
                 raise
             return self._last_look(call, error)
 
-    def _last_look(self, call: _Call, error: WaitTimeoutError) -> list[Any]:
+    def _last_look(self, call: Call, error: WaitTimeoutError) -> list[Any]:
         """Return the answer if it arrives soon.
 
         Otherwise raise the error of rank 0, which names the missing ranks, or ``error``
@@ -381,7 +337,7 @@ class ControlChannel:
             known = late if self._failed(call) else error
         raise known from None
 
-    def _answered(self, call: _Call) -> list[Any] | None:
+    def _answered(self, call: Call) -> list[Any] | None:
         """Return the answer of rank 0 if it has arrived; raise it if it is an error."""
         with self._lock:
             self._receive_all()
@@ -392,7 +348,7 @@ class ControlChannel:
                 raise failure.kind(failure.text)
             return None
 
-    def _failed(self, call: _Call) -> _Failure | None:
+    def _failed(self, call: Call) -> Failure | None:
         return self._failures.get(call.number)
 
     def _spread(self, error: BaseException, tracks: set[int]) -> None:
@@ -402,7 +358,7 @@ class ControlChannel:
         if not isinstance(error, DisagreementError):
             kind, text = WaitTimeoutError, f"rank 0 gave up: {text}"
         with self._lock:
-            failure = _Failure(self._number, tuple(tracks), kind, text)
+            failure = Failure(self._number, tuple(tracks), kind, text)
             self._mailbox.send(self._others, failure)
             self._end()
 
@@ -419,22 +375,22 @@ class ControlChannel:
 
     def _note(self, source: int, message: Any) -> None:
         """Store a message, and discard what it supersedes; twice does no harm."""
-        if isinstance(message, _Answer):
+        if isinstance(message, Answer):
             self._answer = message
-        elif isinstance(message, _Failure):
+        elif isinstance(message, Failure):
             self._failures[message.number] = message
             self._lost |= dict.fromkeys(message.tracks, message)
-        elif isinstance(message, _Seen):
+        elif isinstance(message, Seen):
             self._unseen = False
         else:
             self._note_place(source, message)
 
-    def _note_place(self, source: int, message: _Call | _Report | _GaveUp) -> None:
+    def _note_place(self, source: int, message: Call | Report | GaveUp) -> None:
         self._reports.pop(source, None)
-        if isinstance(message, _Report):
+        if isinstance(message, Report):
             self._reports[source] = message
-            self._mailbox.send([source], _Seen())
-        elif isinstance(message, _GaveUp):
+            self._mailbox.send([source], Seen())
+        elif isinstance(message, GaveUp):
             self._gave_up[source] = message
         elif message.number > self._ended:
             self._calls[source] = message

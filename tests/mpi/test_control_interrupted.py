@@ -10,7 +10,8 @@ from mpi4py import MPI
 
 from hpcaccum.errors import DisagreementError, WaitTimeoutError
 from hpcaccum.mpi import Freeable, heartbeat
-from hpcaccum.mpi.control import ControlChannel, Track, _Seen
+from hpcaccum.mpi.control import ControlChannel, Track
+from hpcaccum.mpi.control_messages import Seen
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.progress import ProgressThread
@@ -195,7 +196,7 @@ def catch_up(control: ControlChannel) -> None:
     """Let rank 0 receive what rank 1 has sent. Collective."""
     # Of all messages only this one leaves the reports alone.
     if MPI.COMM_WORLD.rank == 1:
-        control._mailbox.send([0], _Seen())
+        control._mailbox.send([0], Seen())
     if MPI.COMM_WORLD.rank == 0:
         control._unseen = True
         until(lambda: control._receive_all() or not control._unseen)
