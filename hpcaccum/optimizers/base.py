@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, SupportsFloat
 
@@ -200,6 +201,16 @@ class Optimizer(abc.ABC):
 
     def _release(self) -> None:  # noqa: B027
         """Free memory that the next update would allocate again."""
+
+    def _prepared(self, rate: float | None, pairs: Pairs) -> Callable[[], object]:
+        """Return what applies gradients to the center; change nothing, but maybe raise.
+
+        Args:
+            rate: The learning rate of the host of several servers; None if each server
+                finds its own.
+            pairs: As for `apply_gradients`.
+        """
+        return functools.partial(self.apply_gradients, pairs)
 
     def _changed_options(self) -> Any:
         """Return the options that have changed since the last call; None if none have.

@@ -10,10 +10,10 @@ from hpcaccum.optimizers.variable import Variable
 from hpcaccum.server import joined
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.optimizers.checks import Array, Pairs
     from hpcaccum.optimizers.flat_rule import FlatRule
     from hpcaccum.optimizers.snapshot import Key, Parts
     from hpcaccum.server import ParameterServer
@@ -72,13 +72,12 @@ class Center:
         """Begin to make updates."""
         self._server.start(self._update, rate=self._shared_rate, answer=self._answer)
 
-    def _update(self, grads: Mapping[str, Array], rate: float | None) -> None:
-        """Apply gradients at the learning rate of another rank, if there is one."""
-        pairs = [(grad, self._variables[name]) for name, grad in grads.items()]
-        if rate is not None and isinstance(self._inner, Rule):
-            self._inner._apply_at(rate, pairs)
-        else:
-            self._inner.apply_gradients(pairs)
+    def _update(
+        self, grads: Mapping[str, Array], rate: float | None
+    ) -> Callable[[], object]:
+        """Return what applies gradients, at the learning rate of the host if given."""
+        pairs: Pairs = [(grad, self._variables[name]) for name, grad in grads.items()]
+        return self._inner._prepared(rate, pairs)
 
     def _shared_rate(self) -> float | None:
         """Return the learning rate for all servers; None if each of them finds it.

@@ -32,7 +32,7 @@ class FlatRule:
     def set_variables(
         self, variables: Sequence[Variable], slots: Mapping[str, Mapping[str, Array]]
     ) -> None:
-        """Let the rule keep its slots in given arrays; on the rank that calls `begin`.
+        """Let the rule keep its slots in given arrays; on the rank that counts updates.
 
         Args:
             variables: All that an update changes.
@@ -46,14 +46,17 @@ class FlatRule:
         """Move the slots to memory of their own, before the arrays are freed."""
         self._rule._move(self._variables)
 
-    def begin(self) -> tuple[float, ...] | None:
-        """Count an update of all variables; return its numbers.
+    def numbers(self) -> tuple[float, ...] | None:
+        """Return the numbers of the next update of all variables.
 
         Returns:
-            None, and nothing is counted, if the variables have had different numbers of
-            updates.
+            None if the variables have had different numbers of updates.
         """
-        return self._rule._begin(self._variables)
+        return self._rule._next_numbers(self._variables)
+
+    def count(self) -> None:
+        """Count an update of all variables."""
+        self._rule._count(self._variables)
 
     def update(
         self,

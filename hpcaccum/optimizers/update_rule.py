@@ -7,8 +7,9 @@ on a device are updated by `device_update`.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.base import Optimizer, count_step
 from hpcaccum.optimizers.checks import (
     Array,
+    Pairs,
     PairsLike,
     Variables,
     check_global_step,
@@ -228,15 +230,24 @@ class Rule(Optimizer):
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
-        self._apply_at(None, [(grad, var) for grad, var in pairs if grad is not None])
+        self._change(None, pairs)()
         count_step(global_step)
 
-    def _apply_at(
-        self, rate: float | None, given: Sequence[tuple[Gradient, Variable]]
-    ) -> None:
-        """Update variables at a learning rate; by default, its own."""
+    def _prepared(self, rate: float | None, pairs: Pairs) -> Callable[[], object]:
+        if not self.elementwise:
+            return super()._prepared(rate, pairs)
+        return self._change(rate, pairs)
+
+    def _change(self, rate: float | None, pairs: Pairs) -> Callable[[], None]:
+        """Return what updates variables at a learning rate; by default, its own."""
+        given = [(grad, var) for grad, var in pairs if grad is not None]
         if rate is None:
             rate = self._rate.at(lambda: self._updates(given))
+        return functools.partial(self._apply_at, rate, given)
+
+    def _apply_at(
+        self, rate: float, given: Sequence[tuple[Gradient, Variable]]
+    ) -> None:
         updates = [(grad, self._state(var)) for grad, var in given]
         on_device: Any = [update for update in updates if update[1].on_device]
         if len(on_device) < len(updates):
@@ -293,18 +304,19 @@ class Rule(Optimizer):
         """Keep the slots of a variable in arrays that have their initial values."""
         self._made[variable] = State(variable, self._name, slots)
 
-    def _begin(self, variables: Sequence[Variable]) -> tuple[float, ...] | None:
-        """Count an update of variables; see `FlatRule.begin`."""
-        # They become visible with the first update, after the learning rate is found.
+    def _next_numbers(self, variables: Sequence[Variable]) -> tuple[float, ...] | None:
+        """Return the numbers of the next update; see `FlatRule.numbers`."""
         states = [self._states.get(each) or self._made[each] for each in variables]
         earlier = {state.updates for state in states}
         if len(earlier) != 1:
             return None
         step = earlier.pop()
-        numbers = self._numbers(self._rate.at(lambda: step), step + 1)
+        return self._numbers(self._rate.at(lambda: step), step + 1)
+
+    def _count(self, variables: Sequence[Variable]) -> None:
+        """Count an update of variables; the first makes their state visible."""
         for variable in variables:
             self._state(variable).count()
-        return numbers
 
     def _move(self, variables: Sequence[Variable]) -> None:
         """Move the slots of variables to memory of their own."""

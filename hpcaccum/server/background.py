@@ -21,30 +21,35 @@ class Background:
     # The number of the last change that has begun, and of the last one made.
     _begun = _made = -1
 
-    def _make_once(self, number: int, change: Callable[[], bool]) -> bool:
+    def _make_once(
+        self, number: int, prepare: Callable[[], Callable[[], object] | None]
+    ) -> bool:
         """Make a change of the center, unless `run` made it before an interruption.
 
         Args:
             number: Of the change; each one has a greater one.
-            change: Returns False if it changes nothing.
+            prepare: Changes nothing and may raise; returns what makes the change, or
+                None if that cannot be made.
 
         Returns:
-            What ``change`` returns.
+            Whether the change is made.
 
         Raises:
-            RuntimeError: If the change was interrupted.
+            RuntimeError: If the change has begun before, and failed.
         """
         if self._made == number:
             return True
         if self._begun == number:
             raise RuntimeError(
-                "an update was interrupted while it changed the parameters, which are "
-                "neither the old nor the new ones now: continue from a checkpoint"
+                "an update failed or was interrupted while it changed the parameters, "
+                "which are neither the old nor the new ones now: continue from a "
+                "checkpoint"
             )
-        self._begun = number
-        if not change():
-            self._begun = -1
+        change = prepare()
+        if change is None:
             return False
+        self._begun = number
+        change()
         self._made = number
         return True
 

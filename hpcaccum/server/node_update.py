@@ -11,6 +11,7 @@ Which rank works on a piece changes no bit of the result.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from hpcaccum.summation import add_at_once
 from hpcaccum.worker_threads import run_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from hpcaccum.deadline import Deadline
@@ -59,13 +60,15 @@ class ElementwiseRule(Protocol):
 
     slots: Mapping[str, float]
 
-    def begin(self) -> Sequence[float] | None:
-        """Count an update of all variables; return its numbers. The root only.
+    def numbers(self) -> Sequence[float] | None:
+        """Return the numbers of the next update of all variables. The root only.
 
         Returns:
-            At most 4 numbers; None, and nothing is counted, if the variables have had
-            different numbers of updates.
+            At most 4; None if the variables have had different numbers of updates.
         """
+
+    def count(self) -> None:
+        """Count an update of all variables. The root only."""
 
     def update(
         self,
@@ -160,8 +163,10 @@ class NodeUpdate:
         pairs = zip(self._rule.slots, self._slots, strict=True)
         return {slot: self._layout.views(vector) for slot, vector in pairs}
 
-    def apply(self, batch: Batch, copy: Array, deadline: Deadline) -> bool:
-        """Make an update of all variables, and write it to a copy; the root only.
+    def prepare(
+        self, batch: Batch, copy: Array, deadline: Deadline
+    ) -> Callable[[], None] | None:
+        """Return what updates all variables, and writes them to a copy; the root only.
 
         Args:
             batch: The gradients, on this node.
@@ -169,15 +174,21 @@ class NodeUpdate:
             deadline: Of the call.
 
         Returns:
-            False if the rule cannot update all variables alike; nothing is changed.
+            None if the rule cannot update all variables alike.
         """
-        numbers = self._rule.begin()
+        numbers = self._rule.numbers()
         if numbers is None:
-            return False
+            return None
+        return functools.partial(self._apply, batch, copy, deadline, numbers)
+
+    def _apply(
+        self, batch: Batch, copy: Array, deadline: Deadline, numbers: Sequence[float]
+    ) -> None:
+        self._rule.count()
         if self._pieces == 1:
             # Too short to share.
             self._work_on(0, self._update(batch, copy, numbers))
-            return True
+            return
         self._announce(batch, numbers)
         self._start(self._threads - 1)
         self._work()
@@ -185,7 +196,6 @@ class NodeUpdate:
             lambda: self._words.read(_DONE) == self._pieces or None,
             lambda: "ranks of this node that work on the update",
         )
-        return True
 
     def _announce(self, batch: Batch, numbers: Sequence[float]) -> None:
         places = [number for place in batch.places for number in place]

@@ -228,9 +228,10 @@ class ParameterServer(Client):
 
         Args:
             update: Gets the gradients by name, without those that no rank submitted;
-                changes the arrays in `center`. The gradient of a sparse variable is an
-                `IndexedSlices`, and the update may change these rows only. One of
-                several servers gets the result of ``rate``, too.
+                returns a function that changes the arrays in `center`. The gradient of
+                a sparse variable is an `IndexedSlices`, and the function may change
+                these rows only. One of several servers gets the result of ``rate``,
+                too.
             rate: Returns the learning rate of the next update, called on the root of
                 several servers; None if each of them finds it.
             answer: Answers a question that the root asks all of several servers, and

@@ -32,7 +32,8 @@ class ShardLoop(Background):
 
     Attributes:
         center: Name to array: the part's.
-        update: Called with the gradients and the learning rate of the host, if any.
+        update: Called with the gradients and the learning rate of the host, if any;
+            returns what changes the center.
         answer: Called with a question of the host; returns the answer.
     """
 
@@ -60,18 +61,23 @@ class ShardLoop(Background):
             number, kind, word, buffer = order
             if kind == UPDATE:
                 gradients = self._server.gradients[buffer]
-                update = functools.partial(self._make_update, gradients, rate_of(word))
-                self._make_once(number, update)
+                prepare = functools.partial(self._prepare, gradients, rate_of(word))
+                self._make_once(number, prepare)
             elif kind == ANSWER:
                 self._parameters.answer(self.answer, word)
             # First: an interruption in between must not have it carried out again.
             self._number, self._kind = number, kind
             self._parameters.done(number)
 
-    def _make_update(self, gradients: Array, rate: float | None) -> bool:
+    def _prepare(self, gradients: Array, rate: float | None) -> Callable[[], None]:
+        """Return what updates the part, and does nothing without gradients."""
         assert self.update is not None
-        shard, part = self._server.shard, self._server.part
-        if grads := shard.read_gradients(gradients):
-            self.update(grads, rate)
-            shard.write_parameters(self.center, part)
-        return True
+        grads = self._server.shard.read_gradients(gradients)
+        return functools.partial(
+            self._make, self.update(grads, rate) if grads else None
+        )
+
+    def _make(self, change: Callable[[], object] | None) -> None:
+        if change is not None:
+            change()
+            self._server.shard.write_parameters(self.center, self._server.part)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from hpcaccum.server.wire_format import WireFormat
 
     # Gets gradients by name, arrays or `IndexedSlices`; and a learning rate, or None
-    # for the optimizer's own.
-    Update = Callable[[dict[str, Any], float | None], None]
+    # for the optimizer's own. Returns what changes the center.
+    Update = Callable[[dict[str, Any], float | None], Callable[[], object]]
 
 Array = np.ndarray[Any, Any]
 
@@ -157,7 +157,7 @@ class UpdateLoop(Loop):
         if together is None or not self._wire.is_complete(batch):
             return False
         return self._make_once(
-            batch.step + 1, lambda: together.apply(batch, flat, deadline)
+            batch.step + 1, lambda: together.prepare(batch, flat, deadline)
         )
 
     def _update_alone(self, batch: Batch, deadline: Deadline) -> None:
@@ -171,13 +171,8 @@ class UpdateLoop(Loop):
         arrays = self._wire.read_gradients(total)
         # First: an update that fails has changed some of them.
         self._copies.note({name: each.indices for name, each in rows.items()})
-        if grads := {**arrays, **rows}:
-            self._make_once(batch.step + 1, lambda: self._call_update(grads))
-
-    def _call_update(self, grads: dict[str, Any]) -> bool:
-        assert self.update is not None
-        self.update(grads, None)
-        return True
+        if (grads := {**arrays, **rows}) and (update := self.update) is not None:
+            self._make_once(batch.step + 1, lambda: update(grads, None))
 
     def _total(self, batch: Batch, deadline: Deadline) -> Array:
         """Return the sum of the arrays of a batch, which may be changed."""

@@ -16,7 +16,7 @@ from hpcaccum.torch.rows import gradient_of, needs_for_rows
 from hpcaccum.torch.tensors import CPU, array_of, tensor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from hpcaccum.optimizers.snapshot import Key, Parts
 
@@ -149,6 +149,10 @@ class TorchRule(Optimizer):
         target.optimizer.step()
         for tensor in target.tensors.values():
             tensor.grad = None
+
+    def _prepared(self, rate: float | None, pairs: Any) -> Callable[[], object]:
+        self.check_options(self._own.optimizer.param_groups)
+        return super()._prepared(rate, pairs)
 
     def _needs_for_rows(self) -> str | None:
         return self._needs(self._own.optimizer.param_groups)

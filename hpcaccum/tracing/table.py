@@ -112,7 +112,7 @@ TABLE = (
     Traced(Taker, "take", "take"),
     Traced(BoundedStalenessInbox, "next", "take", _step),
     Traced(Loop, "_make_in_turn", "update", lambda args, _: {"step": args[2].step + 1}),
-    Traced(ShardLoop, "_make_update", "update"),
+    Traced(ShardLoop, "_make", "update"),
     Traced(NodeUpdate, "_work", "update"),
     Traced(Rule, "apply_gradients", "update"),
     Traced(NodeParts, "sending", "send", _receiver, steps),

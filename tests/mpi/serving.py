@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,9 +59,12 @@ def start(
 
     def update(
         grads: dict[str, np.ndarray[Any, Any]], rate: float | None = None
-    ) -> None:
-        for name, grad in grads.items():
-            server.center[name] -= grad
+    ) -> Callable[[], None]:
+        def change() -> None:
+            for name, grad in grads.items():
+                server.center[name] -= grad
+
+        return change
 
     if server.is_root and updates:
         server.start(update)

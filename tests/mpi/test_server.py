@@ -441,9 +441,8 @@ def test_push_after_one_that_failed_waits_for_its_empty_update(comm, rank, monke
         monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     meet()
     if root:
-        server.start(
-            lambda grads, rate: np.subtract(server.center["w"], 1, server.center["w"])
-        )
+        center = server.center["w"]
+        server.start(lambda grads, rate: lambda: np.subtract(center, 1, center))
         train(server, [1])
     meet()
     found, tally = read(server, "w"), server.tally()

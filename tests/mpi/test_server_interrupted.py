@@ -118,24 +118,56 @@ def test_several_servers_make_an_update_once(group, where):
 def test_an_update_that_was_interrupted_is_not_begun_again():
     loop, changes = Background(), []
 
-    def change(result):
-        changes.append(result)
-        if result is None:
-            raise KeyboardInterrupt
-        return result
+    def interrupted():
+        changes.append("begun")
+        raise KeyboardInterrupt
 
-    assert loop._make_once(1, lambda: change(True))
-    assert loop._make_once(1, lambda: change(True))
-    assert not loop._make_once(2, lambda: change(False))
-    assert loop._make_once(2, lambda: change(True))
-    assert changes == [True, False, True]
+    def make(number, change):
+        return loop._make_once(number, lambda: change)
+
+    for _ in range(2):
+        assert make(1, lambda: changes.append(1))
+    # Neither has begun.
+    assert not make(2, None)
+    assert type(raised(loop._make_once, 2, lambda: [][0])) is IndexError
+    assert make(2, lambda: changes.append(2))
     with pytest.raises(KeyboardInterrupt):
-        loop._make_once(3, lambda: change(None))
-    error = raised(loop._make_once, 3, lambda: change(True))
+        make(3, interrupted)
+    error = raised(make, 3, lambda: changes.append(3))
 
     assert type(error) is RuntimeError
     assert "neither the old nor the new" in str(error)
-    assert changes == [True, False, True, None]
+    assert changes == [1, 2, "begun"]
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("elements", [2, 1 << 16])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_server_goes_on_after_an_error_of_the_learning_rate(
+    comm, rank, elements, wide
+):
+    failures = [ValueError("no rate")]
+
+    def rate():
+        if failures and rank == 0:
+            raise failures.pop()
+        return 0.5
+
+    variables = [hpc.Variable(np.zeros(elements, "f4"), "x")]
+    if wide:
+        # Without an update that all ranks of a node make together.
+        variables.append(hpc.Variable(np.zeros(1, "f8"), "y"))
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(rate), 1, comm=comm, dedicated=True)
+    opt.initialize(variables)
+    if rank == 0:
+        with pytest.raises(ValueError, match="no rate"):
+            opt.serve()
+        opt.serve()
+    elif rank == 1:
+        opt.apply_gradients([(np.ones_like(v.value), v) for v in variables])
+    opt.free()
+    assert opt.global_step == 1
+    same_bits(opt.center(variables[0]), np.full(elements, -0.5, "f4"))
 
 
 def test_slots_are_asked_for_again_after_an_interruption(group):

@@ -179,7 +179,7 @@ def test_a_last_update_that_takes_too_long_is_named(comm, rank, size, monkeypatc
     server, go = start(comm, updates=False), threading.Event()
     with monkeypatch.context() as patch:
         if rank == 0:
-            server.start(lambda grads, rate: go.wait(WAIT))
+            server.start(lambda grads, rate: lambda: go.wait(WAIT))
             server.push({"w": np.ones(3)}, 0)
             # The limit of this wait only: the other ranks may be late.
             loop, end = server._loop, server._loop.end

@@ -38,7 +38,7 @@ def watch_updates(opt, seen, before=lambda: None):
     def watched(grads, rate):
         before()
         seen.append(np.concatenate([each.ravel() for each in grads.values()]))
-        update(grads, rate)
+        return update(grads, rate)
 
     shard.update = watched
 
