@@ -199,10 +199,10 @@ class AccumulatorOnDevice(Freeable):
 
         deadline.wait(enough, missing)
 
-    def _begin_step(self, launch: Launch) -> None:
-        """Queue the launch that takes the sum; the next gradient overwrites it."""
+    def _begin_step(self, *calls: Launch) -> None:
+        """Make the calls that take the sum, such as a launch; count the step."""
         state = self._state
-        self._commit(state._replace(step=state.step + 1, accumulated=0), launch)
+        self._commit(state._replace(step=state.step + 1, accumulated=0), *calls)
 
     def _commit(self, after: _State, *calls: Launch) -> None:
         """Make calls, such as a launch, and set the state that follows from them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,15 +145,16 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
 
     def _reduce(self) -> tuple[Any, Any]:
         self._check_refused()
-        sizes = map(np.int64, (self._rows, self._width))
-        self._begin_step(
-            self._launch("mean_rows", self._rows, self._sum, self._counts, *sizes)
-        )
-        # Plain CuPy: a kernel would move as many bytes as this gather and scatter.
+        # Plain CuPy: a kernel would move as many bytes as this gather and scatter. All
+        # that may fail, such as an allocation, comes before the sum changes.
         rows = device.cupy().flatnonzero(self._counts)
-        means = self._sum[rows]
-        self._sum[rows] = 0
-        self._counts.fill(0)
+        means, counts = self._sum[rows], self._counts[rows]
+        sizes = map(np.int64, means.shape)
+        self._launch("mean_rows", len(rows), means, counts, *sizes)()
+        self._begin_step(
+            functools.partial(operator.setitem, self._sum, rows, 0),
+            functools.partial(self._counts.fill, 0),
+        )
         return rows, means
 
     def _launch(self, kernel: str, rows: int, *arguments: Any) -> Launch:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
+from hpcaccum.device import kernels
 
 INVALID = hpc.InvalidArgumentError
 WAIT = 60.0
@@ -59,6 +60,25 @@ def test_rows_are_forgotten_after_a_take(make):
 
     check(acc.take_grad(1, timeout=WAIT), [3], [8], make.dtype)
     assert (acc.global_step, acc.num_accumulated()) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(cupy, "flatnonzero"), (kernels, "kernel")]
+)
+def test_a_take_that_fails_changes_nothing(make, monkeypatch, owner, name):
+    def fail(*args):
+        raise MemoryError
+
+    acc = make()
+    apply(acc, make, [1, 3], [4, 5])
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(MemoryError):
+            acc.take_grad(1, timeout=WAIT)
+    assert (acc.global_step, acc.num_accumulated()) == (0, 1)
+    apply(acc, make, [1], [6])
+
+    check(acc.take_grad(2, timeout=WAIT), [1, 3], [5, 5], make.dtype)
 
 
 def test_stale_rows_are_dropped(make):
