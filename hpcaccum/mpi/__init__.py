@@ -18,6 +18,7 @@ from hpcaccum.mpi.lifetime import Freeable
 from hpcaccum.mpi.node_memory import NodeMemory
 from hpcaccum.mpi.progress import short_switch_interval
 from hpcaccum.mpi.region import Region
+from hpcaccum.mpi.requests import complete, keep
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.shutdown import (
     abort_job,
@@ -39,9 +40,11 @@ __all__ = [
     "Region",
     "Tag",
     "abort_job",
+    "complete",
     "cuda_awareness",
     "install_excepthook",
     "is_ending",
+    "keep",
     "launched_ranks",
     "report_and_abort",
     "short_switch_interval",

@@ -13,11 +13,10 @@ from hpcaccum.device import copyto, to_host
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import DisagreementError, format_ranks
 from hpcaccum.layout import Layout
+from hpcaccum.mpi import complete
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.variable import Variable
@@ -64,15 +63,11 @@ def broadcast(
         data = _bytes(buffer)
         for start in range(0, data.size, _CHUNK_BYTES):
             piece = data[start : start + _CHUNK_BYTES]
-            _wait(group.comm.Ibcast(piece, root), f"{what}: broadcast of {var.name!r}")
+            deadline = Deadline(None, f"{what}: broadcast of {var.name!r}")
+            begun = map(group.comm.Ibcast, (piece,), (root,))
+            complete(begun, deadline, lambda: "the other ranks of the group")
         if group.rank != root:
             copyto(var.value, buffer)
-
-
-def _wait(request: mpi4py_MPI.Request, what: str) -> None:
-    Deadline(None, what).wait(
-        lambda: request.Test() or None, lambda: "the other ranks of the group"
-    )
 
 
 def compare(

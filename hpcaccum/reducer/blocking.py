@@ -9,7 +9,6 @@ import numpy as np
 from hpcaccum.device import cupy
 from hpcaccum.mpi import MPI
 from hpcaccum.reducer.schedule import MessageSchedule
-from hpcaccum.reducer.signature import Agreement
 
 if TYPE_CHECKING:
     from hpcaccum.reducer.schedule import Call
@@ -28,7 +27,7 @@ class Blocking(MessageSchedule):
 
     def complete(self, call: Call) -> bool:
         """Wait for all ranks, then reduce all buckets."""
-        if not self._reached(Agreement(self._comm, call.signature)):
+        if not self._reached(self._compare(call.signature)):
             return False
         self._collect_all(call)
         return True
@@ -44,7 +43,7 @@ class Blocking(MessageSchedule):
         """Wait for all ranks, then sum the buffer in place."""
         # MPI does not know streams.
         cupy().cuda.get_current_stream().synchronize()
-        if not self._reached(Agreement(self._comm, signature)):
+        if not self._reached(self._compare(signature)):
             return False
         for bucket in self.buckets:
             self._comm.Allreduce(MPI.IN_PLACE, buffer[bucket])

@@ -11,7 +11,6 @@ import numpy as np
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import MPI
 from hpcaccum.reducer.schedule import MessageSchedule
-from hpcaccum.reducer.signature import Agreement
 from hpcaccum.reducer.two_shot import NodeSum
 from hpcaccum.summation import add_in_order
 
@@ -87,7 +86,7 @@ class Hierarchical(MessageSchedule):
         while self._sum.summed < len(self.buckets):
             self._sum.sum_next(1)
             self._send()
-        agreement = Agreement(self._comm, call.signature)
+        agreement = self._compare(call.signature)
         self._wait(lambda: self._peers.progress() and agreement.request.Test())
         # Inside a node all pass the same signature: `agreement` covers all nodes.
         self._sum.report(0)

@@ -13,7 +13,7 @@ from hpcaccum.device import NcclSum, card, cupy, nccl_library, unique_id
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import NodeMemory
 from hpcaccum.reducer.schedule import MessageSchedule
-from hpcaccum.reducer.signature import FAILED, Agreement
+from hpcaccum.reducer.signature import FAILED
 
 if TYPE_CHECKING:
     from hpcaccum.mpi import Group
@@ -71,11 +71,11 @@ class Nccl(MessageSchedule):
 
     def complete(self, call: Call) -> bool:
         """Compare the signatures of a call without arrays."""
-        return self._reached(Agreement(self._comm, call.signature))
+        return self._reached(self._compare(call.signature))
 
     def reduce_device(self, signature: int, buffer: Any) -> bool:
         """Wait for all ranks, then queue the sum of the buffer in place."""
-        if not self._reached(Agreement(self._comm, signature)):
+        if not self._reached(self._compare(signature)):
             return False
         failure = None
         try:
@@ -84,7 +84,7 @@ class Nccl(MessageSchedule):
         except Exception as error:
             failure = error
         mine = FAILED if failure else signature
-        if self._reached(Agreement(self._comm, mine)) and failure is None:
+        if self._reached(self._compare(mine)) and failure is None:
             return True
         self._abort(failure)
         if failure is not None:
@@ -165,10 +165,10 @@ class _Attempt:
 
     def result(self) -> NcclSum:
         """Wait for all ranks; return what sums, or raise on every rank."""
-        Deadline(None, f"{_WHAT}: connecting").wait(self._ended, self._missing)
         try:
+            Deadline(None, f"{_WHAT}: connecting").wait(self._ended, self._missing)
             self._group.raise_together(_WHAT, self._failure)
-        except RuntimeError:
+        except BaseException:
             if self._made is not None:
                 self._made.abort()
             raise

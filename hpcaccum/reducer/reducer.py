@@ -12,7 +12,7 @@ import numpy as np
 from hpcaccum.arguments import converted, one_of, step_number
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import Freeable, Group
+from hpcaccum.mpi import Freeable, Group, keep
 from hpcaccum.reducer import selection
 from hpcaccum.reducer.call_sequence import CallSequence
 from hpcaccum.reducer.device import DeviceExchange
@@ -354,8 +354,13 @@ class Reducer(Freeable):
         calls.track.thread = threading.get_ident()
         # Unless the call completes, other ranks may continue to use this rank's memory.
         calls.given_up = True
-        self._device.settle()
-        agreed = self._device.finish(call)
+        try:
+            self._device.settle()
+            agreed = self._device.finish(call)
+        except BaseException:
+            # So may MPI.
+            keep(self._schedule)
+            raise
         calls.given_up = False
         calls.track.calls += 1
         if self._started:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi import MPI
+from hpcaccum.mpi import MPI, complete
 from hpcaccum.row_sums import Rows, merged
 
 if TYPE_CHECKING:
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
 
 Array = np.ndarray[Any, Any]
-
-# What MPI reads and writes, by identity. After an exception it goes on with that, so it
-# must not be freed.
-_in_use: dict[int, tuple[Array, Array]] = {}
 
 
 def sum_rows(group: Group, rows: Mapping[str, Rows], what: str) -> dict[str, Rows]:
@@ -84,12 +80,10 @@ def _gather(
         return
     # A type of a whole row: MPI libraries before MPI-4 count in 32 bits.
     row = MPI.BYTE.Create_contiguous(own.shape[1] * own.itemsize).Commit()
-    _in_use[id(out)] = own, out
+    ends = [own, len(own), row], [out, numbers, row]
+    begun = map(group.comm.Iallgatherv, *zip(ends, strict=True))
     try:
-        request = group.comm.Iallgatherv([own, len(own), row], [out, numbers, row])
-        Deadline(None, what).wait(
-            lambda: request.Test() or None, lambda: "the rows of the other ranks"
-        )
+        deadline = Deadline(None, what)
+        complete(begun, deadline, lambda: "the rows of the other ranks", (own, out))
     finally:
         row.Free()
-    del _in_use[id(out)]

@@ -254,7 +254,7 @@ class MessageSchedule(Schedule):
 
     def complete(self, call: Call) -> bool:
         """Collect all buckets while the signatures are compared."""
-        agreement = Agreement(self._comm, call.signature)
+        agreement = self._compare(call.signature)
         self._collect_all(call)
         return self._reached(agreement)
 
@@ -263,6 +263,12 @@ class MessageSchedule(Schedule):
             self.collect(number)
             if call.reduced is not None:
                 call.reduced(number)
+
+    def _compare(self, number: int) -> Agreement:
+        """Begin to compare a number on all ranks."""
+        # Kept, as MPI goes on with its memory if this call is given up.
+        self._agreement = Agreement(self._comm, number)
+        return self._agreement
 
     def _reached(self, agreement: Agreement) -> bool:
         self._wait(agreement.request.Test)

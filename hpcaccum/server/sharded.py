@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import format_ranks
-from hpcaccum.mpi import AtomicWords, NodeMemory
+from hpcaccum.mpi import AtomicWords, NodeMemory, complete
 from hpcaccum.nodes import Agent
 from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.node_copy import NodeCopy
@@ -38,7 +39,7 @@ from hpcaccum.server.order_words import (
 from hpcaccum.server.shard import Server, Shard, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from hpcaccum.accumulator import Batch
     from hpcaccum.mpi import Group
@@ -151,16 +152,18 @@ class ShardedParameters(NodeCopy):
         Args:
             fill: Writes the vector; called on the host.
         """
-        comm, tag, sent = self._agent.comm, self._service.tag(PARAMETERS), []
+        comm, tag = self._agent.comm, self._service.tag(PARAMETERS)
+        begun: list[Iterator[Any]] = []
         if comm.rank == self._servers[0]:
             flat = np.empty(self.copies.size, self.copies.dtype)
             fill(flat)
-            for rank, shard in zip(self._servers, self.shards, strict=True):
-                sent.append(comm.Isend(flat[shard.part], rank, tag))
+            parts = [flat[shard.part] for shard in self.shards]
+            begun.append(map(comm.Isend, parts, self._servers, repeat(tag)))
         if comm.rank in self._servers:
             assert self.server is not None
-            sent.append(comm.Irecv(self.server.part, self._servers[0], tag))
-        self._end_start(sent)
+            part = self.server.part
+            begun.append(map(comm.Irecv, (part,), self._servers[:1], (tag,)))
+        self._end_start(chain.from_iterable(begun))
 
     def divide(
         self, arrays: Mapping[str, Mapping[str, Any]]
@@ -171,13 +174,19 @@ class ShardedParameters(NodeCopy):
             arrays: Of each variable, name to array or integer; used on the host.
         """
         # There are no questions yet; parameters may be on their way.
-        comm, tag, sent = self._agent.comm, self._service.tag(QUESTIONS), []
-        if comm.rank == self._servers[0]:
-            for rank, shard in zip(self._servers, self.shards, strict=True):
-                for name in self._names:
-                    sent.append(comm.isend(shard.pieces(name, arrays[name]), rank, tag))
-        mine = [self._message(tag) for _ in self._names if comm.rank in self._servers]
-        self._end_start(sent)
+        comm, tag = self._agent.comm, self._service.tag(QUESTIONS)
+        mine: list[Any] = []
+
+        def exchange() -> Iterator[Any]:
+            """Yield the requests of the host, and receive what a server gets."""
+            if comm.rank == self._servers[0]:
+                for rank, shard in zip(self._servers, self.shards, strict=True):
+                    for name in self._names:
+                        yield comm.isend(shard.pieces(name, arrays[name]), rank, tag)
+            if comm.rank in self._servers:
+                mine.extend(self._message(tag) for _ in self._names)
+
+        self._end_start(exchange())
         if self.server is None or not mine:
             return None
         names = self.server.shard.names
@@ -192,10 +201,11 @@ class ShardedParameters(NodeCopy):
         )
         return found.recv()
 
-    def _end_start(self, requests: list[Any]) -> None:
+    def _end_start(self, requests: Iterable[Any]) -> None:
         """Wait until what servers get from the host at the start has arrived."""
-        Deadline(None, f"{self._what}: start of servers").wait(
-            lambda: all(each.Test() for each in requests) or None,
+        complete(
+            requests,
+            Deadline(None, f"{self._what}: start of servers"),
             lambda: f"host rank {self._servers[0]} and the servers",
         )
 

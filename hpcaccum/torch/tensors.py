@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 from hpcaccum.device import on_stream, shared_array
 from hpcaccum.dtypes import BFLOAT16
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

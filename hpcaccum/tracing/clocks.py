@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi import MPI, Tag
+from hpcaccum.mpi import Tag, complete
 from hpcaccum.tracing.recorder import clock
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _ask(comm: mpi4py_MPI.Intracomm, rank: int) -> Offset:
 def _ask_once(comm: mpi4py_MPI.Intracomm, rank: int) -> Offset:
     answer, begun = np.empty(1), clock()
     question = comm.Isend(np.empty(0), rank, Tag.CLOCK)
-    _complete([question, comm.Irecv(answer, rank, Tag.CLOCK)], rank)
+    _wait([question, comm.Irecv(answer, rank, Tag.CLOCK)], rank)
     ended = clock()
     middle = (begun + ended) / 2
     return Offset(middle, float(answer[0]) - middle, (ended - begun) / 2)
@@ -80,12 +80,10 @@ def _ask_once(comm: mpi4py_MPI.Intracomm, rank: int) -> Offset:
 
 def _answer(comm: mpi4py_MPI.Intracomm, rank: int) -> None:
     for _ in range(_QUESTIONS):
-        _complete([comm.Irecv(np.empty(0), rank, Tag.CLOCK)], rank)
-        _complete([comm.Isend(np.array([clock()]), rank, Tag.CLOCK)], rank)
+        _wait([comm.Irecv(np.empty(0), rank, Tag.CLOCK)], rank)
+        _wait([comm.Isend(np.array([clock()]), rank, Tag.CLOCK)], rank)
 
 
-def _complete(requests: list[Any], rank: int) -> None:
-    Deadline(None, "trace: clocks of the nodes").wait(
-        lambda: MPI.Request.Testall(requests) or None,
-        lambda: f"rank {rank} to make the same call",
-    )
+def _wait(requests: list[Any], rank: int) -> None:
+    deadline = Deadline(None, "trace: clocks of the nodes")
+    complete(requests, deadline, lambda: f"rank {rank} to make the same call")

@@ -1,0 +1,65 @@
+"""Waits for requests of MPI, whose memory outlives a wait that fails.
+
+After an exception MPI goes on with the memory of a request. A request of mpi4py keeps
+an array that was passed as such, but not one of a list with counts and a datatype.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from hpcaccum.mpi.runtime import MPI
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from hpcaccum.deadline import Deadline
+
+_kept: list[object] = []
+# Requests that were given up, each with its memory.
+_given_up: list[tuple[list[Any], object]] = []
+# Two threads must not test a request at a time.
+_lock = threading.RLock()
+
+
+def keep(used: object) -> None:
+    """Keep an object until the program ends: MPI may still use its memory."""
+    _kept.append(used)
+
+
+def complete(
+    requests: Iterable[Any],
+    deadline: Deadline,
+    missing: Callable[[], str],
+    memory: object = None,
+) -> None:
+    """Wait until requests are complete.
+
+    Args:
+        requests: May be an iterator that begins them. If that is one of C, such as
+            ``map``, no signal handler comes between.
+        deadline: Of the call.
+        missing: As for `Deadline.wait`.
+        memory: What the requests use and do not keep.
+
+    Raises:
+        WaitTimeoutError: If it takes too long.
+    """
+    _free_given_up()
+    begun: list[Any] = []
+    try:
+        begun.extend(requests)
+        deadline.wait(lambda: MPI.Request.Testall(begun) or None, missing)
+    except BaseException:
+        with _lock:
+            _given_up.append((begun, memory))
+        raise
+
+
+def _free_given_up() -> None:
+    """Free the requests that are complete: until then their communicator is in use."""
+    if _given_up:
+        with _lock:
+            late = [each for each in _given_up if not MPI.Request.Testall(each[0])]
+            _given_up[:] = late
