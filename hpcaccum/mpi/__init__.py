@@ -15,6 +15,7 @@ from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import launched_ranks, slurm_plugin
 from hpcaccum.mpi.lifetime import Freeable
+from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.node_memory import NodeMemory
 from hpcaccum.mpi.progress import short_switch_interval
 from hpcaccum.mpi.region import Region
@@ -36,6 +37,7 @@ __all__ = [
     "Attempt",
     "Freeable",
     "Group",
+    "Mailbox",
     "NodeMemory",
     "Region",
     "Tag",

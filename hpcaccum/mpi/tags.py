@@ -1,4 +1,4 @@
-"""The tags of messages on the private communicator of a group."""
+"""The tags of messages on the private communicators of a group."""
 
 from __future__ import annotations
 
@@ -13,3 +13,4 @@ class Tag(IntEnum):
     HEARTBEAT = 2
     CLOCK = 3
     TRACE = 4
+    ARRIVAL = 5

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from hpcaccum.mpi import MPI
+from hpcaccum.mpi import Mailbox, Tag
 
 if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
@@ -29,11 +27,10 @@ class Arrivals:
 
     def __init__(self, group: Group) -> None:
         self._comm = group.comm.Dup()
+        self._mailbox = Mailbox(self._comm, Tag.ARRIVAL)
+        self._others = [rank for rank in range(group.size) if rank != group.rank]
         # The last call that each rank has announced.
         self._calls = [0] * group.size
-        # Messages received from each rank, and messages sent to each rank.
-        self._received, self._announced = [0] * group.size, 0
-        self._sent: list[Any] = []
 
     def announce(self, call: int, deadline: Deadline) -> None:
         """Send the number of this rank's call to all ranks, once, after a long wait."""
@@ -42,29 +39,19 @@ class Arrivals:
         if self._calls[rank] >= call or deadline.elapsed < min(_PATIENCE, limit / 4):
             return
         self._calls[rank] = call
-        word = np.array([call], np.int64)
-        others = [other for other in range(self._comm.size) if other != rank]
-        self._sent += [self._comm.Isend(word, other) for other in others]
-        self._announced += 1
+        self._mailbox.send(self._others, call)
 
     def missing(self, call: int) -> list[int]:
         """Return the ranks that have not announced this call."""
-        status = MPI.Status()
-        while self._comm.Iprobe(status=status):
-            self._receive(status.Get_source())
+        for source, announced in self._mailbox.receive():
+            self._calls[source] = max(self._calls[source], announced)
         return [rank for rank, last in enumerate(self._calls) if last < call]
 
-    def _receive(self, source: int) -> None:
-        word = np.zeros(1, np.int64)
-        self._comm.Recv(word, source)
-        self._received[source] += 1
-        self._calls[source] = max(self._calls[source], int(word[0]))
-
     def free(self) -> None:
-        """Free the communicator. Collective; no rank may wait in a call any more."""
-        # Drain every message: MPI may reuse the context id.
-        for source, announced in enumerate(self._comm.allgather(self._announced)):
-            while source != self._comm.rank and self._received[source] < announced:
-                self._receive(source)
-        MPI.Request.Waitall(self._sent)
+        """Free the communicator. Collective; no rank may wait in a call any more.
+
+        Raises:
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
+        """
+        self._mailbox.drain()
         self._comm.Free()
