@@ -140,7 +140,7 @@ def _restore(state: Any, objects: Mapping[str, Any]) -> None:
                 f"the checkpoint has no {name!r}, it has {there}"
             )
     copies = [
-        (own := _array_of(name, each), fitting(f"saved {name!r}", state[name], own))
+        _fitting(name, _array_of(name, each), state[name])
         for name, each in objects.items()
         if not hasattr(each, "restore")
     ]
@@ -156,10 +156,23 @@ def _array_of(name: str, each: Any) -> Array:
     array: Array = _state_of(each)
     if not isinstance(array, np.ndarray) and not is_device(array):
         raise TypeError(
-            f"{name!r} is a {type(each).__name__}, which cannot be changed; it is in "
+            f"{name!r}, of type {type(each).__name__}, cannot be changed; it is in "
             f"what load returns"
         )
     return array
+
+
+def _fitting(name: str, own: Array, saved: Any) -> tuple[Array, Array]:
+    """Return an array and what is to be copied to it."""
+    array = fitting(f"saved {name!r}", saved, own)
+    if own.dtype.kind in "iu" and array.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            f"saved {name!r} is an array of {array.dtype}, which cannot be copied to "
+            f"one of {own.dtype}"
+        )
+    if isinstance(own, np.ndarray) and not own.flags.writeable:
+        raise InvalidArgumentError(f"{name!r} is an array that cannot be written to")
+    return own, array
 
 
 def _newest(place: Path) -> Any:
@@ -291,7 +304,9 @@ def _read(path: Path) -> Any:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if _checksum(header["state"], arrays) != header["checksum"]:
                 raise CheckpointError(f"{path} is damaged: its checksum is wrong")
-    except (safetensors.SafetensorError, KeyError) as error:
+    except KeyError as error:
+        raise CheckpointError(f"{path} is damaged: it has no {error}") from None
+    except safetensors.SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     return _restored(json.loads(header["state"]), arrays)
 

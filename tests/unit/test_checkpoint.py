@@ -110,19 +110,31 @@ def test_nothing_is_restored_if_there_is_no_checkpoint(tmp_path):
             r"saved 'count' must have shape",
         ),
         (
+            {"bias": np.zeros(4), "count": np.zeros(4, int)},
+            InvalidArgumentError,
+            "saved 'count' is an array of float64, which cannot be copied to one of",
+        ),
+        (
+            {"bias": np.zeros(4), "count": np.broadcast_to(0.0, 4)},
+            InvalidArgumentError,
+            "'count' is an array that cannot be written to",
+        ),
+        (
             {"epoch": 3},
             TypeError,
-            "'epoch' is a int, which cannot be changed; it is in",
+            "'epoch', of type int, cannot be changed; it is in",
         ),
     ],
 )
 def test_objects_that_do_not_fit_change_nothing(tmp_path, objects, error, text):
     opt, w = trained(1.0)
-    checkpoint.save(tmp_path, optimizer=opt, count=np.zeros(4), epoch=3)
+    ones = np.ones(4)
+    checkpoint.save(tmp_path, optimizer=opt, bias=ones, count=ones, epoch=3)
     other, v = trained(5.0)
     with pytest.raises(error, match=text):
         checkpoint.load(tmp_path, optimizer=other, **objects)
     assert (v.value == 4.5).all()
+    assert not any(np.any(each) for name, each in objects.items() if name == "bias")
     checkpoint.save(tmp_path, [w.value])
     with pytest.raises(InvalidArgumentError, match="no 'optimizer', it has list"):
         checkpoint.load(tmp_path, optimizer=other)
