@@ -199,8 +199,9 @@ def all_on_device(what: str, arrays: Iterable[Any]) -> bool:
 def copyto(target: Any, source: Any) -> None:
     """Copy an array to another of its shape, each on the device or in CPU memory.
 
-    Converts to the target's dtype. On return, CPU memory is complete or may be
-    overwritten. Copies within the device are as asynchronous as all of CuPy.
+    Converts to the target's dtype; an overflow is inf, without a warning. On return,
+    CPU memory is complete or may be overwritten. Copies within the device are as
+    asynchronous as all of CuPy.
     """
     from_device, to_device = is_device(source), is_device(target)
     if from_device and to_device:
@@ -210,7 +211,8 @@ def copyto(target: Any, source: Any) -> None:
     elif to_device:
         _send(target, source)
     else:
-        np.copyto(target, source, casting="same_kind")
+        with np.errstate(all="ignore"):
+            np.copyto(target, source, casting="same_kind")
 
 
 def _fetch(target: Array, source: Any) -> None:

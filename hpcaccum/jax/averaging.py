@@ -200,7 +200,8 @@ class Exchange(Freeable):
         arrays = dict(zip(self._structure.names, map(np.asarray, leaves), strict=True))
         means = {name: np.empty_like(array) for name, array in arrays.items()}
         try:
-            skips = to_drop(_NAME, arrays, self._options["on_nonfinite"])
+            given = ((name, array, array.dtype) for name, array in arrays.items())
+            skips = to_drop(_NAME, given, self._options["on_nonfinite"])
         except InvalidArgumentError as error:
             self._shard.fail(error)
         if self._shard.reduce(arrays, means, 0, None, skips=skips) is None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from hpcaccum.arguments import one_of
+from hpcaccum.device import to_host
+from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices, matrix
 from hpcaccum.optimizers.base import scaled
@@ -16,7 +18,7 @@ from hpcaccum.optimizers.learning_rate import checked_number
 from hpcaccum.row_sums import distinct
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from hpcaccum.optimizers.checks import Array, Pairs, PairsLike
     from hpcaccum.optimizers.slices import Gradient
@@ -32,13 +34,15 @@ def check_choice(on_nonfinite: OnNonfinite) -> OnNonfinite:
 
 
 def to_drop(
-    what: str, grads: Mapping[str, Gradient], on_nonfinite: OnNonfinite
+    what: str,
+    grads: Iterable[tuple[str, Gradient | None, np.dtype[Any]]],
+    on_nonfinite: OnNonfinite,
 ) -> bool:
     """Return whether gradients are not finite and shall be dropped.
 
     Args:
         what: Begins the message.
-        grads: Of one step, by name.
+        grads: Of one step: name, gradient, dtype of the variable.
         on_nonfinite: What to do with gradients that have a NaN or an infinity.
 
     Raises:
@@ -46,21 +50,46 @@ def to_drop(
     """
     if on_nonfinite == "accept":
         return False
-    found = [name for name, grad in grads.items() if not _is_finite(grad)]
-    if found and on_nonfinite == "raise":
+    for name, grad, dtype in grads:
+        exchanged = accumulation_dtype(dtype)
+        if grad is None or _is_finite(grad, exchanged):
+            continue
+        if on_nonfinite == "drop":
+            return True
         raise InvalidArgumentError(
-            f"{what}: the gradient of {found[0]!r} has a NaN or an infinity"
+            f"{what}: the gradient of {name!r} has a NaN or an infinity in {exchanged}"
         )
-    return bool(found)
+    return False
 
 
-def _is_finite(grad: Gradient) -> bool:
-    array = grad.values if isinstance(grad, IndexedSlices) else grad
+def _is_finite(grad: Gradient, dtype: np.dtype[Any]) -> bool:
+    """Return whether a gradient is finite in the dtype in which it is exchanged."""
     with np.errstate(all="ignore"):
+        if isinstance(grad, IndexedSlices):
+            return _has_finite_rows(grad, dtype)
+        if not np.can_cast(grad.dtype, dtype):
+            return _largest(grad) <= float(np.finfo(dtype).max)
         # One pass, without new memory. A sum is finite only if all terms are; if it is
         # not, finite terms may have overflowed.
-        total = array.sum()
-        return bool(np.isfinite(total)) or bool(np.isfinite(array).all())
+        return bool(np.isfinite(grad.sum())) or bool(np.isfinite(grad).all())
+
+
+def _has_finite_rows(grad: IndexedSlices, dtype: np.dtype[Any]) -> bool:
+    """Return whether a gradient is finite after its repeated rows are added."""
+    # So no sum of rows is larger; False if there is a NaN.
+    if _largest(grad.values) * len(grad.indices) <= float(np.finfo(dtype).max):
+        return True
+    indices, values = to_host(grad.indices), to_host(grad.values)
+    sums = distinct(indices, matrix(values).astype(dtype), dtype).values
+    return bool(np.isfinite(sums).all())
+
+
+def _largest(array: Array) -> float:
+    """Return the largest absolute value; NaN if there is one."""
+    if not array.size:
+        return 0.0
+    low, high = float(array.min()), float(array.max())
+    return high if math.isnan(low + high) else max(-low, high)
 
 
 def clip_by_global_norm(

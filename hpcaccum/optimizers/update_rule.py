@@ -252,8 +252,10 @@ class Rule(Optimizer):
         on_device: Any = [update for update in updates if update[1].on_device]
         if len(on_device) < len(updates):
             on_host = [update for update in updates if not update[1].on_device]
-            for grad, (_, state) in zip(_ready(on_host), on_host, strict=True):
-                self._apply(grad, state, rate)
+            # No warning: an overflow shows up as inf in the variable.
+            with np.errstate(all="ignore"):
+                for grad, (_, state) in zip(_ready(on_host), on_host, strict=True):
+                    self._apply(grad, state, rate)
         if on_device:
             self._apply_on_device(on_device, rate)
 

@@ -163,7 +163,7 @@ class Wrapper(Freeable, Optimizer):
         Raises:
             InvalidArgumentError: If there are such, and the user wants an error.
         """
-        grads = {var.name: grad for grad, var in pairs if grad is not None}
+        grads = ((var.name, grad, var.dtype) for grad, var in pairs)
         return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
 
     def _made(self, part: T | None) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -212,8 +213,10 @@ def _copy_gradients(
         # The place of another one may be overwritten before this one is read.
         if overlap(array, flat):
             away[name] = array.copy()
-    for name, array in away.items():
-        np.copyto(places[name], array, casting="same_kind")
+    # No warning: an overflow shows up as inf.
+    with np.errstate(all="ignore") if away else contextlib.nullcontext():
+        for name, array in away.items():
+            np.copyto(places[name], array, casting="same_kind")
 
 
 def gradients_by_name(

@@ -11,7 +11,6 @@ from hpcaccum.accumulator import Receipt
 from hpcaccum.device import is_device, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import CrossShardOptimizer
-from hpcaccum.optimizers.finite import to_drop
 from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
@@ -59,14 +58,6 @@ class _Exchange(CrossShardOptimizer):
     def start(self, name: str, grad: Array | None) -> None:
         """Begin to average a gradient; None if it is in its place."""
         self._made(self._shard).start(name, grad)
-
-    def drops(self, grads: Mapping[str, Gradient]) -> bool:
-        """Return whether to drop the gradients of this rank: they are not finite.
-
-        Raises:
-            InvalidArgumentError: If the user wants an error.
-        """
-        return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
 
     def average(
         self, pairs: Pairs, given: Mapping[str, Array | Rows], *, skips: bool
@@ -191,7 +182,7 @@ class CrossShard(Adapter):
         try:
             grads = self._gradients.found()
             pairs = [(grads.get(var.name), var) for var in self._rule.own]
-            skips = self._exchange.drops(grads)
+            skips = self._exchange._drops(pairs)
             given = exchanged(pairs)
         except InvalidArgumentError as error:
             problem = problem or error

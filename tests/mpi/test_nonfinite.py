@@ -106,6 +106,43 @@ def test_a_sum_that_overflows_is_finite(comm, dtype):
     assert not dropped
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    ("gradient", "finite"),
+    [
+        (np.array([1e300, 1.0]), False),
+        (np.array([-1e300, 1.0]), False),
+        (np.array([3e38, np.nan]), False),
+        (np.array([3e38, -3e38]), True),
+        (np.array([1 << 62, 1]), True),
+        (hpc.IndexedSlices(np.float32([3e38, 3e38]), [0, 0]), False),
+        (hpc.IndexedSlices(np.float32([3e38, 3e38]), [0, 1]), True),
+        (hpc.IndexedSlices(np.float32([3e38, 3e38, -3e38]), [0, 1, 0]), True),
+        (hpc.IndexedSlices(np.array([1e300]), [1]), False),
+        (hpc.IndexedSlices(np.float32([]), []), True),
+    ],
+)
+def test_what_is_exchanged_must_be_finite(make, gradient, finite, sparse):
+    w = hpc.Variable(np.zeros(2, "f4"), "w", sparse=sparse)
+    if sparse and isinstance(gradient, np.ndarray):
+        gradient = hpc.IndexedSlices(gradient, [0, 1])
+    with make(w, on_nonfinite="drop") as opt:
+        receipt = opt.minimize(gives(gradient), var_list=[w])
+        opt.leave()
+
+    assert (receipt.reason != "nonfinite") == finite
+
+
+def test_an_overflow_in_the_dtype_of_the_variable_is_no_warning(make):
+    w = hpc.Variable(np.zeros(2, "f4"), "w")
+    with make(w) as opt:
+        for _ in range(2):
+            opt.minimize(gives(np.array([1e300, 0])), var_list=[w])
+        opt.leave()
+
+    assert w.value.tolist() == [-np.inf, 0]
+
+
 def test_a_bad_choice_is_refused_on_every_rank(make, rank, size):
     w = variable(np.zeros(3))
     error = raised(make, w, on_nonfinite="ignore" if rank == size - 1 else "drop")
