@@ -23,6 +23,7 @@ from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.summed_rows import SummedRows
 from hpcaccum.optimizers.variable import Variable
+from hpcaccum.optimizers.wrapper import one_thread
 from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ class AGNOptimizer(OneSidedOptimizer):
         self._check_registered(variables)
         super()._check_known(variables)
 
+    @one_thread
     def compute_gradients(
         self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:
@@ -167,6 +169,7 @@ class AGNOptimizer(OneSidedOptimizer):
         variables = self._prepare(var_list)
         return Optimizer.compute_gradients(self, loss, variables, *args, **kwargs)
 
+    @one_thread
     def apply_gradients(
         self,
         grads_and_vars: PairsLike,
@@ -277,6 +280,7 @@ class AGNOptimizer(OneSidedOptimizer):
         self._pull({name: self._values[name] for name in means})
         return receipt
 
+    @one_thread
     def gradient_arrays(self) -> dict[str, Array]:
         """Return arrays in which a loss can compute its next gradients, by name.
 

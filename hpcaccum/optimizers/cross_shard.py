@@ -29,7 +29,7 @@ from hpcaccum.optimizers.shard import (
 from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.optimizers.snapshot import counts_of, set_state, set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
-from hpcaccum.optimizers.wrapper import Wrapper
+from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.reducer import check_schedule
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ class CrossShardOptimizer(Wrapper):
             {each: self._options[each] for each in _OF_REDUCERS},
         )
 
+    @one_thread
     def gradient_arrays(self) -> dict[str, Array]:
         """Return the arrays that gradients are exchanged in, by name.
 
@@ -231,6 +232,7 @@ class CrossShardOptimizer(Wrapper):
         own = CrossShardOptimizer.compute_gradients, CrossShardOptimizer.apply_gradients
         return tuple(getattr(call, "__func__", None) for call in calls) != own
 
+    @one_thread
     def compute_gradients(
         self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:
@@ -267,6 +269,7 @@ class CrossShardOptimizer(Wrapper):
             self._prepare(variables, error)
             raise
 
+    @one_thread
     def apply_gradients(
         self,
         grads_and_vars: PairsLike,

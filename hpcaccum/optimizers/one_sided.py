@@ -24,6 +24,7 @@ from hpcaccum.optimizers.snapshot import counts_of, set_values
 from hpcaccum.optimizers.sparse_check import capacities, check_sparse, declared
 from hpcaccum.optimizers.start import warn_of_wider
 from hpcaccum.optimizers.variable import Variable
+from hpcaccum.optimizers.wrapper import one_thread
 from hpcaccum.server import ParameterServer
 
 if TYPE_CHECKING:
@@ -239,6 +240,7 @@ class OneSidedOptimizer(ServedOptimizer):
         server = self._open_server()
         self._step = server.pull(self._values, at_least=server.step)
 
+    @one_thread
     def gradient_arrays(self) -> dict[str, Array]:
         """Return arrays in which a loss can compute its next gradients, by name.
 
@@ -263,6 +265,7 @@ class OneSidedOptimizer(ServedOptimizer):
         self._training_server()
         return self._variables if var_list is None else var_list
 
+    @one_thread
     def compute_gradients(
         self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:
@@ -278,6 +281,7 @@ class OneSidedOptimizer(ServedOptimizer):
         self._pull()
         return self.inner.compute_gradients(loss, variables, *args, **kwargs)
 
+    @one_thread
     def apply_gradients(
         self,
         grads_and_vars: PairsLike,

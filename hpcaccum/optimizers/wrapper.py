@@ -1,8 +1,19 @@
-"""What all optimizers have in common that hold another one."""
+"""The base class of optimizers that wrap another one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar, cast, overload
+import functools
+import threading
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    ParamSpec,
+    SupportsFloat,
+    TypeVar,
+    cast,
+    overload,
+)
 
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
@@ -27,6 +38,31 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.variable import Variable
 
 T = TypeVar("T")
+P = ParamSpec("P")
+W = TypeVar("W", bound="Wrapper")
+
+
+def one_thread(
+    call: Callable[Concatenate[W, P], T],
+) -> Callable[Concatenate[W, P], T]:
+    """Make a method raise while another thread is in such a method of the object.
+
+    Two threads would use the same memory for their gradients.
+    """
+
+    @functools.wraps(call)
+    def run(self: W, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not self._in_call.acquire(blocking=False):
+            raise InvalidArgumentError(
+                f"{self.get_name()}: {call.__name__}, while another thread of this "
+                f"rank uses the optimizer: only one thread at a time may"
+            )
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            self._in_call.release()
+
+    return run
 
 
 class Wrapper(Freeable, Optimizer):
@@ -69,6 +105,8 @@ class Wrapper(Freeable, Optimizer):
         self._options = group.agree(type(self).__name__, check_all)
         super().__init__(name)
         self.inner, self._group = inner, group
+        # Held during calls of `one_thread`, which call each other.
+        self._in_call = threading.RLock()
         # Arrays of the variables, by name; empty before `initialize`.
         self._values: dict[str, Array] = {}
 
@@ -96,6 +134,7 @@ class Wrapper(Freeable, Optimizer):
         _ = self.learning_rate
         self.inner.learning_rate = rate  # type: ignore[attr-defined]
 
+    @one_thread
     def minimize(
         self,
         loss: Loss,

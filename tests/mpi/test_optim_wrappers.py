@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+
+import numpy as np
 import pytest
 
 import hpcaccum as hpc
@@ -264,3 +267,46 @@ def test_comm_is_a_communicator(bad):
         lambda: hpc.AGNOptimizer(hpc.SGD(1), 1, hpc.AGNCustomGetter(comm=bad)),
     ):
         assert type(raised(make)) is TypeError
+
+
+@pytest.mark.parametrize("kind", ["sync-replicas", "cross-shard"])
+def test_only_one_thread_at_a_time(comm, kind):
+    w = hpc.Variable(np.zeros(1, "f4"), "w")
+    inner = hpc.SGD(1.0)
+    if kind == "cross-shard":
+        opt = hpc.CrossShardOptimizer(inner, hpc.Reduction.SUM, comm=comm)
+    else:
+        opt = hpc.SyncReplicasOptimizer(inner, comm.size, comm=comm)
+    opt.initialize([w])
+    errors = []
+
+    def use(call):
+        try:
+            call()
+        except hpc.InvalidArgumentError as error:
+            errors.append(str(error))
+
+    def loss():
+        pair = [(np.ones(1), w)]
+        for call in (
+            opt.gradient_arrays,
+            lambda: opt.apply_gradients(pair),
+            lambda: opt.minimize(lambda: (0.0, [np.ones(1)])),
+        ):
+            other = threading.Thread(target=use, args=(call,))
+            other.start()
+            other.join()
+        return 0.0, [np.ones(1)]
+
+    opt.minimize(loss)
+    # One after the other they may.
+    other = threading.Thread(target=opt.minimize, args=(lambda: (0.0, [np.ones(1)]),))
+    other.start()
+    other.join()
+    opt.free()
+
+    factor = 1 if kind == "sync-replicas" else comm.size
+    assert opt.center(w).tolist() == [-2 * factor]
+    calls = [each.split(": ")[1].split(",")[0] for each in errors]
+    assert calls == ["gradient_arrays", "apply_gradients", "minimize"]
+    assert all("another thread of this rank" in each for each in errors)
