@@ -100,7 +100,11 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         self._rule, rows, self._buffers = self._group.agree(
             self._what,
             check,
-            lambda checked: {"sparse": sorted(checked[1]), **checked[2].facts()},
+            lambda checked: {
+                "sparse": sorted(checked[1]),
+                **checked[2].facts(),
+                **self._facts(checked[0]),
+            },
         )
         # The groups are the same dictionaries.
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -119,6 +123,10 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         self._exchange = self._make()
         self._exchange.initialize(self._rule.own)
         self._buffers.broadcast(self._group, self._what)
+
+    def _facts(self, rule: TorchRule) -> Mapping[str, object]:
+        """Return what else must be the same on all ranks, as messages name it."""
+        return {}
 
     def _make(self) -> Any:
         """Return the optimizer of hpcaccum that exchanges the gradients. Collective."""
@@ -147,6 +155,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._rule.reclaim()
         # Schedulers look for it where they were attached.
         self.optimizer._opt_called = True
         receipt = self._update()
@@ -193,6 +202,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             InvalidArgumentError: With a server, on other ranks than the host.
         """
+        self._rule.reclaim()
         return state_of(self._exchange.snapshot(), self.optimizer)
 
     @in_stream
@@ -208,6 +218,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
                 is changed.
         """
         self._check_open()
+        self._rule.reclaim()
         what, root = f"{self._what}: load_state_dict", self._group.rank == self._root
 
         def check() -> Any:
@@ -296,6 +307,7 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         """
         if self._exchange.freed:
             return
+        self._rule.reclaim()
         self._before_free()
         self.sync_buffers()
         self._exchange.free()

@@ -39,19 +39,25 @@ class Buffers:
 
     def __init__(self, module: Any, trained: Iterable[Any], mode: str) -> None:
         one_of("buffers", mode, (AVERAGE, BROADCAST))
-        self._mode = mode
+        self._mode, self._module = mode, module
+        # Tensors on a device, and variables that are copies of them, by name.
+        self._copies: dict[str, tuple[Any, Variable]] = {}
         self._fixed: list[Variable] = []
         self._buffers: list[Variable] = []
-        # Tensors on a device, and variables that are copies of them.
-        self._copies: list[tuple[Any, Variable]] = []
-        if module is None:
-            return
-        known = set(trained)
-        for name, parameter in module.named_parameters():
-            if parameter not in known:
-                self._fixed.append(self._variable(name, parameter))
-        for name, buffer in module.named_buffers():
-            self._buffers.append(self._variable(name, buffer))
+        if module is not None:
+            known = set(trained)
+            self._fixed = [
+                self._variable(name, parameter)
+                for name, parameter in module.named_parameters()
+                if parameter not in known
+            ]
+            self._buffers = self._found()
+
+    def _found(self) -> list[Variable]:
+        """Return the buffers that the module has now; it may have replaced some."""
+        if self._module is None:
+            return []
+        return [self._variable(*each) for each in self._module.named_buffers()]
 
     def _variable(self, name: str, tensor: Any) -> Variable:
         _check(name, tensor)
@@ -59,7 +65,7 @@ class Buffers:
         # Variables have numbers.
         var = Variable(array.view(np.uint8) if array.dtype == bool else array, name)
         if is_cuda(tensor):
-            self._copies.append((tensor, var))
+            self._copies[name] = tensor, var
         return var
 
     def facts(self) -> dict[str, object]:
@@ -78,7 +84,8 @@ class Buffers:
     @contextlib.contextmanager
     def _in_cpu_memory(self) -> Iterator[None]:
         """Copy tensors from a device before the block, and back after it."""
-        pairs = [(t.detach(), tensor_of(var.value)) for t, var in self._copies]
+        copies = self._copies.values()
+        pairs = [(t.detach(), tensor_of(var.value)) for t, var in copies]
         for tensor, copy in pairs:
             copy.copy_(tensor)
         yield
@@ -86,7 +93,17 @@ class Buffers:
             tensor.copy_(copy)
 
     def sync(self, group: Group, what: str) -> None:
-        """Average or broadcast the buffers. Collective."""
+        """Average or broadcast the buffers. Collective.
+
+        Raises:
+            InvalidArgumentError, DisagreementError: On every rank, if a buffer cannot
+                be sent, or differs in name, shape or dtype.
+        """
+        self._buffers = group.agree(
+            f"{what}: sync_buffers",
+            self._found,
+            lambda found: {"buffers of the module": signature(found)},
+        )
         averaged = [
             var
             for var in self._buffers

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.row_sums import Rows
+    from hpcaccum.torch.rule import TorchRule
 
 Array = np.ndarray[Any, Any]
 
@@ -141,6 +142,10 @@ class CrossShard(Adapter):
         super().__init__(
             optimizer, module=module, buffers=buffers, comm=comm, sparse=sparse
         )
+
+    def _facts(self, rule: TorchRule) -> Mapping[str, object]:
+        # Each rank has its own, which is not broadcast.
+        return {"state of the optimizer (load it on all ranks)": rule.checksum()}
 
     def _make(self) -> _Exchange:
         name = type(self).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -86,6 +87,8 @@ class TorchRule(Optimizer):
             if not rows.isdisjoint(group["params"])
         ]
         self._own = _Target(optimizer, parameters)
+        # The variables are in this memory.
+        self._memory = {name: each.detach() for name, each in parameters.items()}
         self._arrays = {var.name: var.value for var in self.own}
         self._center: _Target | None = None
         # The options that the center, or all servers, have, of each parameter group;
@@ -97,6 +100,22 @@ class TorchRule(Optimizer):
         """Show the options: the same text on ranks with the same options."""
         groups = [_options(group) for group in self._own.optimizer.param_groups]
         return f"{self.get_name()}({', '.join(map(repr, groups))})"
+
+    def reclaim(self) -> None:
+        """Move parameters back to the memory of the variables.
+
+        ``p.data = ...`` replaces it, as do `torch.nn.utils.vector_to_parameters` and
+        ``load_state_dict(..., assign=True)``.
+
+        Raises:
+            InvalidArgumentError: If a parameter has another shape, dtype or device now.
+        """
+        for name, memory in self._memory.items():
+            parameter = self.parameters[name]
+            if parameter.data_ptr() != memory.data_ptr():
+                _check_same(name, parameter, memory)
+                memory.copy_(parameter.detach())
+                parameter.data = memory
 
     def initialize(self, var_list: Any) -> None:
         """Set the variables; copy the optimizer if they are those of a center."""
@@ -197,6 +216,20 @@ class TorchRule(Optimizer):
             _set_options(self._center, changed)
 
     # Snapshots
+
+    def checksum(self) -> str:
+        """Return text that is the same for the same state of the own parameters."""
+        total = hashlib.blake2b(digest_size=8)
+        state = self._own.optimizer.state
+        for name, parameter in self.parameters.items():
+            for part, value in sorted(state.get(parameter, {}).items()):
+                total.update(f"{name} {part} ".encode())
+                if isinstance(value, torch.Tensor):
+                    flat = value.detach().cpu().reshape(-1)
+                    total.update(flat.view(torch.uint8).numpy().data)
+                else:
+                    total.update(repr(value).encode())
+        return f"checksum {total.hexdigest()}" if state else "none"
 
     def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
         found = list(variables)
@@ -333,3 +366,14 @@ def _state_variable(title: str, value: Any) -> Variable:
             f"state {title!r} is a {kind}; only dense tensors and integers can be saved"
         )
     return Variable(array_of(value), title, trainable=False)
+
+
+def _check_same(name: str, now: Any, before: Any) -> None:
+    """Raise unless a parameter is like it was when the optimizer was wrapped."""
+    facts = [(tuple(each.shape), each.dtype, each.device) for each in (now, before)]
+    if facts[0] != facts[1]:
+        texts = [f"{dtype} of {shape} on {place}" for shape, dtype, place in facts]
+        raise InvalidArgumentError(
+            f"{name!r} has been replaced: it was {texts[1]} and is {texts[0]} now; "
+            f"convert a model before its optimizer is wrapped"
+        )

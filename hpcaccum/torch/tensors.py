@@ -103,7 +103,7 @@ def named_parameters(optimizer: Any, module: Any) -> dict[str, Any]:
     Args:
         optimizer: Of PyTorch.
         module: The module from which names come, or None: names that the optimizer was
-            given, or numbers.
+            given, or numbers. A name that two parameters have gets a number, too.
 
     Raises:
         InvalidArgumentError: If a parameter cannot be exchanged.
@@ -116,6 +116,9 @@ def named_parameters(optimizer: Any, module: Any) -> dict[str, Any]:
         given = group.get("param_names") or [None] * len(group["params"])
         for parameter, name in zip(group["params"], given, strict=True):
             own = names.get(parameter) or name or f"parameter {len(found)}"
+            while own in found:
+                # Modules of two groups may have the same names.
+                own = f"{own} ({len(found)})"
             found[own] = parameter
     _check_devices(list(found.values()))
     for name, parameter in found.items():
