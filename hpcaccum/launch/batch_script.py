@@ -68,6 +68,8 @@ esac
 """
 
 _SETTINGS = """\
+# The program gets the environment of this script, also if sbatch passed it none.
+export SLURM_EXPORT_ENV=ALL
 # As many threads as a rank has cores.
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # Seconds; a longer wait for other ranks ends the job and names the missing ranks.
@@ -127,8 +129,8 @@ log=$name${SLURM_RESTART_COUNT:+.$SLURM_RESTART_COUNT}.jsonl
 saved=${CHECKPOINTS:-$name.saved}
 
 newest() {
-    find "$saved" -name '*.safetensors' -printf '%T@ %p\\n' 2>/dev/null |
-        sort -n | tail -n 1
+    find "$saved" -name .unfinished -prune -o \\
+        -name '*.safetensors' -printf '%T@ %p\\n' 2>/dev/null | sort -n | tail -n 1
 }
 before=$(newest)
 rm -f "$saved/status"
@@ -271,8 +273,16 @@ def _directives(job: Job) -> str:
     else:
         target = "" if job.launcher == "srun" else "B:"
         lines += [f"signal={target}USR1@{MARGIN}", "requeue", "open-mode=append"]
-    words = [*(f"--{each}" for each in lines), *job.options]
+    words = [*(f"--{each}" for each in lines), *map(_option, job.options)]
     return "".join(f"#SBATCH {each}\n" for each in words)
+
+
+def _option(option: str) -> str:
+    """Return an option of sbatch whose value is one word."""
+    name, equals, value = option.partition("=")
+    if not (name.startswith("--") and any(map(str.isspace, value))):
+        return option
+    return f"{name}{equals}{shlex.quote(value)}"
 
 
 def _body(job: Job) -> str:

@@ -85,7 +85,7 @@ def _add_size(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", help="of the job (that of the program)")
+    parser.add_argument("--name", type=_name, help="of the job (that of the program)")
     parser.add_argument(
         "--launcher",
         choices=("srun", "mpiexec"),
@@ -120,6 +120,12 @@ def prepare(args: argparse.Namespace) -> Callable[[], None]:
 
 def _job(args: argparse.Namespace) -> Job:
     words = _words(args)
+    for each in (*words, *args.setup, *args.sbatch):
+        if "\n" in each:
+            raise InvalidArgumentError(
+                f"{each!r} has a line break, which the first lines of a script cannot "
+                f"have: put it into a file"
+            )
     nodes = max(args.sweep, default=args.nodes)
     _check(words, args, nodes * args.ranks_per_node)
     array = words[0] == "bench" and _names_no_benchmark(words)
@@ -256,6 +262,15 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(sorted(_count(part) for part in text.split(",")))
+
+
+def _name(text: str) -> str:
+    # It is part of the names of files, and of messages of the script.
+    if not re.fullmatch(r"[\w.+-]+", text):
+        raise argparse.ArgumentTypeError(
+            f"must have letters, digits and . _ + - only, got {text!r}"
+        )
+    return text
 
 
 def _option(text: str) -> str:

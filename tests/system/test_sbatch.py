@@ -34,6 +34,7 @@ def test_all_options_come_into_the_script():
     words += ["--gpus-per-node", "2", "--time", "2-1:00", "--name", "mine"]
     words += ["--launcher", "mpiexec", "--setup=module load openmpi"]
     words += ["--setup=ulimit -c 0", "--sbatch=--partition=gpu", "--sbatch=-A us"]
+    words += ["--sbatch=--comment=a b"]
     done = sbatch(*words, "--", "train", "--strategy", "agn", "--epochs", "7")
     text = done.stdout
 
@@ -49,6 +50,7 @@ def test_all_options_come_into_the_script():
     ):
         assert f"#SBATCH --{directive}\n" in text
     assert "#SBATCH -A us\n" in text
+    assert "#SBATCH --comment='a b'\n" in text
     assert "\nmodule load openmpi\nulimit -c 0\n" in text
     assert "\nmpiexec -n" in text
     assert "srun" not in text
@@ -142,6 +144,14 @@ BAD = {
     "option without =": (
         ["--sbatch", "--partition=long", "--", "bench"],
         "--sbatch: expected one argument; write --sbatch=--partition=long",
+    ),
+    "name": (
+        ["--name", "my job", "--", "bench"],
+        "must have letters, digits and . _ + - only, got 'my job'",
+    ),
+    "line break": (
+        ["--", "python", "-c", "import os\nprint(1)"],
+        "has a line break, which the first lines of a script cannot have",
     ),
     "option too late": (
         ["--", "train", "--strategy", "agn", "--ranks-per-node", "4"],
