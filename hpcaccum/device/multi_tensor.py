@@ -38,7 +38,8 @@ _KINDS = {
 _CHUNK = 16384
 # cudaStreamPerThread of the CUDA runtime.
 _PER_THREAD = 2
-# Gradients have the same addresses every step, or a few that alternate.
+# Gradients have the same addresses every step, or a few that alternate. So many tables of
+# all arrays are kept.
 _REMEMBERED = 8
 
 
@@ -77,7 +78,9 @@ class PointerTable:
 
     def clear(self) -> None:
         """Release memory on the device. All launches must have ended."""
-        self._arrays, self._chunks = _Recent(), _Recent()
+        # Arrays that are packed one by one, while others are computed, have a table each.
+        most = _REMEMBERED + 2 * len(self._layout)
+        self._arrays, self._chunks = _Recent(most), _Recent(most)
 
     def table(self, arrays: Mapping[str, Any]) -> Table:
         """Return the table for all or some of the layout's arrays."""
@@ -200,14 +203,15 @@ def _stream() -> tuple[int, int]:
 class _Recent:
     """A cache of a few results by key; drops the least recently used."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._known: OrderedDict[Hashable, Any] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return the result for a key; make it if it is not known."""
         if key not in self._known:
             self._known[key] = make()
-            if len(self._known) > _REMEMBERED:
+            if len(self._known) > self._most:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]

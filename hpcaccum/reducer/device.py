@@ -133,6 +133,9 @@ class DeviceExchange:
             self._wait_for_next()
         if targets and agreed:
             self._transfer.deliver(targets)
+        elif targets:
+            # Sums on their way to the device would overwrite gradients of the next call.
+            self._transfer.settle()
         return agreed
 
     def _sends(self, inputs: Mapping[str, Any]) -> bool:

@@ -149,15 +149,25 @@ def test_tables_belong_to_a_stream():
 def test_few_tables_are_kept_and_the_oldest_goes():
     layout = Layout({"a": (3,)}, np.float32)
     table = PointerTable(layout)
-    places = [{"a": cupy.zeros(3, np.float32)} for _ in range(9)]
+    places = [{"a": cupy.zeros(3, np.float32)} for _ in range(11)]
     first, second = (table.table(arrays).arrays for arrays in places[:2])
-    for arrays in places[2:8]:
+    for arrays in places[2:10]:
         table.table(arrays)
     assert table.table(places[0]).arrays is first
-    table.table(places[8])
+    table.table(places[10])
 
     assert table.table(places[0]).arrays is first
     assert table.table(places[1]).arrays is not second
+
+
+def test_tables_of_single_arrays_are_kept():
+    shapes = {f"a{number}": (2,) for number in range(20)}
+    table = PointerTable(Layout(shapes, np.float32))
+    arrays = {name: cupy.zeros(2, np.float32) for name in shapes}
+    made = [table.table({name: arrays[name]}).arrays for name in shapes]
+    again = [table.table({name: arrays[name]}).arrays for name in shapes]
+
+    assert all(one is other for one, other in zip(made, again, strict=True))
 
 
 @pytest.mark.parametrize(
