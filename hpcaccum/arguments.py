@@ -147,11 +147,15 @@ def bucket_size(nbytes: Any) -> int | None:
     """Check ``bucket_bytes``; None selects the default of the schedule."""
     if nbytes is None:
         return None
-    if not isinstance(nbytes, int) or not 1 << 10 <= nbytes <= _MAX_BUCKET:
+    try:
+        number = operator.index(nbytes)
+    except TypeError:
+        number = 0
+    if not 1 << 10 <= number <= _MAX_BUCKET:
         raise InvalidArgumentError(
             f"bucket_bytes must be 1024 to {_MAX_BUCKET}, got {nbytes!r}"
         )
-    return nbytes
+    return number
 
 
 def wire_format(wire_dtype: Any, dtype: np.dtype[Any]) -> np.dtype[Any] | None:

@@ -261,7 +261,7 @@ def _checksum(text: str, arrays: Mapping[str, Array]) -> str:
 
 
 def _write(path: Path, arrays: Mapping[str, Array], header: dict[str, str]) -> None:
-    # In a folder of its own: what a job left there that was killed is known to be junk.
+    # In a folder of its own: what a killed job left there is known to be junk.
     unfinished = path.parent / _UNFINISHED
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()

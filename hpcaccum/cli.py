@@ -67,7 +67,7 @@ COMMANDS = {
         bench.needs_mpi,
     ),
     "doctor": Command(
-        "try what the MPI of this machine really does, and say what to set",
+        "test how the MPI of this machine behaves, and suggest settings",
         doctor.add_arguments,
         doctor.prepare,
         doctor.needs_mpi,

@@ -31,10 +31,10 @@ T = TypeVar("T")
 # many seconds, then after twice as many, and so on.
 FIRST_WARNING = 60.0
 
-# For this long no nap is taken between two looks. Another rank's answer takes
-# microseconds, a nap, be it of 0 s, some 70 us; so no wait takes much more than three
-# times as long as necessary. Yielding leaves the core to other ranks, which may be more
-# than there are cores.
+# For this long no nap is taken between two looks. Another rank answers within
+# microseconds, but even a nap of 0 s takes some 70 us. So no wait takes much more than
+# three times as long as necessary. Yielding leaves the core to other ranks, which may
+# be more than there are cores.
 EAGER = 200e-6
 # Naps are a part of the time waited so far, to which the kernel adds some 50 us. With
 # naps of 20 us, 8 ranks that waited took a quarter of the time of two cores; with a

@@ -106,8 +106,8 @@ class IndexedSlices:
             )
         if not shape or shape[1:] != self.values.shape[1:]:
             raise InvalidArgumentError(
-                f"values of shape {self.values.shape} are no rows of an array of shape "
-                f"{shape}"
+                f"values of shape {self.values.shape} are not rows of an array of "
+                f"shape {shape}"
             )
         check_indices(self.indices, shape[0])
         dense = np.zeros(shape, self.values.dtype if dtype is None else dtype)

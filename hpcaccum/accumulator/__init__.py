@@ -1,9 +1,9 @@
 """Accumulators: gradients are admitted if they are not stale, and summed until taken.
 
-`ConditionalAccumulator` and `SparseConditionalAccumulator` are handles of what `shared`
-has: `protocol` admits a gradient, `writer` writes it to `storage` or `row_storage`, and
-`taker` closes the round. `one_thread` lets the threads of a rank write in turn, and
-`recovery` completes or revokes what an exception has interrupted. `membership`,
+`ConditionalAccumulator` and `SparseConditionalAccumulator` are handles to the state in
+`shared`: `protocol` admits a gradient, `writer` writes it to `storage` or
+`row_storage`, and `taker` closes the round. `one_thread` lets the threads of a rank
+write in turn, and `recovery` completes or revokes what was interrupted. `membership`,
 `ticket_lock`, `receipts` and `shapes` keep their state in words that `word_layout`
 assigns; `state` packs the words of the protocol, without MPI.
 `VectorAccumulator` is a `ConditionalAccumulator` of vectors, parts of which are rows.

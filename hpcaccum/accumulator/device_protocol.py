@@ -32,7 +32,7 @@ T = TypeVar("T")
 # A kernel with its arguments; calling it queues it on the current stream.
 Launch = Callable[[], object]
 
-# The name before 0.2, when receipts waited for the device.
+# An older name, of receipts that waited for the device.
 DeviceReceipt = Receipt
 
 _call = operator.methodcaller("__call__")

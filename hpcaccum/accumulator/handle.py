@@ -144,7 +144,7 @@ class Accumulator(Freeable):
         """Promise that this rank contributes no more gradients. Not collective.
 
         Quorums shrink: a take that requires more gradients than there are present ranks
-        waits for one of each. A host that is none of the ``workers`` changes nothing.
+        waits for one of each. On a host that is not a worker, it has no effect.
         """
         self._check_open()
         self._shared.leave()
@@ -222,8 +222,8 @@ class Accumulator(Freeable):
         shared = getattr(self, "_shared", None)
         if shared is not None and not (self._freed or shared.freed):
             warnings.warn(
-                f"accumulator {self._name!r} was dropped without free(): its memory "
-                f"and its communicator of MPI stay in use until the program ends",
+                f"accumulator {self._name!r} was dropped without free(): its shared "
+                f"memory stays in use until the program ends",
                 ResourceWarning,
                 source=self,
                 stacklevel=2,

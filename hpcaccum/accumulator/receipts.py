@@ -1,4 +1,4 @@
-"""What happened to each gradient: the `Receipt` of one, the `Counters` of all."""
+"""Results of gradients: the `Receipt` of one, the `Counters` of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call that has raised leaves to do: at once, or before the next call."""
+"""Cleanup after a call that raised: at once, or before the next call."""
 
 from __future__ import annotations
 

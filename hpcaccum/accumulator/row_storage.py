@@ -126,7 +126,7 @@ class RowSlots:
         return grad
 
     def surely_fits(self, index: int, grad: RowGradient) -> bool:
-        """Whether a buffer has room for a gradient, also if it has none of its rows."""
+        """Whether a buffer has room for a gradient, even if it has none of its rows."""
         held = number_in(self.buffer(index))
         return held + grad.rows.indices.size <= self._capacity
 

@@ -169,6 +169,6 @@ def _workers(workers: Any, size: int) -> int:
     number = positive_count(workers, "workers")
     if number > size:
         raise InvalidArgumentError(
-            f"workers is at most the number of ranks, {size}, got {number}"
+            f"workers must be at most the number of ranks, {size}, got {number}"
         )
     return number

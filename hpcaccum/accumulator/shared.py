@@ -1,4 +1,4 @@
-"""What all handles of one accumulator share."""
+"""The state that all handles of one accumulator share."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class SharedAccumulator(Freeable):
         self.protocol.free()
 
     def leave(self) -> None:
-        """Promise that this rank contributes no more; no-op on a host that does not."""
+        """Promise that this rank contributes no more; does nothing on such a host."""
         all_ranks = self.settings.workers == self.group.size
         if all_ranks or self.group.rank != self.settings.host:
             self.writer.leave()

@@ -44,7 +44,7 @@ class VectorSlots(Slots):
         self._rows = rows
 
     def surely_fits(self, index: int, grad: Array) -> bool:
-        """Whether a buffer has room for a gradient, also if it has none of its rows."""
+        """Whether a buffer has room for a gradient, even if it has none of its rows."""
         held = self.buffer(index)
         return all(
             number_in(each.buffer(held)) + number_in(each.buffer(grad)) <= each.capacity

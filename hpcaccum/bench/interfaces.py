@@ -1,4 +1,4 @@
-"""What the network interfaces of this host have sent and received, as Linux counts it.
+"""The bytes that the network interfaces of this host have sent and received.
 
 It needs no MPI.
 """

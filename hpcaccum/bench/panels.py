@@ -1,4 +1,4 @@
-"""What all pictures share: panels, the looks of rows, ticks and legends."""
+"""Panels, the looks of rows, ticks and legends: shared by all pictures."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Soak:
         leaks = memory > _ALLOWED + made * _EACH or max(g[1] for g in grown) > 0
         leaks = leaks or max(g[2] for g in grown) > 0
         if leaks:
-            self._say("something is not given back")
+            self._say("resources leak")
         return int(leaks)
 
     def _say(self, text: str) -> None:

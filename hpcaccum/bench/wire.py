@@ -1,4 +1,4 @@
-"""What each strategy sends between nodes, compared with the cross-shard optimizer."""
+"""Bytes that each strategy sends between nodes, beside those of the cross-shard one."""
 
 from __future__ import annotations
 

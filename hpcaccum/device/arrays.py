@@ -191,7 +191,7 @@ def all_on_device(what: str, arrays: Iterable[Any]) -> bool:
     if len(found) > 1:
         raise InvalidArgumentError(
             f"{what}: some arrays are on the device and some on the host; "
-            f"cupy.asarray or cupy.asnumpy brings them together"
+            f"move them to one place with cupy.asarray or cupy.asnumpy"
         )
     return found == {True}
 
@@ -257,8 +257,8 @@ class Pinned:
     """CPU memory that is pinned, so that the device accesses it directly.
 
     Copies from memory that is not pinned pass through the driver's buffers: half as
-    fast, and the host waits for them. If pinning fails, as a limit on locked memory may
-    forbid it, that is logged.
+    fast, and the host waits for them. If pinning fails, for example because of a limit
+    on locked memory, a warning is logged.
 
     Args:
         memory: Contiguous; must not be deallocated before `free`.

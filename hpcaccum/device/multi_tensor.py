@@ -38,8 +38,8 @@ _KINDS = {
 _CHUNK = 16384
 # cudaStreamPerThread of the CUDA runtime.
 _PER_THREAD = 2
-# Gradients have the same addresses every step, or a few that alternate. So many tables of
-# all arrays are kept.
+# So many tables of all arrays are kept: gradients have the same addresses every step,
+# or a few that alternate.
 _REMEMBERED = 8
 
 
@@ -78,7 +78,7 @@ class PointerTable:
 
     def clear(self) -> None:
         """Release memory on the device. All launches must have ended."""
-        # Arrays that are packed one by one, while others are computed, have a table each.
+        # Arrays that are packed while others are computed have a table each.
         most = _REMEMBERED + 2 * len(self._layout)
         self._arrays, self._chunks = _Recent(most), _Recent(most)
 

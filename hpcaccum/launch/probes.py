@@ -1,4 +1,4 @@
-"""What `hpcaccum doctor` tries: small MPI programs whose answers are known.
+"""The probes of `hpcaccum doctor`: small MPI programs whose answers are known.
 
 Each probe is collective and returns a `Finding`, of which that of rank 0 counts. Its
 docstring is what was tried.

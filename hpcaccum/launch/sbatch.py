@@ -276,7 +276,7 @@ def _name(text: str) -> str:
 def _option(text: str) -> str:
     if not re.fullmatch(r"--?\w\S*( \S.*)?", text):
         raise argparse.ArgumentTypeError(
-            f"must be such as --partition=gpu, got {text!r}"
+            f"must look like --partition=gpu, got {text!r}"
         )
     return text
 

@@ -25,8 +25,8 @@ Array = np.ndarray[Any, Any]
 # No word of the package has this value.
 _NEVER = -(1 << 63)
 
-# Seconds after which a rank leaves the wait for an outcome to MPI, as a word may have
-# the value that stands for no outcome.
+# Seconds to look for an outcome before waiting in MPI: a word may happen to have the
+# value that means "not yet".
 _PATIENT = 1.0
 
 
@@ -242,7 +242,7 @@ class AtomicWords:
         return result.tolist()  # type: ignore[no-any-return]
 
     def watch(self, index: int) -> Callable[[], int]:
-        """Return what reads a word as `read` does, but orders no loads.
+        """Return a function that reads a word as `read`, but orders no later loads.
 
         For a rank that polls; `read` comes last.
         """

@@ -12,8 +12,8 @@ Messages of one rank arrive in order. So rank 0 knows the place of a rank from t
 message alone.
 
 A signal handler may raise at any time. So messages to several ranks are sent together,
-and a rank that has entered an exchange, or may have, says so if it gives up. What is
-said twice does no harm.
+and a rank that has entered an exchange, or may have, says so if it gives up. Sending a
+message twice is harmless.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class ControlChannel:
     def close_track(self, track: Track) -> None:
         """Forget a track."""
         self._tracks.pop(track.number, None)
+        self._lost.pop(track.number, None)
 
     def check(self, track: Track, deadline: Deadline) -> None:
         """Raise if the next call of a track, in which this rank waits, cannot complete.

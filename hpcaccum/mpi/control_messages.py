@@ -1,4 +1,4 @@
-"""What ranks tell rank 0 in a `ControlChannel`, and what rank 0 answers.
+"""Messages of ranks to rank 0 in a `ControlChannel`, and its answers.
 
 All these classes are known to every rank, so that each message can be unpickled.
 """

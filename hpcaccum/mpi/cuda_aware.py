@@ -42,10 +42,11 @@ def cuda_awareness() -> Answer:
         if forced not in ("0", "1"):
             raise InvalidArgumentError(f"{VARIABLE} must be 0 or 1, got {forced!r}")
         return Answer(forced == "1", f"{VARIABLE}={forced}")
-    info = MPI.COMM_WORLD.Get_info()  # loads the library
+    world = MPI.COMM_WORLD  # loads the library
     if (query := getattr(_loaded(), "MPIX_Query_cuda_support", None)) is not None:
         return Answer(bool(query()), "MPIX_Query_cuda_support")
     # Not from the info of a session: Open MPI returns what was requested there.
+    info = world.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
     if any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")):

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hpcaccum")
 
-# Seconds between two looks, and between two messages of a rank; and the parts of the
-# limit that they are at most.
+# Seconds between two looks, and between two messages of a rank; each is at most the
+# limit divided by the second number.
 _LOOK, _LOOKS = 1.0, 10
 _MESSAGE, _MESSAGES = 5.0, 60
 # Seconds after the end of a process for which its launcher may end the job.
@@ -111,7 +111,7 @@ class Heartbeat:
         self._processes = [each.process for each in facts]
         # Without them no rank sends anything; processes that end are found.
         self._talks = all(each.threads for each in facts)
-        others = range(1, group.size) if group.rank == 0 else range(min(group.rank, 1))
+        others = range(1, group.size) if group.rank == 0 else range(1)
         self._peers = {rank: _Peer() for rank in others if self._talks}
         mates = set(group.nodes[group.node_number]) - {group.rank}
         # In containers, processes may not see each other.
@@ -161,7 +161,7 @@ class Heartbeat:
         for rank, beat in self._mailbox.receive():
             peer = self._peers[rank]
             if peer.warned:
-                logger.warning("heartbeat of %s again", self._name(rank))
+                logger.warning("the heartbeat of %s has resumed", self._name(rank))
             peer.seen, peer.place, peer.leaves = now, beat.place, beat.leaves
             peer.warned = False
             for each in beat.dead:

@@ -1,4 +1,4 @@
-"""What the launcher of a job says in the environment of each rank."""
+"""The environment in which the launcher of a job starts each rank."""
 
 from __future__ import annotations
 

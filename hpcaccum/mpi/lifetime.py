@@ -65,9 +65,9 @@ class Freeable:
         return ""
 
     def free(self) -> None:
-        """Free it. Collective. Calling it again does nothing, or what is left to do.
+        """Free it. Collective. A second call does nothing.
 
-        That is what an exception, such as a timeout, has kept an earlier call from.
+        If an exception, such as a timeout, has ended the first one, it does the rest.
         """
         self._free_once()
         shutdown.forget(self._free_once)

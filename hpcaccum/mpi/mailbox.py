@@ -61,7 +61,7 @@ class Mailbox:
         Returns:
             The requests.
         """
-        # First, as it may run Python code; so may the opposite in `receive`.
+        # First: pickling may run Python code, as unpickling may in `receive`.
         data = pickle.dumps(message)
         self._requests[:] = itertools.filterfalse(_TEST, self._requests)
         sent = map(self._comm.isend, repeat(data), ranks, repeat(self._tag))

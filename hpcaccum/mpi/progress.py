@@ -32,7 +32,7 @@ _SWITCH_INTERVAL = 1e-3
 
 
 class ShortSwitchInterval:
-    """Makes Python's threads take turns more often than every 5 ms, while any user is.
+    """While it has a user, Python's threads take turns more often than every 5 ms.
 
     Otherwise a computation in Python delays a thread that calls MPI for so long.
     """

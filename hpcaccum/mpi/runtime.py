@@ -64,4 +64,4 @@ def check_running(module: Any) -> None:
     Objects made before it have been freed by it, and raise their own error.
     """
     if module.Is_finalized():
-        raise FreedError("MPI is finalized: nothing of hpcaccum can be used any more")
+        raise FreedError("MPI is finalized: hpcaccum can no longer be used")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.mpi.group import Group
 
-# Words of a window, at least; and between the beginnings of two parts, two lines of the
+# The fewest words of a window; and the distance between two parts: two lines of the
 # cache, which some processors fetch together.
 _LEAST, _APART = 4096, 16
 

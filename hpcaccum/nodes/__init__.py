@@ -1,9 +1,9 @@
-"""What moves between nodes: one agent per node, and sums of gradients.
+"""Exchange between nodes: one agent per node, and sums of gradients.
 
 A group that spans several nodes has an `Agent` on each node. `NodeParts` is memory of
-each rank on its own node, of which agents send sums to any rank. `Calls` are of a
-function, which the agent of another node calls. A `Change` is what a rank waits for
-that an agent of its node does. A group on one node has no agents.
+each rank on its own node, of which agents send sums to any rank. `Calls` has the agent
+of another node call a function. With a `Change`, a rank waits for the agent of its own
+node. A group on one node has no agents.
 
 Imports `mpi`, `summation`, `deadline`, `wake` and `errors` only.
 """

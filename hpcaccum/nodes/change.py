@@ -16,7 +16,7 @@ class Change:
     """Changes of memory of a node, which one thread makes and all its ranks wait for.
 
     Args:
-        made_here: Whether it is a thread of this rank. Other threads of this rank then
+        made_here: Whether a thread of this rank makes them. Its other threads then
             block: if they polled, they would take the interpreter from it.
     """
 

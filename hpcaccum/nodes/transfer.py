@@ -25,7 +25,7 @@ _IN_FLIGHT = 4
 # little longer than an empty one.
 SHORT = 1 << 13
 
-# A rest that is shorter than this part of a piece goes with the last one.
+# A remainder shorter than this part of a piece is sent with the last piece.
 _REST = 1 / 8
 
 # Ranges of a vector that travel together.

@@ -50,7 +50,7 @@ class AGNOptimizer(OneSidedOptimizer):
     step counts the pushes of all workers. x and c have separate slots; a push keeps
     those of x. If g is an `IndexedSlices`, the inner optimizer updates its rows of x.
     If the variable is sparse, a has these rows, and so has what is pushed; else both
-    are arrays nevertheless.
+    are dense arrays.
 
     Args:
         optimizer: Makes the local updates and, on the host rank, those of the center.

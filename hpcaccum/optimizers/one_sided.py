@@ -1,4 +1,4 @@
-"""What the optimizers have in common whose updates run on a parameter server."""
+"""The base class of optimizers whose updates run on a parameter server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer with a parameter server shows of it, on every rank."""
+"""Read access to the parameter server of an optimizer, on every rank."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def server_ranks(
         ranks = (host,)
     if ranks is not None and host not in (0, ranks[0]):
         raise InvalidArgumentError(
-            f"the first of servers is the host: got servers={servers!r} and host={host}"
+            f"the first of servers must be the host; got servers={servers!r} and "
+            f"host={host}"
         )
     if dedicated and ranks is not None and len(ranks) == size:
         raise InvalidArgumentError(

@@ -209,7 +209,7 @@ class Shard:
     def leave(self) -> None:
         """Leave, at the next reduction of the other ranks. Collective.
 
-        Again it has no effect.
+        A second call has no effect.
 
         Raises:
             Exception: As `Reducer.reduce`; this rank is still present.

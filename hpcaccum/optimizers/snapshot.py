@@ -47,7 +47,7 @@ def _copied(array: Array) -> Array:
 
 
 def counts_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the step and the tally of a snapshot; of another optimizer, none.
+    """Return the step and the tally of a snapshot; none of another kind of optimizer.
 
     Raises:
         InvalidArgumentError: If they cannot be read.

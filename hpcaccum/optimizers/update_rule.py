@@ -53,7 +53,7 @@ class _Scratch(threading.local):
 class State:
     """The state of one variable: its slots and the number of its updates.
 
-    All of it are Variables, whose values may be set.
+    All its fields are Variables, whose values may be set.
 
     Args:
         variable: A variable of floats.

@@ -134,7 +134,7 @@ class DeviceExchange:
         if targets and agreed:
             self._transfer.deliver(targets)
         elif targets:
-            # Sums on their way to the device would overwrite gradients of the next call.
+            # Sums on their way to the device would overwrite the next gradients.
             self._transfer.settle()
         return agreed
 

@@ -140,7 +140,7 @@ class Inputs:
                 fitting(what, array, own)
                 continue
             if not isinstance(array, np.ndarray) or not array.flags.writeable:
-                raise InvalidArgumentError(f"{what} must be an array to write to")
+                raise InvalidArgumentError(f"{what} must be a writable array")
             if array.dtype not in FLOATS:
                 raise InvalidArgumentError(f"{what} must be of floats")
             if array.shape != shape:

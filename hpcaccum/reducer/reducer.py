@@ -54,7 +54,7 @@ class Reducer(Freeable):
     | schedule | the ranks | how | same ranks, same bits |
     |---|---|---|---|
     | ``"shared"`` | on one node | each sums a stripe of all | in order |
-    | ``"hierarchical"`` | anywhere | so in each node, then between nodes | in order |
+    | ``"hierarchical"`` | anywhere | so on each node, then between nodes | in order |
     | ``"flat"`` | anywhere | the MPI library's allreduce | no promise |
     | ``"nccl"`` | on one node, a GPU each | NCCL's allreduce | no promise |
 

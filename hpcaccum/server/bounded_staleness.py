@@ -233,7 +233,7 @@ class BoundedStalenessInbox:
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step.
 
-        With a negative ``max_lag`` none is, and the server's is returned.
+        With a negative ``max_lag`` none are accepted, and ``step`` is returned.
         """
         lag = max(self._max_lag, 0)
         return 0 if math.isinf(lag) else step - int(lag)

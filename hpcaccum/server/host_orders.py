@@ -1,4 +1,4 @@
-"""What the agent of the host's node does: it orders steps, and has them sent."""
+"""The agent of the host's node: it orders steps, and has them sent."""
 
 from __future__ import annotations
 

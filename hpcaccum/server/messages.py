@@ -1,4 +1,4 @@
-"""What agents send to each other of a vector that one rank publishes."""
+"""Messages between agents about a vector that one rank publishes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the agent of a node does whose ranks wait: it asks for steps and gets parts."""
+"""The agent of a node whose ranks wait: it asks for steps, and receives their parts."""
 
 from __future__ import annotations
 

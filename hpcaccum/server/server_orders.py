@@ -1,4 +1,4 @@
-"""What the agent of a server does: it collects gradients, and sends the new part."""
+"""The agent of a server: it collects gradients, and sends the new part."""
 
 from __future__ import annotations
 

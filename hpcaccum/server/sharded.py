@@ -67,8 +67,8 @@ class ShardedParameters(NodeCopy):
     Attributes:
         shards: Of each server.
         server: That of this node, if it has one.
-        buffers: How many steps may be; a server has memory for the gradients of each,
-            but not for more than a whole gradient.
+        buffers: The most steps that may be ordered and not yet made. A server has
+            memory for the gradients of each, but in all for no more than a whole one.
         ordered: The step that was ordered last; on the host.
     """
 

@@ -1,4 +1,4 @@
-"""What the adapters of all strategies have in common."""
+"""The base class of the adapters of all strategies."""
 
 from __future__ import annotations
 

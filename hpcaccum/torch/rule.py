@@ -289,7 +289,7 @@ def _copied(own: _Target, tensors: Mapping[str, Any]) -> Any:
 
 
 def _some(group: Mapping[str, Any], copies: Mapping[Any, Any]) -> dict[str, list[Any]]:
-    """Return the copies of those parameters of a group that there are."""
+    """Return the copies of the parameters of a group that have one."""
     places = [i for i, each in enumerate(group["params"]) if each in copies]
     found = {"params": [copies[group["params"][i]] for i in places]}
     if names := group.get("param_names"):

@@ -131,8 +131,7 @@ def _train(
             _report(results, options, title, out)
     if diverged:
         raise SystemExit(
-            f"a loss that is no finite number ({', '.join(diverged)}): try a smaller "
-            f"--rate"
+            f"a loss that is not finite ({', '.join(diverged)}): try a smaller --rate"
         )
     return results[-1].stopped
 

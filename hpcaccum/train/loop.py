@@ -150,7 +150,7 @@ class Run:
             self._earlier = sum(self._optimizer.statistics().accepted)
 
     def _batches_used(self) -> int:
-        """Return how many batches this rank has used in earlier jobs, about.
+        """Return about how many batches this rank used in earlier jobs.
 
         Exactly if it contributes to each update. If not, the counts include gradients
         that were pushed and not applied.

@@ -69,7 +69,7 @@ def every(text: str) -> Every:
 def time(text: str) -> float:
     """Return the seconds of a time such as 90s, 5m or 1h."""
     if text[-1:] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"must be such as 90s, 5m or 1h, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must look like 90s, 5m or 1h, got {text!r}")
     return positive(text[:-1]) * _UNITS[text[-1]]
 
 

@@ -1,4 +1,4 @@
-"""What a rank notes of its gradients during a run, and the record that is written."""
+"""The notes of a rank about its gradients, and the record that is written of them."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _replay(recording: Recording, data: Dataset, updates: int) -> None:
         if updates == total:
             replay.compare()
     except DifferenceError as error:
-        raise SystemExit(f"a difference: {error}") from None
+        raise SystemExit(f"the replay differs: {error}") from None
     same = "variables and slots are" if updates == total else "all losses so far are"
     ranks = f"{recording.ranks} rank{'' if recording.ranks == 1 else 's'}"
     print(

@@ -28,8 +28,8 @@ _STATUS = {
     signal.SIGUSR1: STOPPED,
     signal.SIGINT: INTERRUPTED,
 }
-# Steps after which their time is known, about. Seconds between two looks whether to
-# stop, and steps at most, as later ones may take longer.
+# Steps after which the time of a step is roughly known. Seconds between two checks
+# whether to stop; and the most steps between them, as later ones may take longer.
 _TRIAL, _LOOK, _MOST = 16, 0.1, 64
 _NOTES = {
     STOPPED: "asked to stop: training ends here",

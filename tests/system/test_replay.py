@@ -156,8 +156,13 @@ def test_differences_are_named(records, replays, mpi_environment):
     statuses, shown = zip(*attempts, strict=True)
     assert statuses == (2, 1, 1, 0, 2, 2), shown
     assert "cut is not complete: its last line is missing" in shown[0]
-    assert "a difference: the record has update 3 in the place of update 2" in shown[1]
-    assert "a difference: biases0/momentum differs after the last update" in shown[2]
+    assert (
+        "the replay differs: the record has update 3 in the place of update 2"
+        in shown[1]
+    )
+    assert (
+        "the replay differs: biases0/momentum differs after the last update" in shown[2]
+    )
     assert f"NumPy is {np.__version__}, in the recorded run 1.0: " in shown[3]
     assert f"repeated {total - 1} of {total} updates; all losses so far" in shown[3]
     assert shown[3].split()[-1] != replays["stopped"][1].split()[-1]

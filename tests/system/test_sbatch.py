@@ -140,7 +140,7 @@ BAD = {
         ["--time", "3", "--", "train", "--strategy", "agn"],
         "--time must be at least 4 minutes: 120 s before its end, the ranks are asked",
     ),
-    "option": (["--sbatch=now", "--", "bench"], "must be such as --partition=gpu"),
+    "option": (["--sbatch=now", "--", "bench"], "must look like --partition=gpu"),
     "option without =": (
         ["--sbatch", "--partition=long", "--", "bench"],
         "--sbatch: expected one argument; write --sbatch=--partition=long",

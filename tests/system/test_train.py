@@ -199,7 +199,7 @@ def test_a_loss_that_is_not_finite_is_a_failure(train):
     options = ["--strategy", "cross-shard", "--epochs", "2", "--rate", "1e20"]
     shown = train(2, *options, status=1)
 
-    assert shown.count("ended with a loss that is no finite number (cross-shard)") == 1
+    assert shown.count("ended with a loss that is not finite (cross-shard)") == 1
     assert "one gradient: the mean of 16 samples" in shown
     assert "Traceback" not in shown
 

@@ -86,8 +86,11 @@ def test_repeated_rows_are_added_in_the_dtype_of_the_array(dtype):
     [
         (None, "without dense_shape cannot become an array"),
         ((-1, 3), "without a number of rows cannot become an array"),
-        ((9, 2), r"values of shape \(2, 3\) are no rows of an array of shape \(9, 2\)"),
-        ((), "no rows of an array"),
+        (
+            (9, 2),
+            r"values of shape \(2, 3\) are not rows of an array of shape \(9, 2\)",
+        ),
+        ((), "not rows of an array"),
         ((3, 3), r"indices must be in 0 to 2, got 5 \(1 of 2 are not\)"),
     ],
 )
