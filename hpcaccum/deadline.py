@@ -144,7 +144,7 @@ class Deadline:
         result = ready()
         if result is not None:
             return result
-        begun, outer = self._begin()
+        begun = self._begin()
         try:
             for _ in range(looks - 1):
                 if between is not None:
@@ -153,7 +153,7 @@ class Deadline:
                     return result
             return self._poll(ready, missing, check)
         finally:
-            self._report(begun, outer)
+            self._report(begun)
 
     def _poll(
         self,
@@ -195,7 +195,7 @@ class Deadline:
         result = attempt(0.0)
         if result is not None:
             return result
-        begun, outer = self._begin()
+        begun = self._begin()
         try:
             while result is None:
                 self._check_limit(missing)
@@ -203,7 +203,7 @@ class Deadline:
                 result = attempt(self._until_next_warning())
             return result
         finally:
-            self._report(begun, outer)
+            self._report(begun)
 
     @staticmethod
     def try_acquire(lock: Any, held: list[bool], seconds: float = 0.0) -> bool | None:
@@ -254,18 +254,14 @@ class Deadline:
     def _message(self, missing: str) -> str:
         return f"{self.what}: waited {self.elapsed:.3g} s for {missing}"
 
-    def _begin(self) -> tuple[float, Deadline | None]:
-        """Return the time, and the wait in which this one begins."""
-        thread = threading.get_ident()
-        outer = _waits.get(thread)
-        _waits[thread] = self
-        return time.monotonic(), outer
+    def _begin(self) -> float:
+        _waits[threading.get_ident()] = self
+        return time.monotonic()
 
-    def _report(self, begun: float, outer: Deadline | None) -> None:
-        if outer is not None:
-            _waits[threading.get_ident()] = outer
-        else:
-            _waits.pop(threading.get_ident(), None)
+    def _report(self, begun: float) -> None:
+        # A wait in another one has removed it already. To restore the outer one would
+        # restore what an interrupted wait has left there, too.
+        _waits.pop(threading.get_ident(), None)
         seconds = time.monotonic() - begun
         self.waited += seconds
         if _observer is not None:

@@ -9,7 +9,7 @@ assigns; `state` packs the words of the protocol, without MPI.
 `VectorAccumulator` is a `ConditionalAccumulator` of vectors, parts of which are rows.
 `DeviceAccumulator` accumulates on one CUDA device, in one process.
 
-Imports `mpi`, `device` and the modules below them; never `reducer`.
+Imports `nodes`, `mpi`, `device` and the modules below them; never `reducer`.
 """
 
 from __future__ import annotations

@@ -48,10 +48,8 @@ class Writer:
         self._protocol, self._storage = protocol, storage
         self._remote = None if protocol.words.near else remote
         self._buffers = Buffers(protocol, storage)
-        self._turn = OneThread(what)
-        self._recovery = Recovery(
-            self._complete_or_revoke, self._remote, f"{what}: apply_grad"
-        )
+        self._turn, self._call = OneThread(what), f"{what}: apply_grad"
+        self._recovery = Recovery(self._complete_or_revoke, self._remote, self._call)
         self._begin()
 
     def _begin(self) -> None:
@@ -85,7 +83,7 @@ class Writer:
             source = self._storage.prepare(array)
         receipt = self._try(array, source, local_step)
         if receipt is None:
-            receipt = Deadline(None, "apply_grad").wait(
+            receipt = Deadline(None, self._call).wait(
                 lambda: self._try(array, source, local_step), lambda: _OTHER_THREAD
             )
         return receipt

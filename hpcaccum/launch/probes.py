@@ -134,12 +134,12 @@ def sums_of_all(group: Group) -> Finding:
 
 
 def many_windows(group: Group) -> Finding:
-    """Objects that are open at the same time, each with windows of its own."""
+    """Objects that are open at the same time, each with a communicator of its own."""
     opened = []
     for number in range(32):
         opened.append(
             hpc.ConditionalAccumulator(
-                "float32", shape=(8,), comm=group, name=f"{number}"
+                "float32", shape=(8,), comm=group, name=f"{number}", storage="sum"
             )
         )
     for acc in opened:

@@ -163,7 +163,7 @@ class Group:
     @functools.cached_property
     def progress(self) -> ProgressThread:
         """The thread that calls MPI for other nodes while this rank computes."""
-        return ProgressThread(self.comm, needed=not self.single_node)
+        return ProgressThread(self.comm)
 
     @functools.cached_property
     def inside(self) -> Group:

@@ -72,11 +72,10 @@ class ProgressThread:
 
     Args:
         comm: Communicator on which to probe.
-        needed: Whether a thread is needed: whether there are other nodes.
     """
 
-    def __init__(self, comm: mpi4py_MPI.Intracomm, *, needed: bool) -> None:
-        self._comm, self._needed = comm, needed
+    def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
+        self._comm = comm
         self._windows: list[Callable[[], memoryview]] = []
         self._lock = threading.Lock()
         # What was in the windows, and when they had changed.
@@ -110,7 +109,7 @@ class ProgressThread:
         self._start_or_stop()
 
     def _start_or_stop(self) -> None:
-        wanted = self._needed and bool(self._windows) and not self._replaced
+        wanted = bool(self._windows) and not self._replaced
         # An exception may have interrupted its start or its end.
         if self._thread is not None and not (wanted and self._runs):
             self._stop()

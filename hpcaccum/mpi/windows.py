@@ -102,10 +102,9 @@ def make_progress(
     Returns:
         What ends this; to be called before the window is freed.
     """
-    # On all ranks: it is collective at first use.
-    progress = group.progress
     if group.single_node or group.rank != root:
         return lambda: None
+    progress = group.progress
     memory = memoryview(window.tomemory())
     watched = functools.partial(used, memory)
     progress.start(watched)

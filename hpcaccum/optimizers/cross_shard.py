@@ -20,6 +20,7 @@ from hpcaccum.optimizers.checks import (
     check_variables,
     listed,
 )
+from hpcaccum.optimizers.reduction import Reduction, check_reduction
 from hpcaccum.optimizers.shard import (
     Shard,
     check_wire_dtype,
@@ -45,13 +46,6 @@ if TYPE_CHECKING:
 
 # The options that reducers have, too.
 _OF_REDUCERS = ("schedule", "cuda_aware", "wire_dtype")
-
-
-class Reduction:
-    """How the gradients of all ranks are combined; the values are TensorFlow's."""
-
-    MEAN = "weighted_mean"
-    SUM = "weighted_sum"
 
 
 class CrossShardOptimizer(Wrapper):
@@ -114,16 +108,11 @@ class CrossShardOptimizer(Wrapper):
         whole = Group.of(comm)
 
         def check() -> dict[str, Any]:
-            if reduction not in (Reduction.MEAN, Reduction.SUM):
-                raise InvalidArgumentError(
-                    f"reduction must be Reduction.MEAN or Reduction.SUM, got "
-                    f"{reduction!r}"
-                )
             used = "flat" if cuda_aware and schedule == "auto" else schedule
             check_schedule(used, wire_dtype, cuda_aware)
             return {
                 "optimizer": type(opt).__name__,
-                "reduction": reduction,
+                "reduction": check_reduction(reduction),
                 "schedule": used,
                 "cuda_aware": bool(cuda_aware),
                 "wire_dtype": check_wire_dtype(wire_dtype),

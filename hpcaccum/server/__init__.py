@@ -11,7 +11,7 @@ on each node.
 `parameter_copies` copies only the rows that are in the `row_log`. `messages` are what
 agents send of published parameters; a `row_draft` makes one of such rows.
 
-Imports `accumulator`, `mpi`, `device` and the modules below them.
+Imports `accumulator`, `nodes`, `mpi`, `device` and the modules below them.
 """
 
 from __future__ import annotations

@@ -61,16 +61,24 @@ def number(text: str, kind: type[int | float], least: int) -> float:
 
 def every(text: str) -> Every:
     """Return a number of updates, or a time."""
-    if text[-1:] in _UNITS:
+    if text.isdecimal():
+        return Every(updates=count(text))
+    try:
         return Every(seconds=time(text))
-    return Every(updates=count(text))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{error}; or a number of updates, such as 100"
+        ) from None
 
 
 def time(text: str) -> float:
     """Return the seconds of a time such as 90s, 5m or 1h."""
-    if text[-1:] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"must look like 90s, 5m or 1h, got {text!r}")
-    return positive(text[:-1]) * _UNITS[text[-1]]
+    try:
+        return positive(text[:-1]) * _UNITS[text[-1:]]
+    except (KeyError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(
+            f"must look like 90s, 5m or 1h, got {text!r}"
+        ) from None
 
 
 def widths(text: str) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ BAD = [
     ({"storage": "ram"}, INVALID, "storage must be one of"),
     ({"shared_name": 5}, TypeError, "shared_name must be text"),
     ({"workers": 0}, INVALID, "workers must be at least 1"),
-    ({"workers": 5}, INVALID, r"workers is at most the number of ranks, \d, got 5"),
+    ({"workers": 5}, INVALID, r"workers must be at most the number of ranks, \d"),
     ({"shape": (2**45,)}, INVALID, r"needs \d+\.\d MiB of /dev/shm"),
 ]
 

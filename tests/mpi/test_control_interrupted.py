@@ -308,7 +308,7 @@ def test_an_interrupted_progress_thread_starts_again(comm, begins):
         return memoryview(b"")
 
     def trial(number):
-        progress = ProgressThread(comm, needed=True)
+        progress = ProgressThread(comm)
         if begins:
             more = interrupt(lambda: progress.start(window), number)
         else:

@@ -104,7 +104,7 @@ def test_a_late_rank_is_a_warning(heart, ended, rank, size, caplog):
         age(heart, size - 1, 16)
         said = f"no heartbeat for 15 s from rank {size - 1}:\n  rank {size - 1} ("
         assert said in caplog.text
-        until(lambda: " again" in caplog.text or None)
+        until(lambda: " has resumed" in caplog.text or None)
         assert f"heartbeat of rank {size - 1} (process" in caplog.text
         age(heart, size - 1, 16)
         assert caplog.text.count(said) == 2

@@ -64,17 +64,16 @@ def nothing():
 
 
 def test_switch_interval_is_short_while_it_runs(comm):
-    group, before = Group.of(comm), sys.getswitchinterval()
-    apart = not group.single_node
+    before = sys.getswitchinterval()
     # Threads of objects that several tests use.
     users = short_switch_interval._users
-    progress = [ProgressThread(comm, needed=apart) for _ in range(2)]
-    during = pytest.approx(1e-3 if apart else before)
+    progress = [ProgressThread(comm) for _ in range(2)]
+    during = pytest.approx(1e-3)
     progress[0].start(nothing)
     # The thread itself sets it.
     until(lambda: sys.getswitchinterval() == during)
     progress[1].start(nothing)
-    until(lambda: short_switch_interval._users == users + 2 * apart)
+    until(lambda: short_switch_interval._users == users + 2)
     assert sys.getswitchinterval() == during
     progress[0].stop(nothing)
     assert sys.getswitchinterval() == during
@@ -86,7 +85,7 @@ def test_shorter_switch_interval_of_the_user_is_kept(comm):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     short = sys.getswitchinterval()
-    progress = ProgressThread(comm, needed=True)
+    progress = ProgressThread(comm)
     progress.start(nothing)
     during = sys.getswitchinterval()
     progress.stop(nothing)
@@ -117,7 +116,7 @@ class Clock:
 
 
 def test_naps_are_long_where_no_word_changes(comm, monkeypatch):
-    words, progress = bytearray(16), ProgressThread(comm, needed=True)
+    words, progress = bytearray(16), ProgressThread(comm)
 
     def after(nap):
         words[8] = nap >= 3000
@@ -138,7 +137,7 @@ def test_naps_are_long_where_no_word_changes(comm, monkeypatch):
 
 
 def test_another_thread_replaces_it_and_naps_in_the_same_way(comm, monkeypatch):
-    words, progress = bytearray(8), ProgressThread(comm, needed=True)
+    words, progress = bytearray(8), ProgressThread(comm)
     clock = Clock(lambda nap: False)
     monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
     progress.replace(True)
@@ -185,7 +184,7 @@ def test_words_that_are_in_use_are_watched(comm, rank):
 
 
 def test_naps_are_short_where_changes_cannot_be_seen(comm, monkeypatch):
-    progress = ProgressThread(comm, needed=True)
+    progress = ProgressThread(comm)
 
     progress._end = clock = Clock(lambda nap: nap == 3000)
     monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)

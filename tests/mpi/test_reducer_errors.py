@@ -140,9 +140,9 @@ FROZEN.flags.writeable = False
 WRONG_OUT = {
     "name": ({"z": np.ones(900)}, "no array is named 'z'"),
     "shape": ({"x": np.ones(899)}, "out 'x' must have shape"),
-    "list": ({"x": [0.0] * 900}, "out 'x' must be an array to write to"),
-    "nothing": ({"x": None}, "out 'x' must be an array to write to"),
-    "frozen": ({"x": FROZEN}, "out 'x' must be an array to write to"),
+    "list": ({"x": [0.0] * 900}, "out 'x' must be a writable array"),
+    "nothing": ({"x": None}, "out 'x' must be a writable array"),
+    "frozen": ({"x": FROZEN}, "out 'x' must be a writable array"),
     "integers": ({"x": np.ones(900, int)}, "out 'x' must be of floats"),
     "complex": ({"x": np.ones(900, complex)}, "out 'x'"),
 }

@@ -104,4 +104,4 @@ def test_what_is_not_given_back_is_found(group, rank, monkeypatch, capfd, part):
 
     assert Soak(group, 0.01, 0)() == 1
     if rank == 0:
-        assert "something is not given back" in capfd.readouterr().out
+        assert "resources leak" in capfd.readouterr().out

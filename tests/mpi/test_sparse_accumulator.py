@@ -315,7 +315,7 @@ BAD = [
     ({"shape": (2, None)}, INVALID, r"shape \(2, None\) has rows of unknown size"),
     ({"shape": (2, -1)}, INVALID, "no negative dimension"),
     ({"reduction_type": "mean"}, INVALID, "reduction_type must be one of"),
-    ({"workers": 9}, INVALID, "workers is at most"),
+    ({"workers": 9}, INVALID, "workers must be at most"),
     ({"capacity": 2**40}, INVALID, r"needs \d+\.\d MiB of /dev/shm"),
 ]
 

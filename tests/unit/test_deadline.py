@@ -13,7 +13,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import deadline as module
-from hpcaccum.deadline import Deadline, current_wait, observe_waits
+from hpcaccum.deadline import Deadline, observe_waits
 
 from ..common import WAIT
 
@@ -286,25 +286,6 @@ def test_block_without_a_limit_passes_seconds_that_a_lock_takes(monkeypatch):
 
     assert Deadline(math.inf, "call").block(attempt, str)
     assert spans == [0, threading.TIMEOUT_MAX]
-
-
-def test_the_innermost_wait_of_a_thread_is_known():
-    outer, inner = Deadline(WAIT, "outer"), Deadline(WAIT, "inner")
-    looks = {outer: [None, True], inner: [None, True]}
-    seen = []
-
-    def look(deadline):
-        found = looks[deadline].pop(0)
-        if found and deadline is outer:
-            inner.wait(lambda: look(inner), str)
-        if found:
-            seen.append(current_wait(threading.get_ident()))
-        return found
-
-    outer.wait(lambda: look(outer), str)
-
-    assert seen == [inner, outer]
-    assert current_wait(threading.get_ident()) is None
 
 
 def test_time_of_all_waits_of_a_call_is_added_up():
