@@ -307,7 +307,6 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         """
         if self._exchange.freed:
             return
-        self._rule.reclaim()
         self._before_free()
         self.sync_buffers()
         self._exchange.free()
@@ -316,6 +315,9 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _before_free(self) -> None:
         """Do what must be done before ranks wait for each other."""
+        # This rank has the last parameters: a model may be converted now.
+        with contextlib.suppress(InvalidArgumentError):
+            self._rule.reclaim()
 
     @property
     def freed(self) -> bool:

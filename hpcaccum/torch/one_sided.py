@@ -168,6 +168,8 @@ class OneSided(Adapter):
     def _before_free(self) -> None:
         # Otherwise others might wait for its gradients.
         self._exchange.leave()
+        # The last parameters are still to come.
+        self._rule.reclaim()
 
 
 class SyncReplicas(OneSided):

@@ -90,6 +90,18 @@ def test_a_model_that_is_converted_later_is_an_error(kind, comm):
     opt.free()
 
 
+def test_a_model_may_be_converted_at_the_end_if_its_rank_has_the_parameters(comm, rank):
+    model = Model()
+    with hpt.CrossShard(sgd(model), comm=comm) as opt:
+        model.backward(rank, 0)
+        opt.step()
+        expected = model.values()
+        model.to(torch.bfloat16)
+
+    for name, value in model.values().items():
+        np.testing.assert_allclose(value, expected[name], 1e-2)
+
+
 class Averages(torch.nn.Module):
     """A module that assigns its buffer in each step."""
 
