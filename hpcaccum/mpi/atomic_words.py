@@ -123,7 +123,7 @@ class AtomicWords:
             self._words = words[first : first + count]
         # Whether MPI changes a word before the call returns: it lies in memory of this
         # node. MPICH sends a rank that is alone there a message to itself.
-        ranks = group.nodes[group.node_number]
+        ranks = group.node_ranks
         self.near = root in ranks
         self._at_once = self.near and len(ranks) > 1
         # Whether several changes take one round trip.

@@ -64,7 +64,8 @@ class Group:
         size: Number of ranks.
         node: Communicator of the ranks that share memory with this one.
         nodes: The ranks of each node, ordered by first rank.
-        node_number: The place of this rank's node in `nodes`.
+        node_of: For each rank, the place of its node in `nodes`.
+        node_number, node_ranks: That of this rank's node, and the ranks of this node.
         single_node: Whether all ranks share memory.
         own_cores: This rank's share of the cores of its node, at least 1. Ranks that
             may run on the same cores share them evenly.
@@ -84,9 +85,10 @@ class Group:
         self.windows = KeptWindows()
         # Not at their first use, which may be on some ranks only.
         self.nodes = self._find_nodes()
-        self.node_number = next(
-            number for number, ranks in enumerate(self.nodes) if self.rank in ranks
-        )
+        numbers = {r: number for number, ranks in enumerate(self.nodes) for r in ranks}
+        self.node_of = [numbers[rank] for rank in range(self.size)]
+        self.node_number = self.node_of[self.rank]
+        self.node_ranks = self.nodes[self.node_number]
         self.single_node = len(self.nodes) == 1
         self.own_cores = self._share_cores()
         self.control = ControlChannel(comm)
@@ -316,7 +318,7 @@ class Group:
         Args:
             taken: What `_taken` returned on each rank.
         """
-        on_node = [taken[rank][1:] for rank in self.nodes[self.node_number]]
+        on_node = [taken[rank][1:] for rank in self.node_ranks]
         self.windows.compare([each[0] for each in taken])
         for inside in self._all_windows()[1:]:
             inside.compare([words[0] if words else {} for words in on_node])

@@ -113,7 +113,7 @@ class Heartbeat:
         self._talks = all(each.threads for each in facts)
         others = range(1, group.size) if group.rank == 0 else range(1)
         self._peers = {rank: _Peer() for rank in others if self._talks}
-        mates = set(group.nodes[group.node_number]) - {group.rank}
+        mates = set(group.node_ranks) - {group.rank}
         # In containers, processes may not see each other.
         self._mates = {rank for rank in mates if self._processes[rank].exists()}
         self._dead: dict[int, float] = {}

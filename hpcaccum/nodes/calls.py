@@ -45,7 +45,7 @@ class Calls:
         self, group: Group, root: int, function: Callable[..., Any], what: str
     ) -> None:
         self._group, self._function, self._what = group, function, what
-        node = next(n for n, ranks in enumerate(group.nodes) if root in ranks)
+        node = group.node_of[root]
         self._agent = Agent.of(group)
         self._leader, self._node = self._agent.leaders[node], node
         # Whether its thread, and the memory that the function changes, are this rank's.

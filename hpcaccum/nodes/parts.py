@@ -69,7 +69,7 @@ class NodeParts:
         nbytes = self._nbytes = max(1, -(-nbytes // 64)) * 64
         self.mapped = group.single_node
         inside = group if self.mapped else group.inside
-        ranks = range(group.size) if self.mapped else group.nodes[group.node_number]
+        ranks = range(group.size) if self.mapped else group.node_ranks
         takes = takers is None or not set(takers).isdisjoint(ranks)
         longest = nbytes if longest is None else longest
         common = longest if takes and not self.mapped else 0
@@ -100,10 +100,6 @@ class NodeParts:
         self._awaited = inside.size
         # Whether the agent writes a result, which a rank may have given up meanwhile.
         self._collecting = False
-        # The node of each rank.
-        self._node_of = {
-            rank: node for node, ranks in enumerate(self._group.nodes) for rank in ranks
-        }
         self._group.allgather(None, f"{self._what}: memory of nodes")
 
     def is_here(self, rank: int) -> bool:
@@ -210,7 +206,7 @@ class NodeParts:
         """Return the places on each node that has some, in the order of nodes."""
         found: dict[int, list[Place]] = {}
         for place in places:
-            found.setdefault(self._node_of[place[0]], []).append(place)
+            found.setdefault(self._group.node_of[place[0]], []).append(place)
         return dict(sorted(found.items()))
 
     # The agent

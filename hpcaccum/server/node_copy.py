@@ -126,5 +126,5 @@ def writer_inside(group: Group, root: int) -> tuple[Group, int]:
     """
     if group.single_node:
         return group, root
-    ranks = group.nodes[group.node_number]
+    ranks = group.node_ranks
     return group.inside, ranks.index(root) if root in ranks else 0

@@ -80,7 +80,7 @@ class Parameters(NodeCopy):
     ) -> None:
         self._what, self._messages = what, messages or Messages()
         inside, writer = writer_inside(group, root)
-        self._is_here = group.single_node or root in group.nodes[group.node_number]
+        self._is_here = group.single_node or root in group.node_ranks
         # On the leader of the publisher's node: what is being sent, to which nodes; of
         # each of them, the last step sent and its place.
         self._snapshots: list[_Snapshot] = []
@@ -101,10 +101,7 @@ class Parameters(NodeCopy):
 
     def _join(self, group: Group, root: int) -> Agent:
         self._words = AtomicWords(group, root, 1)
-        self._source = next(n for n, ranks in enumerate(group.nodes) if root in ranks)
-        self._node_of = {
-            rank: node for node, ranks in enumerate(group.nodes) for rank in ranks
-        }
+        self._source, self._node_of = group.node_of[root], group.node_of
         agent = Agent.of(group)
         self._number = agent.add(self)
         return agent

@@ -93,10 +93,7 @@ class ShardedParameters(NodeCopy):
         longest = max(each.part.stop - each.part.start for each in self.shards)
         self.buffers = min(most, max(1, round(layout.size / max(1, longest))))
         self.ordered = -1
-        self._nodes = [
-            next(node for node, ranks in enumerate(group.nodes) if server in ranks)
-            for server in servers
-        ]
+        self._nodes = [group.node_of[server] for server in servers]
         with contextlib.ExitStack() as undo:
             copies = DoubleBuffer(inside, 0, layout.size, layout.dtype)
             super().__init__(copies, written_here=inside.rank == 0)
@@ -130,7 +127,7 @@ class ShardedParameters(NodeCopy):
         """Make the memory of the server of this node."""
         number = self._nodes.index(group.node_number)
         shard, dtype = self.shards[number], self.copies.dtype
-        rank = group.nodes[group.node_number].index(self._servers[number])
+        rank = group.node_ranks.index(self._servers[number])
         length = shard.part.stop - shard.part.start
         sizes = [0] * group.inside.size
         sizes[rank] = (length + self.buffers * shard.size) * dtype.itemsize

@@ -52,7 +52,7 @@ def measure(group: Group) -> Offset:
     elif group.rank in leaders:
         mine = _ask(group.comm, first)
     offsets = group.allgather(mine, "trace: clocks of the nodes")
-    return offsets[group.nodes[group.node_number][0]]
+    return offsets[group.node_ranks[0]]
 
 
 def common_time(time: float, before: Offset, after: Offset) -> float:

@@ -43,7 +43,7 @@ def _twin(nodes: str, size: int) -> str | None:
 
 def leads(group: Group) -> bool:
     """Whether this rank is the first of its node."""
-    return group.nodes[group.node_number][0] == group.rank
+    return group.node_ranks[0] == group.rank
 
 
 def named(leader: int) -> str:

@@ -202,12 +202,12 @@ def test_gradients_stay_on_the_node_of_their_rank(
     meet()
     # Other ranks see the slot itself, on its node, and nothing but words has moved.
     for other in range(size):
-        here = other in group.nodes[group.node_number]
+        here = other in group.node_ranks
         assert queue.parts.is_here(other) is (group.single_node or here)
         if here:
             assert (queue._view(other) == other).all()
     waits = [name for name in calls if name in WAITS]
-    ranks = group.nodes[group.node_number]
+    ranks = group.node_ranks
     if host not in ranks or group.single_node:
         # An agent makes the changes, or memory is shared.
         assert not waits or size == 1

@@ -402,7 +402,7 @@ def test_a_group_is_freed_once_and_made_anew(comm, rank, size, capsys):
 
 def test_nodes_are_ordered_by_their_first_rank(comm):
     group = Group.of(comm)
-    ranks = group.nodes[group.node_number]
+    ranks = group.node_ranks
 
     assert sorted(rank for node in group.nodes for rank in node) == [*range(comm.size)]
     assert [node[0] for node in group.nodes] == sorted(node[0] for node in group.nodes)

@@ -56,7 +56,7 @@ def test_a_node_gets_nothing_that_it_does_not_wait_for(parameters, group, rank):
     publish(parameters, rank, 1)
     meet()
 
-    elsewhere = 0 not in group.nodes[group.node_number]
+    elsewhere = 0 not in group.node_ranks
     assert parameters.newest() == 1
     assert parameters.version() == (0 if elsewhere else 1)
 
@@ -227,7 +227,7 @@ def test_other_nodes_get_nothing_unasked(unasked, group, rank, size):
             assert wait(unasked, step) == {step}
         everywhere(until, lambda: unasked._agent._is_idle(unasked._number))
     newest = {0: 2, far: 1}.get(group.node_number, -1)
-    assert unasked.version() == (2 if 0 in group.nodes[group.node_number] else newest)
+    assert unasked.version() == (2 if 0 in group.node_ranks else newest)
 
 
 def test_a_node_that_has_asked_gets_a_step_once(parameters, sent, group, rank):

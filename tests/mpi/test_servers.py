@@ -444,7 +444,7 @@ def test_auto_on_one_node_is_the_host(comm):
         ("all", {}, "'auto'"),
         (1000, {}, "rank of the communicator"),
         ([0, -1], {}, "rank of the communicator"),
-        ([0], {"host": 1}, "first of servers is the host"),
+        ([0], {"host": 1}, "first of servers must be the host"),
     ],
 )
 @pytest.mark.ranks(min=2)

@@ -126,7 +126,7 @@ def test_words_have_moved_when_a_call_returns(comm, words, monkeypatch):
     spy, group = Spy(words._window), Group.of(comm)
     # Between nodes a message brings the outcome, and another thread of the host may be
     # about to store it; to a rank that is alone on its node, too.
-    at_once = words.near and len(group.nodes[group.node_number]) > 1
+    at_once = words.near and len(group.node_ranks) > 1
     monkeypatch.setattr(words, "_window", spy)
     reads = [(words.read, 1), (words.read_range, 1, 3)]
     writes = [(words.write, 1, 2), (words.write_range, 1, [2, 3])]
