@@ -12,7 +12,7 @@ import numpy as np
 from hpcaccum.arguments import converted, one_of, step_number
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import Freeable, Group, keep
+from hpcaccum.mpi import Freeable, Group
 from hpcaccum.reducer import selection
 from hpcaccum.reducer.call_sequence import CallSequence
 from hpcaccum.reducer.device import DeviceExchange
@@ -358,8 +358,7 @@ class Reducer(Freeable):
             self._device.settle()
             agreed = self._device.finish(call)
         except BaseException:
-            # So may MPI.
-            keep(self._schedule)
+            self._schedule.give_up()
             raise
         calls.given_up = False
         calls.track.calls += 1

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.mpi import keep
 from hpcaccum.reducer.buckets import Readiness
 from hpcaccum.reducer.signature import Agreement
 from hpcaccum.reducer.staging import copy, copy_in
@@ -165,6 +166,9 @@ class Schedule:
         """Forget which arrays are ready, after a call."""
         self._readiness.reset()
 
+    def give_up(self) -> None:
+        """Note that this rank has left a call before it was complete."""
+
     def offer(self, count: int) -> None:
         """Do what can be done now that the first ``count`` buckets are in `sent`.
 
@@ -273,6 +277,10 @@ class MessageSchedule(Schedule):
     def _reached(self, agreement: Agreement) -> bool:
         self._wait(agreement.request.Test)
         return agreement.reached
+
+    def give_up(self) -> None:
+        """Keep all memory that MPI may still read and write."""
+        keep(self)
 
     def free(self, *, abandoned: bool = False) -> None:
         """Do as `Schedule.free`."""

@@ -104,8 +104,7 @@ class TorchRule(Optimizer):
     def reclaim(self) -> None:
         """Move parameters back to the memory of the variables.
 
-        ``p.data = ...`` replaces it, as do `torch.nn.utils.vector_to_parameters` and
-        ``load_state_dict(..., assign=True)``.
+        ``p.data = ...`` replaces it, as does `torch.nn.utils.vector_to_parameters`.
 
         Raises:
             InvalidArgumentError: If a parameter has another shape, dtype or device now.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 import time
+import weakref
 
 import pytest
 
-from hpcaccum import WaitTimeoutError
+from hpcaccum import Group, Layout, Reducer, WaitTimeoutError
 from hpcaccum.deadline import observe_waits
 
 from .expiring import times_out_without
@@ -128,3 +130,22 @@ def test_every_wait_is_reported_with_its_call(maker, rank, size):
         return rank == 0 or seconds / 2 < waited <= reducer.waited
 
     assert for_some_pause(waits_for_rank_0)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("schedule", ["flat", "shared"])
+def test_what_mpi_uses_outlives_a_call_that_was_given_up(comm, rank, schedule):
+    group = Group.of(comm)
+    if schedule == "shared" and not group.single_node:
+        pytest.skip("the ranks are on several nodes")
+    reducer = Reducer(Layout(SHAPES, "float32"), comm, schedule=schedule)
+    made = weakref.ref(reducer._schedule)
+    with times_out_without(comm, 0):
+        error = raised(reducer.reduce, ONES) if rank else None
+    meet()
+    reducer.free()
+    del reducer, error
+    gc.collect()
+
+    # Of shared memory, MPI knows nothing.
+    assert (made() is not None) == (schedule == "flat" and rank > 0)
