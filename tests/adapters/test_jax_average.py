@@ -270,7 +270,7 @@ def test_an_error_on_one_rank_reaches_all(average, rank, size, monkeypatch):
         # What it calls refuses the arrays of this rank.
         monkeypatch.setattr(np, "empty_like", lambda array: array)
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match="must be an array to write"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="must be a writable array"):
         jax.block_until_ready(update(tree(0), optax.EmptyState()))
 
 

@@ -36,7 +36,7 @@ TRAIN = [
     (["--strategy", "agn", "--resume"], "--resume needs --save DIR"),
     (["--strategy", "agn", "--every", "5"], "--every needs --save DIR"),
     (["--strategy", "agn", "--save", "s", "--every", "5x"], "got '5x'"),
-    (["--strategy", "agn", "--save", "s", "--every", "0s"], "got '0'"),
+    (["--strategy", "agn", "--save", "s", "--every", "0s"], "got '0s'"),
     (["--strategy", "agn", "--save", "/dev/null/s"], "/dev/null/s: Not a directory"),
     (["--compare", "--save", "s"], "--save is for one run: use --strategy"),
     (["--compare", "--record", "r"], "--record is for one run: use --strategy"),
