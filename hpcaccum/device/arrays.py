@@ -211,8 +211,16 @@ def copyto(target: Any, source: Any) -> None:
     elif to_device:
         _send(target, source)
     else:
-        with np.errstate(all="ignore"):
-            np.copyto(target, source, casting="same_kind")
+        copy_quietly(target, source)
+
+
+def copy_quietly(target: Array, source: Array) -> None:
+    """Copy an array to another of its shape; an overflow is inf, without a warning."""
+    if source.dtype == target.dtype:
+        np.copyto(target, source)
+        return
+    with np.errstate(all="ignore"):
+        np.copyto(target, source, casting="same_kind")
 
 
 def _fetch(target: Array, source: Any) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.optimizers.wrapper import one_thread
 from hpcaccum.server import BoundedStalenessInbox
 
 if TYPE_CHECKING:
@@ -83,7 +82,6 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             workers=self._workers,
         )
 
-    @one_thread
     def compute_gradients(
         self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.device import copyto
+from hpcaccum.device import copy_quietly, copyto
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.layout import ALIGNMENT, Layout
 from hpcaccum.overlap import overlap, same_elements
@@ -213,10 +212,8 @@ def _copy_gradients(
         # The place of another one may be overwritten before this one is read.
         if overlap(array, flat):
             away[name] = array.copy()
-    # No warning: an overflow shows up as inf.
-    with np.errstate(all="ignore") if away else contextlib.nullcontext():
-        for name, array in away.items():
-            np.copyto(places[name], array, casting="same_kind")
+    for name, array in away.items():
+        copy_quietly(places[name], array)
 
 
 def gradients_by_name(
