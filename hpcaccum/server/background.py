@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from hpcaccum.mpi import report_and_abort
+from hpcaccum.server.role import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
 
 
-class Background:
+class Background(Role):
     """The base of loops; they differ in `run`."""
 
     _thread: threading.Thread | None = None
@@ -53,10 +54,6 @@ class Background:
         self._made = number
         return True
 
-    def run(self) -> None:
-        """Run the loop until its work is done."""
-        raise NotImplementedError
-
     def start_thread(self) -> None:
         """Run the loop in a thread, unless it has one."""
         if self._thread is not None:
@@ -74,11 +71,11 @@ class Background:
             # Without this thread every rank would wait for its update.
             report_and_abort(*sys.exc_info())
 
-    def join(self, deadline: Deadline, missing: Callable[[], str]) -> None:
-        """Wait until the thread has ended, if there is one.
-
-        Raises:
-            WaitTimeoutError: If it takes too long.
-        """
+    def end(self, deadline: Deadline) -> None:
+        """Wait until the thread has ended, if there is one; see `Role.end`."""
         if self._thread is not None:
-            deadline.join(self._thread, missing)
+            deadline.join(self._thread, self._unfinished)
+
+    def _unfinished(self) -> str:
+        """Return what the thread has to do, for messages."""
+        raise NotImplementedError

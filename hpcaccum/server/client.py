@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -44,16 +43,9 @@ class Client(Freeable):
 
     Args:
         group: The ranks.
-        root: The rank that holds the center.
-        variables: Name to array, the same names and shapes on all ranks.
-        inbox: Makes the inbox, given the size and the dtype of a flat gradient, and the
-            places of rows in it.
-        rule: Makes the updates; None if it needs whole variables.
-        what: Name for messages.
-        servers: The ranks that hold parts of the center, ``root`` first, if several.
-        elementwise: Whether such a part may begin within a variable.
-        capacities: Name of each sparse variable to the maximum number of rows of the
-            gradients of a rank in one update. There is one server then.
+        servers: The rank that holds the center; or several that hold a part each, the
+            root first.
+        initial, make_inbox, what, rule, elementwise, capacities: See `ParameterServer`.
 
     Attributes:
         waited: Seconds that this rank has waited in `push` and `pull`.
@@ -62,32 +54,29 @@ class Client(Freeable):
     def __init__(
         self,
         group: Group,
-        root: int,
-        variables: Mapping[str, Array],
-        inbox: MakeInbox,
-        rule: ElementwiseRule | None,
-        what: str,
         servers: Sequence[int],
+        initial: Mapping[str, Array],
+        make_inbox: MakeInbox,
+        what: str,
+        *,
+        rule: ElementwiseRule | None,
         elementwise: bool,
         capacities: Mapping[str, int],
     ) -> None:
-        self._group, self._root, self._what = group, root, what
-        wire = self._wire = WireFormat(variables, capacities)
+        self._group, self._what = group, what
+        self._servers, self._root = servers, servers[0]
+        wire = self._wire = WireFormat(initial, capacities)
         with contextlib.ExitStack() as undo:
-            self._inbox = inbox(wire.size, wire.gradients.dtype, wire.rows)
+            self._inbox = make_inbox(wire.size, wire.gradients.dtype, wire.rows)
             undo.callback(self._inbox.free)
-            sparse = bool(wire.rows)
-            self._copies = SparseCopies(group, root, wire) if sparse else Copies(wire)
+            self._copies = (
+                SparseCopies(group, self._root, wire) if wire.rows else Copies(wire)
+            )
             undo.callback(self._copies.free)
-            # One of both, and the same as a copy to read from.
-            self._published: Parameters | None = None
-            self._sharded: ShardedParameters | None = None
-            self._parameters = self._make_parameters(servers, elementwise)
+            self._parameters = self._make_parameters(initial, elementwise)
             undo.callback(self._parameters.free)
-            self._together = self._share(rule)
+            self._node_update = self._make_node_update(rule)
             undo.pop_all()
-        # For sums on the root.
-        self._threads = group.own_cores
         # Held by the updates of this rank, if it makes any.
         self._update_lock = UpdateLock(what)
         # This rank's slot from the first request to the push, and all views of it that
@@ -104,33 +93,31 @@ class Client(Freeable):
         self.waited = 0.0
         # What `free` has to do.
         self._left = [self._inbox.free, self._parameters.free, self._copies.free]
-        if self._together is not None:
-            self._left.insert(0, self._together.free)
+        if self._node_update is not None:
+            self._left.insert(0, self._node_update.free)
 
     def _make_parameters(
-        self, servers: Sequence[int], elementwise: bool
+        self, initial: Mapping[str, Array], elementwise: bool
     ) -> Parameters | ShardedParameters:
-        group, dtype = self._group, self._wire.parameters.dtype
-        if len(servers) > 1:
-            # Each needs another part.
-            self._inbox.parts.sends_short = False
-            self._sharded = ShardedParameters(
-                group,
-                servers,
-                self._wire,
-                self._inbox.parts,
-                self._what,
-                elementwise=elementwise,
-                most=1 if self._inbox.adds else _AT_A_TIME,
-            )
-            return self._sharded
-        size = self._copies.size
-        self._published = Parameters(
-            group, self._root, size, dtype, self._what, self._copies
+        """Return where the center is published: on one rank, or in parts on several."""
+        group, wire, copies, what = self._group, self._wire, self._copies, self._what
+        if len(self._servers) == 1:
+            dtype = wire.parameters.dtype
+            return Parameters(group, self._root, copies.size, dtype, what, copies)
+        # Each needs another part.
+        self._inbox.parts.sends_short = False
+        return ShardedParameters(
+            group,
+            self._servers,
+            wire,
+            initial,
+            self._inbox.parts,
+            what,
+            elementwise=elementwise,
+            most=1 if self._inbox.adds else _AT_A_TIME,
         )
-        return self._published
 
-    def _share(self, rule: ElementwiseRule | None) -> NodeUpdate | None:
+    def _make_node_update(self, rule: ElementwiseRule | None) -> NodeUpdate | None:
         """Return how ranks share the work of updates, None if they cannot."""
         layout = self._wire.parameters
         alike = all(dtype == layout.dtype for dtype in self._wire.dtypes.values())
@@ -224,15 +211,14 @@ class Client(Freeable):
         paused = self._update_lock.is_read_by_this_thread()
         if paused and step > self._parameters.newest():
             self._check_not_paused("a pull")
-        wait = functools.partial(
-            self._parameters.wait,
-            step,
-            deadline,
-            lambda: self._missing(step),
-            comes=step <= self._coming,
-        )
         try:
-            wait() if self._together is None else wait(self._together.help)
+            self._parameters.wait(
+                step,
+                deadline,
+                lambda: self._missing(step),
+                None if self._node_update is None else self._node_update.help,
+                comes=step <= self._coming,
+            )
         finally:
             self.waited += deadline.waited
 
@@ -360,8 +346,8 @@ class Client(Freeable):
         """Memory of this rank that holds gradients and parameters for others."""
         nbytes = self._inbox.window_bytes + self._parameters.window_bytes
         nbytes += self._copies.nbytes_here
-        if self._together is not None and self._group.rank == self._root:
-            nbytes += self._together.window_bytes
+        if self._node_update is not None and self._group.rank == self._root:
+            nbytes += self._node_update.window_bytes
         return nbytes
 
     def _free(self) -> None:

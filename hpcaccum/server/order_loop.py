@@ -1,4 +1,4 @@
-"""The loop of the host of several servers: decide what makes each update, order it."""
+"""The loop of the root of several servers: decide what makes each update, order it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.server.update_loop import Loop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hpcaccum.accumulator import Batch
     from hpcaccum.server.inbox import Inbox
+    from hpcaccum.server.role import Answer, Rate, Update
+    from hpcaccum.server.shard_loop import ShardLoop
     from hpcaccum.server.sharded import ShardedParameters
     from hpcaccum.server.update_lock import UpdateLock
 
@@ -23,19 +23,32 @@ class OrderLoop(Loop):
     Args:
         inbox, lock, what: See `Loop`.
         parameters: Has the servers.
+        shard: The loop of this rank's own part, as the root is one of the servers.
 
     Attributes:
+        shard: That loop.
         rate: Returns the learning rate of the next update; None if servers find it.
         last_answers: Of all servers after the last update, to the question None.
     """
 
     def __init__(
-        self, inbox: Inbox, parameters: ShardedParameters, lock: UpdateLock, what: str
+        self,
+        inbox: Inbox,
+        lock: UpdateLock,
+        what: str,
+        parameters: ShardedParameters,
+        shard: ShardLoop,
     ) -> None:
         super().__init__(inbox, lock, what)
         self._parameters, self._step = parameters, parameters.ordered
-        self.rate: Callable[[], float | None] = lambda: None
+        self.shard, self.center = shard, shard.center
+        self.rate: Rate = lambda: None
         self.last_answers: list[Any] | None = None
+
+    def set_optimizer(self, update: Update, rate: Rate, answer: Answer) -> None:
+        """Set what finds learning rates, and what updates this rank's part."""
+        self.rate = rate
+        self.shard.set_optimizer(update, rate, answer)
 
     def made(self) -> int:
         """Return the step up to which `run` has made all; servers may be ahead."""
@@ -71,8 +84,20 @@ class OrderLoop(Loop):
                 return
             self._order(step + 1, batch)
 
+    def wait_for_ordered(self, deadline: Deadline) -> None:
+        """Wait until servers have made the updates that were ordered ahead."""
+        self._parameters.wait_for_servers(self._parameters.ordered, deadline)
+
+    def ask(self, question: Any) -> list[Any]:
+        """Return the answers of all servers; after the last update, those to None."""
+        if self.last_answers is not None:
+            return self.last_answers
+        deadline = Deadline(None, f"{self._what}: servers")
+        return self._parameters.ask(question, deadline)
+
     def run(self) -> None:
         """Order updates until all ranks have left; then end the loops of servers."""
+        self.shard.start_thread()
         super().run()
         deadline = Deadline(math.inf, f"{self._what}: end")
         # Another thread of this rank may ask, too.
@@ -81,3 +106,8 @@ class OrderLoop(Loop):
                 self.last_answers = self._parameters.ask(None, deadline)
             # Also if an earlier call was interrupted before it.
             self._parameters.end()
+
+    def end(self, deadline: Deadline) -> None:
+        """Wait until both threads have ended; see `Role.end`."""
+        super().end(deadline)
+        self.shard.end(deadline)

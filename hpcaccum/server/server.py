@@ -1,4 +1,4 @@
-"""The parameter server: a client on every rank, the loop of updates on the root."""
+"""The parameter server: on every rank a client, and the rank's role as a server."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.device import to_host
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, format_ranks
 from hpcaccum.mpi import MPI
 from hpcaccum.server.client import Client
 from hpcaccum.server.order_loop import OrderLoop
+from hpcaccum.server.role import Role
 from hpcaccum.server.shard_loop import ShardLoop
+from hpcaccum.server.sharded import ShardedParameters
 from hpcaccum.server.update_loop import UpdateLoop
 
 if TYPE_CHECKING:
@@ -22,11 +23,9 @@ if TYPE_CHECKING:
 
     from hpcaccum.accumulator import Tally
     from hpcaccum.mpi import Group
-    from hpcaccum.server.background import Background
     from hpcaccum.server.inbox import MakeInbox
     from hpcaccum.server.node_update import ElementwiseRule
-    from hpcaccum.server.sharded import ShardedParameters
-    from hpcaccum.server.update_loop import Loop, Update
+    from hpcaccum.server.role import Answer, Rate, Update
 
     # Of each variable, name to an array or an integer.
     Arrays = Mapping[str, Mapping[str, Any]]
@@ -47,15 +46,15 @@ class ServerState(NamedTuple):
 
     step: int
     tally: Tally
-    center: Mapping[str, Array]
+    center: dict[str, Array]
 
 
 class ParameterServer(Client):
     """Parameters on one rank, the center, updated by gradients of all. Collective.
 
-    Step k is the parameters after k updates. Every rank is a client, and the root runs
-    the updates: in a thread beside its own training, or alone. After `free` the last
-    parameters can still be read, with their step and the tally.
+    Step k is the parameters after k updates. Every rank is a client and has a `Role`: a
+    server runs loops, in threads beside its own training or alone. After `free` the
+    last parameters can still be read, with their step and the tally.
 
     Args:
         group: The ranks.
@@ -63,8 +62,8 @@ class ParameterServer(Client):
             the one that decides what makes each update.
         initial: Name to array, the same names and shapes on all ranks; the center
             starts with the root's.
-        inbox: Makes the inbox, given the size and the dtype of a flat gradient, and the
-            places of rows in it.
+        make_inbox: Makes the inbox, given the size and the dtype of a flat gradient,
+            and the places of rows in it.
         dedicated: Whether the servers only serve; they must then call `serve`.
         what: Name for messages.
         rule: Makes the updates of all variables if they are alike; equal on all ranks.
@@ -78,12 +77,6 @@ class ParameterServer(Client):
         step, tally: Where an earlier server ended (`ServerState`), to continue from it;
             the same on all ranks.
 
-    Attributes:
-        center: Name to array, on a server: what it holds; empty on other ranks.
-        slots: For each slot of the rule, name to array, likewise; None if the rule is
-            not used, because variables are sparse or have several dtypes, or ranks
-            several nodes.
-
     Raises:
         InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE and the
             root is not dedicated, or there are several nodes or servers; or ``step`` is
@@ -96,7 +89,7 @@ class ParameterServer(Client):
         group: Group,
         root: int,
         initial: Mapping[str, Array],
-        inbox: MakeInbox,
+        make_inbox: MakeInbox,
         *,
         dedicated: bool,
         what: str,
@@ -114,89 +107,60 @@ class ParameterServer(Client):
 
         group.agree(what, check)
         self._final: ServerState | None = None
-        self._servers = tuple(servers) or (root,)
         super().__init__(
             group,
-            root,
+            tuple(servers) or (root,),
             initial,
-            inbox,
-            rule,
+            make_inbox,
             what,
-            self._servers,
-            elementwise,
-            capacities,
+            rule=rule,
+            elementwise=elementwise,
+            capacities=capacities,
         )
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
         if dedicated:
             self._inbox.exclude(self._servers)
-        self._make_loops(initial)
-        if loop := self._loop:
-            loop.set_step(step)
+        self._role = self._make_role(initial)
+        self._role.set_step(step)
         self._register(group, group.label(what))
         # No rank pulls before the center is published, and has come to its node.
         self._wait_for(step, Deadline(None, f"{what}: first parameters"))
 
-    def _make_loops(self, initial: Mapping[str, Array]) -> None:
-        """Make the center, and what updates it, on the ranks that need it."""
-        # On the root, one of the first two; on each of several servers, the third.
-        self._updates: UpdateLoop | None = None
-        self._orders: OrderLoop | None = None
-        self._shard: ShardLoop | None = None
-        self.center: dict[str, Array] = {}
-        self.slots: dict[str, dict[str, Array]] | None = None
-        if self._sharded is not None:
-            self._make_shard(self._sharded, initial)
-        elif self.is_root:
-            self._make_center(initial)
-            self._updates = self._make_updates()
-
-    def _make_shard(
-        self, sharded: ShardedParameters, initial: Mapping[str, Array]
-    ) -> None:
-        """Make what several servers need, with the root's parameters."""
-
-        def fill(flat: Array) -> None:
-            arrays = {name: to_host(array) for name, array in initial.items()}
-            self._wire.write_parameters(arrays, flat)
-
-        sharded.scatter(fill)
-        # No agent sends a part before its server has it.
-        self._group.allgather(None, f"{self._what}: servers")
-        if self.is_server:
-            assert sharded.server is not None
-            self._shard = ShardLoop(sharded, sharded.server, self._what)
-            self.center = self._shard.center
-        if self.is_root:
-            self._orders = OrderLoop(
-                self._inbox, sharded, self._update_lock, self._what
-            )
-
-    def _make_center(self, initial: Mapping[str, Array]) -> None:
-        if self._together is None:
-            self.center = {n: np.array(to_host(a)) for n, a in initial.items()}
-            return
-        self.center, self.slots = self._together.center, self._together.slots
-        for name, array in initial.items():
-            np.copyto(self.center[name], to_host(array))
-
-    def _make_updates(self) -> UpdateLoop:
-        assert self._published is not None
+    def _make_role(self, initial: Mapping[str, Array]) -> Role:
+        """Return what this rank does for the center."""
+        if not self.is_server:
+            return Role()
+        inbox, lock, what = self._inbox, self._update_lock, self._what
+        if isinstance(self._parameters, ShardedParameters):
+            shard = ShardLoop(self._parameters, what)
+            if not self.is_root:
+                return shard
+            return OrderLoop(inbox, lock, what, self._parameters, shard)
         return UpdateLoop(
-            self.center,
-            self._inbox,
-            self._published,
-            self._wire,
-            self._copies,
-            self._together,
-            self._update_lock,
-            self._threads,
-            self._what,
+            inbox,
+            lock,
+            what,
+            initial,
+            parameters=self._parameters,
+            wire=self._wire,
+            copies=self._copies,
+            node_update=self._node_update,
+            threads=self._group.own_cores,
         )
 
     @property
-    def _loop(self) -> Loop | None:
-        """The loop of the root."""
-        return self._updates or self._orders
+    def center(self) -> dict[str, Array]:
+        """Name to array: what a server holds; after `free`, all, on every rank."""
+        return self._role.center
+
+    @property
+    def slots(self) -> dict[str, dict[str, Array]] | None:
+        """For each slot of the rule, name to array, on a server until `free`.
+
+        None if the rule is not used, because variables are sparse or have several
+        dtypes, or ranks several nodes.
+        """
+        return self._role.slots
 
     @property
     def is_root(self) -> bool:
@@ -219,10 +183,7 @@ class ParameterServer(Client):
         return self._dedicated and self.is_server
 
     def start(
-        self,
-        update: Update,
-        rate: Callable[[], float | None] = lambda: None,
-        answer: Callable[[Any], Any] = lambda _: None,
+        self, update: Update, rate: Rate = lambda: None, answer: Answer = lambda _: None
     ) -> None:
         """Begin to serve, in threads unless servers are dedicated; servers only.
 
@@ -237,18 +198,9 @@ class ParameterServer(Client):
             answer: Answers a question that the root asks all of several servers, and
                 None after the last update.
         """
-        if self._updates is not None:
-            self._updates.update = update
-        if self._orders is not None:
-            self._orders.rate = rate
-        if self._shard is not None:
-            self._shard.update, self._shard.answer = update, answer
-        for loop in self._loops():
-            if not self._dedicated:
-                loop.start_thread()
-
-    def _loops(self) -> list[Background]:
-        return [loop for loop in (self._loop, self._shard) if loop is not None]
+        self._role.set_optimizer(update, rate, answer)
+        if not self._dedicated:
+            self._role.start_thread()
 
     def serve(self, after_update: Callable[[int], object] | None = None) -> None:
         """Serve until all other ranks have left; a dedicated server only.
@@ -258,22 +210,17 @@ class ParameterServer(Client):
         """
         if not self.only_serves:
             raise InvalidArgumentError(f"{self._what}: {self._no_server()}")
-        if self._loop is not None:
-            self._loop.after_update = after_update
-        # The root of several servers is one of them.
-        first, *others = self._loops()
-        for loop in others:
-            loop.start_thread()
-        first.run()
+        self._role.after_update = after_update
+        self._role.run()
 
     def _no_server(self) -> str:
         """Return why this rank must not call `serve`."""
-        servers, several = format_ranks(self._servers), len(self._servers) > 1
+        servers = format_ranks(self._servers)
         if self._dedicated:
-            are = "are" if several else "is"
+            are = "are" if self.shards else "is"
             rank = self._group.rank
             return f"rank {rank} is not a server ({servers} {are}); it must train"
-        how = "serve beside their" if several else "serves beside its"
+        how = "serve beside their" if self.shards else "serves beside its"
         return (
             f"dedicated=True was not given: {servers} {how} training; do not call "
             f"serve()"
@@ -288,12 +235,8 @@ class ParameterServer(Client):
             InvalidArgumentError, WaitTimeoutError: See `paused`.
         """
         with self.paused():
-            assert self._sharded is not None
-            assert self._orders is not None
-            if self._orders.last_answers is not None:
-                return self._orders.last_answers
-            deadline = Deadline(None, f"{self._what}: servers")
-            return self._sharded.ask(question, deadline)
+            assert isinstance(self._role, OrderLoop)
+            return self._role.ask(question)
 
     def divide(self, arrays: Arrays | None) -> Arrays | None:
         """Return what a server keeps of arrays of the root. Collective.
@@ -307,8 +250,8 @@ class ParameterServer(Client):
         """
         if arrays is None:
             return None
-        if self._sharded is not None:
-            return self._sharded.divide(arrays)
+        if isinstance(self._parameters, ShardedParameters):
+            return self._parameters.divide(arrays)
         return arrays if self.is_root else None
 
     @contextlib.contextmanager
@@ -326,9 +269,8 @@ class ParameterServer(Client):
             )
         deadline = Deadline(None, f"{self._what}: paused")
         with self._update_lock.reading(deadline):
-            if self._sharded is not None and self._final is None:
-                # Some may have been ordered ahead.
-                self._sharded.wait_for_servers(self._sharded.ordered, deadline)
+            if self._final is None:
+                self._role.wait_for_ordered(deadline)
             yield self.step
 
     def state(self) -> ServerState:
@@ -339,12 +281,15 @@ class ParameterServer(Client):
         Raises:
             InvalidArgumentError, WaitTimeoutError: See `paused`.
         """
-        if self._final is None:
-            with self.paused() as step:
-                names = list(self._wire.parameters)
-                center = dict(zip(names, self.read(names), strict=True))
-                return ServerState(step, self.tally(), center)
-        return self._final._replace(center=_copies(self._final.center))
+        if self._final is not None:
+            return self._read_state()
+        with self.paused():
+            return self._read_state()
+
+    def _read_state(self) -> ServerState:
+        names = list(self._wire.parameters)
+        center = dict(zip(names, self.read(names), strict=True))
+        return ServerState(self.step, self.tally(), center)
 
     # What can be asked after `free` too
 
@@ -384,27 +329,20 @@ class ParameterServer(Client):
         super()._free()
 
     def _end(self, call: str) -> None:
-        """Leave, wait for all others to leave, stop the loop, keep the last values."""
+        """Leave, wait for all others to leave, end the role, keep the last values."""
         self.leave()
         self._group.allgather(None, call)
         self._end_updates(call)
         self._finish()
-        names = list(self._wire.parameters)
-        center = dict(zip(names, self.read(names), strict=True))
         # From now on nothing reads the shared memory.
-        self._final = ServerState(self.step, self.tally(), center)
-        self.center, self.slots = center, None
-        if self._updates is not None:
-            self._updates.center = center
+        self._final = state = self._read_state()
+        self._role.center, self._role.slots = state.center, None
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""
         failure, deadline = None, Deadline(None, call)
         try:
-            if self._loop is not None:
-                self._loop.end(deadline)
-            if self._shard is not None:
-                self._shard.join(deadline, lambda: "the last updates of this server")
+            self._role.end(deadline)
         except WaitTimeoutError as error:
             failure = error
         self._group.raise_together(call, failure)
@@ -429,7 +367,3 @@ def _check_server(
         )
     if step < 0:
         raise InvalidArgumentError(f"step must be at least 0, got {step}")
-
-
-def _copies(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    return {name: array.copy() for name, array in arrays.items()}

@@ -15,9 +15,8 @@ from hpcaccum.server.order_words import ANSWER, END, NO_UPDATE, UPDATE, rate_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum.server.shard import Server
+    from hpcaccum.server.role import Answer, Rate, Update
     from hpcaccum.server.sharded import ShardedParameters
-    from hpcaccum.server.update_loop import Update
 
 Array = np.ndarray[Any, Any]
 
@@ -26,8 +25,7 @@ class ShardLoop(Background):
     """Updates the part of the center that one rank holds, as the host orders.
 
     Args:
-        parameters: Where orders come from.
-        server: This rank's part of the center, with its first parameters.
+        parameters: Where orders come from; has this rank's part of the center.
         what: Name for messages.
 
     Attributes:
@@ -37,18 +35,19 @@ class ShardLoop(Background):
         answer: Called with a question of the host; returns the answer.
     """
 
-    def __init__(
-        self,
-        parameters: ShardedParameters,
-        server: Server,
-        what: str,
-    ) -> None:
-        self._parameters, self._server, self._what = parameters, server, what
-        self.center = server.shard.arrays(server.part)
+    def __init__(self, parameters: ShardedParameters, what: str) -> None:
+        super().__init__()
+        assert parameters.server is not None
+        self._parameters, self._server, self._what = parameters, parameters.server, what
+        self.center = self._server.shard.arrays(self._server.part)
         self.update: Update | None = None
+        self.answer: Answer = lambda _: None
         # The last order that was carried out.
         self._number, self._kind = 0, NO_UPDATE
-        self.answer: Callable[[Any], Any] = lambda _: None
+
+    def set_optimizer(self, update: Update, rate: Rate, answer: Answer) -> None:
+        """Set what updates the part, and what answers questions."""
+        self.update, self.answer = update, answer
 
     def run(self) -> None:
         """Carry out orders until the host ends them."""
@@ -81,3 +80,6 @@ class ShardLoop(Background):
         if change is not None:
             change()
             self._server.shard.write_parameters(self.center, self._server.part)
+
+    def _unfinished(self) -> str:
+        return "the last updates of this server"

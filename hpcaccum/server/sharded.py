@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.device import to_host
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import AtomicWords, NodeMemory, complete
 from hpcaccum.nodes import Agent
@@ -59,6 +60,7 @@ class ShardedParameters(NodeCopy):
         servers: Those that hold the parts, each on another node. The first is the host,
             which gives the orders.
         wire: How variables lie in the vector.
+        initial: Name to array; the servers begin with the host's.
         parts: Where gradients lie.
         elementwise: See `Shard`.
         most: How many steps may be ordered and not made, at most.
@@ -77,6 +79,7 @@ class ShardedParameters(NodeCopy):
         group: Group,
         servers: Sequence[int],
         wire: WireFormat,
+        initial: Mapping[str, Array],
         parts: NodeParts,
         what: str,
         *,
@@ -121,6 +124,8 @@ class ShardedParameters(NodeCopy):
         # has received. Messages of both, which two threads send on the host.
         self._asked, self._question = 0, [(0, None)]
         self._messages: dict[int, list[Any]] = {QUESTIONS: [], ANSWERS: []}
+        self._scatter(wire, initial)
+        # No agent sends a part before its server has it.
         group.allgather(None, f"{what}: servers")
 
     def _allocate(self, group: Group) -> Server:
@@ -143,17 +148,14 @@ class ShardedParameters(NodeCopy):
             nbytes += self.server.part.nbytes + self.server.gradients.nbytes
         return nbytes
 
-    def scatter(self, fill: Callable[[Array], None]) -> None:
-        """Send each server its part of a vector of the host. Collective.
-
-        Args:
-            fill: Writes the vector; called on the host.
-        """
+    def _scatter(self, wire: WireFormat, initial: Mapping[str, Array]) -> None:
+        """Send each server its part of the host's parameters. Collective."""
         comm, tag = self._agent.comm, self._service.tag(PARAMETERS)
         begun: list[Iterator[Any]] = []
         if comm.rank == self._servers[0]:
             flat = np.empty(self.copies.size, self.copies.dtype)
-            fill(flat)
+            arrays = {name: to_host(array) for name, array in initial.items()}
+            wire.write_parameters(arrays, flat)
             parts = [flat[shard.part] for shard in self.shards]
             begun.append(map(comm.Isend, parts, self._servers, repeat(tag)))
         if comm.rank in self._servers:

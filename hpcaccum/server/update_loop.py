@@ -1,4 +1,4 @@
-"""The loop of a parameter server: take gradients, update the center, publish it."""
+"""The loop of a single server: take gradients, update the center, publish it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.device import to_host
 from hpcaccum.errors import EverybodyLeftError
 from hpcaccum.server.background import Background
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
     from hpcaccum.accumulator import Batch
     from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.node_update import NodeUpdate
     from hpcaccum.server.parameter_copies import Copies
     from hpcaccum.server.parameters import Parameters
+    from hpcaccum.server.role import Answer, Rate, Update
     from hpcaccum.server.update_lock import UpdateLock
     from hpcaccum.server.wire_format import WireFormat
-
-    # Gets gradients by name, arrays or `IndexedSlices`; and a learning rate, or None
-    # for the optimizer's own. Returns what changes the center.
-    Update = Callable[[dict[str, Any], float | None], Callable[[], object]]
 
 Array = np.ndarray[Any, Any]
 
@@ -38,14 +36,11 @@ class Loop(Background):
         inbox: Where gradients come from.
         lock: Held during each update.
         what: Name for messages.
-
-    Attributes:
-        after_update: Called with the step after each update, before the next one.
     """
 
     def __init__(self, inbox: Inbox, lock: UpdateLock, what: str) -> None:
+        super().__init__()
         self._inbox, self._lock, self._what = inbox, lock, what
-        self.after_update: Callable[[int], object] | None = None
 
     def made(self) -> int:
         """Return the step that the center has."""
@@ -77,14 +72,6 @@ class Loop(Background):
         """Update the center with a batch of gradients, and publish it."""
         raise NotImplementedError
 
-    def end(self, deadline: Deadline) -> None:
-        """Wait until the thread has ended; all ranks have left by now.
-
-        Raises:
-            WaitTimeoutError: If its last updates take too long.
-        """
-        self.join(deadline, self._unfinished)
-
     def _unfinished(self) -> str:
         step = self.made()
         lacks = self._inbox.awaited(step) or "the update itself"
@@ -95,35 +82,48 @@ class UpdateLoop(Loop):
     """Updates the whole center on this rank.
 
     Args:
-        center: Name to array, which the updates change.
-        inbox, parameters, wire: Where gradients come from, where parameters go to, and
-            how both lie in flat vectors.
+        inbox, lock, what: See `Loop`.
+        initial: Name to array: the center starts with these.
+        parameters: Where the center is published.
+        wire: How gradients and parameters lie in flat vectors.
         copies: Copies parameters to such vectors.
-        together: Makes updates with the other ranks of the node; None if it cannot.
-        lock: Held during each update.
+        node_update: Has the center, and makes updates with the other ranks of the node;
+            None if it cannot.
         threads: To use for sums.
-        what: Name for messages.
     """
 
     def __init__(
         self,
-        center: dict[str, Array],
         inbox: Inbox,
+        lock: UpdateLock,
+        what: str,
+        initial: Mapping[str, Array],
+        *,
         parameters: Parameters,
         wire: WireFormat,
         copies: Copies,
-        together: NodeUpdate | None,
-        lock: UpdateLock,
+        node_update: NodeUpdate | None,
         threads: int,
-        what: str,
     ) -> None:
         super().__init__(inbox, lock, what)
-        self.center = center
         self.update: Update | None = None
         self._parameters, self._wire, self._copies = parameters, wire, copies
-        self._together, self._threads = together, threads
+        self._node_update, self._threads = node_update, threads
         # The memory of each sum, allocated once.
         self._sum: Array | None = None
+        self._make_center(initial)
+
+    def _make_center(self, initial: Mapping[str, Array]) -> None:
+        if self._node_update is None:
+            self.center = {n: np.array(to_host(a)) for n, a in initial.items()}
+            return
+        self.center, self.slots = self._node_update.center, self._node_update.slots
+        for name, array in initial.items():
+            np.copyto(self.center[name], to_host(array))
+
+    def set_optimizer(self, update: Update, rate: Rate, answer: Answer) -> None:
+        """Set what updates the center."""
+        self.update = update
 
     def made(self) -> int:
         """Return the step that is published."""
@@ -153,11 +153,11 @@ class UpdateLoop(Loop):
 
     def _update_together(self, batch: Batch, flat: Array, deadline: Deadline) -> bool:
         """Update the center and write it to a vector, if all ranks can help."""
-        together = self._together
-        if together is None or not self._wire.is_complete(batch):
+        shared = self._node_update
+        if shared is None or not self._wire.is_complete(batch):
             return False
         return self._make_once(
-            batch.step + 1, lambda: together.prepare(batch, flat, deadline)
+            batch.step + 1, lambda: shared.prepare(batch, flat, deadline)
         )
 
     def _update_alone(self, batch: Batch, deadline: Deadline) -> None:

@@ -188,7 +188,7 @@ def test_a_learning_rate_is_called_once_for_an_update(comm, rank, size):
 
 def watched(opt, before=lambda rank, piece: None):
     """Return a list of the pieces that this rank works on, from now on. Collective."""
-    update, pieces = opt._server._together, []
+    update, pieces = opt._server._node_update, []
     work_on = update._work_on
 
     def work(piece, given):
@@ -213,7 +213,7 @@ def start(comm, rule, size, **options):
 def test_ranks_that_wait_work_on_the_update(comm, rank, size):
     opt, variables = start(comm, hpc.SGD(0.1), size)
     helped = threading.Event()
-    words = opt._server._together._words
+    words = opt._server._node_update._words
 
     def before(rank, piece):
         # The host goes on when another rank has completed a piece.
@@ -262,7 +262,7 @@ def test_ranks_that_look_for_pieces_hide_no_update(comm, rank):
     calls, variables = 300, made()
     with hpc.DropStaleGradientOptimizer(hpc.SGD(0.1), 0, comm=comm) as opt:
         opt.initialize(variables)
-        words = opt._server._together._words
+        words = opt._server._node_update._words
         meet()
         if rank == 0:
             train(opt, variables, calls)
@@ -277,7 +277,7 @@ def test_ranks_that_look_for_pieces_hide_no_update(comm, rank):
 @pytest.mark.usefixtures("one_node")
 def test_numbers_of_updates_begin_again(comm, rank, size):
     opt, variables = start(comm, hpc.SGD(0.1), size)
-    update = opt._server._together
+    update = opt._server._node_update
     if rank == 0:
         last = (node_update._NUMBERED - 1) << node_update._BITS
         update._words.write(node_update._NEXT, last | update._pieces)
@@ -309,7 +309,7 @@ def test_an_interrupted_wait_ends_no_piece(comm, rank, size):
         if rank == 0:
             # Others must get a piece.
             deadline = Deadline(WAIT, "help")
-            words = opt._server._together._words
+            words = opt._server._node_update._words
             deadline.wait(lambda: words.read(node_update._DONE) or None, str)
         # One that comes just before the main thread blocks does not wake it.
         while rank and not handled.wait(0.05):

@@ -76,7 +76,7 @@ def test_an_update_is_made_once(comm, rank, size, kind, rule, where):
         expected = np.full(COUNT, -float(updates))
     opt.initialize([var])
     if rank == 0:
-        loop = opt._server._updates
+        loop = opt._server._role
         if where == "updated":
             raise_once(loop._parameters.copies, "complete", before=True)
         elif where == "published":
@@ -101,7 +101,7 @@ def test_several_servers_make_an_update_once(group, where):
     opt.initialize([var])
     of_host = where in ("ordered", "asked", "ended")
     if group.rank == servers[0 if of_host else -1]:
-        parameters = opt._server._sharded
+        parameters = opt._server._parameters
         if where == "ordered":
             raise_once(parameters, "_request", before=False)
         elif of_host:
@@ -187,7 +187,7 @@ def test_slots_are_asked_for_again_after_an_interruption(group):
     at(0, at_each_point, trial, every=5)
     if group.rank == 0:
         # The last one is given up when servers answer it.
-        raise_once(opt._server._sharded, "_answer", before=True)
+        raise_once(opt._server._parameters, "_answer", before=True)
         with pytest.raises(KeyboardInterrupt):
             opt.get_slot(var, "momentum")
     meet()

@@ -182,7 +182,7 @@ def test_a_last_update_that_takes_too_long_is_named(comm, rank, size, monkeypatc
             server.start(lambda grads, rate: lambda: go.wait(WAIT))
             server.push({"w": np.ones(3)}, 0)
             # The limit of this wait only: the other ranks may be late.
-            loop, end = server._loop, server._loop.end
+            loop, end = server._role, server._role.end
             patch.setattr(loop, "end", lambda each: end(Deadline(VAIN, each.what)))
         error = raised(server.free)
     go.set()

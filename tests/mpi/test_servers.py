@@ -313,7 +313,7 @@ def test_servers_may_only_serve(group):
 def test_an_interrupted_server_goes_on(group):
     var, opt, servers = dedicated(group, hpc.Momentum(1.0, 0.5))
     if group.rank == servers[-1]:
-        interrupt_orders(opt._server._sharded, after=2)
+        interrupt_orders(opt._server._parameters, after=2)
         with pytest.raises(KeyboardInterrupt):
             opt.serve()
     if group.rank in servers:
@@ -362,12 +362,14 @@ def test_slots_are_asked_for_while_the_last_ones_are_collected(group):
     opt.minimize(gives(np.ones(300)))
     meet()
     if leads(group):
-        answer = opt._server._shard.answer
-        opt._server._shard.answer = lambda asked: (time.sleep(0.1), answer(asked))[1]
+        role = opt._server._role
+        shard = getattr(role, "shard", role)
+        answer = shard.answer
+        shard.answer = lambda asked: (time.sleep(0.1), answer(asked))[1]
     meet()
     opt.leave()
     if group.rank == 0:
-        until(lambda: opt._server._sharded._asked)
+        until(lambda: opt._server._parameters._asked)
         same_bits(opt.get_slot(var, "momentum").value, np.ones(300))
         same_bits(opt.get_slot(var, "momentum").value, np.ones(300))
     meet()
@@ -399,7 +401,9 @@ def test_messages_of_a_step(group, monkeypatch):
     meet()
     opt.minimize(gives(np.ones(300)))
     # Afterwards, all agents have sent what belongs to the step.
-    until(lambda: opt._server._sharded._under_way(1).startswith("step 1, on its way"))
+    until(
+        lambda: opt._server._parameters._under_way(1).startswith("step 1, on its way")
+    )
     meet()
     monkeypatch.undo()
     totals = {name: sum(each[name] for each in meet(counts)) for name in counts}
@@ -574,7 +578,7 @@ def test_a_server_waits_for_the_host_with_a_limit(group, monkeypatch):
         hpc.SGD(1.0), group.size, comm=group, servers=servers
     )
     opt.initialize([w])
-    sharded = opt._server._sharded
+    sharded = opt._server._parameters
 
     def wait():
         monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.01")
@@ -615,13 +619,13 @@ def test_each_node_sends_first_to_the_next_one(group, monkeypatch):
 
 
 def test_no_part_is_sent_before_its_server_has_it(group, monkeypatch):
-    late, scatter = leaders(group)[-1], ShardedParameters.scatter
+    late, scatter = leaders(group)[-1], ShardedParameters._scatter
 
-    def comes_late(self, fill):
+    def comes_late(self, *args):
         time.sleep(0.3 * (group.rank == late))
-        scatter(self, fill)
+        scatter(self, *args)
 
-    monkeypatch.setattr(ShardedParameters, "scatter", comes_late)
+    monkeypatch.setattr(ShardedParameters, "_scatter", comes_late)
     variables = made()
     with hpc.SyncReplicasOptimizer(
         hpc.SGD(0.1), group.size, comm=group, servers=leaders(group)

@@ -32,7 +32,8 @@ def drop_stale(group, rule, **options):
 
 def watch_updates(opt, seen, before=lambda: None):
     """Append the gradients of this rank's updates to a list, after some call."""
-    shard = opt._server._shard
+    role = opt._server._role
+    shard = getattr(role, "shard", role)
     update = shard.update
 
     def watched(grads, rate):

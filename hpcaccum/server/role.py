@@ -1,0 +1,62 @@
+"""What a rank does for the center of a parameter server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcaccum.deadline import Deadline
+
+    # Gets gradients by name, arrays or `IndexedSlices`; and a learning rate, or None
+    # for the optimizer's own. Returns what changes the center.
+    Update = Callable[[dict[str, Any], float | None], Callable[[], object]]
+    Rate = Callable[[], float | None]
+    Answer = Callable[[Any], Any]
+
+Array = np.ndarray[Any, Any]
+
+
+class Role:
+    """That of a rank that is no server, which does nothing; the base of the others.
+
+    A single server has an `UpdateLoop`. If there are several, the root has an
+    `OrderLoop`, which has a `ShardLoop` for its own part; the others have a
+    `ShardLoop`.
+
+    Attributes:
+        center, slots: See `ParameterServer`.
+        after_update: Called on the root with the step after each update, before the
+            next one.
+    """
+
+    after_update: Callable[[int], object] | None = None
+
+    def __init__(self) -> None:
+        self.center: dict[str, Array] = {}
+        self.slots: dict[str, dict[str, Array]] | None = None
+
+    def set_step(self, step: int) -> None:
+        """Publish the center as that of a step, before any rank pushes or pulls."""
+
+    def set_optimizer(self, update: Update, rate: Rate, answer: Answer) -> None:
+        """Set what makes updates, before they begin; see `ParameterServer.start`."""
+
+    def start_thread(self) -> None:
+        """Call `run` in a thread, unless there is one."""
+
+    def run(self) -> None:
+        """Serve until all ranks have left. Goes on if an exception has ended it."""
+
+    def wait_for_ordered(self, deadline: Deadline) -> None:
+        """Wait until the updates are made that were ordered ahead; the root only."""
+
+    def end(self, deadline: Deadline) -> None:
+        """Wait until the thread has ended, if there is one; all ranks have left by now.
+
+        Raises:
+            WaitTimeoutError: If its last updates take too long.
+        """
