@@ -15,7 +15,7 @@ from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
 from hpcaccum.row_sums import Rows
 from hpcaccum.server.node_update import NodeUpdate
-from hpcaccum.server.parameter_copies import Copies, SparseCopies
+from hpcaccum.server.parameter_copies import Copier, SparseCopier
 from hpcaccum.server.parameters import Parameters
 from hpcaccum.server.sharded import ShardedParameters
 from hpcaccum.server.update_lock import UpdateLock
@@ -69,10 +69,10 @@ class Client(Freeable):
         with contextlib.ExitStack() as undo:
             self._inbox = make_inbox(wire.size, wire.gradients.dtype, wire.rows)
             undo.callback(self._inbox.free)
-            self._copies = (
-                SparseCopies(group, self._root, wire) if wire.rows else Copies(wire)
+            self._copier = (
+                SparseCopier(group, self._root, wire) if wire.rows else Copier(wire)
             )
-            undo.callback(self._copies.free)
+            undo.callback(self._copier.free)
             self._parameters = self._make_parameters(initial, elementwise)
             undo.callback(self._parameters.free)
             self._node_update = self._make_node_update(rule)
@@ -92,7 +92,7 @@ class Client(Freeable):
         self._has: dict[str, int] = {}
         self.waited = 0.0
         # What `free` has to do.
-        self._left = [self._inbox.free, self._parameters.free, self._copies.free]
+        self._left = [self._inbox.free, self._parameters.free, self._copier.free]
         if self._node_update is not None:
             self._left.insert(0, self._node_update.free)
 
@@ -100,10 +100,10 @@ class Client(Freeable):
         self, initial: Mapping[str, Array], elementwise: bool
     ) -> Parameters | ShardedParameters:
         """Return where the center is published: on one rank, or in parts on several."""
-        group, wire, copies, what = self._group, self._wire, self._copies, self._what
+        group, wire, copier, what = self._group, self._wire, self._copier, self._what
         if len(self._servers) == 1:
             dtype = wire.parameters.dtype
-            return Parameters(group, self._root, copies.size, dtype, what, copies)
+            return Parameters(group, self._root, copier.size, dtype, what, copier)
         # Each needs another part.
         self._inbox.parts.sends_short = False
         return ShardedParameters(
@@ -192,7 +192,7 @@ class Client(Freeable):
     def _copy(
         self, into: Mapping[str, Array], at_least: int, since: Mapping[str, int]
     ) -> tuple[int, dict[str, int]]:
-        """Copy the newest parameters; return their step and what `Copies.read` does."""
+        """Copy the newest parameters; return their step and what `Copier.read` does."""
         deadline = Deadline(None, f"{self._what}: pull")
         if self._parameters.version() < at_least:
             self._wait_for(at_least, deadline)
@@ -202,7 +202,7 @@ class Client(Freeable):
 
         def copy(flat: Array) -> None:
             nonlocal has
-            has = self._copies.read(flat, into, since)
+            has = self._copier.read(flat, into, since)
 
         return self._parameters.read(copy, deadline), has
 
@@ -345,7 +345,7 @@ class Client(Freeable):
     def window_bytes(self) -> int:
         """Memory of this rank that holds gradients and parameters for others."""
         nbytes = self._inbox.window_bytes + self._parameters.window_bytes
-        nbytes += self._copies.nbytes_here
+        nbytes += self._copier.nbytes_here
         if self._node_update is not None and self._group.rank == self._root:
             nbytes += self._node_update.window_bytes
         return nbytes

@@ -36,7 +36,7 @@ _SHARE = 8
 _CHUNK = 1 << 16
 
 
-class Copies(Messages):
+class Copier(Messages):
     """Copies all parameters.
 
     Args:
@@ -91,7 +91,7 @@ class Copies(Messages):
         """Free the memory. Collective."""
 
 
-class SparseCopies(Copies):
+class SparseCopier(Copier):
     """Copies parameters of which some are sparse. Collective.
 
     A published vector ends with the place in the node's log up to which it has all

@@ -16,7 +16,7 @@ from hpcaccum.server.messages import Draft
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpcaccum.server.parameter_copies import SparseCopies
+    from hpcaccum.server.parameter_copies import SparseCopier
 
     # Rows of a variable, None for all, and their values.
     Part = tuple["Array | None", "Array"]
@@ -33,14 +33,14 @@ class RowDraft(Draft):
     """A message that is being made, of the rows that have changed.
 
     Args:
-        copies: Knows them.
+        copier: Knows them.
         since: `place` of the last message to that node.
     """
 
-    def __init__(self, copies: SparseCopies, since: int) -> None:
-        self._copies, self.place = copies, since
+    def __init__(self, copier: SparseCopier, since: int) -> None:
+        self._copier, self.place = copier, since
         # Of each sparse variable, in the order in which they were copied.
-        self._parts: dict[str, list[Part]] = {name: [] for name in copies.tables}
+        self._parts: dict[str, list[Part]] = {name: [] for name in copier.tables}
         # Of the others.
         self._arrays: dict[str, Array] = {}
 
@@ -50,15 +50,15 @@ class RowDraft(Draft):
         An update that overwrites the vector meanwhile changes rows that are in the log
         after the place that the vector ends with. So the next try copies them again.
         """
-        end = self._copies.end(flat)
-        rows = self._copies.changes(self.place, end)
-        for name, view in self._copies.views(flat).items():
+        end = self._copier.end(flat)
+        rows = self._copier.changes(self.place, end)
+        for name, view in self._copier.views(flat).items():
             if name not in self._parts:
                 self._arrays[name] = view.copy()
             elif rows is None:
                 self._parts[name] = [(None, view.copy())]
             else:
-                places = self._copies.rows_of(name, rows)
+                places = self._copier.rows_of(name, rows)
                 self._parts[name].append((places, view[places]))
         self.place = end
 
@@ -66,14 +66,14 @@ class RowDraft(Draft):
         """Return the message, a vector of bytes."""
         parts = {name: _united(parts) for name, parts in self._parts.items()}
         arrays = self._arrays | {name: values for name, (_, values) in parts.items()}
-        values = [arrays[name].reshape(-1) for name in self._copies.names]
+        values = [arrays[name].reshape(-1) for name in self._copier.names]
         pieces = [self._numbers([*parts.values()]), *values]
         return np.concatenate([piece.view(np.uint8) for piece in pieces])
 
     def _numbers(self, parts: Sequence[Part]) -> Array:
         """Return what a message begins with."""
         numbers = []
-        for (rows, _), table in zip(parts, self._copies.tables.values(), strict=True):
+        for (rows, _), table in zip(parts, self._copier.tables.values(), strict=True):
             if rows is None:
                 return np.array([_ALL])
             numbers.append(rows + table.start)

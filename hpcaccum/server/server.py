@@ -143,7 +143,7 @@ class ParameterServer(Client):
             initial,
             parameters=self._parameters,
             wire=self._wire,
-            copies=self._copies,
+            copier=self._copier,
             node_update=self._node_update,
             threads=self._group.own_cores,
         )

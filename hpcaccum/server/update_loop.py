@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Batch
     from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.node_update import NodeUpdate
-    from hpcaccum.server.parameter_copies import Copies
+    from hpcaccum.server.parameter_copies import Copier
     from hpcaccum.server.parameters import Parameters
     from hpcaccum.server.role import Answer, Rate, Update
     from hpcaccum.server.update_lock import UpdateLock
@@ -86,7 +86,7 @@ class UpdateLoop(Loop):
         initial: Name to array: the center starts with these.
         parameters: Where the center is published.
         wire: How gradients and parameters lie in flat vectors.
-        copies: Copies parameters to such vectors.
+        copier: Copies parameters to such vectors.
         node_update: Has the center, and makes updates with the other ranks of the node;
             None if it cannot.
         threads: To use for sums.
@@ -101,13 +101,13 @@ class UpdateLoop(Loop):
         *,
         parameters: Parameters,
         wire: WireFormat,
-        copies: Copies,
+        copier: Copier,
         node_update: NodeUpdate | None,
         threads: int,
     ) -> None:
         super().__init__(inbox, lock, what)
         self.update: Update | None = None
-        self._parameters, self._wire, self._copies = parameters, wire, copies
+        self._parameters, self._wire, self._copier = parameters, wire, copier
         self._node_update, self._threads = node_update, threads
         # The memory of each sum, allocated once.
         self._sum: Array | None = None
@@ -170,7 +170,7 @@ class UpdateLoop(Loop):
         rows = self._wire.read_rows(parts, total, batch.divisor) if parts else {}
         arrays = self._wire.read_gradients(total)
         # First: an update that fails has changed some of them.
-        self._copies.note({name: each.indices for name, each in rows.items()})
+        self._copier.note({name: each.indices for name, each in rows.items()})
         if (grads := {**arrays, **rows}) and (update := self.update) is not None:
             self._make_once(batch.step + 1, lambda: update(grads, None))
 
@@ -189,4 +189,4 @@ class UpdateLoop(Loop):
         return self._sum
 
     def _fill(self, flat: Array) -> None:
-        self._copies.write(self.center, flat, self._parameters.copies.writing)
+        self._copier.write(self.center, flat, self._parameters.copies.writing)

@@ -8,7 +8,7 @@ import pytest
 from hpcaccum import Group
 from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.messages import NOTHING
-from hpcaccum.server.parameter_copies import SparseCopies
+from hpcaccum.server.parameter_copies import SparseCopier
 from hpcaccum.server.wire_format import WireFormat
 
 ROWS = {"v": 240, "w": 80}
@@ -20,24 +20,24 @@ class Node:
     def __init__(self, group, center):
         wire = WireFormat(center, ROWS)
         self.center = center
-        self.copies = SparseCopies(group, 0, wire)
-        self.buffer = DoubleBuffer(group, 0, self.copies.size, np.float32)
+        self.copier = SparseCopier(group, 0, wire)
+        self.buffer = DoubleBuffer(group, 0, self.copier.size, np.float32)
         self.step = -1
 
     def publish(self, **changed):
         """Add 1 to rows of variables, and to the other variable."""
-        self.copies.note({name: np.array(rows) for name, rows in changed.items()})
+        self.copier.note({name: np.array(rows) for name, rows in changed.items()})
         for name, rows in changed.items():
             self.center[name][rows] += 1
         self.center["b"] += 1
         self.step += 1
         flat = self.buffer.begin(self.step)
-        self.copies.write(self.center, flat, self.buffer.writing)
+        self.copier.write(self.center, flat, self.buffer.writing)
         self.buffer.complete(self.step)
 
     def receive(self, message):
         self.step += 1
-        self.copies.unpack(message, self.buffer)
+        self.copier.unpack(message, self.buffer)
         self.buffer.complete(self.step)
 
     def newest(self):
@@ -47,12 +47,12 @@ class Node:
     def values(self):
         """Return all variables, as a reader copies them."""
         found = arrays()
-        self.copies.read(self.newest(), found, {})
+        self.copier.read(self.newest(), found, {})
         return found
 
     def free(self):
         self.buffer.free()
-        self.copies.free()
+        self.copier.free()
 
 
 def arrays():
@@ -77,21 +77,21 @@ def nodes(comm):
 @pytest.fixture
 def copied(monkeypatch):
     """The number of rows of each try, "all" for whole variables."""
-    found, changes = [], SparseCopies.changes
+    found, changes = [], SparseCopier.changes
 
     def note(self, *places):
         rows = changes(self, *places)
         found.append("all" if rows is None else rows.size)
         return rows
 
-    monkeypatch.setattr(SparseCopies, "changes", note)
+    monkeypatch.setattr(SparseCopier, "changes", note)
     return found
 
 
 def overtaken(here, draft, **changed):
     """Make a try while an update overwrites rows, and the other variable."""
     flat = here.newest().copy()
-    views = here.copies.views(flat)
+    views = here.copier.views(flat)
     for name, rows in changed.items():
         views[name][rows] = np.nan
     views["b"][...] = np.nan
@@ -119,7 +119,7 @@ def test_a_try_copies_only_what_has_changed_since_the_last_one(nodes, copied, up
     place = NOTHING
     for first in ("all", 2, 0):
         copied.clear()
-        draft = here.copies.draft(place, None)
+        draft = here.copier.draft(place, None)
         for number in range(updates):
             overtaken(here, draft, v=[1, 7 + number], w=[number])
         message = deliver(here, there, draft)
@@ -139,9 +139,9 @@ def test_a_try_copies_only_what_has_changed_since_the_last_one(nodes, copied, up
 
 def test_everything_is_copied_if_updates_have_changed_too_many_rows(nodes, copied):
     here, there = nodes
-    draft = here.copies.draft(NOTHING, None)
+    draft = here.copier.draft(NOTHING, None)
     deliver(here, there, draft)
-    draft = here.copies.draft(draft.place, None)
+    draft = here.copier.draft(draft.place, None)
     copied.clear()
     here.publish(v=[3])
     overtaken(here, draft, v=[4], w=[9])

@@ -283,7 +283,7 @@ def test_an_interrupted_pull_is_repeated_as_a_whole(make, rank, size, monkeypatc
     w = table()
     opt = make(1, [w])
     opt.initialize()
-    read = parameter_copies.SparseCopies.read
+    read = parameter_copies.SparseCopier.read
 
     def interrupted(self, flat, into, *which):
         read(self, flat, into, *which)
@@ -292,7 +292,7 @@ def test_an_interrupted_pull_is_repeated_as_a_whole(make, rank, size, monkeypatc
 
     def act(_):
         with monkeypatch.context() as patch:
-            patch.setattr(parameter_copies.SparseCopies, "read", interrupted)
+            patch.setattr(parameter_copies.SparseCopier, "read", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 opt.minimize(gives(rows(1)))
         opt.minimize(gives(rows(2)))

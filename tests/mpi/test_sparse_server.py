@@ -337,7 +337,7 @@ def test_an_interrupted_pull_is_repeated_as_a_whole(make, rank, size, monkeypatc
     for call in (2, 3):
         expected.update(*mean_of([drawn(0, call)]))
 
-    read = parameter_copies.SparseCopies.read
+    read = parameter_copies.SparseCopier.read
 
     def interrupted(self, flat, into, *which):
         read(self, flat, into, *which)
@@ -345,7 +345,7 @@ def test_an_interrupted_pull_is_repeated_as_a_whole(make, rank, size, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(parameter_copies.SparseCopies, "read", interrupted)
+        patch.setattr(parameter_copies.SparseCopier, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             opt.minimize(gives(drawn(0, 3)), var_list=[w])
     opt.compute_gradients(gives(drawn(0, 3)))
