@@ -10,10 +10,9 @@ import numpy as np
 
 from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
-from hpcaccum.accumulator.storage import Slots, Sums, aligned
+from hpcaccum.accumulator.storage import NodeBuffers, Slots, Sums
 from hpcaccum.indexed_slices import matrix
 from hpcaccum.mpi import without_signals
-from hpcaccum.nodes import NodeParts
 from hpcaccum.row_buffers import (
     RowPlace,
     indices_in,
@@ -76,8 +75,8 @@ class RowGradient:
         return Rows(ordered, np.ones(ordered.size, np.int64), values)
 
 
-class RowSlots:
-    """Two buffers per rank, each with the sum of this rank's gradients in a round.
+class RowSlots(NodeBuffers):
+    """Buffers of rows, each with the sum of its rank's gradients in a round.
 
     The take adds the rows of all ranks in rank order.
 
@@ -89,7 +88,7 @@ class RowSlots:
         what: Name for messages.
     """
 
-    name, sends = "rows", False
+    name = "rows"
 
     def __init__(
         self,
@@ -99,30 +98,17 @@ class RowSlots:
         dtype: np.dtype[Any],
         what: str,
     ) -> None:
-        self._rank, self._capacity, self._dtype = group.rank, capacity, dtype
-        self._what = what
-        self._stride = aligned(nbytes_of(capacity, row_size, dtype))
-        self._parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
-        # This rank's buffers, after its first gradient from a device.
-        self._pinned: device.Pinned | None = None
-
-    @property
-    def window_bytes(self) -> int:
-        """Bytes of this rank's memory that hold gradients."""
-        return self._parts.nbytes_here
+        super().__init__(group, nbytes_of(capacity, row_size, dtype), what)
+        self._capacity, self._dtype, self._what = capacity, dtype, what
 
     def buffer(self, index: int) -> Array:
         """Return this rank's buffer as bytes."""
-        return self._view(self._rank, index)
-
-    def _view(self, rank: int, index: int) -> Array:
-        return self._parts.view((rank, index * self._stride), self._stride, _BYTES)
+        return self.parts.view(self._place(self._rank, index), self._stride, _BYTES)
 
     def prepare(self, grad: RowGradient) -> RowGradient:
         """Return the argument for `write`."""
-        if grad.slices.on_device and self._pinned is None:
-            memory = self._parts.view((self._rank, 0), 2 * self._stride, _BYTES)
-            self._pinned = device.Pinned(memory)
+        if grad.slices.on_device:
+            self.pin()
         return grad
 
     def surely_fits(self, index: int, grad: RowGradient) -> bool:
@@ -180,22 +166,10 @@ class RowSlots:
         Raises:
             WaitTimeoutError: If other nodes do not send their rows in time.
         """
-        places = [
-            (rank, record.buffer * self._stride)
-            for rank, record in closed.records.items()
-        ]
         end = self._stride // self._dtype.itemsize
         place = RowPlace("rows", 0, end, width, self._capacity)
-        return merged(Batch(self._parts, places, self._dtype, 1).rows(place, deadline))
-
-    def clear(self, parity: int, size: int) -> None:
-        """Do nothing: the first gradient of a round overwrites."""
-
-    def free(self) -> None:
-        """Free the memory. Collective."""
-        if self._pinned is not None:
-            self._pinned.free()
-        self._parts.free()
+        batch = Batch(self.parts, self._places(closed), self._dtype, 1)
+        return merged(batch.rows(place, deadline))
 
 
 Storage = Slots | Sums | RowSlots

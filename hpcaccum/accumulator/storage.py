@@ -24,21 +24,17 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
+    from hpcaccum.nodes import Place
 
 Array = np.ndarray[Any, Any]
 
 
-class Slots:
-    """Two buffers per rank; the gradients of different ranks are stored separately.
-
-    The sum is formed at the take: in rank order on each node, then in the order of the
-    nodes. The same gradients give the same bits in any order of arrival.
+class NodeBuffers:
+    """Two buffers per rank on its node; the gradients of each rank are kept apart.
 
     Args:
         group: The ranks.
-        root: The rank whose node's agent may have copies.
-        capacity: Maximum number of elements of a gradient.
-        dtype: Accumulation dtype.
+        nbytes: Size of a buffer.
         what: Name for messages.
 
     Attributes:
@@ -46,21 +42,11 @@ class Slots:
         sends: Whether MPI sends what `write` gets.
     """
 
-    name, sends = "slots", False
+    sends = False
 
-    def __init__(
-        self,
-        group: Group,
-        root: int,
-        capacity: int,
-        dtype: np.dtype[Any],
-        what: str,
-    ) -> None:
-        self._rank, self._capacity, self._dtype = group.rank, capacity, dtype
-        self._stride = aligned(capacity * dtype.itemsize)
+    def __init__(self, group: Group, nbytes: int, what: str) -> None:
+        self._rank, self._stride = group.rank, _aligned(nbytes)
         self.parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
-        self._has_copies = self.parts.is_here(root)
-        self._threads = group.own_cores
         # This rank's buffers, after its first gradient from a device.
         self._pinned: device.Pinned | None = None
 
@@ -76,15 +62,62 @@ class Slots:
             memory = self.parts.view((self._rank, 0), nbytes, whole)
             self._pinned = device.Pinned(memory)
 
+    def _place(self, rank: int, index: int) -> Place:
+        return rank, index * self._stride
+
+    def _places(self, closed: Closed) -> list[Place]:
+        """Return the buffers that hold the gradients of a round, in rank order."""
+        records = closed.records.items()
+        return [self._place(rank, record.buffer) for rank, record in records]
+
+    def clear(self, parity: int, size: int) -> None:
+        """Do nothing: the first gradient of a round overwrites."""
+
+    def free(self) -> None:
+        """Free the memory. Collective."""
+        if self._pinned is not None:
+            self._pinned.free()
+        self.parts.free()
+
+
+class Slots(NodeBuffers):
+    """Buffers of gradients that are added element by element.
+
+    The sum is formed at the take: in rank order on each node, then in the order of the
+    nodes. The same gradients give the same bits in any order of arrival.
+
+    Args:
+        group: The ranks.
+        root: The rank whose node's agent may have copies.
+        capacity: Maximum number of elements of a gradient.
+        dtype: Accumulation dtype.
+        what: Name for messages.
+    """
+
+    name = "slots"
+
+    def __init__(
+        self,
+        group: Group,
+        root: int,
+        capacity: int,
+        dtype: np.dtype[Any],
+        what: str,
+    ) -> None:
+        super().__init__(group, capacity * dtype.itemsize, what)
+        self._capacity, self._dtype = capacity, dtype
+        self._has_copies = self.parts.is_here(root)
+        self._threads = group.own_cores
+
     def buffer(self, index: int) -> Array:
         """Return this rank's buffer as a vector, in which a gradient may be computed.
 
         The caller may use it after `free`.
         """
-        return self._view(self._rank, index, self._capacity)
+        return self._view(index, self._capacity)
 
-    def _view(self, rank: int, index: int, count: int) -> Array:
-        return self.parts.view((rank, index * self._stride), count, self._dtype)
+    def _view(self, index: int, count: int) -> Array:
+        return self.parts.view(self._place(self._rank, index), count, self._dtype)
 
     def prepare(self, grad: Array) -> Array:
         """Return the argument for `write`."""
@@ -114,7 +147,7 @@ class Slots:
         """
         if in_place:
             return
-        place = self._view(self._rank, index, grad.size).reshape(grad.shape)
+        place = self._view(index, grad.size).reshape(grad.shape)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
             if first:
@@ -150,28 +183,18 @@ class Slots:
 
     def batch(self, closed: Closed, divisor: int) -> Batch:
         """Return the gradients of a round, which stay where they are."""
-        records = closed.records.items()
-        places = [(rank, record.buffer * self._stride) for rank, record in records]
+        records, places = closed.records.items(), self._places(closed)
         copied = [rank for rank, record in records if record.copied & self._has_copies]
         return Batch(self.parts, places, self._dtype, divisor, closed.step, copied)
 
     def short(self, index: int) -> bytes | None:
         """Return the contents of this rank's buffer if they may be sent at once."""
-        place = self._rank, index * self._stride
+        place = self._place(self._rank, index)
         return self.parts.short(place, self._capacity, self._dtype)
 
     def keep(self, rank: int, index: int, contents: bytes) -> None:
         """Keep a copy of a buffer of another rank; for an agent."""
-        self.parts.keep((rank, index * self._stride), contents)
-
-    def clear(self, parity: int, size: int) -> None:
-        """Do nothing: the first gradient of a round overwrites."""
-
-    def free(self) -> None:
-        """Free the memory. Collective."""
-        if self._pinned is not None:
-            self._pinned.free()
-        self.parts.free()
+        self.parts.keep(self._place(rank, index), contents)
 
 
 class Sums:
@@ -192,9 +215,8 @@ class Sums:
         what: str,
     ) -> None:
         self._capacity, self._dtype = capacity, dtype
-        self._stride = aligned(capacity * dtype.itemsize)
-        nbytes = 2 * self._stride
-        self._region = Region(group, root, nbytes)
+        self._stride = _aligned(capacity * dtype.itemsize)
+        self._region = Region(group, root, 2 * self._stride)
         self._threads = group.own_cores
         self._staging: dict[int, Array] = {}
 
@@ -205,14 +227,18 @@ class Sums:
 
     def buffer(self, index: int) -> Array:
         """Return memory of this rank in which a gradient may be computed."""
-        return _staged(self._staging, index, self._capacity, self._dtype)
+        if index not in self._staging:
+            self._staging[index] = np.zeros(self._capacity, self._dtype)
+        return self._staging[index]
 
     def pin(self) -> None:
         """Do nothing: a gradient is converted before it is sent."""
 
     def prepare(self, grad: Array) -> Array:
         """Return the argument for `write`: a vector that MPI can send."""
-        return _flat(grad, self._dtype)
+        with np.errstate(all="ignore"):
+            vector = np.ascontiguousarray(device.to_host(grad), self._dtype)
+        return vector.reshape(-1)
 
     def write(
         self,
@@ -254,21 +280,6 @@ class Sums:
         self._region.free()
 
 
-def aligned(nbytes: int) -> int:
+def _aligned(nbytes: int) -> int:
     """Round up to whole cache lines, so that the second buffer begins on one."""
     return -(-nbytes // 64) * 64
-
-
-def _flat(grad: Array, dtype: np.dtype[Any]) -> Array:
-    """Return a gradient as a contiguous vector of ``dtype``."""
-    with np.errstate(all="ignore"):
-        return np.ascontiguousarray(device.to_host(grad), dtype).reshape(-1)
-
-
-def _staged(
-    staging: dict[int, Array], index: int, capacity: int, dtype: np.dtype[Any]
-) -> Array:
-    """Return memory of this rank, allocated at the first use."""
-    if index not in staging:
-        staging[index] = np.zeros(capacity, dtype)
-    return staging[index]
