@@ -81,7 +81,7 @@ class Buffers:
             assert slot is not None
             return slot, True
         free = self.free_for(slot, parity)
-        self._take_back(free[0])
+        self.take_back(free[0])
         return free[0], False
 
     def is_in(self, array: Any, slot: int | None) -> bool:
@@ -104,9 +104,9 @@ class Buffers:
         self._records[parity], self._steps[parity] = record, step
         if self._lent:
             for index in self._lent.keys() - self._of_others(slot):
-                self._take_back(index)
+                self.take_back(index)
 
-    def _take_back(self, index: int) -> None:
+    def take_back(self, index: int) -> None:
         """End the loan of a slot: NumPy refuses to write to the array from now on."""
         if index in self._lent:
             self._lent[index].array.flags.writeable = False
@@ -202,7 +202,7 @@ class Buffers:
         me, lent = threading.current_thread(), self._lent.get(index)
         if lent and lent.thread is me and lent.array.shape == shape:
             return lent.array
-        self._take_back(index)
+        self.take_back(index)
         memory = self._slots[index] = self._storage.buffer(index)
         array = memory[: math.prod(shape)].reshape(shape)
         self._lent[index] = Lent(array, me)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import WaitTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from hpcaccum.nodes import Calls
 
 T = TypeVar("T")
 
@@ -18,24 +20,17 @@ T = TypeVar("T")
 _GRACE = 1.0
 
 
-class Remote(Protocol):
-    """What asks an agent."""
-
-    def extend(self, deadline: Deadline) -> None:
-        """Set the time limit of the last question."""
-
-
 class Recovery:
     """Recovers from an exception in a call, so that other ranks can go on.
 
     Args:
         recover: Completes or revokes what the call has begun; may be called again.
-        remote: Asks an agent in the call; None if nothing does.
+        remote: How the call asks an agent; None if it does not.
         call: Name of the call, for messages.
     """
 
     def __init__(
-        self, recover: Callable[..., None], remote: Remote | None, call: str
+        self, recover: Callable[..., None], remote: Calls | None, call: str
     ) -> None:
         self._recover, self._remote, self._call = recover, remote, call
         # What `recover` is called with, of a call that has raised.

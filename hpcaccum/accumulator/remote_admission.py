@@ -11,7 +11,7 @@ the gradient when the round is reduced.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.accumulator.receipts import Receipt
 from hpcaccum.accumulator.state import Record
@@ -19,16 +19,10 @@ from hpcaccum.mpi import Attempt
 from hpcaccum.nodes import Calls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.state import State
     from hpcaccum.accumulator.storage import Slots
-    from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
-
-
-T = TypeVar("T")
 
 
 class Answer(NamedTuple):
@@ -49,6 +43,11 @@ class Answer(NamedTuple):
     record: int
 
     @property
+    def held(self) -> Record | None:
+        """The record that its rank had in the round; None if it had none."""
+        return Record.of(self.before) if self.before else None
+
+    @property
     def complete(self) -> bool:
         """Whether it was admitted, is in place and counted."""
         return bool(self.accepted) and not Record.of(self.record).writing
@@ -58,8 +57,8 @@ class Answer(NamedTuple):
         return Receipt(bool(self.accepted), local_step, self.step)
 
 
-class RemoteAdmission:
-    """Admits gradients of one shape. Collective.
+class RemoteAdmission(Calls):
+    """Calls that admit gradients of one shape. Collective.
 
     Args:
         group: The ranks, on several nodes.
@@ -74,25 +73,17 @@ class RemoteAdmission:
         self._protocol, self._storage = protocol, storage
         # Of the agent.
         self._attempt = Attempt()
-        root = protocol.words.root
-        self._calls = Calls(group, root, self._admit, f"{what}: apply_grad")
-
-    def forget(self) -> None:
-        """Forget the last gradient, before the next one."""
-        self._calls.forget()
-
-    def extend(self, deadline: Deadline) -> None:
-        """Set the time limit of the last gradient."""
-        self._calls.extend(deadline)
+        # Last: other ranks may call at once.
+        super().__init__(group, protocol.words.root, self._admit, f"{what}: apply_grad")
 
     def admit(
         self,
         local_step: int,
         only: int | None,
         fresh: tuple[int, int],
-        contents: bytes | None,
+        placed: int | None,
     ) -> Answer:
-        """Admit a gradient to the open round, or drop it.
+        """Admit a gradient to the open round, or drop it. `forget` comes first.
 
         Args:
             local_step: The step at which it was computed.
@@ -100,34 +91,21 @@ class RemoteAdmission:
             fresh: By parity, the word of the record of a rank that has none, 0 if it
                 cannot have one. It says that the rank is writing, unless the gradient
                 is in its buffer.
-            contents: Of that buffer, if they are short.
+            placed: The buffer that the gradient is in; None if it is in none.
 
         Raises:
             WaitTimeoutError: If there is no answer HPCACCUM_TIMEOUT seconds after
                 `forget`. The gradient may still be admitted: see `settled`.
         """
+        contents = None if placed is None else self._storage.short(placed)
         # The answer may lead other ranks to what is in the buffer.
         self._protocol.words.sync()
-        return Answer(*self._calls.call(local_step, only, fresh, contents))
-
-    def short(self, index: int) -> bytes | None:
-        """Return the contents of a buffer of this rank, if they are short."""
-        return self._storage.short(index)
+        return Answer(*self.call(local_step, only, fresh, contents))
 
     def settled(self) -> Answer | None:
         """Return what `admit` returned, or was about to; None if nothing was sent."""
-        answer = self._calls.settle()
+        answer = self.settle()
         return None if answer is None else Answer(*answer)
-
-    def wait(
-        self,
-        look: Callable[[], T | None],
-        changed: Callable[[], bool],
-        deadline: Deadline,
-        missing: Callable[[], str],
-    ) -> T:
-        """Wait for admissions; see `Calls.wait`."""
-        return self._calls.wait(look, changed, deadline, missing, soon=False)
 
     # The agent
 
@@ -167,7 +145,3 @@ class RemoteAdmission:
 
     def _has_no_room(self, state: State, only: int | None) -> bool:
         return self._protocol.is_full(state) or only not in (None, state.parity)
-
-    def free(self) -> None:
-        """Free it. Collective."""
-        self._calls.free()

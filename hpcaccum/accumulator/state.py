@@ -116,6 +116,10 @@ class Record(NamedTuple):
         counts = (self.copied << 10 | self.shape) << 20 | self.given_up
         return ((counts << 20 | self.number) << 1 | self.writing) << 1 | self.buffer
 
+    def written(self) -> Record:
+        """Return the record after the gradient that is being written."""
+        return Record(self.buffer, self.number + 1, 0, self.shape)
+
     @classmethod
     def of(cls, word: int) -> Record:
         """Return the record of a word."""

@@ -135,35 +135,38 @@ class Taker:
         Returns:
             False if the round changed before the request, or a rank left meanwhile.
         """
-        protocol = self._protocol
-        protocol.announce(wanted)
-        if not protocol.swap(
-            state, state._replace(waiting=1, number=wanted - state.number)
-        ):
+        self._protocol.announce(wanted)
+        request = state._replace(waiting=1, number=wanted - state.number)
+        if not self._protocol.swap(state, request):
             return False
-        seen: list[int] = []
-
-        def closed_now() -> bool | None:
-            words = protocol.words.read_range(STATE, MEMBERS + 1)
-            if words == seen:
-                return None
-            seen[:] = words
-            return self._is_requested_closed(words, state.parity, wanted, num_left)
-
-        def missing() -> str:
-            return protocol.missing(wanted)
-
         try:
-            if self._remote is None:
-                closed = deadline.wait(closed_now, missing)
-            else:
-                changed = protocol.changed(state.parity, num_left)
-                closed = self._remote.wait(closed_now, changed, deadline, missing)
+            closed = self._await_close(state.parity, wanted, num_left, deadline)
         except WaitTimeoutError:
             if self._withdraw_request(state.parity, wanted):
                 return True
             raise
         return closed or self._withdraw_request(state.parity, wanted)
+
+    def _await_close(
+        self, parity: int, wanted: int, num_left: int, deadline: Deadline
+    ) -> bool:
+        """Wait until the requested round is closed; return False if a rank left."""
+        protocol, seen = self._protocol, list[int]()
+
+        def closed() -> bool | None:
+            words = protocol.words.read_range(STATE, MEMBERS + 1)
+            if words == seen:
+                return None
+            seen[:] = words
+            return self._is_requested_closed(words, parity, wanted, num_left)
+
+        def missing() -> str:
+            return protocol.missing(wanted)
+
+        if self._remote is None:
+            return deadline.wait(closed, missing)
+        changed = protocol.changed(parity, num_left)
+        return self._remote.wait(closed, changed, deadline, missing, soon=False)
 
     def _is_requested_closed(
         self, words: Sequence[int], parity: int, wanted: int, num_left: int

@@ -81,11 +81,16 @@ class Writer:
         if not (self._storage.sends and self._is_stale(array, local_step)):
             # What may fail comes before the admission.
             source = self._storage.prepare(array)
-        receipt = self._try(array, source, local_step)
-        if receipt is None:
-            receipt = Deadline(None, self._call).wait(
-                lambda: self._try(array, source, local_step), lambda: _OTHER_THREAD
+
+        def attempt() -> Receipt | None:
+            return self._turn.run(
+                "apply_grad", lambda: self._try(array, source, local_step)
             )
+
+        receipt = attempt()
+        if receipt is None:
+            deadline = Deadline(None, self._call)
+            receipt = deadline.wait(attempt, lambda: _OTHER_THREAD)
         return receipt
 
     def _is_stale(self, array: Any, local_step: int) -> bool:
@@ -95,23 +100,14 @@ class Writer:
 
     def _try(self, array: Any, source: Any, local_step: int) -> Receipt | None:
         """Submit; None if slots of other threads leave no buffer at the moment."""
-        return self._turn.run(
-            "apply_grad", lambda: self._try_alone(array, source, local_step)
-        )
-
-    def _try_alone(self, array: Any, source: Any, local_step: int) -> Receipt | None:
         self._protocol.membership.check_present("apply")
         self._recovery.finish()
         slot = self._buffers.slot_of(array)
         self._begin()
-
-        def submit() -> Receipt | None:
-            if self._fits_remote(array):
-                return self._submit_remotely(array, source, local_step, slot)
-            admitted = self._admit(array, local_step, slot)
-            return admitted and self._submit(admitted, array, source, slot)
-
-        return self._recovery.run(submit, local_step, slot)
+        submit = self._submit_remotely if self._fits_remote(array) else self._submit
+        return self._recovery.run(
+            functools.partial(submit, array, source, local_step, slot), local_step, slot
+        )
 
     def _admit(self, array: Any, local_step: int, slot: int | None) -> Admitted | None:
         """Admit a gradient; None if there is no buffer for it at the moment.
@@ -136,8 +132,11 @@ class Writer:
         return True, 1 - overflow[0] if overflow else None
 
     def _submit(
-        self, admitted: Admitted, array: Any, source: Any, slot: int | None
-    ) -> Receipt:
+        self, array: Any, source: Any, local_step: int, slot: int | None
+    ) -> Receipt | None:
+        admitted = self._admit(array, local_step, slot)
+        if admitted is None:
+            return None
         receipt, parity, shape = admitted
         if not receipt:
             self._count(self._protocol.counters.next(receipt))
@@ -147,46 +146,42 @@ class Writer:
             # It seemed stale, but the step was lowered since.
             source = self._storage.prepare(array)
         before = self._buffers.record(parity)
-        done, writing, in_place = self._records(before, array, slot, parity, shape)
-        self._protocol.mark_writing(parity, writing, before)
-        self._job = (source, in_place, done)
-        self._write(receipt, parity, writing, slot)
-        return receipt
-
-    def _records(
-        self,
-        before: Record | None,
-        array: Any,
-        slot: int | None,
-        parity: int,
-        shape: int,
-    ) -> tuple[Record, Record, bool]:
-        """Return this rank's record after a gradient is written, and before that.
-
-        Also returns whether it is in its buffer already.
-        """
-        in_place = False
         if before:
-            buffer, number = before.buffer, before.number
+            writing, in_place = Record(before.buffer, before.number, 1, shape), False
         else:
             buffer, in_place = self._buffers.choose(array, slot, parity)
-            number = 0
-        done = Record(buffer, number + 1, 0, shape)
-        return done, Record(buffer, number, 1, shape), in_place
+            writing = Record(buffer, 0, 1, shape)
+        self._protocol.mark_writing(parity, writing, before)
+        self._job = source, in_place, writing.written()
+        self._write(receipt, parity, slot, writing)
+        return receipt
 
     def _write(
-        self, receipt: Receipt, parity: int, writing: Record, slot: int | None
+        self, receipt: Receipt, parity: int, slot: int | None, writing: Record | None
     ) -> None:
-        """Write the gradient of `_job`, count it, and publish its record."""
+        """Write the gradient of `_job`, count it, and publish its record.
+
+        It does what is left of this if an exception has ended the first call.
+
+        Args:
+            receipt: Of the gradient.
+            parity: Of its round.
+            slot: As for `Buffers.choose`.
+            writing: What this rank has published, if that is known.
+        """
         assert self._job is not None
         source, in_place, done = self._job
-        first = not writing.number
-        self._storage.write(parity, done.buffer, source, first, in_place, self._added)
-        self._stored = True
-        # The caller's array is not needed any more, and not kept.
-        self._job = (_NOTHING, in_place, done)
-        self._count(self._protocol.counters.next(receipt))
-        self._protocol.put_record(parity, done, writing)
+        if not self._stored:
+            first = done.number == 1
+            self._storage.write(
+                parity, done.buffer, source, first, in_place, self._added
+            )
+            self._stored = True
+            # The caller's array is not needed any more, and not kept.
+            self._job = (_NOTHING, in_place, done)
+        self._count(self._counted or self._protocol.counters.next(receipt))
+        if writing or self._protocol.is_writing(parity):
+            self._protocol.put_record(parity, done, writing)
         self._buffers.settle(parity, done, slot, receipt.global_step)
 
     # By the agent of the host's node
@@ -205,43 +200,35 @@ class Writer:
         possible, only = self._possible(array, slot)
         if not possible:
             return None
-        fresh = self._fresh(array, slot, 0), self._fresh(array, slot, 1)
-        contents = None
-        if slot is not None and self._buffers.is_in(array, slot):
-            contents = self._remote.short(slot)
-        answer = self._remote.admit(local_step, only, fresh, contents)
+        placed = slot if self._buffers.is_in(array, slot) else None
+        fresh = self._fresh(placed, slot, 0), self._fresh(placed, slot, 1)
+        answer = self._remote.admit(local_step, only, fresh, placed)
         if answer.accepted is None:
             # Rare: there is an error to raise, or the round is another one by now.
-            admitted = self._admit(array, local_step, slot)
-            return admitted and self._submit(admitted, array, source, slot)
-        receipt, parity = answer.receipt(local_step), answer.parity
-        if self._note(answer, local_step, slot):
-            return receipt
-        before, writing = Record.of(answer.before), Record.of(answer.record)
-        done, _, in_place = self._records(
-            before if before.number else None, array, slot, parity, 0
-        )
-        self._job = (source, in_place, done)
-        self._write(receipt, parity, writing, slot)
+            return self._submit(array, source, local_step, slot)
+        receipt, writing = answer.receipt(local_step), Record.of(answer.record)
+        if not self._note(answer, local_step, slot):
+            self._buffers.take_back(writing.buffer)
+            self._job = source, False, writing.written()
+            self._write(receipt, answer.parity, slot, writing)
         return receipt
 
-    def _fresh(self, array: Any, slot: int | None, parity: int) -> int:
+    def _fresh(self, placed: int | None, slot: int | None, parity: int) -> int:
         """Return the word of the first record in a round, 0 if it has no buffer."""
-        if self._buffers.is_in(array, slot):
-            assert slot is not None
-            return Record(slot, 1, 0, 0).word()
+        if placed is not None:
+            return Record(placed, 1, 0, 0).word()
         free = self._buffers.free_for(slot, parity)
         return Record(free[0], 0, 1, 0).word() if free else 0
 
     def _note(self, answer: Answer, local_step: int, slot: int | None) -> bool:
         """Note what an agent has done; return whether nothing is left to do."""
-        before, receipt = Record.of(answer.before), answer.receipt(local_step)
         if answer.accepted:
-            self._buffers.note(answer.parity, before if answer.before else None)
-        if answer.accepted and not answer.complete:
-            return False
-        self._counted = self._counted or self._protocol.counters.next(receipt)
-        self._protocol.counters.note(self._counted)
+            self._buffers.note(answer.parity, answer.held)
+            if not answer.complete:
+                return False
+        counters = self._protocol.counters
+        self._counted = self._counted or counters.next(answer.receipt(local_step))
+        counters.note(self._counted)
         if answer.accepted:
             done = Record.of(answer.record)
             self._buffers.settle(answer.parity, done, slot, answer.step)
@@ -267,25 +254,12 @@ class Writer:
         if admitted is None:
             if self._counted:
                 self._protocol.counters.post(self._counted)
-        elif self._job and (self._stored or self._added):
-            self._complete(admitted, self._job, slot)
+        elif self._stored or self._added:
+            receipt, parity, _ = admitted
+            self._write(receipt, parity, slot, None)
         else:
             self._give_up(*admitted[1:])
         self._protocol.words.flush()
-
-    def _complete(self, admitted: Admitted, job: Job, slot: int | None) -> None:
-        receipt, parity, _ = admitted
-        source, in_place, done = job
-        if not self._stored:
-            first = done.number == 1
-            self._storage.write(
-                parity, done.buffer, source, first, in_place, self._added
-            )
-            self._stored = True
-        self._count(self._counted or self._protocol.counters.next(receipt))
-        if self._protocol.is_writing(parity):
-            self._protocol.put_record(parity, done)
-        self._buffers.settle(parity, done, slot, receipt.global_step)
 
     def _give_up(self, parity: int, shape: int) -> None:
         self._count(self._counted or self._protocol.counters.next_given_up())
