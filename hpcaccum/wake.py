@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Wake:
@@ -25,6 +29,16 @@ class Wake:
         A call that came before is enough, but several count as one.
         """
         return self._lock.acquire(timeout=seconds)
+
+    def until(self, fact: Callable[[], bool]) -> Callable[[float], bool | None]:
+        """Return what naps unless something is true; for `Deadline.block`."""
+
+        def attempt(seconds: float) -> bool | None:
+            if not fact():
+                self.nap(seconds)
+            return fact() or None
+
+        return attempt
 
     def wake(self) -> None:
         """End the nap, or the next one."""

@@ -271,15 +271,9 @@ class Agent:
         """
         woken = Wake()
         entry = number, fact, woken
-
-        def attempt(seconds: float) -> bool | None:
-            if not fact():
-                woken.nap(seconds)
-            return fact() or None
-
         try:
             self._facts.append(entry)
-            deadline.block(attempt, missing)
+            deadline.block(woken.until(fact), missing)
         finally:
             self._forget_facts(lambda each: each is entry)
 

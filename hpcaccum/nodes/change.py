@@ -65,16 +65,9 @@ class Change:
         self, fact: Callable[[], bool], deadline: Deadline, missing: Callable[[], str]
     ) -> None:
         announced = Wake()
-
-        def attempt(seconds: float) -> bool | None:
-            if fact():
-                return True
-            announced.nap(seconds)
-            return fact() or None
-
         try:
             self._blocked.append(announced)
-            deadline.block(attempt, missing)
+            deadline.block(announced.until(fact), missing)
         finally:
             if announced in self._blocked:
                 self._blocked.remove(announced)
