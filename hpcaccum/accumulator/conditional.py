@@ -17,15 +17,13 @@ from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.mpi import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from mpi4py import MPI as mpi4py_MPI
     from numpy.typing import ArrayLike, DTypeLike
 
-    from hpcaccum.accumulator.batch import Batch
     from hpcaccum.accumulator.receipts import Receipt
     from hpcaccum.accumulator.state import Closed
-    from hpcaccum.nodes import NodeParts
 
 Array = np.ndarray[Any, Any]
 
@@ -172,15 +170,6 @@ class ConditionalAccumulator(Accumulator):
         deadline = Deadline(timeout, f"{self._name}: slot")
         return self._shared.writer.slot(wanted, deadline)
 
-    def pin_slots(self) -> None:
-        """Pin this rank's slots, so that the CUDA device copies to them directly.
-
-        The first gradient from a device does so, too.
-        """
-        self._check_open()
-        assert isinstance(self._storage, (Slots, Sums))
-        self._storage.pin()
-
     def take_grad(
         self,
         num_required: SupportsIndex,
@@ -241,43 +230,3 @@ class ConditionalAccumulator(Accumulator):
 
     def _divisor(self, closed: Closed) -> int:
         return max(1, closed.count) if self._settings.reduction == "MEAN" else 1
-
-    @property
-    def parts(self) -> NodeParts:
-        """The memory of all slots; not for ``storage="sum"``."""
-        storage = self._storage
-        assert isinstance(storage, Slots)
-        return storage.parts
-
-    def take_batch(
-        self, num_required: int, deadline: Deadline, use: Callable[[Batch], None]
-    ) -> None:
-        """Do as `take_grad`, but let ``use`` read the gradients where they lie.
-
-        They stay as they are until it returns. It may be called again with the same
-        gradients if it raises. If all were given up, it gets none: ranks may know the
-        next step by then. For callers inside the package; not for ``storage="sum"``.
-        """
-        self._check_open()
-        storage = self._storage
-        assert isinstance(storage, Slots)
-        self._shared.taker.take(
-            self._required(num_required),
-            deadline,
-            lambda closed: use(storage.batch(closed, self._divisor(closed))),
-            empty=True,
-        )
-
-    def note_finished(self, step: int) -> None:
-        """Note that the takes of all rounds of steps below ``step`` have returned.
-
-        A rank that knows it may get its next slot without a round trip. For callers
-        inside the package.
-        """
-        self._check_open()
-        self._shared.writer.note_finished(step)
-
-    def count_nonfinite(self) -> None:
-        """Count a gradient of this rank that is not finite, and was not applied."""
-        self._check_open()
-        self._protocol.counters.count_nonfinite()

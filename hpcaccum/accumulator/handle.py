@@ -149,13 +149,6 @@ class Accumulator(Freeable):
         self._check_open()
         self._shared.leave()
 
-    def awaited(self, num_required: int, step: int) -> str | None:
-        """Return what a take at a step still waits for, for messages; None if nothing.
-
-        Any rank may call it.
-        """
-        return self._protocol.awaited(num_required, step)
-
     def statistics(self) -> AccumulatorStatistics:
         """Return the numbers of all ranks; any rank may call it."""
         self._check_open()

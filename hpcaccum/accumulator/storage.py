@@ -231,9 +231,6 @@ class Sums:
             self._staging[index] = np.zeros(self._capacity, self._dtype)
         return self._staging[index]
 
-    def pin(self) -> None:
-        """Do nothing: a gradient is converted before it is sent."""
-
     def prepare(self, grad: Array) -> Array:
         """Return the argument for `write`: a vector that MPI can send."""
         with np.errstate(all="ignore"):

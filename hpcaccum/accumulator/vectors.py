@@ -11,9 +11,12 @@ from hpcaccum.accumulator.state import Packing
 from hpcaccum.accumulator.storage import Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from hpcaccum.accumulator.batch import Batch
+    from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
+    from hpcaccum.nodes import NodeParts
     from hpcaccum.row_buffers import RowPlace
 
 
@@ -58,6 +61,58 @@ class VectorAccumulator(ConditionalAccumulator):
         )
         settings = dataclasses.replace(settings, rows=tuple(rows))
         self._attach(group, "gradients", settings)
+
+    @property
+    def _slots(self) -> Slots:
+        assert isinstance(self._storage, Slots)
+        return self._storage
+
+    @property
+    def parts(self) -> NodeParts:
+        """The memory of all slots."""
+        return self._slots.parts
+
+    def pin_slots(self) -> None:
+        """Pin this rank's slots, so that the CUDA device copies to them directly."""
+        self._check_open()
+        self._slots.pin()
+
+    def note_finished(self, step: int) -> None:
+        """Note that the takes of all rounds of steps below ``step`` have returned.
+
+        A rank that knows it may get its next slot without a round trip.
+        """
+        self._check_open()
+        self._shared.writer.note_finished(step)
+
+    def take_batch(
+        self, num_required: int, deadline: Deadline, use: Callable[[Batch], None]
+    ) -> None:
+        """Do as `take_grad`, but let ``use`` read the vectors where they lie.
+
+        They stay as they are until it returns. It may be called again with the same
+        vectors if it raises. If all were given up, it gets none: ranks may know the
+        next step by then.
+        """
+        self._check_open()
+        self._shared.taker.take(
+            self._required(num_required),
+            deadline,
+            lambda closed: use(self._slots.batch(closed, self._divisor(closed))),
+            empty=True,
+        )
+
+    def count_nonfinite(self) -> None:
+        """Count a vector of this rank that is not finite, and was not applied."""
+        self._check_open()
+        self._protocol.counters.count_nonfinite()
+
+    def awaited(self, num_required: int, step: int) -> str | None:
+        """Return what a take at a step still waits for, for messages; None if nothing.
+
+        Any rank may call it.
+        """
+        return self._protocol.awaited(num_required, step)
 
     def exclude(self, ranks: Iterable[int]) -> None:
         """Name ranks in no message: they are not among the workers."""
