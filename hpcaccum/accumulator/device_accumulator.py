@@ -13,8 +13,7 @@ import numpy as np
 from hpcaccum import device
 from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
 from hpcaccum.accumulator.shapes import declared_shape, is_fixed, known
-from hpcaccum.arguments import one_of, positive_count, step_number
-from hpcaccum.deadline import Deadline
+from hpcaccum.arguments import one_of, step_number
 from hpcaccum.device import PointerTable, check_device_array, kernels
 from hpcaccum.dtypes import FLOATS, accumulation_dtype, float_dtype
 from hpcaccum.errors import InvalidArgumentError
@@ -78,7 +77,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
         wide = accumulation_dtype(self._dtype)
         self._layout = Layout({n: _fixed(s) for n, s in shapes.items()}, wide)
         # The dtypes whose values a sum represents exactly.
-        self._taken = tuple(each for each in FLOATS if each.itemsize <= wide.itemsize)
+        self._exact = tuple(each for each in FLOATS if each.itemsize <= wide.itemsize)
         self._table = PointerTable(self._layout)
         # The norm includes the gaps between the arrays, so they must be 0.
         self._sum: Any = device.cupy().zeros(self._layout.size, wide)
@@ -123,7 +122,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
         """
         self._check_open()
         step = step_number(local_step, "local_step")
-        arrays = self._checked("gradient", grad, self._taken)
+        arrays = self._checked("gradient", grad, self._exact)
         factor = self._sum.dtype.type(scale)
         return self._submit(
             step, arrays, lambda first: self._addition(arrays, factor, first)
@@ -167,13 +166,11 @@ class DeviceAccumulator(AccumulatorOnDevice):
                 is lost.
         """
         self._check_open()
-        required = positive_count(num_required, "num_required")
         targets = None
         if out is not None:
             targets = self._checked("out", out, (self._dtype,))
-        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
         results = self._take(
-            required, deadline, lambda count: self._reduce(targets, count)
+            num_required, timeout, lambda count: self._reduce(targets, count)
         )
         if out is not None:
             return out

@@ -14,16 +14,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hpcaccum import device
 from hpcaccum.accumulator.receipts import MAX_LAG, Receipt, Tally
-from hpcaccum.arguments import step_number
+from hpcaccum.arguments import positive_count, step_number
+from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable
-
-if TYPE_CHECKING:
-    from hpcaccum.deadline import Deadline
 
 logger = logging.getLogger("hpcaccum")
 
@@ -162,14 +160,19 @@ class AccumulatorOnDevice(Freeable):
             )
         return receipt
 
-    def _take(self, required: int, deadline: Deadline, reduce: Callable[[int], T]) -> T:
+    def _take(
+        self, num_required: Any, timeout: float | None, reduce: Callable[[int], T]
+    ) -> T:
         """Wait for gradients; return the result of ``reduce`` of their number.
 
         ``reduce`` queues work on the current stream, and must call `_begin_step`.
 
         Raises:
+            InvalidArgumentError, TypeError: For an unusable argument.
             WaitTimeoutError: If there are too few when the time is over.
         """
+        required = positive_count(num_required, "num_required")
+        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
         try:
             deadline.wait(
                 lambda: self._claim(deadline), lambda: "a take of another thread"

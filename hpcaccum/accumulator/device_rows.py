@@ -11,7 +11,6 @@ import numpy as np
 from hpcaccum import device
 from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
 from hpcaccum.arguments import positive_count, step_number
-from hpcaccum.deadline import Deadline
 from hpcaccum.device import check_device_array, kernels
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
@@ -131,9 +130,7 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
                 is lost.
         """
         self._check_open()
-        required = positive_count(num_required, "num_required")
-        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
-        return self._take(required, deadline, lambda _: self._reduce())
+        return self._take(num_required, timeout, lambda _: self._reduce())
 
     def _check_refused(self) -> None:
         if refused := int(self._refused.item()):
