@@ -21,7 +21,7 @@ from hpcaccum.accumulator.receipts import MAX_LAG, Receipt, Tally
 from hpcaccum.arguments import positive_count, step_number
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import Freeable
+from hpcaccum.mpi import Freeable, without_signals
 
 logger = logging.getLogger("hpcaccum")
 
@@ -32,8 +32,6 @@ Launch = Callable[[], object]
 
 # An older name, of receipts that waited for the device.
 DeviceReceipt = Receipt
-
-_call = operator.methodcaller("__call__")
 
 
 @dataclass(frozen=True)
@@ -210,11 +208,10 @@ class AccumulatorOnDevice(Freeable):
     def _commit(self, after: _State, *calls: Launch) -> None:
         """Make calls, such as a launch, and set the state that follows from them.
 
-        Python runs signal handlers, which may raise, between its instructions. All
-        calls are made within one, so the sum always fits the counters.
+        No signal handler, which may raise, comes between them, so the sum always fits
+        the counters.
         """
-        set_state = functools.partial(setattr, self, "_state", after)
-        deque(map(_call, (*calls, set_state)), maxlen=0)
+        without_signals(*calls, functools.partial(setattr, self, "_state", after))
 
     def _in_turn(self, work: Callable[[], T], reads: Any = None) -> T:
         """Queue work on the current stream, after that of all turns before.

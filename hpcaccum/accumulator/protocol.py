@@ -269,17 +269,17 @@ class AdmissionProtocol:
 
     # Records
 
-    def record_of(self, parity: int, rank: int) -> int:
+    def record_index(self, parity: int, rank: int) -> int:
         """Return the index of a rank's record of the round of a parity."""
         return self._records + parity * self._size + rank
 
     def holds_gradient(self, parity: int) -> bool:
         """Return whether this rank has a record of the round of this parity."""
-        return self.words.read(self.record_of(parity, self._rank)) != 0
+        return self.words.read(self.record_index(parity, self._rank)) != 0
 
     def is_writing(self, parity: int) -> bool:
         """Return whether this rank's record says that it is still writing."""
-        word = self.words.read(self.record_of(parity, self._rank))
+        word = self.words.read(self.record_index(parity, self._rank))
         return bool(Record.of(word).writing)
 
     def mark_writing(self, parity: int, record: Record, before: Record | None) -> None:
@@ -287,7 +287,7 @@ class AdmissionProtocol:
 
         Before, it had ``before`` in the round.
         """
-        index = self.record_of(parity, self._rank)
+        index = self.record_index(parity, self._rank)
         self.words.store_unordered(index, record.word(), before.word() if before else 0)
 
     def put_record(
@@ -297,18 +297,18 @@ class AdmissionProtocol:
 
         ``writing`` is what it published last, if that is known.
         """
-        index = self.record_of(parity, self._rank)
+        index = self.record_index(parity, self._rank)
         was = writing.word() if writing else None
         self.words.write(index, record.word() if record else 0, was)
 
     def read_records(self, parity: int) -> dict[int, Record]:
         """Return the records of the ranks that have one."""
-        words = self.words.read_range(self.record_of(parity, 0), self._size)
+        words = self.words.read_range(self.record_index(parity, 0), self._size)
         return {rank: Record.of(word) for rank, word in enumerate(words) if word}
 
     def clear_records(self, parity: int) -> None:
         """Clear the records of all ranks."""
-        self.words.write_range(self.record_of(parity, 0), [0] * self._size)
+        self.words.write_range(self.record_index(parity, 0), [0] * self._size)
 
     # The take that has the turn, as other ranks see it
 

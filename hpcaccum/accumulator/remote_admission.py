@@ -124,7 +124,7 @@ class RemoteAdmission(Calls):
             if local_step < step:
                 protocol.counters.count_for(rank, Receipt(False, local_step, step))
                 return False, step, parity, 0, 0
-            index = protocol.record_of(parity, rank)
+            index = protocol.record_index(parity, rank)
             # Only the rank writes it, and a take before the round is open.
             before = protocol.words.read(index)
             if self._has_no_room(state, only) or not (before or fresh[parity]):

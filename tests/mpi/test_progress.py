@@ -43,7 +43,7 @@ def test_gradients_arrive_while_the_host_computes(comm, rank, size, work):
     meet()
     if rank == 0:
         end = time.monotonic() + WAIT
-        records = words[acc._protocol.record_of(0, 1) :][: size - 1]
+        records = words[acc._protocol.record_index(0, 1) :][: size - 1]
         while arrived != size - 1 and time.monotonic() < end:
             work()
             arrived = sum(Record.of(int(word)).number for word in records)
