@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+# What a call waits for if slots of other threads leave no buffer, for messages.
+OTHER_THREAD = "another thread of this rank to apply the slot that it holds"
+
 
 class Lent(NamedTuple):
     """A buffer that a thread has got as a slot and has not applied yet."""
@@ -211,7 +214,7 @@ class Buffers:
     def missing(self) -> str:
         """Return what `lend` waits for, for messages."""
         if self._of_others():
-            return "another thread of this rank to apply the slot that it holds"
+            return OTHER_THREAD
         return "the take that is reducing both buffers of this rank"
 
     def free(self) -> None:

@@ -83,8 +83,8 @@ class AdmissionProtocol:
     """
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
-        self._what, self._rank, self._size = what, group.rank, group.size
         rank, n = group.rank, group.size
+        self._what, self._rank, self._size = what, rank, n
         self.packing = Packing(shaped=not settings.has_one_shape)
         layout = WordLayout(after=_FIXED)
         members = layout.take(Membership.words(n))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.accumulator.buffers import Buffers
+from hpcaccum.accumulator.buffers import OTHER_THREAD, Buffers
 from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.recovery import Recovery
 from hpcaccum.accumulator.state import Record
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+_NOTHING = np.empty(0)
 # What is written, whether it is in its buffer already, and the record afterwards.
 Job = tuple[Any, bool, Record]
 
@@ -90,7 +91,7 @@ class Writer:
         receipt = attempt()
         if receipt is None:
             deadline = Deadline(None, self._call)
-            receipt = deadline.wait(attempt, lambda: _OTHER_THREAD)
+            receipt = deadline.wait(attempt, lambda: OTHER_THREAD)
         return receipt
 
     def _is_stale(self, array: Any, local_step: int) -> bool:
@@ -313,7 +314,3 @@ class Writer:
         """Drop the references to the memory of slots and of the last gradient."""
         self._buffers.free()
         self._job = None
-
-
-_NOTHING = np.empty(0)
-_OTHER_THREAD = "another thread of this rank to apply the slot that it holds"
