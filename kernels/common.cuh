@@ -11,6 +11,9 @@ typedef long long i64;
 typedef __half f16;
 typedef __nv_bfloat16 bf16;
 
+// The numbers of dtypes in tables (device/tables.py).
+enum { F32, F64, F16, BF16 };
+
 #define THREADS 256
 // The launch code starts 4 blocks per multiprocessor; that allows 64 registers per thread.
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 4)

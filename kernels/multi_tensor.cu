@@ -6,8 +6,6 @@
 // any sizes keep the whole device busy; a launch for each array would leave it idle.
 #include "common.cuh"
 
-enum { F32, F64, F16, BF16 };
-
 // The part of an array that a block processes.
 struct Piece {
     i64 address, offset, first, n, kind;

@@ -18,8 +18,6 @@ __device__ __forceinline__ double minus(double a, double b) { return __dsub_rn(a
 __device__ __forceinline__ float root(float a) { return __fsqrt_rn(a); }
 __device__ __forceinline__ double root(double a) { return __dsqrt_rn(a); }
 
-enum { F32, F64, F16, BF16 };
-
 // A gradient of any dtype, converted to TA where it is loaded.
 template <class TA> struct AnyGradient {
     i64 address;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 from collections.abc import Mapping
@@ -133,10 +132,11 @@ class DeviceAccumulator(AccumulatorOnDevice):
         if self._named or accumulation_dtype(arrays[_ONLY].dtype) != self._sum.dtype:
             return self._table.addition(self._sum, arrays, factor, first=first)
         only = arrays[_ONLY]
-        return functools.partial(
-            kernels.kernel(f"accumulate_{kernels.SUFFIXES[only.dtype]}"),
-            *kernels.streaming(only.size),
-            (self._sum, only, factor, np.int64(only.size), np.int32(first)),
+        return kernels.prepare(
+            "accumulate",
+            only.dtype,
+            kernels.blocks(only.size),
+            *(self._sum, only, factor, np.int64(only.size), np.int32(first)),
         )
 
     def take_grad(
@@ -201,10 +201,11 @@ class DeviceAccumulator(AccumulatorOnDevice):
         if self._norm is not None:
             kernel, more = "mean_clip", [self._norm.square(), np.float64(self._clip)]
         size, count = np.int64(flat.size), np.int64(divisor)
-        return functools.partial(
-            kernels.kernel(f"{kernel}_{kernels.SUFFIXES[self._sum.dtype]}"),
-            *kernels.streaming(flat.size),
-            (flat, self._sum, size, count, *more),
+        return kernels.prepare(
+            kernel,
+            flat.dtype,
+            kernels.blocks(flat.size),
+            *(flat, self._sum, size, count, *more),
         )
 
     def _clear(self) -> None:
@@ -246,8 +247,8 @@ class _Norm:
     def __init__(self, flat: Any) -> None:
         cupy = device.cupy()
         self._flat = flat
-        self._grid, self._block = kernels.streaming(flat.size)
-        self._partial = cupy.empty(self._grid, np.float64)
+        self._blocks = kernels.blocks(flat.size)
+        self._partial = cupy.empty(self._blocks, np.float64)
         self._ticket = cupy.zeros(1, np.int64)
         self._result = cupy.empty(1, np.float64)
 
@@ -255,9 +256,7 @@ class _Norm:
         """Queue the computation; return the device array that it writes."""
         flat, size = self._flat, np.int64(self._flat.size)
         arrays = self._partial, self._ticket, self._result
-        kernels.kernel(f"square_norm_{kernels.SUFFIXES[flat.dtype]}")(
-            self._grid, self._block, (flat, size, *arrays)
-        )
+        kernels.prepare("square_norm", flat.dtype, self._blocks, flat, size, *arrays)()
         return self._result
 
 

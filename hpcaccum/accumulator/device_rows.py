@@ -156,8 +156,8 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
 
     def _launch(self, kernel: str, rows: int, *arguments: Any) -> Launch:
         """Prepare the launch of a kernel in which a warp processes a row."""
-        function = kernels.kernel(f"{kernel}_{kernels.SUFFIXES[self._dtype]}")
-        return functools.partial(function, *kernels.streaming(rows * _ROW), arguments)
+        blocks = kernels.blocks(rows * _ROW)
+        return kernels.prepare(kernel, self._dtype, blocks, *arguments)
 
     def _clear(self) -> None:
         self._sum = self._counts = self._refused = None

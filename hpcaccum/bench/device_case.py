@@ -237,4 +237,5 @@ class DeviceCase:
 
 def launch(name: str, count: int, *arguments: Any) -> None:
     """Launch a kernel over ``count`` elements."""
-    kernels.kernel(name)(*kernels.streaming(count), arguments)
+    grid = (kernels.blocks(count),)
+    kernels.kernel(name)(grid, (kernels.THREADS,), arguments)

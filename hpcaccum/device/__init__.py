@@ -1,8 +1,9 @@
 """CUDA devices: arrays, kernels, and transfers to and from CPU memory.
 
 `arrays` is the only module that imports CuPy, when a device is first used. `kernels`
-compiles and launches the sources in ``kernels/``. `PointerTable` launches one kernel
-for many arrays. `Transfer` copies named arrays between device and CPU memory.
+compiles and launches the sources in ``kernels/``. `tables` has what a launch over many
+arrays reads, `PointerTable` launches kernels that move named arrays. `Transfer` copies
+named arrays between device and CPU memory.
 `NcclSum` sums device memory over processes.
 
 Imports `errors`, `dtypes` and `layout` only.

@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.device.arrays import cupy
 from hpcaccum.dtypes import BFLOAT16
 from hpcaccum.errors import DeviceUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Threads of a block, for which the kernels are compiled (kernels/common.cuh).
 THREADS = 256
@@ -90,6 +93,25 @@ def kernel(name: str) -> Any:
     return _kernel(name, cupy().cuda.runtime.getDevice())
 
 
+def of_dtype(stem: str, dtype: np.dtype[Any]) -> Any:
+    """Return the kernel whose name is a stem and the suffix of a dtype."""
+    return kernel(f"{stem}_{SUFFIXES[dtype]}")
+
+
+def prepare(
+    stem: str, dtype: np.dtype[Any], number: int, *arguments: Any
+) -> Callable[[], object]:
+    """Prepare the launch of a kernel; return what queues it on the current stream.
+
+    Args:
+        stem: Its name without the suffix of the dtype.
+        dtype: Selects the kernel.
+        number: Of blocks.
+        arguments: Those of the kernel.
+    """
+    return functools.partial(of_dtype(stem, dtype), (number,), (THREADS,), arguments)
+
+
 def blocks(size: int) -> int:
     """Return how many blocks to start for ``size`` elements: at least one.
 
@@ -98,11 +120,6 @@ def blocks(size: int) -> int:
     """
     full = _BLOCKS * _multiprocessors(cupy().cuda.runtime.getDevice())
     return max(1, min(full, -(-size // (THREADS * _VECTOR))))
-
-
-def streaming(size: int) -> tuple[tuple[int], tuple[int]]:
-    """Return grid and block of a kernel that loops over ``size`` elements."""
-    return (blocks(size),), (THREADS,)
 
 
 @functools.cache

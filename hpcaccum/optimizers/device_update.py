@@ -9,13 +9,12 @@ gradients is copied again, and only if their addresses have changed.
 from __future__ import annotations
 
 import functools
-import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcaccum.device import cupy, kernels
-from hpcaccum.dtypes import BFLOAT16, accumulation_dtype
+from hpcaccum.device import kernels, tables
+from hpcaccum.dtypes import accumulation_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,20 +22,6 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.update_rule import State
 
 Array = np.ndarray[Any, Any]
-
-# Numbers of dtypes in a table of gradients (kernels/update.cu).
-_KINDS = {
-    np.dtype(np.float32): 0,
-    np.dtype(np.float64): 1,
-    np.dtype(np.float16): 2,
-    BFLOAT16: 3,
-}
-# Elements that one block updates: enough that its start is cheap, and fewer where whole
-# multiprocessors would have no work. A block moves _LEAST elements in one pass.
-_MOST, _LEAST = 16384, 1024
-# The same variables are updated at every step, or a few sets alternate; so do the
-# addresses of their gradients.
-_REMEMBERED = 8
 
 
 class Updates:
@@ -46,7 +31,7 @@ class Updates:
     """
 
     def __init__(self) -> None:
-        self._plan = functools.lru_cache(_REMEMBERED)(_Plan)
+        self._plan = tables.RecentTables(_Plan)
 
     def prepare(self, kernel: str, states: Sequence[State]) -> _Plan:
         """Return what updates these variables; compile the kernels.
@@ -58,69 +43,53 @@ class Updates:
         Raises:
             DeviceUnavailableError: If a kernel cannot be compiled.
         """
-        # A table is on the device only for the stream that copied it, and each thread
-        # may have a default stream of the same address.
-        stream = cupy().cuda.get_current_stream().ptr, threading.get_ident()
-        return self._plan(kernel, tuple(states), stream)
+        return self._plan(kernel, tuple(states))
 
     def clear(self) -> None:
         """Free all tables."""
-        self._plan.cache_clear()
+        self._plan.clear()
 
 
 class _Group(NamedTuple):
     """Variables of one dtype, which one launch updates.
 
     Attributes:
-        kernel: Full name.
+        kernel: The compiled kernel.
         members: Their indices in the plan.
         wide: Dtype of the arithmetic and of the slots.
         variables: On the device; a row of 4 int64 for each: address of the value, of
             slot 0 and slot 1, number of elements.
-        chunks: On the device; a row of 2 int64 for each: row of ``variables``, first
-            element.
-        chunk: Elements of a chunk at most.
+        chunks: Pieces of the variables.
     """
 
-    kernel: str
+    kernel: Any
     members: list[int]
     wide: np.dtype[Any]
     variables: Any
-    chunks: Any
-    chunk: int
+    chunks: tables.Chunks
 
     def launch(
         self, gradients: Any, rates: list[float], more: tuple[float, ...]
     ) -> None:
         own = [rates[i] for i in self.members]
         wide = self.wide.type
-        table = _upload(own, self.wide) if len(set(own)) > 1 else None
-        kernels.kernel(self.kernel)(
-            (len(self.chunks),),
-            (kernels.THREADS,),
-            (
-                self.variables,
-                gradients,
-                self.chunks,
-                np.int64(self.chunk),
-                table,
-                *map(wide, (own[0], *more)),
-            ),
-        )
+        table = tables.upload(own, self.wide) if len(set(own)) > 1 else None
+        work = self.variables, gradients, *self.chunks, table
+        numbers = map(wide, (own[0], *more))
+        grid = (self.chunks.blocks,)
+        self.kernel(grid, (kernels.THREADS,), (*work, *numbers))
 
 
 class _Plan:
     """The tables for one set of variables on one stream."""
 
-    def __init__(
-        self, kernel: str, states: tuple[State, ...], stream: tuple[int, int]
-    ) -> None:
+    def __init__(self, kernel: str, states: tuple[State, ...]) -> None:
         memory = _Memory(states)
         self._wide = [accumulation_dtype(state.variable.dtype) for state in states]
         groups = memory.separate(_by_dtype(states))
         self._groups = [_group(kernel, states, members) for members in groups]
         # No method of this object: a cycle would keep the tables until it is collected.
-        self._located: Callable[..., _Located] = functools.lru_cache(_REMEMBERED)(
+        self._located: Callable[..., _Located] = functools.lru_cache(tables.RECENT)(
             functools.partial(_locate, memory, self._wide, self._groups)
         )
 
@@ -213,24 +182,13 @@ def _by_dtype(states: tuple[State, ...]) -> list[list[int]]:
 
 def _group(kernel: str, states: tuple[State, ...], members: list[int]) -> _Group:
     dtype = states[members[0]].variable.dtype
-    name = f"{kernel}_{kernels.SUFFIXES[dtype]}"
-    kernels.kernel(name)
-    sizes = [states[i].variable.value.size for i in members]
-    chunk = _chunk(sum(sizes))
-    chunks = [
-        (row, first)
-        for row, size in enumerate(sizes)
-        for first in range(0, size, chunk)
-    ]
-    variables = [_row(states[i]) for i in members]
-    wide = accumulation_dtype(dtype)
-    return _Group(name, members, wide, _upload(variables), _upload(chunks), chunk)
-
-
-def _chunk(elements: int) -> int:
-    """Return how many elements a block updates, so that all multiprocessors work."""
-    share = -(-elements // kernels.blocks(elements))
-    return max(_LEAST, min(_MOST, -(-share // _LEAST) * _LEAST))
+    return _Group(
+        kernels.of_dtype(kernel, dtype),
+        members,
+        accumulation_dtype(dtype),
+        tables.upload([_row(states[i]) for i in members]),
+        tables.chunked([states[i].variable.value.size for i in members]),
+    )
 
 
 def _row(state: State) -> tuple[int, int, int, int]:
@@ -255,13 +213,8 @@ def _locate(
     copied |= {i for i, dtype in enumerate(dtypes) if dtype.itemsize > wide[i].itemsize}
     if copied:
         return _Located(sorted(copied), [])
-    tables = [
-        _upload([(places[i], _KINDS[dtypes[i]]) for i in group.members])
+    rows = [
+        [(places[i], tables.KINDS[dtypes[i]]) for i in group.members]
         for group in groups
     ]
-    return _Located([], tables)
-
-
-def _upload(rows: Sequence[Any], dtype: Any = np.int64) -> Any:
-    """Copy a table to the device; the host does not wait."""
-    return cupy().asarray(np.array(rows, dtype))
+    return _Located([], list(map(tables.upload, rows)))

@@ -92,7 +92,7 @@ def test_no_arrays_at_all():
     table.pack(cupy.zeros(0, np.float32), {})
     table.accumulate(cupy.zeros(0, np.float32), {})
 
-    assert table.table({}).blocks == 1
+    assert table.table({}).chunks.blocks == 1
 
 
 def test_arrays_that_are_not_aligned():
@@ -120,7 +120,7 @@ def test_tables_are_kept_for_arrays_at_the_same_places():
         [arrays["a"].data.ptr, 0, 3, 0],
         [arrays["b"].data.ptr, 16, 2, 0],
     ]
-    assert first.chunks.get().tolist() == [[0, 0], [1, 0]]
+    assert first.chunks.rows.get().tolist() == [[0, 0], [1, 0]]
 
 
 def test_arrays_of_another_dtype_at_the_same_place_are_others():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import cupy
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.device import kernels
-from hpcaccum.optimizers import device_update
+from hpcaccum.device import kernels, tables
 
 from ..common import same_bits
 from .launching import DTYPES, SIZES, SUMS, Watched, i64, launch, normal
@@ -60,21 +61,12 @@ class Pair:
 @pytest.fixture
 def launches(monkeypatch):
     """The names of the kernels that are launched."""
-    names, original = [], device_update.kernels.kernel
+    names, original = [], kernels.kernel
 
-    class Counting:
-        SUFFIXES, THREADS = kernels.SUFFIXES, kernels.THREADS
-        blocks = staticmethod(kernels.blocks)
+    def counting(name):
+        return lambda *args: names.append(name) or original(name)(*args)
 
-        @staticmethod
-        def kernel(name):
-            def start(*args):
-                names.append(name)
-                original(name)(*args)
-
-            return start
-
-    monkeypatch.setattr(device_update, "kernels", Counting)
+    monkeypatch.setattr(kernels, "kernel", counting)
     return names
 
 
@@ -119,11 +111,9 @@ def test_variables_without_a_gradient_are_left_alone(rule, launches):
 @pytest.fixture
 def uploads(monkeypatch):
     """The tables that are copied to the device."""
-    tables, upload = [], device_update._upload
-    monkeypatch.setattr(
-        device_update, "_upload", lambda *a: tables.append(a) or upload(*a)
-    )
-    return tables
+    copied, upload = [], tables.upload
+    monkeypatch.setattr(tables, "upload", lambda *a: copied.append(a) or upload(*a))
+    return copied
 
 
 def test_tables_are_kept_for_gradients_at_the_same_addresses(uploads):
@@ -152,6 +142,26 @@ def test_tables_belong_to_a_stream(uploads):
     cupy.cuda.Device().synchronize()
     pair.check()
     assert counts == [3, 6, 6, 6]
+
+
+@pytest.mark.parametrize(("stream", "expected"), [("null", 3), ("ptds", 6)])
+def test_threads_share_the_tables_of_a_stream(uploads, stream, expected):
+    """A default stream per thread has the same address in all threads."""
+    pair = Pair("sgd", [normal(300, np.float32)])
+    grads = [normal(300, np.float32, 1)]
+    there = [cupy.asarray(grads[0])]
+
+    def apply():
+        with getattr(cupy.cuda.Stream, stream) as current:
+            pair.apply(grads, there)
+            current.synchronize()
+
+    apply()
+    thread = threading.Thread(target=apply)
+    thread.start()
+    thread.join()
+    pair.check()
+    assert len(uploads) == expected
 
 
 def test_slots_of_initialize_are_ready_on_every_stream():
@@ -190,7 +200,7 @@ def test_gradients_are_not_converted_first(of_grad, monkeypatch):
     pair.check()
 
 
-def tables(target, source, watched, size, chunk=CHUNK):
+def tables_of(target, source, watched, size, chunk=CHUNK):
     """Return a kernel's tables for one variable."""
     slots = [each.array.data.ptr for each in watched]
     first, second, *_ = *slots, 0, 0
@@ -224,7 +234,7 @@ def check_surroundings(kind, of_grad, name, size, shift):
     value, grad = normal(size, DTYPES[kind], 1), normal(size, DTYPES[of_grad], 2)
     watched = [Watched(np.full(size, start, wide), shift) for start in slots.values()]
     target, source = Watched(value, shift), Watched(grad, 1 - shift)
-    given = tables(target, source, watched, size)
+    given = tables_of(target, source, watched, size)
     numbers = (*rule._numbers(rule.learning_rate, 1), *rule._constants())
     # The rate of a table precedes the other.
     rates = [None, cupy.asarray(np.array(numbers[:1], wide))][shift]

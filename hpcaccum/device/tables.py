@@ -1,0 +1,101 @@
+"""Tables on the device: what a launch over many arrays works on.
+
+A launch costs microseconds, as much as moving a megabyte. So one launch works on all
+the hundreds of small gradients of a model: it reads their addresses from a table, and
+each block of it works on one chunk of one array. The idea is that of multi-tensor
+launches in NVIDIA's Apex.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from hpcaccum.device import kernels
+from hpcaccum.device.arrays import cupy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+T = TypeVar("T")
+
+# A dtype's number in a table (kernels/common.cuh).
+KINDS = {dtype: number for number, dtype in enumerate(kernels.SUFFIXES)}
+# So many tables are kept: the same arrays are used every step, or a few sets alternate.
+RECENT = 8
+
+# Elements that one block works on: enough to hide the cost of starting it, and fewer
+# where whole multiprocessors would have no work. A block moves _LEAST in one pass.
+_MOST, _LEAST = 16384, 1024
+# cudaStreamPerThread of the CUDA runtime.
+_PER_THREAD = 2
+
+
+def upload(rows: Sequence[Any], dtype: Any = np.int64) -> Any:
+    """Copy a table to the device, by the current stream; the host does not wait."""
+    return cupy().asarray(np.array(rows, dtype))
+
+
+class Chunks(NamedTuple):
+    """The pieces of arrays that blocks work on; kernels take it as two arguments.
+
+    Attributes:
+        rows: On the device; a row of 2 int64 per chunk: number of the array, first
+            element. At least one, which may be empty: a launch needs a block.
+        length: The most elements that a chunk has.
+    """
+
+    rows: Any
+    length: np.int64
+
+    @property
+    def blocks(self) -> int:
+        """Number of chunks."""
+        return len(self.rows)
+
+
+def chunked(sizes: Sequence[int]) -> Chunks:
+    """Divide arrays of these sizes, so that all multiprocessors have work."""
+    elements = sum(sizes)
+    share = -(-elements // kernels.blocks(elements))
+    length = max(_LEAST, min(_MOST, -(-share // _LEAST) * _LEAST))
+    rows = [
+        (array, first)
+        for array, size in enumerate(sizes)
+        for first in range(0, size, length)
+    ]
+    return Chunks(upload(rows or [(0, 0)]), np.int64(length))
+
+
+class RecentTables(Generic[T]):
+    """The recent results of a function that copies tables to the device.
+
+    A table belongs to the stream that copied it. Another stream could read it too
+    early, or after its memory was reused. Several threads may call.
+
+    Args:
+        make: The function, of hashable arguments. It must not refer to what holds this
+            object: tables would stay until a garbage collection.
+        most: How many results to keep.
+    """
+
+    def __init__(self, make: Callable[..., T], most: int = RECENT) -> None:
+        self._of_stream = functools.lru_cache(most)(lambda stream, *key: make(*key))
+
+    def __call__(self, *key: Hashable) -> T:
+        """Return the result for a key on the current stream."""
+        return self._of_stream(_stream(), *key)
+
+    def clear(self) -> None:
+        """Drop all tables. All launches that read them must have ended."""
+        self._of_stream.cache_clear()
+
+
+def _stream() -> tuple[int, int]:
+    """Return a key of the current stream."""
+    address = cupy().cuda.get_current_stream().ptr
+    # The default streams of all threads have this address.
+    return address, threading.get_ident() if address == _PER_THREAD else 0
