@@ -80,7 +80,7 @@ class AccumulatorOnDevice(Freeable):
         self._state, self._lags = _State(), [0] * (MAX_LAG + 1)
         # Arrays that launches read, each with the event after the launch, oldest first.
         self._reads: deque[tuple[Any, Any]] = deque()
-        self._last = _record(_current_stream())
+        self._last = _record(device.current_stream())
 
     @property
     def name(self) -> str:
@@ -226,7 +226,7 @@ class AccumulatorOnDevice(Freeable):
         """
         while self._reads and self._reads[0][0].done:
             self._reads.popleft()
-        stream = _current_stream()
+        stream = device.current_stream()
         stream.wait_event(self._last)
         try:
             return work()
@@ -268,7 +268,3 @@ def _record(stream: Any) -> Any:
     event = device.cupy().cuda.Event(disable_timing=True)
     stream.record(event)
     return event
-
-
-def _current_stream() -> Any:
-    return device.cupy().cuda.get_current_stream()

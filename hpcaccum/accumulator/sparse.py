@@ -11,7 +11,7 @@ from hpcaccum.accumulator.row_storage import RowGradient, RowSlots
 from hpcaccum.accumulator.settings import Settings, check_sparse_settings
 from hpcaccum.accumulator.shapes import size_of
 from hpcaccum.arguments import step_number
-from hpcaccum.device import cupy
+from hpcaccum.device import cupy, current_stream
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.mpi import Group
@@ -241,5 +241,5 @@ class SparseConditionalAccumulator(Accumulator):
 
 def _to_device(taken: SparseGradient) -> SparseGradient:
     arrays = cupy().asarray(taken.indices), cupy().asarray(taken.values)
-    cupy().cuda.get_current_stream().synchronize()
+    current_stream().synchronize()
     return SparseGradient(*arrays, taken.shape)

@@ -175,7 +175,7 @@ class Exchange:
 
     def _exchange(self) -> None:
         self._reducer.reduce({"all": self._mine}, out={"all": self._out})
-        device.cupy().cuda.get_current_stream().synchronize()
+        device.current_stream().synchronize()
 
     def _to_host(self) -> None:
         self._mine.get(out=self._memory[0])
@@ -185,7 +185,7 @@ class Exchange:
 
     def _to_device(self) -> None:
         self._out.set(self._memory[1])
-        device.cupy().cuda.get_current_stream().synchronize()
+        device.current_stream().synchronize()
 
     def _reduce(self) -> None:
         self._host.reduce()

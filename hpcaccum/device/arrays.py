@@ -120,6 +120,11 @@ def shared_array(tensor: Any) -> Array:
     return cupy().from_dlpack(tensor)  # type: ignore[no-any-return]
 
 
+def current_stream() -> Any:
+    """Return the stream on which CuPy queues work of this thread."""
+    return cupy().cuda.get_current_stream()
+
+
 class _ForeignStream(NamedTuple):
     """A stream of another library, as CUDA's stream protocol passes it.
 
@@ -241,7 +246,7 @@ def _send(target: Any, source: Any) -> None:
     else:
         target[...] = cupy().asarray(source)
     # A copy from pinned memory is asynchronous.
-    cupy().cuda.get_current_stream().synchronize()
+    current_stream().synchronize()
 
 
 def release(arrays: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcaccum.device.arrays import cupy, nccl_library
+from hpcaccum.device.arrays import cupy, current_stream, nccl_library
 
 
 def card() -> str:
@@ -63,7 +63,7 @@ class NcclSum:
             vector: Contiguous, of float32 or float64; of the same size and dtype in all
                 processes, which make their calls in the same order.
         """
-        place, stream = vector.data.ptr, cupy().cuda.get_current_stream()
+        place, stream = vector.data.ptr, current_stream()
         kind = self._types[vector.dtype]
         self._comm.allReduce(
             place, place, vector.size, kind, self._operation, stream.ptr

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from hpcaccum.device import kernels
-from hpcaccum.device.arrays import cupy
+from hpcaccum.device.arrays import cupy, current_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -96,6 +96,6 @@ class RecentTables(Generic[T]):
 
 def _stream() -> tuple[int, int]:
     """Return a key of the current stream."""
-    address = cupy().cuda.get_current_stream().ptr
+    address = current_stream().ptr
     # The default streams of all threads have this address.
     return address, threading.get_ident() if address == _PER_THREAD else 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.device.arrays import Pinned, cupy
+from hpcaccum.device.arrays import Pinned, cupy, current_stream
 from hpcaccum.device.multi_tensor import PointerTable
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Transfer:
         self._pinned: dict[int, Pinned] = {}
         self._read = False
         # Recorded when the caller's stream no longer needs the flat buffers.
-        self._free_from = _stream().record()
+        self._free_from = current_stream().record()
 
     def compile(self) -> None:
         """Compile the kernels now instead of during the first transfer."""
@@ -85,7 +85,7 @@ class Transfer:
             One event per piece. After its ``synchronize()`` the piece is complete.
         """
         self._pack(self._leaving, arrays)
-        self._out.wait_event(_stream().record())
+        self._out.wait_event(current_stream().record())
         events = []
         for piece in self._whole if pieces is None else pieces:
             part = self._leaving[piece]
@@ -100,11 +100,11 @@ class Transfer:
         """
         self._pack(self._coming, arrays)
         # The next call may use another stream.
-        self._free_from = _stream().record()
+        self._free_from = current_stream().record()
         return self._coming
 
     def _pack(self, flat: Any, arrays: Mapping[str, Any]) -> None:
-        _stream().wait_event(self._free_from)
+        current_stream().wait_event(self._free_from)
         self._table.pack(flat, arrays)
 
     def fetch(self, host: Array, piece: slice | None = None) -> None:
@@ -120,7 +120,7 @@ class Transfer:
 
     def deliver(self, arrays: Mapping[str, Any]) -> None:
         """Copy what `fetch` has copied to arrays; queued on the current stream."""
-        _stream().wait_event(self._back.record())
+        current_stream().wait_event(self._back.record())
         self.unpack(arrays)
 
     def divide(self, divisor: int) -> None:
@@ -132,7 +132,7 @@ class Transfer:
     def unpack(self, arrays: Mapping[str, Any]) -> None:
         """Copy the buffer that `pack` returned to arrays."""
         self._table.unpack(self._coming, arrays)
-        self._free_from = _stream().record()
+        self._free_from = current_stream().record()
 
     def settle(self) -> None:
         """Wait until the host memory that `fetch` reads may be changed."""
@@ -158,7 +158,3 @@ class Transfer:
         self._pinned.clear()
         self._leaving = self._coming = None
         self._table.clear()
-
-
-def _stream() -> Any:
-    return cupy().cuda.get_current_stream()

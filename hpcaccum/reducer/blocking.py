@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.device import cupy
+from hpcaccum.device import current_stream
 from hpcaccum.mpi import MPI
 from hpcaccum.reducer.schedule import MessageSchedule
 
@@ -42,7 +42,7 @@ class Blocking(MessageSchedule):
     def reduce_device(self, signature: int, buffer: Any) -> bool:
         """Wait for all ranks, then sum the buffer in place."""
         # MPI does not know streams.
-        cupy().cuda.get_current_stream().synchronize()
+        current_stream().synchronize()
         if not self._reached(self._compare(signature)):
             return False
         for bucket in self.buckets:
