@@ -1,4 +1,5 @@
-// Many arrays in one launch: added to a flat buffer, packed into it, unpacked from it.
+// Many arrays in one launch: added to a flat buffer, packed into it, unpacked from it;
+// their largest absolute values.
 //
 // Two tables describe the work.  A row of `arrays` is {address, offset in the flat buffer,
 // elements, kind}, with offsets in elements.  A row of `chunks` is {row of arrays, first
@@ -85,3 +86,33 @@ UNPACK(unpack_f32, float)
 UNPACK(unpack_f64, double)
 UNPACK(unpack_f16, f16)
 UNPACK(unpack_bf16, bf16)
+
+// The larger absolute value; NaN if either is NaN.
+template <class T> __device__ __forceinline__ T larger(T top, T x) {
+    x = x < 0 ? -x : x;
+    return x > top || x != x ? x : top;
+}
+
+template <class T> __device__ __forceinline__ double largest(const T *x, i64 n) {
+    constexpr int V = Width<T, T>::value;
+    decltype(widen(T())) top = 0;
+    auto get = [=](i64 i, auto size) { return load<decltype(size)::value>(x + i); };
+    auto put = [&](i64, auto held, auto size) {
+#pragma unroll
+        for (int j = 0; j < decltype(size)::value; j++) top = larger(top, widen(held.at[j]));
+    };
+    stream<V, 4>(threadIdx.x, blockDim.x, n, aligned<V>(x), get, put);
+    return top;
+}
+
+// result[row] = the largest absolute value of array `row`; NaN if the array has one.  All are
+// 0 before.  Doubles of at least 0 have the order of their bits, in which NaN is last.
+KERNEL largest_f64(double *result, const i64 *arrays, const i64 *chunks, i64 chunk) {
+    const Piece piece(arrays, chunks, chunk);
+    double top = 0;
+    piece.visit([&](const auto *array) { top = largest(array, piece.n); });
+    for (int d = 16; d; d /= 2) top = larger(top, __shfl_down_sync(0xffffffffu, top, d));
+    if (threadIdx.x % 32 == 0)
+        atomicMax(reinterpret_cast<unsigned long long *>(result) + chunks[2 * blockIdx.x],
+                  (unsigned long long)__double_as_longlong(top));
+}

@@ -29,7 +29,7 @@ from hpcaccum.device.arrays import (
     to_host,
     use_device,
 )
-from hpcaccum.device.multi_tensor import PointerTable, check_device_array
+from hpcaccum.device.multi_tensor import PointerTable, check_device_array, largest
 from hpcaccum.device.nccl import NcclSum, card, unique_id
 from hpcaccum.device.transfer import Transfer
 
@@ -48,6 +48,7 @@ __all__ = [
     "current_stream",
     "device_name",
     "is_device",
+    "largest",
     "library",
     "nccl_library",
     "on_stream",

@@ -44,7 +44,12 @@ _RULES = ("sgd", "momentum", "nesterov", "adagrad", "adam")
 _STEMS: dict[str, dict[str, tuple[str, ...]]] = {
     "accumulate.cu": {"accumulate": _ALL},
     "finish.cu": {"mean": _WIDE, "mean_clip": _WIDE, "square_norm": _ALL},
-    "multi_tensor.cu": {"multi_accumulate": _WIDE, "pack": _ALL, "unpack": _ALL},
+    "multi_tensor.cu": {
+        "multi_accumulate": _WIDE,
+        "pack": _ALL,
+        "unpack": _ALL,
+        "largest": ("f64",),
+    },
     "sparse.cu": {"scatter_add_rows": _WIDE, "mean_rows": _WIDE},
     "update.cu": dict.fromkeys(_RULES, _ALL),
 }

@@ -1,4 +1,8 @@
-"""Launches over many named arrays at once: to, from and into a flat buffer."""
+"""Launches over many arrays at once.
+
+Named arrays are moved to and from a flat buffer, or added to it. Of any arrays, the
+largest absolute values are found.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.device import kernels
-from hpcaccum.device.arrays import check_array, is_device
+from hpcaccum.device.arrays import check_array, cupy, is_device
 from hpcaccum.device.tables import KINDS, RECENT, Chunks, RecentTables, chunked, upload
 from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum.layout import Layout
 
@@ -130,6 +134,25 @@ class PointerTable:
             table.chunks.blocks,
             *(flat, table.arrays, *table.chunks, *scalars),
         )
+
+
+def largest(arrays: Sequence[Any]) -> list[float]:
+    """Return the largest absolute value of each array; NaN if the array has one.
+
+    One launch and one copy to the host for all. The host waits for the current stream.
+
+    Args:
+        arrays: Of dtypes that kernels read, on the current device.
+    """
+    if not arrays:
+        return []
+    module = cupy()
+    dense = [module.ascontiguousarray(array) for array in arrays]
+    rows = upload([(each.data.ptr, 0, each.size, KINDS[each.dtype]) for each in dense])
+    chunks = chunked([each.size for each in dense])
+    found = module.zeros(len(dense), np.float64)
+    kernels.prepare("largest", found.dtype, chunks.blocks, found, rows, *chunks)()
+    return found.get().tolist()  # type: ignore[no-any-return]
 
 
 def check_device_array(

@@ -20,6 +20,8 @@ from hpcaccum.device.arrays import cupy, current_stream
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from numpy.typing import ArrayLike
+
 T = TypeVar("T")
 
 # A dtype's number in a table (kernels/common.cuh).
@@ -34,7 +36,7 @@ _MOST, _LEAST = 16384, 1024
 _PER_THREAD = 2
 
 
-def upload(rows: Sequence[Any], dtype: Any = np.int64) -> Any:
+def upload(rows: ArrayLike, dtype: Any = np.int64) -> Any:
     """Copy a table to the device, by the current stream; the host does not wait."""
     return cupy().asarray(np.array(rows, dtype))
 
@@ -62,12 +64,11 @@ def chunked(sizes: Sequence[int]) -> Chunks:
     elements = sum(sizes)
     share = -(-elements // kernels.blocks(elements))
     length = max(_LEAST, min(_MOST, -(-share // _LEAST) * _LEAST))
-    rows = [
-        (array, first)
-        for array, size in enumerate(sizes)
-        for first in range(0, size, length)
-    ]
-    return Chunks(upload(rows or [(0, 0)]), np.int64(length))
+    counts = -(-np.array(sizes, np.int64) // length)
+    array = np.repeat(np.arange(len(sizes)), counts)
+    number = np.arange(len(array)) - (counts.cumsum() - counts)[array]
+    rows = np.column_stack([array, number * length])
+    return Chunks(upload(rows if len(rows) else [(0, 0)]), np.int64(length))
 
 
 class RecentTables(Generic[T]):
@@ -90,7 +91,7 @@ class RecentTables(Generic[T]):
         return self._of_stream(_stream(), *key)
 
     def clear(self) -> None:
-        """Drop all tables. All launches that read them must have ended."""
+        """Drop all tables."""
         self._of_stream.cache_clear()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from hpcaccum.arguments import one_of
-from hpcaccum.device import to_host
+from hpcaccum.device import is_device, largest, to_host
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices, matrix
@@ -18,7 +19,7 @@ from hpcaccum.optimizers.learning_rate import checked_number
 from hpcaccum.row_sums import distinct
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from hpcaccum.optimizers.checks import Array, Pairs, PairsLike
     from hpcaccum.optimizers.slices import Gradient
@@ -50,38 +51,66 @@ def to_drop(
     """
     if on_nonfinite == "accept":
         return False
-    for name, grad, dtype in grads:
-        exchanged = accumulation_dtype(dtype)
-        if grad is None or _is_finite(grad, exchanged):
-            continue
-        if on_nonfinite == "drop":
-            return True
-        raise InvalidArgumentError(
-            f"{what}: the gradient of {name!r} has a NaN or an infinity in {exchanged}"
-        )
+    given = [
+        (name, grad, accumulation_dtype(dtype))
+        for name, grad, dtype in grads
+        if grad is not None
+    ]
+    tops = _largest_on_device([grad for _, grad, _ in given])
+    with np.errstate(all="ignore"):
+        for i, (name, grad, exchanged) in enumerate(given):
+            if _is_finite(grad, exchanged, tops.get(i)):
+                continue
+            if on_nonfinite == "drop":
+                return True
+            raise InvalidArgumentError(
+                f"{what}: the gradient of {name!r} has a NaN or an infinity in "
+                f"{exchanged}"
+            )
     return False
 
 
-def _is_finite(grad: Gradient, dtype: np.dtype[Any]) -> bool:
-    """Return whether a gradient is finite in the dtype in which it is exchanged."""
-    with np.errstate(all="ignore"):
-        if isinstance(grad, IndexedSlices):
-            return _has_finite_rows(grad, dtype)
-        if not np.can_cast(grad.dtype, dtype):
-            return _largest(grad) <= float(np.finfo(dtype).max)
-        # One pass, without new memory. A sum is finite only if all terms are; if it is
-        # not, finite terms may have overflowed.
-        return bool(np.isfinite(grad.sum())) or bool(np.isfinite(grad).all())
+def _largest_on_device(grads: Sequence[Gradient]) -> dict[int, float]:
+    """Return the largest absolute values of the gradients on a device, by index.
+
+    One copy from the device for all.
+    """
+    arrays = [g.values if isinstance(g, IndexedSlices) else g for g in grads]
+    there = [i for i, array in enumerate(arrays) if is_device(array)]
+    return dict(zip(there, largest([arrays[i] for i in there]), strict=True))
 
 
-def _has_finite_rows(grad: IndexedSlices, dtype: np.dtype[Any]) -> bool:
+def _is_finite(grad: Gradient, dtype: np.dtype[Any], top: float | None) -> bool:
+    """Return whether a gradient is finite in the dtype in which it is exchanged.
+
+    Args:
+        grad: The gradient.
+        dtype: The dtype.
+        top: The largest absolute value, if it is known.
+    """
+    if isinstance(grad, IndexedSlices):
+        bound = _largest(grad.values) if top is None else top
+        # No sum of rows is larger. False if there is a NaN.
+        if bound * len(grad.indices) <= _limit(dtype):
+            return True
+        return _has_finite_sums(grad, dtype)
+    if top is not None or not np.can_cast(grad.dtype, dtype):
+        return (_largest(grad) if top is None else top) <= _limit(dtype)
+    # One pass, without new memory. A sum is finite only if all terms are; if it is
+    # not, finite terms may have overflowed.
+    return bool(np.isfinite(grad.sum())) or bool(np.isfinite(grad).all())
+
+
+def _has_finite_sums(grad: IndexedSlices, dtype: np.dtype[Any]) -> bool:
     """Return whether a gradient is finite after its repeated rows are added."""
-    # So no sum of rows is larger; False if there is a NaN.
-    if _largest(grad.values) * len(grad.indices) <= float(np.finfo(dtype).max):
-        return True
     indices, values = to_host(grad.indices), to_host(grad.values)
     sums = distinct(indices, matrix(values).astype(dtype), dtype).values
     return bool(np.isfinite(sums).all())
+
+
+@functools.cache
+def _limit(dtype: np.dtype[Any]) -> float:
+    return float(np.finfo(dtype).max)
 
 
 def _largest(array: Array) -> float:

@@ -34,6 +34,14 @@ def accumulate_many():
     test_multi_tensor.test_accumulate_adds_every_array_at_its_place("f32", 16, 0)
 
 
+def largest():
+    test_multi_tensor.test_largest_is_the_largest_absolute_value("f32", 16, 0)
+
+
+def largest_of_nan():
+    test_multi_tensor.test_nothing_hides_what_is_not_finite("f32", 1023)
+
+
 def square_norm():
     test_finish.test_square_norm_is_that_of_float64("f32", 5003, 0)
 
@@ -135,6 +143,30 @@ FAULTS = {
             "f32", 16, 0
         ),
         "",
+    ),
+    "largest of a block's last array": (
+        *("multi_tensor.cu", "atomicMax(", "atomicExch("),
+        *(largest, ""),
+    ),
+    "largest of a part of a warp": (
+        *("multi_tensor.cu", "d = 16; d; d /= 2) top", "d = 16; d > 8; d /= 2) top"),
+        *(largest, ""),
+    ),
+    "largest without an atomic": (
+        "multi_tensor.cu",
+        "atomicMax(reinterpret_cast<unsigned long long *>(result) + chunks"
+        "[2 * blockIdx.x],\n                  "
+        "(unsigned long long)__double_as_longlong(top));",
+        "result[chunks[2 * blockIdx.x]] = larger(result[chunks[2 * blockIdx.x]], top);",
+        *(largest, "race"),
+    ),
+    "sign not taken off": (
+        *("multi_tensor.cu", "x = x < 0 ? -x : x;", ""),
+        *(largest, ""),
+    ),
+    "NaN is no number": (
+        *("multi_tensor.cu", "x > top || x != x", "x > top"),
+        *(largest_of_nan, ""),
     ),
     "no barrier": (
         *(

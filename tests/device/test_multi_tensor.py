@@ -150,3 +150,33 @@ def test_a_chunk_of_an_empty_array_does_nothing():
     launch("pack_f32", flat, table, chunks, i64(64), np.float32(1), blocks=1)
 
     assert not flat.get().any()
+
+
+@PLACES
+@pytest.mark.parametrize("kind", KINDS)
+def test_largest_is_the_largest_absolute_value(kind, gap, shift):
+    arrays = Arrays([kind], normal, gap, shift)
+    result = Watched(np.zeros(len(SIZES)))
+    arrays.launch("largest_f64", result)
+
+    values = [each.values.astype("f8") for each in arrays.arrays]
+    expected = [np.abs(each).max(initial=0) for each in values]
+    np.testing.assert_array_equal(result.get(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", [0, 1023, 1024, 3000, 4096])
+def test_nothing_hides_what_is_not_finite(kind, place):
+    for value, other in ((np.nan, np.inf), (np.inf, 7), (-np.inf, 7)):
+
+        def make(size, dtype, seed, value=value, other=other):
+            array = np.full(size, other, dtype)
+            array[place : place + 1] = value
+            return array
+
+        arrays, result = Arrays([kind], make), Watched(np.zeros(len(SIZES)))
+        arrays.launch("largest_f64", result)
+
+        large = [abs(value if size > place else other) for size in SIZES]
+        expected = [top if size else 0 for top, size in zip(large, SIZES, strict=True)]
+        np.testing.assert_array_equal(result.get(), expected)

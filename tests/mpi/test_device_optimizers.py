@@ -141,6 +141,38 @@ def test_all_end_with_the_final_center(cp, comm, rank, wrapper):
     assert meet(found.tobytes()) == [found.tobytes()] * comm.size
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_that_are_not_finite(cp, comm, rank, size, wrapper):
+    there = variables(cp.asarray)
+    with WRAPPERS[wrapper](hpc.SGD(1), there, comm, on_nonfinite="drop") as opt:
+        opt.initialize(there)
+        bad = [cp.asarray(grad) for grad in arrays(1)]
+        bad[1][3] = np.nan
+        receipt = opt.minimize(gives(*bad))
+        meet()
+        assert receipt.reason == "nonfinite"
+        assert opt.statistics().nonfinite == (1,) * size
+        for var, old in zip(there, arrays(0), strict=True):
+            assert var.value.get().tobytes() == old.tobytes()
+            assert opt.center(var).tobytes() == old.tobytes()
+        opt.leave()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_variable_of_a_gradient_that_is_not_finite(cp, comm, wrapper):
+    there = variables(cp.asarray)
+    with WRAPPERS[wrapper](hpc.SGD(1), there, comm, on_nonfinite="raise") as opt:
+        opt.initialize(there)
+        bad = [cp.asarray(grad) for grad in arrays(1)]
+        bad[1][3] = -np.inf
+        error = raised(opt.minimize, gives(*bad))
+        meet()
+        opt.leave()
+
+    assert type(error) is InvalidArgumentError
+    assert "the gradient of 'b' has a NaN or an infinity in float32" in str(error)
+
+
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("wrapper", ["DropStale", "AGN"])
 def test_parameters_are_those_of_one_step(cp, pinned, comm, rank, size, wrapper):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import re
 
 import ml_dtypes
@@ -21,6 +22,7 @@ from hpcaccum.bench.measure import Conditions
 from hpcaccum.device import arrays as device
 from hpcaccum.device import card, kernels
 from hpcaccum.mpi import cuda_aware
+from hpcaccum.optimizers.finite import to_drop
 
 DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64"]
 ALL = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -177,6 +179,16 @@ def test_one_launch_updates_all_variables(cp, driver, dtype):
         del grads
     assert launches() == before + 3
     opt._release()
+
+
+def test_one_launch_checks_all_gradients(cp, driver):
+    given = [
+        (f"w{n}", cp.zeros((n, 3), dtype)[::step], np.dtype(np.float32))
+        for n, (dtype, step) in enumerate(itertools.product(DTYPES, (1, 1, 2)))
+    ]
+    before = driver.null_driver_launches(b"largest_f64")
+    assert not to_drop("it", given, "raise")
+    assert driver.null_driver_launches(b"largest_f64") == before + 1
 
 
 KINDS = {

@@ -156,6 +156,11 @@ inline unsigned __float_as_uint(float x) {
     std::memcpy(&bits, &x, sizeof bits);
     return bits;
 }
+inline long long __double_as_longlong(double x) {
+    long long bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
 inline float __uint_as_float(unsigned bits) {
     float x;
     std::memcpy(&x, &bits, sizeof x);
