@@ -27,6 +27,7 @@ from safetensors.numpy import save_file
 from hpcaccum.arguments import fitting, positive_count
 from hpcaccum.device import copyto, is_device, to_host
 from hpcaccum.errors import CheckpointError, InvalidArgumentError
+from hpcaccum.save_owner import check, unfinished
 
 logger = logging.getLogger("hpcaccum")
 
@@ -38,7 +39,6 @@ _FORMAT = "hpcaccum checkpoint 1"
 _ARRAY = "array of hpcaccum"
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)" + re.escape(_SUFFIX))
-_UNFINISHED = ".unfinished"
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _DTYPES = {_BFLOAT16, *map(np.dtype, "?bBhHiIlLefd")}
 
@@ -58,6 +58,9 @@ def save(
     with a directory that no other rank uses. When it returns, the checkpoint is on the
     disk.
 
+    A directory belongs to the last process that began to save to it, so that two runs
+    do not mix their checkpoints: an earlier one can save there no more.
+
     Args:
         directory: Created if necessary.
         state: Dictionaries with string keys, lists and tuples, of arrays (NumPy or
@@ -73,6 +76,8 @@ def save(
 
     Raises:
         InvalidArgumentError, TypeError: If ``state`` contains something else.
+        CheckpointError: If another process has begun to save to the directory since
+            this one has. Its checkpoints are left as they are.
         OSError: If it cannot be written, as on a full disk. Earlier checkpoints stay.
     """
     keep = positive_count(keep, "keep")
@@ -84,6 +89,7 @@ def save(
     header = _header(_described(state, "state", arrays), arrays)
     place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)
+    check(place)
     earlier = _numbered(place)
     path = place / f"checkpoint-{max(earlier, default=0) + 1}{_SUFFIX}"
     _write(path, arrays, header)
@@ -186,6 +192,11 @@ def _newest(place: Path) -> Any:
         except CheckpointError as error:
             damaged.append(error)
             continue
+        except FileNotFoundError:
+            if os.path.lexists(file):
+                raise
+            # Removed by a process that has saved since.
+            return _newest(place)
         for each in damaged:
             logger.warning("%s; %s is used instead", each, file.name)
         return state
@@ -261,23 +272,26 @@ def _checksum(text: str, arrays: Mapping[str, Array]) -> str:
 
 
 def _write(path: Path, arrays: Mapping[str, Array], header: dict[str, str]) -> None:
-    # In a folder of its own: what a killed job left there is known to be junk.
-    unfinished = path.parent / _UNFINISHED
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
+    folder = unfinished(path.parent)
     try:
-        part = unfinished / path.name
+        folder.mkdir(exist_ok=True)
+        part = folder / path.name
         try:
             save_file(dict(arrays), part, header)
         except safetensors.SafetensorError as error:
             raise OSError(f"{path}: {error}") from None
         # safetensors makes it private; the folder has what the user's umask permits.
-        part.chmod(unfinished.stat().st_mode & 0o666)
+        part.chmod(folder.stat().st_mode & 0o666)
         _synchronize(part)
+        check(path.parent)
         part.replace(path)
         _synchronize(path.parent)
+    except OSError:
+        # The folder is gone if another process has taken the directory meanwhile.
+        check(path.parent)
+        raise
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _synchronize(path: Path) -> None:

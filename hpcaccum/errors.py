@@ -32,7 +32,10 @@ class FreedError(RuntimeError):
 
 
 class CheckpointError(ValueError):
-    """Raised for a file that is damaged, or is not a checkpoint."""
+    """Raised for a file that is damaged, or is not a checkpoint.
+
+    Also if another run has begun to save to the same directory.
+    """
 
 
 class MPIUnavailableError(ImportError):

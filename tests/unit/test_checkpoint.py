@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
+import socket
 import stat
 
 import ml_dtypes
@@ -16,7 +18,7 @@ from hypothesis.extra import numpy as st_numpy
 from safetensors.numpy import load_file, save_file
 
 import hpcaccum as hpc
-from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
+from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint, save_owner
 
 from ..common import same_bits
 
@@ -38,7 +40,22 @@ def same(one, other):
 
 
 def names(directory):
-    return sorted(path.name for path in directory.iterdir())
+    """Return the names of the files, without that which names the owner."""
+    return sorted(path.name for path in directory.iterdir() if path.name != ".owner")
+
+
+@pytest.fixture
+def another_process(monkeypatch):
+    """Do something as another process would, with modules of its own."""
+    taken = set()
+
+    def act(call, *args, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(save_owner, "_TOKEN", "another")
+            patch.setattr(save_owner, "_taken", taken)
+            return call(*args, **options)
+
+    return act
 
 
 LEAVES = (
@@ -269,10 +286,10 @@ def test_the_file_has_the_permissions_of_the_user(tmp_path):
 
 
 def test_an_interrupted_save_leaves_the_earlier_ones(tmp_path, monkeypatch):
-    path = checkpoint.save(tmp_path, 1)
     # What a job left that was killed.
-    (tmp_path / ".unfinished").mkdir()
-    (tmp_path / ".unfinished" / "half").write_bytes(b"x")
+    (tmp_path / ".unfinished-1").mkdir()
+    (tmp_path / ".unfinished-1" / "half").write_bytes(b"x")
+    path = checkpoint.save(tmp_path, 1)
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -300,12 +317,112 @@ def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_synchronize", watched)
     checkpoint.save(tmp_path, 2, keep=1)
     one, two = "checkpoint-1.safetensors", "checkpoint-2.safetensors"
+    folder = save_owner.unfinished(tmp_path).name
 
     assert calls == [
-        (two, [".unfinished", one]),
-        (tmp_path.name, [".unfinished", one, two]),
+        (two, [folder, one]),
+        (tmp_path.name, [folder, one, two]),
     ]
     assert names(tmp_path) == [two]
+
+
+# Two processes with one directory
+
+
+def test_the_last_process_that_began_to_save_goes_on(tmp_path, another_process):
+    checkpoint.save(tmp_path, "first")
+    another_process(checkpoint.save, tmp_path, "second")
+    with pytest.raises(CheckpointError, match="another run saves here now") as caught:
+        checkpoint.save(tmp_path, "late")
+
+    assert f"process {os.getpid()} on {socket.gethostname()}, since 2" in str(
+        caught.value
+    )
+    assert checkpoint.load(tmp_path) == "second"
+    assert len(names(tmp_path)) == 2
+
+
+def test_a_process_that_lost_its_directory_while_it_saved_is_told(
+    tmp_path, another_process, monkeypatch
+):
+    checkpoint.save(tmp_path, "first")
+    synchronize = checkpoint._synchronize
+
+    def overtaken(path):
+        # The file is complete and has not got its name.
+        monkeypatch.setattr(checkpoint, "_synchronize", synchronize)
+        another_process(checkpoint.save, tmp_path, "second")
+        synchronize(path)
+
+    monkeypatch.setattr(checkpoint, "_synchronize", overtaken)
+    with pytest.raises(CheckpointError, match="another run saves here now"):
+        checkpoint.save(tmp_path, "late")
+
+    assert checkpoint.load(tmp_path) == "second"
+    assert len(names(tmp_path)) == 2
+
+
+def test_the_files_of_the_owner_are_not_removed(tmp_path, another_process, monkeypatch):
+    synchronize = checkpoint._synchronize
+
+    def another_tries(path):
+        monkeypatch.setattr(checkpoint, "_synchronize", synchronize)
+        with pytest.raises(CheckpointError):
+            another_process(checkpoint.save, tmp_path, "late", keep=1)
+        synchronize(path)
+
+    another_process(checkpoint.save, tmp_path, "first")
+    monkeypatch.setattr(checkpoint, "_synchronize", another_tries)
+    checkpoint.save(tmp_path, "second")
+
+    assert checkpoint.load(tmp_path) == "second"
+    assert len(names(tmp_path)) == 2
+
+
+def test_a_job_is_named_as_scripts_look_for_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+    checkpoint.save(tmp_path, 1)
+    owner = (tmp_path / ".owner").read_text().splitlines()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    save_owner.take(tmp_path)
+
+    assert owner[1:] == [
+        f"process {os.getpid()} on {socket.gethostname()}",
+        "job 123, restart 0",
+    ]
+    assert (tmp_path / ".owner").read_text().splitlines()[2] == "job 123, restart 2"
+
+
+def test_a_directory_that_was_removed_is_made_again(tmp_path):
+    directory = tmp_path / "saved"
+    checkpoint.save(directory, 1)
+    shutil.rmtree(directory)
+    checkpoint.save(directory, 2)
+    (directory / ".owner").unlink()
+    checkpoint.save(directory, 3)
+
+    assert checkpoint.load(directory) == 3
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, "first")
+    files = checkpoint.files
+
+    def outdated(directory):
+        found = files(directory)
+        monkeypatch.setattr(checkpoint, "files", files)
+        checkpoint.save(directory, "second", keep=1)
+        return found
+
+    monkeypatch.setattr(checkpoint, "files", outdated)
+
+    assert checkpoint.load(tmp_path) == "second"
+
+
+def test_a_link_that_leads_nowhere_is_an_error(tmp_path):
+    (tmp_path / "checkpoint-1.safetensors").symlink_to("nowhere")
+    with pytest.raises(FileNotFoundError):
+        checkpoint.load(tmp_path)
 
 
 # Damaged files

@@ -1,0 +1,82 @@
+"""Which process may save to a directory: the last one that took it.
+
+Two jobs may have one directory of checkpoints: by mistake, or because a job was queued
+again while ranks of its earlier run still live. Their checkpoints must not mix. So the
+process that begins to save writes its name to the file ``.owner``, and looks at it
+before each later save. It stops if another process has taken the directory since.
+
+The file is written under another name and renamed, which is atomic also on network
+file systems, where locks are unreliable. What opens it there gets its newest contents.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+import uuid
+from pathlib import Path
+
+from hpcaccum.errors import CheckpointError
+
+# Of files that are not complete; each process has a folder of its own for them.
+UNFINISHED = ".unfinished"
+_OWNER = ".owner"
+_TIME = "%Y-%m-%d %H:%M:%S"
+
+# Unlike its number, different from that of any process on any host and at any time.
+_TOKEN = uuid.uuid4().hex
+# The directories that this process has taken.
+_taken: set[Path] = set()
+
+
+def take(directory: Path) -> None:
+    """Make this process the owner of a directory, instead of any other.
+
+    Also remove what other processes have not completed: a killed one never will, and
+    the `check` of a living one fails.
+    """
+    new = directory / f"{_OWNER}-{_TOKEN}"
+    new.write_text(f"{_TOKEN}\n{_describe()}\n")
+    new.replace(directory / _OWNER)
+    _taken.add(directory.resolve())
+    for path in directory.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def check(directory: Path) -> None:
+    """Take a directory, unless this process has done so before.
+
+    Raises:
+        CheckpointError: If another process has taken it since.
+    """
+    path = directory / _OWNER
+    try:
+        token, _, owner = path.read_text().partition("\n")
+    except FileNotFoundError:
+        token = ""
+    if not token or directory.resolve() not in _taken:
+        take(directory)
+    elif token != _TOKEN:
+        since = time.localtime(path.stat().st_mtime)
+        raise CheckpointError(
+            f"{directory}: another run saves here now "
+            f"({', '.join(owner.splitlines())}, since {time.strftime(_TIME, since)}); "
+            f"this one must stop, or their checkpoints would mix"
+        )
+
+
+def unfinished(directory: Path) -> Path:
+    """Return the folder for the incomplete files of this process."""
+    return directory / f"{UNFINISHED}-{_TOKEN}"
+
+
+def _describe() -> str:
+    """Return the name of this process, and on another line that of its batch job."""
+    lines = [f"process {os.getpid()} on {socket.gethostname()}"]
+    if job := os.environ.get("SLURM_JOB_ID"):
+        # The scripts of `hpcaccum sbatch` look for this line.
+        restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+        lines.append(f"job {job}, restart {restart}")
+    return "\n".join(lines)
