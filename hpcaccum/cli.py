@@ -129,9 +129,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         return job() or 0
     except SystemExit as leaving:
+        if isinstance(leaving.code, int) and leaving.code:
+            code = leaving.code
+            _leave(code, f"hpcaccum {args.command}: ended with status {code}")
         if leaving.code:
-            status = leaving.code if isinstance(leaving.code, int) else 1
-            _leave(status, f"hpcaccum {args.command}: ended with {leaving.code}")
+            _leave(1, f"hpcaccum {args.command}: error: {leaving.code}")
     return 0
 
 
@@ -217,8 +219,8 @@ def _leave(status: int, text: str) -> NoReturn:
     """Print the reason once for all ranks, and exit. Collective.
 
     Rank 0 prints. No rank exits before that, because launchers kill a job when the
-    first rank fails. A rank that waits in vain for the others prints for itself and
-    aborts the job.
+    first rank fails. A rank that waits in vain for the others aborts the job; if it is
+    another one, it prints for itself.
     """
     text = text.rstrip()
     if _launched_rank() is None:
@@ -231,7 +233,8 @@ def _leave(status: int, text: str) -> NoReturn:
     arrival, begun = MPI.COMM_WORLD.Ibarrier(), time.monotonic()
     while not arrival.Test():
         if time.monotonic() - begun > _PATIENCE:
-            print(f"rank {rank}: {text}", file=sys.stderr)
+            if rank != 0:
+                print(f"rank {rank}: {text}", file=sys.stderr)
             abort_job(status)
         time.sleep(1e-3)
     sys.exit(status)

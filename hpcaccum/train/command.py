@@ -131,7 +131,7 @@ def _train(
             _report(results, options, title, out)
     if diverged:
         raise SystemExit(
-            f"a loss that is not finite ({', '.join(diverged)}): try a smaller --rate"
+            f"the loss is not finite ({', '.join(diverged)}): try a smaller --rate"
         )
     return results[-1].stopped
 

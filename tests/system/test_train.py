@@ -199,7 +199,7 @@ def test_a_loss_that_is_not_finite_is_a_failure(train):
     options = ["--strategy", "cross-shard", "--epochs", "2", "--rate", "1e20"]
     shown = train(2, *options, status=1)
 
-    assert shown.count("ended with a loss that is not finite (cross-shard)") == 1
+    assert shown.count("error: the loss is not finite (cross-shard)") == 1
     assert "one gradient: the mean of 16 samples" in shown
     assert "Traceback" not in shown
 
@@ -336,4 +336,4 @@ def test_an_exit_on_one_rank_ends_the_job(script, samples):
     result = script(2, text, *words)
 
     assert result.returncode != 0
-    assert "rank 1: hpcaccum train: ended with 7" in result.stdout
+    assert "rank 1: hpcaccum train: ended with status 7" in result.stdout
