@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ import numpy as np
 
 from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
 from hpcaccum.output_files import check_directory, ending_the_job
+from hpcaccum.save_owner import check, take
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from hpcaccum.train.options import Options
@@ -30,23 +32,40 @@ def directory_of(options: Options, rank: int) -> Path | None:
     return options.save / f"group-{keepers.index(rank)}"
 
 
+@contextlib.contextmanager
+def _ending_the_job(path: Path) -> Iterator[None]:
+    """Turn an error of saving into an exit with one line."""
+    try:
+        with ending_the_job("--save", path):
+            yield
+    except CheckpointError as error:
+        raise SystemExit(f"--save {error}") from None
+
+
 class Mark:
     """The file ``status`` beside the checkpoints: the exit status, of one rank.
 
     It exists only after a job that ended in order, which no launcher reports reliably.
+    From the beginning of this job on, an earlier one that still runs cannot save.
     """
 
     def __init__(self, options: Options, rank: int) -> None:
-        self._path = options.save / "status" if options.save and rank == 0 else None
-        if self._path:
-            with ending_the_job("--save", self._path):
-                self._path.unlink(missing_ok=True)
+        keepers = options.keepers(options.strategies[0])
+        self._directory = options.save if rank == keepers[0] else None
+        for place in (self._directory, directory_of(options, rank)):
+            if place:
+                with _ending_the_job(place):
+                    take(place)
+        if self._directory:
+            with _ending_the_job(self._directory):
+                (self._directory / "status").unlink(missing_ok=True)
 
     def write(self, status: int) -> None:
         """Write it, after all checkpoints of all ranks."""
-        if self._path:
-            with ending_the_job("--save", self._path):
-                self._path.write_text(f"{status}\n")
+        if self._directory:
+            with _ending_the_job(self._directory):
+                check(self._directory)
+                (self._directory / "status").write_text(f"{status}\n")
 
 
 def facts(options: Options, widths: tuple[int, ...]) -> dict[str, Any]:
@@ -55,6 +74,7 @@ def facts(options: Options, widths: tuple[int, ...]) -> dict[str, Any]:
         "--strategy": options.strategies[0],
         "--optimizer": options.optimizer,
         "network": "-".join(map(str, widths)),
+        "shard groups": len(options.keepers(options.strategies[0])),
     }
 
 
@@ -70,6 +90,7 @@ def find(options: Options, rank: int, expected: dict[str, Any]) -> Any:
     directory = directory_of(options, rank)
     if directory is None:
         return None
+    _check_groups(options)
     check_directory("--save", directory)
     if not options.resume:
         if checkpoint.files(directory):
@@ -87,16 +108,31 @@ def find(options: Options, rank: int, expected: dict[str, Any]) -> Any:
     return found
 
 
+def _check_groups(options: Options) -> None:
+    """Raise if there are checkpoints of models that this job would not continue."""
+    assert options.save is not None
+    keepers = options.keepers(options.strategies[0])
+    own = [directory_of(options, rank) for rank in keepers]
+    for place in (options.save, *sorted(options.save.glob("group-*"))):
+        if place not in own and checkpoint.files(place):
+            raise InvalidArgumentError(
+                f"--save: {place} has checkpoints of a run with other --groups: use "
+                f"another directory"
+            )
+
+
 def _check(found: Any, expected: dict[str, Any], directory: Path) -> None:
     if not isinstance(found, dict) or found.keys() != {"facts", "step", "optimizer"}:
         raise InvalidArgumentError(
             f"--resume: {directory} has checkpoints of another program"
         )
     for name, value in expected.items():
-        if found["facts"].get(name) != value:
+        # Checkpoints of earlier versions have fewer facts.
+        saved = found["facts"].get(name, value)
+        if saved != value:
             raise InvalidArgumentError(
-                f"--resume: {directory} has checkpoints of a run with {name} "
-                f"{found['facts'].get(name)}, this one has {name} {value}"
+                f"--resume: {directory} has checkpoints of a run with {name} {saved}, "
+                f"this one has {name} {value}"
             )
 
 
@@ -128,11 +164,12 @@ class Saver:
         """Write one if it is time; the model has made ``step`` updates."""
         if self._directory is None or not self._is_due(step):
             return
-        try:
-            self._save(step)
-        except OSError as error:
-            # The training is worth more. The next one may succeed, and the last must.
-            logger.warning("--save: %s; training goes on", error)
+        with _ending_the_job(self._directory):
+            try:
+                self._save(step)
+            except OSError as error:
+                # The training is worth more. The next may succeed, and the last must.
+                logger.warning("--save: %s; training goes on", error)
         self.begin(step)
 
     def _is_due(self, step: int) -> bool:
@@ -143,7 +180,7 @@ class Saver:
     def finish(self, step: int) -> None:
         """Write the last one, after the last update; end the job if that fails."""
         if self._directory is not None:
-            with ending_the_job("--save", self._directory):
+            with _ending_the_job(self._directory):
                 self._save(step)
 
     def _save(self, step: int) -> None:

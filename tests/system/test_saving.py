@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -112,6 +114,33 @@ def test_a_job_continues_one_that_was_killed(train, mpirun, tmp_path, options):
     assert len(checkpoint.files(tmp_path / "saved")) == 3
 
 
+def test_the_later_of_two_jobs_goes_on(train, mpiexec, mpi_environment, tmp_path):
+    # As after a requeue, when ranks of the first run still live.
+    words = "--strategy", "drop-stale", "--every", "1"
+    slow = "--straggler", "0:100", "--straggler", "1:100", "--epochs", "1000"
+    command = [mpiexec, "-n", "2", sys.executable, *COMMON, *words, *slow]
+    env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
+    files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    first = subprocess.Popen(command, text=True, cwd=tmp_path, env=env, **files)
+    while not checkpoint.files(tmp_path / "saved"):
+        assert first.poll() is None
+        time.sleep(0.05)
+    shown = train(*words, "--resume", "--epochs", "20")
+    output, _ = first.communicate(timeout=60)
+
+    assert first.returncode != 0
+    assert "error: --save saved: another run saves here now (process " in output
+    assert "Traceback" not in output
+    assert "resumed at" in shown
+    assert f"update {last(tmp_path)['step']}, resumed" in shown
+    # Checkpoints of the second job only, and its status.
+    made = [
+        checkpoint.load(each)["step"] for each in checkpoint.files(tmp_path / "saved")
+    ]
+    assert made == sorted(made)
+    assert (tmp_path / "saved" / "status").read_text() == "0\n"
+
+
 def test_a_model_that_is_not_finite_is_not_saved(train, tmp_path):
     options = "--strategy", "drop-stale", "--epochs"
     train(*options, "1")
@@ -141,6 +170,31 @@ def test_each_shard_group_has_its_own_checkpoints(train, tmp_path):
     assert "resumed at 12" in shown
     one, other = (group["optimizer"]["variables"]["weights0"] for group in groups)
     assert not np.array_equal(one, other)
+
+
+def test_other_groups_are_refused_by_all_ranks(train, tmp_path):
+    options = "--strategy", "cross-shard", "--epochs", "1"
+    grouped = *options, "--groups", "0/1"
+
+    def refused(*words, ranks=2):
+        shown = train(*words, ranks=ranks, status=2)
+        assert shown.count("error: ") == 1
+        assert "Traceback" not in shown
+        return shown
+
+    train(*options, directory="one")
+    train(*grouped, directory="two")
+    (tmp_path / "saved").symlink_to(tmp_path / "one" / "saved")
+    other = "has checkpoints of a run with other --groups: use another directory"
+    for more in [], ["--resume"]:
+        assert f"--save: saved {other}" in refused(*grouped, *more)
+    (tmp_path / "saved").unlink()
+    (tmp_path / "saved").symlink_to(tmp_path / "two" / "saved")
+    for more in [], ["--resume"]:
+        assert f"--save: saved/group-0 {other}" in refused(*options, *more)
+    more = *options, "--groups", "0/1/2", "--resume"
+    text = "a run with shard groups 2, this one has shard groups 3"
+    assert text in refused(*more, ranks=3)
 
 
 def test_a_group_in_any_order_continues(train, tmp_path):
