@@ -23,10 +23,11 @@ _ABOUT_TRAIN = f"""\
 # {MARGIN} s before the time limit, the ranks write a checkpoint and the job is queued
 # again. It then continues, as it does after SLURM has queued it again because a node
 # failed or a job of higher priority took its place. It is not queued again when the
-# training is complete, has failed, or was cancelled, nor if nothing new was saved.
+# training is complete, has failed, or was cancelled, nor if nothing new was saved, or
+# if another run has begun to save to the same directory.
 # To continue in another job:  CHECKPOINTS=DIRECTORY sbatch FILE
 #
-# Writes, here: {{name}}-JOB.out (progress and table), -JOB.png (picture),
+# Writes, here: {{name}}-JOB.out (progress and table),{{picture}}
 # -JOB.jsonl (log; -JOB.1.jsonl after the first restart), -JOB.saved (checkpoints)."""
 
 _ABOUT_BENCH = """\
@@ -44,7 +45,7 @@ _ABOUT_ARRAY = """\
 
 _ABOUT_SWEEP = """\
 #
-# Measures on {counts} nodes, one after the other, and reports how the times grow.
+# Measures on {counts}, one after the other, and reports how the times grow.
 # A job with fewer nodes leaves out the larger numbers.
 #
 # Writes, here: {name}-JOB.out (tables and report), -JOB.png (the picture) and, for each
@@ -129,22 +130,31 @@ log=$name${SLURM_RESTART_COUNT:+.$SLURM_RESTART_COUNT}.jsonl
 saved=${CHECKPOINTS:-$name.saved}
 
 newest() {
-    find "$saved" -name .unfinished -prune -o \\
+    find "$saved" -name '.unfinished*' -prune -o \\
         -name '*.safetensors' -printf '%T@ %p\\n' 2>/dev/null | sort -n | tail -n 1
 }
 before=$(newest)
 rm -f "$saved/status"
+
+# Whether the ranks of this run are the last ones that began to save there.
+owned() {
+    grep -qsxF "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}" "$saved/.owner"
+}
 """
 
 _AFTER_TRAIN = """\
 # What counts is what the ranks wrote, not the status of the launcher: that of a job
 # whose node failed may be 0. Without this file, the ranks did not end in order.
-if [ -e "$saved/status" ]; then
+if owned && [ -e "$saved/status" ]; then
     status=$(cat "$saved/status")
     [ "$status" -eq 75 ] || exit "$status"
 fi
 if [ "$(newest)" = "$before" ]; then
     echo "{name}: nothing new was saved, so the job is not queued again" >&2
+    exit $((status ? status : 1))
+fi
+if ! owned; then
+    echo "{name}: another run saves to $saved, so the job is not queued again" >&2
     exit $((status ? status : 1))
 fi
 echo "{name}: the job is queued again, to continue from $saved" >&2
@@ -154,7 +164,8 @@ sleep 60
 """
 
 _BEFORE_OTHER = """\
-export REQUEUE_FILE=$SLURM_JOB_NAME-$SLURM_JOB_ID.requeue
+# For a program that changes its directory, too.
+export REQUEUE_FILE=$PWD/$SLURM_JOB_NAME-$SLURM_JOB_ID.requeue
 rm -f "$REQUEUE_FILE"
 """
 
@@ -204,6 +215,11 @@ class Job:
         return self.words[0] == "train"
 
     @property
+    def plots(self) -> bool:
+        """Whether a training is to draw a picture."""
+        return "--no-plot" not in self.words
+
+    @property
     def measures(self) -> bool:
         """Whether the program is ``hpcaccum bench``."""
         return self.words[0] == "bench"
@@ -242,12 +258,17 @@ def _head(job: Job) -> str:
         elif job.benchmarks:
             about = _ABOUT_ARRAY
     counts = ", ".join(map(str, job.sweep))
+    counts += " node" if job.sweep == (1,) else " nodes"
     return "\n".join(
         [
             "#!/bin/bash",
             f"# Written by: {call}",
             _USE.format(example=example),
-            about.format(name=job.name, counts=counts),
+            about.format(
+                name=job.name,
+                counts=counts,
+                picture=" -JOB.png (picture)," if job.plots else "",
+            ),
             "",
         ]
     )
@@ -288,7 +309,8 @@ def _option(option: str) -> str:
 def _body(job: Job) -> str:
     """Return what runs the program, and what follows it."""
     if job.trains:
-        files = '--save "$saved" --resume --log "$log" --plot "$name.png"'
+        files = '--save "$saved" --resume --log "$log"'
+        files += ' --plot "$name.png"' if job.plots else ""
         return (
             f"{_BEFORE_TRAIN}\n{_run(job, job.words, files)}\n"
             f"{_AFTER_TRAIN.format(name=job.name)}"
@@ -324,7 +346,7 @@ name=$SLURM_JOB_NAME-$SLURM_JOB_ID
 files=()
 for nodes in {" ".join(map(str, job.sweep))}; do
     [ "$nodes" -le "$SLURM_NNODES" ] || break
-    echo "===== $nodes nodes"
+    echo "===== nodes: $nodes"
 {inner}    [ "$status" -eq 0 ] || exit "$status"
     files+=("$name-$nodes.jsonl")
 done

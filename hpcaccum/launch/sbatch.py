@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
+import itertools
+import math
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, NoReturn
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench import options as bench_options
 from hpcaccum.bench.command import needs_mpi
+from hpcaccum.launch import doctor, sbatch_warnings
 from hpcaccum.launch.batch_script import MARGIN, Job, script
 from hpcaccum.train import options as train_options
+from hpcaccum.train import replay_command as replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 # What the script of a training sets.
 _CHOSEN = ("save", "resume", "log", "plot")
 _NAMES = {"train": "hpcaccum-train", "bench": "hpcaccum-bench"}
 # Commands that are started as any other program.
-_OTHERS = ("doctor", "replay")
+_OTHERS = {"doctor": doctor.add_arguments, "replay": replay.add_arguments}
+_MODULE = ("python", "-m", "hpcaccum")
 _DEFAULTS = {
     "nodes": 1,
     "ranks_per_node": 4,
@@ -80,7 +83,8 @@ def _add_size(parser: argparse.ArgumentParser) -> None:
         "--sweep",
         type=_counts,
         metavar="1,2,4",
-        help="with a benchmark: measure on so many nodes, one after the other",
+        help="with a benchmark: measure on so many nodes, one after the other, in "
+        "ascending order",
     )
 
 
@@ -127,11 +131,16 @@ def _job(args: argparse.Namespace) -> Job:
                 f"have: put it into a file"
             )
     nodes = max(args.sweep, default=args.nodes)
-    _check(words, args, nodes * args.ranks_per_node)
+    if args.nodes not in (nodes, _DEFAULTS["nodes"]):
+        raise InvalidArgumentError(
+            f"--nodes {args.nodes}: with --sweep the job asks for {nodes}, the largest "
+            f"of its numbers"
+        )
     array = words[0] == "bench" and _names_no_benchmark(words)
     if array and args.sweep:
         raise InvalidArgumentError("--sweep needs one benchmark: bench step")
-    _warn_of_unknown(words[0])
+    for text in _check(words, args, nodes * args.ranks_per_node):
+        print(f"hpcaccum sbatch: warning: {text}", file=sys.stderr)
     return Job(
         call=_call(args, words),
         words=words,
@@ -157,7 +166,7 @@ def _words(args: argparse.Namespace) -> tuple[str, ...]:
     if not words:
         raise InvalidArgumentError("no program: hpcaccum sbatch [options] -- train ...")
     if words[0] in _OTHERS:
-        return ("python", "-m", "hpcaccum", *words)
+        return (*_MODULE, *words)
     return words
 
 
@@ -167,42 +176,18 @@ def _array(args: argparse.Namespace) -> tuple[str, ...]:
     return (*bench_options.BENCHMARKS, *wire)
 
 
-def _warn_of_unknown(word: str) -> None:
-    """Warn of a program that is not here; it may be on the nodes of the job."""
-    known = word in _NAMES or word.startswith("python")
-    if known or shutil.which(word) or Path(word).exists():
-        return
-    near = difflib.get_close_matches(word, [*_NAMES, *_OTHERS], 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    print(
-        f"hpcaccum sbatch: warning: {word}: no such program here{hint}", file=sys.stderr
-    )
-
-
 def _names_no_benchmark(words: tuple[str, ...]) -> bool:
     return len(words) == 1 or words[1].startswith("-")
 
 
-def _check(words: tuple[str, ...], args: argparse.Namespace, ranks: int) -> None:
-    """Check the program's options as it will do when it starts, maybe days later."""
-    if words[0] == "train":
-        found = _parsed("train", train_options.add_arguments, words[1:])
-        for name in _CHOSEN:
-            if getattr(found, name):
-                raise InvalidArgumentError(f"train --{name}: the script sets it")
-        if found.record:
-            raise InvalidArgumentError(
-                "train --record cannot be used with --resume, which the script sets"
-            )
-        if found.compare:
-            raise InvalidArgumentError(
-                "train --compare cannot be continued; use --strategy"
-            )
-        # The script adds it.
-        found.save = Path("checkpoints")
-        train_options.resolve(found, ranks)
-    elif words[0] == "bench":
-        _check_bench(words, args)
+def _check(
+    words: tuple[str, ...], args: argparse.Namespace, ranks: int
+) -> Iterator[str]:
+    """Check the program's options as it will do when it starts, maybe days later.
+
+    Returns:
+        Warnings about what may be otherwise where the job runs.
+    """
     if words[0] != "bench" and _seconds(args.time) < 2 * MARGIN:
         raise InvalidArgumentError(
             f"--time must be at least {2 * MARGIN // 60} minutes: {MARGIN} s before "
@@ -210,16 +195,69 @@ def _check(words: tuple[str, ...], args: argparse.Namespace, ranks: int) -> None
         )
     if args.sweep and (words[0] != "bench" or args.launcher != "srun"):
         raise InvalidArgumentError("--sweep is for a benchmark that srun starts")
+    if words[0] == "train":
+        return _check_train(words, args, ranks)
+    if words[0] == "bench":
+        return _check_bench(words, args)
+    if words[:3] == _MODULE and words[3] in _OTHERS:
+        _parsed(words[3], _OTHERS[words[3]], words[4:])
+        if words[3] == "replay" and ranks > 1:
+            raise InvalidArgumentError(
+                "replay runs in one process: add --ranks-per-node 1"
+            )
+    return sbatch_warnings.of_program(words, (*_NAMES, *_OTHERS))
 
 
-def _check_bench(words: tuple[str, ...], args: argparse.Namespace) -> None:
-    several = [(name, *words[1:]) for name in _array(args)]
-    for each in several if _names_no_benchmark(words) else [words[1:]]:
-        found = _parsed("bench", bench_options.add_arguments, each)
-        if not needs_mpi(found):
-            raise InvalidArgumentError(f"bench {found.benchmark} needs no job")
-        if getattr(found, "json", None):
-            raise InvalidArgumentError("bench --json: the script sets it")
+def _check_train(
+    words: tuple[str, ...], args: argparse.Namespace, ranks: int
+) -> Iterator[str]:
+    found = _parsed("train", train_options.add_arguments, words[1:])
+    for name in _CHOSEN:
+        if getattr(found, name):
+            raise InvalidArgumentError(f"train --{name}: the script sets it")
+    if found.record:
+        raise InvalidArgumentError(
+            "train --record cannot be used with --resume, which the script sets"
+        )
+    if found.compare:
+        raise InvalidArgumentError(
+            "train --compare cannot be continued; use --strategy"
+        )
+    # The script adds it.
+    found.save = Path("checkpoints")
+    train_options.resolve(found, ranks)
+    return sbatch_warnings.of_training(found, args)
+
+
+def _check_bench(words: tuple[str, ...], args: argparse.Namespace) -> Iterator[str]:
+    calls = [words[1:]]
+    if _names_no_benchmark(words):
+        calls = [(name, *words[1:]) for name in _array(args)]
+    parsed = [_parsed("bench", bench_options.add_arguments, each) for each in calls]
+    for found in parsed:
+        _check_benchmark(found, args, several=len(calls) > 1 or len(args.sweep) > 1)
+    warnings = (sbatch_warnings.of_benchmark(found, args) for found in parsed)
+    # Each once.
+    return iter(dict.fromkeys(itertools.chain.from_iterable(warnings)))
+
+
+def _check_benchmark(
+    found: argparse.Namespace, args: argparse.Namespace, several: bool
+) -> None:
+    name = found.benchmark
+    if not needs_mpi(found):
+        raise InvalidArgumentError(f"bench {name} needs no job")
+    if getattr(found, "json", None):
+        raise InvalidArgumentError("bench --json: the script sets it")
+    for option in ("csv", "plot"):
+        if several and getattr(found, option, None):
+            raise InvalidArgumentError(
+                f"bench --{option}: several runs of this job would write that file"
+            )
+    if name == "soak" and args.sweep:
+        raise InvalidArgumentError("--sweep needs a benchmark of times, not soak")
+    if name == bench_options.WIRE and min(args.sweep or (args.nodes,)) == 1:
+        raise InvalidArgumentError(f"bench {name} needs at least 2 nodes")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -261,7 +299,7 @@ def _count(text: str) -> int:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted(_count(part) for part in text.split(",")))
+    return tuple(sorted({_count(part) for part in text.split(",")}))
 
 
 def _name(text: str) -> str:
@@ -289,11 +327,13 @@ def _time(text: str) -> str:
     return text
 
 
-def _seconds(time: str) -> int:
-    """Return a time limit of sbatch in seconds."""
+def _seconds(time: str) -> float:
+    """Return a time limit of sbatch in seconds; for SLURM, 0 is none."""
     found = _TIME.fullmatch(time)
     assert found
     days, one, two, three = (int(each or 0) for each in found.groups())
+    if days == one == two == three == 0:
+        return math.inf
     if found[1]:
         return ((days * 24 + one) * 60 + two) * 60 + three
     if found[4]:

@@ -26,7 +26,8 @@ def test_the_scripts_are_what_it_writes(path):
 
     assert words[:2] == ["hpcaccum", "sbatch"]
     assert done.stdout == text
-    assert done.stderr == ""
+    # The program and the packages are those of whoever uses it.
+    assert all(": warning: " in line for line in done.stderr.splitlines())
 
 
 def test_all_options_come_into_the_script():
@@ -86,6 +87,33 @@ def test_words_of_a_program_are_quoted():
     assert subprocess.run(bash, input=done.stdout, text=True).returncode == 0
 
 
+def test_a_training_without_a_picture_is_asked_for_none():
+    with_picture, without = (
+        sbatch("--", "train", "--strategy", "agn", *words).stdout
+        for words in ([], ["--no-plot"])
+    )
+
+    assert '--log "$log" --plot "$name.png" "$@"' in with_picture
+    assert "-JOB.png" in with_picture
+    assert '--log "$log" "$@"' in without
+    assert "png" not in without
+
+
+@pytest.mark.parametrize("sweep", ["1,2,4", "4,2,1,1"])
+def test_a_sweep_measures_on_each_number_of_nodes_once(sweep):
+    done = sbatch("--sweep", sweep, "--", "bench", "step")
+
+    assert "\nfor nodes in 1 2 4; do\n" in done.stdout
+    assert "#SBATCH --nodes=4\n" in done.stdout
+    assert "# Measures on 1, 2, 4 nodes, one after the other" in done.stdout
+
+
+def test_a_time_limit_of_0_is_none():
+    done = sbatch("--time", "0", "--", "train", "--strategy", "agn")
+
+    assert "#SBATCH --time=0\n" in done.stdout
+
+
 @pytest.mark.parametrize("command", ["train --strategy agn", "bench step"])
 def test_the_name_of_hpcaccum_may_come_first(command):
     short, long = (
@@ -120,6 +148,74 @@ def test_a_program_that_is_not_here_is_a_warning(word, hint):
 
 def test_a_program_that_is_a_file_is_no_warning():
     assert sbatch("--", "./pyproject.toml").stderr == ""
+
+
+BARE = """
+import sys
+sys.modules.update(dict.fromkeys(["matplotlib", "sklearn", "cupy", "torch"]))
+from hpcaccum.cli import main
+sys.exit(main(["sbatch", *sys.argv[1:]]))
+"""
+PICTURE = "matplotlib, which draws the picture, is not installed here: install it where"
+DIGITS = "scikit-learn, which provides the digits, is not installed here: install it wh"
+CUPY = "CuPy, which uses the device, is not installed here: install it where the job"
+TORCH = "PyTorch, which is measured, is not installed here: install it where the job"
+NO_GPUS = "no GPUs are requested: add --gpus-per-node, unless the nodes give them all"
+MISSING = {
+    "train --strategy agn": [PICTURE, DIGITS],
+    "train --strategy agn --no-plot --data pyproject.toml": [],
+    "train --strategy agn --no-plot --data no.npz": [
+        "--data no.npz: no such file here"
+    ],
+    "bench step": [],
+    "bench step --plot x.png": [PICTURE],
+    "bench allreduce --against gloo": [TORCH],
+    "bench torch": [TORCH],
+    "bench device": [NO_GPUS, CUPY],
+    "python": [],
+    "python -m mine --here": [],
+    "python -u no.py --here": ["no.py: no such file here"],
+}
+
+
+def bare(*words):
+    """Write a script where optional packages are missing."""
+    command = [sys.executable, "-c", BARE, *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+
+
+def warned(done, expected):
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(expected), done.stderr
+    for line, text in zip(lines, expected, strict=True):
+        assert line.startswith(f"hpcaccum sbatch: warning: {text}")
+    return done.returncode == 0 and done.stdout.startswith("#!/bin/bash\n")
+
+
+@pytest.mark.parametrize("program", MISSING)
+def test_what_may_be_missing_where_the_job_runs_is_a_warning(program):
+    assert warned(bare("--", *program.split()), MISSING[program])
+
+
+@pytest.mark.parametrize(
+    ("options", "warnings"),
+    [
+        ([], [NO_GPUS, CUPY]),
+        (["--gpus-per-node", "2"], [CUPY]),
+        (["--sbatch=--gres=gpu:2"], [CUPY]),
+        (["--sbatch=-G 2"], [CUPY]),
+    ],
+)
+def test_gpus_that_are_not_requested_are_a_warning(options, warnings):
+    words = "train --strategy agn --no-plot --data pyproject.toml --device cuda"
+
+    assert warned(bare(*options, "--", *words.split()), warnings)
+
+
+def test_gpus_that_are_not_used_are_a_warning():
+    done = sbatch("--gpus-per-node", "2", "--", "train", "--strategy", "agn")
+
+    assert warned(done, ["GPUs are requested, which the training does not use"])
 
 
 def test_between_nodes_is_measured_where_there_are_several():
@@ -188,6 +284,35 @@ BAD = {
         ["--sweep", "1,2", "--", "train", "--strategy", "agn"],
         "--sweep is for a benchmark that srun starts",
     ),
+    "sweep and nodes": (
+        ["--nodes", "8", "--sweep", "1,2", "--", "bench", "step"],
+        "--nodes 8: with --sweep the job asks for 2, the largest of its numbers",
+    ),
+    "sweep without times": (
+        ["--sweep", "1,2", "--", "bench", "soak"],
+        "--sweep needs a benchmark of times, not soak",
+    ),
+    "sweep of wire": (
+        ["--sweep", "1,2", "--", "bench", "wire"],
+        "bench wire needs at least 2 nodes",
+    ),
+    "wire": (["--", "bench", "wire"], "bench wire needs at least 2 nodes"),
+    "one file of several runs": (
+        ["--", "bench", "--plot", "x.png"],
+        "bench --plot: several runs of this job would write that file",
+    ),
+    "one file of a sweep": (
+        ["--sweep", "1,2", "--", "bench", "step", "--csv", "x.csv"],
+        "bench --csv: several runs of this job would write that file",
+    ),
+    "replay": (
+        ["--", "replay", "run.jsonl"],
+        "replay runs in one process: add --ranks-per-node 1",
+    ),
+    "options of replay": (
+        ["--ranks-per-node", "1", "--", "replay", "run.jsonl", "--untli", "3"],
+        "replay: unrecognized arguments: --untli 3",
+    ),
     "sweep array": (["--sweep", "1,2", "--", "bench"], "--sweep needs one benchmark"),
 }
 
@@ -201,3 +326,87 @@ def test_what_would_fail_days_later_fails_now(case):
     assert done.stdout == ""
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# Instead of what SLURM has; the rest of PATH follows.
+STUBS = {
+    "srun": '#!/bin/bash\n[ "$1" = --nodes=1 ] || eval "$RANKS"',
+    "scontrol": '#!/bin/bash\necho "scontrol $*"',
+    "sleep": "#!/bin/bash",
+    "python": "#!/bin/bash\necho MPICH",
+}
+
+
+@pytest.fixture
+def executed(tmp_path, monkeypatch):
+    """Run a script in a job whose ranks are a shell command; return its output."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in STUBS.items():
+        (folder / name).write_text(f"{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    for name in ("JOB_NAME=mine", "JOB_ID=7", "CPUS_PER_TASK=1", "NTASKS=1"):
+        monkeypatch.setenv(*f"SLURM_{name}".split("="))
+
+    def run(text, ranks):
+        monkeypatch.setenv("RANKS", ranks)
+        command = ["bash", "-c", text]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    return run
+
+
+def test_a_program_that_changes_its_directory_asks_to_be_queued_again(executed):
+    text = sbatch("--", "./mine").stdout
+    ranks = 'mkdir elsewhere; cd elsewhere; touch "$REQUEUE_FILE"; exit 3'
+
+    assert "scontrol requeue 7\n" in executed(text, ranks).stdout
+
+
+SAVE = "mkdir -p $saved; touch $saved/checkpoint-1.safetensors"
+OWN = "echo job 7, restart ${SLURM_RESTART_COUNT:-0} >$saved/.owner"
+STOP = "echo 75 >$saved/status; exit 75"
+# What the ranks do; a message, the exit status, and whether the job is queued again.
+JOBS = {
+    "stopped": (f"{SAVE}; {OWN}; {STOP}", "to continue from mine-7.saved", 0, True),
+    "killed": (f"{SAVE}; {OWN}; exit 137", "to continue from mine-7.saved", 0, True),
+    "complete": (f"{SAVE}; {OWN}; echo 0 >$saved/status; exit 1", "", 0, False),
+    "nothing saved": (
+        f"mkdir $saved; {OWN}; {STOP}",
+        "nothing new was saved",
+        75,
+        False,
+    ),
+    "wrong options": ("exit 2", "nothing new was saved", 2, False),
+    "another job": (
+        f"{SAVE}; echo job 8, restart 0 >$saved/.owner; {STOP}",
+        "another run saves to mine-7.saved, so the job is not queued again",
+        75,
+        False,
+    ),
+    "another start": (
+        f"{SAVE}; echo job 7, restart 11 >$saved/.owner; exit 137",
+        "another run saves to mine-7.saved",
+        137,
+        False,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def training():
+    return sbatch("--", "train", "--strategy", "agn").stdout
+
+
+@pytest.mark.parametrize("restart", [None, "1"])
+@pytest.mark.parametrize("case", JOBS)
+def test_a_training_is_queued_again(training, case, restart, executed, monkeypatch):
+    ranks, message, status, again = JOBS[case]
+    if restart:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+    done = executed(training, f"saved=mine-7.saved; {ranks}")
+
+    assert ("scontrol requeue 7\n" in done.stdout) is again
+    assert message in done.stderr
+    assert done.returncode == status
