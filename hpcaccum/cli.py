@@ -8,6 +8,7 @@ all ranks find. An exception on one rank ends the job with that rank's traceback
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after ``hpcaccum``; ``sys.argv[1:]`` by default.
     """
     install_excepthook()
+    _open_streams()
     try:
         status = _run(arguments)
         # Not at the end of the program, which could only report an error.
@@ -114,6 +116,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _end_interrupted()
     except BrokenPipeError:
         _end_unread()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _discard_output()
+        _leave(1, f"hpcaccum: error: {error.filename or 'output'}: {error.strerror}")
+
+
+def _open_streams() -> None:
+    """Open those that are closed, which Python has as None: ``hpcaccum bench >&-``.
+
+    The next file that is opened would get the number of a closed one, and what other
+    libraries print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            # The lowest number that is free.
+            setattr(
+                sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "rw"[number > 0])
+            )
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -166,11 +187,15 @@ def _end_interrupted() -> NoReturn:
 
 def _end_unread() -> NoReturn:
     """End the job, as what reads its output has ended: ``hpcaccum bench | head``."""
-    # What is still buffered would raise again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _discard_output()
     if _launched_rank() is not None:
         abort_job(_UNREAD)
     sys.exit(_UNREAD)
+
+
+def _discard_output() -> None:
+    # What is still buffered would raise again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):

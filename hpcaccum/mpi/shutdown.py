@@ -113,8 +113,10 @@ def _close_all() -> None:
 
 def abort_job(status: int = 1) -> None:
     """End all ranks now if there are others; return if this rank is alone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # A closed one is None. Nothing may keep this rank from the abort.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
     module = _running() or _started_to_abort()
     if module is not None and module.COMM_WORLD.size > 1:
         # Launchers drop what they have not forwarded yet when a rank aborts.
@@ -185,4 +187,5 @@ def _report(text: str) -> None:
         if size > 1:
             text = f"rank {rank} of {size} failed, ending the job:{text}"
     # One write, as other ranks may print at the same time.
-    sys.stderr.write(text.lstrip())
+    if sys.stderr:
+        sys.stderr.write(text.lstrip())

@@ -104,6 +104,15 @@ def test_timeout_at_the_end_of_a_program_ends_the_job_and_says_why(mpirun, scrip
     assert "for rank 1 of 3 to make the same call" in result.stdout
 
 
+def test_a_rank_without_an_output_ends_the_job(mpirun, script):
+    program = TRAINS.format(odd=1, size=8, end="sys.stdout = None; raise ValueError")
+    result = mpirun(2, script(program))
+
+    assert result.returncode != 0
+    assert "rank 1 of 2 failed, ending the job:" in result.stdout
+    assert result.stdout.count("Traceback") == 1
+
+
 @pytest.mark.parametrize("call", ["allreduce(1)", "reduce(1)", "scan(1)"])
 def test_host_sums_objects_while_others_train(mpirun, script, call):
     program = SUMS_WHILE_OTHERS_TRAIN.format(call=call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import struct
@@ -13,7 +14,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from .conftest import REPOSITORY
+from .conftest import REPOSITORY, run_program
 
 pytestmark = pytest.mark.mpi
 
@@ -191,9 +192,10 @@ def test_nothing_is_lost_in_dev_null(mpirun, tmp_path):
     assert result.returncode == 0, result.stdout
 
 
-def test_output_that_nothing_reads_ends_the_command(mpi_environment, tmp_path):
+@pytest.mark.parametrize("words", [BENCH, (*TRAIN, "--epochs", "999")], ids=["b", "t"])
+def test_output_that_nothing_reads_ends_the_command(mpi_environment, tmp_path, words):
     with subprocess.Popen(
-        [sys.executable, "-m", "hpcaccum", *BENCH],
+        [sys.executable, "-m", "hpcaccum", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
@@ -206,3 +208,33 @@ def test_output_that_nothing_reads_ends_the_command(mpi_environment, tmp_path):
 
     assert errors == ""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.fixture
+def alone(mpi_environment, tmp_path):
+    """Run a command without a launcher, and with redirections of a shell."""
+
+    def run(redirections, *words):
+        script = f'exec "$@" {redirections}'
+        command = ["sh", "-c", script, "sh", sys.executable, "-m", "hpcaccum", *words]
+        env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
+        return run_program(command, timeout=100, cwd=tmp_path, env=env)
+
+    return run
+
+
+def test_a_command_runs_without_open_streams(alone, tmp_path):
+    done = alone("<&- >&- 2>&-", *TRAIN, "--log", "log.jsonl")
+
+    assert done.returncode == 0
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["event"] == "start"
+    assert json.loads(lines[-1])["event"] == "result"
+
+
+@pytest.mark.parametrize("words", [TRAIN, ("sbatch", "--", "bench")], ids=["t", "s"])
+def test_output_to_a_full_disk_is_one_line(alone, words):
+    done = alone(">/dev/full", *words)
+
+    assert done.returncode == 1
+    assert done.stdout == "hpcaccum: error: output: No space left on device\n"
