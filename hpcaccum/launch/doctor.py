@@ -287,8 +287,12 @@ def _report(findings: Iterable[tuple[str, Finding]], path: Path | None) -> int:
         facts = [{"probe": name, **each._asdict()} for name, each in found]
         path.write_text(json.dumps(facts, indent=1) + "\n")
     counts = {kind: sum(each.verdict == kind for _, each in found) for kind in _KINDS}
-    print(", ".join(f"{number} {kind}" for kind, number in counts.items()))
+    print(", ".join(_count(number, kind) for kind, number in counts.items()))
     return 1 if counts[BAD] else 0
+
+
+def _count(number: int, kind: str) -> str:
+    return f"{number} {kind}" + ("s" if number != 1 and kind != GOOD else "")
 
 
 _KINDS = (GOOD, NOTE, BAD)

@@ -91,7 +91,7 @@ def atomic_operations(group: Group) -> Finding:
     words.free()
     expected = count * group.size
     if added == swapped == expected:
-        return Finding(GOOD, f"{2 * expected} atomic operations, all of them there")
+        return Finding(GOOD, f"{2 * expected} atomic operations, none of them lost")
     return Finding(
         BAD,
         f"of {expected} additions {added} are there, of as many swaps {swapped}",

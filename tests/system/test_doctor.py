@@ -52,7 +52,7 @@ def test_alone_it_starts_a_job_for_each_probe(doctor, mpiexec, tmp_path):
     assert "2 ranks on 1 node" in found[0]["text"]
     for each in found:
         assert re.search(f"^{each['verdict']} +{each['probe']} +", shown, re.M)
-    assert "0 problem\n" in shown
+    assert "0 problems\n" in shown
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
@@ -63,7 +63,7 @@ def test_started_by_a_launcher_its_ranks_are_the_job(mpirun, tmp_path):
 
     assert done.returncode == 0, done.stdout
     assert [each["probe"] for each in found] == list(PROBES)
-    assert done.stdout.count("0 problem\n") == 1
+    assert done.stdout.count("0 problems\n") == 1
     assert re.search(r"doctor: \S.* \S+; ranks: 3 on ", done.stdout)
 
 
