@@ -18,7 +18,7 @@ from hpcaccum.train import saving
 from hpcaccum.train.data import MISSING, load
 from hpcaccum.train.log import Log, circumstances
 from hpcaccum.train.loop import Run
-from hpcaccum.train.model import widths
+from hpcaccum.train.model import check_memory, widths
 from hpcaccum.train.options import Options, resolve
 from hpcaccum.train.recorder import Recorder
 from hpcaccum.train.report import Bar, console, describe, saved, tables
@@ -54,8 +54,10 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     options = group.agree("options", lambda: _options(args, group))
     group.agree("--device", lambda: _use_device(options, group), _nothing)
     data = load(options.data, group)
+    sizes = widths(options, data)
+    group.agree("--hidden", lambda: check_memory(sizes, group.node.size), _nothing)
     outputs = group.agree("output", lambda: _open_files(options, group), _nothing)
-    expected = saving.facts(options, widths(options, data))
+    expected = saving.facts(options, sizes)
     found = group.agree(
         "checkpoints", lambda: saving.find(options, group.rank, expected), _nothing
     )
@@ -130,6 +132,8 @@ def _train(
         if group.rank == options.reporter:
             _report(results, options, title, out)
     if diverged:
+        # A rank that exits ends the job, maybe before the picture is drawn.
+        group.allgather(None, "the report")
         raise SystemExit(
             f"the loss is not finite ({', '.join(diverged)}): try a smaller --rate"
         )

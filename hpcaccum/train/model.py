@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum import InvalidArgumentError
 from hpcaccum.device import library
+from hpcaccum.free_memory import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +22,30 @@ Array = np.ndarray[Any, Any]
 
 # Number of rows evaluated at once, to limit the memory.
 _CHUNK = 4096
+# No warning when a training diverges: it shows as a loss that is not finite.
+_quiet = np.errstate(over="ignore", invalid="ignore")
 
 
 def widths(options: Options, data: Dataset) -> tuple[int, ...]:
     """Return the widths of all layers of the model that the options describe."""
     return (data.x.shape[1], *options.hidden, data.classes)
+
+
+def check_memory(sizes: Sequence[int], ranks: int) -> None:
+    """Raise InvalidArgumentError if a node has no memory for the model of each rank.
+
+    Args:
+        sizes: Widths of all layers.
+        ranks: Number of ranks on the node.
+    """
+    count = sum((one + 1) * other for one, other in itertools.pairwise(sizes))
+    needed, free = ranks * count * 4, free_memory()
+    if needed > free:
+        raise InvalidArgumentError(
+            f"--hidden: a network of {count} parameters needs more than "
+            f"{needed / 2**30:.1f} GiB of memory on a node, {free / 2**30:.1f} GiB are "
+            f"free"
+        )
 
 
 class MLP:
@@ -73,6 +94,7 @@ class MLP:
             out.append(z if number + 1 == len(layers) else np.maximum(z, 0))
         return out
 
+    @_quiet
     def loss_and_gradients(
         self, x: Array, y: Array, into: Mapping[str, Array] | None = None
     ) -> tuple[float, list[Array]]:
@@ -101,6 +123,7 @@ class MLP:
                 error = (error @ self._layers()[number][0].T) * (inputs[number] > 0)
         return value, gradients
 
+    @_quiet
     def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
         """Return the mean loss and the fraction of rows classified correctly."""
         loss = right = 0.0

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 Groups = list[list[int]]
 
+# An hour, in milliseconds.
+_LONGEST_DELAY = 3_600_000
+
 # Seconds in each unit of a time.
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -96,4 +99,9 @@ def straggler(text: str) -> tuple[int, float]:
     rank, colon, delay = text.partition(":")
     if not colon:
         raise argparse.ArgumentTypeError(f"must be RANK:MILLISECONDS, got {text!r}")
-    return whole(rank), number(delay, float, 0)
+    milliseconds = number(delay, float, 0)
+    if milliseconds > _LONGEST_DELAY:
+        raise argparse.ArgumentTypeError(
+            f"must be at most {_LONGEST_DELAY} milliseconds, got {delay!r}"
+        )
+    return whole(rank), milliseconds

@@ -251,7 +251,8 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
         type=option_values.groups,
         default=[],
         metavar="0,1/2,3",
-        help="cross-shard: groups of ranks that average; each has its own model",
+        help="cross-shard: groups of ranks that average, all of one size; each has "
+        "its own model",
     )
     group.add_argument(
         "--dedicated",
@@ -354,8 +355,9 @@ def _checked_groups(groups: Groups, ranks: int) -> Groups:
     try:
         return check_groups(groups, ranks)
     except InvalidArgumentError as error:
+        text = str(error).replace("group_assignment", "--groups")
         alone = f"; {_ALONE}" if ranks == 1 else ""
-        raise InvalidArgumentError(f"--groups: {error}{alone}") from None
+        raise InvalidArgumentError(f"{text}{alone}") from None
 
 
 def _stragglers(args: argparse.Namespace, ranks: int) -> dict[int, float]:

@@ -91,12 +91,12 @@ def _loss(axis: Any, results: Sequence[Result]) -> None:
             trained = [(r.seconds, r.loss) for r in records if r.loss is not None]
             tested = [(r.seconds, r.test_loss) for r in records[1:]]
             first = number == 0 and result is results[0]
-            axis.plot(
-                *np.transpose(tested), color=color, label="test" if first else None
-            )
+            # With a marker at the end, as one point has no line.
+            style = {"color": color, "marker": "o", "markevery": [-1]}
+            axis.plot(*np.transpose(tested), **style, label="test" if first else None)
             axis.plot(
                 *np.transpose(trained),
-                color=color,
+                **style,
                 alpha=0.6,
                 linestyle="--",
                 label="training" if first else None,
@@ -151,5 +151,5 @@ def _ranks(axis: Any, results: Sequence[Result]) -> None:
     axis.set_title("samples in the gradients of each rank")
     axis.set_xlabel("rank")
     # Leave room for the legend above the bars.
-    axis.set_ylim(top=1.15 * axis.get_ylim()[1])
+    axis.set_ylim(0, max(1.15 * axis.get_ylim()[1], 1))
     axis.legend(frameon=False, loc="upper right", ncols=2)

@@ -31,10 +31,18 @@ _MAX_ROWS = 16
 _MAX_GROUPS = 4
 
 
+class _Console(Console):
+    """Leaves a pipe that nothing reads to the command, as `print` does."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error that is being handled, instead of SystemExit."""
+        raise
+
+
 def console(reports: bool) -> Console:
     """Return this rank's console, quiet unless the rank reports."""
     width = terminal.columns()
-    return Console(
+    return _Console(
         quiet=not reports,
         # FORCE_COLOR and TTY_COMPATIBLE override the detection.
         force_terminal=True if width else None if _forced() else False,
@@ -81,6 +89,8 @@ def saved(result: Result, options: Options) -> str:
     place = f"checkpoints: {options.save}; " if options.save else ""
     how = " (--resume continues)" if options.save else ""
     end = f"; stopped before {result.target}{how}" if result.stopped else ""
+    if result.resumed_at >= result.target:
+        end = "; it was complete before: more --epochs continue it"
     return f"{place}update {result.updates}, {begun}{end}"
 
 
@@ -105,8 +115,10 @@ class Bar:
         if self._begin is None:
             self._begin = record.epoch
         loss = "" if record.loss is None else f"loss {record.loss:.3f}, "
+        # Gradients that were on their way may have made a few more updates.
+        epoch = min(record.epoch, self._epochs)
         text = (
-            f"epoch {record.epoch:.0f} of {self._epochs}, {record.seconds:.1f} s"
+            f"epoch {epoch:.0f} of {self._epochs}, {record.seconds:.1f} s"
             f"{self._left(record)}, {loss}test accuracy {record.accuracy:.1%}"
         )
         if self._out.is_terminal:
@@ -175,12 +187,17 @@ def _summary(results: Sequence[Result]) -> Table:
             result.strategy,
             _accuracy(result.accuracy),
             f"{result.seconds:.2f}",
-            f"{result.updates_per_second:.0f}",
-            f"{result.samples_per_second:.0f}",
+            _rate(result.updates_per_second),
+            _rate(result.samples_per_second),
             str(sum(result.accepted)),
             str(sum(result.dropped)),
         )
     return table
+
+
+def _rate(number: float) -> str:
+    """Return a rate with at least two digits."""
+    return f"{number:.2g}" if 0 < number < 10 else f"{number:.0f}"
 
 
 def _accuracy(groups: Sequence[float]) -> str:

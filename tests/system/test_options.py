@@ -20,7 +20,15 @@ TRAIN = [
     (["--strategy", "x"], "invalid choice: 'x'"),
     (["--strategy", "agn", "--straggler", "2:5"], "there are 2 ranks, 0 to 1"),
     (["--strategy", "agn", "--straggler", "5"], "RANK:MILLISECONDS, got '5'"),
-    (["--strategy", "cross-shard", "--groups", "0"], "each rank of 0 to 1 once"),
+    (
+        ["--strategy", "agn", "--straggler", "0:inf"],
+        "at most 3600000 milliseconds, got",
+    ),
+    (
+        ["--strategy", "cross-shard", "--groups", "0"],
+        "error: --groups must contain each rank of 0 to 1 once, got [[0]]",
+    ),
+    (["--strategy", "agn", "--hidden", "99999999999"], "needs more than 55879.4 GiB"),
     (["--strategy", "sync-replicas", "--quorum", "3"], "must be at most 2"),
     (["--strategy", "agn", "--quorum", "2"], "--quorum is for sync-replicas, not for"),
     (["--strategy", "agn", "--staleness", "0"], "--staleness is for drop-stale, not"),

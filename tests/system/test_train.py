@@ -204,6 +204,25 @@ def test_a_loss_that_is_not_finite_is_a_failure(train):
     assert "Traceback" not in shown
 
 
+def test_a_model_that_diverged_is_drawn_however_long_it_takes(script, tmp_path):
+    # Longer than the other rank waits for this one when it exits.
+    text = """
+import time
+from hpcaccum.train import plot
+draw = plot.draw
+plot.draw = lambda *args: time.sleep(4) or draw(*args)
+"""
+    words = "--strategy", "agn", "--epochs", "1", "--rate", "1e20", "--plot", "p.png"
+    result = script(2, text, "train", *words)
+
+    assert result.returncode == 1
+    assert "\npicture: p.png\n" in result.stdout
+    assert (tmp_path / "p.png").exists()
+    lines = result.stdout.splitlines()
+    assert lines[-1].startswith("hpcaccum train: error: the loss is not finite (agn)")
+    assert "Warning" not in result.stdout
+
+
 def test_on_a_device(train, tmp_path, simulator):
     words = "--compare", "--epochs", "5", "--batch", "64", "--rate", "0.5", "--no-plot"
     words += "--device", "cuda", "--log", "log.jsonl"

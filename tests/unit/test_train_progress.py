@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import io
 import re
 
 import pytest
 from rich.console import Console
 
-from hpcaccum.train.records import Record
-from hpcaccum.train.report import Bar
+from hpcaccum.train.records import Record, Result
+from hpcaccum.train.report import Bar, saved, tables
 
 
 def shown(times, epochs):
@@ -54,3 +56,44 @@ def test_time_left(done, seconds, text):
 def test_a_resumed_job_counts_its_own_epochs():
     # 10 epochs in 10 s; the first 80 were made by another job.
     assert "10 s left" in shown([(80, 0.0), (90, 10.0)], 100)[-1]
+
+
+def test_more_updates_than_wanted_are_no_further_epoch():
+    assert "epoch 1 of 1, " in shown([(0, 0.0), (1.75, 2.0)], 1)[-1]
+
+
+def result(**facts):
+    known = dict.fromkeys(field.name for field in dataclasses.fields(Result))
+    return Result(**(known | {"updates": 9, "target": 9, "resumed_at": 0} | facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({}, "checkpoints: s; update 9, from the start"),
+        (
+            {"resumed_at": 9, "target": 7},
+            "checkpoints: s; update 9, resumed at 9; it was complete before: more "
+            "--epochs continue it",
+        ),
+        (
+            {"resumed_at": 4, "updates": 6, "stopped": 75},
+            "checkpoints: s; update 6, resumed at 4; stopped before 9 (--resume "
+            "continues)",
+        ),
+    ],
+)
+def test_where_a_run_ended(facts, text):
+    assert saved(result(**facts), argparse.Namespace(save="s")) == text
+
+
+def test_a_slow_run_has_a_rate():
+    facts = {"strategy": "agn", "seconds": 9.4, "updates": 1, "accuracy": [0.5]}
+    facts |= {"accepted": [1], "dropped": [0], "waited": [0.0], "lags": {0: 1}}
+    one = result(**facts, earlier=0, gradient_samples=1000)
+    options = argparse.Namespace(straggler={}, batch=16, strategies=("agn",), period=1)
+    out = io.StringIO()
+    for each in tables([one], options):
+        Console(file=out, width=100).print(each)
+
+    assert "50.0%     9.40       0.11        106" in out.getvalue()
