@@ -204,8 +204,8 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "--save",
         type=Path,
         metavar="DIR",
-        help="write checkpoints to a directory: the model, and what is needed to "
-        "continue; the last three are kept",
+        help="write checkpoints to a directory, for one run at a time: the model, and "
+        "what is needed to continue; the last three are kept",
     )
     group.add_argument(
         "--every",
