@@ -261,7 +261,7 @@ def check_picture(path: Path | None) -> None:
 
 
 def _seconds(text: str) -> float:
-    return _number(text, 0.0, "seconds")
+    return _number(text, 0.0, "a number of seconds above 0")
 
 
 def _tolerance(text: str) -> float:

@@ -373,8 +373,10 @@ def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
 
 def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:
     """Duplicate a communicator; warn, or time out, if ranks are missing."""
+    # It raises if the limit is invalid, and nothing would free the duplicate.
+    deadline = Deadline(None, "first use of a communicator")
     duplicate, request = comm.Idup()
-    Deadline(None, "first use of a communicator").wait(
+    deadline.wait(
         lambda: request.Test() or None,
         lambda: (
             "the other ranks to make their first object of hpcaccum on it (which of "

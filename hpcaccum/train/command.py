@@ -56,11 +56,12 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     data = load(options.data, group)
     sizes = widths(options, data)
     group.agree("--hidden", lambda: check_memory(sizes, group.node.size), _nothing)
-    outputs = group.agree("output", lambda: _open_files(options, group), _nothing)
     expected = saving.facts(options, sizes)
     found = group.agree(
         "checkpoints", lambda: saving.find(options, group.rank, expected), _nothing
     )
+    # Last, as a log is emptied.
+    outputs = group.agree("output", lambda: _open_files(options, group), _nothing)
     return functools.partial(_train, options, data, group, found, outputs)
 
 

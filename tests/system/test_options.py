@@ -67,7 +67,7 @@ BENCH = [
     (["allreduce", "--sizes", "4X"], "got '4X'"),
     (["allreduce", "--sizes", "100"], "a multiple of 128 bytes, got '100'"),
     (["allreduce", "--sizes", "0"], "a multiple of 128 bytes, got '0'"),
-    (["allreduce", "--seconds", "0"], "must be seconds, got '0'"),
+    (["allreduce", "--seconds", "0"], "a number of seconds above 0, got '0'"),
     (["allreduce", "--json", "no/rows.json"], "no/rows.json: No such file"),
     (["allreduce", "--plot", "no/rows.png"], "no/rows.png: No such file"),
     (["allreduce", "--plot", "rows.txt"], "must end in one of .png"),
@@ -167,3 +167,16 @@ def test_a_job_with_bad_options_ends_with_2(command, case, mpirun, tmp_path):
     assert message in result.stdout
     assert result.stdout.count(f"hpcaccum {command}: error:") == 1
     assert "Traceback" not in result.stdout
+
+
+@pytest.mark.parametrize("name", ["HPCACCUM_TIMEOUT", "HPCACCUM_HEARTBEAT"])
+def test_a_limit_that_is_no_number_is_one_line(name, mpirun, tmp_path):
+    env = {"PYTHONPATH": str(REPOSITORY), name: "soon"}
+    words = "-m", "hpcaccum", "train", "--compare"
+    result = mpirun(2, *words, cwd=tmp_path, env=env)
+
+    assert result.returncode == 2
+    assert result.stdout == (
+        f"hpcaccum train: error: {name} must be a number of seconds above 0, got "
+        f"'soon'\n"
+    )

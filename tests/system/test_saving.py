@@ -206,6 +206,15 @@ def test_a_group_in_any_order_continues(train, tmp_path):
     assert "update 23, resumed at 12" in shown
 
 
+def test_a_run_that_is_refused_keeps_the_log_of_the_one_before(train, tmp_path):
+    words = "--strategy", "cross-shard", "--epochs", "1", "--log", "log.jsonl"
+    train(*words, ranks=1)
+    log = (tmp_path / "log.jsonl").read_text()
+    train(*words, ranks=1, status=2)
+
+    assert (tmp_path / "log.jsonl").read_text() == log
+
+
 def test_what_cannot_be_continued_is_refused(train, tmp_path):
     options = "--strategy", "cross-shard", "--epochs", "1"
     train(*options, ranks=1)
