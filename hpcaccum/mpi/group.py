@@ -251,7 +251,7 @@ class Group:
             raise failure
         for rank, (error, _) in enumerate(reports):
             if error is not None:
-                raise error[0](f"{what}: rank {rank}: {error[1]}")
+                raise error[0](f"{what}: rank {rank}: {_rest(error[1], what)}")
         return [each for _, each in reports]
 
     def compare(self, what: str, reports: Sequence[Mapping[str, str]]) -> None:
@@ -369,6 +369,19 @@ def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
     known = (InvalidArgumentError, TypeError, DeviceUnavailableError)
     kind = type(error) if isinstance(error, known) else RuntimeError
     return kind, str(error)
+
+
+def _rest(text: str, what: str) -> str:
+    """Return a message without the parts with which ``what`` begins, too.
+
+    An error that may also be raised on one rank alone begins with the name of its
+    object already.
+    """
+    for part in what.split(": "):
+        if not text.startswith(f"{part}: "):
+            break
+        text = text.removeprefix(f"{part}: ")
+    return text
 
 
 def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:

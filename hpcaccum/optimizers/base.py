@@ -332,15 +332,18 @@ def check_inner(inner: Any, outer: Optimizer) -> None:
     """
     own = type(outer).__name__
     if not isinstance(inner, Optimizer):
-        raise TypeError(f"{own} needs an optimizer, got {_kind(inner)}")
+        raise TypeError(
+            f"{own}: the inner optimizer must be an Optimizer, got {_kind(inner)}"
+        )
     if inner.exchange is Exchange.LOCAL:
         return
     # A rank that drops a gradient around a collective makes MPI average different
     # steps, silently.
     if inner.exchange is not outer.exchange or outer.exchange is Exchange.ONE_SIDED:
         raise InvalidArgumentError(
-            f"{own} is {outer.exchange.value} and cannot hold {type(inner).__name__}, "
-            f"which is {inner.exchange.value}; give it a local one such as SGD"
+            f"{own}: a {outer.exchange.value} optimizer cannot hold "
+            f"{type(inner).__name__}, which is {inner.exchange.value}; give it a local "
+            f"one such as SGD"
         )
 
 

@@ -192,8 +192,8 @@ class Wrapper(Freeable, Optimizer):
         for var in variables:
             if self._values.get(var.name) is not var.value:
                 raise InvalidArgumentError(
-                    f"{self.get_name()} was initialized without this variable "
-                    f"{var.name!r}, with {sorted(self._values)}"
+                    f"{self.get_name()}: the optimizer was initialized without this "
+                    f"variable {var.name!r}, with {sorted(self._values)}"
                 )
 
     def _drops(self, pairs: Pairs) -> bool:

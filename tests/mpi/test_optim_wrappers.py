@@ -157,7 +157,7 @@ def test_the_inner_one_must_be_an_optimizer_on_all_ranks(
     error = raised(WRAPPERS[wrapper], mine, [variable()], comm)
 
     assert type(error) is TypeError
-    assert "needs an optimizer" in str(error)
+    assert "must be an Optimizer, got" in str(error)
 
 
 @pytest.mark.parametrize("outer", WRAPPERS)

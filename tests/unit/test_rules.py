@@ -920,7 +920,7 @@ def test_which_optimizer_can_hold_which():
     ):
         with pytest.raises(InvalidArgumentError, match="cannot hold"):
             check_inner(inner, outer)
-    with pytest.raises(TypeError, match=r"Collective needs an optimizer, got str$"):
+    with pytest.raises(TypeError, match=r"Collective: .* an Optimizer, got str$"):
         check_inner("SGD", collective)
     with pytest.raises(TypeError, match=r"got the class SGD; call it: SGD\(0.1\)$"):
         check_inner(SGD, collective)

@@ -1,0 +1,136 @@
+"""Errors of one rank: the message on the other ranks begins with each name once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum.mpi import Group
+
+from .acting import meet
+from .training import ONE_SIDED, WRAPPERS, gives, raised, variable
+
+pytestmark = pytest.mark.ranks(min=2)
+
+
+def check(error, start):
+    """Check what the last rank, and then what the others have raised."""
+    *others, own = meet(str(error))
+    name = start.partition(":")[0]
+    assert own.count(f"{name}: ") <= 1
+    for text in others:
+        assert text.startswith(f"{start}: rank {len(others)}: ")
+        assert text.count(name) == 1
+        assert text.endswith(own.removeprefix(f"{name}: "))
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("x must be 1", "x must be 1"),
+        ("mine: x must be 1", "x must be 1"),
+        ("mine: a: x: 1", "x: 1"),
+        ("mine: b: x: 1", "b: x: 1"),
+        ("mine, too", "mine, too"),
+        ("a: x", "a: x"),
+    ],
+)
+def test_parts_of_an_error_that_the_call_has_too(comm, rank, size, text, rest):
+    failure = hpc.InvalidArgumentError(text) if rank == size - 1 else None
+    error = raised(Group.of(comm).raise_together, "mine: a", failure)
+
+    own = rank == size - 1
+    assert str(error) == (text if own else f"mine: a: rank {size - 1}: {rest}")
+
+
+@pytest.mark.parametrize("inner", [7, hpc.SGD])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_is_no_optimizer(comm, rank, size, wrapper, inner):
+    mine = inner if rank == size - 1 else hpc.SGD(1)
+    error = raised(WRAPPERS[wrapper], mine, [variable()], comm)
+
+    with WRAPPERS[wrapper](hpc.SGD(1), [variable()], comm) as opt:
+        check(error, type(opt).__name__)
+
+
+def test_an_optimizer_that_cannot_be_held(comm, rank, size):
+    with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 0, comm=comm) as held:
+        inner = held if rank == size - 1 else hpc.SGD(1)
+        error = raised(hpc.CrossShardOptimizer, inner, comm=comm)
+
+    check(error, "CrossShardOptimizer")
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_a_gradient_that_is_not_finite(comm, rank, size, initialized):
+    w, start = variable(), "mine" if initialized else "mine: initialize"
+    with hpc.CrossShardOptimizer(
+        hpc.SGD(1), name="mine", on_nonfinite="raise", comm=comm
+    ) as opt:
+        if initialized:
+            opt.initialize([w])
+        bad = np.nan if rank == size - 1 else 1.0
+        check(raised(opt.apply_gradients, [(bad, w)]), start)
+
+
+def test_a_variable_that_is_not_known(comm, rank, size):
+    w, other = variable(), variable()
+    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
+        opt.minimize(gives(1.0), var_list=[w])
+        mine = other if rank == size - 1 else w
+        check(raised(opt.apply_gradients, [(1.0, mine)]), "CrossShardOptimizer")
+        error = raised(opt.restore, opt.snapshot(), [mine])
+        check(error, "CrossShardOptimizer: restore")
+
+
+def test_a_rank_that_has_left(comm, rank, size):
+    w = variable()
+    with hpc.CrossShardOptimizer(hpc.SGD(1), name="mine", comm=comm) as opt:
+        opt.minimize(gives(1.0), var_list=[w])
+        snapshot = opt.snapshot()
+        if rank == size - 1:
+            opt.leave()
+        else:
+            opt.minimize(gives(1.0))
+        check(raised(opt.restore, snapshot), "mine: restore")
+
+
+@pytest.mark.parametrize("wrapper", sorted(set(ONE_SIDED) - {"AGN"}))
+def test_a_sparse_variable_that_cannot_be_sent(comm, rank, size, wrapper):
+    class Own(hpc.SGD):
+        __slots__ = ()
+
+        def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+            super().apply_gradients(grads_and_vars, global_step)
+
+    w = hpc.Variable(np.zeros((2, 1)), "w", sparse=rank == size - 1)
+    with ONE_SIDED[wrapper](Own(1), [w], comm) as opt:
+        check(raised(opt.initialize, [w]), f"{opt.get_name()}: initialize")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "out"),
+    [
+        ({"z": np.ones(2)}, None),
+        ({"x": np.ones(3)}, None),
+        ({"x": np.ones(2, complex)}, None),
+        ({"x": np.ones(2)}, {"x": np.ones(2, int)}),
+        ({"x": np.ones(2)}, {"x": np.ones(3)}),
+    ],
+    ids=["unknown", "shape", "complex", "integers", "shape of out"],
+)
+def test_an_argument_of_a_reducer(comm, rank, size, arrays, out):
+    with hpc.Reducer(hpc.Layout({"x": (2,)}, np.float64), comm, "sums") as reducer:
+        bad = rank == size - 1
+        given = (arrays, out) if bad else ({"x": np.ones(2)}, None)
+        error = raised(reducer.reduce, given[0], out=given[1])
+
+    check(error, "sums")
+
+
+def test_arrays_that_were_started_for_another_reduction(comm, rank, size):
+    with hpc.Reducer(hpc.Layout({"x": (2,)}, np.float64), comm, "sums") as reducer:
+        reducer.start("x", np.ones(2))
+        kind = "SUM" if rank == size - 1 else "MEAN"
+        check(raised(reducer.reduce, {}, reduction_type=kind), "sums")
