@@ -19,7 +19,7 @@ from hpcaccum.dtypes import accumulation_dtype
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpcaccum.optimizers.update_rule import State
+    from hpcaccum.optimizers.rule_state import State
 
 Array = np.ndarray[Any, Any]
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.checks import Array
+    from hpcaccum.optimizers.rule_state import State
     from hpcaccum.optimizers.variable import Variable
 
 
@@ -27,7 +28,8 @@ class FlatRule:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self.slots: Mapping[str, float] = rule._slots()
-        self._variables: Sequence[Variable] = ()
+        # On the rank that counts updates.
+        self._states: Sequence[State] = ()
 
     def set_variables(
         self, variables: Sequence[Variable], slots: Mapping[str, Mapping[str, Array]]
@@ -38,13 +40,17 @@ class FlatRule:
             variables: All that an update changes.
             slots: For each slot, variable's name to array.
         """
-        self._variables = variables
-        for var in variables:
-            self._rule._keep(var, {slot: slots[slot][var.name] for slot in slots})
+        self._states = [
+            self._rule._states.make(
+                var, {slot: slots[slot][var.name] for slot in slots}
+            )
+            for var in variables
+        ]
 
     def move_slots(self) -> None:
         """Move the slots to memory of their own, before the arrays are freed."""
-        self._rule._move(self._variables)
+        for state in self._states:
+            state.move_slots()
 
     def numbers(self) -> tuple[float, ...] | None:
         """Return the numbers of the next update of all variables.
@@ -52,11 +58,16 @@ class FlatRule:
         Returns:
             None if the variables have had different numbers of updates.
         """
-        return self._rule._next_numbers(self._variables)
+        earlier = {state.updates for state in self._states}
+        if len(earlier) != 1:
+            return None
+        step = earlier.pop()
+        return self._rule._numbers(self._rule._rate.at(lambda: step), step + 1)
 
     def count(self) -> None:
-        """Count an update of all variables."""
-        self._rule._count(self._variables)
+        """Count an update of all variables; the first makes their state visible."""
+        for state in self._states:
+            self._rule._state(state.variable).count()
 
     def update(
         self,

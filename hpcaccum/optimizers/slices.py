@@ -1,4 +1,4 @@
-"""Gradients that are `IndexedSlices`: their checks, and updates of their rows."""
+"""Gradients that are `IndexedSlices`: their checks, and their forms for an exchange."""
 
 from __future__ import annotations
 
@@ -251,33 +251,3 @@ def _safe(grad: Array | Rows, earlier: Sequence[Array]) -> Array | Rows:
     if not any(overlap(array, value) for value in earlier):
         return grad
     return grad._replace(values=array.copy()) if isinstance(grad, Rows) else grad.copy()
-
-
-def update_rows(
-    rows: Rows,
-    arrays: Sequence[Array],
-    scratch: Array,
-    update: Callable[..., None],
-) -> None:
-    """Update some rows of the value and of the slots of a variable.
-
-    Args:
-        rows: The gradient, of the dtype of the update; it shares no memory with the
-            arrays.
-        arrays: The value, then the slots.
-        scratch: Working memory, a vector; pieces have as many elements, or one row.
-        update: Called with pieces of the value, of the gradient and of the slots, and
-            with working memory: vectors of one dtype.
-    """
-    width, dtype = rows.values.shape[1], scratch.dtype
-    if width > scratch.size:
-        scratch = np.empty(width, dtype)
-    step = scratch.size // max(1, width)
-    for start in range(0, rows.indices.size, step):
-        places = rows.indices[start : start + step]
-        grad = rows.values[start : start + step].reshape(-1)
-        pieces = [array[places].astype(dtype, copy=False) for array in arrays]
-        value, *slots = [piece.reshape(-1) for piece in pieces]
-        update(value, grad, *slots, scratch[: grad.size])
-        for array, piece in zip(arrays, [value, *slots], strict=True):
-            array[places] = piece.reshape(len(places), *array.shape[1:])

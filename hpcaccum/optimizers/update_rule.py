@@ -1,20 +1,18 @@
-"""The base of the update rules: learning rate, state, updates in pieces.
+"""The base of the update rules: how they use learning rate, state, and memory.
 
-A rule changes arrays in place, in pieces that stay in the cache during the several
-passes over them. Half precision is computed in float32, and so is its state. Variables
-on a device are updated by `device_update`.
+A rule changes arrays in place: those in CPU memory in `pieces`, those on a device by
+`device_update`. Half precision is computed in float32, and so is its state.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from hpcaccum.device import cupy, is_device
+from hpcaccum.device import cupy
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.base import Optimizer, count_step
@@ -28,67 +26,12 @@ from hpcaccum.optimizers.checks import (
 )
 from hpcaccum.optimizers.device_update import Updates
 from hpcaccum.optimizers.learning_rate import Rate, RateOfStep
-from hpcaccum.optimizers.slices import Gradient, detached, distinct_rows, update_rows
-from hpcaccum.optimizers.snapshot import COUNT, Key, check_state
+from hpcaccum.optimizers.pieces import Scratch, update_array, update_rows
+from hpcaccum.optimizers.rule_state import State, States
+from hpcaccum.optimizers.slices import Gradient, detached, distinct_rows
+from hpcaccum.optimizers.snapshot import Key, check_state
 from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.row_sums import Rows
-
-# Elements: small enough for the cache, large enough that calling NumPy costs little.
-# Measured with 1 MiB of L2: best of 2**13 to 2**16, all rules, 1 to 64 MiB.
-PIECE = 1 << 16
-
-
-class _Scratch(threading.local):
-    """A piece of working memory for each thread and dtype."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[np.dtype[Any], Array] = {}
-
-    def piece(self, dtype: np.dtype[Any]) -> Array:
-        if dtype not in self._pieces:
-            self._pieces[dtype] = np.empty(PIECE, dtype)
-        return self._pieces[dtype]
-
-
-class State:
-    """The state of one variable: its slots and the number of its updates.
-
-    All its fields are Variables, whose values may be set.
-
-    Args:
-        variable: A variable of floats.
-        name: Of the rule; part of the names of the state.
-        slots: Name of each slot to its initial value, or to an array with it.
-    """
-
-    def __init__(
-        self, variable: Variable, name: str, slots: Mapping[str, float | Array]
-    ) -> None:
-        title = f"{variable.name}/{name}"
-        dtype = accumulation_dtype(variable.dtype)
-        self.variable, self.on_device = variable, is_device(variable.value)
-        self.slots = {
-            slot: Variable(
-                _filled(variable.value, start, dtype)
-                if isinstance(start, float)
-                else start,
-                f"{title}/{slot}",
-                False,
-            )
-            for slot, start in slots.items()
-        }
-        self.step = Variable(np.zeros((), np.int64), f"{title}/step", trainable=False)
-
-    @property
-    def updates(self) -> int:
-        """The number of updates of the variable."""
-        return self.step.value.item()  # type: ignore[no-any-return]
-
-    def count(self) -> int:
-        """Count an update; return its number, from 1."""
-        number = self.updates + 1
-        self.step.value[()] = number
-        return number
 
 
 class Rule(Optimizer):
@@ -114,7 +57,7 @@ class Rule(Optimizer):
         InvalidArgumentError: If an argument is not a number or out of its range.
     """
 
-    __slots__ = ("_lock", "_made", "_on_device", "_rate", "_scratch", "_states")
+    __slots__ = ("_on_device", "_rate", "_scratch", "_states")
 
     # Whether the update depends on the number of earlier ones.
     _counts: ClassVar[bool] = False
@@ -124,12 +67,9 @@ class Rule(Optimizer):
     def __init__(self, learning_rate: Rate, name: str) -> None:
         super().__init__(name)
         self._rate = RateOfStep(learning_rate)
-        # State made by `initialize`, and state of variables that have been updated.
-        self._made: dict[Variable, State] = {}
-        self._states: dict[Variable, State] = {}
+        self._states = States(name)
         self._on_device = Updates()
-        self._lock = threading.Lock()
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
 
     def _shared_rate(self) -> float | None:
         """Return the learning rate now; None if it depends on the updates so far."""
@@ -193,14 +133,12 @@ class Rule(Optimizer):
             TypeError, InvalidArgumentError: As `check_variables`.
         """
         super().initialize(var_list)
-        new = [
-            variable
+        states = [
+            self._states.make(variable, self._slots())
             for variable in self._variables or []
-            if is_float(variable.dtype) and variable not in self._states
+            if is_float(variable.dtype)
         ]
-        for variable in new:
-            self._made.setdefault(variable, self._new_state(variable))
-        if any(is_device(variable.value) for variable in new):
+        if any(state.on_device for state in states):
             # The first update may be on another stream.
             cupy().cuda.get_current_stream().synchronize()
 
@@ -263,32 +201,24 @@ class Rule(Optimizer):
         step, value = state.count(), state.variable.value
         if value.size == 0:
             return
-        numbers_ = self._numbers(rate, step)
+        numbers = self._numbers(rate, step)
         slots = [slot.value for slot in state.slots.values()]
-        dtype = accumulation_dtype(value.dtype)
-        scratch = self._scratch.piece(dtype)
+        scratch = self._scratch.piece(accumulation_dtype(value.dtype))
         if isinstance(grad, Rows):
-            update_rows(
-                grad,
-                [value, *slots],
-                scratch,
-                lambda *pieces: self._update(*pieces, *numbers_),
-            )
-            return
-        with _pieces([value, grad, *slots], dtype) as pieces:
-            for piece, *others in pieces:
-                self._update(piece, *others, scratch[: piece.size], *numbers_)
+            update_rows(grad, [value, *slots], scratch, self._update, numbers)
+        else:
+            update_array([value, grad, *slots], scratch, self._update, numbers)
 
     def _apply_on_device(self, updates: list[tuple[Array, State]], rate: float) -> None:
         """Update variables on the device by one launch for each dtype."""
         states = [state for _, state in updates]
         plan = self._on_device.prepare(self._kernel, states)
         steps = [state.count() for state in states]
-        numbers_ = {step: self._numbers(rate, step) for step in set(steps)}
-        _, *more = numbers_[steps[0]]
+        numbers = {step: self._numbers(rate, step) for step in set(steps)}
+        _, *more = numbers[steps[0]]
         plan.launch(
             [grad for grad, _ in updates],
-            [numbers_[step][0] for step in steps],
+            [numbers[step][0] for step in steps],
             (*more, *self._constants()),
         )
 
@@ -300,55 +230,19 @@ class Rule(Optimizer):
     def _needs_for_rows(self) -> str | None:
         return None if self.elementwise else super()._needs_for_rows()
 
-    # For `FlatRule`
-
-    def _keep(self, variable: Variable, slots: Mapping[str, Array]) -> None:
-        """Keep the slots of a variable in arrays that have their initial values."""
-        self._made[variable] = State(variable, self._name, slots)
-
-    def _next_numbers(self, variables: Sequence[Variable]) -> tuple[float, ...] | None:
-        """Return the numbers of the next update; see `FlatRule.numbers`."""
-        states = [self._states.get(each) or self._made[each] for each in variables]
-        earlier = {state.updates for state in states}
-        if len(earlier) != 1:
-            return None
-        step = earlier.pop()
-        return self._numbers(self._rate.at(lambda: step), step + 1)
-
-    def _count(self, variables: Sequence[Variable]) -> None:
-        """Count an update of variables; the first makes their state visible."""
-        for variable in variables:
-            self._state(variable).count()
-
-    def _move(self, variables: Sequence[Variable]) -> None:
-        """Move the slots of variables to memory of their own."""
-        for variable in variables:
-            state = self._states.get(variable) or self._made[variable]
-            for slot in state.slots.values():
-                slot._move_to(slot.value.copy())
-
     def _updates(self, pairs: Sequence[tuple[Gradient, Variable]]) -> int:
         """Return the largest number of earlier updates of these variables."""
-        states = [self._states.get(variable) for _, variable in pairs]
+        states = [self._states.shown.get(variable) for _, variable in pairs]
         return max(state.updates if state else 0 for state in states)
-
-    def _new_state(self, variable: Variable) -> State:
-        return State(variable, self._name, self._slots())
 
     def _state(self, variable: Variable) -> State:
         """Return the state of a variable, which `get_slot` shows from now on."""
-        state = self._states.get(variable)
-        if state is None:
-            with self._lock:
-                state = self._states.get(variable)
-                if state is None:
-                    state = self._made.pop(variable, None) or self._new_state(variable)
-                    self._states[variable] = state
-        return state
+        state = self._states.shown.get(variable)
+        return state or self._states.show(variable, self._slots())
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return the slot ``name`` of ``var``; None before its first update."""
-        state = self._states.get(var)
+        state = self._states.shown.get(var)
         return None if state is None else state.slots.get(name)
 
     def get_slot_names(self) -> list[str]:
@@ -360,20 +254,19 @@ class Rule(Optimizer):
 
         In the order of the first updates.
         """
-        with self._lock:
-            states = list(self._states.values())
         return [
             variable
-            for state in states
+            for state in self._states
             for variable in (*state.slots.values(), *[state.step] * self._counts)
         ]
 
     # Snapshots
 
     def _snapshot_variables(self, var_list: Variables | None) -> list[Variable]:
-        if var_list is None and self._states:
+        updated = [state.variable for state in self._states]
+        if var_list is None and updated:
             # Also those that were only given to `apply_gradients`.
-            var_list = list(dict.fromkeys([*(self._variables or ()), *self._states]))
+            var_list = list(dict.fromkeys([*(self._variables or ()), *updated]))
         return super()._snapshot_variables(var_list)
 
     def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
@@ -381,48 +274,21 @@ class Rule(Optimizer):
         check_state(self._name, snapshot, variables, self.get_slot_names())
 
     def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
-        kept: dict[Key, Variable] = {}
-        with self._lock:
-            for var in variables:
-                if is_float(var.dtype):
-                    state = self._states.get(var) or self._made.get(var)
-                    if state is None:
-                        state = self._made[var] = self._new_state(var)
-                    for name, each in [*state.slots.items(), (COUNT, state.step)]:
-                        kept[var.name, name] = each
-        return kept
+        return {
+            (var.name, name): part
+            for var in variables
+            if is_float(var.dtype)
+            for name, part in self._states.make(var, self._slots()).parts().items()
+        }
 
     def _state_changed(self, variables: Iterable[Variable]) -> None:
-        for var in variables:
-            if var in self._made and self._made[var].updates:
-                self._state(var)
+        self._states.show_counted(variables)
 
     def _forget(self, variables: Iterable[Variable]) -> None:
-        with self._lock:
-            for var in variables:
-                self._states.pop(var, None)
-                self._made.pop(var, None)
+        self._states.forget(variables)
 
     def _release(self) -> None:
         self._on_device.clear()
-
-
-def _pieces(arrays: list[Array], dtype: np.dtype[Any]) -> Any:
-    """Iterate over pieces of all arrays at once: vectors of ``dtype``.
-
-    They are views where that is possible, otherwise buffers. All but the second, the
-    gradient, are written back. Arrays may have any strides and memory order.
-    """
-    access: Any = [["readwrite", "overlap_assume_elementwise"] for _ in arrays]
-    access[1][0] = "readonly"
-    return np.nditer(
-        arrays,
-        ["external_loop", "buffered", "copy_if_overlap"],
-        access,
-        [dtype] * len(arrays),
-        casting="same_kind",
-        buffersize=PIECE,
-    )
 
 
 def _ready(updates: Sequence[tuple[Gradient, State]]) -> Sequence[Array | Rows]:
@@ -434,12 +300,3 @@ def _ready(updates: Sequence[tuple[Gradient, State]]) -> Sequence[Array | Rows]:
     if len(grads) == 1 and not isinstance(grads[0], Rows):
         return grads
     return detached(grads, [state.variable.value for _, state in updates])
-
-
-def _filled(like: Array, number: float, dtype: np.dtype[Any]) -> Array:
-    if is_device(like):
-        return cupy().full(like.shape, number, dtype)  # type: ignore[no-any-return]
-    if number == 0:
-        # Takes memory as it is written to: gradients of rows may write to few of them.
-        return np.zeros(like.shape, dtype, "F" if like.flags.fnc else "C")
-    return np.full_like(like, number, dtype, subok=False)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers import update_rule as rule_module
+from hpcaccum.optimizers import pieces
 from hpcaccum.optimizers.base import (
     Exchange,
     Optimizer,
@@ -137,7 +137,7 @@ def test_rules_equal_the_plain_line(rule, dtype, shape):
 @pytest.mark.parametrize("rule", MAKERS)
 def test_rules_equal_the_plain_line_over_several_pieces(rule, dtype):
     random = np.random.default_rng(5)
-    size = 2 * rule_module.PIECE + 17
+    size = 2 * pieces.PIECE + 17
     start = random.normal(size=size).astype(dtype)
     grads = [random.normal(size=size).astype(dtype) for _ in range(2)]
     w = Variable(start.copy(), "w")
@@ -240,7 +240,7 @@ def test_the_array_stays_and_the_gradient_is_not_modified(rule, shape):
 
 @pytest.mark.parametrize("rule", MAKERS)
 def test_a_gradient_may_be_the_variable_itself(rule):
-    array = np.arange(1.0, 2.0 + rule_module.PIECE)
+    array = np.arange(1.0, 2.0 + pieces.PIECE)
     expected = plain(rule, array, [array])
 
     MAKERS[rule]().apply_gradients([(array, Variable(array, "w"))])
@@ -249,7 +249,7 @@ def test_a_gradient_may_be_the_variable_itself(rule):
 
 
 def test_a_gradient_may_lie_across_its_variable():
-    array = np.arange(3.0 * rule_module.PIECE)
+    array = np.arange(3.0 * pieces.PIECE)
     expected = array - array[::-1]
 
     SGD(1).apply_gradients([(array[::-1], Variable(array, "w"))])
@@ -307,7 +307,7 @@ def test_slots_are_made_by_initialize_and_shown_from_the_first_update(rule):
     opt, w, v = MAKERS[rule](), one(), one(name="v")
     opt.initialize([w, v, Variable(0, "n")])
     names = opt.get_slot_names()
-    made = {name: opt._made[w].slots[name] for name in names}
+    made = dict(opt._states.make(w, {}).slots)
     assert opt.variables() == []
     assert [opt.get_slot(w, name) for name in names] == [None] * len(names)
     steps(opt, w, [1])
@@ -323,7 +323,7 @@ def test_gradients_are_computed_without_slots():
     opt, w = Adam(), one()
     opt.compute_gradients(lambda: (0, [1.0]), [w])
 
-    assert opt._made == {}
+    assert opt._states.make(w, {}).slots == {}
 
 
 @pytest.mark.parametrize("initialized", [True, False])
@@ -370,7 +370,7 @@ def test_each_variable_counts_its_own_steps():
 
 def test_two_threads_use_one_optimizer():
     opt = Adam(0.5)
-    size = 3 * rule_module.PIECE
+    size = 3 * pieces.PIECE
     pairs = [(np.full(size, i + 1.0), Variable(np.zeros(size), "w")) for i in range(4)]
     failed = []
 

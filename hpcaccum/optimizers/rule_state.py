@@ -1,0 +1,141 @@
+"""The state that a rule keeps of its variables: slots, and numbers of updates."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.device import cupy, is_device
+from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.optimizers.snapshot import COUNT
+from hpcaccum.optimizers.variable import Variable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from hpcaccum.optimizers.checks import Array
+
+    # Name of each slot to its initial value, or to an array with it.
+    Slots = Mapping[str, float] | Mapping[str, Array]
+
+
+class State:
+    """The state of one variable: its slots and the number of its updates.
+
+    All its fields are Variables, whose values may be set.
+
+    Args:
+        variable: A variable of floats.
+        name: Of the rule; part of the names of the state.
+        slots: Name of each slot to its initial value, or to an array with it.
+    """
+
+    def __init__(self, variable: Variable, name: str, slots: Slots) -> None:
+        title = f"{variable.name}/{name}"
+        dtype = accumulation_dtype(variable.dtype)
+        self.variable, self.on_device = variable, is_device(variable.value)
+        self.slots = {
+            slot: Variable(
+                _filled(variable.value, start, dtype)
+                if isinstance(start, float)
+                else start,
+                f"{title}/{slot}",
+                False,
+            )
+            for slot, start in slots.items()
+        }
+        self.step = Variable(np.zeros((), np.int64), f"{title}/step", trainable=False)
+
+    @property
+    def updates(self) -> int:
+        """The number of updates of the variable."""
+        return self.step.value.item()  # type: ignore[no-any-return]
+
+    def count(self) -> int:
+        """Count an update; return its number, from 1."""
+        number = self.updates + 1
+        self.step.value[()] = number
+        return number
+
+    def parts(self) -> dict[str, Variable]:
+        """Return what a snapshot has of it, by name."""
+        return {**self.slots, COUNT: self.step}
+
+    def move_slots(self) -> None:
+        """Move the slots to memory of their own."""
+        for slot in self.slots.values():
+            slot._move_to(slot.value.copy())
+
+
+class States:
+    """The states of the variables of a rule, in the order of the first updates.
+
+    A state may be made earlier, but is shown only from the first update on. Several
+    threads may use it.
+
+    Args:
+        name: Of the rule.
+
+    Attributes:
+        shown: Those that are shown, by variable.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.shown: dict[Variable, State] = {}
+        self._hidden: dict[Variable, State] = {}
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[State]:
+        """Iterate over those that are shown now."""
+        with self._lock:
+            return iter(list(self.shown.values()))
+
+    def make(self, variable: Variable, slots: Slots) -> State:
+        """Return the state of a variable; make a hidden one if there is none.
+
+        Args:
+            variable: The variable.
+            slots: Those of a new state; see `State`.
+        """
+        with self._lock:
+            state = self.shown.get(variable) or self._hidden.get(variable)
+            if state is None:
+                state = self._hidden[variable] = State(variable, self._name, slots)
+            return state
+
+    def show(self, variable: Variable, slots: Slots) -> State:
+        """Return the state of a variable, made as by `make`; show it from now on."""
+        with self._lock:
+            state = self.shown.get(variable)
+            if state is None:
+                made = self._hidden.pop(variable, None)
+                state = made or State(variable, self._name, slots)
+                self.shown[variable] = state
+            return state
+
+    def show_counted(self, variables: Iterable[Variable]) -> None:
+        """Show the states of variables that have been updated elsewhere."""
+        with self._lock:
+            for variable in variables:
+                state = self._hidden.get(variable)
+                if state is not None and state.updates:
+                    self.shown[variable] = self._hidden.pop(variable)
+
+    def forget(self, variables: Iterable[Variable]) -> None:
+        """Drop the states of variables."""
+        with self._lock:
+            for variable in variables:
+                self.shown.pop(variable, None)
+                self._hidden.pop(variable, None)
+
+
+def _filled(like: Array, number: float, dtype: np.dtype[Any]) -> Array:
+    if is_device(like):
+        return cupy().full(like.shape, number, dtype)  # type: ignore[no-any-return]
+    if number == 0:
+        # Takes memory as it is written to: gradients of rows may write to few of them.
+        return np.zeros(like.shape, dtype, "F" if like.flags.fnc else "C")
+    return np.full_like(like, number, dtype, subok=False)
