@@ -18,7 +18,7 @@ from hpcaccum.jax.structure import Structure
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group
 from hpcaccum.optimizers.finite import check_choice, to_drop
-from hpcaccum.optimizers.shard import Shard, check_wire_dtype
+from hpcaccum.optimizers.shard_reducer import ShardReducer, check_wire_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +131,7 @@ class Exchange(Freeable):
         self._group = group
         # Made by the first update, which determines the structure.
         self._structure: Structure | None = None
-        self._shard: Shard | None = None
+        self._shard: ShardReducer | None = None
 
     def init(self, params: Any) -> optax.EmptyState:
         """Return the state, which is empty."""
@@ -167,7 +167,7 @@ class Exchange(Freeable):
         )
         arrays = dict(zip(structure.names, structure.leaves, strict=True))
         wire, layout = self._options["wire_dtype"], Layout.of(arrays)
-        self._shard = Shard(self._group, layout, _NAME, {"wire_dtype": wire})
+        self._shard = ShardReducer(self._group, layout, _NAME, {"wire_dtype": wire})
         self._structure = structure
         # At the end of the program this is freed before the reducer: a callback may
         # still use it.
@@ -204,7 +204,7 @@ class Exchange(Freeable):
             skips = to_drop(_NAME, given, self._options["on_nonfinite"])
         except InvalidArgumentError as error:
             self._shard.fail(error)
-        if self._shard.reduce(arrays, means, 0, None, skips=skips) is None:
+        if self._shard.reduce(arrays, means, None, skips=skips) is None:
             return [np.zeros_like(array) for array in arrays.values()]
         self._shard.count()
         return list(means.values())

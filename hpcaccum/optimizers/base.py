@@ -37,15 +37,15 @@ from hpcaccum.optimizers.snapshot import (
     Key,
     Parts,
     check_snapshot,
-    made,
     plain,
     set_state,
     set_values,
+    snapshot_of,
 )
 from hpcaccum.optimizers.variable import Variable, is_float
 
 
-class Exchange(enum.Enum):
+class ExchangeKind(enum.Enum):
     """How an optimizer exchanges gradients with other ranks."""
 
     LOCAL = "local"
@@ -66,7 +66,7 @@ class Optimizer(abc.ABC):
 
     GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
 
-    exchange: ClassVar[Exchange] = Exchange.LOCAL
+    exchange: ClassVar[ExchangeKind] = ExchangeKind.LOCAL
 
     def __init__(self, name: str) -> None:
         self._name = check_name(name)
@@ -270,7 +270,7 @@ class Optimizer(abc.ABC):
         variables = self._snapshot_variables(None)
         values = {var.name: var.value for var in variables}
         state = self._kept_state(variables)
-        return made(values, {key: plain(var) for key, var in state.items()})
+        return snapshot_of(values, {key: plain(var) for key, var in state.items()})
 
     def restore(
         self, snapshot: Mapping[str, Any], var_list: Variables | None = None
@@ -335,11 +335,11 @@ def check_inner(inner: Any, outer: Optimizer) -> None:
         raise TypeError(
             f"{own}: the inner optimizer must be an Optimizer, got {_kind(inner)}"
         )
-    if inner.exchange is Exchange.LOCAL:
+    if inner.exchange is ExchangeKind.LOCAL:
         return
     # A rank that drops a gradient around a collective makes MPI average different
     # steps, silently.
-    if inner.exchange is not outer.exchange or outer.exchange is Exchange.ONE_SIDED:
+    if inner.exchange is not outer.exchange or outer.exchange is ExchangeKind.ONE_SIDED:
         raise InvalidArgumentError(
             f"{own}: a {outer.exchange.value} optimizer cannot hold "
             f"{type(inner).__name__}, which is {inner.exchange.value}; give it a local "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcaccum.optimizers.snapshot import COUNT, made, plain
+from hpcaccum.optimizers.snapshot import COUNT, plain, snapshot_of
 from hpcaccum.optimizers.update_rule import Rule
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.server import joined
@@ -120,7 +120,7 @@ class Center:
         with self._server.paused():
             step, tally, values = self._server.state()
             # The slots are copied during the pause, too.
-            copies = made(values, self._state())
+            copies = snapshot_of(values, self._state())
         return {**copies, "global_step": step, "tally": tally.as_lists()}
 
     def _state(self) -> dict[Key, Any]:

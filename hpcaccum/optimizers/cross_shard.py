@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import wire_format
-from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
-from hpcaccum.optimizers.base import Exchange, Optimizer, scaled
+from hpcaccum.optimizers.base import ExchangeKind, Optimizer, scaled
 from hpcaccum.optimizers.checks import (
     check_global_step,
     check_groups,
@@ -20,25 +17,24 @@ from hpcaccum.optimizers.checks import (
     check_variables,
     listed,
 )
+from hpcaccum.optimizers.reducing import ReducingOptimizer
 from hpcaccum.optimizers.reduction import Reduction, check_reduction
-from hpcaccum.optimizers.shard import (
-    Shard,
+from hpcaccum.optimizers.shard_reducer import (
+    ShardReducer,
     check_wire_dtype,
     device_sums,
     layout_of,
 )
 from hpcaccum.optimizers.slices import exchanged, with_sums
-from hpcaccum.optimizers.snapshot import counts_of, set_state, set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
-from hpcaccum.optimizers.wrapper import Wrapper, one_thread
+from hpcaccum.optimizers.wrapper import one_thread
 from hpcaccum.reducer import check_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.accumulator import Tally
     from hpcaccum.optimizers.checks import Array, Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.variable import Variable
@@ -48,7 +44,7 @@ if TYPE_CHECKING:
 _OF_REDUCERS = ("schedule", "cuda_aware", "wire_dtype")
 
 
-class CrossShardOptimizer(Wrapper):
+class CrossShardOptimizer(ReducingOptimizer):
     """Sums gradients over the ranks of a shard group before the update. Collective.
 
     With `Reduction.MEAN`, `compute_gradients` divides the gradients by the size of the
@@ -89,7 +85,7 @@ class CrossShardOptimizer(Wrapper):
     Source: the behaviour of ``tf.compat.v1.tpu.CrossShardOptimizer``.
     """
 
-    exchange = Exchange.COLLECTIVE
+    exchange = ExchangeKind.COLLECTIVE
 
     def __init__(
         self,
@@ -127,11 +123,10 @@ class CrossShardOptimizer(Wrapper):
         # The ranks of the group as the user numbers them.
         ranks = groups or [list(range(whole.size))]
         self._ranks = next(each for each in ranks if whole.rank in each)
-        self._shard: Shard | None = None
         # Results for variables on a device.
         self._sums: dict[str, Array] = {}
-        # Calls of compute_gradients, and the number of ranks at the last one.
-        self._computed, self._parts = 0, self._group.size
+        # The number of ranks at the last call of compute_gradients.
+        self._parts = self._group.size
 
     def initialize(self, var_list: Variables | None) -> None:
         """Set a group's variables to those of its first rank. Collective.
@@ -145,27 +140,34 @@ class CrossShardOptimizer(Wrapper):
             DisagreementError: On every rank of a group, if the variables differ in
                 name, shape or dtype; with ``sync=False`` also if they differ in value.
         """
-        self._prepare(var_list, None)
-
-    def _prepare(self, var_list: Variables | None, error: Exception | None) -> None:
-        """Initialize, or raise the error of one rank on every rank. Collective."""
         self._check_open()
         if self._shard is not None:
             self._shard.check_present()
-            if error is not None:
-                self._shard.fail(error)
             return
+        variables = self._agree_on(var_list)
+        self._share_values(variables)
+        if self._ranks[self._group.rank] == 0:
+            dense = [var for var in variables if not var.sparse]
+            warn_of_wider(self.get_name(), dense)
+        self._start(variables)
+        self.inner.initialize(variables)
+        self._shard = ShardReducer(
+            self._group,
+            layout_of(variables),
+            self.get_name(),
+            {each: self._options[each] for each in _OF_REDUCERS},
+        )
+
+    def _agree_on(self, var_list: Variables | None) -> list[Variable]:
+        """Return the variables, which are alike on all ranks. Collective."""
 
         def check() -> tuple[list[Variable], dict[str, Array]]:
-            if error is not None:
-                raise error
             variables = self._check_start(var_list)
             wire_format(self._options["wire_dtype"], layout_of(variables).dtype)
             return variables, device_sums(variables)
 
-        what = f"{self.get_name()}: initialize"
         variables, self._sums = self._group.agree(
-            what,
+            self._call("initialize"),
             check,
             lambda checked: {
                 "optimizer": self.inner,
@@ -173,21 +175,24 @@ class CrossShardOptimizer(Wrapper):
                 "sparse": [var.name for var in checked[0] if var.sparse],
             },
         )
+        return variables
+
+    def _share_values(self, variables: list[Variable]) -> None:
+        """Broadcast the values of the variables, or compare them. Collective."""
+        what = self._call("initialize")
         if self._options["sync"]:
             broadcast(self._group, variables, what)
         else:
             compare(self._group, variables, self._ranks, what)
-        if self._ranks[self._group.rank] == 0:
-            dense = [var for var in variables if not var.sparse]
-            warn_of_wider(self.get_name(), dense)
-        self._start(variables)
-        self.inner.initialize(variables)
-        self._shard = Shard(
-            self._group,
-            layout_of(variables),
-            self.get_name(),
-            {each: self._options[each] for each in _OF_REDUCERS},
-        )
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise an error on every rank, while the others exchange. Collective."""
+        self._check_open()
+        if self._shard is not None:
+            self._shard.fail(error)
+        # They are in `initialize`.
+        self._group.raise_together(self._call("initialize"), error)
+        raise error
 
     @one_thread
     def gradient_arrays(self) -> dict[str, Array]:
@@ -248,15 +253,15 @@ class CrossShardOptimizer(Wrapper):
         """Compute the gradients, not yet divided by the size of the group."""
         variables = self._variables if var_list is None else listed(var_list)
         self.initialize(variables)
-        self._parts = len(self._made(self._shard).present)
+        shard = self._any_shard()
+        self._parts = len(shard.present)
         # First: a rank whose loss raises, and that goes on, is a call ahead.
-        self._computed += 1
+        shard.computed += 1
         try:
             return self.inner.compute_gradients(loss, variables, *args, **kwargs)
         except (TypeError, InvalidArgumentError) as error:
             # The other ranks wait for this one in their `apply_gradients`.
-            self._prepare(variables, error)
-            raise
+            self._fail(error)
 
     @one_thread
     def apply_gradients(
@@ -295,148 +300,28 @@ class CrossShardOptimizer(Wrapper):
         *,
         parts: int | None,
     ) -> Receipt:
-        pairs: Pairs = []
-        grads: dict[str, Array | Rows] = {}
-        problem: Exception | None = None
-        skips = False
         try:
-            pairs = check_pairs(grads_and_vars)
-            check_global_step(global_step)
-            if self._shard is not None:
-                self._check_known(var for _, var in pairs)
-            skips = self._drops(pairs)
-            grads = exchanged(pairs)
+            pairs, grads, skips = self._checked(grads_and_vars, global_step)
         except (TypeError, InvalidArgumentError) as error:
-            problem = error
-        self._prepare([var for _, var in pairs], problem)
-        shard = self._made(self._shard)
+            self._fail(error)
+        self.initialize([var for _, var in pairs])
+        shard = self._any_shard()
         receipt = Receipt(not skips, shard.step, shard.step, nonfinite=skips)
-        sums = shard.reduce(
-            grads,
-            {name: self._sums[name] for name in grads} if self._sums else None,
-            # Ranks that discard a different number of gradients are out of step.
-            self._computed,
-            parts,
-            skips=skips,
-        )
+        out = {name: self._sums[name] for name in grads} if self._sums else None
+        sums = shard.reduce(grads, out, parts, skips=skips)
         if sums is None:
             return receipt
         shard.count()
-        summed = with_sums(pairs, sums)
-        self.inner.apply_gradients(summed, global_step, name)
+        self.inner.apply_gradients(with_sums(pairs, sums), global_step, name)
         return receipt
 
-    @property
-    def global_step(self) -> int:
-        """Number of updates so far; after `free`, in total."""
-        return self._made(self._shard).step
-
-    def statistics(self) -> Tally:
-        """Return how many gradients of each rank of the group were part of an update.
-
-        Ranks are numbered as in the group's list. A rank that has left knows the rest
-        after `free`.
-        """
-        return self._made(self._shard).tally()
-
-    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
-        self._made(self._shard)
-        return lambda names: [np.array(to_host(self._values[name])) for name in names]
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return copies of the variables and of their state. Not collective.
-
-        Returns:
-            As `Optimizer.snapshot`; and "global_step", the number of updates, and
-            "tally", the `statistics` as lists.
-        """
-        return {**super().snapshot(), **self._made(self._shard).counts()}
-
-    def leave(self) -> None:
-        """Declare that this rank contributes no more gradients.
-
-        The others go on without it: a mean is that over the ranks that remain. This
-        call waits until each of them applies gradients, or leaves, too. Then the rank
-        goes on alone, until `free`. So ranks with different amounts of data each call
-        this after their last gradient.
-
-        Raises:
-            InvalidArgumentError: Before `initialize`.
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names the missing ranks.
-            Exception: As `apply_gradients`, of another rank; this rank has not left.
-        """
-        self._check_open()
-        self._made(self._shard).leave()
-
-    def restore(self, snapshot: Any, var_list: Variables | None = None) -> None:
-        """Initialize, and set a group's variables and state to a snapshot. Collective.
-
-        Args:
-            snapshot: On the first rank of each group; others may pass None.
-            var_list: As for `Optimizer.restore`.
-
-        Raises:
-            TypeError, InvalidArgumentError, DisagreementError: On every rank, if the
-                snapshot does not fit, or variables differ.
-        """
-        self._check_open()
-        what, first = f"{self.get_name()}: restore", self._group.rank == 0
-
-        def check() -> tuple[list[Variable], Mapping[str, Any]]:
-            variables = self._snapshot_variables(listed(var_list))
-            if self._shard is not None:
-                self._shard.check_present()
-                self._check_known(variables)
-            if not first:
-                return variables, {}
-            self._check_snapshot(snapshot, variables)
-            return variables, counts_of(snapshot)
-
-        variables, counts = self._group.agree(
-            what, check, lambda checked: {"variables": signature(checked[0])}
-        )
-        if first:
-            set_values(variables, snapshot)
-        # Also of an optimizer that is initialized, or was made with sync=False.
-        broadcast(self._group, variables, what)
-        self.initialize(variables)
-        self._share_state(variables, snapshot, what)
-        self._made(self._shard).begin(**self._group.allgather(counts, what)[0])
-        self._computed = 0
-
-    def _share_state(self, variables: list[Variable], snapshot: Any, what: str) -> None:
-        """Set the state on all ranks of a group to that of the first. Collective."""
-        kept = self._kept_state(variables)
-
-        def fill() -> dict[str, object]:
-            if self._group.rank == 0:
-                set_state(kept, snapshot["state"], self.get_name())
-            return {}
-
-        self._group.agree(what, fill)
-        broadcast(self._group, kept.values(), what)
-        self._state_changed(variables)
-
-    @property
-    def waited(self) -> float:
-        """Seconds that this rank has spent in the exchange."""
-        return 0.0 if self._shard is None else self._shard.waited
-
-    def free(self) -> None:
-        """Free it. Collective, of all ranks of a group, also of those that have left.
-
-        If ranks have left, their variables are set to those of the last update.
-        `center`, `global_step` and `statistics` remain available.
-        """
-        super().free()
-
-    def _free(self) -> None:
+    def _checked(
+        self, grads_and_vars: PairsLike, global_step: Variable | None
+    ) -> tuple[Pairs, dict[str, Array | Rows], bool]:
+        """Return pairs, what is exchanged of them, and whether they are dropped."""
+        pairs = check_pairs(grads_and_vars)
+        check_global_step(global_step)
         if self._shard is not None:
-            newest = self._shard.finish()
-            if newest is not None:
-                variables = check_variables(self._variables)
-                broadcast(self._group, variables, f"{self.get_name()}: free", newest)
-        if self._split is not None:
-            self._split.free()
-        release(self._sums)
-        super()._free()
+            self._check_known(var for _, var in pairs)
+        skips = self._drops(pairs)
+        return pairs, exchanged(pairs), skips

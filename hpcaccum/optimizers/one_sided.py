@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hpcaccum.device import all_on_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
-from hpcaccum.optimizers.base import Exchange, Optimizer, set_global_step
+from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
 from hpcaccum.optimizers.center import Center
 from hpcaccum.optimizers.checks import (
     check_global_step,
@@ -84,7 +84,7 @@ class OneSidedOptimizer(ServedOptimizer):
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
     """
 
-    exchange = Exchange.ONE_SIDED
+    exchange = ExchangeKind.ONE_SIDED
     # Maximum number of gradients of a rank in one update.
     _share = 1
 
@@ -152,11 +152,9 @@ class OneSidedOptimizer(ServedOptimizer):
         if self._server is not None:
             self._check_known([] if var_list is None else check_variables(var_list))
             return
-        what = f"{self.get_name()}: initialize"
+        what = self._call("initialize")
         variables = self._group.agree(
-            what,
-            lambda: self._check_start(var_list),
-            declared,
+            what, lambda: self._check_start(var_list), declared
         )
         if self._group.rank == 0:
             warn_of_wider(self.get_name(), variables)
@@ -344,7 +342,7 @@ class OneSidedOptimizer(ServedOptimizer):
             WaitTimeoutError: If the server does not end in time; see `free`.
         """
         self._check_open()
-        what, host = f"{self.get_name()}: restore", self._group.rank == self._root
+        what, host = self._call("restore"), self._group.rank == self._root
 
         def check() -> dict[str, Any]:
             wanted = listed(var_list)

@@ -52,7 +52,7 @@ class ServedOptimizer(Wrapper):
 
     def _any_server(self) -> ParameterServer:
         """Return the server; a freed one still answers questions."""
-        return self._made(self._server)
+        return self._initialized(self._server)
 
     def _open_server(self) -> ParameterServer:
         self._check_open()

@@ -27,7 +27,9 @@ Key = tuple[str, str]
 COUNT = "step"
 
 
-def made(values: Mapping[str, Array], state: Mapping[Key, Any]) -> dict[str, Any]:
+def snapshot_of(
+    values: Mapping[str, Array], state: Mapping[Key, Any]
+) -> dict[str, Any]:
     """Return a snapshot of variables and of their state; arrays are copied."""
     states: dict[str, dict[str, Any]] = {name: {} for name in values}
     for (name, part), value in state.items():

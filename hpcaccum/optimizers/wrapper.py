@@ -205,7 +205,11 @@ class Wrapper(Freeable, Optimizer):
         grads = ((var.name, grad, var.dtype) for grad, var in pairs)
         return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
 
-    def _made(self, part: T | None) -> T:
+    def _call(self, name: str) -> str:
+        """Return what messages call a collective call of this optimizer."""
+        return f"{self.get_name()}: {name}"
+
+    def _initialized(self, part: T | None) -> T:
         """Return what `initialize` makes; raise InvalidArgumentError before that."""
         if part is None:
             self._check_open()

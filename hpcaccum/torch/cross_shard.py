@@ -53,12 +53,12 @@ class _Exchange(CrossShardOptimizer):
         Raises:
             InvalidArgumentError: If this rank has left.
         """
-        self._made(self._shard).check_present()
+        self._any_shard().check_present()
         return {} if self._is_on_device() else self.gradient_arrays()
 
     def start(self, name: str, grad: Array | None) -> None:
         """Begin to average a gradient; None if it is in its place."""
-        self._made(self._shard).start(name, grad)
+        self._any_shard().start(name, grad)
 
     def average(
         self, pairs: Pairs, given: Mapping[str, Array | Rows], *, skips: bool
@@ -74,7 +74,7 @@ class _Exchange(CrossShardOptimizer):
             None if all ranks have dropped their gradients.
         """
         out: Any = given if self._is_on_device() else None
-        means = self._made(self._shard).reduce(given, out, 0, None, skips=skips)
+        means = self._any_shard().reduce(given, out, None, skips=skips)
         if means is None:
             return None
         return {
@@ -83,11 +83,11 @@ class _Exchange(CrossShardOptimizer):
 
     def fail(self, error: Exception) -> None:
         """Raise an error of this rank on every rank. Collective."""
-        self._made(self._shard).fail(error)
+        self._any_shard().fail(error)
 
     def count(self) -> None:
         """Count an update with the last means."""
-        self._made(self._shard).count()
+        self._any_shard().count()
 
 
 class CrossShard(Adapter):

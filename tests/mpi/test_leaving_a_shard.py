@@ -10,7 +10,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Reduction
-from hpcaccum.optimizers.shard import Shard
+from hpcaccum.optimizers.shard_reducer import ShardReducer
 
 from .acting import meet
 from .training import gives, raised, variable
@@ -107,7 +107,7 @@ def test_gradients_in_the_exchange_s_memory_survive(comm, rank, size, dtype):
 @pytest.mark.ranks(min=2)
 def test_a_mean_that_has_begun_is_made_without_a_rank_that_leaves(comm, rank, size):
     layout = hpc.Layout({"begun": (3,), "late": (2,)}, np.float32)
-    shard = Shard(hpc.Group.of(comm), layout, "shard")
+    shard = ShardReducer(hpc.Group.of(comm), layout, "shard")
     grads = shard.reducer.arrays()
     for grad in grads.values():
         grad[:] = rank
@@ -115,7 +115,7 @@ def test_a_mean_that_has_begun_is_made_without_a_rank_that_leaves(comm, rank, si
         shard.leave()
     else:
         shard.start("begun", None)
-        means = shard.reduce(grads, None, 0, None)
+        means = shard.reduce(grads, None, None)
         assert set(means) == set(grads)
         assert all(np.all(mean == (size - 2) / 2) for mean in means.values())
         shard.count()

@@ -184,12 +184,12 @@ def test_a_snapshot_is_of_one_step_while_others_push(comm, rank, kind, monkeypat
 
     def copied_slowly(*args):
         time.sleep(0.002)
-        return made(*args)
+        return snapshot_of(*args)
 
-    made = center.made
+    snapshot_of = center.snapshot_of
     # Between the copies of the variables and of the slots.
     monkeypatch.setattr(center, "kept_state", slowly)
-    monkeypatch.setattr(center, "made", copied_slowly)
+    monkeypatch.setattr(center, "snapshot_of", copied_slowly)
     own, done = fresh(0.0), threading.Event()
     opt = WRAPPERS[kind](hpc.Momentum(1.0, 1.0), own, comm)
     opt.initialize(own)

@@ -12,7 +12,7 @@ import pytest
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import pieces
 from hpcaccum.optimizers.base import (
-    Exchange,
+    ExchangeKind,
     Optimizer,
     check_inner,
     scaled,
@@ -414,7 +414,7 @@ def test_gates_names_and_exchange():
 
     assert (opt.GATE_NONE, opt.GATE_OP, opt.GATE_GRAPH) == (0, 1, 2)
     assert opt.get_name() == "mine"
-    assert opt.exchange is Exchange.LOCAL
+    assert opt.exchange is ExchangeKind.LOCAL
     assert repr(opt) == "SGD(learning_rate=1.0, name='mine')"
     assert repr(SGD(lambda: 1)) == "SGD(learning_rate='callable', name='SGD')"
 
@@ -897,14 +897,14 @@ def test_bad_options(make):
 
 
 class Collective(Optimizer):
-    exchange = Exchange.COLLECTIVE
+    exchange = ExchangeKind.COLLECTIVE
 
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
         raise NotImplementedError
 
 
 class OneSided(Collective):
-    exchange = Exchange.ONE_SIDED
+    exchange = ExchangeKind.ONE_SIDED
 
 
 def test_which_optimizer_can_hold_which():

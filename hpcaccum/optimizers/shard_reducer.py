@@ -1,4 +1,4 @@
-"""The exchange of gradients in a shard group, whose ranks may leave."""
+"""The reduction of gradients in a shard group, whose ranks may leave."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_wire_dtype(wire_dtype: Any) -> str | None:
     return None if wire_dtype is None else str(float_dtype(wire_dtype))
 
 
-class Shard:
+class ShardReducer:
     """Reduces the gradients of the ranks of a group that have not left. Collective.
 
     A rank that leaves, or whose gradients shall not be used, interrupts a reduction.
@@ -71,6 +71,8 @@ class Shard:
         reducer: That of the ranks that have not left. When this rank has, the last one.
         present: The ranks of the group that have not left.
         step: Number of updates so far.
+        computed: How many gradients this rank has computed, if the user counts them.
+            Ranks that throw away different numbers of them are out of step.
         left: Whether this rank has left.
     """
 
@@ -97,7 +99,7 @@ class Shard:
 
     def begin(self, step: int, tally: Tally | None) -> None:
         """Set the number of earlier updates, and their counts."""
-        self.step, self._earlier = step, tally
+        self.step, self.computed, self._earlier = step, 0, tally
         self._accepted = [0] * self._group.size
         self._nonfinite = [0] * self._group.size
 
@@ -129,7 +131,6 @@ class Shard:
         self,
         grads: Mapping[str, Array | Rows],
         out: Mapping[str, Array] | None,
-        step: int,
         parts: int | None,
         *,
         skips: bool = False,
@@ -139,7 +140,6 @@ class Shard:
         Args:
             grads: By name, also those that were started.
             out: Arrays to which the results are copied, too, by name; or None.
-            step: See `Reducer.reduce`.
             parts: The number by which the gradients have been divided, so that their
                 sum is the mean over so many ranks; 0 for sums. None if the mean is
                 made here.
@@ -155,7 +155,7 @@ class Shard:
         self.check_present()
         rows = {name: each for name, each in grads.items() if isinstance(each, Rows)}
         arrays: Mapping[str, Any] = {**grads, **dict.fromkeys(rows, MARK)}
-        sums = self._reduce_arrays(arrays, out, step, parts, skips)
+        sums = self._reduce_arrays(arrays, out, parts, skips)
         if sums is None or not rows:
             return sums
         divided_by = 1 if parts is None else parts
@@ -165,12 +165,11 @@ class Shard:
         self,
         grads: Mapping[str, Array],
         out: Mapping[str, Array] | None,
-        step: int,
         parts: int | None,
         skips: bool,
     ) -> Mapping[str, Any] | None:
         """Return the results, and set the ranks whose gradients they have."""
-        kind = "MEAN" if parts is None else "SUM"
+        kind, step = "MEAN" if parts is None else "SUM", self.computed
         rest = {name: g for name, g in grads.items() if name not in self._started}
         self._started.clear()
         self._used = self.present
