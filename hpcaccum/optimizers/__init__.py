@@ -1,10 +1,10 @@
 """Optimizers: update rules, and wrappers that exchange gradients between ranks.
 
-`base` is the interface of all, `rules` has SGD, Momentum, Adagrad and Adam. A `wrapper`
-holds another optimizer: `cross_shard` reduces gradients with a `Reducer`, `one_sided`
-is the base of those that use a parameter server, and `center` is what that server has.
-`snapshot` copies and restores variables and their state; `slices` has what gradients of
-some rows need.
+`base` is the interface of all, `rules` has SGD, Momentum, Adagrad and Adam, on the base
+of `update_rule`. A `wrapper` holds another optimizer: `cross_shard` reduces gradients
+with a `Reducer`, `one_sided` is the base of those that use a parameter server, and
+`center` is what that server has. `snapshot` copies and restores variables and their
+state; `slices` has what gradients of some rows need.
 
 Imports `server`, `reducer` and the packages below them.
 """

@@ -14,7 +14,6 @@ import numpy as np
 from hpcaccum.accumulator import Receipt
 from hpcaccum.device import library
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.checks import (
     Array,
@@ -320,41 +319,6 @@ class Optimizer(abc.ABC):
 
     def _state_changed(self, variables: Iterable[Variable]) -> None:  # noqa: B027
         """Note that the state of variables is that of earlier updates now."""
-
-
-def check_inner(inner: Any, outer: Optimizer) -> None:
-    """Raise unless ``outer`` can delegate its updates to ``inner``.
-
-    Raises:
-        TypeError: If ``inner`` is not an optimizer.
-        InvalidArgumentError: If ``inner`` exchanges gradients in a way that ``outer``
-            does not allow.
-    """
-    own = type(outer).__name__
-    if not isinstance(inner, Optimizer):
-        raise TypeError(
-            f"{own}: the inner optimizer must be an Optimizer, got {_kind(inner)}"
-        )
-    if inner.exchange is ExchangeKind.LOCAL:
-        return
-    # A rank that drops a gradient around a collective makes MPI average different
-    # steps, silently.
-    if inner.exchange is not outer.exchange or outer.exchange is ExchangeKind.ONE_SIDED:
-        raise InvalidArgumentError(
-            f"{own}: a {outer.exchange.value} optimizer cannot hold "
-            f"{type(inner).__name__}, which is {inner.exchange.value}; give it a local "
-            f"one such as SGD"
-        )
-
-
-def _kind(inner: Any) -> str:
-    """Return what is given in place of an optimizer, and what helps."""
-    if isinstance(inner, type) and issubclass(inner, Optimizer):
-        return f"the class {inner.__name__}; call it: {inner.__name__}(0.1)"
-    kind = inner if isinstance(inner, type) else type(inner)
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    hint = "; for PyTorch use hpcaccum.torch" * name.startswith("torch.")
-    return f"{'the class ' * (kind is inner)}{name}{hint}"
 
 
 def count_step(global_step: Variable | None) -> None:

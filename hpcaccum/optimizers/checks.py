@@ -258,16 +258,12 @@ def check_global_step(global_step: Any) -> Variable | None:
     if global_step is None:
         return None
     if not isinstance(global_step, Variable):
-        raise TypeError(
-            "global_step must be an integer Variable of shape (), "
-            f"got {type(global_step).__name__}"
-        )
-    if global_step.shape != () or not is_integer(global_step.dtype):
-        raise TypeError(
-            "global_step must be an integer Variable of shape (), "
-            f"got {global_step.dtype} {global_step.shape}"
-        )
-    return global_step
+        found = type(global_step).__name__
+    elif global_step.shape != () or not is_integer(global_step.dtype):
+        found = f"{global_step.dtype} {global_step.shape}"
+    else:
+        return global_step
+    raise TypeError(f"global_step must be an integer Variable of shape (), got {found}")
 
 
 def check_gate(gate_gradients: Any) -> None:

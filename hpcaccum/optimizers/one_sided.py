@@ -16,7 +16,7 @@ from hpcaccum.optimizers.checks import (
     listed,
 )
 from hpcaccum.optimizers.drop_watch import DropWatch
-from hpcaccum.optimizers.flat_rule import flat_rule
+from hpcaccum.optimizers.flat_rule import FlatRule, flat_rule
 from hpcaccum.optimizers.served import ServedOptimizer
 from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spread
 from hpcaccum.optimizers.slices import pushed
@@ -160,21 +160,7 @@ class OneSidedOptimizer(ServedOptimizer):
             warn_of_wider(self.get_name(), variables)
         self._start(variables)
         flat = flat_rule(self.inner)
-        server = self._server = ParameterServer(
-            self._group,
-            self._root,
-            self._values,
-            self._make_inbox,
-            dedicated=self._dedicated,
-            what=self.get_name(),
-            rule=flat,
-            finish=self._pull_all,
-            servers=self._servers
-            or spread(self._root, self._group, self.inner, variables),
-            elementwise=self.inner.elementwise,
-            capacities=capacities(variables, self._share),
-            **self._earlier,
-        )
+        server = self._server = self._make_server(variables, flat)
         center = self._center = Center(self.inner, flat, server, self._values)
         states = server.divide(self._restored)
         self._group.agree(what, lambda: center.prepare(states), lambda _: {})
@@ -183,6 +169,27 @@ class OneSidedOptimizer(ServedOptimizer):
         self._pull()
         # No rank may train before all have the same variables.
         self._group.allgather(None, what)
+
+    def _make_server(
+        self, variables: list[Variable], flat: FlatRule | None
+    ) -> ParameterServer:
+        servers = self._servers
+        if servers is None:
+            servers = spread(self._root, self._group, self.inner, variables)
+        return ParameterServer(
+            self._group,
+            self._root,
+            self._values,
+            self._make_inbox,
+            dedicated=self._dedicated,
+            what=self.get_name(),
+            rule=flat,
+            finish=self._pull_all,
+            servers=servers,
+            elementwise=self.inner.elementwise,
+            capacities=capacities(variables, self._share),
+            **self._earlier,
+        )
 
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
@@ -344,7 +351,7 @@ class OneSidedOptimizer(ServedOptimizer):
         self._check_open()
         what, host = self._call("restore"), self._group.rank == self._root
 
-        def check() -> dict[str, Any]:
+        def check() -> tuple[list[Variable], Mapping[str, Any]]:
             wanted = listed(var_list)
             if wanted is None and self._server is not None:
                 wanted = self._variables
@@ -352,19 +359,18 @@ class OneSidedOptimizer(ServedOptimizer):
             if self._server is not None:
                 self._check_known(variables)
             if not host:
-                return {"variables": variables}
+                return variables, {}
             self._check_snapshot(snapshot, variables)
-            return {"variables": variables, **counts_of(snapshot)}
+            return variables, counts_of(snapshot)
 
-        start = self._group.agree(
-            what, check, lambda start: declared(start["variables"])
+        variables, counts = self._group.agree(
+            what, check, lambda checked: declared(checked[0])
         )
-        variables = start.pop("variables")
         if self._server is not None:
             self._end_server()
         if host:
             set_values(variables, snapshot)
-        self._earlier = self._group.allgather(start, what)[self._root]
+        self._earlier = self._group.allgather(counts, what)[self._root]
         self._restored = snapshot["state"] if host else {}
         try:
             self.initialize(variables)

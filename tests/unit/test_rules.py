@@ -14,13 +14,13 @@ from hpcaccum.optimizers import pieces
 from hpcaccum.optimizers.base import (
     ExchangeKind,
     Optimizer,
-    check_inner,
     scaled,
     set_global_step,
 )
 from hpcaccum.optimizers.checks import check_pairs, check_variables
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
 from hpcaccum.optimizers.variable import Variable
+from hpcaccum.optimizers.wrapper import check_inner
 
 from ..lazy_rules import MAKERS
 
