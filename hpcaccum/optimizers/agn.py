@@ -190,8 +190,8 @@ class AGNOptimizer(OneSidedOptimizer):
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
         variables = [var for _, var in pairs]
-        self._check_registered(variables)
         if self._server is None:
+            self._check_registered(variables)
             self.initialize()
         server = self._training_server()
         self._check_known(variables)

@@ -289,5 +289,5 @@ def test_free_waits_for_the_answer(held, group, host, caller, monkeypatch):
             at(caller, ask)
         for each, (_, error) in enumerate(meet(attempt(calls.free))):
             assert "the answer of the agent of" in str(error)
-            assert f"rank {caller}: calls: waited" in str(error) or each == caller
+            assert f"rank {caller}: waited" in str(error) or each == caller
     everywhere(calls.free)
