@@ -28,7 +28,7 @@ def _first_is_device(arrays: Mapping[str, Any]) -> bool:
     return is_device(next(iter(arrays.values()), None))
 
 
-class DeviceExchange:
+class DeviceCalls:
     """Finishes the calls of a reducer whose inputs or results may be on the device.
 
     The device reads and writes the schedule's memory directly, without another copy in
@@ -78,7 +78,8 @@ class DeviceExchange:
         Returns:
             The names whose copies are complete now, each once.
         """
-        self.prepare(inputs, {})
+        if inputs:
+            self.prepare(inputs, {})
         if not self._made:
             copy_in(inputs, self._schedule.arrays, self._schedule.sent)
             return (name,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.device import Transfer
-from hpcaccum.reducer.device import DeviceExchange
+from hpcaccum.reducer.device import DeviceCalls
 from hpcaccum.reducer.signature import FAILED
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpcaccum.reducer.schedule import Call
 
 
-class DeviceOnlyExchange(DeviceExchange):
+class DeviceOnlyCalls(DeviceCalls):
     """Finishes the calls of a schedule that takes arrays on the device only.
 
     They are packed into one buffer of the dtype of sums, in which the schedule reduces

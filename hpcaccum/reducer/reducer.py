@@ -15,8 +15,8 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group
 from hpcaccum.reducer import selection
 from hpcaccum.reducer.call_sequence import CallSequence
-from hpcaccum.reducer.device import DeviceExchange
-from hpcaccum.reducer.device_only import DeviceOnlyExchange
+from hpcaccum.reducer.device import DeviceCalls
+from hpcaccum.reducer.device_only import DeviceOnlyCalls
 from hpcaccum.reducer.inputs import Inputs
 from hpcaccum.reducer.options import REDUCTIONS, Options
 from hpcaccum.reducer.schedule import Call, Case
@@ -157,18 +157,15 @@ class Reducer(Freeable):
         wait = SpinWait(group, self._calls)
         self._schedule = selection.make(kind, self._case, group, layout, wait)
         self._arrays = self._schedule.arrays
-        self._results = _read_only(self._schedule.results)
-        only = kind.device_only
-        self._inputs = Inputs(
-            self._name,
-            self._arrays,
-            self._schedule.received,
-            kind.name if only else None,
-        )
+        self._results: Mapping[str, Array]
+        self._results = types.MappingProxyType(self._schedule.results)
+        only = kind.name if kind.device_only else None
+        received = self._schedule.received
+        self._inputs = Inputs(self._name, self._arrays, received, only)
         # The set of arrays that were started since the last call.
         self._started = 0
-        exchange = DeviceOnlyExchange if only else DeviceExchange
-        self._device = exchange(layout, self._schedule)
+        calls = DeviceOnlyCalls if kind.device_only else DeviceCalls
+        self._device = calls(layout, self._schedule)
 
     def _set_divisor(self, reduction_type: str | None) -> None:
         if reduction_type is None:
@@ -279,17 +276,7 @@ class Reducer(Freeable):
 
         Arguments, result and errors are those of `reduce`.
         """
-        self._begin()
-        try:
-            targets = _NOTHING
-            if out:
-                targets = self._inputs.targets(out, self._started)
-            step = step_number(step, "step")
-            self._device.prepare(_NOTHING, targets)
-        except Exception as error:
-            self._fail(error)
-        self._set_divisor(None)
-        return self._finish(_NOTHING, 0, targets, step)
+        return self.reduce(_NOTHING, out=out, step=step)
 
     def fail(self, error: Exception) -> NoReturn:
         """Take part in a call only to raise ``error`` on every rank. Collective.
@@ -309,12 +296,11 @@ class Reducer(Freeable):
             note: For the other ranks; not None.
         """
         self._begin()
-        self._exchange(Call(FAILED, _NOTHING, _NOTHING))
-        self._explain(0, 0, None, note)
+        self._fail(None, note)
 
-    def _fail(self, error: Exception) -> NoReturn:
+    def _fail(self, error: Exception | None, note: object = None) -> NoReturn:
         self._exchange(Call(FAILED, _NOTHING, _NOTHING))
-        self._explain(0, 0, error)
+        self._explain(0, 0, error, note)
 
     def _begin(self) -> None:
         self._check_open()
@@ -424,10 +410,3 @@ class Reducer(Freeable):
         self._device.free()
         self._calls.close()
         self._schedule.free(abandoned=any(given_up))
-
-
-def _read_only(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
-    views = {name: array.view() for name, array in arrays.items()}
-    for view in views.values():
-        view.flags.writeable = False
-    return types.MappingProxyType(views)

@@ -114,7 +114,7 @@ class Schedule:
         default_bucket_bytes: Bytes of a bucket, if the user sets none.
         fallback: Name of the schedule to use where this one does not fit.
         arrays: This rank's arrays, of the layout's dtype.
-        results: The reduced arrays, of the dtype of sums.
+        results: The reduced arrays, of the dtype of sums, read-only.
         sent, received: The flat memory of these two.
         window_bytes: Bytes of gradients in this rank's memory.
         result_bytes: Bytes of results in this rank's memory.
@@ -149,7 +149,9 @@ class Schedule:
         layout, wide = plan.layout, accumulation_dtype(plan.layout.dtype)
         self.sent = np.zeros(layout.size, layout.dtype) if sent is None else sent
         self.received = np.zeros(layout.size, wide) if received is None else received
-        self.arrays, self.results = layout.views(self.sent), layout.views(self.received)
+        results = self.received.view()
+        results.flags.writeable = False
+        self.arrays, self.results = layout.views(self.sent), layout.views(results)
         self.window_bytes, self.result_bytes = self.sent.nbytes, self.received.nbytes
         self.buckets, self.divisor = plan.buckets, 1
         self._wait = plan.wait

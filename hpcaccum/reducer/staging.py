@@ -63,7 +63,7 @@ def stages(buckets: list[slice]) -> list[slice]:
     ]
 
 
-class Copies(NamedTuple):
+class StagedCopies(NamedTuple):
     """The arrays of one call that are copied by pieces, as vectors.
 
     Attributes:
@@ -103,13 +103,15 @@ class Staging:
         self._worthwhile = layout.nbytes >= _COARSE * len(layout)
         self._count = len(layout)
 
-    def select(self, inputs: Mapping[str, Array], out: Mapping[str, Array]) -> Copies:
+    def select(
+        self, inputs: Mapping[str, Array], out: Mapping[str, Array]
+    ) -> StagedCopies:
         """Select the arrays of a call that are copied by pieces."""
         if not self._worthwhile:
-            return Copies({}, {}, out)
+            return StagedCopies({}, {}, out)
         targets = self._targets(out)
         rest = {name: array for name, array in out.items() if name not in targets}
-        return Copies(self._sources(inputs, out), targets, rest)
+        return StagedCopies(self._sources(inputs, out), targets, rest)
 
     def _sources(
         self, inputs: Mapping[str, Array], out: Mapping[str, Array]

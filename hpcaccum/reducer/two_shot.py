@@ -17,7 +17,7 @@ from hpcaccum.mpi import AtomicWords, NodeMemory
 from hpcaccum.reducer.quiet import Quiet
 from hpcaccum.reducer.schedule import Schedule
 from hpcaccum.reducer.signature import BITS, agree
-from hpcaccum.reducer.staging import Copies, Staging, copy, copy_in, stages
+from hpcaccum.reducer.staging import StagedCopies, Staging, copy, copy_in, stages
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class TwoShot(Schedule):
 
     def finish(self, call: Call) -> bool:
         """Sum the other buckets, and copy in and out meanwhile."""
-        count, copies = len(self.buckets), Copies({}, {}, call.out)
+        count, copies = len(self.buckets), StagedCopies({}, {}, call.out)
         if self._pipelined:
             copies = self._staging.select(call.inputs, call.out)
         if not copies.inputs:
@@ -93,7 +93,7 @@ class TwoShot(Schedule):
         copy(self.results, copies.rest)
         return agreed
 
-    def _contribute_next(self, number: int, copies: Copies, call: Call) -> None:
+    def _contribute_next(self, number: int, copies: StagedCopies, call: Call) -> None:
         if call.ready is not None:
             call.ready(number)
             self._sum.contribute(number + 1)
@@ -101,7 +101,7 @@ class TwoShot(Schedule):
             self._staging.fill(number, copies.inputs)
             self._sum.contribute(number + 1, staged=True)
 
-    def _copy_out(self, number: int, copies: Copies, call: Call) -> None:
+    def _copy_out(self, number: int, copies: StagedCopies, call: Call) -> None:
         """Copy one bucket of the results, when all ranks have summed their stripes."""
         # All ranks have also read the inputs, so that their stage can be filled again.
         if copies.inputs or copies.out or call.reduced is not None:

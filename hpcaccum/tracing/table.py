@@ -130,7 +130,6 @@ TABLE = (
     Traced(Client, "pull", "pull", lambda _, step: {"step": step}),
     Traced(Reducer, "reduce", "reduce", _call_number),
     Traced(Reducer, "start", "reduce", lambda args, _: {"array": args[1]}),
-    Traced(Reducer, "wait", "reduce", _call_number),
 )
 
 
