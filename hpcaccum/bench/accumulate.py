@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcaccum import ConditionalAccumulator
 from hpcaccum.bench import floors
-from hpcaccum.bench.exchange import Exchange
+from hpcaccum.bench.exchange import RingExchange
 from hpcaccum.bench.measure import Kind, WrongAnswerError, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 from hpcaccum.deadline import Deadline
@@ -80,7 +80,7 @@ class Accumulate:
         self._shared: NodeParts | None = None
         if group.single_node:
             self._shared = NodeParts(group, nbytes, "copy shared")
-        self._exchange = Exchange(group, nbytes)
+        self._exchange = RingExchange(group, nbytes)
         self._step = 0
         self.kinds = [*self._rounds(), *self._applies(), *self._loads()]
 

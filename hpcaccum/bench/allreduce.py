@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcaccum import Layout, Reducer
 from hpcaccum.bench import floors
-from hpcaccum.bench.exchange import Exchange
+from hpcaccum.bench.exchange import RingExchange
 from hpcaccum.bench.measure import Kind, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 
@@ -71,7 +71,7 @@ class Allreduce:
         self._many = make(self._pieces, "auto")
         self._in_place(self._one)
         self._in_place(self._flat)
-        self._exchange = Exchange(group, nbytes)
+        self._exchange = RingExchange(group, nbytes)
         self.kinds = self._kinds(nbytes, n, len(group.nodes))
 
     def _in_place(self, reducer: Reducer) -> None:

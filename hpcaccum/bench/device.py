@@ -28,13 +28,13 @@ import numpy as np
 from hpcaccum import DeviceAccumulator, Layout, Reducer, device
 from hpcaccum.bench.device_case import Contest, DeviceCase, DeviceMemory, check_same
 from hpcaccum.bench.device_kernels import (
-    Arrays,
-    Rows,
-    Sums,
+    ArraysOnDevice,
+    RowsOnDevice,
+    SumsOnDevice,
     elements,
     many_arrays,
 )
-from hpcaccum.bench.device_updates import Updates
+from hpcaccum.bench.device_updates import UpdatesOnDevice
 from hpcaccum.bench.measure import Kind, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 
@@ -144,7 +144,7 @@ def _check_round_161(b: Buffers) -> None:
         check_same(b["taken"][name], array)
 
 
-class Exchange:
+class ExchangeOnDevice:
     """Gradients of the device, reduced over all ranks and back on the device."""
 
     least_ranks: ClassVar[int] = 1
@@ -216,10 +216,10 @@ def _figures(medians: Mapping[str, float]) -> dict[str, float]:
 
 
 DEVICE_BENCHMARKS: dict[str, type[Case]] = {
-    "device sums": Sums,
-    "device arrays": Arrays,
-    "device rows": Rows,
-    "device updates": Updates,
+    "device sums": SumsOnDevice,
+    "device arrays": ArraysOnDevice,
+    "device rows": RowsOnDevice,
+    "device updates": UpdatesOnDevice,
     "device rounds": RoundsOnDevice,
-    "device exchange": Exchange,
+    "device exchange": ExchangeOnDevice,
 }

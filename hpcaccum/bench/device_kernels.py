@@ -25,7 +25,7 @@ _WIDTH = 128
 _CLIP = 1.0
 
 
-class Sums(DeviceCase):
+class SumsOnDevice(DeviceCase):
     """One array added to a sum, and the reductions of the sum."""
 
     memory: ClassVar[DeviceMemory] = DeviceMemory(12)
@@ -105,7 +105,7 @@ def _check_clip(b: Buffers) -> None:
     check_same(b["target"], b["source"] * np.float32(min(1, _CLIP / norm)), 1e-3)
 
 
-class Arrays(DeviceCase):
+class ArraysOnDevice(DeviceCase):
     """Many small arrays, in one launch."""
 
     memory: ClassVar[DeviceMemory] = DeviceMemory(8)
@@ -213,7 +213,7 @@ def _check_unpack(b: Buffers) -> None:
         check_same(out, b["parts"][name])
 
 
-class Rows(DeviceCase):
+class RowsOnDevice(DeviceCase):
     """Rows of a matrix."""
 
     memory: ClassVar[DeviceMemory] = DeviceMemory(14)

@@ -19,7 +19,7 @@ _RATE, _BETA1, _BETA2, _EPSILON = 1e-3, 0.9, 0.999, 1e-8
 _FIRST_RATE = _RATE * math.sqrt(1 - _BETA2) / (1 - _BETA1)
 
 
-class Updates(DeviceCase):
+class UpdatesOnDevice(DeviceCase):
     """One variable, updated once."""
 
     memory: ClassVar[DeviceMemory] = DeviceMemory(12)

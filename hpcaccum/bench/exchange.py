@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
-class Exchange:
+class RingExchange:
     """Every node sends a vector to the next one, and receives one. Collective.
 
     So every link is in use in both directions at once, whether the number of nodes is

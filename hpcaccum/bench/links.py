@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hpcaccum.bench.exchange import Exchange
+from hpcaccum.bench.exchange import RingExchange
 from hpcaccum.bench.interfaces import Interfaces, network
 from hpcaccum.bench.report import number_text
 from hpcaccum.errors import format_ranks
@@ -67,7 +67,7 @@ class Links:
 
     def _probe(self) -> str | None:
         """Count a known number of bytes; return what is wrong."""
-        exchange = Exchange(self._group, _PROBE)
+        exchange = RingExchange(self._group, _PROBE)
         exchange()
         for _ in range(_ATTEMPTS):
             empty = [self.during(lambda: None)[1] for _ in range(_ATTEMPTS)]

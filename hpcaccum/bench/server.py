@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcaccum import DropStaleGradientOptimizer
 from hpcaccum.bench import floors
-from hpcaccum.bench.exchange import Exchange
+from hpcaccum.bench.exchange import RingExchange
 from hpcaccum.bench.measure import Kind, WrongAnswerError, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 from hpcaccum.bench.step import RATE, Optimizing
@@ -64,7 +64,7 @@ class Server:
             group, 0, {"w": self._into}, self._queue, dedicated=False, what="pull old"
         )
         self._cycle = Optimizing(count, lambda rule: _drop_stale(rule, group))
-        self._exchange = Exchange(group, nbytes)
+        self._exchange = RingExchange(group, nbytes)
         self.kinds = [*self._reads(), *self._updates()]
 
     def _queue(self, size: int, dtype: Any, rows: Any) -> BoundedStalenessInbox:

@@ -17,7 +17,7 @@ from hpcaccum import (
     Variable,
 )
 from hpcaccum.bench import floors
-from hpcaccum.bench.exchange import Exchange
+from hpcaccum.bench.exchange import RingExchange
 from hpcaccum.bench.measure import Kind, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 
@@ -79,7 +79,7 @@ class Step:
         self._means: Mapping[str, Array] = {}
         self._rule = SGD(RATE)
         self._others = [Variable(np.zeros_like(v.value), v.name) for v in variables]
-        self._exchange = Exchange(group, nbytes)
+        self._exchange = RingExchange(group, nbytes)
         self.kinds = self._kinds(nbytes, group)
 
     def _kinds(self, nbytes: int, group: Group) -> list[Kind]:

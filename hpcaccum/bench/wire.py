@@ -12,7 +12,7 @@ from hpcaccum import (
     SyncReplicasOptimizer,
 )
 from hpcaccum.bench import floors
-from hpcaccum.bench.exchange import Exchange
+from hpcaccum.bench.exchange import RingExchange
 from hpcaccum.bench.measure import Kind, WrongAnswerError, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 from hpcaccum.bench.report import Column, Columns
@@ -102,7 +102,7 @@ class Wire:
         self._counts: dict[str, list[Array]] = {}
         self._mine = _gradient(group.rank, nbytes // 4)
         self._sum = np.zeros_like(self._mine)
-        self._exchange = Exchange(group, nbytes)
+        self._exchange = RingExchange(group, nbytes)
         count = nbytes // 4
         self._strategies = {
             _BASE: _Mean(group, count, lambda r: CrossShardOptimizer(r, comm=group)),

@@ -47,11 +47,11 @@ def no_average() -> Iterator[None]:
 class Average(optax.GradientTransformation):  # type: ignore[misc]
     """The transformation that `average` returns."""
 
-    _exchange: Exchange
+    _averager: Averager
 
     def free(self) -> None:
         """Wait for the last update, and free the memory of the exchange. Collective."""
-        self._exchange.free()
+        self._averager.free()
 
     def statistics(self) -> Tally:
         """Return how many updates of each rank were part of a mean. Not collective.
@@ -59,7 +59,7 @@ class Average(optax.GradientTransformation):  # type: ignore[misc]
         It waits for the updates that this rank has begun. Those that were dropped are
         in ``nonfinite``.
         """
-        return self._exchange.statistics()
+        return self._averager.statistics()
 
 
 def average(
@@ -103,13 +103,13 @@ def average(
     The first ``update`` raises such errors, too, and DisagreementError. An error of a
     later call is a `jax.errors.JaxRuntimeError` on every rank, whose message has it.
     """
-    exchange = Exchange(Group.of(comm), on_nonfinite, wire_dtype)
-    made = Average(exchange.init, exchange.update)
-    made._exchange = exchange
+    averager = Averager(Group.of(comm), on_nonfinite, wire_dtype)
+    made = Average(averager.init, averager.update)
+    made._averager = averager
     return made
 
 
-class Exchange(Freeable):
+class Averager(Freeable):
     """Averages pytrees of one structure. Collective.
 
     Args:

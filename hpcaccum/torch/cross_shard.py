@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
-class _Exchange(CrossShardOptimizer):
+class _BackwardAveraging(CrossShardOptimizer):
     """Averages gradients before the call that updates the parameters.
 
     On a device, the means replace the gradients.
@@ -147,9 +147,11 @@ class CrossShard(Adapter):
         # Each rank has its own, which is not broadcast.
         return {"state of the optimizer (load it on all ranks)": rule.checksum()}
 
-    def _make(self) -> _Exchange:
+    def _make(self) -> _BackwardAveraging:
         name = type(self).__name__
-        return _Exchange(self._rule, name=name, comm=self._group, **self._options)
+        return _BackwardAveraging(
+            self._rule, name=name, comm=self._group, **self._options
+        )
 
     @in_stream
     def _on_gradient(self, parameter: Any) -> None:

@@ -119,9 +119,9 @@ def test_two_pytrees_in_one_program(comm, rank, size):
 def test_results_are_not_memory_of_the_exchange(average):
     grads = {"w": jnp.ones(64)}
     average.update(grads, average.init(grads))
-    reducer = average._exchange._shard.reducer
+    reducer = average._averager._shard.reducer
 
-    (mean,) = average._exchange._reduce(grads["w"])
+    (mean,) = average._averager._reduce(grads["w"])
 
     for shared in (reducer.results(), reducer.arrays()):
         assert not any(np.shares_memory(mean, array) for array in shared.values())

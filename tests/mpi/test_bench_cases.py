@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator, Group, Reducer, SyncReplicasOptimizer
-from hpcaccum.bench.exchange import Exchange
+from hpcaccum.bench.exchange import RingExchange
 from hpcaccum.bench.measure import Conditions, Measurement, rows
 from hpcaccum.bench.memory import Memory
 from hpcaccum.bench.options import BENCHMARKS, WIRE, case_of
@@ -156,14 +156,14 @@ def test_between_nodes_the_exchange_is_verified(name, comm, rank, size, monkeypa
     case = make(name, comm, size)
     exchanges = [kind for kind in case.kinds if kind.name == "exchange"]
     assert len(exchanges) == (not Group.of(comm).single_node)
-    call = Exchange.__call__
+    call = RingExchange.__call__
 
     def wrong(self):
         call(self)
         self._got[-1:] += 1
 
     if rank == size - 1:
-        monkeypatch.setattr(Exchange, "__call__", wrong)
+        monkeypatch.setattr(RingExchange, "__call__", wrong)
     case.kinds = exchanges
     if exchanges:
         with pytest.raises(RuntimeError, match=r"exchange: 1 of .* elements are wrong"):

@@ -7,7 +7,7 @@ import pytest
 
 from hpcaccum import Group
 from hpcaccum.bench import links
-from hpcaccum.bench.exchange import Exchange
+from hpcaccum.bench.exchange import RingExchange
 from hpcaccum.bench.interfaces import Traffic
 from hpcaccum.bench.links import Links, describe_links
 from hpcaccum.bench.measure import Conditions, Times, WrongAnswerError, rows
@@ -50,14 +50,14 @@ def counted(monkeypatch):
     """Let counters count the bytes of exchanges, times a factor."""
 
     def count(counters, factor=1.0):
-        call = Exchange.__call__
+        call = RingExchange.__call__
 
         def exchange(self):
             call(self)
             counters.sent += int(factor * self._mine.nbytes)
             counters.received += int(factor * self._got.nbytes)
 
-        monkeypatch.setattr(Exchange, "__call__", exchange)
+        monkeypatch.setattr(RingExchange, "__call__", exchange)
 
     return count
 
@@ -129,7 +129,7 @@ def test_an_exchange_brings_the_vector_of_the_node_before(
     ends = np.cumsum(shape)
     group.nodes = [list(range(b - k, b)) for b, k in zip(ends, shape, strict=True)]
     group.node_number = next(n for n, ranks in enumerate(group.nodes) if rank in ranks)
-    exchange = Exchange(group, nbytes)
+    exchange = RingExchange(group, nbytes)
     (kind,) = exchange.kinds
     exchange.forget()
     if exchange._got.size:
@@ -147,7 +147,7 @@ def test_an_exchange_brings_the_vector_of_the_node_before(
 
 def test_on_one_node_nothing_is_exchanged(group, size):
     group.nodes, group.node_number = [list(range(size))], 0
-    exchange = Exchange(group, 4096)
+    exchange = RingExchange(group, 4096)
     exchange()
     exchange.free()
 
