@@ -10,9 +10,10 @@ import numpy as np
 
 from hpcaccum import ConditionalAccumulator
 from hpcaccum.bench import floors
-from hpcaccum.bench.exchange import RingExchange
+from hpcaccum.bench.gradients import NEVER_STALE, gradient
 from hpcaccum.bench.measure import Kind, WrongAnswerError, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.references import RingExchange, plain_copy
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Region
 from hpcaccum.nodes import NodeParts
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# A local step that is never stale, and one that is always stale.
-NEVER_STALE, _STALE = 1 << 30, -1
+# A local step that is always stale.
+_STALE = -1
 # Seconds that a rank computes in the rows with a late rank, and how many times longer
 # the late one computes.
 _COMPUTES, _LATE = 1e-3, 10
@@ -70,8 +71,7 @@ class Accumulate:
     def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
         count = nbytes // 4
         self._group, self._nbytes = group, nbytes
-        self._pattern = np.arange(count, dtype=np.float32) % 64
-        self._grad = self._pattern + np.float32(group.rank)
+        self._pattern, self._grad = gradient(0, count), gradient(group.rank, count)
         self._own, self._mean = np.zeros_like(self._grad), np.zeros_like(self._grad)
         self._spread = (group.size - 1) / 2
         self._accumulator = ConditionalAccumulator("float32", (count,), comm=group)
@@ -107,20 +107,20 @@ class Accumulate:
         return run
 
     def _applies(self) -> list[Kind]:
-        moves = 2 * self._nbytes * self._group.size
-        floor, check = moves if self._shared else 0, self._check_mean
+        n, check = self._group.size, self._check_mean
+        floor = 2 * n * self._nbytes if self._shared else 0
         anywhere, cold, warm = (
             apart(before, self._apply, self._turn)
             for before in (self._no_slot, self._cold_slot, self._warm_slot)
         )
-        put, copy = repeated(self._put), repeated(self._copy)
+        put = repeated(self._put)
         shared = apart(lambda: None, self._copy_shared, self._read_shared)
         kinds = [
             Kind("apply", anywhere, check, raw="Put", moves=floor),
             Kind("Put", put, self._check_put, reference=True, moves=floor),
             Kind("copy shared", shared, check, reference=True, moves=floor),
             *self._exchange.kinds,
-            Kind("copy", copy, reference=True, moves=moves),
+            plain_copy(self._own, self._grad, n),
             Kind("in slot", cold, check, raw="Put", bus=0),
             Kind("in slot warm", warm, check, raw="Put", bus=0),
             Kind("stale", repeated(self._drop), self._check_dropped, bus=0),
@@ -212,9 +212,6 @@ class Accumulate:
 
     def _put(self) -> None:
         self._raw.put(self._group.rank * self._nbytes, self._grad)
-
-    def _copy(self) -> None:
-        np.copyto(self._own, self._grad)
 
     def _part(self, rank: int) -> Array:
         assert self._shared is not None

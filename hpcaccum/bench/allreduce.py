@@ -8,9 +8,10 @@ import numpy as np
 
 from hpcaccum import Layout, Reducer
 from hpcaccum.bench import floors
-from hpcaccum.bench.exchange import RingExchange
+from hpcaccum.bench.gradients import gradient, sum_of_gradients
 from hpcaccum.bench.measure import Kind, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.references import RingExchange, plain_copy
 
 if TYPE_CHECKING:
     from hpcaccum import Group
@@ -49,10 +50,9 @@ class Allreduce:
     def __init__(self, group: Group, nbytes: int, conditions: Conditions) -> None:
         count, n = nbytes // 4, group.size
         self._comm, self._gloo = group.comm, conditions.gloo
-        pattern = np.arange(count, dtype=np.float32) % 64
-        self._mine = pattern + np.float32(group.rank)
-        self._expected = pattern * np.float32(n) + np.float32(n * (n - 1) / 2)
-        self._out = np.zeros_like(pattern)
+        self._mine = gradient(group.rank, count)
+        self._expected = sum_of_gradients(n, count)
+        self._out = np.zeros_like(self._mine)
         self._answer: Array = self._out
 
         def make(arrays: dict[str, Array], schedule: str) -> Reducer:
@@ -102,9 +102,7 @@ class Allreduce:
             Kind(name, run, self._check, reference=True, moves=least, **common)
             for name, run in others.items()
         ]
-        run, moves = repeated(self._refill), 2 * n * nbytes
-        copy = Kind("copy", run, reference=True, moves=moves)
-        return [*kinds, *self._exchange.kinds, copy]
+        return [*kinds, *self._exchange.kinds, plain_copy(self._out, self._mine, n)]
 
     def _reduce(self, reducer: Reducer) -> None:
         self._answer = reducer.reduce()["all"]

@@ -35,6 +35,7 @@ from hpcaccum.bench.device_kernels import (
     many_arrays,
 )
 from hpcaccum.bench.device_updates import UpdatesOnDevice
+from hpcaccum.bench.gradients import NEVER_STALE, gradient, sum_of_gradients
 from hpcaccum.bench.measure import Kind, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 
@@ -44,10 +45,6 @@ if TYPE_CHECKING:
     from hpcaccum import Group
     from hpcaccum.bench.device_case import Buffers
     from hpcaccum.bench.measure import Case, Conditions
-
-
-# A local step that is never stale.
-NEVER_STALE = 1 << 30
 
 
 class RoundsOnDevice(DeviceCase):
@@ -70,11 +67,11 @@ class RoundsOnDevice(DeviceCase):
 
     def spoil(self, buffers: Buffers) -> None:
         """Leave one gradient in each accumulator."""
-        for which, gradient in ("one", "source"), ("many", "arrays"):
+        for which, given in ("one", "source"), ("many", "arrays"):
             accumulator = buffers[which]
             if accumulator.num_accumulated():
                 accumulator.take_grad(1)
-            accumulator.apply_grad(buffers[gradient], NEVER_STALE)
+            accumulator.apply_grad(buffers[given], NEVER_STALE)
         buffers["out"].fill(np.nan)
         buffers["taken"] = {}
 
@@ -152,10 +149,8 @@ class ExchangeOnDevice:
 
     def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
         cupy, count = device.cupy(), nbytes // 4
-        pattern = np.arange(count, dtype=np.float32) % 64
-        mine = pattern + np.float32(group.rank)
-        n = group.size
-        self._expected = cupy.asarray(pattern * n + np.float32(n * (n - 1) / 2))
+        mine = gradient(group.rank, count)
+        self._expected = cupy.asarray(sum_of_gradients(group.size, count))
         self._mine, self._out = cupy.asarray(mine), cupy.empty(count, np.float32)
         layout = Layout({"all": (count,)}, np.float32)
         sums: dict[str, Any] = {"reduction_type": "SUM"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.bench.measure import Kind, check_equal
+from hpcaccum.bench.measure import COPY, Kind, check_equal
 from hpcaccum.bench.memory import Memory
 from hpcaccum.device import kernels
 
@@ -211,7 +211,7 @@ class DeviceCase:
             check_same(self.now["target"], self.now["source"])
 
         moves = 2 * self.nbytes * self.size
-        return Kind("copy", timed(copy), check, reference=True, moves=moves, bus=2)
+        return Kind(COPY, timed(copy), check, reference=True, moves=moves, bus=2)
 
     def _next(self) -> Buffers:
         self.now = next(self._turn)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hpcaccum.bench.exchange import RingExchange
 from hpcaccum.bench.interfaces import Interfaces, network
+from hpcaccum.bench.references import RingExchange
 from hpcaccum.bench.report import number_text
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import MPI

@@ -37,8 +37,8 @@ _MIN_SAMPLES, _AGREEMENT = 10, 0.02
 _LEAST = 3
 # Samples from which the 99th percentile is not simply the maximum.
 _P99_SAMPLES = 100
-# The name of the kind that defines the floor of the network.
-EXCHANGE = "exchange"
+# The names of the kinds that define the floors of memory and of the network.
+COPY, EXCHANGE = "copy", "exchange"
 
 
 class WrongAnswerError(RuntimeError):
@@ -325,7 +325,7 @@ def rows(
     """
     medians = {name: each.median for name, each in times.items()}
     # A copy reads and writes each byte.
-    rate = 2 * nbytes * ranks / medians["copy"] if "copy" in medians else math.inf
+    rate = 2 * nbytes * ranks / medians[COPY] if COPY in medians else math.inf
     wire = nbytes / medians[EXCHANGE] if EXCHANGE in medians else math.inf
     made = []
     for kind in kinds:

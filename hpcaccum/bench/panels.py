@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcaccum.bench.measure import COPY
 from hpcaccum.bench.report import size_text, time_text
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _COLORS = (
 )
 _MARKERS = "osD^vPX*"
 _RAW_COLOR, _COPY_COLOR, FLOOR_COLOR = "0.15", "0.6", "0.88"
-_COPIES = ("copy", "copy shared")
+_COPIES = (COPY, "copy shared")
 _COLUMN, _ROW = 7.2, 4.2
 
 

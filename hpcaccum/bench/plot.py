@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hpcaccum.bench.measure import COPY
 from hpcaccum.bench.panels import (
     FLOOR_COLOR,
     add_legend,
@@ -163,7 +164,7 @@ def _times(axis: Any, rows: Sequence[Row]) -> None:
 def _bandwidths(axis: Any, rows: Sequence[Row]) -> None:
     looks = looks_of(rows)
     for name, curve in _curves(rows, lambda row: row.busbw):
-        if name != "copy":
+        if name != COPY:
             draw_line(axis, name, curve, looks[name])
     axis.set_yscale("log")
     low, high = axis.get_ylim()

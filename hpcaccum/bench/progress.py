@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import ConditionalAccumulator
-from hpcaccum.bench.accumulate import NEVER_STALE
+from hpcaccum.bench.gradients import NEVER_STALE, gradient
 from hpcaccum.bench.measure import Kind, WrongAnswerError, check_equal
 from hpcaccum.bench.memory import Memory
 from hpcaccum.mpi import Region
@@ -48,7 +48,7 @@ class Progress:
     def __init__(self, group: Group, nbytes: int, conditions: Conditions) -> None:
         count = nbytes // 4
         self._group, self._nbytes = group, nbytes
-        self._grad = np.arange(count, dtype=np.float32) % 64
+        self._grad = gradient(0, count)
         self._mean: Array = np.zeros_like(self._grad)
         self._busy = min(_BUSY, conditions.seconds / 2)
         self._matrix = np.ones((_MATRIX, _MATRIX), np.float32)

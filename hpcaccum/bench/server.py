@@ -8,9 +8,10 @@ import numpy as np
 
 from hpcaccum import DropStaleGradientOptimizer
 from hpcaccum.bench import floors
-from hpcaccum.bench.exchange import RingExchange
+from hpcaccum.bench.gradients import ANY_STALENESS
 from hpcaccum.bench.measure import Kind, WrongAnswerError, apart, check_equal, repeated
 from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.references import RingExchange, plain_copy
 from hpcaccum.bench.step import RATE, Optimizing
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Region
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from hpcaccum.bench.measure import Conditions
 
 Array = np.ndarray[Any, Any]
-
-# A staleness bound that no gradient reaches.
-_ALWAYS = 1 << 30
 
 
 class Server:
@@ -93,12 +91,11 @@ class Server:
         if nodes == 1:
             floor = {"moves": 7 * n * self._nbytes}
         run, raw = self._cycle.run, repeated(self._put_get)
-        copy = repeated(lambda: np.copyto(self._into, self._source))
         return [
             Kind("cycle", run, self._check_cycle, raw="Put Get", **floor),
             Kind("Put Get", raw, reference=True),
             *self._exchange.kinds,
-            Kind("copy", copy, reference=True, moves=2 * n * self._nbytes),
+            plain_copy(self._into, self._source, n),
         ]
 
     def _nothing(self) -> None:
@@ -173,4 +170,4 @@ class Server:
 
 
 def _drop_stale(rule: Optimizer, group: Group) -> DropStaleGradientOptimizer:
-    return DropStaleGradientOptimizer(rule, _ALWAYS, comm=group)
+    return DropStaleGradientOptimizer(rule, ANY_STALENESS, comm=group)

@@ -17,9 +17,9 @@ from hpcaccum import (
     Variable,
 )
 from hpcaccum.bench import floors
-from hpcaccum.bench.exchange import RingExchange
-from hpcaccum.bench.measure import Kind, apart, check_equal, repeated
+from hpcaccum.bench.measure import Kind, apart, check_equal
 from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.references import RingExchange, plain_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -91,7 +91,6 @@ class Step:
         common: Any = {"raw": "MPI", "bus": 2 * (n - 1) / n, **floor}
         reduce = apart(self._write, self._reduce, self._update)
         allreduce = apart(self._write_mine, self._allreduce, lambda: None)
-        copy = repeated(lambda: np.copyto(self._out, self._mine))
 
         def ratio(medians: Mapping[str, float]) -> dict[str, float]:
             return {"times the reducer's time": medians["step"] / medians["reducer"]}
@@ -118,7 +117,7 @@ class Step:
                 **{**common, "raw": None},
             ),
             *self._exchange.kinds,
-            Kind("copy", copy, reference=True, moves=2 * n * nbytes),
+            plain_copy(self._out, self._mine, n),
         ]
 
     def _write(self) -> None:

@@ -12,9 +12,10 @@ from hpcaccum import (
     SyncReplicasOptimizer,
 )
 from hpcaccum.bench import floors
-from hpcaccum.bench.exchange import RingExchange
+from hpcaccum.bench.gradients import ANY_STALENESS, gradient, sum_of_gradients
 from hpcaccum.bench.measure import Kind, WrongAnswerError, check_equal, repeated
 from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.references import RingExchange
 from hpcaccum.bench.report import Column, Columns
 from hpcaccum.bench.step import RATE, Optimizing
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# A staleness bound that no gradient reaches.
-_ALWAYS = 1 << 30
 _BASE = "cross-shard"
 # Names of figures.
 OUT, IN, OTHER_OUT, OTHER_IN, LINK, FLOOR, TIME = (
@@ -100,7 +99,7 @@ class Wire:
         self._group, self._nbytes = group, nbytes
         # Of each kind, the bytes of each node in a step, out and in.
         self._counts: dict[str, list[Array]] = {}
-        self._mine = _gradient(group.rank, nbytes // 4)
+        self._mine = gradient(group.rank, nbytes // 4)
         self._sum = np.zeros_like(self._mine)
         self._exchange = RingExchange(group, nbytes)
         count = nbytes // 4
@@ -127,7 +126,7 @@ class Wire:
 
         def make_stale(rule: Optimizer) -> DropStaleGradientOptimizer:
             return DropStaleGradientOptimizer(
-                rule, _ALWAYS, comm=group, servers=servers
+                rule, ANY_STALENESS, comm=group, servers=servers
             )
 
         return {
@@ -195,9 +194,7 @@ class Wire:
         return dict(zip(names, map(float, numbers), strict=True))
 
     def _check_mpi(self) -> None:
-        n = self._group.size
-        total = _gradient(0, self._sum.size) * np.float32(n)
-        check_equal(self._sum, total + np.float32(n * (n - 1) / 2))
+        check_equal(self._sum, sum_of_gradients(self._group.size, self._sum.size))
 
     def forget(self) -> None:
         """Overwrite the results, except those of the optimizers."""
@@ -211,13 +208,6 @@ class Wire:
         self._exchange.free()
 
 
-def _gradient(rank: int, size: int) -> Array:
-    """Return a rank's gradient of a variable: small numbers, whose sums are exact."""
-    pattern: Array = np.arange(size, dtype=np.float32) % 64
-    pattern += rank
-    return pattern
-
-
 class _Mean:
     """Steps of an optimizer that updates with the mean of all gradients."""
 
@@ -226,7 +216,7 @@ class _Mean:
     ) -> None:
         self._group, self._steps = group, 0
         self._optimizing = Optimizing(
-            count, make, gradient=lambda size: _gradient(group.rank, size)
+            count, make, gradient=lambda size: gradient(group.rank, size)
         )
         self._variables = self._optimizing.variables
 
@@ -238,7 +228,7 @@ class _Mean:
         """Compare this rank's variables with those expected after its steps."""
         rate = np.float32(RATE * self._steps)
         for variable in self._variables:
-            mean = _gradient(0, variable.value.size) + (self._group.size - 1) / 2
+            mean = gradient(0, variable.value.size) + (self._group.size - 1) / 2
             check_equal(variable.value, -rate * mean)
 
     def free(self) -> None:
@@ -256,7 +246,7 @@ class _Each(_Mean):
             raise WrongAnswerError(f"{updates} updates after {steps} steps")
         center = self._optimizing.optimizer.center(self._variables)
         for variable, total in zip(self._variables, center, strict=True):
-            pattern = _gradient(0, variable.value.size)
+            pattern = gradient(0, variable.value.size)
             ranks = steps * n * (n - 1) / 2
             check_equal(total, np.float32(-RATE) * (n * steps * pattern + ranks))
             # Whose gradients they contain is open, but it is the same everywhere.

@@ -1,4 +1,4 @@
-"""A plain exchange between nodes, the measure of what the network can do."""
+"""A plain copy and a plain exchange, the measures of memory and of the network."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.bench.measure import EXCHANGE, Kind, check_equal, repeated
+from hpcaccum.bench.measure import COPY, EXCHANGE, Kind, check_equal, repeated
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
     from hpcaccum import Group
 
 Array = np.ndarray[Any, Any]
+
+
+def plain_copy(target: Array, source: Array, ranks: int) -> Kind:
+    """Return the copy by all ranks at once that defines the floor of memory."""
+    run = repeated(lambda: np.copyto(target, source))
+    return Kind(COPY, run, reference=True, moves=2 * ranks * source.nbytes)
 
 
 class RingExchange:
