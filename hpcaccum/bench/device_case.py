@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcaccum import device
 from hpcaccum.bench.measure import COPY, Kind, check_equal
-from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.memory import Memory, first_of, shortage
 from hpcaccum.device import kernels
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 # The buffers used in rotation together are so many times as large as the cache.
 _CACHES, _MOST_TURNS = 3, 32
-# The share of free memory to use; the rest is for CuPy's libraries and other programs.
-_SPARE = 0.9
 
 Buffers = dict[str, Any]
 
@@ -44,15 +42,8 @@ class DeviceMemory(NamedTuple):
         cupy = device.cupy()
         cupy.get_default_memory_pool().free_all_blocks()
         free, _ = cupy.cuda.Device().mem_info
-        problem = None
-        if wanted > _SPARE * free:
-            problem = (
-                f"needs {wanted / 2**30:.1f} GiB of the device, "
-                f"{free / 2**30:.1f} GiB are free"
-            )
-        all_ranks = group.allgather(problem, "device memory")
-        problems = [each for each in all_ranks if each]
-        return problems[0] if problems else self.host.missing(group, nbytes)
+        problem = first_of(group, shortage("the device", wanted, free))
+        return problem or self.host.missing(group, nbytes)
 
 
 def device_facts() -> dict[str, Any]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hpcaccum import Group
 
 _SHM = "/dev/shm"
-# The rest is left to other programs and to MPI itself.
+# The rest is left to other programs and to libraries.
 _SPARE = 0.9
 
 
@@ -39,24 +39,25 @@ class Memory(NamedTuple):
             shared += (self.shared_first + self.shared_all * group.size) * nbytes
         private = self.private * nbytes
         needed = group.node.allgather((shared, private))
-        problem = _problem(*map(sum, zip(*needed, strict=True)))
-        problems = [each for each in group.allgather(problem, "memory") if each]
-        return problems[0] if problems else None
+        shared, private = map(sum, zip(*needed, strict=True))
+        host = MPI.Get_processor_name()
+        # Shared memory is memory, too.
+        problem = shortage(f"{_SHM} on {host}", shared, _free_shared()) or shortage(
+            f"memory on {host}", shared + private, free_memory()
+        )
+        return first_of(group, problem)
 
 
-def _problem(shared: float, private: float) -> str | None:
-    # Shared memory is memory, too.
-    needs = {
-        _SHM: (shared, _free_shared()),
-        "memory": (shared + private, free_memory()),
-    }
-    for where, (wanted, free) in needs.items():
-        if wanted > _SPARE * free:
-            return (
-                f"needs {wanted / 2**30:.1f} GiB of {where} on "
-                f"{MPI.Get_processor_name()}, {free / 2**30:.1f} GiB are free"
-            )
-    return None
+def shortage(where: str, wanted: float, free: float) -> str | None:
+    """Return what is missing if ``wanted`` bytes do not fit, or None."""
+    if wanted <= _SPARE * free:
+        return None
+    return f"needs {wanted / 2**30:.1f} GiB of {where}, {free / 2**30:.1f} GiB are free"
+
+
+def first_of(group: Group, problem: str | None) -> str | None:
+    """Return the problem of the first rank that has one, or None. Collective."""
+    return next(filter(None, group.allgather(problem, "memory")), None)
 
 
 def _free_shared() -> float:

@@ -11,11 +11,21 @@ if TYPE_CHECKING:
 
 
 class Column(NamedTuple):
-    """A column of a table: its title, width, and the value for a row."""
+    """A column of a table: its title, width, and the value for a row.
+
+    Attributes:
+        figure: The name of the figure that is the value; "" if it is none.
+    """
 
     title: str
     width: int
     value: Callable[[Row], float | None]
+    figure: str = ""
+
+
+def figure(title: str, width: int, name: str) -> Column:
+    """Return the column of one of the figures of a row."""
+    return Column(title, width, lambda row: row.figures.get(name), name)
 
 
 class Columns(NamedTuple):
@@ -26,14 +36,17 @@ class Columns(NamedTuple):
         last: The columns after the times.
         above: A line above the last ones, which divides them into groups.
         times: Which times are shown.
-        figures: Names of figures that are in columns.
     """
 
     legend: str
     last: tuple[Column, ...]
     above: str = ""
     times: tuple[str, ...] = ("min", "median", "p99", "max")
-    figures: frozenset[str] = frozenset()
+
+    @property
+    def figures(self) -> set[str]:
+        """Names of figures that are in columns."""
+        return {column.figure for column in self.last} - {""}
 
 
 def _host(limit: str) -> Columns:
@@ -103,7 +116,7 @@ def number_text(number: float | None) -> str:
 def head(benchmark: str, columns: Columns = HOST) -> str:
     """Return the lines above the rows of a benchmark."""
     times = " ".join(f"{each:>{_WIDTHS[each]}}" for each in columns.times)
-    last = " ".join(f"{title:>{width}}" for title, width, _ in columns.last)
+    last = " ".join(f"{column.title:>{column.width}}" for column in columns.last)
     titles = f"{'size':>7} {'':13} {'n':>5} {times} {'':2} "
     above = f"{benchmark:{len(titles)}}{columns.above}".rstrip()
     return f"\n{above}\n{titles}{last}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcaccum.bench.measure import Kind, WrongAnswerError
 from hpcaccum.bench.memory import Memory
-from hpcaccum.bench.report import Column, Columns
+from hpcaccum.bench.report import Columns, figure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,16 +26,11 @@ _COMPARED, _ROUNDING = 3, 1e-4
 EXCHANGE, RATIO = "ms in the exchange", "times less than DDP"
 
 
-def _column(title: str, width: int, figure: str) -> Column:
-    return Column(title, width, lambda row: row.figures.get(figure))
-
-
 COLUMNS = Columns(
     "a step of all ranks; n: samples; exchange: ms more than alone, outside forward,\n"
     "backward and update\n"
     "vs DDP: times less time in the exchange than DistributedDataParallel with gloo",
-    (_column("exchange", 8, EXCHANGE), _column("vs DDP", 6, RATIO)),
-    figures=frozenset((EXCHANGE, RATIO)),
+    (figure("exchange", 8, EXCHANGE), figure("vs DDP", 6, RATIO)),
 )
 
 

@@ -16,7 +16,7 @@ from hpcaccum.bench.gradients import ANY_STALENESS, gradient, sum_of_gradients
 from hpcaccum.bench.measure import Kind, WrongAnswerError, check_equal, repeated
 from hpcaccum.bench.memory import Memory
 from hpcaccum.bench.references import RingExchange
-from hpcaccum.bench.report import Column, Columns
+from hpcaccum.bench.report import Columns, figure
 from hpcaccum.bench.step import RATE, Optimizing
 
 if TYPE_CHECKING:
@@ -39,27 +39,21 @@ OUT, IN, OTHER_OUT, OTHER_IN, LINK, FLOOR, TIME = (
     f"times the time of {_BASE}",
 )
 
-
-def _column(title: str, width: int, figure: str) -> Column:
-    return Column(title, width, lambda row: row.figures.get(figure))
-
-
 COLUMNS = Columns(
     "a step of all ranks; n: samples; bytes in units of the gradient, at the links:\n"
     "host's node, most of another, most of all; need: must cross one\n"
     "time: over that of cross-shard",
     (
-        _column("out", 4, OUT),
-        _column("in", 4, IN),
-        _column("out", 4, OTHER_OUT),
-        _column("in", 4, OTHER_IN),
-        _column("most", 4, LINK),
-        _column("need", 4, FLOOR),
-        _column("time", 4, TIME),
+        figure("out", 4, OUT),
+        figure("in", 4, IN),
+        figure("out", 4, OTHER_OUT),
+        figure("in", 4, OTHER_IN),
+        figure("most", 4, LINK),
+        figure("need", 4, FLOOR),
+        figure("time", 4, TIME),
     ),
     above="    host    another",
     times=("min", "median"),
-    figures=frozenset((OUT, IN, OTHER_OUT, OTHER_IN, LINK, FLOOR, TIME)),
 )
 
 
