@@ -82,7 +82,9 @@ def describe(facts: dict[str, Any]) -> str:
     ranks, hosts = facts["ranks"], list(facts["hosts"])
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     if facts["nodes"] > 1:
-        where += f", at most {facts['ranks_per_node']} on one of {facts['nodes']} nodes"
+        where += (
+            f", at most {facts['ranks_per_node']} on each of {facts['nodes']} nodes"
+        )
     return (
         f"{ranks} rank{'' if ranks == 1 else 's'} on {where}; "
         f"{facts['mpi']} {facts['mpi_version']}\n"

@@ -36,6 +36,7 @@ _ONE_NODE = (
     "all ranks are on one node, and nothing crosses a wire: use hpcaccum bench step or "
     "hpcaccum bench server, or start ranks on several nodes"
 )
+_ROWS = "hpcaccum bench NAME --help: what the rows are"
 
 
 def needs_mpi(args: argparse.Namespace) -> bool:
@@ -129,7 +130,7 @@ class Bench:
         if links:
             self._facts["links"] = describe_links(links)
             title += f"\n{self._facts['links']}"
-        self._print(f"{title}\n{self._columns.legend}")
+        self._print(f"{title}\n{self._columns.legend}\n{_ROWS}")
         gloo = Gloo(group) if options.gloo else None
         conditions = Conditions(options.seconds, gloo, links)
         measured = [

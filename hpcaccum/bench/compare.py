@@ -39,7 +39,7 @@ _TITLES = (
     f"reference"
 )
 _ABOUT = """\
-time: new over old; ratio: the same, relative to the reference of the same run
+time: new over old; ratio: relative to the reference's; above 1 is slower
 noise: how much the ratio may vary, from the quartiles of the times"""
 
 

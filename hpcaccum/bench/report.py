@@ -52,8 +52,8 @@ class Columns(NamedTuple):
 def _host(limit: str) -> Columns:
     return Columns(
         "one operation, over all ranks and repeats; n: samples; p99: from 100 samples "
-        "on\nGB/s of the median, as in nccl-tests; vs MPI: times faster than MPI's own "
-        f"call\nfloor: times slower than {limit} allows",
+        "on\nalgbw, busbw: GB/s as in nccl-tests; vs MPI: times faster than MPI's own "
+        f"call\nfloor: times slower than {limit} allows; these four are of the median",
         (
             Column("algbw", 5, lambda row: row.algbw),
             Column("busbw", 5, lambda row: row.busbw),
@@ -68,7 +68,7 @@ HOST = _host("memory")
 BETWEEN_NODES = _host("a link")
 DEVICE = Columns(
     "one operation; n: samples; p99: from 100 samples on\n"
-    "GB/s of the median, and of all bytes that must move\n"
+    "GB/s: the size over the median; moved: the same of all bytes that must move\n"
     "vsCuPy: times faster than plain CuPy; copy: fraction of the rate of a plain copy",
     (
         Column("GB/s", 5, lambda row: row.algbw),

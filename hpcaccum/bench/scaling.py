@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 _TRAINING = "training"
 _ABOUT = """\
-efficiency: 1 is perfect. Of a benchmark, the time on the fewest ranks over the time
-here: every rank brings as many bytes as before. Of a training, the samples per second
-of a rank over those on the fewest ranks."""
+efficiency: 1 is perfect. Of a benchmark: the time on the fewest ranks over the
+time here, as every rank contributes as many bytes. Of a training: the samples
+per second of a rank over those on the fewest ranks."""
 
 
 class Size(NamedTuple):

@@ -134,7 +134,7 @@ class Soak:
         )
         self._say(f"{parts}\nall counts and sums of {episodes} episodes are exact")
         if episodes <= _WARM:
-            self._say(f"less than {_WARM + 1} episodes: growth is not judged")
+            self._say(f"fewer than {_WARM + 1} episodes: growth is not judged")
             return 0
         grown = [_growth(*pair) for pair in zip(before, last, strict=True)]
         rank = max(range(len(grown)), key=lambda rank: grown[rank])

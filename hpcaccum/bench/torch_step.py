@@ -25,10 +25,9 @@ _COMPARED, _ROUNDING = 3, 1e-4
 # Milliseconds, and the ratio to them of DDP.
 EXCHANGE, RATIO = "ms in the exchange", "times less than DDP"
 
-
 COLUMNS = Columns(
-    "a step of all ranks; n: samples; exchange: ms more than alone, outside forward,\n"
-    "backward and update\n"
+    "a step of all ranks; n: samples\n"
+    "exchange: how many ms longer than a step of a rank alone\n"
     "vs DDP: times less time in the exchange than DistributedDataParallel with gloo",
     (figure("exchange", 8, EXCHANGE), figure("vs DDP", 6, RATIO)),
 )

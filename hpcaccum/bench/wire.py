@@ -40,9 +40,9 @@ OUT, IN, OTHER_OUT, OTHER_IN, LINK, FLOOR, TIME = (
 )
 
 COLUMNS = Columns(
-    "a step of all ranks; n: samples; bytes in units of the gradient, at the links:\n"
-    "host's node, most of another, most of all; need: must cross one\n"
-    "time: over that of cross-shard",
+    "a step of all ranks; n: samples; bytes at the links, in units of the gradient:\n"
+    "host: out of and into the host's node; another: the most of any other node\n"
+    "most: the most of all; need: must cross one; time: over that of cross-shard",
     (
         figure("out", 4, OUT),
         figure("in", 4, IN),
