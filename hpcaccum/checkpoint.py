@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
 from hpcaccum.arguments import fitting, positive_count
 from hpcaccum.device import copyto, is_device, to_host
+from hpcaccum.dtypes import BFLOAT16
 from hpcaccum.errors import CheckpointError, InvalidArgumentError
 from hpcaccum.save_owner import check, unfinished
 
@@ -39,8 +39,7 @@ _FORMAT = "hpcaccum checkpoint 1"
 _ARRAY = "array of hpcaccum"
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)" + re.escape(_SUFFIX))
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_DTYPES = {_BFLOAT16, *map(np.dtype, "?bBhHiIlLefd")}
+_DTYPES = {BFLOAT16, *map(np.dtype, "?bBhHiIlLefd")}
 
 
 def save(

@@ -10,13 +10,13 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 import hpcaccum as hpc
 from hpcaccum.device import cupy
+from hpcaccum.dtypes import HALVES
 from hpcaccum.errors import DeviceUnavailableError
 from hpcaccum.free_memory import free_memory
 from hpcaccum.mpi import MPI, AtomicWords, cuda_awareness
@@ -121,7 +121,7 @@ def sums_of_writers(group: Group) -> Finding:
 def sums_of_all(group: Group) -> Finding:
     """Averages over all ranks, in single and half precision."""
     wrong = []
-    for dtype in (np.dtype(np.float32), np.dtype(np.float16), _BFLOAT16):
+    for dtype in (np.dtype(np.float32), *HALVES):
         with hpc.Reducer(hpc.Layout({"x": (100_003,)}, dtype), group) as reducer:
             reducer.arrays()["x"][...] = group.rank
             mean = np.asarray(reducer.reduce()["x"], np.float64)
@@ -303,8 +303,6 @@ def _first_line(error: BaseException) -> str:
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return text.partition(";")[0].partition(": pip")[0]
 
-
-_BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 PROBES: dict[str, Callable[[Group], Finding]] = {
     "launch": find_each_other,
