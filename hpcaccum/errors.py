@@ -1,4 +1,4 @@
-"""The error types of the package, and the format of ranks in messages.
+"""The error types of the package, and the format of ranks and numbers in messages.
 
 Each type is also the builtin type that fits best, so that callers may catch that.
 """
@@ -57,3 +57,8 @@ def format_ranks(ranks: Iterable[int]) -> str:
     names = ", ".join("-".join(map(str, run)) for run in runs)
     single = len(runs) == 1 and len(runs[0]) == 1
     return f"rank{'' if single else 's'} {names or 'none'}"
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number of things as text: ``1 rank``, ``2 ranks``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

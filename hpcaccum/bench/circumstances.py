@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import hpcaccum
+from hpcaccum.errors import counted
 from hpcaccum.mpi import MPI
 from hpcaccum.processor import processor_name
 
@@ -79,14 +80,14 @@ def describe(facts: dict[str, Any]) -> str:
 
     A third line warns if ranks wait for a core.
     """
-    ranks, hosts = facts["ranks"], list(facts["hosts"])
+    hosts = list(facts["hosts"])
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     if facts["nodes"] > 1:
         where += (
             f", at most {facts['ranks_per_node']} on each of {facts['nodes']} nodes"
         )
     return (
-        f"{ranks} rank{'' if ranks == 1 else 's'} on {where}; "
+        f"{counted(facts['ranks'], 'rank')} on {where}; "
         f"{facts['mpi']} {facts['mpi_version']}\n"
         f"{facts['cpu']}, {facts['cores']} cores; hpcaccum {facts['hpcaccum']}"
         f"{' ' + facts['commit'] if facts['commit'] else ''}"
@@ -97,7 +98,7 @@ def describe(facts: dict[str, Any]) -> str:
 def _warning(crowd: dict[str, Any] | None) -> str:
     if crowd is None:
         return ""
-    cores = f"{crowd['cores']} core{'' if crowd['cores'] == 1 else 's'}"
+    cores = counted(crowd["cores"], "core")
     return (
         f"\nwarning: {crowd['ranks']} ranks share {cores} of {crowd['host']}: the "
         "times include waits for a core"

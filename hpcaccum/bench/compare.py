@@ -15,6 +15,7 @@ import numpy as np
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.report import number_text, size_text, time_text
 from hpcaccum.bench.row_files import read
+from hpcaccum.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -149,7 +150,7 @@ def _differences(before: Rows, after: Rows, common: list[Key]) -> Iterator[str]:
 
 def _alone(here: Rows, there: Rows, path: Path) -> Iterator[str]:
     if missing := len(here.keys() - there.keys()):
-        yield f"only in {path}: {missing} row{'' if missing == 1 else 's'}"
+        yield f"only in {path}: {counted(missing, 'row')}"
 
 
 def _show(
@@ -161,8 +162,8 @@ def _show(
         print(note)
     slower = sum(change.verdict(tolerance) == "slower" for change in changes)
     print(
-        f"{len(changes)} rows compared, {slower} slower by more than {tolerance:.0%} "
-        "and the noise"
+        f"{counted(len(changes), 'row')} compared, {slower} slower by more than "
+        f"{tolerance:.0%} and the noise"
     )
     if plot:
         from hpcaccum.bench.plot import draw_changes

@@ -22,6 +22,7 @@ import numpy as np
 
 import hpcaccum as hpc
 from hpcaccum.bench.measure import WrongAnswerError
+from hpcaccum.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +87,8 @@ class Soak:
         begun, shown = time.monotonic(), 0.5
         first, episode, now = Use.now(), 0, 0.0
         self._say(
-            f"soak: {self._group.size} ranks, {self._seconds:g} s, seed {self._seed}\n"
+            f"soak: {counted(self._group.size, 'rank')}, {self._seconds:g} s, "
+            f"seed {self._seed}\n"
             f"{'seconds':>9} {'episodes':>9} {'operations':>11} {'MiB':>7} "
             f"{'files':>6} {'threads':>8}"
         )

@@ -17,7 +17,7 @@ import numpy as np
 import hpcaccum as hpc
 from hpcaccum.device import cupy
 from hpcaccum.dtypes import HALVES
-from hpcaccum.errors import DeviceUnavailableError
+from hpcaccum.errors import DeviceUnavailableError, counted
 from hpcaccum.free_memory import free_memory
 from hpcaccum.mpi import MPI, AtomicWords, cuda_awareness
 
@@ -55,8 +55,7 @@ class Finding(NamedTuple):
 def find_each_other(group: Group) -> Finding:
     """Ranks that are started together and find each other."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS"))
-    nodes = len(group.nodes)
-    where = f"{group.size} ranks on {nodes} node{'s' * (nodes != 1)}"
+    where = f"{group.size} ranks on {counted(len(group.nodes), 'node')}"
     if group.size == 1:
         return Finding(NOTE, "only one rank, so nothing between ranks is tried")
     if tasks is not None and int(tasks) != group.size:
@@ -258,7 +257,7 @@ def cores(group: Group) -> Finding:
     wanted = int(threads) if threads and threads.isdigit() else len(mine)
     facts = group.allgather((shared, len(on_node), usable, wanted), "cores")
     shared, ranks, usable, wanted = max(facts)
-    where = f"{ranks} rank{'s' * (ranks != 1)} on {usable} core{'s' * (usable != 1)}"
+    where = f"{counted(ranks, 'rank')} on {counted(usable, 'core')}"
     if shared:
         return Finding(
             NOTE, f"{where}: ranks wait for each other's cores", "fewer ranks"
