@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcaccum import Group, InvalidArgumentError
+from hpcaccum.errors import counted
 from hpcaccum.train.data import load
 from hpcaccum.train.recording import arithmetic, combined, data_digest, read
 from hpcaccum.train.replay import DifferenceError, Replay
@@ -94,7 +95,7 @@ def _replay(recording: Recording, data: Dataset, updates: int) -> None:
     except DifferenceError as error:
         raise SystemExit(f"the replay differs: {error}") from None
     same = "variables and slots are" if updates == total else "all losses so far are"
-    ranks = f"{recording.ranks} rank{'' if recording.ranks == 1 else 's'}"
+    ranks = counted(recording.ranks, "rank")
     print(
         f"{recording.strategy} on {ranks}: repeated {updates} of {total} updates; "
         f"{same} the same, bit for bit\n{_describe(replay.center, data)}"

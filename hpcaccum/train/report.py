@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from hpcaccum.errors import counted
 from hpcaccum.train import terminal
 from hpcaccum.train.records import LAG_NAMES
 
@@ -69,18 +70,14 @@ def describe(facts: dict[str, Any], options: Options) -> str:
     widths = "-".join(map(str, (data["features"], *options.hidden, data["classes"])))
     delays = ", ".join(f"rank {r} +{ms:g} ms" for r, ms in options.straggler.items())
     return (
-        f"{_count(facts['ranks'], 'rank')} on {where}, {facts['mpi']}"
+        f"{counted(facts['ranks'], 'rank')} on {where}, {facts['mpi']}"
         f"{', ' + facts['device'] if facts['device'] else ''}"
         f"{'; delay of each gradient: ' + delays if delays else ''}\n"
         f"{data['name']}: {data['train']} samples to train, {data['test']} to test; "
         f"network {widths}\n"
         f"{options.optimizer} {options.rate:g}, batches of {options.batch}, "
-        f"{_count(options.epochs, 'epoch')}, seed {options.seed}"
+        f"{counted(options.epochs, 'epoch')}, seed {options.seed}"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def saved(result: Result, options: Options) -> str:
