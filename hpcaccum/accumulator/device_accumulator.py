@@ -12,7 +12,7 @@ import numpy as np
 from hpcaccum import device
 from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
 from hpcaccum.accumulator.shapes import declared_shape, is_fixed, known
-from hpcaccum.arguments import one_of, step_number
+from hpcaccum.arguments import REDUCTIONS, one_of, step_number
 from hpcaccum.device import PointerTable, check_device_array, kernels
 from hpcaccum.dtypes import FLOATS, accumulation_dtype, float_dtype
 from hpcaccum.errors import InvalidArgumentError
@@ -70,7 +70,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
         self._dtype = float_dtype(dtype)
         self._named = isinstance(shape, Mapping)
         shapes = dict(shape) if self._named else {_ONLY: shape}
-        one_of("reduction_type", reduction_type, ("MEAN", "SUM"))
+        one_of("reduction_type", reduction_type, REDUCTIONS)
         self._mean = reduction_type == "MEAN"
         self._clip = _positive(clip_norm)
         wide = accumulation_dtype(self._dtype)

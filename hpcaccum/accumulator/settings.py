@@ -16,12 +16,11 @@ from hpcaccum.accumulator.shapes import (
     size_of,
 )
 from hpcaccum.accumulator.storage import Slots, Sums
-from hpcaccum.arguments import one_of, positive_count, rank_number
+from hpcaccum.arguments import REDUCTIONS, one_of, positive_count, rank_number
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.row_buffers import RowPlace
 
-REDUCTIONS = ("MEAN", "SUM")
 STORAGES = ("auto", Slots.name, Sums.name)
 
 

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.arguments import bucket_size, one_of, wire_format
+from hpcaccum.arguments import REDUCTIONS, bucket_size, one_of, wire_format
 from hpcaccum.layout import Layout
 from hpcaccum.reducer import selection
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-REDUCTIONS = ("MEAN", "SUM")
 # So many arrays are compared one by one, for messages that name one; all of them by a
 # hash, as each rank gets the facts of every other.
 _NAMED = 16

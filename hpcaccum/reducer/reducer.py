@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from hpcaccum.arguments import converted, one_of, step_number
+from hpcaccum.arguments import REDUCTIONS, converted, one_of, step_number
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group
@@ -18,7 +18,7 @@ from hpcaccum.reducer.call_sequence import CallSequence
 from hpcaccum.reducer.device import DeviceCalls
 from hpcaccum.reducer.device_only import DeviceOnlyCalls
 from hpcaccum.reducer.inputs import Inputs
-from hpcaccum.reducer.options import REDUCTIONS, Options
+from hpcaccum.reducer.options import Options
 from hpcaccum.reducer.schedule import Call, Case
 from hpcaccum.reducer.signature import FAILED, explain, signature
 from hpcaccum.reducer.spin_wait import SpinWait
