@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from hpcaccum.errors import FreedError, InvalidArgumentError
-from hpcaccum.mpi import Group
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import Freeable, Group
 from hpcaccum.torch.buffers import Buffers
 from hpcaccum.torch.gradients import Gradients
 from hpcaccum.torch.rows import check_capacity, check_needs, names_of
@@ -26,10 +26,8 @@ from hpcaccum.torch.tensors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from types import TracebackType
 
     from mpi4py import MPI as mpi4py_MPI
-    from typing_extensions import Self
 
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.optimizers import Variable
@@ -50,7 +48,7 @@ def in_stream(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
     return call
 
 
-class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
+class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     """Takes the place of a torch optimizer in a training loop. Collective.
 
     It has the parameter groups of that optimizer, so a scheduler may be given either.
@@ -324,20 +322,5 @@ class Adapter(torch.optim.Optimizer):  # type: ignore[misc]
         """Whether it was freed."""
         return self._exchange.freed  # type: ignore[no-any-return]
 
-    def _check_open(self) -> None:
-        if self.freed:
-            raise FreedError(f"{self._what} was freed")
-
-    def __enter__(self) -> Self:
-        """Return the object itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Free it. After an exception leave it open: other ranks may not free it."""
-        if kind is None:
-            self.free()
+    def _describe(self) -> str:
+        return self._what

@@ -86,7 +86,7 @@ class TorchRule(Optimizer):
             for number, group in enumerate(optimizer.param_groups)
             if not rows.isdisjoint(group["params"])
         ]
-        self._own = _Target(optimizer, parameters)
+        self._original = _Target(optimizer, parameters)
         # The variables are in this memory.
         self._memory = {name: each.detach() for name, each in parameters.items()}
         self._arrays = {var.name: var.value for var in self.own}
@@ -98,7 +98,7 @@ class TorchRule(Optimizer):
 
     def __repr__(self) -> str:
         """Show the options: the same text on ranks with the same options."""
-        groups = [_options(group) for group in self._own.optimizer.param_groups]
+        groups = [_options(group) for group in self._original.optimizer.param_groups]
         return f"{self.get_name()}({', '.join(map(repr, groups))})"
 
     def reclaim(self) -> None:
@@ -130,13 +130,13 @@ class TorchRule(Optimizer):
 
     def _target(self, variables: Sequence[Variable]) -> _Target:
         if self._center is None or self._has(variables):
-            return self._own
+            return self._original
         return self._center
 
     def _copy_for(self, variables: Iterable[Variable]) -> _Target:
         """Return a copy of the optimizer for these variables, of a center or a part."""
         tensors = {var.name: tensor_of(var.value) for var in variables}
-        return _Target(_copied(self._own, tensors), tensors)
+        return _Target(_copied(self._original, tensors), tensors)
 
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
@@ -153,10 +153,10 @@ class TorchRule(Optimizer):
             InvalidArgumentError: If an option was set with which it would change more
                 than the rows of sparse gradients; nothing is changed.
         """
-        self.check_options(self._own.optimizer.param_groups)
+        self.check_options(self._original.optimizer.param_groups)
         pairs = list(grads_and_vars)
         target = self._target([var for _, var in pairs])
-        if target is self._own:
+        if target is self._original:
             target.optimizer.step()
             return
         if not self._are_sent and (changed := self._changed_options()) is not None:
@@ -169,15 +169,15 @@ class TorchRule(Optimizer):
             tensor.grad = None
 
     def _prepared(self, rate: float | None, pairs: Any) -> Callable[[], object]:
-        self.check_options(self._own.optimizer.param_groups)
+        self.check_options(self._original.optimizer.param_groups)
         return super()._prepared(rate, pairs)
 
     def _needs_for_rows(self) -> str | None:
-        return self._needs(self._own.optimizer.param_groups)
+        return self._needs(self._original.optimizer.param_groups)
 
     def _needs(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
         found = [groups[number] for number in self._row_groups]
-        return needs_for_rows(self._own.optimizer, found) if found else None
+        return needs_for_rows(self._original.optimizer, found) if found else None
 
     def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless the optimizer, with these options, changes only rows.
@@ -196,7 +196,7 @@ class TorchRule(Optimizer):
         """Return what has changed in each parameter group; None if nothing has."""
         changed = []
         for group, copied in zip(
-            self._own.optimizer.param_groups, self._copied, strict=True
+            self._original.optimizer.param_groups, self._copied, strict=True
         ):
             # Only these: some optimizers keep state among the options.
             found = {
@@ -219,7 +219,7 @@ class TorchRule(Optimizer):
     def checksum(self) -> str:
         """Return text that is the same for the same state of the own parameters."""
         total = hashlib.blake2b(digest_size=8)
-        state = self._own.optimizer.state
+        state = self._original.optimizer.state
         for name, parameter in self.parameters.items():
             for part, value in sorted(state.get(parameter, {}).items()):
                 total.update(f"{name} {part} ".encode())
@@ -244,11 +244,6 @@ class TorchRule(Optimizer):
         state: dict[str, Any] = target.optimizer.state.get(target.tensors[var.name], {})
         return state
 
-    def _restore_state(
-        self, variables: Sequence[Variable], states: Mapping[str, Parts]
-    ) -> None:
-        self.set_state(variables, states)
-
     def set_state(
         self, variables: Sequence[Variable], states: Mapping[str, Parts]
     ) -> None:
@@ -264,15 +259,16 @@ class TorchRule(Optimizer):
                     for part, value in parts.items()
                 }
 
+    _restore_state = set_state
 
-def _copied(own: _Target, tensors: Mapping[str, Any]) -> Any:
+
+def _copied(original: _Target, tensors: Mapping[str, Any]) -> Any:
     """Return a copy of an optimizer for tensors, by the names of its parameters.
 
     It has the groups of all parameters, but only these tensors and their state.
     """
-    optimizer, copies = own.optimizer, {}
-    for name, tensor in tensors.items():
-        copies[own.tensors[name]] = tensor
+    optimizer = original.optimizer
+    copies = {original.tensors[name]: tensor for name, tensor in tensors.items()}
     memo: dict[int, Any] = {id(parameter): copies[parameter] for parameter in copies}
     state: dict[Any, Any] = collections.defaultdict(dict)
     for parameter, tensor in copies.items():
