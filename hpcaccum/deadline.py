@@ -2,8 +2,7 @@
 
 A public call makes one `Deadline` and hands it down. Everything that waits for
 others calls `Deadline.wait` (to poll), `Deadline.block` (for a call that blocks) or
-`Deadline.join`. So each wait has a limit and warnings, and its time can be observed
-(`observe_waits`).
+`Deadline.join`. So each wait has a limit and warnings, and a trace can show it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    Observer = Callable[[str, float], None]
 
 logger = logging.getLogger("hpcaccum")
 
@@ -46,22 +43,8 @@ _PART, _SHORT_NAP = 1 / 16, 200e-6
 # long.
 _SMALL_PART, _LONGEST_NAP = 1 / 100, 5e-3
 
-_observer: Observer | None = None
 # Of threads that wait, by identifier: their deadlines.
 _waits: dict[int, Deadline] = {}
-
-
-def observe_waits(observer: Observer | None) -> Observer | None:
-    """Set the function that each wait is reported to; return the previous one.
-
-    Args:
-        observer: Called with the call that waited and the seconds, at the end of each
-            wait that was not over at the first look, also if it failed. It must not
-            raise, and threads may call it at the same time. None reports nothing.
-    """
-    global _observer
-    previous, _observer = _observer, observer
-    return previous
 
 
 def current_wait(thread: int | None) -> Deadline | None:
@@ -153,7 +136,7 @@ class Deadline:
                     return result
             return self._poll(ready, missing, check)
         finally:
-            self._report(begun)
+            self._end(begun)
 
     def _poll(
         self,
@@ -203,7 +186,7 @@ class Deadline:
                 result = attempt(self._until_next_warning())
             return result
         finally:
-            self._report(begun)
+            self._end(begun)
 
     @staticmethod
     def try_acquire(lock: Any, held: list[bool], seconds: float = 0.0) -> bool | None:
@@ -258,14 +241,11 @@ class Deadline:
         _waits[threading.get_ident()] = self
         return time.monotonic()
 
-    def _report(self, begun: float) -> None:
+    def _end(self, begun: float) -> None:
         # A wait in another one has removed it already. To restore the outer one would
         # restore what an interrupted wait has left there, too.
         _waits.pop(threading.get_ident(), None)
-        seconds = time.monotonic() - begun
-        self.waited += seconds
-        if _observer is not None:
-            _observer(str(self.what), seconds)
+        self.waited += time.monotonic() - begun
 
 
 def _seconds(timeout: float | None) -> float:

@@ -11,7 +11,8 @@ import weakref
 import pytest
 
 from hpcaccum import Group, Layout, Reducer, WaitTimeoutError
-from hpcaccum.deadline import observe_waits
+from hpcaccum.tracing.recorder import Recorder
+from hpcaccum.tracing.table import installed
 
 from .expiring import times_out_without
 from .reducing import (
@@ -114,19 +115,17 @@ def test_inputs_of_a_call_that_was_given_up_are_not_in_later_sums(
 
 @ALL
 @pytest.mark.ranks(min=2)
-def test_every_wait_is_reported_with_its_call(maker, rank, size):
+def test_every_wait_is_in_a_trace_with_its_call(maker, rank, size):
     reducer, calls = maker(SHAPES), itertools.count(1)
 
     def waits_for_rank_0(seconds):
-        reports, call = [], f"reducer: reduction {next(calls)}"
+        recorder, call = Recorder(), f"reducer: reduction {next(calls)}"
         meet()
-        previous = observe_waits(lambda *report: reports.append(report))
-        try:
+        with installed(recorder):
             time.sleep(seconds * (rank == 0))
             reducer.reduce(ONES)
-        finally:
-            observe_waits(previous)
-        waited = sum(seconds for what, seconds in reports if what == call)
+        waits = [e for e in recorder.rows()[""] if e.label.name == "wait"]
+        waited = sum(e.end - e.begin for e in waits if e.args["call"] == call)
         return rank == 0 or seconds / 2 < waited <= reducer.waited
 
     assert for_some_pause(waits_for_rank_0)
