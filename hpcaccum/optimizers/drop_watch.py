@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from hpcaccum.errors import counted
+
 if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt
 
@@ -32,7 +34,7 @@ class DropWatch:
         self._dropped = 0 if receipt else self._dropped + 1
         if self._dropped == _MANY and not self._warned:
             self._warned = True
-            late = f"was {receipt.lag} updates late, and {self._bound}"
+            late = f"was {counted(receipt.lag, 'update')} late, and {self._bound}"
             logger.warning(
                 "%s: the last %d gradients of rank %d were all dropped; the last %s",
                 self._name,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from hpcaccum.arguments import one_of
-from hpcaccum.device import is_device, largest, to_host
+from hpcaccum.device import cupy, is_device, largest, to_host
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices, matrix
@@ -155,7 +155,11 @@ def clip_by_global_norm(
 def _norm(grads: Iterable[Gradient]) -> float:
     """Return the square root of the sum of all squares, computed in float64."""
     wide = (_elements(grad).astype(np.float64).ravel() for grad in grads)
-    return math.sqrt(sum(float(flat @ flat) for flat in wide))
+    squares: list[Any] = [flat @ flat for flat in wide]
+    there = [square for square in squares if is_device(square)]
+    here = [float(square) for square in squares if not is_device(square)]
+    # One copy from the device for all.
+    return math.sqrt(sum(here) + sum(cupy().stack(there).tolist() if there else []))
 
 
 def _elements(grad: Gradient) -> Array:

@@ -95,6 +95,18 @@ def test_one_launch_and_one_copy_for_all_gradients(used):
     assert not used
 
 
+def test_a_norm_takes_one_copy(used):
+    arrays = [np.full(n, 0.5, "f4") for n in range(5)]
+    places = [(cupy if n % 2 else np).asarray(each) for n, each in enumerate(arrays)]
+    pairs = [(each, hpc.Variable(each, f"w{each.size}")) for each in places]
+    used.clear()
+    clipped, norm = hpc.clip_by_global_norm(pairs, 100.0)
+
+    assert used == ["copy"]
+    assert norm == np.linalg.norm(np.concatenate(arrays))
+    assert all(grad is each for (grad, _), each in zip(clipped, places, strict=True))
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2, 3, 4])
 def test_the_first_that_is_not_finite_is_named(bad):
     def gradient(number):
