@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 
 from hpcaccum.device import check_array, is_device
-from hpcaccum.dtypes import FLOATS, accumulation_dtype, float_dtype
+from hpcaccum.dtypes import FLOATS, Array, accumulation_dtype, float_dtype
 from hpcaccum.errors import InvalidArgumentError
 
 # The values of ``reduction_type``.
 REDUCTIONS = ("MEAN", "SUM")
 # Bytes that one MPI call moves at most: counts are of 32 bits.
 _MAX_BUCKET = 1 << 30
-
-Array = np.ndarray[Any, Any]
 
 
 def step_number(value: Any, name: str) -> int:

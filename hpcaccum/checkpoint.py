@@ -25,13 +25,11 @@ from safetensors.numpy import save_file
 
 from hpcaccum.arguments import fitting, positive_count
 from hpcaccum.device import copyto, is_device, to_host
-from hpcaccum.dtypes import BFLOAT16
+from hpcaccum.dtypes import BFLOAT16, Array
 from hpcaccum.errors import CheckpointError, InvalidArgumentError
 from hpcaccum.save_owner import check, unfinished
 
 logger = logging.getLogger("hpcaccum")
-
-Array = np.ndarray[Any, Any]
 
 # Of the contents; readers refuse others.
 _FORMAT = "hpcaccum checkpoint 1"

@@ -1,4 +1,4 @@
-"""The dtypes of gradients, and the dtype in which each is summed."""
+"""The types of arrays: dtypes of gradients, and the dtype in which each is summed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
+
+# Of any shape and dtype, for annotations; on a device it stands for `cupy.ndarray`.
+Array = np.ndarray[Any, Any]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)

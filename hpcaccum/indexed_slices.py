@@ -11,11 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from hpcaccum.device import check_array, is_device
-from hpcaccum.dtypes import FLOATS
+from hpcaccum.dtypes import FLOATS, Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.row_sums import add_at
-
-Array = np.ndarray[Any, Any]
 
 # In `IndexedSlices.dense_shape`, for a number of rows.
 UNKNOWN = -1

@@ -16,7 +16,6 @@ from hpcaccum.device import is_device
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
-Array = np.ndarray[Any, Any]
 Span = tuple[int, int]
 
 # Limit of the effort of an exact answer for two strided arrays; beyond, assume overlap.

@@ -17,7 +17,7 @@ from hpcaccum.row_sums import Rows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 _INT64 = np.dtype(np.int64)
 # The number of rows.

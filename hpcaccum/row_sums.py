@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from hpcaccum.dtypes import Array
 
 # Elements that are added by one call of NumPy, which needs the place of each.
 _CHUNK = 1 << 16

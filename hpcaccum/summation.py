@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from hpcaccum.worker_threads import run_pieces
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 # Elements of a chunk that stays in the cache while it is summed.
 _CHUNK = 1 << 16

@@ -14,11 +14,10 @@ from hpcaccum.summation import add_in_order
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.nodes import NodeParts, Place
     from hpcaccum.row_buffers import RowPlace
     from hpcaccum.row_sums import Rows
-
-Array = np.ndarray[Any, Any]
 
 # A take that may not wait for gradients must still get those of other nodes.
 _LEAST_SECONDS = 60.0

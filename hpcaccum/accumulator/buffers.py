@@ -6,8 +6,6 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from hpcaccum.accumulator.row_storage import RowSlots
 from hpcaccum.accumulator.vector_storage import VectorSlots
 from hpcaccum.device import is_device
@@ -18,8 +16,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.row_storage import Storage
     from hpcaccum.accumulator.state import Record
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 # What a call waits for if slots of other threads leave no buffer, for messages.
 OTHER_THREAD = "another thread of this rank to apply the slot that it holds"

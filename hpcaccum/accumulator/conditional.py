@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, SupportsIndex, SupportsInt
+from typing import TYPE_CHECKING, SupportsIndex, SupportsInt
 
 import numpy as np
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.accumulator.receipts import Receipt
     from hpcaccum.accumulator.state import Closed
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 
 class ConditionalAccumulator(Accumulator):

@@ -28,11 +28,10 @@ from hpcaccum.row_sums import Rows, distinct, merged, union_size
 if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
+    from hpcaccum.dtypes import Array
     from hpcaccum.errors import InvalidArgumentError
     from hpcaccum.indexed_slices import IndexedSlices
     from hpcaccum.mpi import Group
-
-Array = np.ndarray[Any, Any]
 
 _BYTES = np.dtype(np.uint8)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, SupportsInt
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, SupportsInt
 
 import numpy as np
 
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.receipts import Receipt
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
+    from hpcaccum.dtypes import Array
     from hpcaccum.row_sums import Rows
-
-Array = np.ndarray[Any, Any]
 
 
 class SparseGradient(NamedTuple):

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Place
-
-Array = np.ndarray[Any, Any]
 
 
 class NodeBuffers:

@@ -13,10 +13,9 @@ from hpcaccum.row_sums import merged, union_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.errors import InvalidArgumentError
     from hpcaccum.mpi import Group
-
-Array = np.ndarray[Any, Any]
 
 
 class VectorSlots(Slots):

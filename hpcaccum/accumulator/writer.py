@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.receipts import Count, Receipt
     from hpcaccum.accumulator.remote_admission import Answer, RemoteAdmission
     from hpcaccum.accumulator.row_storage import Storage
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 _NOTHING = np.empty(0)
 # What is written, whether it is in its buffer already, and the record afterwards.

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from hpcaccum import Group
     from hpcaccum.bench.measure import Conditions, Run
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 # A local step that is always stale.
 _STALE = -1

@@ -16,8 +16,7 @@ from hpcaccum.bench.references import RingExchange, plain_copy
 if TYPE_CHECKING:
     from hpcaccum import Group
     from hpcaccum.bench.measure import Conditions
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 _ARRAYS = 32
 

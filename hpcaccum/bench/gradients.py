@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from hpcaccum.dtypes import Array
 
 # A local step that is never stale, and a bound of the staleness that none reaches.
 NEVER_STALE = ANY_STALENESS = 1 << 30

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpcaccum import Group
+    from hpcaccum.dtypes import Array
 
-Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 # An exchange of so many bytes between nodes must show in the counters, and not much

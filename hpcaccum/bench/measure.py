@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
     from hpcaccum.bench.gloo import Gloo
     from hpcaccum.bench.links import Links
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
 
     Run = Callable[[int], list[float]]
-
-Array = np.ndarray[Any, Any]
 
 # Seconds of one sample at least, far above the cost of reading the clock.
 _SAMPLE = 200e-6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from hpcaccum import Group
     from hpcaccum.bench.measure import Conditions
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 # Longest time that rank 0 computes, and the pause between two gradients, in seconds.
 _BUSY, _PAUSE = 1.0, 2e-3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
     from hpcaccum import Group
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 
 def plain_copy(target: Array, source: Array, ranks: int) -> Kind:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from hpcaccum import Group, Optimizer
     from hpcaccum.bench.measure import Conditions
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 
 class Server:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum import Group
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 # Operations of a rank in one episode.
 _OPERATIONS = 400

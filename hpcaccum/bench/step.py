@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from hpcaccum import Group, Optimizer
     from hpcaccum.bench.measure import Conditions
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 # A power of two: sums of many steps stay exact.
 RATE = 2.0**-10

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from hpcaccum import Group, Optimizer
     from hpcaccum.bench.measure import Conditions, Run
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 _BASE = "cross-shard"
 # Names of figures.

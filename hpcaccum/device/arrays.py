@@ -20,9 +20,9 @@ from hpcaccum.errors import DeviceUnavailableError, InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-logger = logging.getLogger("hpcaccum")
+    from hpcaccum.dtypes import Array
 
-Array = np.ndarray[Any, Any]
+logger = logging.getLogger("hpcaccum")
 
 # Older versions lack headers that the kernels include.
 _OLDEST = 14

@@ -19,9 +19,8 @@ from hpcaccum.device.multi_tensor import PointerTable
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
-
-Array = np.ndarray[Any, Any]
 
 
 class Transfer:

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI as mpi4py_MPI
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.finite import OnNonfinite
-
-Array = np.ndarray[Any, Any]
 
 _NAME = "hpcaccum.jax.average"
 

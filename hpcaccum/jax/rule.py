@@ -17,7 +17,7 @@ from hpcaccum.optimizers.variable import Variable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.snapshot import Key, Parts
 
 

@@ -16,7 +16,7 @@ from hpcaccum.optimizers import Variable
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from hpcaccum.mpi.word_window import WordWindow
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi.group import Group
-
-Array = np.ndarray[Any, Any]
 
 # No word of the package has this value.
 _NEVER = -(1 << 63)

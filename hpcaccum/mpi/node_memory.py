@@ -32,9 +32,8 @@ from hpcaccum.mpi.shutdown import count_open
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi.group import Group
-
-Array = np.ndarray[Any, Any]
 
 _SHM = "/dev/shm"
 # Bytes left free for each rank: MPI has mapped memory in /dev/shm that it has not

@@ -13,9 +13,8 @@ from hpcaccum.mpi.windows import FREED, allocate, make_progress, without_signals
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi.group import Group
-
-Array = np.ndarray[Any, Any]
 
 # Bytes that one MPI call moves at most: counts are of 32 bits in MPI-3 libraries.
 _CHUNK_BYTES = 1 << 30

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 
     from hpcaccum.deadline import Deadline
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes.agent import Steps
     from hpcaccum.nodes.transfer import Piece
-
-Array = np.ndarray[Any, Any]
 
 # A vector in the part of a rank: the rank, and the byte where it begins.
 Place = tuple[int, int]

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI as mpi4py_MPI
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.nodes.agent import Steps
-
-Array = np.ndarray[Any, Any]
 
 # Bytes of a piece. One is added while others travel, so pieces are small beside long
 # vectors; a message of this size takes much longer than the steps around it.

@@ -29,7 +29,8 @@ from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from hpcaccum.optimizers.checks import Array, Loss, Pairs, PairsLike, Variables
+    from hpcaccum.dtypes import Array
+    from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.optimizers.slices import Gradient

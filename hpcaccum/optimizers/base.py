@@ -13,10 +13,9 @@ import numpy as np
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.device import library
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.checks import (
-    Array,
     KeptLoss,
     Loss,
     Pairs,

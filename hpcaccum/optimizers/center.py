@@ -12,8 +12,9 @@ from hpcaccum.server import joined
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.checks import Array, Pairs
+    from hpcaccum.optimizers.checks import Pairs
     from hpcaccum.optimizers.flat_rule import FlatRule
     from hpcaccum.optimizers.snapshot import Key, Parts
     from hpcaccum.server import ParameterServer

@@ -16,7 +16,6 @@ from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.slices import Gradient, check_slices
 from hpcaccum.optimizers.variable import Variable, is_float, is_integer
 
-Array = np.ndarray[Any, Any]
 Pairs = list[tuple[Gradient | None, Variable]]
 
 # What callers may pass: any iterable of variables or of pairs, not only a list.

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.optimizers.checks import Array, Loss, Pairs, PairsLike, Variables
+    from hpcaccum.dtypes import Array
+    from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.variable import Variable
     from hpcaccum.row_sums import Rows

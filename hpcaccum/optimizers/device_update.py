@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from hpcaccum.optimizers.rule_state import State
 
-Array = np.ndarray[Any, Any]
-
 
 class Updates:
     """Updates sets of variables by a rule's kernel; keeps the tables of recent sets.

@@ -21,7 +21,8 @@ from hpcaccum.row_sums import distinct
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hpcaccum.optimizers.checks import Array, Pairs, PairsLike
+    from hpcaccum.dtypes import Array
+    from hpcaccum.optimizers.checks import Pairs, PairsLike
     from hpcaccum.optimizers.slices import Gradient
 
 # What `on_nonfinite=` accepts.

@@ -9,8 +9,8 @@ from hpcaccum.optimizers.update_rule import Rule
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.checks import Array
     from hpcaccum.optimizers.rule_state import State
     from hpcaccum.optimizers.variable import Variable
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.accumulator import Receipt
-    from hpcaccum.optimizers.checks import Array, Loss, Pairs, PairsLike, Variables
+    from hpcaccum.dtypes import Array
+    from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.row_buffers import RowPlace
     from hpcaccum.server import Inbox

@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.dtypes import Array
     from hpcaccum.row_sums import Rows
 
     # Called with pieces of the value, of the gradient and of the slots, with working

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum.accumulator import Tally
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Array, Variables
+    from hpcaccum.optimizers.checks import Variables
     from hpcaccum.optimizers.shard_reducer import ShardReducer
     from hpcaccum.optimizers.variable import Variable
 

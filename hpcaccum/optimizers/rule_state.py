@@ -15,7 +15,7 @@ from hpcaccum.optimizers.variable import Variable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.dtypes import Array
 
     # Name of each slot to its initial value, or to an array with it.
     Slots = Mapping[str, float] | Mapping[str, Array]

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.checks import Array
 from hpcaccum.optimizers.learning_rate import Rate, checked_number
 from hpcaccum.optimizers.update_rule import Rule
 

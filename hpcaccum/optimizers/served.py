@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hpcaccum.accumulator import Tally
+    from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.center import Center
-    from hpcaccum.optimizers.checks import Array
     from hpcaccum.optimizers.variable import Variable
     from hpcaccum.server import ParameterServer
 

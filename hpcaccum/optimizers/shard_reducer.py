@@ -19,10 +19,9 @@ from hpcaccum.row_sums import Rows
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.variable import Variable
-
-Array = np.ndarray[Any, Any]
 
 # Why ranks interrupt a reduction.
 _LEAVES, _SKIPS = "leaves", "skips"

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from hpcaccum.device import is_device, to_host
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import UNKNOWN, IndexedSlices, check_indices, matrix
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.overlap import crossing, overlap
 from hpcaccum.row_sums import Rows, distinct
 
-Array = np.ndarray[Any, Any]
 Gradient = Array | IndexedSlices
 
 

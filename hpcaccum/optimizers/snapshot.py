@@ -15,7 +15,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.variable import is_float, is_integer
 
 if TYPE_CHECKING:
-    from hpcaccum.optimizers.checks import Array
+    from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.variable import Variable
 
 # Of a variable: names of slots to arrays, and of counts to integers.

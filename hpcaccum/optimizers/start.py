@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,12 +18,11 @@ from hpcaccum.mpi import complete
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.variable import Variable
 
 logger = logging.getLogger("hpcaccum")
-
-Array = np.ndarray[Any, Any]
 
 # MPI libraries before MPI-4 count the elements of a message in 32 bits.
 _CHUNK_BYTES = 1 << 30

@@ -13,11 +13,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hpcaccum.device import cupy
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.base import Optimizer, count_step
 from hpcaccum.optimizers.checks import (
-    Array,
     Pairs,
     PairsLike,
     Variables,

@@ -10,10 +10,8 @@ from numpy.typing import ArrayLike
 
 from hpcaccum.arguments import gradient_array, positive_count
 from hpcaccum.device import check_array, copyto, is_device, to_host
-from hpcaccum.dtypes import FLOATS
+from hpcaccum.dtypes import FLOATS, Array
 from hpcaccum.errors import InvalidArgumentError
-
-Array = np.ndarray[Any, Any]
 
 
 class Variable:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpcaccum.accumulator import Receipt
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Array, Loss, Pairs, Variables
+    from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.learning_rate import Rate
     from hpcaccum.optimizers.snapshot import Key

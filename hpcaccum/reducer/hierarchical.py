@@ -17,9 +17,8 @@ from hpcaccum.summation import add_in_order
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.reducer.schedule import Call, Case, Plan
-
-Array = np.ndarray[Any, Any]
 
 # Bytes below which the library's allreduce is faster, measured with two nodes of two
 # ranks.

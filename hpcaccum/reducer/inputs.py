@@ -16,7 +16,7 @@ from hpcaccum.overlap import sharing
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 
 class Inputs:

@@ -7,8 +7,6 @@ import time
 import types
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
 from hpcaccum.arguments import REDUCTIONS, converted, one_of, step_number
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
@@ -29,9 +27,8 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI as mpi4py_MPI
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
-
-Array = np.ndarray[Any, Any]
 
 _NOTHING: Mapping[str, Any] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +14,8 @@ from hpcaccum.row_sums import Rows, merged
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-
-Array = np.ndarray[Any, Any]
 
 
 def sum_rows(group: Group, rows: Mapping[str, Rows], what: str) -> dict[str, Rows]:

@@ -30,11 +30,10 @@ from hpcaccum.reducer.staging import copy, copy_in
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
+    from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
     from hpcaccum.reducer.spin_wait import SpinWait
-
-Array = np.ndarray[Any, Any]
 
 
 class Case(NamedTuple):

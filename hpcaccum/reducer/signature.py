@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from hpcaccum.mpi import Group
 
-Array = np.ndarray[Any, Any]
-
 # Bits of a signature in a word whose other bits count calls or buckets.
 BITS = 24
 # The signature of a rank that takes part only to raise.

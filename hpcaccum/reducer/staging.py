@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,9 +12,8 @@ from hpcaccum.overlap import crossing, overlap
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
-
-Array = np.ndarray[Any, Any]
 
 # Mean bytes of an array from which on copying by pieces pays.
 _COARSE = 32 << 10

@@ -7,7 +7,7 @@ arithmetic does not need.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,12 +21,11 @@ from hpcaccum.reducer.staging import StagedCopies, Staging, copy, copy_in, stage
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
+    from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
     from hpcaccum.reducer.schedule import Call, Case, Plan
     from hpcaccum.reducer.spin_wait import SpinWait
-
-Array = np.ndarray[Any, Any]
 
 
 def stripe(bucket: slice, part: int, parts: int, itemsize: int) -> slice:

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from hpcaccum.accumulator import Count, Tally
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-
-Array = np.ndarray[Any, Any]
 
 
 class BoundedStalenessInbox:

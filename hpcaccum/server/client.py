@@ -24,11 +24,10 @@ from hpcaccum.server.wire_format import WireFormat
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.server.inbox import MakeInbox
     from hpcaccum.server.node_update import ElementwiseRule
-
-Array = np.ndarray[Any, Any]
 
 # Updates of single gradients that several servers have at a time. Gradients of several
 # nodes use more links: on 4 nodes, those of 16 MiB took 0.65 of the time.

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.deadline import Deadline
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-
-Array = np.ndarray[Any, Any]
 
 # The newest complete copy: its step and its number. Then the step of each copy.
 _NEWEST, _HOLDS = 0, 1

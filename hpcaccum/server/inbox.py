@@ -16,9 +16,8 @@ from hpcaccum.row_buffers import RowPlace
 if TYPE_CHECKING:
     from hpcaccum.accumulator import Batch, Receipt, Tally
     from hpcaccum.deadline import Deadline
+    from hpcaccum.dtypes import Array
     from hpcaccum.nodes import NodeParts
-
-Array = np.ndarray[Any, Any]
 
 
 class Inbox(Protocol):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from hpcaccum.dtypes import Array
     from hpcaccum.server.double_buffer import DoubleBuffer
-
-Array = np.ndarray[Any, Any]
 
 # The place of a node that has nothing yet.
 NOTHING = -1

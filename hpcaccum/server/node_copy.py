@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from hpcaccum.nodes import Change
 
@@ -14,10 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.deadline import Deadline
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.server.double_buffer import DoubleBuffer
-
-Array = np.ndarray[Any, Any]
 
 # For so many seconds after a step has come, a rank does not ask for a newer one: the
 # answer may be as old.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from hpcaccum.deadline import Deadline
+    from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts
     from hpcaccum.server.double_buffer import DoubleBuffer
-
-Array = np.ndarray[Any, Any]
 
 # Elements that stay in the cache, but long enough that calling NumPy costs little.
 # Measured with 1 MiB of L2, 2 ranks, SGD: best of 2**13 to 2**16 at 1 and 64 MiB.

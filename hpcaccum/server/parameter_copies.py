@@ -10,7 +10,7 @@ in its log which rows to send to another one.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,11 +23,10 @@ from hpcaccum.server.row_log import RowLog
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.server.double_buffer import DoubleBuffer
     from hpcaccum.server.wire_format import WireFormat
-
-Array = np.ndarray[Any, Any]
 
 # The log has an entry for every eighth row: to copy a random row of 64 floats takes 8
 # times as long as to copy one of all, of 256 floats 4 times, of 16 floats 27 times.

@@ -30,10 +30,9 @@ from hpcaccum.server.node_copy import NodeCopy, writer_inside
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Steps
-
-Array = np.ndarray[Any, Any]
 
 # No step: where there are no parameters.
 _NONE = -1

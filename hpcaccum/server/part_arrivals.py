@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from hpcaccum.nodes import Incoming, one_range, pieces_of
 from hpcaccum.server.order_words import PARAMETERS
@@ -12,13 +10,12 @@ from hpcaccum.server.order_words import PARAMETERS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.nodes import Steps
     from hpcaccum.server.agent_line import AgentLine
     from hpcaccum.server.node_copy import NodeCopy
     from hpcaccum.server.server_orders import ServerOrders
     from hpcaccum.server.shard import Shard
-
-Array = np.ndarray[Any, Any]
 
 
 class PartArrivals:

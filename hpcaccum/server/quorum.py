@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hpcaccum.accumulator import VectorAccumulator
 
 if TYPE_CHECKING:
@@ -13,11 +11,10 @@ if TYPE_CHECKING:
 
     from hpcaccum.accumulator import Batch, Receipt, Tally
     from hpcaccum.deadline import Deadline
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts
     from hpcaccum.row_buffers import RowPlace
-
-Array = np.ndarray[Any, Any]
 
 
 class QuorumInbox:

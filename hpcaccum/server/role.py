@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.deadline import Deadline
+    from hpcaccum.dtypes import Array
 
     # Gets gradients by name, arrays or `IndexedSlices`; and a learning rate, or None
     # for the optimizer's own. Returns what changes the center.
     Update = Callable[[dict[str, Any], float | None], Callable[[], object]]
     Rate = Callable[[], float | None]
     Answer = Callable[[Any], Any]
-
-Array = np.ndarray[Any, Any]
 
 
 class Role:

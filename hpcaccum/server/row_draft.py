@@ -7,7 +7,7 @@ next one copies only the rows that have changed since.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,12 +16,11 @@ from hpcaccum.server.messages import Draft
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.server.parameter_copies import SparseCopier
 
     # Rows of a variable, None for all, and their values.
     Part = tuple["Array | None", "Array"]
-
-Array = np.ndarray[Any, Any]
 
 # A message begins with the number of rows, then has their numbers; or with this if it
 # has all values. The values of all variables follow.

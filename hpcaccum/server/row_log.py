@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpcaccum.mpi import AtomicWords, NodeMemory
 
 if TYPE_CHECKING:
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-
-Array = np.ndarray[Any, Any]
 
 # Entries before the first word may be overwritten, if they are `size` or more behind
 # it. Those before the second one are complete.

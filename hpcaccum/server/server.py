@@ -6,8 +6,6 @@ import contextlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, format_ranks
 from hpcaccum.mpi import MPI
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from hpcaccum.accumulator import Tally
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.server.inbox import MakeInbox
     from hpcaccum.server.node_update import ElementwiseRule
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
     # Of each variable, name to an array or an integer.
     Arrays = Mapping[str, Mapping[str, Any]]
-
-Array = np.ndarray[Any, Any]
 
 
 class ServerState(NamedTuple):

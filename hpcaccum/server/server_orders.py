@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,12 +22,11 @@ from hpcaccum.server.order_words import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import AtomicWords
     from hpcaccum.nodes import NodeParts, Place, Steps
     from hpcaccum.server.agent_line import AgentLine
     from hpcaccum.server.shard import Server
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass

@@ -15,10 +15,9 @@ from hpcaccum.server.wire_format import present_gradients
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
     from hpcaccum.server.wire_format import WireFormat
-
-Array = np.ndarray[Any, Any]
 
 
 def cut(layout: Layout, count: int, *, elementwise: bool) -> list[slice]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.server.background import Background
@@ -15,10 +13,9 @@ from hpcaccum.server.order_words import ANSWER, END, NO_UPDATE, UPDATE, rate_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.server.role import Answer, Rate, Update
     from hpcaccum.server.sharded import ShardedParameters
-
-Array = np.ndarray[Any, Any]
 
 
 class ShardLoop(Background):

@@ -43,11 +43,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from hpcaccum.accumulator import Batch
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts
     from hpcaccum.server.wire_format import WireFormat
-
-Array = np.ndarray[Any, Any]
 
 _RECEIVE = operator.methodcaller("recv")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpcaccum.accumulator import Batch
+    from hpcaccum.dtypes import Array
     from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.node_update import NodeUpdate
     from hpcaccum.server.parameter_copies import Copier
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from hpcaccum.server.role import Answer, Rate, Update
     from hpcaccum.server.update_lock import UpdateLock
     from hpcaccum.server.wire_format import WireFormat
-
-Array = np.ndarray[Any, Any]
 
 
 class Loop(Background):

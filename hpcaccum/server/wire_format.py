@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hpcaccum.accumulator import Batch
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 _PRESENT = "?present"
 _NONE: Mapping[str, int] = MappingProxyType({})

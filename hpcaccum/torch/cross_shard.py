@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     import torch
     from mpi4py import MPI as mpi4py_MPI
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.row_sums import Rows
     from hpcaccum.torch.rule import TorchRule
-
-Array = np.ndarray[Any, Any]
 
 
 class _BackwardAveraging(CrossShardOptimizer):

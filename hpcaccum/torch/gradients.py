@@ -14,7 +14,7 @@ from hpcaccum.torch.tensors import array_of, tensor_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 
 class Gradients:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 CPU, CUDA = "cpu", "cuda"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

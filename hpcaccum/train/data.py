@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpcaccum import Group
-
-Array = np.ndarray[Any, Any]
+    from hpcaccum.dtypes import Array
 
 # One in five samples of each class is a test sample.
 _TEST_SHARE = 5

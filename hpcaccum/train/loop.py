@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum import Group
+    from hpcaccum.dtypes import Array
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
     from hpcaccum.train.recorder import Recorder
-
-Array = np.ndarray[Any, Any]
 
 # Seconds between two checks of a rank whether the work is done.
 _CHECK_PAUSE = 0.05

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum import Variable
+    from hpcaccum.dtypes import Array
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
-
-Array = np.ndarray[Any, Any]
 
 # Number of rows evaluated at once, to limit the memory.
 _CHUNK = 4096

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpcaccum import Group, Receipt
+    from hpcaccum.dtypes import Array
     from hpcaccum.train.data import Dataset
-
-Array = np.ndarray[Any, Any]
 
 # An accepted gradient: the update that it made, and the fields of `Gradient`.
 _ROW = np.dtype(

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from hpcaccum import Group
+    from hpcaccum.dtypes import Array
     from hpcaccum.train.data import Dataset
-
-Array = np.ndarray[Any, Any]
 
 FORMAT = 1
 # Those with an order of admission.

@@ -6,7 +6,7 @@ parameters have the step that it was computed with, and kept until its update.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,11 +20,10 @@ from hpcaccum.train.strategies import RULES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.checks import Pairs
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.recording import Gradient, Recording
-
-Array = np.ndarray[Any, Any]
 
 
 class DifferenceError(Exception):

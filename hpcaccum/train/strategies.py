@@ -11,11 +11,8 @@ import hpcaccum as hpc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-
+    from hpcaccum.dtypes import Array
     from hpcaccum.train.options import Options
-
-    Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

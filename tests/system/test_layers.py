@@ -13,7 +13,8 @@ from .conftest import REPOSITORY
 # "hpcaccum" is the public list of names.
 LAYERS = [
     ["errors", "wake", "worker_threads"],
-    ["dtypes", "deadline", "summation", "row_sums", "output_files", "save_owner"],
+    ["dtypes"],
+    ["deadline", "summation", "row_sums", "output_files", "save_owner"],
     ["layout", "row_buffers"],
     ["device", "mpi"],
     ["arguments", "overlap", "nodes", "indexed_slices"],
