@@ -50,7 +50,9 @@ def complete(
     begun: list[Any] = []
     try:
         begun.extend(requests)
-        deadline.wait(lambda: MPI.Request.Testall(begun) or None, missing)
+        deadline.wait(
+            lambda: MPI.Request.Testall(begun) or None, missing, moves_data=True
+        )
     except BaseException:
         with _lock:
             _given_up.append((begun, memory))

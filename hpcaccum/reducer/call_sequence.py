@@ -72,7 +72,12 @@ class CallSequence:
             )
 
     def wait(
-        self, ready: Ready, looks: int, between: Callable[[], object] | None
+        self,
+        ready: Ready,
+        looks: int,
+        between: Callable[[], object] | None,
+        *,
+        moves_data: bool,
     ) -> None:
         """Wait in the next call until ``ready`` returns something other than None.
 
@@ -80,6 +85,7 @@ class CallSequence:
             ready: See `Deadline.wait`, as for the other arguments.
             looks: How often to look before other ranks are considered late.
             between: Called between these looks.
+            moves_data: See `Deadline.wait`.
 
         Raises:
             DisagreementError: If a missing rank waits for this one in another call.
@@ -94,7 +100,12 @@ class CallSequence:
 
         try:
             deadline.wait(
-                ready, self._missing, looks=looks, between=between, check=check
+                ready,
+                self._missing,
+                looks=looks,
+                between=between,
+                check=check,
+                moves_data=moves_data,
             )
         except BaseException:
             control.depart(self.track)

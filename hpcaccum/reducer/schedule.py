@@ -248,6 +248,7 @@ class MessageSchedule(Schedule):
         self, plan: Plan, sent: Array | None = None, received: Array | None = None
     ) -> None:
         super().__init__(plan, sent, received)
+        self._wait = plan.wait.moving_data()
         self._comm = plan.group.comm.Dup()
 
     def collect(self, number: int) -> None:

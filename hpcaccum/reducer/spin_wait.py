@@ -36,6 +36,13 @@ class SpinWait:
         self._between = os.sched_yield if yields else None
         self._calls = calls
         self._progress: Callable[[], object] | None = None
+        self._moves_data = False
+
+    def moving_data(self) -> SpinWait:
+        """Return one for what moves data, such as tests of MPI's requests."""
+        other = copy.copy(self)
+        other._moves_data = True
+        return other
 
     def progressing(self, progress: Callable[[], object]) -> SpinWait:
         """Return one that also calls ``progress`` before each look.
@@ -43,7 +50,7 @@ class SpinWait:
         A rank that only reads memory makes no progress in MPI, which ranks of other
         nodes may depend on.
         """
-        other = copy.copy(self)
+        other = self.moving_data()
         other._progress = progress
         # Beside the time of a message to another node, yielding costs little.
         other._between = os.sched_yield
@@ -65,4 +72,4 @@ class SpinWait:
                 progress()
             return ready() or None
 
-        self._calls.wait(look, self._looks, self._between)
+        self._calls.wait(look, self._looks, self._between, moves_data=self._moves_data)

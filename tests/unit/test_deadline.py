@@ -183,6 +183,25 @@ def test_what_takes_long_does_not_keep_the_core(monkeypatch):
     assert len(naps) == 100
 
 
+@pytest.mark.parametrize(
+    ("moves_data", "least", "most"), [(True, 1e-6, 50e-6), (False, 5e-3, 5e-3)]
+)
+def test_naps_stay_short_while_looks_move_data(moves_data, least, most, monkeypatch):
+    monkeypatch.setattr(module, "EAGER", 0)
+    now, naps = [0.0], []
+
+    def nap(seconds):
+        naps.append(seconds)
+        now[0] += 1
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=nap)
+    monkeypatch.setattr(module, "time", clock)
+    looks = iter([None] * 30 + ["found"])
+    Deadline(100.0, "call").wait(lambda: next(looks), str, moves_data=moves_data)
+
+    assert least <= naps[-1] <= most
+
+
 def test_no_nap_passes_the_limit(monkeypatch):
     monkeypatch.setattr(module, "EAGER", 0)
     monkeypatch.setattr(module, "nap_after", lambda waited: 5.0)
