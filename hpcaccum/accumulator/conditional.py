@@ -186,7 +186,9 @@ class ConditionalAccumulator(Accumulator):
         Args:
             num_required: At least 1. Ranks that have left are not waited for.
             name: Ignored.
-            timeout: Seconds to wait; 0 tries once; None waits, with warnings.
+            timeout: Seconds to wait for gradients; 0 tries once; None waits, with
+                warnings. To collect those of other nodes then takes at most a minute,
+                or ``timeout`` if that is longer.
             out: Contiguous array for the result, of the accumulator's dtype and the
                 round's shape; it may be on a device. To allocate a long result costs
                 as much as the sum.

@@ -106,7 +106,8 @@ class ServedOptimizer(Wrapper):
 
         Afterwards the variables of all ranks are those of the last update, also on
         ranks that left early or only served. `center`, `global_step`, `statistics` and
-        `get_slot` remain available.
+        `get_slot` remain available. A dedicated server that has not called `serve`
+        serves until the others have left.
         """
         super().free()
 

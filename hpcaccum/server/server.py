@@ -104,6 +104,8 @@ class ParameterServer(Client):
 
         group.agree(what, check)
         self._final: ServerState | None = None
+        # Whether a dedicated server has nothing left to do.
+        self._served = False
         super().__init__(
             group,
             tuple(servers) or (root,),
@@ -208,7 +210,11 @@ class ParameterServer(Client):
         if not self.only_serves:
             raise InvalidArgumentError(f"{self._what}: {self._no_server()}")
         self._role.after_update = after_update
+        self._serve()
+
+    def _serve(self) -> None:
         self._role.run()
+        self._served = True
 
     def _no_server(self) -> str:
         """Return why this rank must not call `serve`."""
@@ -328,6 +334,9 @@ class ParameterServer(Client):
     def _end(self, call: str) -> None:
         """Leave, wait for all others to leave, end the role, keep the last values."""
         self.leave()
+        if self.only_serves and not self._served:
+            # `serve` was not called, or was interrupted: the others wait for updates.
+            self._serve()
         self._group.allgather(None, call)
         self._end_updates(call)
         self._finish()

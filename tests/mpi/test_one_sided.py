@@ -78,6 +78,19 @@ def test_any_host_beside_its_training_or_alone(
     assert opt.waited >= 0
 
 
+@pytest.mark.ranks(min=2)
+def test_a_host_that_does_not_call_serve_serves_at_the_end(make, kind, rank, size):
+    w = variable([0.0])
+    opt = make([w], dedicated=True)
+    if rank:
+        for _ in range(4):
+            opt.minimize(gives([1.0]))
+    opt.free()
+
+    assert opt.global_step == updates(kind, size - 1, 4)
+    assert w.value == -opt.global_step
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_may_be_computed_where_they_are_sent_from(
     make, kind, comm, rank, size, dtype

@@ -310,6 +310,17 @@ def test_servers_may_only_serve(group):
     assert opt.global_step == 5
 
 
+def test_servers_that_do_not_call_serve_do_so_at_the_end(group):
+    var, opt, _ = dedicated(group, hpc.SGD(1.0))
+    if not leads(group):
+        for _ in range(5):
+            opt.minimize(gives(np.ones(300)))
+    opt.free()
+
+    assert (var.value == -5).all()
+    assert opt.global_step == 5
+
+
 def test_an_interrupted_server_goes_on(group):
     var, opt, servers = dedicated(group, hpc.Momentum(1.0, 0.5))
     if group.rank == servers[-1]:
