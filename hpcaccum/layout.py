@@ -5,14 +5,17 @@ from __future__ import annotations
 import bisect
 import hashlib
 import math
+import operator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype, float_dtype
+from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import DTypeLike
 
@@ -34,11 +37,18 @@ class Layout:
         offsets: Name to first element in the buffer.
         size: Number of elements of the buffer, with padding.
         nbytes: Number of bytes of the buffer.
+
+    Raises:
+        TypeError: If ``shapes`` is no mapping, or a shape is not integers.
+        InvalidArgumentError: If a dimension is negative, or a dtype no float.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: DTypeLike) -> None:
         self.dtype = float_dtype(dtype)
-        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        if not isinstance(shapes, Mapping):
+            kind = type(shapes).__name__
+            raise TypeError(f"shapes must map names to shapes, got {kind}")
+        self.shapes = {name: _shape(name, shape) for name, shape in shapes.items()}
         self.offsets: dict[str, int] = {}
         step = ALIGNMENT // self.dtype.itemsize
         self.size = 0
@@ -106,3 +116,17 @@ class Layout:
                 place = slice(begin - piece.start, end - piece.start)
                 found.append((name, elements, place))
         return found
+
+
+def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        dims = tuple(map(operator.index, shape))
+    except TypeError:
+        raise TypeError(
+            f"shape of {name!r} must be a list or a tuple of integers, got {shape!r}"
+        ) from None
+    if min(dims, default=0) < 0:
+        raise InvalidArgumentError(
+            f"shape of {name!r} must have no negative dimension, got {dims}"
+        )
+    return dims

@@ -96,12 +96,23 @@ def check_settings(
         name,
         reduction,
         rank_number(host, size, "host"),
-        size_of(declared or ())
-        if is_fixed(declared)
-        else positive_count(capacity, "capacity"),
+        _capacity(capacity, declared),
         storage,
         number,
     )
+
+
+def _capacity(capacity: Any, declared: PartialShape | None) -> int:
+    """Return the number of elements that a gradient has at most."""
+    if declared is None or not is_fixed(declared):
+        return positive_count(capacity, "capacity")
+    size = size_of(declared)
+    if capacity is not None and positive_count(capacity, "capacity") < size:
+        raise InvalidArgumentError(
+            f"capacity must be at least the {size} elements of shape {declared}, "
+            f"got {capacity}"
+        )
+    return size
 
 
 def check_sparse_settings(

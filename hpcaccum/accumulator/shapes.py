@@ -103,12 +103,12 @@ class ShapePolicy:
     def misfit(self, grad: Any, of_round: int) -> InvalidArgumentError:
         """Return the error for a gradient that has no number."""
         return InvalidArgumentError(
-            f"{self._what}: gradient must be {self._settings.dtype} "
-            f"{self._expected(grad, of_round)}, got {grad.dtype} {grad.shape}"
+            f"{self._what}: gradient must have {self._expected(grad, of_round)}, got "
+            f"shape {grad.shape}"
         )
 
     def _expected(self, grad: Any, of_round: int) -> str:
-        return str(self._settings.shape)
+        return f"shape {self._settings.shape}"
 
     def slot_shape(self, shape: Any) -> Shape:
         """Return the shape of a slot.
@@ -192,12 +192,13 @@ class ShapePerRound(ShapePolicy):
 
     def _expected(self, grad: Any, of_round: int) -> str:
         if of_round:
-            return f"{self._table.shape(of_round)}, as the others of this round"
+            shape = self._table.shape(of_round)
+            return f"shape {shape}, as the others of this round"
         if not compatible(grad.shape, self._settings.shape):
-            return str(self._settings.shape)
+            return super()._expected(grad, of_round)
         if grad.ndim > MAX_DIMS:
-            return f"of at most {MAX_DIMS} dimensions"
-        return f"of at most {self._settings.capacity} elements"
+            return f"at most {MAX_DIMS} dimensions"
+        return f"at most {self._settings.capacity} elements"
 
 
 class ShapeTable:

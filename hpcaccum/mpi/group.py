@@ -146,7 +146,8 @@ class Group:
             return comm
         comm = MPI.COMM_WORLD if comm is None else comm
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise TypeError(f"comm must be an MPI intracommunicator, got {comm!r}")
+            got = "COMM_NULL" if comm == MPI.COMM_NULL else repr(comm)
+            raise TypeError(f"comm must be an MPI intracommunicator, got {got}")
         group: Any = comm.Get_attr(_keyval())
         if group is None or group.comm == MPI.COMM_NULL:
             group = cls(_duplicate(comm))

@@ -133,7 +133,7 @@ class CrossShardOptimizer(ReducingOptimizer):
         """Set a group's variables to those of its first rank. Collective.
 
         The first `compute_gradients` or `apply_gradients` calls it if the user does
-        not. A second call has no effect.
+        not. A second call has no effect, and must name no other variables.
 
         Raises:
             TypeError, InvalidArgumentError: On every rank, if ``var_list`` does not
@@ -144,6 +144,8 @@ class CrossShardOptimizer(ReducingOptimizer):
         self._check_open()
         if self._shard is not None:
             self._shard.check_present()
+            if var_list is not None:
+                self._check_known(check_variables(var_list))
             return
         variables = self._agree_on(var_list)
         self._share_values(variables)
@@ -158,6 +160,18 @@ class CrossShardOptimizer(ReducingOptimizer):
             self.get_name(),
             {each: self._options[each] for each in _OF_REDUCERS},
         )
+
+    def _ensure_initialized(self, var_list: Variables | None) -> ShardReducer:
+        """Initialize at the first call; return the reducer.
+
+        Other variables later are an error of the exchange, on all ranks.
+        """
+        if self._shard is None:
+            self.initialize(var_list)
+        else:
+            self._check_open()
+            self._shard.check_present()
+        return self._any_shard()
 
     def _agree_on(self, var_list: Variables | None) -> list[Variable]:
         """Return the variables, which are alike on all ranks. Collective."""
@@ -203,6 +217,7 @@ class CrossShardOptimizer(ReducingOptimizer):
         They have the dtype in which gradients are summed, and are the same until a rank
         leaves. For variables on a device they are device memory, which is copied.
         """
+        self._check_open()
         if self._shard is None or self._sums:
             return super().gradient_arrays()
         arrays = self._shard.reducer.arrays()
@@ -253,8 +268,7 @@ class CrossShardOptimizer(ReducingOptimizer):
     ) -> Pairs:
         """Compute the gradients, not yet divided by the size of the group."""
         variables = self._variables if var_list is None else listed(var_list)
-        self.initialize(variables)
-        shard = self._any_shard()
+        shard = self._ensure_initialized(variables)
         self._parts = len(shard.present)
         # First: a rank whose loss raises, and that goes on, is a call ahead.
         shard.computed += 1
@@ -305,8 +319,7 @@ class CrossShardOptimizer(ReducingOptimizer):
             pairs, grads, skips = self._checked(grads_and_vars, global_step)
         except (TypeError, InvalidArgumentError) as error:
             self._fail(error)
-        self.initialize([var for _, var in pairs])
-        shard = self._any_shard()
+        shard = self._ensure_initialized([var for _, var in pairs])
         receipt = Receipt(not skips, shard.step, shard.step, nonfinite=skips)
         out = {name: self._sums[name] for name in grads} if self._sums else None
         sums = shard.reduce(grads, out, parts, skips=skips)

@@ -68,7 +68,7 @@ class CallSequence:
         if self.given_up:
             raise WaitTimeoutError(
                 f"{self} was given up, and the ranks cannot be paired again; make a "
-                f"new reducer"
+                f"new one"
             )
 
     def wait(

@@ -142,7 +142,9 @@ class Inputs:
             if not isinstance(array, np.ndarray) or not array.flags.writeable:
                 raise InvalidArgumentError(f"{what} must be a writable array")
             if array.dtype not in FLOATS:
-                raise InvalidArgumentError(f"{what} must be of floats")
+                raise InvalidArgumentError(
+                    f"{what} must be of floats in native byte order, got {array.dtype}"
+                )
             if array.shape != shape:
                 fitting(what, array, own)
         if not plain:

@@ -144,7 +144,7 @@ def test_scalars_empty_ones_and_many_dimensions(shape, storage):
             at(rank, acc.apply_grad, gradient + 2 * rank)
 
         same_bits(at(1, acc.take_grad, 2, timeout=WAIT), np.float32(gradient + 1))
-        with pytest.raises(INVALID, match="gradient must be float32"):
+        with pytest.raises(INVALID, match="gradient must have shape"):
             at(0, acc.apply_grad, np.ones((2, *shape)), local_step=1)
 
 
@@ -168,7 +168,7 @@ def test_first_gradient_fixes_the_shape_of_its_round_only(make, storage):
 def test_dimensions_that_are_known_must_be_right(make):
     acc = make(shape=(2, None), capacity=8)
     for wrong in (np.ones(2), np.ones((3, 2)), np.ones((2, 2, 1)), 1.0):
-        with pytest.raises(INVALID, match=r"must be float64 \(2, None\)"):
+        with pytest.raises(INVALID, match=r"must have shape \(2, None\), got"):
             at(1, acc.apply_grad, wrong)
     at(0, acc.apply_grad, np.ones((2, 4)))
     # The shape of the round is checked before the declared one.
@@ -183,7 +183,7 @@ def test_dimensions_that_are_known_must_be_right(make):
 
 def test_a_shape_has_at_most_16_dimensions(make):
     acc = make(shape=None, capacity=4)
-    with pytest.raises(INVALID, match=r"of at most 16 dimensions, got .*1, 1\)"):
+    with pytest.raises(INVALID, match=r"at most 16 dimensions, got shape .*1, 1\)"):
         at(1, acc.apply_grad, np.ones((1,) * 17))
     assert at(0, acc.apply_grad, np.ones((1,) * 16))
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.ones((1,) * 16))

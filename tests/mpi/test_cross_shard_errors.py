@@ -89,6 +89,21 @@ def test_a_variable_that_is_not_known_is_an_error_on_all(make, rank, size, same_
     assert (w.value == 0).all()
 
 
+def test_a_second_initialize_names_no_other_variables(make, rank):
+    w, opt = variable(np.zeros(3)), make()
+    opt.initialize([w])
+    opt.initialize([w])
+    opt.initialize(None)
+    error = raised(opt.initialize, [variable(np.zeros(5))])
+    opt.minimize(gives(np.ones(3)))
+    opt.free()
+
+    assert type(error) is InvalidArgumentError
+    assert "was initialized without this variable" in str(error)
+    assert (w.value == -1).all()
+    assert type(raised(opt.gradient_arrays)) is hpc.FreedError
+
+
 def test_a_bad_global_step_on_one_rank_is_an_error_on_all(make, rank, size):
     w, opt = variable(), make()
     step = hpc.Variable(0.5 if rank == size - 1 else 0, "step")

@@ -41,6 +41,21 @@ def test_views_are_parts_of_the_buffer():
     assert np.bincount(buffer.astype(int)).tolist() == [layout.size - 18, 12, 5, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("shapes", "kind", "message"),
+    [
+        ({"x": (-5,)}, hpc.InvalidArgumentError, r"'x' .*negative dimension.*\(-5,\)"),
+        ({"x": (2, -3)}, hpc.InvalidArgumentError, "'x' must have no negative"),
+        ({"x": 4}, TypeError, "shape of 'x' must be a list or a tuple .*got 4"),
+        ({"x": (2.0,)}, TypeError, "shape of 'x' must be .*integers"),
+        ([("x", (4,))], TypeError, "shapes must map names to shapes, got list"),
+    ],
+)
+def test_what_is_no_shape_is_refused(shapes, kind, message):
+    with pytest.raises(kind, match=message):
+        hpc.Layout(shapes, "float32")
+
+
 def test_empty_layout_is_fine():
     layout = hpc.Layout({}, "float64")
 
