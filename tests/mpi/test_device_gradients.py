@@ -109,7 +109,7 @@ def test_bad_gradients_leave_nothing_behind(cp, make, rank, size):
     bad = {
         "contiguous": cp.ones(2 * N, np.float32)[::2],
         "got int64": cp.ones(N, np.int64),
-        "got float32 (999,)": cp.ones(N - 1, np.float32),
+        "shape (1000,), got shape (999,)": cp.ones(N - 1, np.float32),
     }
     for message, grad in bad.items():
         error = raised(acc.apply_grad, grad)

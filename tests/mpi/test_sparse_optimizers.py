@@ -243,7 +243,7 @@ def test_memory_of_an_interrupted_exchange_is_kept(comm, monkeypatch):
     assert sum_rows(group, {"w": rows}, "exchange")["w"].indices.tolist() == [0, 1, 2]
     memory, made = row_exchange._memory, []
 
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     def noted(*args):
