@@ -1,4 +1,4 @@
-"""What may keep a batch job from its work, as far as the login node can tell.
+"""What may keep a batch job from its work, found where it is submitted.
 
 The nodes of the job may have other files, other packages and GPUs without a request.
 So these are warnings, unlike what is wrong wherever the job runs.

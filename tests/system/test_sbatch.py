@@ -26,7 +26,7 @@ def test_the_scripts_are_what_it_writes(path):
 
     assert words[:2] == ["hpcaccum", "sbatch"]
     assert done.stdout == text
-    # The program and the packages are those of whoever uses it.
+    # The program and the packages are those of the user.
     assert all(": warning: " in line for line in done.stderr.splitlines())
 
 
