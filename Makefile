@@ -108,13 +108,13 @@ test-gpu: $(VENV)/.test
 test-gpu-torch: $(VENV)/.test
 	$(MPIEXEC) -n 2 $(PYTEST) tests/adapters -m gpu $(ARGS) </dev/null
 
-# The kernels alone, by NVIDIA's checkers: slow, so only what takes every way once.
-SANITIZER := compute-sanitizer --error-exitcode=1
-KERNELS   := $(addprefix tests/device/test_,accumulate.py multi_tensor.py finish.py \
-             sparse.py update.py)
+# The kernels alone, by NVIDIA's checkers, each array in memory of its own.
+CHECKED := $(PYTEST) -p tests.device.unpooled $(addprefix tests/device/test_,accumulate.py \
+           multi_tensor.py finish.py sparse.py update.py) -m gpu $(ARGS)
 sanitize-gpu: $(VENV)/.test
-	$(SANITIZER) --tool=memcheck $(PYTEST) $(KERNELS) -m gpu -k 1025 </dev/null
-	$(SANITIZER) --tool=racecheck $(PYTEST) $(KERNELS) -m gpu -k 1025 </dev/null
+	for tool in memcheck racecheck initcheck synccheck; do \
+	    compute-sanitizer --tool=$$tool --error-exitcode=1 $(CHECKED) </dev/null || exit 1; \
+	done
 
 # In an environment of their own: all other tests pass without these libraries.
 ADAPTERS      := $(VENV)-adapters

@@ -1,39 +1,66 @@
 // Rows of a gradient added to a matrix, with a count of contributions for each row.
 //
-// A warp processes a row: its lanes read the same index and consecutive elements.  The
-// additions are atomic because a gradient may contain a row more than once.
+// Threads take consecutive elements, whatever their rows, so that loads of several rows are
+// in flight and narrow rows leave no thread idle.  The additions are atomic because a
+// gradient may contain a row more than once.
 #include "common.cuh"
 
-#define LANES 32
-#define DEPTH 4  // loads in flight
+// Elements of rows that are processed together.  Their indices have 32 bits: a division of
+// 64 bits takes several times as long.  A row must be shorter (device_rows.py).
+#define MOST_ELEMENTS 0xffffffffll
 
-__device__ __forceinline__ i64 grid_warp() { return grid_thread() / LANES; }
-__device__ __forceinline__ i64 grid_warps() { return grid_threads() / LANES; }
-
-// sum += values, element by element, atomically; DEPTH loads in flight.
-template <class T> __device__ __forceinline__ void scatter_row(T *sum, const T *values, i64 width) {
-    const int lane = threadIdx.x % LANES;
-    for (i64 begin = lane; begin < width; begin += DEPTH * LANES) {
-        T held[DEPTH];
-#pragma unroll
-        for (int d = 0; d < DEPTH; d++)
-            if (begin + d * LANES < width) held[d] = values[begin + d * LANES];
-#pragma unroll
-        for (int d = 0; d < DEPTH; d++)
-            if (begin + d * LANES < width) atomicAdd(sum + begin + d * LANES, held[d]);
-    }
+// Call work(first row, number of rows) for consecutive groups.
+template <class Work> __device__ __forceinline__ void groups(i64 rows, i64 width, Work work) {
+    const i64 most = max(MOST_ELEMENTS / max(width, 1ll), 1ll);
+#pragma unroll 1
+    for (i64 first = 0; first < rows; first += most) work(first, min(most, rows - first));
 }
 
+template <class T, int N> __device__ __forceinline__ void atomic_add(T *to, const Vec<T, N> &values) {
+#pragma unroll
+    for (int j = 0; j < N; j++) atomicAdd(to + j, values.at[j]);
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define VECTOR 4
+// One access instead of four.
+template <> __device__ __forceinline__ void atomic_add(float *to, const Vec<float, VECTOR> &values) {
+    const float *v = values.at;
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(__cvta_generic_to_global(to)), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
+#else
+// The additions of a warp to neighbouring elements are one access.
+#define VECTOR 1
+#endif
+
+template <class T, int N> struct RowPart {
+    i64 row;
+    unsigned column;
+    Vec<T, N> values;
+};
+
 template <class T>
-__device__ __forceinline__ void scatter_add_rows(T *sum, int *counts, const T *values, const i64 *rows, i64 k,
-                                                 i64 width, i64 num_rows, i64 *refused) {
-    const int lane = threadIdx.x % LANES;
-    for (i64 j = grid_warp(); j < k; j += grid_warps()) {
+__device__ __forceinline__ void scatter(T *sum, const T *values, const i64 *rows, i64 k, unsigned width,
+                                        i64 num_rows) {
+    constexpr int V = sizeof(T) == 4 ? VECTOR : 1;
+    const bool vectors = width % V == 0 && aligned<V>(sum) && aligned<V>(values);
+    auto get = [=](i64 i, auto size) {
+        constexpr int N = decltype(size)::value;
+        const unsigned j = (unsigned)i / width;
+        return RowPart<T, N>{rows[j], (unsigned)i - j * width, load<N>(values + i)};
+    };
+    auto put = [=](i64, auto part, auto) {
+        if (0 <= part.row && part.row < num_rows) atomic_add(sum + part.row * width + part.column, part.values);
+    };
+    stream<V, V == 1 ? 4 : 2>(grid_thread(), grid_threads(), k * width, vectors, get, put);
+}
+
+__device__ __forceinline__ void count(int *counts, const i64 *rows, i64 k, i64 num_rows, i64 *refused) {
+    for (i64 j = grid_thread(); j < k; j += grid_threads()) {
         const i64 row = rows[j];
-        const bool inside = 0 <= row && row < num_rows;
-        if (inside) scatter_row(sum + row * width, values + j * width, width);
-        if (lane != 0) continue;
-        if (inside) atomicAdd(counts + row, 1);
+        if (0 <= row && row < num_rows) atomicAdd(counts + row, 1);
         else atomicAdd(reinterpret_cast<unsigned long long *>(refused), 1ull);
     }
 }
@@ -43,26 +70,46 @@ __device__ __forceinline__ void scatter_add_rows(T *sum, int *counts, const T *v
 #define SCATTER_ADD_ROWS(name, T)                                                        \
     KERNEL name(T *sum, int *counts, const T *values, const i64 *rows, i64 k, i64 width, \
                 i64 num_rows, i64 *refused) {                                            \
-        scatter_add_rows(sum, counts, values, rows, k, width, num_rows, refused);        \
+        groups(k, width, [=](i64 first, i64 n) {                                         \
+            scatter(sum, values + first * width, rows + first, n, width, num_rows);      \
+        });                                                                              \
+        count(counts, rows, k, num_rows, refused);                                       \
     }
 SCATTER_ADD_ROWS(scatter_add_rows_f32, float)
 SCATTER_ADD_ROWS(scatter_add_rows_f64, double)
 
+template <class T, int N> struct Counted {
+    int count;
+    Vec<T, N> sums;
+};
+
 // Rows with at most one contribution are not read.
 template <class T>
-__device__ __forceinline__ void mean_rows(T *sum, const int *counts, i64 num_rows, i64 width) {
-    for (i64 row = grid_warp(); row < num_rows; row += grid_warps()) {
-        const int count = counts[row];
-        if (count <= 1) continue;
-        T *begin = sum + row * width;
-        for (i64 i = threadIdx.x % LANES; i < width; i += LANES) begin[i] = divide(begin[i], (T)count);
-    }
+__device__ __forceinline__ void mean_rows(T *sum, const int *counts, i64 rows, unsigned width) {
+    constexpr int V = Width<T, T>::value;
+    const bool vectors = width % V == 0 && aligned<V>(sum);
+    auto get = [=](i64 i, auto size) {
+        constexpr int N = decltype(size)::value;
+        Counted<T, N> part = {counts[(unsigned)i / width], {}};
+        if (part.count > 1) part.sums = load<N>(sum + i);
+        return part;
+    };
+    auto put = [=](i64 i, auto part, auto size) {
+        constexpr int N = decltype(size)::value;
+        if (part.count <= 1) return;
+#pragma unroll
+        for (int j = 0; j < N; j++) part.sums.at[j] = divide(part.sums.at[j], (T)part.count);
+        store(sum + i, part.sums);
+    };
+    stream<V, sizeof(T) == 4 ? 4 : 2>(grid_thread(), grid_threads(), rows * width, vectors, get, put);
 }
 
 // sum[row] /= counts[row], in place.
 #define MEAN_ROWS(name, T)                                                  \
     KERNEL name(T *sum, const int *counts, i64 num_rows, i64 width) {       \
-        mean_rows(sum, counts, num_rows, width);                            \
+        groups(num_rows, width, [=](i64 first, i64 n) {                     \
+            mean_rows(sum + first * width, counts + first, n, width);       \
+        });                                                                 \
     }
 MEAN_ROWS(mean_rows_f32, float)
 MEAN_ROWS(mean_rows_f64, double)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.receipts import Receipt
 
 _SUMMED = (np.dtype(np.float32), np.dtype(np.float64))
-# A warp processes a row; the grid is sized as for so many elements per row.
-_ROW = 128
+# The kernels index the elements of a row by 32 bits.
+_MOST_COLUMNS = 2**32 - 1
 _INT64 = np.dtype(np.int64)
 
 
@@ -54,6 +54,10 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         if not isinstance(shape, (list, tuple)) or len(shape) != 2:
             raise InvalidArgumentError(f"shape must be rows and columns, got {shape!r}")
         self._rows, self._width = (positive_count(each, "shape") for each in shape)
+        if self._width > _MOST_COLUMNS:
+            raise InvalidArgumentError(
+                f"a row must have at most {_MOST_COLUMNS} columns, got {self._width}"
+            )
         cupy = device.cupy()
         self._sum: Any = cupy.zeros((self._rows, self._width), self._dtype)
         self._counts: Any = cupy.zeros(self._rows, np.int32)
@@ -155,8 +159,8 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         return rows, means
 
     def _launch(self, kernel: str, rows: int, *arguments: Any) -> Launch:
-        """Prepare the launch of a kernel in which a warp processes a row."""
-        blocks = kernels.blocks(rows * _ROW)
+        """Prepare the launch of a kernel over the elements of rows."""
+        blocks = kernels.blocks(rows * self._width)
         return kernels.prepare(kernel, self._dtype, blocks, *arguments)
 
     def _clear(self) -> None:

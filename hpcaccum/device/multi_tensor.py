@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from hpcaccum.layout import Layout
 
+# Elements that a block reads for one result: blocks of fewer would wait for each other's
+# atomic operations on it.
+_MOST_OF_A_RESULT = 16384
+
 
 class Table(NamedTuple):
     """What a launch over several arrays reads.
@@ -149,7 +153,7 @@ def largest(arrays: Sequence[Any]) -> list[float]:
     module = cupy()
     dense = [module.ascontiguousarray(array) for array in arrays]
     rows = upload([(each.data.ptr, 0, each.size, KINDS[each.dtype]) for each in dense])
-    chunks = chunked([each.size for each in dense])
+    chunks = chunked([each.size for each in dense], _MOST_OF_A_RESULT)
     found = module.zeros(len(dense), np.float64)
     kernels.prepare("largest", found.dtype, chunks.blocks, found, rows, *chunks)()
     return found.get().tolist()  # type: ignore[no-any-return]

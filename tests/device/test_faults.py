@@ -50,6 +50,20 @@ def scatter():
     test_sparse.test_rows_are_added_and_counted_where_they_belong("f32", 33, 3)
 
 
+def scatter_outside():
+    test_sparse.test_rows_outside_are_refused_and_counted("f32")
+
+
+def scatter_of_groups():
+    with test_sparse.groups_of(100):
+        test_sparse.test_rows_are_added_and_counted_where_they_belong("f32", 33, 3)
+
+
+def mean_of_groups():
+    with test_sparse.groups_of(100):
+        test_sparse.test_mean_rows_divides_each_row_by_its_count("f32", 33, 3)
+
+
 def update():
     for name in test_update.KERNELS:
         test_update.test_only_what_there_is_is_changed("f32", name, 33, 0)
@@ -191,19 +205,28 @@ FAULTS = {
         *(test_finish.test_square_norm_of_more_blocks_than_a_block_has_threads, ""),
     ),
     "rows added without atomics": (
-        "sparse.cu",
-        "atomicAdd(sum + begin + d * LANES, held[d]);",
-        "sum[begin + d * LANES] += held[d];",
+        *("sparse.cu", "atomicAdd(to + j, values.at[j]);", "to[j] += values.at[j];"),
         *(scatter, "race"),
     ),
     "rows counted without atomics": (
         *("sparse.cu", "atomicAdd(counts + row, 1);", "counts[row] += 1;"),
         *(scatter, "race"),
     ),
-    "row past the last": (
-        *("sparse.cu", "row < num_rows;", "row <= num_rows;"),
-        lambda: test_sparse.test_rows_outside_are_refused_and_counted("f32"),
-        "",
+    "row past the last is added": (
+        *("sparse.cu", "part.row < num_rows", "part.row <= num_rows"),
+        *(scatter_outside, ""),
+    ),
+    "row past the last is counted": (
+        *("sparse.cu", "row < num_rows) atomicAdd", "row <= num_rows) atomicAdd"),
+        *(scatter_outside, ""),
+    ),
+    "all groups of rows are the first": (
+        *("sparse.cu", "work(first, min(", "work(0, min("),
+        *(scatter_of_groups, ""),
+    ),
+    "the last group of rows is a full one": (
+        *("sparse.cu", "min(most, rows - first)", "most"),
+        *(mean_of_groups, ""),
     ),
     "slots are not written": (
         *("update.cu", "store<N>(slots[s] + i", "if (s) store<N>(slots[s] + i"),

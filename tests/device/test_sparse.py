@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
+
+from hpcaccum.device import kernels
 
 from .launching import DTYPES, Watched, i64, launch, normal, numbers
 
@@ -32,6 +36,31 @@ class Table:
         sizes = (i64(ROWS), i64(self.width))
         name = f"mean_rows_{self.kind}"
         launch(name, self.sum, self.counts, *sizes, blocks=blocks)
+
+
+@contextlib.contextmanager
+def groups_of(number):
+    """Make the kernels process so many elements together instead of four billion."""
+    whole = kernels.source
+
+    def changed(file):
+        text = whole(file)
+        if file == "sparse.cu":
+            assert "0xffffffffll" in text
+            text = text.replace("0xffffffffll", f"{number}ll")
+        return text
+
+    def forget():
+        kernels._module.cache_clear()
+        kernels._kernel.cache_clear()
+
+    forget()
+    kernels.source = changed
+    try:
+        yield
+    finally:
+        kernels.source = whole
+        forget()
 
 
 def values_of(k, width, kind):
@@ -102,3 +131,11 @@ def test_mean_rows_divides_each_row_by_its_count(kind, width, blocks):
     divisors = np.maximum(counts, 1).astype(DTYPES[kind])
     np.testing.assert_array_equal(table.sum.get(), total / divisors[:, None])
     np.testing.assert_array_equal(table.counts.get(), counts)
+
+
+@WIDE
+@pytest.mark.parametrize("width", [1, 33, 128])
+def test_large_matrices_are_processed_in_groups_of_rows(kind, width):
+    with groups_of(100):
+        test_rows_are_added_and_counted_where_they_belong(kind, width, 3)
+        test_mean_rows_divides_each_row_by_its_count(kind, width, 3)

@@ -29,6 +29,8 @@ _OURS = hpcaccum.__path__[0]
 # An instruction is a point so many times in a call of its function. A loop that goes on
 # mostly waits, and the number of points must not depend on how long.
 _VISITS = 5
+# Python 3.12 traces no instructions unless a frame asked for it before settrace.
+sys._getframe().f_trace_opcodes = True
 
 
 class Interrupted(BaseException):
