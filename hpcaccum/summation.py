@@ -1,4 +1,7 @@
-"""Sums of vectors in a fixed order, at the bandwidth of memory."""
+"""Sums of vectors in a fixed order, and copies, at the bandwidth of memory.
+
+One core does not reach it: a rank that has several uses a thread on each.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ if TYPE_CHECKING:
 
 # Elements of a chunk that stays in the cache while it is summed.
 _CHUNK = 1 << 16
-# Elements for which another thread saves more time than waking it takes.
-_SHARE = 1 << 20
+# Elements from which on several threads are faster than one, and the fewest for each:
+# waking one takes as long as adding some 100,000.
+_SHARED, _SHARE = 1 << 20, 1 << 18
 
 
 def add_in_order(
@@ -34,7 +38,7 @@ def add_in_order(
         divisor: At least 1.
         threads: Threads to use at most; a short vector uses one.
     """
-    if threads == 1 or out.size <= _SHARE:
+    if threads == 1 or out.size < _SHARED:
         _add_chunks(parts, out, divisor)
         return
     share = max(_SHARE, -(-out.size // threads))
@@ -63,6 +67,38 @@ def _add_chunks(parts: Sequence[Array], out: Array, divisor: int) -> None:
         add_at_once([part[piece] for part in parts], chunk, divisor)
         if scratch is not None:
             np.copyto(place, chunk, casting="same_kind")
+
+
+def copy_pieces(pairs: Sequence[tuple[Array, Array]], threads: int = 1) -> None:
+    """Copy vectors, with conversion.
+
+    Args:
+        pairs: Each a target and its source, of one size.
+        threads: Threads to use at most; for short vectors one.
+    """
+    total = sum([target.size for target, _ in pairs])
+    if threads == 1 or total < _SHARED:
+        for pair in pairs:
+            _copy(pair)
+        return
+    share = max(_SHARE, -(-total // threads))
+    pieces = [
+        (target[start : start + share], source[start : start + share])
+        for target, source in pairs
+        for start in range(0, target.size, share)
+    ]
+
+    def copy(piece: tuple[Array, Array]) -> None:
+        # NumPy's error state is per thread.
+        with np.errstate(all="ignore"):
+            _copy(piece)
+
+    run_pieces(copy, pieces, threads - 1)
+
+
+def _copy(pair: tuple[Array, Array]) -> None:
+    target, source = pair
+    np.copyto(target, source, casting="same_kind")
 
 
 def add_at_once(parts: Sequence[Array], out: Array, divisor: int) -> None:

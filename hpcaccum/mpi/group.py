@@ -69,6 +69,7 @@ class Group:
         single_node: Whether all ranks share memory.
         own_cores: This rank's share of the cores of its node, at least 1. Ranks that
             may run on the same cores share them evenly.
+        least_cores: The smallest share of any rank of the group.
         token: Text that no other group has, with the process of rank 0.
         named: Objects that several users of the group share, by name.
         windows: Those of which objects have words.
@@ -84,13 +85,13 @@ class Group:
         self.named: dict[str, Any] = {}
         self.windows = KeptWindows()
         # Not at their first use, which may be on some ranks only.
-        self.nodes = self._find_nodes()
+        self.own_cores = self._share_cores()
+        self.nodes, self.least_cores = self._find_nodes()
         numbers = {r: number for number, ranks in enumerate(self.nodes) for r in ranks}
         self.node_of = [numbers[rank] for rank in range(self.size)]
         self.node_number = self.node_of[self.rank]
         self.node_ranks = self.nodes[self.node_number]
         self.single_node = len(self.nodes) == 1
-        self.own_cores = self._share_cores()
         self.control = ControlChannel(comm)
         self._numbers = itertools.count(1)
         # The objects made with it, which are not freed.
@@ -99,11 +100,13 @@ class Group:
         self._closed = False
         self._facts, self.token = self._find_facts()
 
-    def _find_nodes(self) -> list[list[int]]:
+    def _find_nodes(self) -> tuple[list[list[int]], int]:
+        """Return the ranks of each node, and the least share of cores."""
+        found = self.comm.allgather((self.node.bcast(self.rank), self.own_cores))
         nodes: dict[int, list[int]] = {}
-        for rank, first in enumerate(self.comm.allgather(self.node.bcast(self.rank))):
+        for rank, (first, _) in enumerate(found):
             nodes.setdefault(first, []).append(rank)
-        return list(nodes.values())
+        return list(nodes.values()), min(cores for _, cores in found)
 
     def _find_facts(self) -> tuple[list[Facts], str]:
         """Return what the heartbeat needs to know of each rank, and rank 0's token."""

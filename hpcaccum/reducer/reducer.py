@@ -145,6 +145,7 @@ class Reducer(Freeable):
         self._case = Case(
             ranks=group.size,
             nodes=len(group.nodes),
+            cores=group.least_cores,
             nbytes=layout.nbytes,
             wire_dtype=options.wire_dtype,
             bucket_bytes=options.bucket_bytes,

@@ -41,6 +41,7 @@ class Case(NamedTuple):
 
     Attributes:
         ranks, nodes: Size of the group.
+        cores: The least that a rank has for itself.
         nbytes: Bytes of the arrays of one rank.
         wire_dtype: Dtype in which sums are to travel between nodes; None for theirs.
         bucket_bytes: Bytes of a bucket, if the user set them.
@@ -49,6 +50,7 @@ class Case(NamedTuple):
 
     ranks: int
     nodes: int
+    cores: int
     nbytes: int
     wire_dtype: np.dtype[Any] | None
     bucket_bytes: int | None
@@ -110,7 +112,7 @@ class Schedule:
             ``cuda_aware=True``. It then overrides `reduce_device`.
         device_only: Whether it reduces arrays on the device only, without MPI. It then
             overrides `reduce_device` and `check_usable`.
-        default_bucket_bytes: Bytes of a bucket, if the user sets none.
+        default_bucket_bytes: What `bucket_bytes` returns, unless it is overridden.
         fallback: Name of the schedule to use where this one does not fit.
         arrays: This rank's arrays, of the layout's dtype.
         results: The reduced arrays, of the dtype of sums, read-only.
@@ -141,6 +143,11 @@ class Schedule:
     def preferred(cls, case: Case) -> bool:
         """Whether ``"auto"`` selects it, if it can be used."""
         return False
+
+    @classmethod
+    def bucket_bytes(cls, case: Case) -> int:
+        """Return the bytes of a bucket, if the user sets none."""
+        return cls.default_bucket_bytes
 
     def __init__(
         self, plan: Plan, sent: Array | None = None, received: Array | None = None

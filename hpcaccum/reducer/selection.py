@@ -104,7 +104,7 @@ def make(
     kind: type[Schedule], case: Case, group: Group, layout: Layout, wait: SpinWait
 ) -> Schedule:
     """Return a schedule that was chosen. Collective."""
-    nbytes = case.bucket_bytes or kind.default_bucket_bytes
+    nbytes = case.bucket_bytes or kind.bucket_bytes(case)
     # Whole cache lines, also of half precision.
     most = nbytes // accumulation_dtype(layout.dtype).itemsize // 32 * 32
     return kind(Plan(group, layout, cut(layout.size, most), case.wire_dtype, wait))

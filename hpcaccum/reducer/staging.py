@@ -8,6 +8,7 @@ import numpy as np
 
 from hpcaccum.device import copyto
 from hpcaccum.overlap import crossing, overlap
+from hpcaccum.summation import copy_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,6 +85,7 @@ class Staging:
         buckets: Pieces of the flat buffers.
         stripes: The piece of each bucket that this rank sums.
         sent, received: The schedule's flat buffers, of inputs and of results.
+        threads: Threads to use at most.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class Staging:
         stripes: list[slice],
         sent: Array,
         received: Array,
+        threads: int = 1,
     ) -> None:
+        self._threads = threads
         self._sent, self._received, self._buckets = sent, received, buckets
         self._stages = stages(buckets)
         self._overlaps = [layout.overlaps(bucket) for bucket in buckets]
@@ -150,7 +154,7 @@ class Staging:
         skipped = None
         if self.direct(number, inputs) is not None:
             skipped = self._inside[number]
-        place = self._sent[self._stages[number]]
+        place, pairs = self._sent[self._stages[number]], []
         for name, elements, where in self._overlaps[number]:
             if name not in inputs:
                 continue
@@ -160,14 +164,18 @@ class Staging:
             for piece in pieces:
                 begin = where.start + piece.start - elements.start
                 target = place[begin : begin + piece.stop - piece.start]
-                np.copyto(target, inputs[name][piece], casting="same_kind")
+                pairs.append((target, inputs[name][piece]))
+        copy_pieces(pairs, self._threads)
 
     def drain(self, number: int, out: Mapping[str, Array]) -> None:
         """Copy one bucket of the results to arrays."""
         total = self._received[self._buckets[number]]
-        for name, elements, where in self._overlaps[number]:
-            if name in out:
-                np.copyto(out[name][elements], total[where], casting="same_kind")
+        pairs = [
+            (out[name][elements], total[where])
+            for name, elements, where in self._overlaps[number]
+            if name in out
+        ]
+        copy_pieces(pairs, self._threads)
 
     def free(self) -> None:
         """Release the memory."""

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from hpcaccum.reducer.schedule import Call, Case, Plan
     from hpcaccum.reducer.spin_wait import SpinWait
 
+# Bytes of the largest bucket of which threads share the work.
+_MOST_SHARED = 16 << 20
+
 
 def stripe(bucket: slice, part: int, parts: int, itemsize: int) -> slice:
     """Return one of several parts of a bucket; they begin on cache lines."""
@@ -53,6 +56,17 @@ class TwoShot(Schedule):
         """Whenever it can be used."""
         return True
 
+    @classmethod
+    def bucket_bytes(cls, case: Case) -> int:
+        """Return what stays in the cache, or more if several threads share the work.
+
+        One thread is faster where the bytes just copied are still in the cache.
+        Several need pieces that are large enough to be shared.
+        """
+        if case.cores == 1:
+            return cls.default_bucket_bytes
+        return min(max(case.nbytes // 4, cls.default_bucket_bytes), _MOST_SHARED)
+
     def __init__(self, plan: Plan) -> None:
         group, layout = plan.group, plan.layout
         self._sum = NodeSum(group, layout, plan.buckets, group.size, plan.wait)
@@ -61,7 +75,7 @@ class TwoShot(Schedule):
         self.result_bytes = self._sum.result_bytes
         self._pipelined = group.size > 1
         self._staging = Staging(
-            layout, plan.buckets, self._sum.stripe_slices, sent, received
+            layout, plan.buckets, self._sum.stripe_slices, sent, received, self._threads
         )
 
     def offer(self, count: int) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
+from hpcaccum import summation, worker_threads
 from hpcaccum.reducer import one_shot
 
 from .reducing import (
@@ -188,6 +189,27 @@ def test_any_number_of_buckets(maker, rank, size, length):
     for call, way in enumerate([copied, in_place, over_itself, copied, one_by_one]):
         parts = parts_of(shapes, size, call, length, dtype=np.float32)
         check(maker, way(reducer, parts[rank]), parts, np.float32)
+
+
+@pytest.mark.parametrize("maker", ["shared", "staged"], indirect=True)
+def test_threads_share_the_work(maker, rank, size, monkeypatch):
+    shared, share = [], worker_threads.run_pieces
+
+    def watched(act, items, helpers):
+        shared.append(helpers)
+        share(act, items, helpers)
+
+    monkeypatch.setattr(summation, "run_pieces", watched)
+    monkeypatch.setattr(summation, "_SHARED", 60)
+    monkeypatch.setattr(summation, "_SHARE", 20)
+    monkeypatch.setattr(maker.group, "own_cores", 3)
+    shapes = {"x": (700,), "y": (33,), "z": (500,)}
+    reducer = maker(shapes)
+    for call, way in enumerate([copied, in_place, over_itself, one_by_one]):
+        parts = parts_of(shapes, size, call, dtype=np.float32)
+        check(maker, way(reducer, parts[rank]), parts, np.float32)
+
+    assert set(shared) == {2}
 
 
 @pytest.mark.parametrize("maker", ["one-shot"], indirect=True)

@@ -36,6 +36,15 @@ def test_cores_of_ranks_that_are_bound_are_their_own(comm, rank, monkeypatch):
     assert group.own_cores == 3
 
 
+def test_the_least_share_of_cores_is_known_to_all(comm, rank, monkeypatch):
+    own = set(range(100 * rank, 100 * rank + 2 + rank))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: own)
+    group = hpc.Group(comm.Dup())
+    group.free()
+
+    assert (group.own_cores, group.least_cores) == (2 + rank, 2)
+
+
 # Where a take leaves its result
 
 

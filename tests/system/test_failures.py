@@ -65,7 +65,7 @@ from hpcaccum.mpi import Group
 from mpi4py import MPI
 
 # Sums that are short, on a machine of two cores, use threads all the same.
-summation._SHARE = 1000
+summation._SHARED = summation._SHARE = 1000
 Group._share_cores = lambda self: 3
 w = hpc.Variable(np.zeros(9000), "w")
 opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1)

@@ -7,10 +7,12 @@ import pytest
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.reducer import selection
+from hpcaccum.reducer.flat import Flat
 from hpcaccum.reducer.schedule import Case
+from hpcaccum.reducer.two_shot import TwoShot
 
 KIB = 1 << 10
-ONE = Case(4, 1, KIB, None, None, cuda_aware=False)
+ONE = Case(4, 1, 1, KIB, None, None, cuda_aware=False)
 SEVERAL = ONE._replace(nodes=2)
 SINGLES = ONE._replace(nodes=4)
 LARGE = {"nbytes": 512 * KIB}
@@ -68,3 +70,19 @@ def test_names_are_listed_in_messages():
         InvalidArgumentError, match="for schedule 'flat', got 'auto': the others"
     ):
         selection.check_direct(True, "auto")
+
+
+@pytest.mark.parametrize(
+    ("cores", "nbytes", "expected"),
+    [
+        (1, 1 << 30, 2 << 20),
+        (2, 4 << 20, 2 << 20),
+        (2, 32 << 20, 8 << 20),
+        (9, 1 << 30, 16 << 20),
+    ],
+)
+def test_buckets_are_larger_where_threads_share_them(cores, nbytes, expected):
+    case = ONE._replace(cores=cores, nbytes=nbytes)
+
+    assert TwoShot.bucket_bytes(case) == expected
+    assert Flat.bucket_bytes(case) == Flat.default_bucket_bytes

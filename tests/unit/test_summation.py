@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from hpcaccum import summation as module
-from hpcaccum.summation import add_in_order, divide
+from hpcaccum.summation import add_in_order, copy_pieces, divide
 
 from ..common import same_bits
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Chunks of 64 elements, and a thread for every 100."""
+    """Chunks of 64 elements; a thread for every 100, from 200 on."""
     monkeypatch.setattr(module, "_CHUNK", 64)
+    monkeypatch.setattr(module, "_SHARED", 200)
     monkeypatch.setattr(module, "_SHARE", 100)
 
 
@@ -55,8 +56,11 @@ def test_each_thread_has_its_share(small, monkeypatch):
     add_in_order(vectors(2), np.empty(1001, np.float32), 1, 4)
     assert sorted(used) == [248, 251, 251, 251]
     used.clear()
-    add_in_order(vectors(2, 100), np.empty(100, np.float32), 1, 4)
-    assert used == [100]
+    add_in_order(vectors(2, 200), np.empty(200, np.float32), 1, 4)
+    assert used == [100, 100]
+    used.clear()
+    add_in_order(vectors(2, 199), np.empty(199, np.float32), 1, 4)
+    assert used == [199]
 
 
 def test_error_of_a_thread_is_raised(small, monkeypatch):
@@ -106,3 +110,34 @@ def test_division_is_true_division(dtype, count):
     divide(total, count)
 
     same_bits(total, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("sizes", [[1001], [1, 0, 199, 300], [99], []])
+def test_any_number_of_threads_copies_the_same(small, threads, sizes):
+    sources = [np.full(size, 1e30 + size) for size in sizes]
+    targets = [np.zeros(size, np.float32) for size in sizes]
+    copy_pieces(list(zip(targets, sources, strict=True)), threads)
+
+    for target, source in zip(targets, sources, strict=True):
+        same_bits(target, source.astype(np.float32))
+
+
+def test_each_thread_has_its_share_of_a_copy(small, monkeypatch):
+    used, copy = [], module._copy
+
+    def watched(pair):
+        used.append(pair[0].size)
+        copy(pair)
+
+    monkeypatch.setattr(module, "_copy", watched)
+    copy_pieces([(np.zeros(n), np.ones(n)) for n in (600, 150)], 3)
+    assert sorted(used) == [100, 150, 250, 250]
+
+
+def test_copies_of_threads_are_as_silent_about_infinity(small):
+    halves = np.zeros(1001, np.float16)
+    with np.errstate(all="ignore"):
+        copy_pieces([(halves, np.full(1001, 1e9))], 3)
+
+    assert np.isinf(halves).all()
