@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from hpcaccum.layout import Layout
 
-# Elements that a block reads for one result: blocks of fewer would wait for each other's
-# atomic operations on it.
+# Elements that a block reads for one result. Blocks of fewer would wait for each other,
+# as they all change one word. (On an H100, 256 MiB take twice as long by 4096.)
 _MOST_OF_A_RESULT = 16384
 
 

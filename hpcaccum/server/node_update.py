@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 # Elements that stay in the cache, but long enough that calling NumPy costs little.
 # Measured with 1 MiB of L2, 2 ranks, SGD: best of 2**13 to 2**16 at 1 and 64 MiB.
 _CHUNK = 1 << 15
-# Pieces for each rank, so that one that comes late finds some; and their least and
+# Pieces for each thread, so that one that comes late finds some; and their least and
 # their largest size.
 _SHARES, _LEAST, _MOST = 4, 1 << 15, 1 << 19
+# Elements for which a rank wakes another thread.
+_THREAD = 1 << 18
 # Words: the next piece to work on, and how many are complete; then the update: four
 # counts, the numbers of the rule as bits, and the places of the gradients.
 _NEXT, _DONE, _UPDATE = 0, 8, 16
@@ -118,13 +120,14 @@ class NodeUpdate:
         self._copies, self._ranks = copies, group.size
         # This rank's threads that work on an update.
         self._working: Sequence[Future[None]] = ()
-        size = layout.size
-        share = -(-size // (_SHARES * group.size * _CHUNK)) * _CHUNK
-        self._piece = min(max(share, _LEAST), _MOST)
-        self._pieces = max(1, -(-size // self._piece))
         # Other threads of this rank may work, too, if MPI permits it.
         self._helps = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._threads = group.own_cores if self._helps else 1
+        most = max(1, layout.size // (_THREAD * group.size))
+        self._threads = min(group.own_cores, most) if self._helps else 1
+        workers = group.size * min(group.least_cores, most)
+        share = -(-layout.size // (_SHARES * workers * _CHUNK)) * _CHUNK
+        self._piece = min(max(share, _LEAST), _MOST)
+        self._pieces = max(1, -(-layout.size // self._piece))
         with contextlib.ExitStack() as undo:
             count = _UPDATE + _FIXED + 2 * group.size
             self._words = AtomicWords(group, root, count)

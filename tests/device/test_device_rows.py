@@ -207,7 +207,11 @@ def test_what_does_not_fit_is_refused(make):
         (("int32", (2, 2)), INVALID, "dtype must be one of"),
         (("float32", (0, 2)), INVALID, "shape must be at least 1, got 0"),
         (("float32", (2, 2.0)), TypeError, "shape must be an integer"),
-        (("float32", (1, 2**32)), INVALID, "at most 4294967295 columns, got 4294967296"),
+        (
+            ("float32", (1, 2**32)),
+            INVALID,
+            "at most 4294967295 columns, got 4294967296",
+        ),
         (("float32", (2, 2, 2)), INVALID, "rows and columns"),
         (("float32", 5), INVALID, "rows and columns"),
     ],

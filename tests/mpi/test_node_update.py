@@ -33,7 +33,8 @@ RULES = {
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch):
     """Divide short vectors, too."""
-    for name, elements in {"_CHUNK": 48, "_LEAST": 96, "_MOST": 96}.items():
+    short = {"_CHUNK": 48, "_LEAST": 96, "_MOST": 96, "_THREAD": 96}
+    for name, elements in short.items():
         monkeypatch.setattr(node_update, name, elements)
 
 
@@ -351,3 +352,29 @@ def test_without_threads_of_mpi_a_rank_does_not_help(comm, rank, size, monkeypat
 
     assert not any(found[1:])
     assert len(found[0]) % 3 == 0
+
+
+@pytest.mark.usefixtures("one_node")
+@pytest.mark.parametrize(("worth", "used"), [(0, 1), (2, 2), (5, 3)])
+def test_cores_of_a_rank_work_if_there_is_enough_for_each(
+    comm, rank, size, monkeypatch, worth, used
+):
+    """``worth``: for how many threads of each rank the elements are enough."""
+    cores = set(range(3 * rank, 3 * rank + 3))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    elements = hpc.Layout(SHAPES, np.float32).size
+    monkeypatch.setattr(
+        node_update, "_THREAD", int(elements // (size * (worth or 0.5)))
+    )
+    part = comm.Dup()
+    opt, variables = start(part, hpc.SGD(0.1), size)
+    threads = opt._server._node_update._threads
+    train(opt, variables, 3)
+    meet()
+    opt.free()
+    part.Free()
+
+    assert threads == used
+    expected, _ = modelled(hpc.SGD(0.1), np.float32, size, 3)
+    for own, var in zip(variables, expected, strict=True):
+        same_bits(own.value, var.value)
