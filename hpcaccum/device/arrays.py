@@ -120,6 +120,11 @@ def shared_array(tensor: Any) -> Array:
     return cupy().from_dlpack(tensor)  # type: ignore[no-any-return]
 
 
+def current_device() -> int:
+    """Return the number of the current device."""
+    return cupy().cuda.runtime.getDevice()  # type: ignore[no-any-return]
+
+
 def current_stream() -> Any:
     """Return the stream on which CuPy queues work of this thread."""
     return cupy().cuda.get_current_stream()
@@ -154,7 +159,7 @@ def device_name() -> str:
     """Return the current device's name and the versions of CUDA and CuPy."""
     module = cupy()
     runtime = module.cuda.runtime
-    name = runtime.getDeviceProperties(module.cuda.Device().id)["name"]
+    name = runtime.getDeviceProperties(current_device())["name"]
     text = name.decode() if isinstance(name, bytes) else name
     driver = runtime.driverGetVersion()
     cuda = f"{driver // 1000}.{driver % 1000 // 10}"
@@ -178,11 +183,11 @@ def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:
             f"{what}: an array on the device must be contiguous, got strides "
             f"{array.strides} for {array.shape}; pass cupy.ascontiguousarray of it"
         )
-    current = cupy().cuda.Device().id
-    if array.device.id != current:
+    place, current = array.data.device_id, current_device()
+    if place != current:
         raise InvalidArgumentError(
-            f"{what} is on device {array.device.id}, the current one is {current}; "
-            f"cupy.cuda.Device({array.device.id}).use() changes that"
+            f"{what} is on device {place}, the current one is {current}; "
+            f"cupy.cuda.Device({place}).use() changes that"
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.device.arrays import cupy
+from hpcaccum.device.arrays import cupy, current_device
 from hpcaccum.dtypes import BFLOAT16
 from hpcaccum.errors import DeviceUnavailableError
 
@@ -95,7 +95,7 @@ def kernel(name: str) -> Any:
         DeviceUnavailableError: If there is no device, or kernels cannot be compiled for
             it. The message names what to install.
     """
-    return _kernel(name, cupy().cuda.runtime.getDevice())
+    return _kernel(name, current_device())
 
 
 def of_dtype(stem: str, dtype: np.dtype[Any]) -> Any:
@@ -123,7 +123,7 @@ def blocks(size: int) -> int:
     Kernels loop over their elements with the grid as stride, so any number is correct.
     This is the most that the current device runs at once, but no more than have work.
     """
-    full = _BLOCKS * _multiprocessors(cupy().cuda.runtime.getDevice())
+    full = _BLOCKS * _multiprocessors(current_device())
     return max(1, min(full, -(-size // (THREADS * _VECTOR))))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from hpcaccum.device import kernels
-from hpcaccum.device.arrays import cupy, current_stream
+from hpcaccum.device.arrays import cupy, current_device, current_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -94,15 +94,16 @@ class RecentTables(Generic[T]):
 
     def __call__(self, *key: Hashable) -> T:
         """Return the result for a key on the current stream."""
-        return self._of_stream(_stream(), *key)
+        return self._of_stream(stream_key(), *key)
 
     def clear(self) -> None:
         """Drop all tables."""
         self._of_stream.cache_clear()
 
 
-def _stream() -> tuple[int, int]:
-    """Return a key of the current stream."""
+def stream_key() -> tuple[int, int, int]:
+    """Return a key of the current device and stream."""
     address = current_stream().ptr
-    # The default streams of all threads have this address.
-    return address, threading.get_ident() if address == _PER_THREAD else 0
+    # The default streams of all devices, and of all threads, have the same addresses.
+    thread = threading.get_ident() if address == _PER_THREAD else 0
+    return current_device(), address, thread

@@ -14,12 +14,9 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.agn_getter import AGNCustomGetter, UnknownVariableError
 from hpcaccum.optimizers.base import Optimizer, set_global_step
-from hpcaccum.optimizers.checks import (
-    check_global_step,
-    check_pairs,
-    check_variables,
-)
+from hpcaccum.optimizers.checks import check_global_step, check_variables
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.summed_rows import SummedRows
 from hpcaccum.optimizers.variable import Variable

@@ -133,50 +133,6 @@ def check_gradient(grad: Any, variable: Variable) -> Gradient:
     return array
 
 
-def check_pairs(grads_and_vars: PairsLike) -> Pairs:
-    """Return gradients and variables as a list of checked pairs.
-
-    Args:
-        grads_and_vars: Pairs (gradient or None, Variable); an iterator is consumed.
-
-    Raises:
-        TypeError: If it does not consist of such pairs.
-        InvalidArgumentError: If it is empty, contains a variable twice or no gradient
-            at all, or a gradient does not fit its variable.
-    """
-    if not isinstance(grads_and_vars, Iterable):
-        raise TypeError(
-            "grads_and_vars must be a list of pairs (gradient, Variable), "
-            f"got {type(grads_and_vars).__name__}"
-        )
-    pairs = [_pair(item, i) for i, item in enumerate(grads_and_vars)]
-    if not pairs:
-        raise InvalidArgumentError("no variables provided")
-    names = [variable.name for _, variable in pairs]
-    if len({variable for _, variable in pairs}) < len(pairs):
-        raise InvalidArgumentError(f"a variable is given twice in {names}")
-    if all(grad is None for grad, _ in pairs):
-        raise InvalidArgumentError(f"no gradients provided for any variable: {names}")
-    return [
-        (None if grad is None else check_gradient(grad, variable), variable)
-        for grad, variable in pairs
-    ]
-
-
-def _pair(item: Any, index: int) -> tuple[Any, Variable]:
-    if not isinstance(item, (tuple, list)) or len(item) != 2:
-        raise TypeError(
-            "grads_and_vars must hold pairs (gradient, Variable), got "
-            f"{type(item).__name__} at index {index}"
-        )
-    if not isinstance(item[1], Variable):
-        raise TypeError(
-            "grads_and_vars must hold pairs (gradient, Variable), got "
-            f"{type(item[1]).__name__} as the variable at index {index}"
-        )
-    return item[0], item[1]
-
-
 # What a loss is and returns
 
 

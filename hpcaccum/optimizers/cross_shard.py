@@ -13,10 +13,10 @@ from hpcaccum.optimizers.base import ExchangeKind, Optimizer, scaled
 from hpcaccum.optimizers.checks import (
     check_global_step,
     check_groups,
-    check_pairs,
     check_variables,
     listed,
 )
+from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.reducing import ReducingOptimizer
 from hpcaccum.optimizers.reduction import Reduction, check_reduction
 from hpcaccum.optimizers.shard_reducer import (

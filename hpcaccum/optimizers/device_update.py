@@ -3,7 +3,8 @@
 A launch takes microseconds, as long as the update of a megabyte, and a model has
 hundreds of small variables. The kernels of kernels/update.cu therefore read addresses
 from tables on the device. The tables are kept: of the same variables, only the table of
-gradients is copied again, and only if their addresses have changed.
+gradients is copied again, and only if their addresses have changed. If nothing has
+changed, only the memory of a `Launch` is asked.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcaccum.device import kernels, tables
+from hpcaccum.device import Entry, Known, kernels, tables
 from hpcaccum.dtypes import accumulation_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from hpcaccum.optimizers.checks import Pairs
     from hpcaccum.optimizers.rule_state import State
 
 
@@ -30,22 +32,64 @@ class Updates:
 
     def __init__(self) -> None:
         self._plan = tables.RecentTables(_Plan)
+        self._known: Known[Launch] = Known()
 
-    def prepare(self, kernel: str, states: Sequence[State]) -> _Plan:
-        """Return what updates these variables; compile the kernels.
+    def find(self, pairs: Pairs) -> Entry[Launch]:
+        """Return the entry of a launch that has updated these pairs, if one has.
+
+        Args:
+            pairs: Gradients and variables, as a caller passes them.
+        """
+        grads, variables = zip(*pairs, strict=True)
+        return self._known.find(grads, variables)
+
+    def prepare(
+        self, kernel: str, states: Sequence[State], grads: Sequence[Any]
+    ) -> Launch:
+        """Return what updates variables; compile the kernels.
 
         Args:
             kernel: Name in kernels/update.cu, without the suffix of the dtype.
             states: Those of the variables, all on the current device.
+            grads: Contiguous, of the variables' shapes, of any float dtypes.
 
         Raises:
             DeviceUnavailableError: If a kernel cannot be compiled.
         """
-        return self._plan(kernel, tuple(states))
+        return self._plan(kernel, tuple(states)).launch(states, grads)
 
     def clear(self) -> None:
         """Free all tables."""
+        self._known.clear()
         self._plan.clear()
+
+
+class Launch(NamedTuple):
+    """An update of variables by gradients at certain addresses; may be repeated.
+
+    Attributes:
+        states: Those of the variables.
+        groups: The variables, by dtype.
+        gradients: The table of the gradients of each group.
+        copies: Gradients that are copies, made for this launch alone.
+    """
+
+    states: Sequence[State]
+    groups: list[_Group]
+    gradients: list[Any]
+    copies: list[Any]
+
+    def run(self, numbers: Callable[[int], tuple[float, ...]]) -> None:
+        """Count an update of all variables, and update them; queued, not waited for.
+
+        Args:
+            numbers: Returns those of the kernel for a number of updates. Only the first
+                may depend on it.
+        """
+        steps = [state.count() for state in self.states]
+        of_step = {step: numbers(step) for step in set(steps)}
+        for group, gradients in zip(self.groups, self.gradients, strict=True):
+            group.launch(gradients, steps, of_step)
 
 
 class _Group(NamedTuple):
@@ -67,13 +111,18 @@ class _Group(NamedTuple):
     chunks: tables.Chunks
 
     def launch(
-        self, gradients: Any, rates: list[float], more: tuple[float, ...]
+        self,
+        gradients: Any,
+        steps: list[int],
+        of_step: Mapping[int, tuple[float, ...]],
     ) -> None:
-        own = [rates[i] for i in self.members]
-        wide = self.wide.type
-        table = tables.upload(own, self.wide) if len(set(own)) > 1 else None
+        rate, *more = of_step[steps[self.members[0]]]
+        table = None
+        if len(of_step) > 1:
+            rates = [of_step[steps[i]][0] for i in self.members]
+            table = tables.upload(rates, self.wide) if len(set(rates)) > 1 else None
         work = self.variables, gradients, *self.chunks, table
-        numbers = map(wide, (own[0], *more))
+        numbers = map(self.wide.type, (rate, *more))
         grid = (self.chunks.blocks,)
         self.kernel(grid, (kernels.THREADS,), (*work, *numbers))
 
@@ -91,24 +140,16 @@ class _Plan:
             functools.partial(_locate, memory, self._wide, self._groups)
         )
 
-    def launch(
-        self, grads: list[Any], rates: list[float], more: tuple[float, ...]
-    ) -> None:
-        """Update all variables; queued, not waited for.
-
-        Args:
-            grads: Contiguous, of the variables' shapes, of any float dtypes.
-            rates: The kernel's first number, for each variable.
-            more: The kernel's other numbers.
-        """
+    def launch(self, states: Sequence[State], grads: Sequence[Any]) -> Launch:
+        """Return the update by gradients."""
         located = self._located(*_places(grads))
-        if located.copied:
+        copies = [grads[i].astype(self._wide[i]) for i in located.copied]
+        if copies:
             grads = list(grads)
-            for i in located.copied:
-                grads[i] = grads[i].astype(self._wide[i])
+            for i, copy in zip(located.copied, copies, strict=True):
+                grads[i] = copy
             located = self._located(*_places(grads))
-        for group, gradients in zip(self._groups, located.tables, strict=True):
-            group.launch(gradients, rates, more)
+        return Launch(states, self._groups, located.tables, copies)
 
 
 class _Located(NamedTuple):
@@ -195,7 +236,7 @@ def _row(state: State) -> tuple[int, int, int, int]:
     return value, first, second, state.variable.value.size
 
 
-def _places(grads: list[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+def _places(grads: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     return tuple([g.data.ptr for g in grads]), tuple([g.dtype for g in grads])
 
 

@@ -14,8 +14,8 @@ from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices, matrix
 from hpcaccum.optimizers.base import scaled
-from hpcaccum.optimizers.checks import check_pairs
 from hpcaccum.optimizers.learning_rate import checked_number
+from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.row_sums import distinct
 
 if TYPE_CHECKING:

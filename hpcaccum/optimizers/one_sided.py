@@ -9,14 +9,10 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
 from hpcaccum.optimizers.center import Center
-from hpcaccum.optimizers.checks import (
-    check_global_step,
-    check_pairs,
-    check_variables,
-    listed,
-)
+from hpcaccum.optimizers.checks import check_global_step, check_variables, listed
 from hpcaccum.optimizers.drop_watch import DropWatch
 from hpcaccum.optimizers.flat_rule import FlatRule, flat_rule
+from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.served import ServedOptimizer
 from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spread
 from hpcaccum.optimizers.slices import pushed

@@ -12,25 +12,23 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hpcaccum.device import cupy
+from hpcaccum.device import Entry, cupy
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.base import Optimizer, count_step
-from hpcaccum.optimizers.checks import (
-    Pairs,
-    PairsLike,
-    Variables,
-    check_global_step,
-    check_pairs,
-)
-from hpcaccum.optimizers.device_update import Updates
+from hpcaccum.optimizers.checks import Pairs, PairsLike, Variables, check_global_step
+from hpcaccum.optimizers.device_update import Launch, Updates
 from hpcaccum.optimizers.learning_rate import Rate, RateOfStep
+from hpcaccum.optimizers.pairs import as_pairs, check_gradients
 from hpcaccum.optimizers.pieces import Scratch, update_array, update_rows
 from hpcaccum.optimizers.rule_state import State, States
 from hpcaccum.optimizers.slices import Gradient, detached, distinct_rows
 from hpcaccum.optimizers.snapshot import Key, check_state
 from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.row_sums import Rows
+
+# Pairs of which no gradient is None.
+Given = Sequence[tuple[Gradient, Variable]]
 
 
 class Rule(Optimizer):
@@ -165,26 +163,37 @@ class Rule(Optimizer):
                 `check_global_step`, or for an invalid result of the learning rate's
                 callable; before any change.
         """
-        pairs = check_pairs(grads_and_vars)
+        given = [pair for pair in as_pairs(grads_and_vars) if pair[0] is not None]
+        found = self._on_device.find(given)
+        if found.result is None:
+            given = check_gradients(given)
         check_global_step(global_step)
-        self._change(None, pairs)()
+        self._change(None, given, found)()
         count_step(global_step)
 
     def _prepared(self, rate: float | None, pairs: Pairs) -> Callable[[], object]:
         if not self.elementwise:
             return super()._prepared(rate, pairs)
-        return self._change(rate, pairs)
-
-    def _change(self, rate: float | None, pairs: Pairs) -> Callable[[], None]:
-        """Return what updates variables at a learning rate; by default, its own."""
         given = [(grad, var) for grad, var in pairs if grad is not None]
+        return self._change(rate, given)
+
+    def _change(
+        self, rate: float | None, given: Given, found: Entry[Launch] | None = None
+    ) -> Callable[[], None]:
+        """Return what updates variables at a learning rate; by default, its own.
+
+        Args:
+            rate: The learning rate.
+            given: Checked pairs, none of them with None.
+            found: The entry of these pairs, if it was looked for.
+        """
         if rate is None:
             rate = self._rate.at(lambda: self._updates(given))
-        return functools.partial(self._apply_at, rate, given)
+        if found is not None and found.result is not None:
+            return functools.partial(self._launch, found.result, rate)
+        return functools.partial(self._apply_at, rate, given, found)
 
-    def _apply_at(
-        self, rate: float, given: Sequence[tuple[Gradient, Variable]]
-    ) -> None:
+    def _apply_at(self, rate: float, given: Given, found: Entry[Launch] | None) -> None:
         updates = [(grad, self._state(var)) for grad, var in given]
         on_device: Any = [update for update in updates if update[1].on_device]
         if len(on_device) < len(updates):
@@ -194,7 +203,11 @@ class Rule(Optimizer):
                 for grad, (_, state) in zip(_ready(on_host), on_host, strict=True):
                     self._apply(grad, state, rate)
         if on_device:
-            self._apply_on_device(on_device, rate)
+            grads, states = zip(*on_device, strict=True)
+            launch = self._on_device.prepare(self._kernel, states, grads)
+            self._launch(launch, rate)
+            if found is not None and not launch.copies:
+                found.keep(launch)
 
     def _apply(self, grad: Array | Rows, state: State, rate: float) -> None:
         step, value = state.count(), state.variable.value
@@ -208,18 +221,10 @@ class Rule(Optimizer):
         else:
             update_array([value, grad, *slots], scratch, self._update, numbers)
 
-    def _apply_on_device(self, updates: list[tuple[Array, State]], rate: float) -> None:
+    def _launch(self, launch: Launch, rate: float) -> None:
         """Update variables on the device by one launch for each dtype."""
-        states = [state for _, state in updates]
-        plan = self._on_device.prepare(self._kernel, states)
-        steps = [state.count() for state in states]
-        numbers = {step: self._numbers(rate, step) for step in set(steps)}
-        _, *more = numbers[steps[0]]
-        plan.launch(
-            [grad for grad, _ in updates],
-            [numbers[step][0] for step in steps],
-            (*more, *self._constants()),
-        )
+        constants = self._constants()
+        launch.run(lambda step: (*self._numbers(rate, step), *constants))
 
     @property
     def elementwise(self) -> bool:
@@ -229,7 +234,7 @@ class Rule(Optimizer):
     def _needs_for_rows(self) -> str | None:
         return None if self.elementwise else super()._needs_for_rows()
 
-    def _updates(self, pairs: Sequence[tuple[Gradient, Variable]]) -> int:
+    def _updates(self, pairs: Given) -> int:
         """Return the largest number of earlier updates of these variables."""
         states = [self._states.shown.get(variable) for _, variable in pairs]
         return max(state.updates if state else 0 for state in states)
@@ -285,6 +290,8 @@ class Rule(Optimizer):
 
     def _forget(self, variables: Iterable[Variable]) -> None:
         self._states.forget(variables)
+        # Its launches update the states that it has dropped.
+        self._on_device.clear()
 
     def _release(self) -> None:
         self._on_device.clear()
