@@ -13,7 +13,7 @@ from hpcaccum import device
 from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
 from hpcaccum.accumulator.shapes import declared_shape, is_fixed, known
 from hpcaccum.arguments import REDUCTIONS, one_of, step_number
-from hpcaccum.device import PointerTable, check_device_array, kernels
+from hpcaccum.device import PointerTable, Table, check_device_array, kernels
 from hpcaccum.dtypes import FLOATS, accumulation_dtype, float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # The internal name of the array of an accumulator without names.
 _ONLY = "gradient"
+# Booleans as kernels take them.
+_FLAGS = np.int32(0), np.int32(1)
 
 
 class DeviceAccumulator(AccumulatorOnDevice):
@@ -81,6 +83,9 @@ class DeviceAccumulator(AccumulatorOnDevice):
         # The norm includes the gaps between the arrays, so they must be 0.
         self._sum: Any = device.cupy().zeros(self._layout.size, wide)
         self._norm = None if self._clip is None else _Norm(self._sum)
+        # Those of a gradient without a name.
+        size = math.prod(self._layout.shapes.get(_ONLY, ()))
+        self._size, self._blocks = np.int64(size), kernels.blocks(size)
         super().__init__(name, self._layout.nbytes)
 
     def __repr__(self) -> str:
@@ -121,23 +126,23 @@ class DeviceAccumulator(AccumulatorOnDevice):
         """
         self._check_open()
         step = step_number(local_step, "local_step")
-        arrays = self._checked("gradient", grad, self._exact)
+        arrays, table = self._checked("gradient", grad, self._exact)
         factor = self._sum.dtype.type(scale)
         return self._submit(
-            step, arrays, lambda first: self._addition(arrays, factor, first)
+            step, arrays, lambda first: self._addition(table or arrays, factor, first)
         )
 
-    def _addition(self, arrays: dict[str, Any], factor: Any, first: bool) -> Launch:
-        # A table of one array costs a little more, but converts from all dtypes.
-        if self._named or accumulation_dtype(arrays[_ONLY].dtype) != self._sum.dtype:
+    def _addition(
+        self, arrays: dict[str, Any] | Table, factor: Any, first: bool
+    ) -> Launch:
+        if isinstance(arrays, Table):
             return self._table.addition(self._sum, arrays, factor, first=first)
         only = arrays[_ONLY]
-        return kernels.prepare(
-            "accumulate",
-            only.dtype,
-            kernels.blocks(only.size),
-            *(self._sum, only, factor, np.int64(only.size), np.int32(first)),
-        )
+        # A table of one array costs a little more, but converts from all dtypes.
+        if accumulation_dtype(only.dtype) != self._sum.dtype:
+            return self._table.addition(self._sum, arrays, factor, first=first)
+        more = self._sum, only, factor, self._size, _FLAGS[first]
+        return kernels.prepare("accumulate", only.dtype, self._blocks, *more)
 
     def take_grad(
         self, num_required: Any, *, timeout: float | None = None, out: Any = None
@@ -166,17 +171,19 @@ class DeviceAccumulator(AccumulatorOnDevice):
                 is lost.
         """
         self._check_open()
-        targets = None
+        targets, table = None, None
         if out is not None:
-            targets = self._checked("out", out, (self._dtype,))
+            targets, table = self._checked("out", out, (self._dtype,))
         results = self._take(
-            num_required, timeout, lambda count: self._reduce(targets, count)
+            num_required, timeout, lambda count: self._reduce(targets, table, count)
         )
         if out is not None:
             return out
         return results if self._named else results[_ONLY]
 
-    def _reduce(self, targets: dict[str, Any] | None, count: int) -> dict[str, Any]:
+    def _reduce(
+        self, targets: dict[str, Any] | None, table: Table | None, count: int
+    ) -> dict[str, Any]:
         """Queue the reduction; return the arrays that it writes."""
         cupy, flat, divisor = device.cupy(), None, count if self._mean else 1
         if targets is None:
@@ -190,7 +197,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
         # In place where possible: the next gradient overwrites the sum. Not if norms
         # are computed: NaN in the gaps between the arrays would stay.
         flat = self._sum if self._norm is None else cupy.empty_like(self._sum)
-        unpack = self._table.unpacking(flat, targets)
+        unpack = self._table.unpacking(flat, table or targets)
         self._begin_step(self._finish(flat, divisor))
         unpack()
         return targets
@@ -212,25 +219,27 @@ class DeviceAccumulator(AccumulatorOnDevice):
         self._sum = self._norm = None
         self._table.clear()
 
-    def _checked(self, what: str, given: Any, dtypes: Any) -> dict[str, Any]:
-        """Check arrays for kernels; return them by name, in the layout's order."""
+    def _checked(
+        self, what: str, given: Any, dtypes: Any
+    ) -> tuple[dict[str, Any], Table | None]:
+        """Check arrays for kernels.
+
+        Returns:
+            The arrays by name, in the layout's order; if they have names, their table.
+        """
+        text = f"{self._name}: {what}"
         if not self._named:
-            given = {_ONLY: given}
-        elif not isinstance(given, Mapping):
+            check_device_array(text, given, self._layout.shapes[_ONLY], dtypes)
+            return {_ONLY: given}, None
+        if not isinstance(given, Mapping):
             raise InvalidArgumentError(
-                f"{self._name}: {what} must be a mapping of names to arrays, got "
+                f"{text} must be a mapping of names to arrays, got "
                 f"{type(given).__name__}"
             )
-        elif given.keys() != self._layout.shapes.keys():
-            raise InvalidArgumentError(
-                f"{self._name}: {what} must have {self._difference(given)}"
-            )
-        arrays = {name: given[name] for name in self._layout}
-        shapes, text = self._layout.shapes, f"{self._name}: {what}"
-        for name, array in arrays.items():
-            label = f"{text} {name!r}" if self._named else text
-            check_device_array(label, array, shapes[name], dtypes)
-        return arrays
+        if given.keys() != self._layout.shapes.keys():
+            raise InvalidArgumentError(f"{text} must have {self._difference(given)}")
+        arrays = {name: given[name] for name in self._layout.shapes}
+        return arrays, self._table.checked(text, arrays, dtypes)
 
     def _difference(self, given: Mapping[str, Any]) -> str:
         """Describe the first name that is missing, or else superfluous."""

@@ -73,7 +73,7 @@ class AccumulatorOnDevice(Freeable):
 
     def __init__(self, name: str, nbytes: int) -> None:
         self._name, self._nbytes = name, nbytes
-        self._device = device.cupy().cuda.Device().id
+        self._device = device.current_device()
         self._lock = threading.Lock()
         # The take that waits or reduces; others wait for it.
         self._taker: Deadline | None = None
@@ -143,7 +143,7 @@ class AccumulatorOnDevice(Freeable):
             self._check_here()
             step, accumulated, accepted, dropped = self._state
             receipt = Receipt(local_step >= step, local_step, step)
-            lag = min(max(receipt.lag, 0), MAX_LAG)
+            lag = min(max(step - local_step, 0), MAX_LAG)
             count_lag = functools.partial(
                 operator.setitem, self._lags, lag, self._lags[lag] + 1
             )
@@ -224,22 +224,22 @@ class AccumulatorOnDevice(Freeable):
                 memory to the stream that it was allocated on; that may be another one,
                 which could use it again at once.
         """
+        event = None
         while self._reads and self._reads[0][0].done:
-            self._reads.popleft()
+            event, _ = self._reads.popleft()
         stream = device.current_stream()
         stream.wait_event(self._last)
         try:
             return work()
         finally:
             # Also after an error: something may have been queued.
-            self._last = _record(stream)
-            if reads is not None:
-                self._reads.append((self._last, reads))
+            self._last = _record(stream, event)
+            self._reads.append((self._last, reads))
 
     def _check_here(self) -> None:
         """Raise unless this is open, and its device is the current one."""
         self._check_open()
-        current = device.cupy().cuda.Device().id
+        current = device.current_device()
         if current != self._device:
             raise InvalidArgumentError(
                 f"{self._name} is on device {self._device}, the current one is "
@@ -263,8 +263,14 @@ class AccumulatorOnDevice(Freeable):
         raise NotImplementedError
 
 
-def _record(stream: Any) -> Any:
-    """Return an event after all that is queued on a stream."""
-    event = device.cupy().cuda.Event(disable_timing=True)
+def _record(stream: Any, event: Any = None) -> Any:
+    """Return an event after all that is queued on a stream.
+
+    Args:
+        stream: The stream.
+        event: One that is complete and may be used again.
+    """
+    if event is None:
+        event = device.cupy().cuda.Event(disable_timing=True)
     stream.record(event)
     return event

@@ -2,9 +2,9 @@
 
 `arrays` is the only module that imports CuPy, when a device is first used. `kernels`
 compiles and launches the sources in ``kernels/``. `tables` has what a launch over many
-arrays reads, `PointerTable` launches kernels that move named arrays. `Transfer` copies
-named arrays between device and CPU memory.
-`NcclSum` sums device memory over processes.
+arrays reads, `known` what is known of arrays that come again. `PointerTable` launches
+kernels that move named arrays. `Transfer` copies named arrays between device and CPU
+memory. `NcclSum` sums device memory over processes.
 
 Imports `errors`, `dtypes` and `layout` only.
 """
@@ -18,6 +18,7 @@ from hpcaccum.device.arrays import (
     copy_quietly,
     copyto,
     cupy,
+    current_device,
     current_stream,
     device_name,
     is_device,
@@ -30,7 +31,12 @@ from hpcaccum.device.arrays import (
     use_device,
 )
 from hpcaccum.device.known import Entry, Known
-from hpcaccum.device.multi_tensor import PointerTable, check_device_array, largest
+from hpcaccum.device.multi_tensor import (
+    PointerTable,
+    Table,
+    check_device_array,
+    largest,
+)
 from hpcaccum.device.nccl import NcclSum, card, unique_id
 from hpcaccum.device.transfer import Transfer
 
@@ -40,6 +46,7 @@ __all__ = [
     "NcclSum",
     "Pinned",
     "PointerTable",
+    "Table",
     "Transfer",
     "all_on_device",
     "card",
@@ -48,6 +55,7 @@ __all__ = [
     "copy_quietly",
     "copyto",
     "cupy",
+    "current_device",
     "current_stream",
     "device_name",
     "is_device",

@@ -13,6 +13,7 @@ import numpy as np
 
 from hpcaccum.device import kernels
 from hpcaccum.device.arrays import check_array, cupy, is_device
+from hpcaccum.device.known import Known
 from hpcaccum.device.tables import KINDS, RECENT, Chunks, RecentTables, chunked, upload
 from hpcaccum.errors import InvalidArgumentError
 
@@ -64,9 +65,11 @@ class PointerTable:
             return Table(upload(rows or [(0, 0, 0, 0)]), chunks(names))
 
         self._chunks, self._tables = chunks, RecentTables(make, most)
+        self._shapes, self._checked = layout.shapes, Known[Table](most)
 
     def clear(self) -> None:
         """Release memory on the device. All launches must have ended."""
+        self._checked.clear()
         self._chunks.clear()
         self._tables.clear()
 
@@ -76,6 +79,27 @@ class PointerTable:
             [(array.data.ptr, KINDS[array.dtype]) for array in arrays.values()]
         )
         return self._tables(tuple(arrays), places)
+
+    def checked(
+        self, what: str, arrays: Mapping[str, Any], dtypes: tuple[np.dtype[Any], ...]
+    ) -> Table:
+        """Return the table for arrays that the caller has not checked.
+
+        Args:
+            what: Begins messages.
+            arrays: All or some of the layout's.
+            dtypes: Those that are allowed.
+
+        Raises:
+            InvalidArgumentError: As `check_device_array`.
+        """
+        names = tuple(arrays)
+        found = self._checked.find(arrays.values(), names, dtypes)
+        if found.result is not None:
+            return found.result
+        for name, array in arrays.items():
+            check_device_array(f"{what} {name!r}", array, self._shapes[name], dtypes)
+        return found.keep(self.table(arrays))
 
     def pack(self, flat: Any, arrays: Mapping[str, Any], scale: float = 1.0) -> None:
         """Copy arrays to the flat buffer, times ``scale``, converted to its dtype."""
@@ -89,9 +113,15 @@ class PointerTable:
         self.unpacking(flat, arrays, scale)()
 
     def unpacking(
-        self, flat: Any, arrays: Mapping[str, Any], scale: float = 1.0
+        self, flat: Any, arrays: Mapping[str, Any] | Table, scale: float = 1.0
     ) -> Callable[[], object]:
-        """Prepare an `unpack`; return what queues it."""
+        """Prepare an `unpack`; return what queues it.
+
+        Args:
+            flat: The buffer.
+            arrays: The arrays, or their table.
+            scale: A factor.
+        """
         return self._launch("unpack", flat, arrays, np.float32(scale))
 
     def compile(self, packed: np.dtype[Any], unpacked: np.dtype[Any]) -> None:
@@ -112,7 +142,7 @@ class PointerTable:
     def addition(
         self,
         flat: Any,
-        arrays: Mapping[str, Any],
+        arrays: Mapping[str, Any] | Table,
         scale: float = 1.0,
         *,
         first: bool = False,
@@ -121,7 +151,7 @@ class PointerTable:
 
         Args:
             flat: Of float32 or float64.
-            arrays: The addends.
+            arrays: The addends, or their table.
             scale: A factor.
             first: Overwrite the places of the arrays instead of adding to them.
         """
@@ -129,9 +159,9 @@ class PointerTable:
         return self._launch("multi_accumulate", flat, arrays, factor, np.int32(first))
 
     def _launch(
-        self, kernel: str, flat: Any, arrays: Mapping[str, Any], *scalars: Any
+        self, kernel: str, flat: Any, arrays: Mapping[str, Any] | Table, *scalars: Any
     ) -> Callable[[], object]:
-        table = self.table(arrays)
+        table = arrays if isinstance(arrays, Table) else self.table(arrays)
         return kernels.prepare(
             kernel,
             flat.dtype,
