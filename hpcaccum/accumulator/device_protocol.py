@@ -271,6 +271,6 @@ def _record(stream: Any, event: Any = None) -> Any:
         event: One that is complete and may be used again.
     """
     if event is None:
-        event = device.cupy().cuda.Event(disable_timing=True)
+        event = device.new_event()
     stream.record(event)
     return event

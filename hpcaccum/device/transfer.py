@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.device.arrays import Pinned, cupy, current_stream
+from hpcaccum.device.arrays import Pinned, cupy, current_stream, new_event
 from hpcaccum.device.multi_tensor import PointerTable
 
 if TYPE_CHECKING:
@@ -49,10 +49,14 @@ class Transfer:
         self._out = module.cuda.Stream(non_blocking=True)
         self._back = module.cuda.Stream(non_blocking=True)
         self._whole = [slice(0, layout.size)]
+        # To cut a piece takes as long as to queue its copy.
+        self._pieces: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._pinned: dict[int, Pinned] = {}
         self._read = False
+        self._packed, self._returned = new_event(), new_event()
         # Recorded when the caller's stream no longer needs the flat buffers.
-        self._free_from = current_stream().record()
+        self._free_from = new_event()
+        current_stream().record(self._free_from)
 
     def compile(self) -> None:
         """Compile the kernels now instead of during the first transfer."""
@@ -84,13 +88,22 @@ class Transfer:
             One event per piece. After its ``synchronize()`` the piece is complete.
         """
         self._pack(self._leaving, arrays)
-        self._out.wait_event(current_stream().record())
+        current_stream().record(self._packed)
+        self._out.wait_event(self._packed)
         events = []
         for piece in self._whole if pieces is None else pieces:
-            part = self._leaving[piece]
+            part, _ = self._piece(piece)
             part.get(stream=self._out, out=host[piece], blocking=False)
-            events.append(self._out.record())
+            events.append(new_event())
+            self._out.record(events[-1])
         return events
+
+    def _piece(self, piece: slice) -> tuple[Any, Any]:
+        """Return the same piece of both flat buffers."""
+        place = piece.start, piece.stop
+        if place not in self._pieces:
+            self._pieces[place] = self._leaving[piece], self._coming[piece]
+        return self._pieces[place]
 
     def pack(self, arrays: Mapping[str, Any]) -> Any:
         """Copy arrays to the buffer for results, on the device; return the buffer.
@@ -99,7 +112,7 @@ class Transfer:
         """
         self._pack(self._coming, arrays)
         # The next call may use another stream.
-        self._free_from = current_stream().record()
+        current_stream().record(self._free_from)
         return self._coming
 
     def _pack(self, flat: Any, arrays: Mapping[str, Any]) -> None:
@@ -114,12 +127,14 @@ class Transfer:
         piece = self._whole[0] if piece is None else piece
         if not self._read:
             self._back.wait_event(self._free_from)
-        self._coming[piece].set(host[piece], stream=self._back)
+        _, part = self._piece(piece)
+        part.set(host[piece], stream=self._back)
         self._read = True
 
     def deliver(self, arrays: Mapping[str, Any]) -> None:
         """Copy what `fetch` has copied to arrays; queued on the current stream."""
-        current_stream().wait_event(self._back.record())
+        self._back.record(self._returned)
+        current_stream().wait_event(self._returned)
         self.unpack(arrays)
 
     def divide(self, divisor: int) -> None:
@@ -131,7 +146,7 @@ class Transfer:
     def unpack(self, arrays: Mapping[str, Any]) -> None:
         """Copy the buffer that `pack` returned to arrays."""
         self._table.unpack(self._coming, arrays)
-        self._free_from = current_stream().record()
+        current_stream().record(self._free_from)
 
     def settle(self) -> None:
         """Wait until the host memory that `fetch` reads may be changed."""
@@ -155,5 +170,6 @@ class Transfer:
             # Once released, the memory may belong to another array.
             self._free_from.synchronize()
         self._pinned.clear()
+        self._pieces.clear()
         self._leaving = self._coming = None
         self._table.clear()

@@ -65,11 +65,7 @@ def test_arrays_of_another_device(cp, monkeypatch):
         with cp.cuda.Device(1 - array.device.id):
             error = raised(device.check_array, "x", array, [np.float32])
     else:
-
-        class Another:
-            id = 1
-
-        monkeypatch.setattr(cp.cuda, "Device", Another)
+        monkeypatch.setattr("hpcaccum.device.arrays.current_device", lambda: 1)
         error = raised(device.check_array, "x", array, [np.float32])
 
     assert "x is on device 0, the current one is 1" in str(error)

@@ -319,34 +319,6 @@ def test_values_of_the_variable(monkeypatch):
 # Errors on one rank
 
 
-def bad_arrays(cp):
-    good = {"x": cp.ones((900,), np.float32), "y": cp.ones((300,), np.float32)}
-    return [
-        ({**good, "y": np.ones(300, np.float32)}, "some on the host"),
-        ({**good, "x": cp.ones(1800, np.float32)[::2]}, "contiguous"),
-        ({**good, "x": cp.ones(900, np.int32)}, "got int32"),
-        ({**good, "x": cp.ones(900, np.complex64)}, "got complex64"),
-        ({**good, "x": cp.ones(901, np.float32)}, r"\(900,\), got \(901,\)"),
-        ({**good, "z": good["x"]}, "no array is named 'z'"),
-    ]
-
-
-@ALL
-@pytest.mark.parametrize("where", ["inputs", "out"])
-def test_bad_arrays_are_an_error_everywhere(cp, maker, rank, size, where):
-    reducer = maker({"x": (900,), "y": (300,)})
-    good = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
-    for bad, message in bad_arrays(cp):
-        mine, out = (bad, good) if where == "inputs" else (good, bad)
-        if rank != size - 1:
-            mine, out = good, None
-        with pytest.raises(InvalidArgumentError, match=message):
-            reducer.reduce(mine, out=out)
-
-        assert all((array.get() == -7).all() for array in good.values())
-        works(reducer, size)
-
-
 @ALL
 @pytest.mark.parametrize("where", ["inputs", "out"])
 def test_a_device_that_fails_on_one_rank_is_an_error_on_all(
