@@ -78,7 +78,7 @@ class AccumulatorOnDevice(Freeable):
         # The take that waits or reduces; others wait for it.
         self._taker: Deadline | None = None
         self._state, self._lags = _State(), [0] * (MAX_LAG + 1)
-        # Arrays that launches read, each with the event after the launch, oldest first.
+        # The event after each turn, and the arrays that it reads or None, oldest first.
         self._reads: deque[tuple[Any, Any]] = deque()
         self._last = _record(device.current_stream())
 
@@ -226,6 +226,7 @@ class AccumulatorOnDevice(Freeable):
         """
         event = None
         while self._reads and self._reads[0][0].done:
+            # Recorded again below, after the wait for `_last`, which it may be.
             event, _ = self._reads.popleft()
         stream = device.current_stream()
         stream.wait_event(self._last)

@@ -4,7 +4,7 @@ A launch takes microseconds, as long as the update of a megabyte, and a model ha
 hundreds of small variables. The kernels of kernels/update.cu therefore read addresses
 from tables on the device. The tables are kept: of the same variables, only the table of
 gradients is copied again, and only if their addresses have changed. If nothing has
-changed, only the memory of a `Launch` is asked.
+changed, an earlier `Launch` is run again.
 """
 
 from __future__ import annotations
