@@ -44,7 +44,7 @@ _PART, _SHORT_NAP = 1 / 16, 200e-6
 _SMALL_PART, _LONGEST_NAP = 1 / 100, 5e-3
 # MPI moves data when it is called; where it copies them itself, some 10 KB at a time.
 # Naps that grew with the wait made the time of a reduction grow with its square.
-_MOVING_NAP = 20e-6
+MOVING_NAP = 20e-6
 
 # Of threads that wait, by identifier: their deadlines.
 _waits: dict[int, Deadline] = {}
@@ -164,7 +164,7 @@ class Deadline:
             if elapsed - begun < EAGER:
                 os.sched_yield()
             else:
-                nap = _MOVING_NAP if moves_data else nap_after(elapsed - begun)
+                nap = MOVING_NAP if moves_data else nap_after(elapsed - begun)
                 time.sleep(min(nap, self._limit - elapsed))
             result = ready()
         return result

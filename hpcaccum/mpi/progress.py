@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from hpcaccum.deadline import Deadline, nap_after
+from hpcaccum.deadline import MOVING_NAP, Deadline, nap_after
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.tags import Tag
 from hpcaccum.wake import Wake
@@ -68,7 +68,8 @@ class ProgressThread:
     probes for a message which no rank sends is enough; each group has one, unless
     another thread replaces it. While one runs, Python's threads have a
     `short_switch_interval`. It naps for longer when its windows have not changed for a
-    while, unless one of them is too large to see that.
+    while, unless one of them is too large to see that; and only briefly while data
+    arrive that move when MPI is called.
 
     Args:
         comm: Communicator on which to probe.
@@ -77,6 +78,8 @@ class ProgressThread:
     def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
         self._comm = comm
         self._windows: list[Callable[[], memoryview]] = []
+        # Of those which say so: whether data arrive.
+        self._arrivals: dict[Callable[[], memoryview], Callable[[], bool]] = {}
         self._lock = threading.Lock()
         # What was in the windows, and when they had changed.
         self._seen: list[bytes | None] = []
@@ -88,19 +91,29 @@ class ProgressThread:
         # Ends the last nap of the thread.
         self._end = Wake()
 
-    def start(self, used: Callable[[], memoryview]) -> None:
-        """Add a window, by what returns its used memory; the first starts the thread.
+    def start(
+        self,
+        used: Callable[[], memoryview],
+        arrives: Callable[[], bool] | None = None,
+    ) -> None:
+        """Add a window; the first starts the thread.
 
-        To look at memory that nobody uses would clear the caches of a core.
+        Args:
+            used: Returns its used memory. To look at memory that nobody uses would
+                clear the caches of a core.
+            arrives: Returns whether data arrive in it, piece by piece.
         """
         with self._lock:
             self._windows.append(used)
+            if arrives is not None:
+                self._arrivals[used] = arrives
         self._start_or_stop()
 
     def stop(self, used: Callable[[], memoryview]) -> None:
         """Remove a window; the last one stops the thread."""
         with self._lock:
             self._windows = [each for each in self._windows if each is not used]
+            self._arrivals.pop(used, None)
         self._start_or_stop()
 
     def replace(self, replaced: bool) -> None:
@@ -165,9 +178,19 @@ class ProgressThread:
             idle: Seconds since the thread was needed for something else than windows.
         """
         longest = nap_after(idle)
+        if self._data_arrive():
+            return min(longest, MOVING_NAP)
         if longest <= _NAP:
             return longest
         return min(longest, max(_NAP, nap_after(self._unchanged())))
+
+    def _data_arrive(self) -> bool:
+        # No window is freed meanwhile.
+        with self._lock:
+            for arrives in self._arrivals.values():
+                if arrives():
+                    return True
+        return False
 
     def _unchanged(self) -> float:
         """Return for how many seconds no change of a window has been seen."""

@@ -18,10 +18,18 @@ if TYPE_CHECKING:
 
 # Bytes that one MPI call moves at most: counts are of 32 bits in MPI-3 libraries.
 _CHUNK_BYTES = 1 << 30
+# Bytes up to which an addition is not announced: one or two calls of MPI move them.
+_SHORT = 1 << 15
+# Announcements, which MPI may read after a call.
+_IDLE, _ADDING = np.zeros(1, np.int64), np.ones(1, np.int64)
 
 
 class Region:
     """Memory of the rank ``root``, all zeros at first. Collective.
+
+    What `accumulate` adds on another node moves when the root calls MPI, and little at
+    a time. So ranks announce long additions, each in a word of its own on the root,
+    whose `ProgressThread` naps only briefly until they are complete.
 
     Args:
         group: The ranks.
@@ -39,13 +47,20 @@ class Region:
     """
 
     def __init__(self, group: Group, root: int, nbytes: int) -> None:
-        self._root = root
+        self._root, self._rank = root, group.rank
         nbytes = max(1, -(-nbytes // 64)) * 64
         self.direct = group.single_node or group.rank == root
         self.nbytes_here = nbytes if group.rank == root else 0
-        self._window: Any = allocate(group, root, nbytes, 1)
-        self._end_progress = make_progress(group, root, self._window)
+        # Where the words of the ranks begin.
+        self._words = nbytes
+        self._window: Any = allocate(group, root, nbytes + 8 * group.size, 1)
         self._memory = self._map(group) if self.direct else np.empty(0, np.uint8)
+        # The thread reads them again and again: NumPy would take ten times as long.
+        self._announced: memoryview = self._memory[self._words :].data
+        self._none = bytes(self._announced.nbytes)
+        self._end_progress = make_progress(
+            group, root, self._window, arrives=self.is_added_to
+        )
 
     def _map(self, group: Group) -> Array:
         memory = self._window.tomemory()
@@ -61,6 +76,10 @@ class Region:
     def sync(self) -> None:
         """Order this rank's plain loads and stores with Put and Get of other ranks."""
         self._window.Sync()
+
+    def is_added_to(self) -> bool:
+        """Whether a rank of another node adds a long vector; on the root only."""
+        return bytes(self._announced) != self._none
 
     def put(self, offset: int, data: Array) -> None:
         """Write a contiguous vector; complete on return."""
@@ -85,7 +104,10 @@ class Region:
         """
         added = [] if added is None else added
         kind = MPI.FLOAT if data.dtype.itemsize == 4 else MPI.DOUBLE
+        announced = not self.direct and data.nbytes > _SHORT
         try:
+            if announced:
+                self._announce(_ADDING)
             for start, piece in list(_pieces(data))[len(added) :]:
                 target = (offset + start, piece.size, kind)
                 add = functools.partial(
@@ -94,6 +116,13 @@ class Region:
                 without_signals(add, functools.partial(added.append, None))
         finally:
             self._window.Flush(self._root)
+            if announced:
+                # Without a flush, which takes a round trip: the next one completes it.
+                self._announce(_IDLE)
+
+    def _announce(self, word: Array) -> None:
+        target = (self._words + 8 * self._rank, 1, MPI.LONG)
+        self._window.Accumulate([word, MPI.LONG], self._root, target, MPI.REPLACE)
 
     def get(self, offset: int, out: Array) -> None:
         """Read into a contiguous vector."""
@@ -107,6 +136,7 @@ class Region:
     def free(self) -> None:
         """Free the window. Collective."""
         self._end_progress()
+        self._announced = memoryview(b"")
         self._memory = np.empty(0, np.uint8)
         self._window.Unlock_all()
         self._window.Free()

@@ -90,6 +90,7 @@ def make_progress(
     root: int,
     window: Any,
     used: Callable[[memoryview], memoryview] = lambda memory: memory,
+    arrives: Callable[[], bool] | None = None,
 ) -> Callable[[], None]:
     """Let other nodes reach a window while its root computes.
 
@@ -98,6 +99,7 @@ def make_progress(
         root: The rank with the memory.
         window: The window.
         used: Returns which part of its memory is used.
+        arrives: See `ProgressThread.start`.
 
     Returns:
         What ends this; to be called before the window is freed.
@@ -107,7 +109,7 @@ def make_progress(
     progress = group.progress
     memory = memoryview(window.tomemory())
     watched = functools.partial(used, memory)
-    progress.start(watched)
+    progress.start(watched, arrives)
     return functools.partial(progress.stop, watched)
 
 

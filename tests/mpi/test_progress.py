@@ -14,8 +14,10 @@ from hpcaccum import Group
 from hpcaccum.accumulator.state import Record
 from hpcaccum.mpi import AtomicWords
 from hpcaccum.mpi.progress import ProgressThread, short_switch_interval
+from hpcaccum.mpi.region import Region
 
 from .acting import until
+from .on_nodes import group_on_nodes  # noqa: F401
 from .support import WAIT
 from .training import meet
 
@@ -196,3 +198,63 @@ def test_naps_are_short_where_changes_cannot_be_seen(comm, monkeypatch):
 
     assert set(clock.naps) == {clock.naps[0]}
     assert clock.naps[0] < 1e-3
+
+
+def test_naps_are_short_while_data_arrive(comm):
+    progress, arrives = ProgressThread(comm), [False]
+    memory = memoryview(bytearray(1 << 20))
+    # This thread asks instead.
+    progress.replace(True)
+    progress.start(lambda: memory, lambda: arrives[0])
+    naps = []
+    for arrives[0] in (False, True, False):
+        naps.append(progress.nap(math.inf))
+    arrives[0] = True
+    progress.stop(progress._windows[0])
+    naps.append(progress.nap(math.inf))
+
+    assert naps[1] < 50e-6 < naps[0] == naps[2]
+    # The window is not asked any more.
+    assert naps[3] > 50e-6
+
+
+class Paused:
+    """A window that meets the other ranks twice before it adds a vector."""
+
+    def __init__(self, window, vector):
+        self._window, self._vector = window, vector
+
+    def __getattr__(self, name):
+        return getattr(self._window, name)
+
+    def Accumulate(self, origin, root, *rest):
+        if np.shares_memory(origin[0], self._vector):
+            self._window.Flush(root)
+            meet()
+            meet()
+        self._window.Accumulate(origin, root, *rest)
+
+
+@pytest.mark.parametrize(("count", "announced"), [(16, False), (1 << 18, True)])
+def test_ranks_announce_long_additions(group, monkeypatch, count, announced):
+    region, found = Region(group, 0, 4 * count), [announced, False]
+    vector = np.ones(count, np.float32)
+    if group.rank == group.size - 1:
+        monkeypatch.setattr(region, "_window", Paused(region._window, vector))
+        region.accumulate(0, vector)
+        # The announcement of the end is complete with the next operation.
+        region.get(0, vector)
+        meet()
+    else:
+        for place in range(2):
+            meet()
+            if group.rank == 0:
+                found[place] = group.progress._data_arrive()
+            meet()
+    monkeypatch.undo()
+    if group.rank == group.size - 1:
+        meet()
+    region.free()
+
+    assert found == [announced, False]
+    assert (vector == 1).all()
