@@ -55,10 +55,15 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     names = ", ".join("-".join(map(str, run)) for run in runs)
-    single = len(runs) == 1 and len(runs[0]) == 1
-    return f"rank{'' if single else 's'} {names or 'none'}"
+    number = sum(run[-1] - run[0] + 1 for run in runs)
+    return f"{plural(number, 'rank')} {names or 'none'}"
+
+
+def plural(number: int, what: str) -> str:
+    """Return the word for a number of things: ``rank`` for one, else ``ranks``."""
+    return what if number == 1 else f"{what}s"
 
 
 def counted(number: int, what: str) -> str:
     """Return a number of things as text: ``1 rank``, ``2 ranks``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {plural(number, what)}"

@@ -16,7 +16,7 @@ from hpcaccum.accumulator import Tally
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.structure import Structure
 from hpcaccum.layout import Layout
-from hpcaccum.mpi import MPI, Freeable, Group
+from hpcaccum.mpi import MPI, Freeable, Group, lack_of_threads
 from hpcaccum.optimizers.finite import check_choice, to_drop
 from hpcaccum.optimizers.shard_reducer import ShardReducer, check_wire_dtype
 
@@ -227,6 +227,4 @@ class Averager(Freeable):
 
 def _check_threads() -> None:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise InvalidArgumentError(
-            "MPI provides no MPI_THREAD_MULTIPLE, which callbacks of JAX need"
-        )
+        raise InvalidArgumentError(lack_of_threads("callbacks of JAX need"))

@@ -20,7 +20,7 @@ from hpcaccum.mpi.node_memory import NodeMemory
 from hpcaccum.mpi.progress import short_switch_interval
 from hpcaccum.mpi.region import Region
 from hpcaccum.mpi.requests import complete, keep
-from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.runtime import MPI, lack_of_threads
 from hpcaccum.mpi.shutdown import (
     abort_job,
     install_excepthook,
@@ -47,6 +47,7 @@ __all__ = [
     "install_excepthook",
     "is_ending",
     "keep",
+    "lack_of_threads",
     "launched_ranks",
     "report_and_abort",
     "short_switch_interval",

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpcaccum.deadline import MOVING_NAP, Deadline, nap_after
-from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.runtime import MPI, lack_of_threads
 from hpcaccum.mpi.tags import Tag
 from hpcaccum.wake import Wake
 
@@ -132,10 +132,8 @@ class ProgressThread:
     def _start(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             if len(self._windows) == 1:
-                logger.warning(
-                    "MPI does not provide MPI_THREAD_MULTIPLE: ranks on other nodes "
-                    "wait while this rank computes"
-                )
+                needs = "ranks on other nodes need, or wait while this rank computes"
+                logger.warning("%s", lack_of_threads(needs))
             return
         self._end = Wake()
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -58,6 +58,25 @@ def _load() -> ModuleType:
     return module
 
 
+def lack_of_threads(needs: str, *instead: str) -> str:
+    """Return the message of a rank whose MPI has no MPI_THREAD_MULTIPLE.
+
+    Args:
+        needs: What needs it, and the verb.
+        instead: What else helps.
+    """
+    from mpi4py import rc
+
+    asked = rc.thread_level if rc.threads else "single"
+    advice = ["use an MPI library that provides it", *instead]
+    if asked != "multiple":
+        advice[0] = (
+            f"mpi4py asked for {asked!r}; unset MPI4PY_RC_THREAD_LEVEL and "
+            f"MPI4PY_RC_THREADS, and do not set them in mpi4py.rc"
+        )
+    return f"MPI provides no MPI_THREAD_MULTIPLE, which {needs}; {', or '.join(advice)}"
+
+
 def check_running(module: Any) -> None:
     """Raise FreedError after MPI_Finalize: MPI would end the job without a message.
 

@@ -22,8 +22,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcaccum.deadline import EAGER, Deadline
-from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
-from hpcaccum.mpi import MPI, report_and_abort, short_switch_interval
+from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, plural
+from hpcaccum.mpi import (
+    MPI,
+    lack_of_threads,
+    report_and_abort,
+    short_switch_interval,
+)
 from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
@@ -123,7 +128,7 @@ class Agent:
         names = [f"{self.hosts[n]} (leader rank {self.leaders[n]})" for n in found]
         if more := names[_SHOWN:]:
             names[_SHOWN:] = [f"{len(more)} more"]
-        return f"node{'s' * (len(found) != 1)} {', '.join(names)}"
+        return f"{plural(len(found), 'node')} {', '.join(names)}"
 
     def add(self, service: Service) -> int:
         """Add a service; return its number, the same on all ranks. Collective.
@@ -382,8 +387,6 @@ def _forget_received(sent: list[Any]) -> None:
 def _lack_of_threads(leads: bool, nodes: int) -> Exception | None:
     """Return the error of a rank that leads a node and can run no agent."""
     if leads and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        return InvalidArgumentError(
-            "MPI provides no MPI_THREAD_MULTIPLE, which the first rank of each of "
-            f"{nodes} nodes needs to exchange data with the other nodes"
-        )
+        needs = f"the first rank of each of {nodes} nodes needs to exchange data"
+        return InvalidArgumentError(lack_of_threads(needs))
     return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, format_ranks
-from hpcaccum.mpi import MPI
+from hpcaccum.mpi import MPI, lack_of_threads
 from hpcaccum.server.client import Client
 from hpcaccum.server.order_loop import OrderLoop
 from hpcaccum.server.role import Role
@@ -362,14 +362,10 @@ def _check_server(
     # Between nodes agents check it, also for a root that is dedicated.
     beside = group.single_node and not dedicated
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE and (several or beside):
-        needs = "each of several servers needs"
+        needs, instead = "each of several servers needs", []
         if beside:
-            needs = (
-                "a server beside the host's own training needs; give it a rank of its "
-                "own: dedicated=True"
-            )
-        raise InvalidArgumentError(
-            f"MPI provides no MPI_THREAD_MULTIPLE, which {needs}"
-        )
+            needs = "a server beside the host's own training needs"
+            instead = ["give it a rank of its own: dedicated=True"]
+        raise InvalidArgumentError(lack_of_threads(needs, *instead))
     if step < 0:
         raise InvalidArgumentError(f"step must be at least 0, got {step}")

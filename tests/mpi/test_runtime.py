@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import mpi4py
 import pytest
 from mpi4py import MPI
 
@@ -180,3 +181,20 @@ def test_excepthook_of_the_program_is_kept(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     shutdown.install_excepthook()
     assert sys.excepthook is sys.__excepthook__
+
+
+@pytest.mark.parametrize(
+    ("threads", "level", "advice"),
+    [
+        (True, "multiple", "use an MPI library that provides it"),
+        (True, "funneled", "mpi4py asked for 'funneled'; unset MPI4PY_RC_THREAD_LEVEL"),
+        (False, "multiple", "mpi4py asked for 'single'; unset MPI4PY_RC_THREAD_LEVEL"),
+    ],
+)
+def test_lack_of_threads_comes_with_advice(monkeypatch, threads, level, advice):
+    monkeypatch.setattr(mpi4py.rc, "threads", threads)
+    monkeypatch.setattr(mpi4py.rc, "thread_level", level)
+    text = runtime.lack_of_threads("a server needs")
+
+    start = "MPI provides no MPI_THREAD_MULTIPLE, which a server needs; "
+    assert text.startswith(start + advice)
