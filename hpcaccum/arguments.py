@@ -162,7 +162,7 @@ def wire_format(wire_dtype: Any, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     """Return the dtype in which sums of ``dtype`` are sent; None for their own."""
     if wire_dtype is None:
         return None
-    wire, wide = float_dtype(wire_dtype), accumulation_dtype(dtype)
+    wire, wide = float_dtype(wire_dtype, "wire_dtype"), accumulation_dtype(dtype)
     if wire.itemsize >= wide.itemsize:
         raise InvalidArgumentError(
             f"wire_dtype must be narrower than {wide}, got {wire}"

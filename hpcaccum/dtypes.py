@@ -17,8 +17,12 @@ HALVES = (np.dtype(np.float16), BFLOAT16)
 FLOATS = (*HALVES, np.dtype(np.float32), np.dtype(np.float64))
 
 
-def float_dtype(dtype: Any) -> np.dtype[Any]:
+def float_dtype(dtype: Any, what: str = "dtype") -> np.dtype[Any]:
     """Return ``dtype`` as a NumPy dtype that can be accumulated.
+
+    Args:
+        dtype: The dtype, or its name.
+        what: Name of the argument, for messages.
 
     Raises:
         TypeError: If it is not a dtype, or not a number type.
@@ -28,12 +32,12 @@ def float_dtype(dtype: Any) -> np.dtype[Any]:
     try:
         found: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
-        raise TypeError(f"dtype must name a float type, got {dtype!r}") from None
+        raise TypeError(f"{what} must name a float type, got {dtype!r}") from None
     if dtype is None or found.kind in "bSUO":
-        raise TypeError(f"dtype must name a float type, got {dtype!r}")
+        raise TypeError(f"{what} must name a float type, got {dtype!r}")
     if found not in FLOATS:
         names = ", ".join(str(each) for each in FLOATS)
-        raise InvalidArgumentError(f"dtype must be one of {names}, got {found}")
+        raise InvalidArgumentError(f"{what} must be one of {names}, got {found}")
     return found
 
 
@@ -43,3 +47,12 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     Half precision is summed in float32: in float16, the mean of 2100 ones is 0.975.
     """
     return np.dtype(np.float32) if dtype in HALVES else dtype
+
+
+def check_unmasked(what: str, given: Any) -> None:
+    """Raise InvalidArgumentError for a masked array: the mask would be lost."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise InvalidArgumentError(
+            f"{what} must have no mask, got a masked array; its filled(0) has zeros in "
+            f"place of masked elements"
+        )

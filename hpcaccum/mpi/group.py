@@ -255,7 +255,7 @@ class Group:
             raise failure
         for rank, (error, _) in enumerate(reports):
             if error is not None:
-                raise error[0](f"{what}: rank {rank}: {_rest(error[1], what)}")
+                raise error[0](f"{what}: {_of_rank(rank, _rest(error[1], what))}")
         return [each for _, each in reports]
 
     def compare(self, what: str, reports: Sequence[Mapping[str, str]]) -> None:
@@ -386,6 +386,11 @@ def _rest(text: str, what: str) -> str:
             break
         text = text.removeprefix(f"{part}: ")
     return text
+
+
+def _of_rank(rank: int, text: str) -> str:
+    """Return the message of a rank, which begins with the rank."""
+    return text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}"
 
 
 def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:

@@ -50,7 +50,7 @@ def check_wire_dtype(wire_dtype: Any) -> str | None:
     Raises:
         TypeError, InvalidArgumentError: If it is not a dtype of floats.
     """
-    return None if wire_dtype is None else str(float_dtype(wire_dtype))
+    return None if wire_dtype is None else str(float_dtype(wire_dtype, "wire_dtype"))
 
 
 class ShardReducer:

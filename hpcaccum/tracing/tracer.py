@@ -60,5 +60,6 @@ def _checked(path: str | os.PathLike[str], rank: int) -> Path:
         raise InvalidArgumentError("a trace is running already")
     file = Path(path)
     if rank == 0:
-        check_writable("trace", file)
+        # As begin the messages of `Group.agree`, which leaves it out then.
+        check_writable("trace:", file)
     return file

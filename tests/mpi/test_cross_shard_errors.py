@@ -54,8 +54,8 @@ def test_bad_pairs_on_one_rank_are_an_error_on_all(
     ("options", "kind", "text"),
     [
         ({"wire_dtype": "float64"}, InvalidArgumentError, "narrower than float32"),
-        ({"wire_dtype": "int8"}, InvalidArgumentError, "dtype must be one of"),
-        ({"wire_dtype": "nonsense"}, TypeError, "dtype must name a float"),
+        ({"wire_dtype": "int8"}, InvalidArgumentError, "wire_dtype must be one of"),
+        ({"wire_dtype": "nonsense"}, TypeError, "wire_dtype must name a float"),
         (
             {"wire_dtype": "float16", "cuda_aware": True},
             InvalidArgumentError,

@@ -280,6 +280,24 @@ def test_facts_that_cannot_be_selected_are_an_error_on_every_rank(comm, rank):
 
 
 @pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("rank 1 has left", "rank 1 has left"),
+        ("opt: rank 1 has left", "rank 1 has left"),
+        ("rank 10 has left", "rank 1: rank 10 has left"),
+        ("bad", "rank 1: bad"),
+    ],
+)
+def test_an_error_names_its_rank_once(comm, rank, text, shown):
+    failure = hpc.InvalidArgumentError(text) if rank == 1 else None
+    with pytest.raises(hpc.InvalidArgumentError) as caught:
+        Group.of(comm).raise_together("opt: restore", failure)
+
+    assert str(caught.value) == (text if rank == 1 else f"opt: restore: {shown}")
+
+
+@pytest.mark.ranks(min=2)
 def test_disagreement_names_both_sides_on_every_rank(comm, rank, size):
     with pytest.raises(hpc.DisagreementError) as caught:
         Group.of(comm).agree("opening", lambda: {"same": 1, "mine": int(rank > 0)})

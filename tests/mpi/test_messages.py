@@ -20,8 +20,9 @@ def check(error, start):
     name = start.partition(":")[0]
     assert own.count(f"{name}: ") <= 1
     for text in others:
-        assert text.startswith(f"{start}: rank {len(others)}: ")
-        assert text.count(name) == 1
+        where = f"rank {len(others)}"
+        assert text.startswith((f"{start}: {where}: ", f"{start}: {where} has left"))
+        assert text.count(name) == text.count(where) == 1
         assert text.endswith(own.removeprefix(f"{name}: "))
 
 

@@ -38,8 +38,8 @@ from .training import raised
         ({"reduction_type": "MAX"}, InvalidArgumentError, "reduction_type must be"),
         ({"wire_dtype": "float32"}, InvalidArgumentError, "narrower than float32"),
         ({"wire_dtype": "float64"}, InvalidArgumentError, "narrower than float32"),
-        ({"wire_dtype": "int8"}, InvalidArgumentError, "dtype must be one of"),
-        ({"wire_dtype": "nonsense"}, TypeError, "dtype must name a float"),
+        ({"wire_dtype": "int8"}, InvalidArgumentError, "wire_dtype must be one of"),
+        ({"wire_dtype": "nonsense"}, TypeError, "wire_dtype must name a float"),
         (
             {"wire_dtype": "float16", "schedule": "flat"},
             InvalidArgumentError,

@@ -306,6 +306,13 @@ def test_a_bad_path_is_an_error_on_every_rank(comm, path, kind, message):
     assert message in str(error)
 
 
+def test_the_error_of_a_bad_path_says_trace_once(comm, rank):
+    error = raised(hpc.trace("no/trace.json", comm).__enter__)
+
+    where = "rank 0: " * (rank > 0)
+    assert str(error) == f"trace: {where}no/trace.json: No such file or directory"
+
+
 def test_a_full_disk_is_an_error_on_rank_0_and_no_hang(comm, rank):
     def act():
         with hpc.trace("/dev/full", comm):
