@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 
 from hpcaccum.device import check_array, is_device
-from hpcaccum.dtypes import FLOATS, Array, accumulation_dtype, float_dtype
+from hpcaccum.dtypes import (
+    FLOATS,
+    Array,
+    accumulation_dtype,
+    check_unmasked,
+    float_dtype,
+)
 from hpcaccum.errors import InvalidArgumentError
 
 # The values of ``reduction_type``.
@@ -99,14 +105,16 @@ def gradient_array(grad: Any, dtype: np.dtype[Any]) -> Array:
     """Return a gradient as an array that can be converted to ``dtype``.
 
     Raises:
-        InvalidArgumentError: If it is None, ragged, or not of real numbers; or a device
-            array that kernels cannot read.
+        InvalidArgumentError: If it is None, ragged, masked, or not of real numbers; or
+            a device array that kernels cannot read.
     """
     if grad is None:
         raise InvalidArgumentError("gradient must be an array, got None")
     if is_device(grad):
         check_array("gradient", grad, FLOATS)
         return grad  # type: ignore[no-any-return]
+    if type(grad) is not np.ndarray:
+        check_unmasked("gradient", grad)
     try:
         array = np.asarray(grad)
     except ValueError as error:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from hpcaccum.device import check_array, is_device
-from hpcaccum.dtypes import FLOATS, Array
+from hpcaccum.dtypes import FLOATS, Array, check_unmasked
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.row_sums import add_at
 
@@ -149,6 +149,7 @@ def _array(what: str, given: Any) -> Array:
     if is_device(given):
         check_array(what, given, _INTEGERS if what == "indices" else FLOATS)
         return given  # type: ignore[no-any-return]
+    check_unmasked(what, given)
     try:
         array = np.asarray(given)
     except ValueError as error:

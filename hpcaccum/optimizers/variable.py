@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from hpcaccum.arguments import gradient_array, positive_count
 from hpcaccum.device import check_array, copyto, is_device, to_host
-from hpcaccum.dtypes import FLOATS, Array
+from hpcaccum.dtypes import FLOATS, Array, check_unmasked
 from hpcaccum.errors import InvalidArgumentError
 
 
@@ -76,6 +76,7 @@ class Variable:
         # `w.value -= x` changes the array in place, then assigns it to itself.
         if new is self._value:
             return
+        check_unmasked(f"value of {self.name!r}", new)
         array = gradient_array(new, self.dtype)
         safe = np.can_cast(array.dtype, self.dtype, "same_kind")
         if array.shape != self.shape or not safe:
@@ -126,6 +127,8 @@ def _usable(array: Any, name: str) -> Array:
     if is_device(array):
         check_array(f"value of {name!r}", array, FLOATS)
         return array  # type: ignore[no-any-return]
+    if type(array) is not np.ndarray:
+        check_unmasked(f"value of {name!r}", array)
     if not isinstance(array, np.ndarray):
         raise TypeError(
             f"value of {name!r} must be a NumPy or CuPy array, got "

@@ -166,6 +166,15 @@ def test_gradient_must_be_an_array_of_real_numbers(make, gradient):
     assert at(0, acc.num_accumulated) == 0
 
 
+def test_gradient_with_a_mask_is_refused(make):
+    acc = make()
+    for mask in (False, [False, True]):
+        with pytest.raises(INVALID, match="gradient must have no mask") as caught:
+            at(1, acc.apply_grad, np.ma.masked_array([1, 2], mask))
+        assert "filled(0)" in str(caught.value)
+    assert at(0, acc.num_accumulated) == 0
+
+
 NO_STEPS = [
     None,
     "1",

@@ -23,6 +23,7 @@ from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
     [
         (lambda w: [(np.ones(2), w)], InvalidArgumentError),
         (lambda w: [(np.ones(3, complex), w)], InvalidArgumentError),
+        (lambda w: [(np.ma.ones(3), w)], InvalidArgumentError),
         (lambda w: [(None, w)], InvalidArgumentError),
         (lambda w: [], InvalidArgumentError),
         (lambda w: [(np.ones(3), w), (np.ones(3), w)], InvalidArgumentError),
@@ -30,7 +31,17 @@ from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
         (lambda w: [np.ones(3)], TypeError),
         (lambda w: None, TypeError),
     ],
-    ids=["shape", "complex", "all None", "empty", "twice", "array", "no pair", "None"],
+    ids=[
+        "shape",
+        "complex",
+        "mask",
+        "all None",
+        "empty",
+        "twice",
+        "array",
+        "no pair",
+        "None",
+    ],
 )
 def test_bad_pairs_on_one_rank_are_an_error_on_all(
     make, rank, size, bad, kind, which, initialized

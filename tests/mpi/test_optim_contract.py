@@ -146,6 +146,7 @@ BAD_PAIRS = {
     "scalar": (lambda w: [(1.0, w)], InvalidArgumentError),
     "complex": (lambda w: [(np.ones(2, complex), w)], InvalidArgumentError),
     "ragged": (lambda w: [([[1], [2, 3]], w)], InvalidArgumentError),
+    "mask": (lambda w: [(np.ma.ones(2), w)], InvalidArgumentError),
     "all None": (lambda w: [(None, w)], InvalidArgumentError),
     "empty": (lambda w: [], InvalidArgumentError),
     "empty iterator": (lambda w: iter([]), InvalidArgumentError),

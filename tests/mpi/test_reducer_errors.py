@@ -132,6 +132,7 @@ WRONG = {
     "nothing": ({"x": None}, "'x': gradient must be an array"),
     "ragged": ({"x": [[1], [2, 3]]}, "'x': gradient"),
     "complex": ({"x": np.ones(900, complex)}, "cannot be cast"),
+    "mask": ({"x": np.ma.ones(900)}, "'x': gradient must have no mask"),
     "text": ({"x": ["a"] * 900}, "cannot be cast"),
     "objects": ({"x": [None] * 900}, "cannot be cast"),
 }

@@ -51,6 +51,8 @@ def test_no_indices_at_all():
         ([1], np.array([2**64 - 1], np.uint64), "indices must be integers of 64 bits"),
         ([[1], [1, 2]], [0, 1], "values are not an array"),
         ([1j], [0], "values must be an array of real numbers, got dtype complex128"),
+        (np.ma.ones(1), [0], "values must have no mask, got a masked array"),
+        ([1], np.ma.zeros(1, int), "indices must have no mask"),
         (3, [0], "values must have a row for each index, got a number"),
         ([[1, 2]], [0, 1], "values must have 2 rows, one for each index, got 1"),
     ],

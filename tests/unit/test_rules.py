@@ -932,3 +932,12 @@ def test_an_optimizer_of_pytorch_is_led_to_its_adapter():
     message = r"got torch\.optim\.sgd\.SGD; for PyTorch use hpcaccum\.torch$"
     with pytest.raises(TypeError, match=message):
         check_inner(kind(), Collective("c"))
+
+
+def test_a_variable_has_no_mask():
+    with pytest.raises(InvalidArgumentError, match="value of 'w' must have no mask"):
+        Variable(np.ma.ones(2), "w")
+    var = Variable(np.ones(2), "w")
+    with pytest.raises(InvalidArgumentError, match="value of 'w' must have no mask"):
+        var.value = np.ma.zeros(2)
+    assert var.value.tolist() == [1, 1]
