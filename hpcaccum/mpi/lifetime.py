@@ -9,6 +9,7 @@ from hpcaccum.mpi import shutdown
 
 if TYPE_CHECKING:
     from types import TracebackType
+    from typing import NoReturn
 
     from typing_extensions import Self
 
@@ -83,6 +84,14 @@ class Freeable:
     def _free(self) -> None:
         """Free what it holds. If this raises, the object is still open."""
         raise NotImplementedError
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would be known to this rank only."""
+        saved = "; snapshot() returns what can be saved"
+        raise TypeError(
+            f"{self._describe()} cannot be copied or pickled: all ranks share it"
+            f"{saved * hasattr(self, 'snapshot')}"
+        )
 
     def __enter__(self) -> Self:
         """Return the object itself."""

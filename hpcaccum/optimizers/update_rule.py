@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -90,6 +90,11 @@ class Rule(Optimizer):
         options = {"learning_rate": rate, **self._options(), "name": self._name}
         text = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return f"{type(self).__name__}({text})"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: the copy would have no variables."""
+        text = f"{self!r} cannot be copied or pickled; snapshot() returns its state"
+        raise TypeError(text)
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments other than learning rate and name."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 from mpi4py import MPI
 
@@ -37,6 +40,30 @@ def own_list(monkeypatch):
     monkeypatch.setattr(shutdown, "_open", [])
     monkeypatch.setattr(shutdown, "_shared", [])
     monkeypatch.setattr(shutdown, "_ending", False)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied(way):
+    with pytest.raises(TypeError) as caught:
+        way(Thing("one", []))
+
+    assert str(caught.value) == (
+        "thing 'one' cannot be copied or pickled: all ranks share it"
+    )
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_can_be_saved_of_it_is_in_the_message(comm, way):
+    made = [
+        hpc.ConditionalAccumulator("float32", (3,), comm=comm),
+        hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm),
+    ]
+    for each in made:
+        with pytest.raises(
+            TypeError, match=r"; snapshot\(\) returns what can be saved$"
+        ):
+            way(each)
+        each.free()
 
 
 @pytest.mark.parametrize("registered", [True, False])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import threading
 
 import ml_dtypes
@@ -932,6 +934,13 @@ def test_an_optimizer_of_pytorch_is_led_to_its_adapter():
     message = r"got torch\.optim\.sgd\.SGD; for PyTorch use hpcaccum\.torch$"
     with pytest.raises(TypeError, match=message):
         check_inner(kind(), Collective("c"))
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_rules_are_not_copied(way):
+    text = r"SGD.* cannot be copied or pickled; snapshot\(\) returns its state"
+    with pytest.raises(TypeError, match=text):
+        way(SGD(1.0))
 
 
 def test_a_variable_has_no_mask():
