@@ -6,7 +6,7 @@ they are given, so the sums have the bits of `numpy.add.at`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ def distinct(indices: Array, values: Array, dtype: np.dtype[Any]) -> Rows:
     # No warning: an overflow shows up as inf in the result.
     with np.errstate(all="ignore"):
         if indices.size > 1 and not (indices[1:] > indices[:-1]).all():
-            indices, values, _ = _add([indices], [values], dtype)
+            indices, values, _, _ = _add(indices, values, dtype)
         values = values.astype(dtype, copy=False)
     return Rows(indices, np.ones(indices.size, np.int64), values)
 
@@ -55,11 +55,10 @@ def merged(parts: Sequence[Rows]) -> Rows:
     """
     if len(parts) == 1:
         return parts[0]
-    all_indices, all_values = zip(*((p.indices, p.values) for p in parts), strict=True)
+    indices, counts, values = map(np.concatenate, zip(*parts, strict=True))
     with np.errstate(all="ignore"):
-        indices, values, places = _add(all_indices, all_values, all_values[0].dtype)
-    counts = np.zeros(indices.size, np.int64)
-    np.add.at(counts, places, np.concatenate([part.counts for part in parts]))
+        indices, values, order, begins = _add(indices, values, values.dtype)
+    counts = np.add.reduceat(counts[order], begins) if counts.size else counts
     return Rows(indices, counts, values)
 
 
@@ -69,24 +68,26 @@ def union_size(one: Array, other: Array) -> int:
 
 
 def _add(
-    indices: Sequence[Array], values: Iterable[Array], dtype: np.dtype[Any]
-) -> tuple[Array, Array, Array]:
-    """Return different indices, the sums of their rows, and the place of each index."""
-    found, first, places = np.unique(
-        np.concatenate(indices), return_index=True, return_inverse=True
-    )
-    is_first = np.zeros(places.size, np.bool_)
-    is_first[first] = True
-    begin, sums = 0, None
-    for rows in values:
-        if sums is None:
-            sums = np.empty((found.size, rows.shape[1]), dtype)
-        piece = slice(begin, begin + len(rows))
-        new, there, begin = is_first[piece], places[piece], piece.stop
-        sums[there[new]] = rows[new]
-        add_at(sums, there[~new], rows[~new])
-    assert sums is not None
-    return found, sums, places
+    indices: Array, values: Array, dtype: np.dtype[Any]
+) -> tuple[Array, Array, Array, Array]:
+    """Return different indices and the sums of their rows.
+
+    Returns:
+        These two; the order in which the given indices ascend, and the places there
+        where another one begins.
+    """
+    # Stable, so that rows of one index are added in the order in which they are given.
+    order = np.argsort(indices, kind="stable")
+    ascending = indices[order]
+    new = np.empty(indices.size, np.bool_)
+    new[:1] = True
+    np.not_equal(ascending[1:], ascending[:-1], out=new[1:])
+    begins = np.flatnonzero(new)
+    sums = values[order[begins]].astype(dtype, copy=False)
+    if begins.size < indices.size:
+        places = np.cumsum(new)[~new] - 1
+        add_at(sums, places, values[order[~new]])
+    return ascending[begins], sums, order, begins
 
 
 def add_at(sums: Array, places: Array, rows: Array) -> None:
