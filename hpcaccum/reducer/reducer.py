@@ -18,7 +18,7 @@ from hpcaccum.reducer.device_only import DeviceOnlyCalls
 from hpcaccum.reducer.inputs import Inputs
 from hpcaccum.reducer.options import Options
 from hpcaccum.reducer.schedule import Call, Case
-from hpcaccum.reducer.signature import FAILED, explain, signature
+from hpcaccum.reducer.signature import FAILED, digest, explain, signature
 from hpcaccum.reducer.spin_wait import SpinWait
 from hpcaccum.reducer.statistics import ReducerStatistics
 
@@ -78,7 +78,8 @@ class Reducer(Freeable):
     - contribute the same arrays,
     - reduce them in the same way,
     - have begun the same number of calls,
-    - and pass the same ``step``.
+    - pass the same ``step``,
+    - and have the same numbers in `compare`.
 
     So if an exception such as KeyboardInterrupt ends a call that a rank has begun, the
     next call finds it. A call that a rank skips entirely can only be found by ``step``:
@@ -132,6 +133,7 @@ class Reducer(Freeable):
         options = self._group.agree(name, check, lambda found: found.facts(layout))
         self._reduction_type = options.reduction_type
         self._divisors = {"MEAN": self._group.size, "SUM": 1}
+        self.compare(_NOTHING)
         self._calls = CallSequence(self._group, name)
         self._make(layout, options)
         self._calls.watch(self._schedule.late)
@@ -319,7 +321,8 @@ class Reducer(Freeable):
     ) -> Mapping[str, Array]:
         """Make a call with checked arguments; return what `reduce` returns."""
         names |= self._started
-        mine = signature(self._calls.begun, step, names, self._schedule.divisor)
+        begun, divisor = self._calls.begun, self._schedule.divisor
+        mine = signature(begun, step, names, divisor, self._digest)
         exact = self._inputs.exact(out) if out else _NOTHING
         if not self._exchange(Call(mine, inputs, exact)):
             self._explain(names, step, self._schedule.failure)
@@ -359,8 +362,9 @@ class Reducer(Freeable):
         contributed = self._inputs.names(names)
         facts = {
             "number of calls begun": str(self._calls.begun),
-            "step": str(step),
+            self._step_name: str(step),
             "divisor": str(self._schedule.divisor),
+            **{name: repr(number) for name, number in self._compared.items()},
         }
         for name in self._arrays:
             facts[f"gradient of {name}"] = "one" if name in contributed else "none"
@@ -368,10 +372,25 @@ class Reducer(Freeable):
         self._calls.begun = self._calls.track.calls
         explain(self._group, self._name, facts, error, note)
 
+    def compare(self, numbers: Mapping[str, float], step_name: str = "step") -> None:
+        """Set numbers that must be the same on all ranks in each later call.
+
+        Args:
+            numbers: By name, for messages. They replace those of an earlier call.
+            step_name: What messages call the ``step`` of `reduce`.
+        """
+        self._compared, self._step_name = numbers, step_name
+        self._digest = digest(numbers.values())
+
     @property
     def waited(self) -> float:
         """Seconds that this rank has spent in calls."""
         return self._calls.waited
+
+    @property
+    def calls(self) -> int:
+        """Calls that this rank has completed; between two, the same on all ranks."""
+        return self._calls.track.calls
 
     def statistics(self) -> ReducerStatistics:
         """Return what the reducer uses and has done."""

@@ -14,7 +14,7 @@ from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -29,7 +29,13 @@ FAILED = 0
 _PRIME = (1 << BITS) - 3
 
 
-def signature(begun: int, step: int, names: int, divisor: int) -> int:
+def digest(numbers: Iterable[float]) -> int:
+    """Return a number that depends on all of these, the same on all ranks."""
+    # Python's hash of numbers, unlike that of text, is the same in all processes.
+    return hash(tuple(numbers))
+
+
+def signature(begun: int, step: int, names: int, divisor: int, more: int) -> int:
     """Return the signature of a call, at least 1.
 
     Args:
@@ -37,9 +43,10 @@ def signature(begun: int, step: int, names: int, divisor: int) -> int:
         step: Of the call.
         names: The set of arrays that this rank contributes, as bits.
         divisor: Of the sums.
+        more: The `digest` of other numbers.
     """
     facts = (step * 1_000_003 + names) * 2_097_143 + divisor + begun * 9_576_899
-    return facts % _PRIME + 1
+    return (facts + more) % _PRIME + 1
 
 
 def agree(words: Sequence[int], mine: int) -> bool:

@@ -305,6 +305,25 @@ def test_a_rank_at_another_step_is_found(maker, rank, size):
     works(reducer, size)
 
 
+@ALL
+@pytest.mark.ranks(min=2)
+def test_a_rank_with_another_number_is_found(maker, rank, size):
+    reducer, last = maker(SHAPES), size - 1
+    reducer.compare({"rate": 0.1, "epoch": 7})
+    works(reducer, size)
+    for numbers, text in (
+        ({"rate": 0.1, "epoch": 7 + (rank == last)}, "epoch must be the same"),
+        ({"rate": [0.1, 0.25][rank == last]}, f"rank 0 has 0.1, rank {last} has 0.25"),
+        ({"rate": 0.1} if rank else {}, "rank 0 has nothing, rank 1 has 0.1"),
+    ):
+        reducer.compare(numbers)
+        error = raised(reducer.reduce, ONES)
+        assert type(error) is DisagreementError
+        assert text in str(error)
+    reducer.compare({})
+    works(reducer, size)
+
+
 class Interrupted(dict):
     """Inputs of a rank that is interrupted by Ctrl-C while it checks them."""
 
