@@ -18,7 +18,8 @@ from hpcaccum.jax.structure import Structure
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group, lack_of_threads
 from hpcaccum.optimizers.finite import check_choice, to_drop
-from hpcaccum.optimizers.shard_reducer import ShardReducer, check_wire_dtype
+from hpcaccum.optimizers.shard_layout import check_wire_dtype
+from hpcaccum.optimizers.shard_reducer import ShardReducer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

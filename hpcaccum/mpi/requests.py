@@ -33,6 +33,7 @@ def complete(
     deadline: Deadline,
     missing: Callable[[], str],
     memory: object = None,
+    check: Callable[[], object] | None = None,
 ) -> None:
     """Wait until requests are complete.
 
@@ -42,6 +43,7 @@ def complete(
         deadline: Of the call.
         missing: As for `Deadline.wait`.
         memory: What the requests use and do not keep.
+        check: As for `Deadline.wait`.
 
     Raises:
         WaitTimeoutError: If it takes too long.
@@ -51,7 +53,10 @@ def complete(
     try:
         begun.extend(requests)
         deadline.wait(
-            lambda: MPI.Request.Testall(begun) or None, missing, moves_data=True
+            lambda: MPI.Request.Testall(begun) or None,
+            missing,
+            check=check,
+            moves_data=True,
         )
     except BaseException:
         with _lock:

@@ -19,12 +19,13 @@ from hpcaccum.optimizers.checks import (
 from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.reducing import ReducingOptimizer
 from hpcaccum.optimizers.reduction import Reduction, check_reduction
-from hpcaccum.optimizers.shard_reducer import (
-    ShardReducer,
+from hpcaccum.optimizers.shard_layout import (
     check_wire_dtype,
     device_sums,
     layout_of,
+    row_formats,
 )
+from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
 from hpcaccum.optimizers.wrapper import one_thread
@@ -156,9 +157,10 @@ class CrossShardOptimizer(ReducingOptimizer):
         self.inner.initialize(variables)
         self._shard = ShardReducer(
             self._group,
-            layout_of(variables),
+            layout_of(variables, self._group.size),
             self.get_name(),
             {each: self._options[each] for each in _OF_REDUCERS},
+            row_formats(variables),
         )
 
     def _ensure_initialized(self, var_list: Variables | None) -> ShardReducer:
@@ -178,7 +180,8 @@ class CrossShardOptimizer(ReducingOptimizer):
 
         def check() -> tuple[list[Variable], dict[str, Array]]:
             variables = self._check_start(var_list)
-            wire_format(self._options["wire_dtype"], layout_of(variables).dtype)
+            layout = layout_of(variables, self._group.size)
+            wire_format(self._options["wire_dtype"], layout.dtype)
             return variables, device_sums(variables)
 
         variables, self._sums = self._group.agree(
@@ -270,7 +273,9 @@ class CrossShardOptimizer(ReducingOptimizer):
         variables = self._variables if var_list is None else listed(var_list)
         shard = self._ensure_initialized(variables)
         self._parts = len(shard.present)
-        # First: a rank whose loss raises, and that goes on, is a call ahead.
+        # First: a rank whose loss raises, and that goes on, is a call ahead. If only
+        # those that succeed were counted, the others would learn of it at the end, when
+        # they wait for a call that this rank never makes.
         shard.computed += 1
         try:
             return self.inner.compute_gradients(loss, variables, *args, **kwargs)
@@ -301,8 +306,10 @@ class CrossShardOptimizer(ReducingOptimizer):
                 one rank are wrong; no variable is changed. On this rank, if it has
                 left.
             DisagreementError: On every rank of the group, before any update, if a
-                gradient is None on some ranks only, or if ranks have called
-                `compute_gradients` a different number of times.
+                gradient is None on some ranks only, if the learning rate is not the
+                same number on all ranks, or if ranks have called `compute_gradients` a
+                different number of times. These calls are then counted from 0, so that
+                all ranks can go on.
         """
         parts = self._parts if self._divides else 0
         return self._apply(grads_and_vars, global_step, name, parts=parts)

@@ -9,48 +9,20 @@ import numpy as np
 
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import converted
-from hpcaccum.device import cupy, is_device
-from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.layout import Layout
-from hpcaccum.reducer import Interruption, Reducer, sum_rows
+from hpcaccum.reducer import Interruption, Reducer, RowExchange
 from hpcaccum.row_sums import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpcaccum.dtypes import Array
+    from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.variable import Variable
+    from hpcaccum.reducer import RowFormat
 
 # Why ranks interrupt a reduction.
 _LEAVES, _SKIPS = "leaves", "skips"
-
-# What the reducer adds for a gradient of rows: it finds ranks that have none.
-MARK = np.zeros(1, np.float32)
-
-
-def layout_of(variables: Iterable[Variable]) -> Layout:
-    """Return the layout of gradients; of the rows of a sparse variable, a `MARK`."""
-    return Layout.of({v.name: MARK if v.sparse else v.value for v in variables})
-
-
-def device_sums(variables: Sequence[Variable]) -> dict[str, Array]:
-    """Return memory for the results of variables on a device; nothing for others."""
-    values = {var.name: var.value for var in variables}
-    if not is_device(variables[0].value):
-        return {}
-    layout = Layout.of(values)
-    return layout.views(cupy().zeros(layout.size, layout.dtype))
-
-
-def check_wire_dtype(wire_dtype: Any) -> str | None:
-    """Return the name of a dtype in which gradients may travel; None for their own.
-
-    Raises:
-        TypeError, InvalidArgumentError: If it is not a dtype of floats.
-    """
-    return None if wire_dtype is None else str(float_dtype(wire_dtype, "wire_dtype"))
 
 
 class ShardReducer:
@@ -62,16 +34,18 @@ class ShardReducer:
 
     Args:
         group: The ranks.
-        layout: Of the gradients; see `layout_of`.
+        layout: Of the gradients; see `shard_layout`.
         name: For messages.
         options: Those of a `Reducer`, by name; rows travel in their own dtype.
+        rows: The formats of gradients that are rows, by name.
 
     Attributes:
         reducer: That of the ranks that have not left. When this rank has, the last one.
         present: The ranks of the group that have not left.
         step: Number of updates so far.
-        computed: How many gradients this rank has computed, if the user counts them.
-            Ranks that throw away different numbers of them are out of step.
+        computed: Calls of `compute_gradients` that this rank has begun, if the user
+            counts them. Ranks that throw away different numbers of gradients are out of
+            step.
         left: Whether this rank has left.
     """
 
@@ -81,9 +55,10 @@ class ShardReducer:
         layout: Layout,
         name: str,
         options: Mapping[str, Any] = MappingProxyType({}),
+        rows: Mapping[str, RowFormat] = MappingProxyType({}),
     ) -> None:
         self._group, self._layout, self._name = group, layout, name
-        self._options = options
+        self._options, self._formats = options, rows
         self.begin(0, None)
         self.present, self.left = list(range(group.size)), False
         self._current = group
@@ -91,10 +66,17 @@ class ShardReducer:
         self._started: set[str] = set()
         self._used: list[int] = []
         self._waited = 0.0
-        self.reducer = self._make()
+        self._make()
 
-    def _make(self) -> Reducer:
-        return Reducer(self._layout, self._current, self._name, **self._options)
+    def _make(self) -> None:
+        """Make what reduces the gradients of the ranks that are present. Collective."""
+        group, name = self._current, self._name
+        self.reducer = Reducer(self._layout, group, name, **self._options)
+        self._rows: RowExchange | None = None
+        if self._formats:
+            shapes, dtype = self._layout.shapes, self._layout.dtype
+            marks = {each: np.zeros(shapes[each], dtype) for each in self._formats}
+            self._rows = RowExchange(group, self._formats, marks, name)
 
     def begin(self, step: int, tally: Tally | None) -> None:
         """Set the number of earlier updates, and their counts."""
@@ -152,49 +134,68 @@ class ShardReducer:
             Exception: As `Reducer.reduce`; the number of updates is the same.
         """
         self.check_present()
-        rows = {name: each for name, each in grads.items() if isinstance(each, Rows)}
-        arrays: Mapping[str, Any] = {**grads, **dict.fromkeys(rows, MARK)}
-        sums = self._reduce_arrays(arrays, out, parts, skips)
-        if sums is None or not rows:
-            return sums
-        divided_by = 1 if parts is None else parts
-        return {**sums, **self._reduce_rows(rows, divided_by, skips)}
-
-    def _reduce_arrays(
-        self,
-        grads: Mapping[str, Array],
-        out: Mapping[str, Array] | None,
-        parts: int | None,
-        skips: bool,
-    ) -> Mapping[str, Any] | None:
-        """Return the results, and set the ranks whose gradients they have."""
-        kind, step = "MEAN" if parts is None else "SUM", self.computed
+        kind = "MEAN" if parts is None else "SUM"
         rest = {name: g for name, g in grads.items() if name not in self._started}
         self._started.clear()
         self._used = self.present
         try:
             if skips:
                 self.reducer.interrupt(_SKIPS)
-            sums = self.reducer.reduce(rest, out=out, step=step, reduction_type=kind)
-            return _mean(sums, len(self._used), parts or 0, out)
+            return self._reduce_once(rest, out, kind, parts or 0)
         except Interruption as found:
             self._used = self._continue(found.notes)
             if not self._used:
                 return None
             if skips:
-                grads = {name: np.zeros_like(grad) for name, grad in grads.items()}
-            sums = self.reducer.reduce(grads, out=out, step=step, reduction_type="SUM")
-            divided_by = 1 if parts is None else parts
-            return _mean(sums, len(self._used), divided_by, out)
+                grads = {name: _nothing_of(grad) for name, grad in grads.items()}
+            return self._reduce_once(grads, out, "SUM", 1 if parts is None else parts)
 
-    def _reduce_rows(
-        self, rows: Mapping[str, Rows], parts: int, skips: bool
+    def _reduce_once(
+        self,
+        grads: Mapping[str, Array | Rows],
+        out: Mapping[str, Array] | None,
+        kind: str,
+        parts: int,
+    ) -> Mapping[str, Array | Rows]:
+        """Return the sums or means of the gradients; see `_mean`."""
+        rows = {name: each for name, each in grads.items() if isinstance(each, Rows)}
+        arrays: Mapping[str, Any] = {**grads, **self._offer(rows)} if rows else grads
+        self._compare()
+        call = self.reducer.calls + 1
+        sums = self.reducer.reduce(arrays, out=out, reduction_type=kind)
+        if not rows:
+            return _mean(sums, len(self._used), parts, out)
+        numbers = {name: sums[name] for name in rows}
+        means = {name: sums[name] for name in sums if name not in rows}
+        means = dict(_mean(means, len(self._used), parts, out))
+        return {**means, **self._collect(numbers, kind, parts, call)}
+
+    def _compare(self) -> None:
+        """Set what the next reduction compares, beside the arrays."""
+        numbers: dict[str, float] = {
+            "number of calls of compute_gradients": self.computed
+        }
+        if self._rows is not None:
+            numbers["number of exchanges of rows"] = self._rows.calls
+        self.reducer.compare(numbers)
+
+    def _offer(self, rows: Mapping[str, Rows]) -> Mapping[str, Array]:
+        """Make rows ready for the other ranks; return what is reduced of them."""
+        assert self._rows is not None
+        try:
+            return self._rows.offer(rows, self.reducer.calls + 1)
+        except MemoryError as error:
+            self.reducer.fail(error)
+
+    def _collect(
+        self, numbers: Mapping[str, Array], kind: str, parts: int, call: int
     ) -> dict[str, Rows]:
         """Return the sums or means of rows; see `_mean`."""
-        if skips:
-            rows = {name: Rows(*(part[:0] for part in rows[name])) for name in rows}
-        sums = sum_rows(self._current, rows, f"{self._name}: exchange of rows")
-        values = {name: sums[name].values for name in sums}
+        assert self._rows is not None
+        divisor = self._current.size if kind == "MEAN" else 1
+        sums = self._rows.collect(numbers, divisor, call)
+        values = {name: each.values for name, each in sums.items()}
+        parts = 1 if kind == "MEAN" else parts
         means = _mean(values, len(self._used), parts, None)
         return {name: sums[name]._replace(values=means[name]) for name in sums}
 
@@ -246,11 +247,14 @@ class ShardReducer:
             new.close()
             return
         self._current = new
-        self.reducer = self._make()
+        self._make()
 
     def _free_reducer(self) -> None:
         self._waited += self.reducer.waited
         self.reducer.free()
+        if self._rows is not None:
+            self._rows.free()
+            self._rows = None
         if self._current is not self._group:
             self._current.close()
 
@@ -286,6 +290,13 @@ class ShardReducer:
         newest = max(range(self._group.size), key=lambda rank: states[rank][0])
         self.step, self._accepted, self._nonfinite = states[newest]
         return newest
+
+
+def _nothing_of(grad: Array | Rows) -> Array | Rows:
+    """Return what a rank contributes whose gradient is not used."""
+    if isinstance(grad, Rows):
+        return Rows(*(part[:0] for part in grad))
+    return np.zeros_like(grad)
 
 
 def _mean(

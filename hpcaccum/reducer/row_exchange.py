@@ -1,88 +1,279 @@
-"""Sums of rows over the ranks of a group, each of which has some of them."""
+"""Sums of rows over the ranks of a group, each of which has some of them.
+
+An exchange of rows goes with a reduction of arrays. Before it, a rank offers its rows;
+the reduction adds the numbers of rows of all ranks to its arrays, and compares the
+call; after it, each rank reads the rows of all. So nothing else is exchanged if all
+ranks share a node, and have so few rows that these fit in memory that they share.
+Otherwise the rows travel in one message of each rank.
+"""
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi import MPI, complete
+from hpcaccum.mpi import MPI, NodeMemory, complete
 from hpcaccum.row_sums import Rows, merged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
 
+# Bits of a number that one element of a reduction carries. A mean of sums that travel
+# as bfloat16, which has 8 bits, must be right after it is rounded.
+_BITS = 6
+# Bytes in which rows are counted in messages: MPI libraries before MPI-4 count in 32
+# bits.
+_UNIT = 64
+# Bytes of rows of a rank that travel through memory which the ranks of a node share.
+_MOST_BYTES = 512 << 10
+_INDEX = np.dtype(np.int64)
 
-def sum_rows(group: Group, rows: Mapping[str, Rows], what: str) -> dict[str, Rows]:
-    """Return the sums of the rows of all ranks. Collective.
 
-    Every rank gets the rows of every other one. It adds them in rank order, so all
-    ranks have the same bits. A count is the number of ranks that have the row.
+class RowFormat(NamedTuple):
+    """What the gradients of a sparse variable are, the same on all ranks.
+
+    Attributes:
+        limit: Rows of the variable.
+        width: Elements of a row.
+        dtype: Of the values.
+    """
+
+    limit: int
+    width: int
+    dtype: np.dtype[Any]
+
+    @property
+    def digits(self) -> int:
+        """How many elements of a reduction carry a number of rows."""
+        return max(1, -(-self.limit.bit_length() // _BITS))
+
+    def units(self, number: int) -> int:
+        """Return the size of so many rows with their indices, in units."""
+        row = _INDEX.itemsize + self.width * self.dtype.itemsize
+        return -(-number * row // _UNIT)
+
+    def views(self, memory: Array, number: int) -> tuple[Array, Array]:
+        """Return the indices and the values of so many rows, at the begin of memory."""
+        split = number * _INDEX.itemsize
+        end = split + number * self.width * self.dtype.itemsize
+        values = memory[split:end].view(self.dtype)
+        return memory[:split].view(_INDEX), values.reshape(number, self.width)
+
+
+class RowExchange:
+    """Sums rows of one group, in any number of calls. Collective.
 
     Args:
         group: The ranks.
-        rows: Those of this rank, under the same names and with the same width and dtype
-            on all ranks.
-        what: Name for messages.
+        formats: Of the rows, by name; in the same order on all ranks.
+        marks: Memory for what the reduction adds, by name: a matrix with a row for each
+            rank, and with `RowFormat.digits` columns.
+        name: For messages.
 
     Raises:
-        MemoryError, RuntimeError: On every rank, if one has too little memory.
-        WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
+        InvalidArgumentError, RuntimeError: On every rank, if the node has too little
+            memory that ranks can share.
     """
-    numbers = group.allgather([each.indices.size for each in rows.values()], what)
-    by_name = {name: [each[i] for each in numbers] for i, name in enumerate(rows)}
 
-    def allocate() -> dict[str, tuple[Array, Array]]:
-        return {name: _memory(rows[name], sum(by_name[name])) for name in rows}
+    def __init__(
+        self,
+        group: Group,
+        formats: Mapping[str, RowFormat],
+        marks: Mapping[str, Array],
+        name: str,
+    ) -> None:
+        self._group, self._formats, self._marks = group, formats, marks
+        self._what = f"{name}: exchange of rows"
+        self._track = group.control.open_track(self._what)
+        # Whether this rank has left the messages of a call before they were complete.
+        self._given_up = False
+        self._powers = {
+            name: float(1 << _BITS) ** np.arange(each.digits)
+            for name, each in formats.items()
+        }
+        # This rank's rows, and those of all ranks that have come in messages.
+        self._own = self._received = np.empty(0, np.uint8)
+        # Two buffers of each rank, used in turn: a rank that is one call ahead does not
+        # overwrite what a slower rank still reads.
+        self._buffers: list[list[Array]] = [[], []]
+        self._capacity = -1
+        if group.single_node and group.size > 1:
+            self._share()
+        # MPI pairs its calls by their order, so that nothing else may use it.
+        self._comm = group.comm.Dup()
 
-    # No rank begins to receive before all can.
-    memory = group.agree(what, allocate, lambda _: {})
-    return {
-        name: _sum(group, each, memory[name], by_name[name], what)
-        for name, each in rows.items()
-    }
+    def _share(self) -> None:
+        """Make the memory of this node. Collective.
+
+        The words or messages of the reduction order the stores of `offer` on one rank
+        with the loads of `collect` on others.
+        """
+        units = sum(each.units(each.limit) for each in self._formats.values())
+        size = self._capacity = min(units * _UNIT, _MOST_BYTES)
+        memory = NodeMemory(self._group, [2 * size] * self._group.size)
+        self._buffers = [
+            [part[:size] for part in memory.parts],
+            [part[size:] for part in memory.parts],
+        ]
+
+    @property
+    def calls(self) -> int:
+        """Complete calls of this rank.
+
+        It must be the same on all ranks before the next one: a rank that has left a
+        call cannot be paired with the others.
+        """
+        return self._track.calls
+
+    def offer(self, rows: Mapping[str, Rows], call: int) -> dict[str, Array]:
+        """Make this rank's rows ready; return arrays that the reduction must sum.
+
+        Args:
+            rows: By name; of the names of all ranks.
+            call: Number of the reduction.
+
+        Raises:
+            MemoryError: On this rank.
+        """
+        numbers = {name: each.indices.size for name, each in rows.items()}
+        size = self._units(numbers) * _UNIT
+        if size <= self._capacity:
+            self._own = self._buffers[call % 2][self._group.rank]
+        else:
+            self._own = _memory(size)
+        for name, (indices, values) in self._views(self._own, numbers).items():
+            indices[:], values[:] = rows[name].indices, rows[name].values
+        return {name: self._mark(name, number) for name, number in numbers.items()}
+
+    def _mark(self, name: str, number: int) -> Array:
+        mark, digits = self._marks[name], self._formats[name].digits
+        mark[self._group.rank] = [
+            number >> _BITS * digit & (1 << _BITS) - 1 for digit in range(digits)
+        ]
+        return mark
+
+    def collect(
+        self, sums: Mapping[str, Array], divisor: int, call: int
+    ) -> dict[str, Rows]:
+        """Return the sums of the rows of all ranks. Collective.
+
+        They are added in rank order, so that all ranks have the same bits. A count is
+        the number of ranks that have the row.
+
+        Args:
+            sums: What the reduction made of the arrays of `offer`, by name.
+            divisor: By which it has divided them.
+            call: Number of the reduction.
+
+        Raises:
+            MemoryError, RuntimeError: On every rank, if one has too little memory.
+            DisagreementError: If another rank has left the call, and waits elsewhere.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
+        """
+        by_name = {n: self._numbers(n, each, divisor) for n, each in sums.items()}
+        numbers = [
+            {name: each[rank] for name, each in by_name.items()}
+            for rank in range(self._group.size)
+        ]
+        parts = self._parts([self._units(each) for each in numbers], call)
+        rows = [
+            self._views(part, each) for part, each in zip(parts, numbers, strict=True)
+        ]
+        found = {name: _sum([each[name] for each in rows]) for name in sums}
+        self._track.calls += 1
+        return found
+
+    def _numbers(self, name: str, total: Array, divisor: int) -> list[int]:
+        """Return the numbers of rows of all ranks."""
+        digits = np.rint(total[: self._group.size] * divisor)
+        numbers: list[int] = (digits @ self._powers[name]).astype(int).tolist()
+        return numbers
+
+    def _units(self, numbers: Mapping[str, int]) -> int:
+        return sum(self._formats[n].units(number) for n, number in numbers.items())
+
+    def _views(
+        self, memory: Array, numbers: Mapping[str, int]
+    ) -> dict[str, tuple[Array, Array]]:
+        """Return the indices and the values of one rank, by name."""
+        views, begin = {}, 0
+        for name, number in numbers.items():
+            views[name] = self._formats[name].views(memory[begin:], number)
+            begin += self._formats[name].units(number) * _UNIT
+        return views
+
+    def _parts(self, units: Sequence[int], call: int) -> Sequence[Array]:
+        """Return memory with the rows of each rank."""
+        if max(units) * _UNIT <= self._capacity:
+            return self._buffers[call % 2]
+        if self._group.size == 1 or not any(units):
+            return [self._own] * self._group.size
+        total = sum(units) * _UNIT
+        if total > self._received.size:
+            self._grow(total)
+        self._gather(units, self._received[:total])
+        return np.split(self._received, np.cumsum(units)[:-1] * _UNIT)
+
+    def _grow(self, total: int) -> None:
+        """Make room for the rows of all ranks. Collective, and rare."""
+        size = max(total, 2 * self._received.size)
+        # No rank begins to receive before all can.
+        self._received = self._group.agree(
+            self._what, lambda: _memory(size), lambda _: {}
+        )
+
+    def _gather(self, units: Sequence[int], out: Array) -> None:
+        """Set ``out`` to the rows of all ranks, one after the other."""
+        count = units[self._group.rank]
+        own, unit = self._own[: count * _UNIT], MPI.BYTE.Create_contiguous(_UNIT)
+        unit.Commit()
+        ends = ([own, count, unit],), ([out, units, unit],)
+        begun = map(self._comm.Iallgatherv, *ends)
+        self._given_up = True
+        try:
+            self._complete(begun, (own, out))
+        finally:
+            unit.Free()
+        self._given_up = False
+
+    def _complete(self, begun: Iterable[Any], memory: object) -> None:
+        """Wait until messages have come."""
+        control, track = self._group.control, self._track
+        deadline, track.thread = Deadline(None, self._what), threading.get_ident()
+        try:
+            complete(
+                begun,
+                deadline,
+                lambda: "the rows of the other ranks",
+                memory,
+                # A rank that has left this call may wait for this one in another.
+                lambda: control.check(track, deadline),
+            )
+        except BaseException:
+            control.depart(track)
+            raise
+
+    def free(self) -> None:
+        """Release the memory, and free the communicator. Collective."""
+        given_up = self._group.allgather(self._given_up, f"{self._what}: free")
+        self._own = self._received = _memory(0)
+        self._buffers, self._capacity = [[], []], -1
+        self._group.control.close_track(self._track)
+        # The messages may still be under way, and MPI may reuse the context id.
+        if not any(given_up):
+            self._comm.Free()
 
 
-def _memory(rows: Rows, number: int) -> tuple[Array, Array]:
-    """Return memory for the indices and the values of ``number`` rows."""
-    _, width = rows.values.shape
-    return np.empty((number, 1), np.int64), np.empty((number, width), rows.values.dtype)
+def _memory(size: int) -> Array:
+    return np.empty(size, np.uint8)
 
 
-def _sum(
-    group: Group,
-    rows: Rows,
-    memory: tuple[Array, Array],
-    numbers: Sequence[int],
-    what: str,
-) -> Rows:
-    indices, values = memory
-    _gather(group, rows.indices[:, None], indices, numbers, what)
-    _gather(group, rows.values, values, numbers, what)
-    counts = np.ones(len(indices), np.int64)
-    ends = itertools.accumulate(numbers, initial=0)
-    places = [slice(*each) for each in itertools.pairwise(ends)]
-    return merged([Rows(indices[p, 0], counts[p], values[p]) for p in places])
-
-
-def _gather(
-    group: Group, own: Array, out: Array, numbers: Sequence[int], what: str
-) -> None:
-    """Set ``out`` to the matrices of all ranks, one below the other."""
-    own = np.ascontiguousarray(own)
-    if not own.shape[1]:
-        return
-    # A type of a whole row: MPI libraries before MPI-4 count in 32 bits.
-    row = MPI.BYTE.Create_contiguous(own.shape[1] * own.itemsize).Commit()
-    ends = [own, len(own), row], [out, numbers, row]
-    begun = map(group.comm.Iallgatherv, *zip(ends, strict=True))
-    try:
-        deadline = Deadline(None, what)
-        complete(begun, deadline, lambda: "the rows of the other ranks", (own, out))
-    finally:
-        row.Free()
+def _sum(parts: Sequence[tuple[Array, Array]]) -> Rows:
+    rows = [Rows(i, np.ones(i.size, np.int64), values) for i, values in parts]
+    return merged(rows)

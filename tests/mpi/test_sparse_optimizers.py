@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import weakref
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Reduction
-from hpcaccum.reducer import row_exchange, sum_rows
+from hpcaccum.reducer import RowExchange, RowFormat, row_exchange
 from hpcaccum.row_sums import distinct
 
 from .acting import meet, same_bits, until
@@ -20,8 +21,16 @@ from .training import ONE_SIDED, gives, raised, variable
 ROWS, ROW = 9, (2, 3)
 
 
+@pytest.fixture(params=["memory", "messages"])
+def way(request, monkeypatch):
+    """How rows travel on one node; between nodes, they always do in messages."""
+    if request.param == "messages":
+        monkeypatch.setattr(row_exchange, "_MOST_BYTES", 0)
+    return request.param
+
+
 @pytest.fixture
-def make(comm):
+def make(comm, way):
     """Make optimizers, which are freed after the test."""
     made = []
 
@@ -115,13 +124,13 @@ def test_slices_of_a_variable_that_is_not_sparse_become_an_array(make, rank, siz
     assert (alone == (-4 if size == 1 else -1)).all()
 
 
-def test_memory_is_not_for_whole_gradients(make):
+def test_memory_is_not_for_whole_gradients(make, size):
     w, b, opt = table(), variable(np.zeros(2), name="b"), make()
     opt.initialize([w, b])
 
     assert list(opt.gradient_arrays()) == ["b"]
     assert {n: a.shape for n, a in opt._shard.reducer.arrays().items()} == {
-        "w": (1,),
+        "w": (size, 1),
         "b": (2,),
     }
     rule = hpc.SGD(1)
@@ -219,49 +228,152 @@ def test_wrong_gradient_of_one_rank_is_an_error_on_all(
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_without_memory_does_not_hang_the_others(make, rank, size, monkeypatch):
-    w, opt = table(), make()
-    opt.initialize([w])
+@pytest.mark.parametrize("fails_at", [1, 2], ids=["to send", "to receive"])
+def test_a_rank_without_memory_does_not_hang_the_others(
+    comm, rank, size, monkeypatch, fails_at
+):
+    monkeypatch.setattr(row_exchange, "_MOST_BYTES", 0)
+    w, memory, made = table(), row_exchange._memory, []
 
-    def fail(*_):
-        raise MemoryError
+    def fail(nbytes):
+        made.append(nbytes)
+        if len(made) == fails_at:
+            raise MemoryError
+        return memory(nbytes)
 
-    with monkeypatch.context() as patch:
-        if rank == 0:
-            patch.setattr(row_exchange, "_memory", fail)
-        error = raised(opt.minimize, gives(slices_of(rank)), var_list=[w])
-    assert isinstance(error, MemoryError if rank == 0 else RuntimeError)
-    if rank:
-        assert "exchange of rows: rank 0: " in str(error)
-    opt.minimize(gives(slices_of(rank)), var_list=[w])
+    with hpc.CrossShardOptimizer(hpc.SGD(1.0), name="mine", comm=comm) as opt:
+        opt.initialize([w])
+        with monkeypatch.context() as patch:
+            if rank == 0:
+                patch.setattr(row_exchange, "_memory", fail)
+            error = raised(opt.minimize, gives(slices_of(rank)), var_list=[w])
+        assert isinstance(error, MemoryError if rank == 0 else RuntimeError)
+        assert rank == 0 or re.match("mine: .*rank 0: ", str(error))
+        assert not w.value.any()
+        opt.minimize(gives(slices_of(rank)), var_list=[w])
     np.testing.assert_allclose(w.value, -sum_of(range(size)) / size)
 
 
-def test_memory_of_an_interrupted_exchange_is_kept(comm, monkeypatch):
-    group = hpc.Group.of(comm)
+def exchange_of(comm, call, exchange, rows):
+    """Make one exchange, with MPI's sum in the place of the reduction."""
+    marks = exchange.offer({"w": rows}, call)
+    return exchange.collect({"w": sum(meet(marks["w"]))}, 1, call)["w"]
+
+
+@pytest.mark.own_comm  # which is not freed, as an exchange is under way
+def test_memory_of_an_interrupted_exchange_is_kept(comm, size, monkeypatch):
+    monkeypatch.setattr(row_exchange, "_MOST_BYTES", 0)
+    formats = {"w": RowFormat(3, 2, np.dtype("f8"))}
+    marks = {"w": np.zeros((size, 1), np.float32)}
+    exchange = RowExchange(hpc.Group.of(comm), formats, marks, "exchange")
     rows = distinct(np.arange(3), np.ones((3, 2)), np.dtype("f8"))
-    assert sum_rows(group, {"w": rows}, "exchange")["w"].indices.tolist() == [0, 1, 2]
-    memory, made = row_exchange._memory, []
+    assert exchange_of(comm, 1, exchange, rows).indices.tolist() == [0, 1, 2]
+    if size == 1:
+        exchange.free()
+        pytest.skip("nothing travels")
+    received, exchange._received[:] = weakref.ref(exchange._received), 0
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    def noted(*args):
-        indices, values = memory(*args)
-        made.append(weakref.ref(indices))
-        return indices, values
+    with monkeypatch.context() as patch:
+        patch.setattr(row_exchange.Deadline, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            exchange_of(comm, 2, exchange, rows)
+    assert exchange.calls == 1
+    del exchange
+    # The exchange goes on whenever MPI is called.
+    indices = [part[:24].view(np.int64) for part in np.split(received(), size)]
+    until(lambda: not comm.Iprobe() and all(i.tolist() == [0, 1, 2] for i in indices))
+    meet()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.own_comm  # an exchange is given up
+def test_a_rank_that_left_an_exchange_is_found(make, rank, size, monkeypatch):
+    w, opt = table(), make(name="mine")
+    opt.minimize(gives(slices_of(rank)), var_list=[w])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(row_exchange, "_memory", noted)
-        patch.setattr(row_exchange.Deadline, "wait", interrupted)
-        patch.setattr(group, "allgather", lambda *_: [[3]] * comm.size)
-        patch.setattr(group, "agree", lambda _, allocate, __: allocate())
-        with pytest.raises(KeyboardInterrupt):
-            sum_rows(group, {"w": rows}, "exchange")
-    # The exchange goes on whenever MPI is called.
-    expected = [0, 1, 2] * comm.size
-    until(lambda: not comm.Iprobe() and made[0]()[:, 0].tolist() == expected)
-    meet()
+        if rank == size - 1:
+            patch.setattr(opt._shard._rows, "collect", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                opt.minimize(gives(slices_of(rank)), var_list=[w])
+        else:
+            error = raised(opt.minimize, gives(slices_of(rank)), var_list=[w])
+    if rank == size - 1 or not isinstance(error, Exception):
+        error = raised(opt.minimize, gives(slices_of(rank)), var_list=[w])
+
+    assert isinstance(error, hpc.DisagreementError)
+    if opt._shard._rows._capacity > 0:
+        assert "mine: number of exchanges of rows must be the same" in str(error)
+    else:
+        assert "mine: exchange of rows 2'" in str(error)
+        assert f"rank {size - 1} in 'mine (number " in str(error)
+
+
+def test_steps_exchange_nothing_else(make, rank, size):
+    w, opt = table(), make()
+    # The first ones make room.
+    for step in range(2):
+        opt.minimize(gives(slices_of(2 * rank, step)), var_list=[w])
+    control = opt._group.control
+    before = control.exchanges
+    for step in range(2, 9):
+        opt.minimize(gives(slices_of(rank, step)), var_list=[w])
+
+    assert control.exchanges == before
+
+
+@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.SUM])
+def test_rows_may_have_any_number(comm, rank, size, reduction, monkeypatch):
+    """Some fit in the memory of the node on some ranks only, some need more room."""
+    monkeypatch.setattr(row_exchange, "_MOST_BYTES", 20 * 24)
+    numbers, expected = (0, 20, 21, 1, 63, 64, 65, 300, 4096), np.zeros((4200, 2))
+    w = hpc.Variable(expected.copy(), "w", sparse=True)
+    v = hpc.Variable(np.zeros((70, 1), "f4"), "v", sparse=True)
+    with hpc.CrossShardOptimizer(hpc.SGD(1.0), reduction, comm=comm) as opt:
+        for step in range(3 * len(numbers)):
+            grads = []
+            for of in range(size):
+                number = numbers[(step * (of + 1) + of) % len(numbers)]
+                rng = np.random.default_rng([of, step])
+                indices = rng.permutation(4200)[:number]
+                grads.append(hpc.IndexedSlices(size * np.ones((number, 2)), indices))
+                expected[indices] -= size if reduction == Reduction.SUM else 1
+            ones = hpc.IndexedSlices(np.ones((70, 1), "f4"), np.arange(70))
+            opt.minimize(gives(grads[rank], ones), var_list=[w, v])
+
+    np.testing.assert_array_equal(w.value, expected)
+    assert len(set(v.value[:, 0].tolist())) == 1
+
+
+def test_a_slow_rank_reads_the_rows_of_its_own_step(make, rank, size):
+    w, opt, expected = table(), make(None, Reduction.SUM), np.zeros((ROWS, *ROW))
+    for step in range(60):
+        if (rank + step) % 5 == 0:
+            time.sleep(0.002)
+        opt.minimize(gives(slices_of(2 * rank, step)), var_list=[w])
+        expected -= sum_of(range(0, 2 * size, 2), step)
+        np.testing.assert_array_equal(w.value, expected)
+
+
+@pytest.mark.parametrize("wire_dtype", ["float16", "bfloat16"])
+def test_numbers_of_rows_are_exact_in_any_wire_dtype(group, rank, wire_dtype):
+    w = hpc.Variable(np.zeros((5000, 1)), "w", sparse=True)
+    indices = np.arange(4095 - rank)
+    with hpc.CrossShardOptimizer(
+        hpc.SGD(1.0), comm=group, wire_dtype=wire_dtype
+    ) as opt:
+        for _ in range(2):
+            grad = hpc.IndexedSlices(np.ones((indices.size, 1)), indices)
+            opt.minimize(gives(grad), var_list=[w])
+
+    assert (w.value[: 4095 - group.size] == -2).all()
+    assert not w.value[4095:].any()
 
 
 @pytest.mark.ranks(min=2)
