@@ -40,6 +40,15 @@ def _span(low: float, high: float) -> str:
     return f"of at least {low:g}" if low > -math.inf else "that is finite"
 
 
+def number_of(optimizer: object) -> float | None:
+    """Return the learning rate of an optimizer; None unless that is a finite number."""
+    rate = getattr(optimizer, _RATE, None)
+    # The common case first, as this is called in each step.
+    if type(rate) is float or isinstance(rate, numbers.Real):
+        return float(rate) if math.isfinite(rate) else None
+    return None
+
+
 class RateOfStep:
     """A checked learning rate: a number, or the result of a callable.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import converted
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.errors import DisagreementError, InvalidArgumentError
 from hpcaccum.reducer import Interruption, Reducer, RowExchange
 from hpcaccum.row_sums import Rows
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Why ranks interrupt a reduction.
 _LEAVES, _SKIPS = "leaves", "skips"
+# What messages call the steps of the reducer.
+_COMPUTED = "number of calls of compute_gradients"
 
 
 class ShardReducer:
@@ -45,7 +47,9 @@ class ShardReducer:
         step: Number of updates so far.
         computed: Calls of `compute_gradients` that this rank has begun, if the user
             counts them. Ranks that throw away different numbers of gradients are out of
-            step.
+            step. That is an error on all of them, after which they count from 0.
+        rate: The learning rate of the next update, if it is a number. It must be the
+            same on all ranks, too.
         left: Whether this rank has left.
     """
 
@@ -59,6 +63,7 @@ class ShardReducer:
     ) -> None:
         self._group, self._layout, self._name = group, layout, name
         self._options, self._formats = options, rows
+        self.rate: float | None = None
         self.begin(0, None)
         self.present, self.left = list(range(group.size)), False
         self._current = group
@@ -73,6 +78,8 @@ class ShardReducer:
         group, name = self._current, self._name
         self.reducer = Reducer(self._layout, group, name, **self._options)
         self._rows: RowExchange | None = None
+        # What the reducer compares.
+        self._compared: tuple[float | None, int | None] | None = None
         if self._formats:
             shapes, dtype = self._layout.shapes, self._layout.dtype
             marks = {each: np.zeros(shapes[each], dtype) for each in self._formats}
@@ -161,23 +168,30 @@ class ShardReducer:
         rows = {name: each for name, each in grads.items() if isinstance(each, Rows)}
         arrays: Mapping[str, Any] = {**grads, **self._offer(rows)} if rows else grads
         self._compare()
-        call = self.reducer.calls + 1
-        sums = self.reducer.reduce(arrays, out=out, reduction_type=kind)
+        try:
+            sums = self.reducer.reduce(
+                arrays, out=out, step=self.computed, reduction_type=kind
+            )
+        except DisagreementError:
+            # On all ranks, which can go on.
+            self.computed = 0
+            raise
         if not rows:
             return _mean(sums, len(self._used), parts, out)
         numbers = {name: sums[name] for name in rows}
         means = {name: sums[name] for name in sums if name not in rows}
         means = dict(_mean(means, len(self._used), parts, out))
-        return {**means, **self._collect(numbers, kind, parts, call)}
+        return {**means, **self._collect(numbers, kind, parts)}
 
     def _compare(self) -> None:
-        """Set what the next reduction compares, beside the arrays."""
-        numbers: dict[str, float] = {
-            "number of calls of compute_gradients": self.computed
-        }
-        if self._rows is not None:
-            numbers["number of exchanges of rows"] = self._rows.calls
-        self.reducer.compare(numbers)
+        """Set what the next reduction compares, beside arrays and `computed`."""
+        facts = self.rate, None if self._rows is None else self._rows.calls
+        if facts == self._compared:
+            return
+        names = "learning rate", "number of exchanges of rows"
+        known = {n: f for n, f in zip(names, facts, strict=True) if f is not None}
+        self.reducer.compare(known, _COMPUTED)
+        self._compared = facts
 
     def _offer(self, rows: Mapping[str, Rows]) -> Mapping[str, Array]:
         """Make rows ready for the other ranks; return what is reduced of them."""
@@ -188,12 +202,12 @@ class ShardReducer:
             self.reducer.fail(error)
 
     def _collect(
-        self, numbers: Mapping[str, Array], kind: str, parts: int, call: int
+        self, numbers: Mapping[str, Array], kind: str, parts: int
     ) -> dict[str, Rows]:
         """Return the sums or means of rows; see `_mean`."""
         assert self._rows is not None
         divisor = self._current.size if kind == "MEAN" else 1
-        sums = self._rows.collect(numbers, divisor, call)
+        sums = self._rows.collect(numbers, divisor, self.reducer.calls)
         values = {name: each.values for name, each in sums.items()}
         parts = 1 if kind == "MEAN" else parts
         means = _mean(values, len(self._used), parts, None)

@@ -121,7 +121,8 @@ class Wrapper(Freeable, Optimizer):
 
         With a one-sided optimizer, set it on the host, which updates the center; on
         other ranks it has no effect on the center. With a collective optimizer, set it
-        to the same value on all ranks of a group.
+        to the same value on all ranks of a group: numbers that differ are an error of
+        its next update, results of callables are not compared.
 
         Raises:
             AttributeError: If the inner optimizer has none.

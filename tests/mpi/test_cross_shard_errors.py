@@ -142,8 +142,75 @@ def test_a_rank_that_throws_a_gradient_away_is_found(make, rank, size):
     error = raised(opt.apply_gradients, [(9.0 if rank == size - 1 else 1.0, w)])
 
     assert type(error) is DisagreementError
-    assert f"rank 0 has 2, rank {size - 1} has 3" in str(error)
+    assert (
+        f"number of calls of compute_gradients must be the same on all {size} ranks: "
+        f"rank 0 has 2, rank {size - 1} has 3"
+    ) in str(error)
     np.testing.assert_allclose(w.value, -1, rtol=1e-15)
+    # All ranks know of it, and go on.
+    opt.minimize(gives(1.0))
+    np.testing.assert_allclose(w.value, -2, rtol=1e-15)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_whose_loss_raised_goes_on_after_an_error_on_all(make, rank, size):
+    w, opt = variable(), make()
+
+    def broken():
+        raise ValueError("no batch")
+
+    opt.initialize([w])
+    if rank == 0:
+        assert type(raised(opt.minimize, broken)) is ValueError
+    error = raised(opt.minimize, gives(1.0))
+    assert type(error) is DisagreementError
+    assert "calls of compute_gradients must be the same" in str(error)
+    assert w.value == 0
+    for step in range(3):
+        assert opt.minimize(gives(1.0)).global_step == step
+
+    np.testing.assert_allclose(w.value, -3, rtol=1e-15)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_learning_rate_of_one_rank_is_found(make, rank, size, halves):
+    w, opt = variable(), make()
+    opt.minimize(gives(1.0), var_list=[w])
+    other = 0.25 if rank == size - 1 else 0.5
+    opt.learning_rate = other
+    if halves:
+        error = raised(opt.apply_gradients, opt.compute_gradients(gives(1.0)))
+    else:
+        error = raised(opt.minimize, gives(1.0))
+
+    assert type(error) is DisagreementError
+    assert (
+        f"learning rate must be the same on all {size} ranks: rank 0 has 0.5, "
+        f"rank {size - 1} has 0.25"
+    ) in str(error)
+    np.testing.assert_allclose(w.value, -1, rtol=1e-15)
+    opt.learning_rate = 0.5
+    opt.minimize(gives(1.0))
+    np.testing.assert_allclose(w.value, -1.5, rtol=1e-15)
+
+
+def test_only_learning_rates_that_are_numbers_are_compared(make, rank):
+    w, calls = variable(), []
+
+    def rate():
+        calls.append(rank)
+        return 0.5
+
+    opt = make()
+    opt.learning_rate = rate
+    for _ in range(2):
+        opt.minimize(gives(1.0), var_list=[w])
+    # The comparison would call it once more.
+    assert (w.value, len(calls)) == (-1, 2)
+    opt.learning_rate = np.float32(0.25)
+    opt.minimize(gives(1.0))
+    assert w.value == -1.25
 
 
 @pytest.mark.ranks(min=2)
