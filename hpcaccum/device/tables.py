@@ -80,8 +80,8 @@ def chunked(sizes: Sequence[int], most: int = _MOST) -> Chunks:
 class RecentTables(Generic[T]):
     """The recent results of a function that copies tables to the device.
 
-    A table belongs to the stream that copied it. Another stream could read it too
-    early, or after its memory was reused. Several threads may call.
+    A table belongs to the stream that copied it, which lives as long. Another stream
+    could read it too early, or after its memory was reused. Several threads may call.
 
     Args:
         make: The function, of hashable arguments. It must not refer to what holds this
@@ -101,9 +101,13 @@ class RecentTables(Generic[T]):
         self._of_stream.cache_clear()
 
 
-def stream_key() -> tuple[int, int, int]:
-    """Return a key of the current device and stream."""
-    address = current_stream().ptr
+def stream_key() -> tuple[int, Any, int]:
+    """Return a key of the current device and stream.
+
+    It has the stream itself, not its address: CUDA gives the address of a stream that
+    is gone to the next one, even before the work of the first is complete.
+    """
+    stream = current_stream()
     # The default streams of all devices, and of all threads, have the same addresses.
-    thread = threading.get_ident() if address == _PER_THREAD else 0
-    return current_device(), address, thread
+    thread = threading.get_ident() if stream.ptr == _PER_THREAD else 0
+    return current_device(), stream, thread

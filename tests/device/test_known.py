@@ -79,6 +79,20 @@ def test_streams_and_devices_know_nothing_of_each_other(monkeypatch):
     assert not seen(known, arrays)
 
 
+def test_streams_at_the_same_address_know_nothing_of_each_other():
+    known, arrays = Known(), squares(1)
+    addresses = set()
+    for _ in range(3):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            assert not seen(known, arrays)
+            assert seen(known, arrays)
+        addresses.add(stream.ptr)
+        del stream
+    # What is known of a stream keeps it.
+    assert len(addresses) == 3
+    known.clear()
+
+
 def test_few_are_kept_and_none_of_them_alive():
     known, pool = Known(most=4), cupy.get_default_memory_pool()
     before = pool.used_bytes()

