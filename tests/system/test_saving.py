@@ -17,6 +17,20 @@ from .conftest import REPOSITORY, run_program
 pytestmark = pytest.mark.mpi
 
 COMMON = "-m", "hpcaccum", "train", "--save", "saved", "--hidden", "8", "--batch", "64"
+_OF_EACH_DIGIT = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+
+@pytest.fixture(scope="module", name="common")
+def common_words(tmp_path_factory):
+    """How a run begins: with as much data as the digits, but without scikit-learn.
+
+    To import it takes longer than everything else in a job.
+    """
+    path = tmp_path_factory.mktemp("data") / "own.npz"
+    rng = np.random.default_rng(0)
+    y = np.repeat(np.arange(10), _OF_EACH_DIGIT)
+    np.savez(path, x=rng.standard_normal((y.size, 64)) + np.eye(10, 64)[y], y=y)
+    return *COMMON, "--data", path
 
 
 # Kills a rank when there are two checkpoints.
@@ -39,14 +53,14 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def train(mpirun, tmp_path):
+def train(mpirun, tmp_path, common):
     """Run ``hpcaccum train`` and return what it shows."""
 
     def run(*options, ranks=2, status=0, directory="."):
         where = tmp_path / directory
         where.mkdir(exist_ok=True)
         env = {"PYTHONPATH": str(REPOSITORY)}
-        result = mpirun(ranks, *COMMON, *options, cwd=where, env=env)
+        result = mpirun(ranks, *common, *options, cwd=where, env=env)
         assert result.returncode == status, result.stdout
         return result.stdout
 
@@ -89,13 +103,13 @@ def test_two_jobs_end_with_the_bits_of_one(train, tmp_path, strategy):
     [["drop-stale", "--dedicated"], ["agn", "--period", "4"]],
     ids=["drop-stale", "agn"],
 )
-def test_a_job_continues_one_that_was_killed(train, mpirun, tmp_path, options):
+def test_a_job_continues_one_that_was_killed(train, mpirun, tmp_path, common, options):
     words = ["--strategy", *options, "--every", "5"]
     slow = ["--straggler", "1:20", "--straggler", "0:20"]
     program = tmp_path / "program.py"
     program.write_text(DYING)
     env = {"PYTHONPATH": str(REPOSITORY)}
-    job = mpirun(2, program, *COMMON[2:], *words, *slow, cwd=tmp_path, env=env)
+    job = mpirun(2, program, *common[2:], *words, *slow, cwd=tmp_path, env=env)
     step = last(tmp_path)["step"]
     file = tmp_path / "saved" / "status"
     status = [file.exists()]
@@ -114,11 +128,13 @@ def test_a_job_continues_one_that_was_killed(train, mpirun, tmp_path, options):
     assert len(checkpoint.files(tmp_path / "saved")) == 3
 
 
-def test_the_later_of_two_jobs_goes_on(train, mpiexec, mpi_environment, tmp_path):
+def test_the_later_of_two_jobs_goes_on(
+    train, mpiexec, mpi_environment, tmp_path, common
+):
     # As after a requeue, when ranks of the first run still live.
     words = "--strategy", "drop-stale", "--every", "1"
     slow = "--straggler", "0:100", "--straggler", "1:100", "--epochs", "1000"
-    command = [mpiexec, "-n", "2", sys.executable, *COMMON, *words, *slow]
+    command = [mpiexec, "-n", "2", sys.executable, *common, *words, *slow]
     env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
     files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     first = subprocess.Popen(command, text=True, cwd=tmp_path, env=env, **files)
@@ -241,14 +257,14 @@ def test_what_cannot_be_continued_is_refused(train, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_full_disk_does_not_end_the_training_until_its_end(
-    mpiexec, mpi_environment, tmp_path
+    mpiexec, mpi_environment, tmp_path, common
 ):
     (tmp_path / "saved").mkdir()
     # Room for one checkpoint of 20 KB, not for two.
     command = [
         *["unshare", "--mount", "sh", "-c"],
         'mount -t tmpfs -o size=28k none saved && "$@"; s=$?; ls saved; exit $s',
-        *["sh", mpiexec, "-n", "2", sys.executable, *COMMON, "--hidden", "64"],
+        *["sh", mpiexec, "-n", "2", sys.executable, *common, "--hidden", "64"],
         *["--strategy", "drop-stale", "--every", "10", "--epochs", "2"],
     ]
     env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
