@@ -41,18 +41,28 @@ programs-openmpi:
 adapters:
 	@leg "PyTorch and JAX" make test-adapters
 
+# Ranks are placed on made-up nodes in four ways (NODES of tests/mpi/reducing.py), all of
+# which `make test` tests. Legs of 3 and 4 ranks test some of them, such that each way is
+# tested with each MPI, and on each number of ranks: `uneven` on 4, as it is `halves` on 3.
+mpich-4:            OPTIONS := -o mpi_nodes=halves,uneven
+no-shared-memory-4: OPTIONS := -o mpi_nodes=apart,singles,uneven
+openmpi-4:          OPTIONS := -o mpi_nodes=apart,uneven
+mpich-3:            OPTIONS := -o mpi_nodes=apart,singles
+openmpi-3:          OPTIONS := -o mpi_nodes=halves,singles
+# Gradients of tests are short: once, ranks do not send them at once, as if they were long.
+no-shared-memory-3: OPTIONS := -o mpi_short=0
+
 mpich-%:
-	@leg "MPICH, $* ranks" make test-$*
+	@leg "MPICH, $* ranks" make test-$* ARGS="$(OPTIONS)"
 
 # The network path, which a single rank does not use.  A missing flush of a window shows
 # only there: shared memory hides it.
-# Gradients of tests are short: once, ranks do not send them at once, as if they were long.
-no-shared-memory-3: LONG := ARGS="-o mpi_short=0"
 no-shared-memory-%:
-	@leg "MPICH without shared memory, $* ranks" env MPIR_CVAR_NOLOCAL=1 make test-$* $(LONG)
+	@leg "MPICH without shared memory, $* ranks" \
+	    env MPIR_CVAR_NOLOCAL=1 make test-$* ARGS="$(OPTIONS)"
 
 openmpi-%:
-	@leg "Open MPI, $* ranks" make test-$* MPI=openmpi
+	@leg "Open MPI, $* ranks" make test-$* MPI=openmpi ARGS="$(OPTIONS)"
 
 hosts-mpich:
 	@leg "MPICH, several hosts" make test-hosts

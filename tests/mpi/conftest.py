@@ -39,7 +39,9 @@ from .on_device import (  # noqa: F401
     pinned,
     wants_gpu,
 )
+from .on_nodes import skip_reason
 from .outcome import Outcome, merge
+from .reducing import NODES
 from .watchdog import Watchdog
 
 
@@ -51,6 +53,9 @@ class Harness:
         # Of the tests not marked `own_comm`, if one has run and none has failed since.
         self.shared_comm: MPI.Intracomm | None = None
         world("tests")  # made here, where all ranks come by
+        node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+        self.single_node = node.size == MPI.COMM_WORLD.size
+        node.Free()
         self.limit = float(config.getini("mpi_time_limit"))
         flag = Path(config.option.basetemp).with_name("the job ends")
         # Later on, stderr is a file of pytest's while a test runs.
@@ -105,6 +110,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "mpi_short",
         "bytes of vectors that ranks of other nodes send at once",
         default=str(transfer.SHORT),
+    )
+    parser.addini(
+        "mpi_nodes",
+        "made-up nodes on which tests run, such as halves,singles; all if empty",
+        default="",
     )
     parser.addini(
         "mpi_failure_limit", "seconds for ranks to end a test of another", default="10"
@@ -176,6 +186,8 @@ def pytest_make_collect_report(
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
+    chosen = _chosen_nodes(config)
+    single_node = config.stash[HARNESS].single_node
     for item in items:
         # The same tests, with a simulated device otherwise.
         if wants_gpu(config) and "cp" in getattr(item, "fixturenames", ()):
@@ -185,6 +197,18 @@ def pytest_collection_modifyitems(
             reason = wrong_size(size, *marker.args, **marker.kwargs)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
+        nodes = getattr(item, "callspec", None) and item.callspec.params.get("group")
+        if nodes in ("real", *NODES):
+            reason = skip_reason(nodes, MPI.COMM_WORLD.size, single_node, chosen)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _chosen_nodes(config: pytest.Config) -> list[str]:
+    chosen = [name for name in config.getini("mpi_nodes").split(",") if name]
+    if unknown := {*chosen} - {*NODES}:
+        raise pytest.UsageError(f"mpi_nodes: no {unknown}, but {', '.join(NODES)}")
+    return chosen
 
 
 def wrong_size(

@@ -18,19 +18,38 @@ from .support import WAIT, meet
 @pytest.fixture(name="group", params=["real", *NODES])
 def group_on_nodes(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> Iterator:
     """Yield a group on several nodes; at the end, no thread of it may be left."""
-    real, before = Group.of(comm), threading.enumerate()
-    if comm.size == 1:
-        pytest.skip("needs 2 ranks, for two nodes")
-    if (request.param == "real") == real.single_node:
-        pytest.skip("the ranks are on one node" if real.single_node else "made up")
-    if twin := _twin(request.param, comm.size):
-        pytest.skip(f"{twin!r} are the same nodes")
-    yield real if request.param == "real" else made_up(comm, request.param)
+    before = threading.enumerate()
+    real = request.param == "real"
+    yield Group.of(comm) if real else made_up(comm, request.param)
     # One that an earlier test has left may have ended meanwhile.
     assert {*threading.enumerate()} <= {*before}
 
 
-def _twin(nodes: str, size: int) -> str | None:
+def skip_reason(
+    nodes: object, size: int, single_node: bool, chosen: list[str]
+) -> str | None:
+    """Say why a test cannot run with ``nodes``; None if it can.
+
+    It is known without a fixture, so that the ranks need not exchange it.
+
+    Args:
+        nodes: The parameter of `group_on_nodes`.
+        size: Number of ranks.
+        single_node: Whether they really are on one node.
+        chosen: The made-up nodes to test, of those that are not the same; all if empty.
+    """
+    if size == 1:
+        return "needs 2 ranks, for two nodes"
+    if (nodes == "real") == single_node:
+        return "the ranks are on one node" if single_node else "made up"
+    if twin := _twin(nodes, size):
+        return f"{twin!r} are the same nodes"
+    if nodes != "real" and chosen and nodes not in chosen:
+        return f"tested are {' and '.join(chosen)} (mpi_nodes)"
+    return None
+
+
+def _twin(nodes: object, size: int) -> str | None:
     """Return earlier nodes that are the same with so few ranks."""
     if nodes == "real":
         return None

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# How tests place ranks on nodes: those of tests/mpi/reducing.py, which needs MPI.
+NODES = "halves", "apart", "singles", "uneven"
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,17 +46,41 @@ def test_paths_among_the_arguments_replace_the_directory(args, expected):
     )
 
 
-def test_all_tests_are_in_a_leg():
-    legs = dict(re.findall(r'leg "(.+?)" +(.+)', dry_run("--file=.ci/legs.mk")))
+def nodes_of(line):
+    """Return the made-up nodes of a leg."""
+    chosen = re.search(r"mpi_nodes=([\w,]+)", line)
+    return {*chosen[1].split(",")} if chosen else {*NODES}
 
+
+def each_with_all(placed, dimension):
+    """Return the nodes tested with each MPI (0), or on each number of ranks (1)."""
+    found = {}
+    for key, nodes in placed.items():
+        # Twins are one: see `skip_reason` of tests/mpi/on_nodes.py.
+        different = nodes - {"uneven"} if key[1] == 3 else nodes
+        if key[1] > 2:
+            found.setdefault(key[dimension], set()).update(different)
+    return [*found.values()]
+
+
+def test_all_tests_are_in_a_leg():
+    shown = dry_run("--file=.ci/legs.mk").replace("\\\n", "")
+    legs = dict(re.findall(r'leg "(.+?)" +(.+)', shown))
+
+    placed = {}
     for mpi in "MPICH", "MPICH without shared memory", "Open MPI":
         for size in 2, 3, 4:
             line = legs.pop(f"{mpi}, {size} ranks")
+            placed[mpi, size] = nodes_of(line)
             command, apart = line.split(), "without" in mpi
             assert f"test-{size}" in command
             assert ("mpi_short=0" in line) == (apart and size == 3)
             assert ("MPI=openmpi" in command) == (mpi == "Open MPI")
             assert ("MPIR_CVAR_NOLOCAL=1" in command) == apart
+    # Each way to place ranks on nodes, with each MPI and on each number of ranks.
+    assert each_with_all(placed, 0) == [{*NODES}] * 3
+    # On 3 ranks two ways are the same, on 2 ranks all are.
+    assert each_with_all(placed, 1) == [{*NODES} - {"uneven"}, {*NODES}]
     assert set(legs) == {
         "environment of MPICH",
         "other environments",
