@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,3 +25,25 @@ def same_bits(found: Any, expected: Any) -> None:
     equal = found.tobytes() == expected.tobytes()
     # Not in one line: pytest would compute a diff of all bytes, which takes minutes.
     assert equal, f"{found} is not {expected}"
+
+
+def every_pair(*dimensions: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return cases in which any two values of two dimensions are together once.
+
+    For parameters that the code does not treat specially three at a time. There are
+    about as many cases as pairs of values of the two longest dimensions.
+    """
+    values = [[*dimension] for dimension in dimensions]
+    left = [*itertools.product(*map(range, map(len, values)))]
+    wanted = set().union(*map(_pairs, left))
+    chosen = []
+    while wanted:
+        best = max(left, key=lambda case: len(_pairs(case) & wanted))
+        wanted -= _pairs(best)
+        chosen.append(best)
+    # In the order of the product, which tests of fixtures are sorted by.
+    return [tuple(map(list.__getitem__, values, case)) for case in sorted(chosen)]
+
+
+def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return {*itertools.combinations(enumerate(case), 2)}

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from hpcaccum import InvalidArgumentError, Layout
 
+from ..common import every_pair
 from .reducing import (
     ALL,
+    KINDS,
     maker_fixture,  # noqa: F401
     makers_fixture,  # noqa: F401
 )
@@ -158,9 +160,11 @@ def right_or_refused(maker, comm, reducer, memory, places, targets, first=0):
     meet()
 
 
-@ALL
-@pytest.mark.parametrize("turn", [0, 1, 2])
-@pytest.mark.parametrize("where", ["own", "user", "results"])
+@pytest.mark.parametrize(
+    ("maker", "where", "turn"),
+    every_pair(KINDS, ["own", "user", "results"], [0, 1, 2]),
+    indirect=["maker"],
+)
 def test_arrays_may_change_places(maker, comm, rank, where, turn):
     reducer = maker(SHAPES)
     starts = [*LAYOUT.offsets.values()]

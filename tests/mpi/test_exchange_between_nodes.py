@@ -5,12 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ..common import every_pair
 from .reducing import Maker, drawn
 
 pytestmark = pytest.mark.ranks(min=2)
 
 
-@pytest.fixture(name="maker", params=["singles", "halves", "uneven"])
+NODES = "singles", "halves", "uneven"
+
+
+@pytest.fixture(name="maker", params=NODES)
 def maker_fixture(comm, request):
     maker = Maker(comm, "hierarchical", request.param)
     yield maker
@@ -25,9 +29,15 @@ def reduced(maker, reducer, rank, size, length, call, **options):
     maker.check(found["x"], expected)
 
 
-@pytest.mark.parametrize("wire", [None, "float16"])
 # Elements: fewer than there are nodes, pieces that differ by one, many buckets.
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 257, 1023, 5 * 256 + 3])
+LENGTHS = 1, 2, 3, 5, 257, 1023, 5 * 256 + 3
+
+
+@pytest.mark.parametrize(
+    ("maker", "length", "wire"),
+    every_pair(NODES, LENGTHS, [None, "float16"]),
+    indirect=["maker"],
+)
 def test_pieces_of_any_size(maker, rank, size, length, wire):
     reducer = maker({"x": (length,)}, wire_dtype=wire)
     for call in range(3):

@@ -11,6 +11,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Reduction
 
+from ..common import every_pair
 from .acting import meet
 from .training import gives, raised, variable
 
@@ -106,23 +107,28 @@ def test_a_sum_that_overflows_is_finite(comm, dtype):
     assert not dropped
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+EXCHANGED = [
+    (np.array([1e300, 1.0]), False),
+    (np.array([-1e300, 1.0]), False),
+    (np.array([3e38, np.nan]), False),
+    (np.array([3e38, -3e38]), True),
+    (np.array([1 << 62, 1]), True),
+    (hpc.IndexedSlices(np.float32([3e38, 3e38]), [0, 0]), False),
+    (hpc.IndexedSlices(np.float32([3e38, 3e38]), [0, 1]), True),
+    (hpc.IndexedSlices(np.float32([3e38, 3e38, -3e38]), [0, 1, 0]), True),
+    (hpc.IndexedSlices(np.array([1e300]), [1]), False),
+    (hpc.IndexedSlices(np.float32([]), []), True),
+]
+
+
+# Each gradient with each optimizer, dense or sparse; both of them with each one.
 @pytest.mark.parametrize(
-    ("gradient", "finite"),
-    [
-        (np.array([1e300, 1.0]), False),
-        (np.array([-1e300, 1.0]), False),
-        (np.array([3e38, np.nan]), False),
-        (np.array([3e38, -3e38]), True),
-        (np.array([1 << 62, 1]), True),
-        (hpc.IndexedSlices(np.float32([3e38, 3e38]), [0, 0]), False),
-        (hpc.IndexedSlices(np.float32([3e38, 3e38]), [0, 1]), True),
-        (hpc.IndexedSlices(np.float32([3e38, 3e38, -3e38]), [0, 1, 0]), True),
-        (hpc.IndexedSlices(np.array([1e300]), [1]), False),
-        (hpc.IndexedSlices(np.float32([]), []), True),
-    ],
+    ("make", "exchanged", "sparse"),
+    every_pair(MAKERS, EXCHANGED, [False, True]),
+    indirect=["make"],
 )
-def test_what_is_exchanged_must_be_finite(make, gradient, finite, sparse):
+def test_what_is_exchanged_must_be_finite(make, exchanged, sparse):
+    gradient, finite = exchanged
     w = hpc.Variable(np.zeros(2, "f4"), "w", sparse=sparse)
     if sparse and isinstance(gradient, np.ndarray):
         gradient = hpc.IndexedSlices(gradient, [0, 1])

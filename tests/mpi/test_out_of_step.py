@@ -10,9 +10,11 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, Group
 
+from ..common import every_pair
 from .expiring import times_out_without
 from .reducing import (
     ALL,
+    KINDS,
     ONES,
     SHAPES,
     maker_fixture,  # noqa: F401
@@ -47,9 +49,11 @@ def checked(error, *calls):
         assert call in str(error)
 
 
-@ALL
-@pytest.mark.parametrize("call", [copying, starting])
-@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize(
+    ("maker", "call", "which"),
+    every_pair(KINDS, [copying, starting], ["first", "last"]),
+    indirect=["maker"],
+)
 def test_rank_that_frees_while_others_reduce(maker, rank, size, call, which):
     odd = 0 if which == "first" else size - 1
     reducer = maker(SHAPES, name="grads")

@@ -16,8 +16,10 @@ from hpcaccum import (
     Reducer,
 )
 
+from ..common import every_pair
 from .reducing import (
     ALL,
+    KINDS,
     ONES,
     SHAPES,
     Maker,
@@ -382,9 +384,11 @@ def test_disagreements_follow_each_other(maker, rank, size):
     works(reducer, size)
 
 
-@ALL
-@pytest.mark.parametrize("which", ["first", "last"])
-@pytest.mark.parametrize("others", ["reduce", "copy", "start"])
+@pytest.mark.parametrize(
+    ("maker", "others", "which"),
+    every_pair(KINDS, ["reduce", "copy", "start"], ["first", "last"]),
+    indirect=["maker"],
+)
 def test_a_failure_of_one_rank_is_raised_on_all(maker, rank, size, which, others):
     failing = 0 if which == "first" else size - 1
     reducer = maker(SHAPES)

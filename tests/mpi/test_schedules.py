@@ -15,6 +15,7 @@ from mpi4py import MPI
 from hpcaccum import summation, worker_threads
 from hpcaccum.reducer import one_shot
 
+from ..common import every_pair
 from .reducing import (
     ALL,
     KINDS,
@@ -270,12 +271,15 @@ def test_nodes_of_any_size_and_order(maker, rank, size):
 
 
 @pytest.mark.parametrize(
-    "maker",
-    ["hierarchical", "hierarchical apart", "hierarchical uneven"],
-    indirect=True,
+    ("maker", "dtype", "wire"),
+    every_pair(
+        ["hierarchical", "hierarchical apart", "hierarchical uneven"],
+        ["float32", "float64"],
+        ["float16", ml_dtypes.bfloat16],
+    ),
+    indirect=["maker"],
+    ids=str,
 )
-@pytest.mark.parametrize("wire", ["float16", ml_dtypes.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.ranks(min=2)
 def test_sums_travel_in_the_wire_format(maker, rank, size, wire, dtype):
     reducer = maker(SHAPES, dtype, wire_dtype=wire)

@@ -25,19 +25,19 @@ def episodes(monkeypatch, *kinds):
 
 
 def test_nothing_is_wrong_here(group, rank, capfd):
-    for seed in range(4):
+    for seed in range(2):
         assert Soak(group, 0.01, seed)() == 0
     shown = capfd.readouterr().out
 
     if rank == 0:
-        assert shown.count("all counts and sums of") == 4
+        assert shown.count("all counts and sums of") == 2
 
 
 @pytest.mark.parametrize("kind", ["accumulator", "optimizer", "reducer"])
 def test_each_kind_of_episode(group, monkeypatch, kind):
     episodes(monkeypatch, getattr(soak, kind))
 
-    assert Soak(group, 0.3, 1)() == 0
+    assert Soak(group, 0.1, 1)() == 0
 
 
 def test_a_gradient_that_is_counted_twice_is_found(group, rank, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum.server import parameter_copies
 
-from ..common import same_bits
+from ..common import every_pair, same_bits
 from ..lazy_rules import MAKERS, LazyRule
 from .row_copies import copies_fixture  # noqa: F401
 from .support import meet
@@ -67,9 +67,10 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("dtypes", ["f2 f2", "f4 f4", "f8 f8", "f4 f8"])
-@pytest.mark.parametrize("rule", ["SGD", "Adagrad"])
+@pytest.mark.parametrize(
+    ("rule", "dtypes", "given"),
+    every_pair(["SGD", "Adagrad"], ["f2 f2", "f4 f4", "f8 f8", "f4 f8"], GIVEN),
+)
 def test_bits_are_those_of_whole_gradients(
     make, rank, rule, dtypes, given, monkeypatch
 ):

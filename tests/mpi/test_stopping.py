@@ -10,11 +10,14 @@ from hpcaccum import Group
 from hpcaccum.train import stopping
 from hpcaccum.train.stopping import STOPPED, Requests, Stop
 
+from ..common import every_pair
 from .reducing import made_up
 from .support import meet
 
+NODES = "real", "each on its own"
 
-@pytest.fixture(params=["real", "apart"])
+
+@pytest.fixture(params=NODES)
 def group(request, comm, size):
     """The ranks on their nodes, and each on one of its own."""
     if request.param == "real":
@@ -40,8 +43,11 @@ def steps(group, asked, start=5, who=-1):
     return step, found
 
 
-@pytest.mark.parametrize("who", [0, -1])
-@pytest.mark.parametrize("asked", [5, 6, 20, 21, 22, 23, 40, 170])
+@pytest.mark.parametrize(
+    ("group", "asked", "who"),
+    every_pair(NODES, [5, 6, 20, 21, 22, 23, 40, 170], [0, -1]),
+    indirect=["group"],
+)
 def test_all_stop_after_the_same_step(group, monkeypatch, asked, who):
     # Left to themselves, some would look seldom and others at each step.
     monkeypatch.setattr(stopping, "_LOOK", 100.0 * (group.rank % 2))
