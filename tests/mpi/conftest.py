@@ -25,6 +25,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum
+from hpcaccum import Group
 from hpcaccum.mpi import shutdown
 from hpcaccum.nodes import transfer
 
@@ -41,7 +42,7 @@ from .on_device import (  # noqa: F401
 )
 from .on_nodes import skip_reason
 from .outcome import Outcome, merge
-from .reducing import NODES
+from .reducing import NODES, Kept
 from .watchdog import Watchdog
 
 
@@ -52,6 +53,7 @@ class Harness:
         self.exchange = world("outcomes")
         # Of the tests not marked `own_comm`, if one has run and none has failed since.
         self.shared_comm: MPI.Intracomm | None = None
+        self.kept: Kept | None = None
         world("tests")  # made here, where all ranks come by
         node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
         self.single_node = node.size == MPI.COMM_WORLD.size
@@ -91,8 +93,9 @@ class Harness:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if self.watchdog.armed and exitstatus != pytest.ExitCode.USAGE_ERROR:
             self.watchdog.end_job(f"left in the middle of {self.watchdog.what}")
-        if self.shared_comm is not None:
+        if self.shared_comm is not None and self.kept is not None:
             self.watchdog.arm("freeing the shared communicator", self.limit)
+            self.kept.free()
             self.shared_comm.Free()
         # The package frees what a test that failed has left, and waits without a limit.
         self.watchdog.arm("what is done at exit", self.limit)
@@ -239,6 +242,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         else:
             if harness.shared_comm is None:
                 harness.shared_comm = harness.exchange.dup()
+                harness.kept = Kept(Group.of(harness.shared_comm))
             item.stash[COMM] = harness.shared_comm
     result = yield
     if own is not None:

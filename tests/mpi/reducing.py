@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from hpcaccum import Group, Layout, Reducer
 from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.mpi.lifetime import Freeable
 from hpcaccum.reducer import staging
 
 from ..common import same_bits
@@ -104,6 +105,20 @@ class Maker:
             reducer.free()
 
 
+class Kept(Freeable):
+    """An object that keeps the heartbeat of a group, while tests make and free others.
+
+    The first object of a group starts it and the last one stops it. That takes half of
+    the processor time of a test that makes a small reducer.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._register(group, "kept by the tests")
+
+    def _free(self) -> None:
+        """It has nothing else."""
+
+
 # MPI frees them when the communicator is freed for which they were made.
 _MADE_UP: dict[str, int] = {}
 
@@ -115,15 +130,21 @@ def made_up(comm: MPI.Intracomm, nodes: str) -> Group:
     """
     if nodes not in _MADE_UP:
         _MADE_UP[nodes] = MPI.Comm.Create_keyval(
-            delete_fn=lambda _comm, _key, group: group.free()
+            delete_fn=lambda _comm, _key, kept: _end(*kept)
         )
-    group = comm.Get_attr(_MADE_UP[nodes])
-    if group is None:
+    kept = comm.Get_attr(_MADE_UP[nodes])
+    if kept is None:
         own = comm.Split(NODES[nodes](comm.rank, comm.size), comm.rank)
         group = Group(comm.Dup(), own)
         assert not group.single_node
-        comm.Set_attr(_MADE_UP[nodes], group)
-    return group
+        kept = group, Kept(group)
+        comm.Set_attr(_MADE_UP[nodes], kept)
+    return kept[0]
+
+
+def _end(group: Group, kept: Kept) -> None:
+    kept.free()
+    group.free()
 
 
 def model(

@@ -16,6 +16,14 @@ pytestmark = pytest.mark.mpi
 
 DOCTOR = "-m", "hpcaccum", "doctor"
 
+SHORT = """
+import sys
+from hpcaccum.cli import main
+from hpcaccum.launch import probes
+probes._LARGE = 1 << 20
+sys.exit(main(["doctor", *sys.argv[1:]]))
+"""
+
 # Starts jobs as asked, but for one probe.
 BROKEN = """\
 #!/bin/bash
@@ -56,9 +64,11 @@ def test_alone_it_starts_a_job_for_each_probe(doctor, mpiexec, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
-def test_started_by_a_launcher_its_ranks_are_the_job(mpirun, tmp_path):
+def test_started_by_a_launcher_its_ranks_are_the_job(mpirun, script, tmp_path):
     env = {"PYTHONPATH": str(REPOSITORY)}
-    done = mpirun(3, *DOCTOR, "--json", "found.json", cwd=tmp_path, env=env)
+    # A message of 2 GiB takes more time than all else; the test above sends one.
+    program = script(SHORT)
+    done = mpirun(3, program, "--json", "found.json", cwd=tmp_path, env=env)
     found = json.loads((tmp_path / "found.json").read_text())
 
     assert done.returncode == 0, done.stdout
