@@ -258,6 +258,7 @@ def test_after_an_interrupted_start_a_thread_looks_after_heartbeats():
     at_each_point(trial)
 
 
+@pytest.mark.own_comm
 @pytest.mark.ranks(min=2)
 def test_an_interrupted_free_stops_the_heartbeat_when_it_is_repeated(comm, rank, odd):
     group = Group.of(comm)
