@@ -89,11 +89,10 @@ def test_a_torn_read_is_found(group, monkeypatch):
 
 @pytest.mark.parametrize("part", Use._fields)
 def test_what_is_not_given_back_is_found(group, rank, monkeypatch, capfd, part):
-    now, calls = Use.now, []
+    calls, held = [], Use.now()
 
     def leaking():
         calls.append(None)
-        held = now()
         more = len(calls) * (10 << 20 if part == "memory" else 1)
         return held._replace(**{part: getattr(held, part) + more})
 
