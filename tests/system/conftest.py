@@ -76,6 +76,20 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+# Of each digit, in the data of scikit-learn.
+_DIGITS = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data with the sizes of scikit-learn's digits, for as many updates."""
+    path = tmp_path_factory.mktemp("digits") / "own.npz"
+    rng = np.random.default_rng(0)
+    y = np.repeat(np.arange(10), _DIGITS)
+    np.savez(path, x=rng.standard_normal((y.size, 64)) + 4 * np.eye(10, 64)[y], y=y)
+    return path
+
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -17,20 +17,12 @@ from .conftest import REPOSITORY, run_program
 pytestmark = pytest.mark.mpi
 
 COMMON = "-m", "hpcaccum", "train", "--save", "saved", "--hidden", "8", "--batch", "64"
-_OF_EACH_DIGIT = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
-@pytest.fixture(scope="module", name="common")
-def common_words(tmp_path_factory):
-    """How a run begins: with as much data as the digits, but without scikit-learn.
-
-    To import it takes longer than everything else in a job.
-    """
-    path = tmp_path_factory.mktemp("data") / "own.npz"
-    rng = np.random.default_rng(0)
-    y = np.repeat(np.arange(10), _OF_EACH_DIGIT)
-    np.savez(path, x=rng.standard_normal((y.size, 64)) + np.eye(10, 64)[y], y=y)
-    return *COMMON, "--data", path
+@pytest.fixture
+def common(digits):
+    """How a run begins. To import scikit-learn would take longer than the rest."""
+    return *COMMON, "--data", digits
 
 
 # Kills a rank when there are two checkpoints.

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def train(mpirun, tmp_path):
+def train(mpirun, tmp_path, digits):
     """Run ``hpcaccum train`` on two ranks; return what it shows."""
 
     def run(*options, status=0, name=None, rank=1):
@@ -46,7 +46,8 @@ def train(mpirun, tmp_path):
             path.write_text(ASKING.format(name=name, rank=rank))
             program = [path]
         env = {"PYTHONPATH": str(REPOSITORY)}
-        result = mpirun(2, *program, "train", *COMMON, *options, cwd=tmp_path, env=env)
+        words = "train", *COMMON, "--data", digits, *options
+        result = mpirun(2, *program, *words, cwd=tmp_path, env=env)
         assert result.returncode == status, result.stdout
         assert "Traceback" not in result.stdout
         return result.stdout

@@ -188,15 +188,33 @@ def test_accuracy_of_each_shard_group(train, tmp_path, samples):
     assert {look["group"] for look in looks} == {0, 1}
 
 
-def test_shard_groups_may_be_compared_with_the_other_strategies(train):
-    options = ["--compare", "--no-plot", "--epochs", "1", "--groups", "0/1"]
+def test_shard_groups_may_be_compared_with_the_other_strategies(train, digits):
+    options = [
+        "--data",
+        digits,
+        "--compare",
+        "--no-plot",
+        "--epochs",
+        "1",
+        "--groups",
+        "0/1",
+    ]
     shown = train(2, *options)
 
     assert all(strategy in shown for strategy in STRATEGIES)
 
 
-def test_a_loss_that_is_not_finite_is_a_failure(train):
-    options = ["--strategy", "cross-shard", "--epochs", "2", "--rate", "1e20"]
+def test_a_loss_that_is_not_finite_is_a_failure(train, digits):
+    options = [
+        "--data",
+        digits,
+        "--strategy",
+        "cross-shard",
+        "--epochs",
+        "2",
+        "--rate",
+        "1e20",
+    ]
     shown = train(2, *options, status=1)
 
     assert shown.count("error: the loss is not finite (cross-shard)") == 1
@@ -204,7 +222,7 @@ def test_a_loss_that_is_not_finite_is_a_failure(train):
     assert "Traceback" not in shown
 
 
-def test_a_model_that_diverged_is_drawn_however_long_it_takes(script, tmp_path):
+def test_a_model_that_diverged_is_drawn_however_long_it_takes(script, tmp_path, digits):
     # Longer than the other rank waits for this one when it exits.
     text = """
 import time
@@ -213,7 +231,7 @@ draw = plot.draw
 plot.draw = lambda *args: time.sleep(4) or draw(*args)
 """
     words = "--strategy", "agn", "--epochs", "1", "--rate", "1e20", "--plot", "p.png"
-    result = script(2, text, "train", *words)
+    result = script(2, text, "train", "--data", digits, *words)
 
     assert result.returncode == 1
     assert "picture: p.png" in result.stdout
@@ -222,8 +240,19 @@ plot.draw = lambda *args: time.sleep(4) or draw(*args)
     assert "Warning" not in result.stdout
 
 
-def test_on_a_device(train, tmp_path, simulator):
-    words = "--compare", "--epochs", "5", "--batch", "64", "--rate", "0.5", "--no-plot"
+def test_on_a_device(train, tmp_path, digits, simulator):
+    words = (
+        "--data",
+        digits,
+        "--compare",
+        "--epochs",
+        "5",
+        "--batch",
+        "64",
+        "--rate",
+        "0.5",
+        "--no-plot",
+    )
     words += "--device", "cuda", "--log", "log.jsonl"
     shown = train(2, *words, PYTHONPATH=f"{REPOSITORY}:{simulator}")
 
