@@ -44,11 +44,11 @@ adapters:
 # Ranks are placed on made-up nodes in four ways (NODES of tests/mpi/reducing.py), all of
 # which `make test` tests. Legs of 3 and 4 ranks test some of them, such that each way is
 # tested with each MPI, and on each number of ranks: `uneven` on 4, as it is `halves` on 3.
-mpich-4:            OPTIONS := -o mpi_nodes=halves,uneven
-no-shared-memory-4: OPTIONS := -o mpi_nodes=apart,singles,uneven
-openmpi-4:          OPTIONS := -o mpi_nodes=apart,uneven
-mpich-3:            OPTIONS := -o mpi_nodes=apart,singles
-openmpi-3:          OPTIONS := -o mpi_nodes=halves,singles
+# Without shared memory, each rank is on a node of its own, and no others are made up.
+mpich-4:   OPTIONS := -o mpi_nodes=halves,uneven
+openmpi-4: OPTIONS := -o mpi_nodes=apart,singles,uneven
+mpich-3:   OPTIONS := -o mpi_nodes=apart,singles
+openmpi-3: OPTIONS := -o mpi_nodes=halves
 # Gradients of tests are short: once, ranks do not send them at once, as if they were long.
 no-shared-memory-3: OPTIONS := -o mpi_short=0
 

@@ -30,6 +30,8 @@ _OURS = hpcaccum.__path__[0]
 # An instruction is a point so many times in a call of its function. A loop that goes on
 # mostly waits, and the number of points must not depend on how long.
 _VISITS = 5
+# Points that all runs try, if not left out by number: a short call has no more.
+_FIRST = 60
 # Python 3.12 traces no instructions unless a frame asked for it before settrace.
 sys._getframe().f_trace_opcodes = True
 
@@ -135,15 +137,15 @@ def interrupt(
 def points(every: int) -> Iterator[int]:
     """Count by so many, from where no run on fewer ranks has begun.
 
-    So runs on 1, 2, 3, ... ranks together try all. Those on several ranks share them
-    once more: by number of ranks with one MPI, and by MPI with one number of ranks. The
-    points are in Python, and the same with each MPI.
+    So runs on 1, 2, 3, ... ranks together try all. After the first ones, those on
+    several ranks share them once more: runs on 2, 3 and 4 ranks with one MPI, and runs
+    with three MPIs on one number of ranks. The points are in Python, and the same with
+    each MPI.
     """
-    size = MPI.COMM_WORLD.size
-    begin = 1 + size % every
-    if size == 1:
-        return itertools.count(begin, every)
-    return itertools.count(begin + every * ((size + _mpi()) % 3), 3 * every)
+    size, share = MPI.COMM_WORLD.size, _mpi()
+    for turn, number in enumerate(itertools.count(1 + size % every, every)):
+        if size == 1 or number <= _FIRST or (turn + size + share) % 3 == 0:
+            yield number
 
 
 def _mpi() -> int:

@@ -71,14 +71,15 @@ def test_all_tests_are_in_a_leg():
     for mpi in "MPICH", "MPICH without shared memory", "Open MPI":
         for size in 2, 3, 4:
             line = legs.pop(f"{mpi}, {size} ranks")
-            placed[mpi, size] = nodes_of(line)
+            if mpi != "MPICH without shared memory":
+                placed[mpi, size] = nodes_of(line)
             command, apart = line.split(), "without" in mpi
             assert f"test-{size}" in command
             assert ("mpi_short=0" in line) == (apart and size == 3)
             assert ("MPI=openmpi" in command) == (mpi == "Open MPI")
             assert ("MPIR_CVAR_NOLOCAL=1" in command) == apart
     # Each way to place ranks on nodes, with each MPI and on each number of ranks.
-    assert each_with_all(placed, 0) == [{*NODES}] * 3
+    assert each_with_all(placed, 0) == [{*NODES}] * 2
     # On 3 ranks two ways are the same, on 2 ranks all are.
     assert each_with_all(placed, 1) == [{*NODES} - {"uneven"}, {*NODES}]
     assert set(legs) == {
