@@ -20,8 +20,8 @@ from .training import ONE_SIDED, Gate, gives, meet, raised, variable
 def in_vain(monkeypatch):
     """Return a function that makes a call time out, and returns the message."""
 
-    def call(do, *args, **kwargs):
-        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+    def call(do, *args, seconds=VAIN, **kwargs):
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(seconds))
         error = raised(do, *args, **kwargs)
         monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
         assert type(error) is WaitTimeoutError
@@ -90,7 +90,10 @@ def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
     with ONE_SIDED[kind](gate, [w], comm, host=host) as opt:
         opt.initialize([w])
         meet()
-        message = in_vain(lambda: [opt.minimize(gives(1.0)) for _ in range(2)])
+        # Also a busy agent answers in that time.
+        message = in_vain(
+            lambda: [opt.minimize(gives(1.0)) for _ in range(2)], seconds=10 * VAIN
+        )
         meet()
         go.set()
     assert f"by rank {host}, which is at step 0; the next one waits" in message
