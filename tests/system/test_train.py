@@ -189,33 +189,15 @@ def test_accuracy_of_each_shard_group(train, tmp_path, samples):
 
 
 def test_shard_groups_may_be_compared_with_the_other_strategies(train, digits):
-    options = [
-        "--data",
-        digits,
-        "--compare",
-        "--no-plot",
-        "--epochs",
-        "1",
-        "--groups",
-        "0/1",
-    ]
-    shown = train(2, *options)
+    options = ["--compare", "--no-plot", "--epochs", "1", "--groups", "0/1"]
+    shown = train(2, "--data", digits, *options)
 
     assert all(strategy in shown for strategy in STRATEGIES)
 
 
 def test_a_loss_that_is_not_finite_is_a_failure(train, digits):
-    options = [
-        "--data",
-        digits,
-        "--strategy",
-        "cross-shard",
-        "--epochs",
-        "2",
-        "--rate",
-        "1e20",
-    ]
-    shown = train(2, *options, status=1)
+    options = ["--strategy", "cross-shard", "--epochs", "2", "--rate", "1e20"]
+    shown = train(2, "--data", digits, *options, status=1)
 
     assert shown.count("error: the loss is not finite (cross-shard)") == 1
     assert "one gradient: the mean of 16 samples" in shown
@@ -240,19 +222,8 @@ plot.draw = lambda *args: time.sleep(4) or draw(*args)
     assert "Warning" not in result.stdout
 
 
-def test_on_a_device(train, tmp_path, digits, simulator):
-    words = (
-        "--data",
-        digits,
-        "--compare",
-        "--epochs",
-        "5",
-        "--batch",
-        "64",
-        "--rate",
-        "0.5",
-        "--no-plot",
-    )
+def test_on_a_device(train, tmp_path, simulator):
+    words = "--compare", "--epochs", "5", "--batch", "64", "--rate", "0.5", "--no-plot"
     words += "--device", "cuda", "--log", "log.jsonl"
     shown = train(2, *words, PYTHONPATH=f"{REPOSITORY}:{simulator}")
 
