@@ -1,4 +1,4 @@
-"""A pytest plugin for memory checkers: CuPy allocates each array by itself.
+"""A pytest plugin for memory checkers: CuPy allocates every array separately.
 
 By default arrays are parts of larger blocks, and a checker sees no access beside one.
 """
