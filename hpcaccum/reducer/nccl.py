@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.device import NcclSum, card, cupy, nccl_library, unique_id
+from hpcaccum.device import NcclSum, card, cupy, current_device, nccl_library, unique_id
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import NodeMemory
 from hpcaccum.reducer.schedule import MessageSchedule
@@ -40,13 +40,13 @@ class Nccl(MessageSchedule):
 
     def __init__(self, plan: Plan) -> None:
         self._sum = _connect(plan.group)
-        self._device = cupy().cuda.Device().id
+        self._device = current_device()
         super().__init__(plan)
         self._broken: str | None = None
 
     def check_usable(self) -> None:
         """Raise if NCCL has failed, or another device has become the current one."""
-        current = cupy().cuda.Device().id
+        current = current_device()
         if current != self._device:
             raise InvalidArgumentError(
                 f"{_WHAT} was made on device {self._device}, the current one is "
@@ -149,7 +149,7 @@ class _Attempt:
         self._group, self._identity = group, identity
         self._memory = NodeMemory(group, [8] * group.size)
         self._ends = [part.view(np.int64) for part in self._memory.parts]
-        self._device = cupy().cuda.Device().id
+        self._device = current_device()
         self._made: NcclSum | None = None
         self._failure: Exception | None = None
         threading.Thread(target=self._run, name="hpcaccum-nccl", daemon=True).start()
