@@ -44,6 +44,25 @@ def watch_updates(opt, seen, before=lambda: None):
     shard.update = watched
 
 
+def look_when_there(opt, count):
+    """Have the host look for the next gradients when the first ones have arrived.
+
+    It looks again when a server has made an update, for which the test has them wait.
+    """
+    role, inbox = opt._server._role, opt._server._inbox
+    look = getattr(role, "_order_ahead", None)
+
+    def wait_and_look():
+        limit = time.monotonic() + WAIT
+        while inbox.following(count - 1) is None and time.monotonic() < limit:
+            time.sleep(0.001)
+        role._order_ahead = look
+        look()
+
+    if look is not None:
+        role._order_ahead = wait_and_look
+
+
 def train(group, opt, calls):
     for _ in range(calls):
         opt.minimize(gives(ONES * (group.rank + 1)))
@@ -63,6 +82,8 @@ def test_the_next_updates_are_ordered_before_the_first_is_made(group):
 
     if group.rank == servers[-1]:
         watch_updates(opt, seen, wait)
+    if group.rank == servers[0]:
+        look_when_there(opt, wanted)
     meet()
     train(group, opt, 3)
     if group.rank == servers[-1]:
