@@ -73,7 +73,7 @@ class BoundedStalenessInbox:
             nbytes = size * self._dtype.itemsize
             self.parts = NodeParts(group, nbytes, "inbox", takers=[root])
             undo.pop_all()
-        self.words, self.ledger = self._queue.words, self._queue.ledger
+        self.words, self.counters = self._queue.words, self._queue.counters
         self.membership = self._queue.membership
         # A view of mapped memory: a rank may use its slot after `free`.
         self._slot = self._view(group.rank)
@@ -155,7 +155,7 @@ class BoundedStalenessInbox:
 
     def count_nonfinite(self) -> None:
         """Count a gradient of this rank that is not finite, and was not submitted."""
-        self.ledger.count_nonfinite()
+        self.counters.count_nonfinite()
 
     def _submit(self, local_step: int) -> Receipt:
         if self._remote is not None:
@@ -168,7 +168,7 @@ class BoundedStalenessInbox:
             self._submitted = receipt.global_step + 1
             # The store of the word orders it after all stores to the slot.
             self._queue.put(receipt.global_step, self._group.rank)
-        self._count(self.ledger.next(receipt))
+        self._count(self.counters.next(receipt))
         self.words.flush()
         return receipt
 
@@ -190,7 +190,7 @@ class BoundedStalenessInbox:
             self.parts.keep((rank, 0), contents)
             rank |= COPIED
         # First: a gradient that was applied is in the counts.
-        self.ledger.count_for(rank & NOBODY, receipt)
+        self.counters.count_for(rank & NOBODY, receipt)
         if receipt:
             self._queue.put(receipt.global_step, rank)
         self.words.flush()
@@ -201,13 +201,13 @@ class BoundedStalenessInbox:
         receipt = Receipt(accepted, local_step, step)
         if receipt:
             self._submitted = step + 1
-        self._counted = self._counted or self.ledger.next(receipt)
-        self.ledger.note(self._counted)
+        self._counted = self._counted or self.counters.next(receipt)
+        self.counters.note(self._counted)
         return receipt
 
     def _count(self, count: Count) -> None:
         self._counted = count
-        self.ledger.post(count)
+        self.counters.post(count)
 
     def _note_or_give_up(self, local_step: int) -> None:
         """Give up an admitted gradient unless the root can see it. Idempotent."""
@@ -220,13 +220,13 @@ class BoundedStalenessInbox:
         if step is not None:
             self._submitted = step + 1
             if self._queue.was_put(step):
-                accepted = self.ledger.next(Receipt(True, local_step, step))
+                accepted = self.counters.next(Receipt(True, local_step, step))
                 self._count(self._counted or accepted)
             else:
-                self._count(self._counted or self.ledger.next_given_up())
+                self._count(self._counted or self.counters.next_given_up())
                 self._queue.put(step, NOBODY)
         elif self._counted:
-            self.ledger.post(self._counted)
+            self.counters.post(self._counted)
         self.words.flush()
 
     def useful(self, step: int) -> int:
@@ -308,7 +308,7 @@ class BoundedStalenessInbox:
 
     def tally(self) -> Tally:
         """Return the gradients accepted and dropped so far, of all ranks."""
-        return self.ledger.tally()
+        return self.counters.tally()
 
     def leave(self) -> None:
         """Promise that this rank submits no more gradients."""

@@ -42,7 +42,7 @@ class UpdateQueue:
     Attributes:
         words: The words.
         membership: Which ranks have left.
-        ledger: Counts what became of gradients.
+        counters: What became of the gradients of each rank.
     """
 
     def __init__(self, group: Group, root: int, max_lag: float, workers: int) -> None:
@@ -51,12 +51,12 @@ class UpdateQueue:
         layout.take(group.size)
         # The first of these words follows the places, so that one read returns both.
         self._members = layout.take(Membership.words(group.size))
-        ledger = layout.take(Counters.words(group.size))
+        counters = layout.take(Counters.words(group.size))
         self.words = words = AtomicWords(group, root, layout.count)
         self.membership = Membership(
             words, self._members, group.rank, group.size, workers
         )
-        self.ledger = Counters(words, ledger, group.rank, group.size)
+        self.counters = Counters(words, counters, group.rank, group.size)
 
     @property
     def step(self) -> int:

@@ -321,15 +321,15 @@ def test_an_interrupted_gradient_may_have_been_applied(
     queue, slow = make(), (host + 1) % size
     # What counts a gradient that is in its place, on this rank or by an agent.
     name = "post" if queue.words.near else "note"
-    count = getattr(queue.ledger, name)
+    count = getattr(queue.counters, name)
 
     def count_later(number):
-        monkeypatch.setattr(queue.ledger, name, count)
+        monkeypatch.setattr(queue.counters, name, count)
         until(lambda: queue.step == size + 1)
         raise KeyboardInterrupt
 
     if rank == slow:
-        monkeypatch.setattr(queue.ledger, name, count_later)
+        monkeypatch.setattr(queue.counters, name, count_later)
         with pytest.raises(KeyboardInterrupt):
             submit(queue, 1)
     elif rank == host:

@@ -144,14 +144,14 @@ def test_receipt_is_true_if_accepted():
 
 
 def test_counters_count_receipts_of_all_ranks(words, rank, size):
-    ledger = Counters(words, 1, rank, size)
+    counters = Counters(words, 1, rank, size)
     lags = [-4, 0, 1, MAX_LAG, MAX_LAG + 1, 10**12][: 4 + rank]
     for lag in lags:
-        ledger.post(ledger.next(Receipt(lag <= 0, 100 - lag, 100)))
+        counters.post(counters.next(Receipt(lag <= 0, 100 - lag, 100)))
         words.flush()
     meet()
 
-    tally = ledger.tally()
+    tally = counters.tally()
     dropped = (2, 3, 4, 4)[:size]
     assert tally.accepted == (2,) * size
     assert tally.dropped == dropped
