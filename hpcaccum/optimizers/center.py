@@ -108,7 +108,7 @@ class Center:
 
     def slot(self, var: Variable, name: str) -> Variable | None:
         """Return a copy of a slot; None before the first update."""
-        if self._server.shards:
+        if self._server.is_sharded:
             return _whole_slot(self._server.ask(var.name), var, name)
         if var.name not in self._variables:
             return None
@@ -125,7 +125,7 @@ class Center:
         return {**copies, "global_step": step, "tally": tally.as_lists()}
 
     def _state(self) -> dict[Key, Any]:
-        if self._server.shards:
+        if self._server.is_sharded:
             # One variable at a time: a message with all of it may be too long.
             found = {
                 key: value
@@ -144,7 +144,7 @@ class Center:
         """Move all of it to memory of its own, after the server is freed."""
         if self._flat is not None:
             self._flat.move_slots()
-        if not self._server.shards:
+        if not self._server.is_sharded:
             for name, var in self._variables.items():
                 var._move_to(self._server.center[name])
 

@@ -172,7 +172,7 @@ class ParameterServer(Client):
         return self._group.rank in self._servers
 
     @property
-    def shards(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether several servers hold parts of the center."""
         return len(self._servers) > 1
 
@@ -220,10 +220,10 @@ class ParameterServer(Client):
         """Return why this rank must not call `serve`."""
         servers = format_ranks(self._servers)
         if self._dedicated:
-            are = "are" if self.shards else "is"
+            are = "are" if self.is_sharded else "is"
             rank = self._group.rank
             return f"rank {rank} is not a server ({servers} {are}); it must train"
-        how = "serve beside their" if self.shards else "serves beside its"
+        how = "serve beside their" if self.is_sharded else "serves beside its"
         return (
             f"dedicated=True was not given: {servers} {how} training; do not call "
             f"serve()"
