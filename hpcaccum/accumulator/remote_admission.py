@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
 
 
-class Answer(NamedTuple):
+class AdmissionAnswer(NamedTuple):
     """What became of a gradient.
 
     Attributes:
@@ -82,7 +82,7 @@ class RemoteAdmission(Calls):
         only: int | None,
         fresh: tuple[int, int],
         placed: int | None,
-    ) -> Answer:
+    ) -> AdmissionAnswer:
         """Admit a gradient to the open round, or drop it. `forget` comes first.
 
         Args:
@@ -100,12 +100,12 @@ class RemoteAdmission(Calls):
         contents = None if placed is None else self._storage.short(placed)
         # The answer may lead other ranks to what is in the buffer.
         self._protocol.words.sync()
-        return Answer(*self.call(local_step, only, fresh, contents))
+        return AdmissionAnswer(*self.call(local_step, only, fresh, contents))
 
-    def settled(self) -> Answer | None:
+    def settled(self) -> AdmissionAnswer | None:
         """Return what `admit` returned, or was about to; None if nothing was sent."""
         answer = self.settle()
-        return None if answer is None else Answer(*answer)
+        return None if answer is None else AdmissionAnswer(*answer)
 
     # The agent
 

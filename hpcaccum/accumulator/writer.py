@@ -18,7 +18,7 @@ from hpcaccum.mpi import Attempt
 if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
     from hpcaccum.accumulator.receipts import Count, Receipt
-    from hpcaccum.accumulator.remote_admission import Answer, RemoteAdmission
+    from hpcaccum.accumulator.remote_admission import AdmissionAnswer, RemoteAdmission
     from hpcaccum.accumulator.row_storage import Storage
     from hpcaccum.dtypes import Array
 
@@ -220,7 +220,7 @@ class Writer:
         free = self._buffers.free_for(slot, parity)
         return Record(free[0], 0, 1, 0).word() if free else 0
 
-    def _note(self, answer: Answer, local_step: int, slot: int | None) -> bool:
+    def _note(self, answer: AdmissionAnswer, local_step: int, slot: int | None) -> bool:
         """Note what an agent has done; return whether nothing is left to do."""
         if answer.accepted:
             self._buffers.note(answer.parity, answer.held)

@@ -20,7 +20,7 @@ VARIABLE = "HPCACCUM_CUDA_AWARE"
 _LIBRARIES = ("libmpi.so", "libmpi_abi.so", "libmpich.so", "libmpi_cray.so")
 
 
-class Answer(NamedTuple):
+class CudaAwareness(NamedTuple):
     """Whether the MPI library accepts device memory, and the source of that."""
 
     aware: bool
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 
 
 @functools.cache
-def cuda_awareness() -> Answer:
+def cuda_awareness() -> CudaAwareness:
     """Ask the MPI library; HPCACCUM_CUDA_AWARE=0 or 1 overrides its answer.
 
     Raises:
@@ -41,19 +41,19 @@ def cuda_awareness() -> Answer:
     if forced:
         if forced not in ("0", "1"):
             raise InvalidArgumentError(f"{VARIABLE} must be 0 or 1, got {forced!r}")
-        return Answer(forced == "1", f"{VARIABLE}={forced}")
+        return CudaAwareness(forced == "1", f"{VARIABLE}={forced}")
     world = MPI.COMM_WORLD  # loads the library
     if (query := getattr(_loaded(), "MPIX_Query_cuda_support", None)) is not None:
-        return Answer(bool(query()), "MPIX_Query_cuda_support")
+        return CudaAwareness(bool(query()), "MPIX_Query_cuda_support")
     # Not from the info of a session: Open MPI returns what was requested there.
     info = world.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
     if any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")):
-        return Answer(True, f"mpi_memory_alloc_kinds={kinds}")
+        return CudaAwareness(True, f"mpi_memory_alloc_kinds={kinds}")
     if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
-        return Answer(True, "MPICH_GPU_SUPPORT_ENABLED=1")
-    return Answer(False, "the library does not declare support")
+        return CudaAwareness(True, "MPICH_GPU_SUPPORT_ENABLED=1")
+    return CudaAwareness(False, "the library does not declare support")
 
 
 def _loaded() -> ctypes.CDLL | None:
