@@ -29,7 +29,7 @@ class Lent(NamedTuple):
     thread: threading.Thread
 
 
-class Buffers:
+class RankBuffers:
     """The two buffers of this rank. The caller serializes all calls.
 
     A buffer is not tied to a parity. While a round that is being reduced holds one, the

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.accumulator.buffers import OTHER_THREAD, Buffers
+from hpcaccum.accumulator.buffers import OTHER_THREAD, RankBuffers
 from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.recovery import Recovery
 from hpcaccum.accumulator.state import Record
@@ -47,7 +47,7 @@ class Writer:
     ) -> None:
         self._protocol, self._storage = protocol, storage
         self._remote = None if protocol.words.near else remote
-        self._buffers = Buffers(protocol, storage)
+        self._buffers = RankBuffers(protocol, storage)
         self._turn, self._call = OneThread(what), f"{what}: apply_grad"
         self._recovery = Recovery(self._complete_or_revoke, self._remote, self._call)
         self._begin()
@@ -166,7 +166,7 @@ class Writer:
         Args:
             receipt: Of the gradient.
             parity: Of its round.
-            slot: As for `Buffers.choose`.
+            slot: As for `RankBuffers.choose`.
             writing: What this rank has published, if that is known.
         """
         assert self._job is not None

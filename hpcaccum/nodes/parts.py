@@ -11,8 +11,8 @@ from hpcaccum.mpi import AtomicWords, NodeMemory
 from hpcaccum.nodes.agent import Agent
 from hpcaccum.nodes.change import Change
 from hpcaccum.nodes.transfer import (
-    Buffers,
     Incoming,
+    PieceBuffers,
     is_short,
     length,
     pieces_of,
@@ -303,7 +303,7 @@ class NodeParts:
     def _incoming(
         self, node: int, tag: int, ranges: Sequence[slice], dtype: np.dtype[Any]
     ) -> Incoming:
-        buffers = Buffers(ranges, dtype)
+        buffers = PieceBuffers(ranges, dtype)
         return Incoming(
             self._agent.comm,
             self._agent.leaders[node],
@@ -361,7 +361,7 @@ class _Here:
         end = max((each.stop for each in ranges), default=0)
         self._vectors = [parts.view(place, end, dtype) for place in places]
         self._pieces = pieces_of(ranges, dtype.itemsize)
-        self._buffers = Buffers(ranges, dtype)
+        self._buffers = PieceBuffers(ranges, dtype)
         self._first: Array | None = None
 
     def first(self) -> Array:

@@ -64,7 +64,7 @@ def length(piece: Piece) -> int:
     return sum(each.stop - each.start for each in piece)
 
 
-class Buffers:
+class PieceBuffers:
     """A few vectors that take turns, each of the length of the longest piece."""
 
     def __init__(self, ranges: Sequence[slice], dtype: np.dtype[Any]) -> None:
@@ -95,7 +95,7 @@ def send_pieces(
         tag: Of the vector.
         pieces: Its pieces.
         piece: Returns the contents of a piece. It may overwrite what it returned
-            `_IN_FLIGHT` pieces before, such as `Buffers` do.
+            `_IN_FLIGHT` pieces before, such as `PieceBuffers` do.
     """
     requests: deque[Any] = deque()
     for each in pieces:
