@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from hpcaccum.server import ParameterServer
 
 # A part of the state of a variable: its name and its value.
-Found = tuple[str, Any]
+StatePart = tuple[str, Any]
 
 
-class Options(NamedTuple):
+class ChangedOptions(NamedTuple):
     """What the host sends to all servers when its options have changed.
 
     Attributes:
@@ -88,16 +88,16 @@ class Center:
         if isinstance(self._inner, Rule) and self._inner.elementwise:
             return self._inner._shared_rate()
         if (options := self._inner._changed_options()) is not None:
-            self._server.ask(Options(options))
+            self._server.ask(ChangedOptions(options))
         return None
 
-    def _answer(self, question: str | Options | None) -> dict[Key, Found]:
+    def _answer(self, question: str | ChangedOptions | None) -> dict[Key, StatePart]:
         """Return the state of a variable, or of all that this server has; or nothing.
 
         Args:
             question: A name, None for all, or the options to use from now on.
         """
-        if isinstance(question, Options):
+        if isinstance(question, ChangedOptions):
             self._inner._use_options(question.changed)
             return {}
         variables = self._variables.values()
@@ -149,15 +149,17 @@ class Center:
                 var._move_to(self._server.center[name])
 
 
-def kept_state(optimizer: Optimizer, variables: Iterable[Variable]) -> dict[Key, Found]:
+def kept_state(
+    optimizer: Optimizer, variables: Iterable[Variable]
+) -> dict[Key, StatePart]:
     """Return the state of variables: of each part, its name and its value."""
     kept = optimizer._kept_state(variables)
     return {key: (var.name, plain(var)) for key, var in kept.items()}
 
 
 def _whole(
-    answers: Sequence[Mapping[Key, Found]], variable: str, like: Array
-) -> dict[Key, Found]:
+    answers: Sequence[Mapping[Key, StatePart]], variable: str, like: Array
+) -> dict[Key, StatePart]:
     """Return the state of a variable of which servers have parts.
 
     Args:
@@ -165,7 +167,7 @@ def _whole(
         variable: Its name.
         like: An array of its shape.
     """
-    whole: dict[Key, Found] = {}
+    whole: dict[Key, StatePart] = {}
     for key in dict.fromkeys(key for answer in answers for key in answer):
         if key[0] == variable:
             found = [answer[key] for answer in answers if key in answer]
@@ -178,7 +180,7 @@ def _whole(
 
 
 def _whole_slot(
-    answers: Sequence[Mapping[Key, Found]], var: Variable, name: str
+    answers: Sequence[Mapping[Key, StatePart]], var: Variable, name: str
 ) -> Variable | None:
     """Return a slot of which servers have parts; None before the first update."""
     found = _whole(answers, var.name, var.value)
