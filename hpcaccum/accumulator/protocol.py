@@ -77,7 +77,7 @@ class AdmissionProtocol:
         words: All words.
         shapes: The shape policy.
         membership: Which ranks contribute.
-        line: The lock that takes hold, first come, first served.
+        take_lock: Held by the take that has its turn, first come, first served.
         counters: What happened to the gradients of each rank.
         admission: The compare-and-swap that admits this rank's gradient.
     """
@@ -88,14 +88,14 @@ class AdmissionProtocol:
         self.packing = Packing(shaped=not settings.has_one_shape)
         layout = WordLayout(after=_FIXED)
         members = layout.take(Membership.words(n))
-        line = layout.take(TicketLock.words(n))
+        lock = layout.take(TicketLock.words(n))
         self._records = layout.take(2 * n)
         counters = layout.take(Counters.words(n))
         limit = self.packing.max_shapes
         table = layout.take(ShapeTable.words(limit))
         self.words = words = AtomicWords(group, settings.host, layout.count)
         self.membership = Membership(words, members, rank, n, settings.workers)
-        self.line = TicketLock(words, line, rank, n)
+        self.take_lock = TicketLock(words, lock, rank, n)
         self.counters = Counters(words, counters, rank, n)
         self.shapes = _policy(settings, what, ShapeTable(words, table, limit))
         # Where reading STATE costs a round trip, the first guess is made from the last

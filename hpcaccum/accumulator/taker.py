@@ -73,7 +73,7 @@ class Taker:
             EverybodyLeftError: If all ranks have left and no gradient is in the round.
             Exception: What ``reduce`` raises.
         """
-        return self._protocol.line.hold(
+        return self._protocol.take_lock.hold(
             deadline, lambda: self._take(required, deadline, reduce, empty)
         )
 

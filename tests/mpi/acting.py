@@ -108,8 +108,8 @@ class Take(Background):
 
 def in_line(acc: hpc.ConditionalAccumulator, rank: int) -> bool:
     """Return whether a rank has a place in the line of takes."""
-    line = acc._protocol.line
-    return line._words.read(line._places + rank) > 0
+    lock = acc._protocol.take_lock
+    return lock._words.read(lock._places + rank) > 0
 
 
 def settle(acc: hpc.ConditionalAccumulator) -> None:
