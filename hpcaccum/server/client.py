@@ -83,17 +83,18 @@ class Client(Freeable):
         self._lent: Array | None = None
         self._views: list[Array] = []
         self._transfer: Transfer | None = None
-        # The step of the last pull, and which changes the arrays of sparse variables
-        # have from their last pulls; during a pull they may have some of the next ones.
+        # The step of the last pull.
         self._pulled = 0
+        # Of each sparse variable: which changes its array has from its last pull. The
+        # entry is missing during a pull, when the array may have some of the next ones.
+        self._has: dict[str, int] = {}
         # A step that comes to this node unasked: that of the last push.
         self._coming = -1
-        self._has: dict[str, int] = {}
         self.waited = 0.0
-        # What `free` has to do.
-        self._left = [self._inbox.free, self._parameters.free, self._copier.free]
+        # What `free` still has to call.
+        self._to_free = [self._inbox.free, self._parameters.free, self._copier.free]
         if self._node_update is not None:
-            self._left.insert(0, self._node_update.free)
+            self._to_free.insert(0, self._node_update.free)
 
     def _make_parameters(
         self, initial: Mapping[str, Array], elementwise: bool
@@ -356,6 +357,6 @@ class Client(Freeable):
             self._transfer.free()
             self._transfer = None
         # One that fails does so on all ranks, and is the first of the next call.
-        while self._left:
-            self._left[0]()
-            del self._left[0]
+        while self._to_free:
+            self._to_free[0]()
+            del self._to_free[0]
