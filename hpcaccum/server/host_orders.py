@@ -1,4 +1,4 @@
-"""The agent of the host's node: it orders steps, and has them sent."""
+"""The agent of the root's node: it orders steps, and has them sent."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class HostOrders:
 
     Args:
         line: To the other agents.
-        nodes: Of the servers; the first is the host's.
+        nodes: Of the servers; the first is the root's.
         parts: Where gradients lie.
         write: Sets a word of this node, and announces it.
-        steps: Words of the host.
+        steps: Words of the root.
     """
 
     def __init__(

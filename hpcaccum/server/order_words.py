@@ -1,4 +1,4 @@
-"""The words and messages by which the host, agents and servers exchange orders."""
+"""The words and messages by which the root, agents and servers exchange orders."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 # Words of a node. Of a server: the number of its newest order, of the last that it has
 # carried out, what it asks for, a number that belongs to that, and which gradients.
-# Then, on the host's node, the last step of each server.
+# Then, on the root's node, the last step of each server.
 ORDER, DONE, KIND, DETAIL, BUFFER, MADE = range(6)
-# Words of the host: the newest step that was ordered; again the last of each server,
+# Words of the root: the newest step that was ordered; again the last of each server,
 # for messages of all ranks.
 NEWEST = 0
 # What an order asks a server for: an update, with a learning rate as bits; an answer,

@@ -23,7 +23,7 @@ class PartArrivals:
 
     Args:
         line: To the other agents.
-        nodes: Of the servers; the first is the host's.
+        nodes: Of the servers; the first is the root's.
         shards: Of the servers.
         server: The orders of this node's server, if it has one.
         node_copy: Where ranks of this node read the parameters.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ShardLoop(Background):
-    """Updates the part of the center that one rank holds, as the host orders.
+    """Updates the part of the center that one rank holds, as the root orders.
 
     Args:
         parameters: Where orders come from; has this rank's part of the center.
@@ -27,9 +27,9 @@ class ShardLoop(Background):
 
     Attributes:
         center: Name to array: the part's.
-        update: Called with the gradients and the learning rate of the host, if any;
+        update: Called with the gradients and the learning rate of the root, if any;
             returns what changes the center.
-        answer: Called with a question of the host; returns the answer.
+        answer: Called with a question of the root; returns the answer.
     """
 
     def __init__(self, parameters: ShardedParameters, what: str) -> None:
@@ -47,7 +47,7 @@ class ShardLoop(Background):
         self.update, self.answer = update, answer
 
     def run(self) -> None:
-        """Carry out orders until the host ends them."""
+        """Carry out orders until the root ends them."""
         # An earlier call may have been interrupted before it.
         self._parameters.done(self._number)
         while self._kind != END:

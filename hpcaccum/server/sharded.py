@@ -1,6 +1,6 @@
 """Parameters of which several ranks, the servers, update a part each.
 
-The host decides which gradients make each update, and orders it when all servers have
+The root decides which gradients make each update, and orders it when all servers have
 carried out the last one. How orders, gradients and parameters travel: see
 `order_agent`.
 
@@ -56,10 +56,10 @@ class ShardedParameters(NodeCopy):
 
     Args:
         group: The ranks, on several nodes.
-        servers: Those that hold the parts, each on another node. The first is the host,
+        servers: Those that hold the parts, each on another node. The first is the root,
             which gives the orders.
         wire: How variables lie in the vector.
-        initial: Name to array; the servers begin with the host's.
+        initial: Name to array; the servers begin with the root's.
         parts: Where gradients lie.
         elementwise: See `Shard`.
         most: How many steps may be ordered and not made, at most.
@@ -70,7 +70,7 @@ class ShardedParameters(NodeCopy):
         server: That of this node, if it has one.
         buffers: The most steps that may be ordered and not yet made. A server has
             memory for the gradients of each, but in all for no more than a whole one.
-        ordered: The step that was ordered last; on the host.
+        ordered: The step that was ordered last; on the root.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class ShardedParameters(NodeCopy):
             self._words,
             self._steps,
         )
-        # The number of the last question of the host; on a server, the last one that it
-        # has received. Messages of both, which two threads send on the host.
+        # The number of the last question of the root; on a server, the last one that it
+        # has received. Messages of both, which two threads send on the root.
         self._asked, self._question = 0, [(0, None)]
         self._messages: dict[int, list[Any]] = {QUESTIONS: [], ANSWERS: []}
         self._scatter(wire, initial)
@@ -148,7 +148,7 @@ class ShardedParameters(NodeCopy):
         return nbytes
 
     def _scatter(self, wire: WireFormat, initial: Mapping[str, Array]) -> None:
-        """Send each server its part of the host's parameters. Collective."""
+        """Send each server its part of the root's parameters. Collective."""
         comm, tag = self._agent.comm, self._service.tag(PARAMETERS)
         begun: list[Iterator[Any]] = []
         if comm.rank == self._servers[0]:
@@ -166,17 +166,17 @@ class ShardedParameters(NodeCopy):
     def divide(
         self, arrays: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, dict[str, Any]] | None:
-        """Send each server its part of arrays of the host; return it. Collective.
+        """Send each server its part of arrays of the root; return it. Collective.
 
         Args:
-            arrays: Of each variable, name to array or integer; used on the host.
+            arrays: Of each variable, name to array or integer; used on the root.
         """
         # There are no questions yet; parameters may be on their way.
         comm, tag = self._agent.comm, self._service.tag(QUESTIONS)
         mine: list[Any] = []
 
         def exchange() -> Iterator[Any]:
-            """Yield the requests of the host, and receive what a server gets."""
+            """Yield the requests of the root, and receive what a server gets."""
             if comm.rank == self._servers[0]:
                 for rank, shard in zip(self._servers, self.shards, strict=True):
                     for name in self._names:
@@ -191,30 +191,30 @@ class ShardedParameters(NodeCopy):
         return {n: m for n, m in zip(self._names, mine, strict=True) if n in names}
 
     def _message(self, tag: int) -> Any:
-        """Receive a message of the host at the start."""
-        comm, host = self._agent.comm, self._servers[0]
+        """Receive a message of the root at the start."""
+        comm, root = self._agent.comm, self._servers[0]
         deadline = Deadline(None, f"{self._what}: start of servers")
         found = deadline.wait(
-            lambda: comm.improbe(host, tag), lambda: f"a message of host rank {host}"
+            lambda: comm.improbe(root, tag), lambda: f"a message of host rank {root}"
         )
         return found.recv()
 
     def _end_start(self, requests: Iterable[Any]) -> None:
-        """Wait until what servers get from the host at the start has arrived."""
+        """Wait until what servers get from the root at the start has arrived."""
         complete(
             requests,
             Deadline(None, f"{self._what}: start of servers"),
             lambda: f"host rank {self._servers[0]} and the servers",
         )
 
-    # The host
+    # The root
 
     def newest(self) -> int:
-        """Return the step that the host has ordered last; a round trip."""
+        """Return the step that the root has ordered last; a round trip."""
         return self._steps.read(NEWEST)
 
     def begin(self, step: int) -> None:
-        """Set the step of the parameters that the servers begin with; the host only."""
+        """Set the step of the parameters that the servers begin with; the root only."""
         self._steps.write_range(NEWEST, [step] * (1 + len(self._servers)))
         self._words.write_range(MADE, [step] * len(self._servers))
         self.ordered = step
@@ -223,7 +223,7 @@ class ShardedParameters(NodeCopy):
     def order(
         self, step: int, batch: Batch, rate: float | None, *, awaited: bool
     ) -> None:
-        """Order a step of a batch of gradients; the host only.
+        """Order a step of a batch of gradients; the root only.
 
         Only as many steps as there are buffers may be ordered and not made.
 
@@ -247,7 +247,7 @@ class ShardedParameters(NodeCopy):
         deadline: Deadline,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until all servers have made a step; the host only.
+        """Wait until all servers have made a step; the root only.
 
         Args:
             step: The step.
@@ -267,7 +267,7 @@ class ShardedParameters(NodeCopy):
         )
 
     def made(self) -> int:
-        """Return the step that all servers have made; on the host's node only."""
+        """Return the step that all servers have made; on the root's node only."""
         return min(self._words.read_range(MADE, len(self._servers)))
 
     def _request(self, kind: str, *request: Any) -> None:
@@ -275,7 +275,7 @@ class ShardedParameters(NodeCopy):
         self._agent.request(self._agent.node, self._service.number, kind, *request)
 
     def ask(self, question: Any, deadline: Deadline) -> list[Any]:
-        """Ask all servers between two updates; return their answers. The host only.
+        """Ask all servers between two updates; return their answers. The root only.
 
         Raises:
             WaitTimeoutError: If one does not answer in time.
@@ -310,7 +310,7 @@ class ShardedParameters(NodeCopy):
         return deadline.wait(receive, lambda: f"the answer of server rank {rank}")[0]
 
     def end(self) -> None:
-        """End the loops of all servers, after the last order; the host only."""
+        """End the loops of all servers, after the last order; the root only."""
         self._request("end")
 
     # A server
@@ -335,17 +335,17 @@ class ShardedParameters(NodeCopy):
         self._agent.wake()
 
     def answer(self, find: Callable[[Any], Any], number: int) -> None:
-        """Receive the question of that number and answer it; do not wait for the host.
+        """Receive the question of that number and answer it; do not wait for the root.
 
-        The host may have given it up: it receives the answer when it asks again.
+        The root may have given it up: it receives the answer when it asks again.
         """
-        receive, host = self._agent.comm.recv, self._servers[0]
+        receive, root = self._agent.comm.recv, self._servers[0]
         tag = self._service.tag(QUESTIONS)
         while self._question[-1][0] != number:
             # In C throughout: what was received must be kept.
-            self._question.extend(map(receive, (None,), (host,), (tag,)))
+            self._question.extend(map(receive, (None,), (root,), (tag,)))
         del self._question[:-1]
-        self._send((number, find(self._question[0][1])), host, ANSWERS)
+        self._send((number, find(self._question[0][1])), root, ANSWERS)
 
     # Every rank
 
