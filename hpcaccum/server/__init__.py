@@ -1,15 +1,20 @@
 """The parameter server: takes gradients, updates the center, publishes parameters.
 
-`ParameterServer` is one object on every rank: a `client` with a `role`, which is the
-`update_loop` on a single server. Gradients travel through an `Inbox`, of which there
-are two: `QuorumInbox`, and `BoundedStalenessInbox` with an `update_queue`. Parameters
-travel through `Parameters`. On one node, `node_update` divides an update among the
-ranks that wait. Several servers between nodes have a part of the center each:
-`ShardedParameters`, with an `order_loop` on the root, a `shard_loop` on each of them,
-and an `order_agent` on each node.
-`wire_format` maps both between names and flat vectors. If variables are sparse,
-`parameter_copies` copies only the rows that are in the `row_log`. `messages` are what
-agents send of published parameters; a `row_draft` makes one of such rows.
+A `ParameterServer` is one object on every rank: a client, with a role as a server. The
+root is the rank that decides what makes each update; users call it the host.
+
+gradients: A rank writes its gradient as one vector (`wire_format`) and submits it to an
+    `Inbox`, of which there are two: `QuorumInbox`, and `BoundedStalenessInbox` with an
+    `update_queue`.
+updates: The `role` of a single server is an `update_loop`. On one node, `node_update`
+    divides an update among the ranks that wait.
+parameters: They travel through `Parameters`: a `double_buffer` on each node, which
+    ranks read (`node_copy`), and `messages` between agents. If variables are sparse,
+    `parameter_copies` copies only the rows that are in the `row_log`, and a `row_draft`
+    makes a message of them.
+several servers: Each has a part of the center (`shard`). `ShardedParameters` are in the
+    place of `Parameters`, with an `order_loop` on the root, a `shard_loop` on each
+    server, and an `order_agent` on each node.
 
 Imports `accumulator`, `nodes`, `mpi`, `device` and the modules below them.
 """

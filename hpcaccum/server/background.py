@@ -1,4 +1,4 @@
-"""A loop of a server, in a thread of its own or in that of the caller."""
+"""A loop of a server, in a thread of its own or in the thread that calls `run`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 class Background(Role):
-    """The base of loops; they differ in `run`."""
+    """The base of the roles of servers, each with a loop, `run`.
+
+    It makes each change of the center once, also if `run` is interrupted and called
+    again.
+    """
 
     _thread: threading.Thread | None = None
     # The number of the last change that has begun, and of the last one made.

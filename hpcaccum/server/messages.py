@@ -1,4 +1,4 @@
-"""Messages between agents about a vector that one rank publishes."""
+"""Messages in which agents send a published vector to other nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = -1
 
 
 class Draft:
-    """A message that is being made, of all of a vector.
+    """A message that is being made, of all of a vector; `RowDraft` makes one of rows.
 
     Args:
         spare: A message that is not used any more, if there is one.
@@ -46,7 +46,7 @@ class Draft:
 
 
 class Messages:
-    """Sends all of a vector, and nothing else."""
+    """What `Parameters` send: all of a vector; `SparseCopier` sends changed rows."""
 
     def draft(self, since: int, spare: Array | None) -> Draft:
         """Return a new message to another node.

@@ -1,4 +1,4 @@
-"""What a rank does for the center of a parameter server."""
+"""The role of a rank in a parameter server: the base of the loops that make updates."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Role:
-    """That of a rank that is no server, which does nothing; the base of the others.
+    """What a rank does as a server, for its `ParameterServer`; here nothing.
 
-    A single server has an `UpdateLoop`. If there are several, the root has an
-    `OrderLoop`, which has a `ShardLoop` for its own part; the others have a
-    `ShardLoop`.
+    Ranks that are no servers have this one, others a subclass. A single server has an
+    `UpdateLoop`. If there are several, the root has an `OrderLoop`, which has a
+    `ShardLoop` for its own part; the others have a `ShardLoop`.
 
     Attributes:
         center, slots: See `ParameterServer`.
