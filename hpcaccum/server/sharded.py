@@ -11,6 +11,7 @@ to each node that asks. That is `Parameters`, with fewer messages.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from hpcaccum.server.wire_format import WireFormat
 
 _RECEIVE = operator.methodcaller("recv")
+_TEST = operator.methodcaller("Test")
 
 
 class ShardedParameters(NodeCopy):
@@ -119,9 +121,15 @@ class ShardedParameters(NodeCopy):
             self._words,
             self._steps,
         )
-        # The number of the last question of the root; on a server, the last one that it
-        # has received. Messages of both, which two threads send on the root.
-        self._asked, self._question = 0, [(0, None)]
+        # On the root: the numbers of questions; those that wait for answers, of which a
+        # signal handler may add one; and of each server, the answers by number.
+        self._numbers, self._waiting = itertools.count(1), set[int]()
+        self._answers: dict[int, dict[int, Any]] = {rank: {} for rank in servers}
+        # On a server: the questions that it has received, by number; and the last one
+        # that it has answered, which it may have to answer again.
+        self._questions: dict[int, Any] = {}
+        self._answered = 0
+        # Messages of both, which two threads send on the root.
         self._messages: dict[int, list[Any]] = {QUESTIONS: [], ANSWERS: []}
         self._scatter(wire, initial)
         # No agent sends a part before its server has it.
@@ -280,13 +288,20 @@ class ShardedParameters(NodeCopy):
         Raises:
             WaitTimeoutError: If one does not answer in time.
         """
-        self._asked += 1
-        number = self._asked
-        for rank in self._servers:
-            self._send((number, question), rank, QUESTIONS)
-        # Servers that are not asked for the answer skip the question.
-        self._request("ask", number)
-        return [self._answer(rank, number, deadline) for rank in self._servers]
+        number = next(self._numbers)
+        try:
+            self._waiting.add(number)
+            for rank in self._servers:
+                self._send((number, question), rank, QUESTIONS)
+            # Servers that are not asked for the answer skip the question.
+            self._request("ask", number)
+            return [self._answer(rank, number, deadline) for rank in self._servers]
+        finally:
+            self._waiting.discard(number)
+            if not self._waiting:
+                # Those to questions that were given up.
+                for answers in self._answers.values():
+                    answers.clear()
 
     def _send(self, message: Any, rank: int, channel: int) -> None:
         """Send a message that the other rank may never receive; keep it until then."""
@@ -297,17 +312,17 @@ class ShardedParameters(NodeCopy):
         kept.extend(map(send, (message,), (rank,), (tag,)))
 
     def _answer(self, rank: int, number: int, deadline: Deadline) -> Any:
-        tag = self._service.tag(ANSWERS)
+        tag, answers = self._service.tag(ANSWERS), self._answers[rank]
 
-        def receive() -> tuple[Any] | None:
-            found: list[tuple[int, Any]] = []
-            # In C throughout: a message that was matched must be received.
+        def receive() -> bool | None:
+            # In C throughout: a message that was matched must be received, and one that
+            # was received must be kept.
             matched = map(self._agent.comm.improbe, (rank,), (tag,))
-            found.extend(map(_RECEIVE, filter(None, matched)))
-            # Not one to a question that was given up.
-            return next(((answer,) for to, answer in found if to == number), None)
+            answers.update(map(_RECEIVE, filter(None, matched)))
+            return number in answers or None
 
-        return deadline.wait(receive, lambda: f"the answer of server rank {rank}")[0]
+        deadline.wait(receive, lambda: f"the answer of server rank {rank}")
+        return answers[number]
 
     def end(self) -> None:
         """End the loops of all servers, after the last order; the root only."""
@@ -341,11 +356,13 @@ class ShardedParameters(NodeCopy):
         """
         receive, root = self._agent.comm.recv, self._servers[0]
         tag = self._service.tag(QUESTIONS)
-        while self._question[-1][0] != number:
+        while number not in self._questions:
             # In C throughout: what was received must be kept.
-            self._question.extend(map(receive, (None,), (root,), (tag,)))
-        del self._question[:-1]
-        self._send((number, find(self._question[0][1])), root, ANSWERS)
+            self._questions.update(map(receive, (None,), (root,), (tag,)))
+        self._send((number, find(self._questions[number])), root, ANSWERS)
+        if self._answered != number:
+            self._questions.pop(self._answered, None)
+            self._answered = number
 
     # Every rank
 
@@ -381,5 +398,6 @@ class ShardedParameters(NodeCopy):
 
 def _complete(messages: list[Any]) -> bool:
     """Remove the messages that have been received; return whether all have."""
-    messages[:] = [each for each in messages if not each.Test()]
+    # In C throughout: a signal handler may send others, too.
+    messages[:] = itertools.filterfalse(_TEST, messages)
     return not messages

@@ -89,7 +89,9 @@ def test_an_update_is_made_once(comm, rank, size, kind, rule, where):
     assert opt.global_step == updates
 
 
-@pytest.mark.parametrize("where", ["ordered", "made", "done", "asked", "ended"])
+@pytest.mark.parametrize(
+    "where", ["ordered", "made", "done", "asked", "answered", "ended"]
+)
 def test_several_servers_make_an_update_once(group, where):
     servers = [ranks[0] for ranks in group.nodes]
     if len(servers) == group.size:
@@ -106,6 +108,8 @@ def test_several_servers_make_an_update_once(group, where):
             raise_once(parameters, "_request", before=False)
         elif of_host:
             raise_once(parameters, "end", before=where == "asked")
+        elif where == "answered":
+            raise_once(parameters, "answer", before=False)
         else:
             raise_once(parameters, "done", before=where == "made")
         with pytest.raises(KeyboardInterrupt):
@@ -113,6 +117,31 @@ def test_several_servers_make_an_update_once(group, where):
     found = train(opt, var, group.rank in servers)
     same_bits(found, EXPECTED)
     assert opt.global_step == 4
+
+
+def test_a_signal_handler_reads_slots_of_several_servers(group):
+    """Also during another such read, whose answers it may receive."""
+    var, servers = hpc.Variable(np.zeros(COUNT), "w"), [0, group.nodes[-1][0]]
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.Momentum(1.0, 0.5), group.size, comm=group, servers=servers
+    )
+    opt.initialize([var])
+    opt.minimize(gives(np.ones(COUNT)))
+
+    def trial(number):
+        found = []
+
+        def read():
+            found.append(opt.get_slot(var, "momentum").value)
+
+        fired = interrupt(read, number, act=read)
+        assert len(found) == 1 + fired
+        for each in found:
+            same_bits(each, np.ones(COUNT))
+        return fired, len(found)
+
+    at(0, at_each_point, trial)
+    opt.free()
 
 
 def test_an_update_that_was_interrupted_is_not_begun_again():
