@@ -1,13 +1,19 @@
 """Accumulators: gradients are admitted if they are not stale, and summed until taken.
 
-`ConditionalAccumulator` and `SparseConditionalAccumulator` are handles to the state in
-`shared`: `protocol` admits a gradient, `writer` writes it to `storage` or
-`row_storage`, and `taker` closes the round. `one_thread` lets the threads of a rank
-write in turn, and `recovery` completes or revokes what was interrupted. `membership`,
-`ticket_lock`, `receipts` and `shapes` keep their state in words that `word_layout`
-assigns; `state` packs the words of the protocol, without MPI.
-`VectorAccumulator` is a `ConditionalAccumulator` of vectors, parts of which are rows.
-`DeviceAccumulator` accumulates on one CUDA device, in one process.
+`ConditionalAccumulator`, `SparseConditionalAccumulator` and, for a parameter server,
+`VectorAccumulator` are handles (`handle`) to the state in `shared`.
+
+A gradient: `writer` has it admitted by the `protocol`, or by an agent if the words are
+    on another node (`remote_admission`), and writes it to one of the rank's `buffers`
+    in the `storage`, `row_storage` or `vector_storage`. `one_thread` lets the threads
+    of a rank write in turn; `recovery` completes or revokes what was interrupted.
+A take: `taker` closes the round, and a `batch` has the gradients that are summed.
+Words: `membership`, `ticket_lock`, `receipts`, `shapes` and `row_shapes` keep their
+    state in words that `word_layout` assigns; `state` packs those of the protocol,
+    without MPI.
+
+`DeviceAccumulator` and `DeviceRowAccumulator` accumulate on one CUDA device, in one
+process, with a protocol of their own (`device_protocol`).
 
 Imports `nodes`, `mpi`, `device` and the modules below them; never `reducer`.
 """

@@ -1,11 +1,17 @@
-"""MPI, loaded at its first use, and what the other packages build on.
+"""MPI, loaded at its first use (`runtime`), and what the other packages build on.
 
-A `Group` is a private communicator with exchanges that name the ranks they wait for.
-`AtomicWords` and `Region` are memory that ranks reach one-sidedly; `NodeMemory` is
-memory that the ranks of a node have mapped. `Freeable` is the base class of collective
-objects. All calls of MPI windows are in this package.
+Collectives: A `Group` is a private communicator with exchanges that name the ranks they
+    wait for (`control`, over a `Mailbox`). `complete` waits for requests.
+Memory: `AtomicWords` (parts of a `word_window`) and a `Region` are in `windows`, which
+    ranks reach one-sidedly; `NodeMemory` is mapped by all ranks of a node. Other nodes
+    reach windows while a thread makes `progress`.
+Lifetime: `Freeable` is the base class of collective objects; `shutdown` frees them at
+    the end of the program, or ends the job. The `heartbeat` finds ranks that have died.
+Environment: `launcher` and `cuda_aware` find out how the job was started, and what MPI
+    accepts.
 
-Imports `errors`, `deadline` and `wake` only.
+All calls of MPI windows are in this package. Imports `errors`, `deadline` and `wake`
+only.
 """
 
 from __future__ import annotations
