@@ -29,7 +29,9 @@ _BYTES = np.dtype(np.uint8)
 
 @dataclass(frozen=True)
 class Batch:
-    """Vectors in parts of nodes, whose sum is wanted.
+    """Gradients that are summed together: vectors in `NodeParts`.
+
+    What `Slots` sum at a take, and what an `Inbox` passes on to a server.
 
     Attributes:
         parts: Where they lie.

@@ -30,7 +30,7 @@ class Lent(NamedTuple):
 
 
 class RankBuffers:
-    """The two buffers of this rank. The caller serializes all calls.
+    """The two buffers of this rank, for its `Writer`, which serializes all calls.
 
     A buffer is not tied to a parity. While a round that is being reduced holds one, the
     other serves the open round; a gradient that was computed in a slot is admitted to

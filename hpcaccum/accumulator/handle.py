@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 class Accumulator(Freeable):
-    """One of the handles that share an accumulator. Collective.
+    """A handle to a `SharedAccumulator`, which several may share. Collective.
 
-    A subclass applies gradients and takes them.
+    The base of the accumulators that users make: they apply gradients and take them.
 
     Args:
         group: The ranks.

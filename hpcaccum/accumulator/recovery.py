@@ -23,6 +23,8 @@ _GRACE = 1.0
 class Recovery:
     """Recovers from an exception in a call, so that other ranks can go on.
 
+    Used where a gradient is submitted: by a `Writer` and a `BoundedStalenessInbox`.
+
     Args:
         recover: Completes or revokes what the call has begun; may be called again.
         remote: How the call asks an agent; None if it does not.

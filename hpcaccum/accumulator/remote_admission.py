@@ -58,7 +58,7 @@ class AdmissionAnswer(NamedTuple):
 
 
 class RemoteAdmission(Calls):
-    """Calls that admit gradients of one shape. Collective.
+    """Has an agent admit gradients, all of one shape, for a `Writer`. Collective.
 
     Args:
         group: The ranks, on several nodes.

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Taker:
-    """The takes of one rank.
+    """The takes of one rank; used by the handles of an accumulator.
 
     Args:
         protocol: Admits gradients; see there how a take that waits or fails behaves.

@@ -28,7 +28,7 @@ Job = tuple[Any, bool, Record]
 
 
 class Writer:
-    """Writes gradients of this rank to the round to which they are admitted.
+    """Has gradients of this rank admitted, and writes them to their round.
 
     Args:
         protocol: Admits them.

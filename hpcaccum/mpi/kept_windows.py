@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class KeptWindows:
-    """Windows of words, one for each rank that has words of objects.
+    """Each `WordWindow` of a `Group`: one for each rank that has words of objects.
 
     All ranks of the group take words in the same order, and compare at times how many
     they have taken.

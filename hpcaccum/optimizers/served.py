@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class ServedOptimizer(Wrapper):
-    """Holds a parameter server, which `initialize` of a subclass makes. Collective."""
+    """Reads from a parameter server, which its subclass makes. Collective.
+
+    The base of `OneSidedOptimizer`.
+    """
 
     _server: ParameterServer | None = None
     _center: Center | None = None

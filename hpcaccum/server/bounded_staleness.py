@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 class BoundedStalenessInbox:
-    """Gradients for the root, in an `UpdateQueue`. Collective.
+    """Admits gradients up to a lag; passes on each as one update. Collective.
 
-    Each gradient stays in a slot on the node of its rank until the root takes it.
+    An `UpdateQueue` has the order of the gradients. Each of them stays in a slot on the
+    node of its rank until the root takes it.
 
     A rank submits, then waits until its gradient is applied (`slot`); only then may it
     write to its slot again, and submit the next one. The root takes one gradient after
@@ -78,8 +79,8 @@ class BoundedStalenessInbox:
         # A view of mapped memory: a rank may use its slot after `free`.
         self._slot = self._view(group.rank)
         self._pinned: Pinned | None = None
-        # Of the root, by step: whose gradients are known and not applied.
-        # When a rank has the parameters, a later gradient may get the place.
+        # On the root, by step: whose gradient it is, if that is known and the gradient
+        # not applied. Once its rank has the parameters, another one may get its place.
         self._found: dict[int, int] = {}
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0

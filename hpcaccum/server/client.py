@@ -35,7 +35,7 @@ _AT_A_TIME = 4
 
 
 class Client(Freeable):
-    """One rank's connection to the center. Collective.
+    """One rank's connection to the center; the base of `ParameterServer`. Collective.
 
     Makes the memory through which gradients and parameters travel. A rank pushes and
     pulls from one thread at a time, but any thread may `read`.

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class HostOrders:
     """Sends orders to all nodes concerned; knows which nodes wait for which step.
 
+    A part of the `OrderAgent` of the root's node.
+
     Args:
         line: To the other agents.
         nodes: Of the servers; the first is the root's.

@@ -24,6 +24,8 @@ _RECENT = 1e-3
 class NodeCopy:
     """Parameters as the ranks of a node read them.
 
+    The base of `Parameters` and `ShardedParameters`, which send them to the node.
+
     Args:
         copies: Those of this node.
         written_here: Whether a thread of this rank writes them.

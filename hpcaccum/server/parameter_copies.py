@@ -36,7 +36,7 @@ _CHUNK = 1 << 16
 
 
 class Copier(Messages):
-    """Copies all parameters.
+    """Copies parameters between a center, published vectors and variables; here all.
 
     Args:
         wire: How variables lie in a published vector.

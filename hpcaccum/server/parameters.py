@@ -58,7 +58,9 @@ class _Snapshot:
 
 
 class Parameters(NodeCopy):
-    """A flat vector of the rank ``root``, with a step that increases. Collective.
+    """The parameters of a single server, a flat vector with a step. Collective.
+
+    The rank ``root`` publishes it; each time, the step is larger.
 
     Args:
         group: The ranks.
@@ -121,9 +123,9 @@ class Parameters(NodeCopy):
         """
         fill(self.copies.begin(step))
         if self._agent is not None:
-            # First: an interruption after the step is complete must not prevent it.
+            # Before `complete`: an interruption after that must not prevent it.
             self._push(step, {self._node_of[rank] for rank in awaited_by})
-            # First: no rank may have a step before `newest` returns it.
+            # Likewise: no rank may have a step before `newest` returns it.
             self._words.write(0, step)
         self.complete(step)
         if self._agent is not None:

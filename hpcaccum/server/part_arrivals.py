@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PartArrivals:
-    """Receives the parts of steps, one step after the other.
+    """Receives the parts of steps, one step after the other; used by an `OrderAgent`.
 
     Args:
         line: To the other agents.

@@ -131,7 +131,7 @@ class Shard:
 
 @dataclass
 class Server:
-    """The server of a node, in memory of the node.
+    """The memory of one of several servers, which all ranks of its node have mapped.
 
     Attributes:
         number: Its place among the servers.

@@ -54,7 +54,9 @@ _TEST = operator.methodcaller("Test")
 
 
 class ShardedParameters(NodeCopy):
-    """A flat vector, with a step that increases, in parts on several ranks. Collective.
+    """The parameters of several servers, a flat vector with a step. Collective.
+
+    Each server has a part of it. The step increases.
 
     Args:
         group: The ranks, on several nodes.

@@ -129,9 +129,9 @@ class UpdateQueue:
             raise EverybodyLeftError(f"all {self.membership.workers} ranks have left")
 
     def may_find(self, step: int) -> Callable[[], bool]:
-        """Return what tells whether `whose` would return a gradient, or none comes.
+        """Return what finds out whether `whose` would return a gradient, or none comes.
 
-        It reads memory only.
+        On the root's node it reads memory only.
         """
         words = self._place(step), self._members, _STEP
         place, left, newest = map(self.words.watch, words)
