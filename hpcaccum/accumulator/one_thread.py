@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def in_a_handler(call: object) -> InvalidArgumentError:
+    """Return the error of a call that would wait for what it has interrupted."""
+    return InvalidArgumentError(
+        f"{call} in a signal handler, which has interrupted another call: set a flag "
+        f"in the handler, and call it later"
+    )
+
+
 class OneThread:
     """Lets one thread at a time make calls; others wait, with their limit.
 
@@ -49,10 +57,7 @@ class OneThread:
                     self._lock, held, lambda: "another thread of this rank"
                 )
             if self._busy:
-                raise InvalidArgumentError(
-                    f"{self._what}: {call} in a signal handler, which has interrupted "
-                    f"another call: set a flag in the handler, and call it later"
-                )
+                raise in_a_handler(f"{self._what}: {call}")
             try:
                 self._busy = True
                 return do()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from hpcaccum.accumulator.claim import Claim, Claimant
 from hpcaccum.errors import format_ranks
 
 if TYPE_CHECKING:
@@ -37,9 +38,8 @@ class TicketLock:
     def __init__(self, words: AtomicWords, base: int, rank: int, size: int) -> None:
         self._words, self._rank, self._size = words, rank, size
         self._ticket, self._places = base, base + 1
-        # Threads of one rank share its place. A dictionary is the lock between them: an
-        # exception cannot hide whether `setdefault` succeeded.
-        self._inside: dict[str, object] = {}
+        # Threads of one rank share its place.
+        self._inside = Claim()
 
     @staticmethod
     def words(size: int) -> int:
@@ -51,10 +51,12 @@ class TicketLock:
 
         Raises:
             WaitTimeoutError: If the turn does not come in time; the place is given up.
+            InvalidArgumentError: In a signal handler, while its thread has the turn.
         """
-        me = object()
+        me = Claimant(deadline.what)
         try:
-            self._enter(me, deadline)
+            missing = "another thread of this rank to pass its turn on"
+            deadline.wait(lambda: self._inside.make(me), lambda: missing)
             self._wait_in_line(deadline)
             return do()
         finally:
@@ -65,16 +67,10 @@ class TicketLock:
                 self._leave(me)
                 raise
 
-    def _enter(self, me: object, deadline: Deadline) -> None:
-        deadline.wait(
-            lambda: self._inside.setdefault("call", me) is me or None,
-            lambda: "another thread of this rank to pass its turn on",
-        )
-
-    def _leave(self, me: object) -> None:
-        if self._inside.get("call") is me:
+    def _leave(self, me: Claimant) -> None:
+        if self._inside.is_of(me):
             self._words.write(self._places + self._rank, _ABSENT)
-            del self._inside["call"]
+            self._inside.end(me)
 
     def _wait_in_line(self, deadline: Deadline) -> None:
         place = self._places + self._rank

@@ -141,6 +141,24 @@ def test_a_signal_handler_cannot_make_a_call_during_another_one(acc, size, call)
     assert at(-1, lambda: found)
 
 
+def test_a_signal_handler_cannot_take_during_a_take(acc, size):
+    found = []
+
+    def act():
+        if acc._protocol.take_lock._inside._first:
+            with pytest.raises(hpc.InvalidArgumentError, match="in a signal handler"):
+                acc.take_grad(1)
+            found.append("take")
+
+    def trial(number):
+        acc.apply_grad([7, 1], ANY_STEP)
+        more = interrupt(lambda: acc.take_grad(1, timeout=WAIT), number, act)
+        return more, acc.num_accumulated()
+
+    assert at(0, at_each_point, trial, stride(acc)) == {0}
+    assert at(0, lambda: found)
+
+
 class NoMemory(MemoryError):
     """Raised by a write."""
 
