@@ -10,7 +10,7 @@ A gradient: `writer` has it admitted by the `protocol`, or by an agent if the wo
 A take: `taker` closes the round, and a `batch` has the gradients that are summed.
 Words: `membership`, `ticket_lock`, `receipts`, `shapes` and `row_shapes` keep their
     state in words that `word_layout` assigns; `state` packs those of the protocol,
-    without MPI.
+    without MPI. A `claim` is what one call of a rank has at a time.
 
 `DeviceAccumulator` and `DeviceRowAccumulator` accumulate on one CUDA device, in one
 process, with a protocol of their own (`device_protocol`).

@@ -1,22 +1,22 @@
 """Admission of gradients on a device, their counts, and the order of launches.
 
-An accumulator on a device belongs to one process, and every call that changes it holds
-its lock. So the host decides which gradients are stale and passes the rest to kernels
-by value: there are no counters on the device, and no call waits for the device.
+An accumulator on a device belongs to one process, whose threads change it in turn. So
+the host decides which gradients are stale and passes the rest to kernels by value:
+there are no counters on the device, and no call waits for the device.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import operator
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from hpcaccum import device
+from hpcaccum.accumulator.claim import Claim, Claimant
+from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.receipts import MAX_LAG, Receipt, Tally
 from hpcaccum.arguments import positive_count, step_number
 from hpcaccum.deadline import Deadline
@@ -58,6 +58,18 @@ class _State(NamedTuple):
     accumulated: int = 0
     accepted: int = 0
     dropped: int = 0
+    lags: tuple[int, ...] = (0,) * (MAX_LAG + 1)
+
+    def after(self, receipt: Receipt) -> _State:
+        """Return the state after one more gradient."""
+        lag, lags = min(max(receipt.lag, 0), MAX_LAG), list(self.lags)
+        lags[lag] += 1
+        step, accumulated, accepted, dropped, _ = self
+        if receipt:
+            accumulated, accepted = accumulated + 1, accepted + 1
+        else:
+            dropped += 1
+        return _State(step, accumulated, accepted, dropped, tuple(lags))
 
 
 class AccumulatorOnDevice(Freeable):
@@ -74,10 +86,10 @@ class AccumulatorOnDevice(Freeable):
     def __init__(self, name: str, nbytes: int) -> None:
         self._name, self._nbytes = name, nbytes
         self._device = device.current_device()
-        self._lock = threading.Lock()
-        # The take that waits or reduces; others wait for it.
-        self._taker: Deadline | None = None
-        self._state, self._lags = _State(), [0] * (MAX_LAG + 1)
+        self._calls = OneThread(name)
+        # Of the take that waits or reduces; others wait for it.
+        self._taking = Claim()
+        self._state = _State()
         # The event after each turn, and the arrays that it reads or None, oldest first.
         self._reads: deque[tuple[Any, Any]] = deque()
         self._last = _record(device.current_stream())
@@ -101,9 +113,8 @@ class AccumulatorOnDevice(Freeable):
     def statistics(self) -> DeviceStatistics:
         """Return step and counters."""
         self._check_open()
-        with self._lock:
-            state, counts = self._state, enumerate(self._lags)
-            lags = {lag: number for lag, number in counts if number}
+        state = self._state
+        lags = {lag: number for lag, number in enumerate(state.lags) if number}
         tally = Tally((state.accepted,), (state.dropped,), lags)
         return DeviceStatistics(state.step, state.accumulated, tally, self._nbytes)
 
@@ -115,12 +126,16 @@ class AccumulatorOnDevice(Freeable):
         """
         self._check_open()
         new = step_number(new_global_step, "new_global_step")
-        with self._lock:
-            self._check_open()
-            old = self._state.step
-            self._state = self._state._replace(step=new)
+        old = self._calls.run("set_global_step", lambda: self._replace_step(new))
         if new < old:
             logger.warning("%s: step lowered from %d to %d", self._name, old, new)
+
+    def _replace_step(self, step: int) -> int:
+        """Set the step; return what it was before."""
+        self._check_open()
+        state = self._state
+        self._state = state._replace(step=step)
+        return state.step
 
     def _numbers(self) -> str:
         """Return step and count as text, for a ``repr``."""
@@ -139,23 +154,23 @@ class AccumulatorOnDevice(Freeable):
             prepare: Returns the launch; its argument is whether this is the first
                 gradient since the last take.
         """
-        with self._lock:
-            self._check_here()
-            step, accumulated, accepted, dropped = self._state
-            receipt = Receipt(local_step >= step, local_step, step)
-            lag = min(max(step - local_step, 0), MAX_LAG)
-            count_lag = functools.partial(
-                operator.setitem, self._lags, lag, self._lags[lag] + 1
-            )
-            if not receipt.accepted:
-                after = _State(step, accumulated, accepted, dropped + 1)
-                self._commit(after, count_lag)
-                return receipt
-            after = _State(step, accumulated + 1, accepted + 1, dropped)
-            self._in_turn(
-                lambda: self._commit(after, prepare(accumulated == 0), count_lag),
-                arrays,
-            )
+        return self._calls.run(
+            "apply_grad", lambda: self._admit(local_step, arrays, prepare)
+        )
+
+    def _admit(
+        self, local_step: int, arrays: Any, prepare: Callable[[bool], Launch]
+    ) -> Receipt:
+        """Do as `_submit`, in turn."""
+        self._check_here()
+        state = self._state
+        receipt = Receipt(local_step >= state.step, local_step, state.step)
+        after = state.after(receipt)
+        if receipt:
+            first = state.accumulated == 0
+            self._in_turn(lambda: self._commit(after, prepare(first)), arrays)
+        else:
+            self._commit(after)
         return receipt
 
     def _take(
@@ -171,23 +186,24 @@ class AccumulatorOnDevice(Freeable):
         """
         required = positive_count(num_required, "num_required")
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
+        mine = Claimant(deadline.what)
         try:
             deadline.wait(
-                lambda: self._claim(deadline), lambda: "a take of another thread"
+                lambda: self._taking.make(mine), lambda: "a take of another thread"
             )
             self._wait(required, deadline)
-            with self._lock:
-                self._check_here()
-                return self._in_turn(lambda: reduce(self._state.accumulated))
+            return self._calls.run("take_grad", lambda: self._reduce_all(reduce))
         finally:
-            if self._taker is deadline:
-                self._taker = None
+            # A signal handler may raise again.
+            try:
+                self._taking.end(mine)
+            except BaseException:
+                self._taking.end(mine)
+                raise
 
-    def _claim(self, take: Deadline) -> bool | None:
-        with self._lock:
-            if self._taker is None:
-                self._taker = take
-        return self._taker is take or None
+    def _reduce_all(self, reduce: Callable[[int], T]) -> T:
+        self._check_here()
+        return self._in_turn(lambda: reduce(self._state.accumulated))
 
     def _wait(self, required: int, deadline: Deadline) -> None:
         def enough() -> bool | None:
@@ -216,7 +232,7 @@ class AccumulatorOnDevice(Freeable):
     def _in_turn(self, work: Callable[[], T], reads: Any = None) -> T:
         """Queue work on the current stream, after that of all turns before.
 
-        Needs the lock.
+        Called within `_calls`.
 
         Args:
             work: Queues it.
@@ -251,13 +267,15 @@ class AccumulatorOnDevice(Freeable):
         return f"accumulator {self._name!r}"
 
     def _free(self) -> None:
-        with self._lock:
-            # The pool would give the memory away while another stream still uses it.
-            self._last.synchronize()
-            # Before the lock is released: a waiting thread must not launch kernels.
-            self._freed = True
-            self._reads.clear()
-            self._clear()
+        self._calls.run("free", self._free_memory)
+
+    def _free_memory(self) -> None:
+        # The pool would give the memory away while another stream still uses it.
+        self._last.synchronize()
+        # Before the turn is over: a waiting thread must not launch kernels.
+        self._freed = True
+        self._reads.clear()
+        self._clear()
 
     def _clear(self) -> None:
         """Drop all arrays on the device."""

@@ -337,6 +337,42 @@ def test_interrupted_take_takes_all_or_nothing(make, form, dtype):
     assert at_each_point(trial) == {0, 1}
 
 
+CALLS = {
+    "apply_grad": lambda acc, form: acc.apply_grad(like(form, [1, 2]), 1 << 30),
+    "take_grad": lambda acc, form: acc.take_grad(1, timeout=0),
+    "set_global_step": lambda acc, form: acc.set_global_step(5),
+    "statistics": lambda acc, form: acc.statistics(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("during", ["apply_grad", "take_grad"])
+def test_a_signal_handler_does_not_wait_for_what_it_has_interrupted(
+    acc, form, during, call
+):
+    found = []
+
+    def act():
+        found.clear()
+        try:
+            CALLS[call](acc, form)
+        except (hpc.InvalidArgumentError, hpc.WaitTimeoutError) as error:
+            found.append(str(error))
+
+    def trial(number):
+        acc.apply_grad(like(form, [1, 2]), 1 << 30)
+        more = interrupt(lambda: CALLS[during](acc, form), number, act)
+        tally = acc.statistics().tally
+        assert sum(tally.lags.values()) == sum(tally.accepted)
+        assert not found or "in a signal handler" in found[0] or "had 0" in found[0]
+        return more, bool(found)
+
+    seen = at_each_point(trial)
+    acc.apply_grad(like(form, [1, 2]), 1 << 30)
+    same_bits(form, acc.take_grad(1, timeout=0), [1.0, 2.0])
+    assert seen == ({False} if call == "statistics" else {False, True})
+
+
 def wait_until_one_takes(acc):
     """Return the error of a second take, as soon as another thread's has begun."""
     message = ""
