@@ -88,7 +88,8 @@ class States:
         self._name = name
         self.shown: dict[Variable, State] = {}
         self._hidden: dict[Variable, State] = {}
-        self._lock = threading.Lock()
+        # Reentrant, for a signal handler that takes a snapshot.
+        self._lock = threading.RLock()
 
     def __iter__(self) -> Iterator[State]:
         """Iterate over those that are shown now."""
