@@ -89,9 +89,10 @@ class Agent:
         self._own: deque[tuple[Any, ...]] = deque()
         self._awake = Wake()
         # What threads of this rank wait for, by service, and what wakes them. The lock
-        # is held while the agent looks, at memory that they may free afterwards.
+        # is held while the agent looks, at memory that they may free afterwards. It is
+        # reentrant, for a signal handler that waits, too.
         self._facts: list[tuple[int, Callable[[], bool], Wake]] = []
-        self._looking = threading.Lock()
+        self._looking = threading.RLock()
         # By node, requests of this rank that its agent may not have received yet.
         self._sent: list[list[Any]] = [[] for _ in self.leaders]
         # Of each service, how many requests this rank has sent.

@@ -462,6 +462,26 @@ def test_an_interrupted_wait_for_a_fact_leaves_nothing(group, added):
         assert agent._facts == []
 
 
+def test_a_signal_handler_waits_during_another_wait(group, added):
+    agent, number = added(Notes())
+    seen = []
+
+    def wait():
+        deadline = Deadline(0.01, "test")
+        seen.append(
+            str(raised(agent.wait, number, lambda: False, deadline, lambda: "a fact"))
+        )
+
+    def trial(point):
+        seen.clear()
+        more = interrupt(wait, point, act=wait)
+        assert agent._facts == []
+        return more, len(seen)
+
+    if leads(group):
+        assert at_each_point(trial) == {1, 2}
+
+
 def test_facts_of_a_service_are_forgotten_with_it(group, added):
     agent, kept = added(Notes())
     number = agent.add(Notes())
