@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _waiting: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
 _threads: list[threading.Thread] = []
-_starting = threading.Lock()
+# Reentrant, for a signal handler that shares work, too.
+_starting = threading.RLock()
 
 
 def run_pieces(act: Callable[[Any], None], items: Iterable[Any], helpers: int) -> None:
