@@ -20,7 +20,7 @@ from hpcaccum.train.log import Log, circumstances
 from hpcaccum.train.loop import Run
 from hpcaccum.train.model import check_memory, widths
 from hpcaccum.train.options import Options, resolve
-from hpcaccum.train.recorder import Recorder
+from hpcaccum.train.recorder import RunRecorder
 from hpcaccum.train.report import Bar, console, describe, saved, tables
 from hpcaccum.train.stopping import Requests
 
@@ -39,7 +39,7 @@ class _Outputs(NamedTuple):
     """What the reporting rank writes during the training."""
 
     log: Log
-    recorder: Recorder | None
+    recorder: RunRecorder | None
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], int]:
@@ -96,7 +96,7 @@ def _open_files(options: Options, group: Group) -> _Outputs:
         _check_plot(options.plot)
     log, recorder = Log(options.log if reports else None), None
     if options.record is not None:
-        recorder = Recorder(options.record if reports else None)
+        recorder = RunRecorder(options.record if reports else None)
     return _Outputs(log, recorder)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
-    from hpcaccum.train.recorder import Recorder
+    from hpcaccum.train.recorder import RunRecorder
 
 # Seconds between two checks of a rank whether the work is done.
 _CHECK_PAUSE = 0.05
@@ -58,7 +58,7 @@ class Run:
         show: Callable[[Record], None],
         requests: Requests,
         found: Any = None,
-        recorder: Recorder | None = None,
+        recorder: RunRecorder | None = None,
     ) -> None:
         self._strategy, self._group = strategy, group
         self._options, self._data = options, data
@@ -259,7 +259,7 @@ class Run:
             records=tuple(records),
         )
 
-    def _finish_record(self, recorder: Recorder) -> None:
+    def _finish_record(self, recorder: RunRecorder) -> None:
         keeps = self._group.rank == self._keeper
         recorder.finish(self._group, self._optimizer.snapshot() if keeps else None)
 

@@ -40,7 +40,7 @@ _ROW = np.dtype(
 )
 
 
-class Recorder:
+class RunRecorder:
     """Notes the gradients of this rank; one rank writes those of all to a file.
 
     The receipts determine the order of admission: a gradient that was accepted at a

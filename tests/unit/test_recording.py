@@ -11,7 +11,7 @@ import pytest
 from hpcaccum import InvalidArgumentError
 from hpcaccum.accumulator import Receipt
 from hpcaccum.train.data import prepare
-from hpcaccum.train.recorder import Recorder
+from hpcaccum.train.recorder import RunRecorder
 from hpcaccum.train.recording import Gradient, data_digest, digests, read
 
 FACTS = {
@@ -59,9 +59,9 @@ def note(recorder, *gradients):
 def path(tmp_path, data):
     """The record of three updates by ranks 0 and 2."""
     path = tmp_path / "run.jsonl"
-    other = Recorder(None)
+    other = RunRecorder(None)
     note(other, (0, 1, 0.125), (1, 2, 0.1))
-    recorder = Recorder(path)
+    recorder = RunRecorder(path)
     recorder.begin(FACTS, (2, 4, 2), data, Ranks())
     note(recorder, (0, 1, 1 / 3), (1, 0, 0.5), (2, 3, math.nan))
     recorder.finish(Ranks((other._accepted(2), None)), SNAPSHOT)
