@@ -22,7 +22,7 @@ from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import launched_ranks, slurm_plugin
 from hpcaccum.mpi.lifetime import Freeable
 from hpcaccum.mpi.mailbox import Mailbox
-from hpcaccum.mpi.node_memory import NodeMemory
+from hpcaccum.mpi.node_memory import NodeMemory, memory_of_rank
 from hpcaccum.mpi.progress import short_switch_interval
 from hpcaccum.mpi.region import Region
 from hpcaccum.mpi.requests import complete, keep
@@ -55,6 +55,7 @@ __all__ = [
     "keep",
     "lack_of_threads",
     "launched_ranks",
+    "memory_of_rank",
     "report_and_abort",
     "short_switch_interval",
     "slurm_plugin",

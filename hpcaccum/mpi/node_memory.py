@@ -94,6 +94,23 @@ class NodeMemory:
         self.parts, self.common = [], np.empty(0, np.uint8)
 
 
+def memory_of_rank(group: Group, rank: int, nbytes: int) -> Array:
+    """Return bytes of one rank, which all ranks of its node have mapped. Collective.
+
+    They live as long as views of them, and are 0 at first.
+
+    Args:
+        group: Ranks of one node.
+        rank: The rank.
+        nbytes: At least 0.
+
+    Raises:
+        InvalidArgumentError, RuntimeError: As `NodeMemory`.
+    """
+    sizes = [nbytes * (each == rank) for each in range(group.size)]
+    return NodeMemory(group, sizes).parts[rank]
+
+
 def _map(group: Group, nbytes: int, mine: Iterable[slice]) -> Array:
     """Return new memory as bytes; this rank allocates its pieces. Collective."""
     mapped: list[mmap.mmap] = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.device import Pinned
-from hpcaccum.mpi import AtomicWords, NodeMemory
+from hpcaccum.mpi import AtomicWords, memory_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,10 +53,8 @@ class DoubleBuffer:
                 # No rank has the memory before all are here.
                 self._words.write(_NEWEST, -2)
             nbytes = max(1, 2 * self._stride)
-            sizes = [nbytes * (rank == root) for rank in range(group.size)]
-            memory = NodeMemory(group, sizes)
+            self._memory = memory_of_rank(group, root, nbytes)
             undo.pop_all()
-        self._memory = memory.parts[root]
         self._pinned: Pinned | None = None
 
     def pin(self) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from hpcaccum.accumulator import Batch
-from hpcaccum.mpi import MPI, AtomicWords, NodeMemory, report_and_abort
+from hpcaccum.mpi import MPI, AtomicWords, memory_of_rank, report_and_abort
 from hpcaccum.summation import add_at_once
 from hpcaccum.worker_threads import run_elsewhere
 
@@ -143,9 +143,7 @@ class NodeUpdate:
 
     def _allocate(self, group: Group, root: int) -> Array:
         """Return memory of the node: a vector for the center, and one for each slot."""
-        nbytes = self.window_bytes
-        sizes = [max(1, nbytes) * (rank == root) for rank in range(group.size)]
-        memory = NodeMemory(group, sizes).parts[root][:nbytes]
+        memory = memory_of_rank(group, root, self.window_bytes)
         vectors = memory.view(self._layout.dtype)
         return vectors.reshape(1 + len(self._rule.slots), self._layout.size)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcaccum.mpi import AtomicWords, NodeMemory
+from hpcaccum.mpi import AtomicWords, memory_of_rank
 
 if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
@@ -36,10 +36,9 @@ class RowLog:
         with contextlib.ExitStack() as undo:
             self._words = AtomicWords(group, root, 2)
             undo.callback(self._words.free)
-            sizes = [nbytes * (rank == root) for rank in range(group.size)]
-            memory = NodeMemory(group, sizes)
+            memory = memory_of_rank(group, root, nbytes)
             undo.pop_all()
-        self._ring: Array = memory.parts[root].view(np.int64)
+        self._ring: Array = memory.view(np.int64)
         self.nbytes_here = nbytes if group.rank == root else 0
         self._end = 0
 

@@ -21,7 +21,7 @@ import numpy as np
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
 from hpcaccum.errors import format_ranks
-from hpcaccum.mpi import AtomicWords, NodeMemory, complete
+from hpcaccum.mpi import AtomicWords, complete, memory_of_rank
 from hpcaccum.nodes import Agent
 from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.node_copy import NodeCopy
@@ -143,9 +143,8 @@ class ShardedParameters(NodeCopy):
         shard, dtype = self.shards[number], self.copies.dtype
         rank = group.node_ranks.index(self._servers[number])
         length = shard.part.stop - shard.part.start
-        sizes = [0] * group.inside.size
-        sizes[rank] = (length + self.buffers * shard.size) * dtype.itemsize
-        memory = NodeMemory(group.inside, sizes).parts[rank].view(dtype)
+        nbytes = (length + self.buffers * shard.size) * dtype.itemsize
+        memory = memory_of_rank(group.inside, rank, nbytes).view(dtype)
         gradients = memory[length:].reshape(self.buffers, shard.size)
         return Server(number, shard, memory[:length], gradients)
 
