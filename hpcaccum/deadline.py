@@ -135,11 +135,9 @@ class Deadline:
             return result
         begun = self._begin()
         try:
-            for _ in range(looks - 1):
-                if between is not None:
-                    between()
-                if (result := ready()) is not None:
-                    return result
+            result = _look(ready, looks - 1, between)
+            if result is not None:
+                return result
             return self._poll(ready, missing, check, moves_data)
         finally:
             self._end(begun)
@@ -187,13 +185,20 @@ class Deadline:
             return result
         begun = self._begin()
         try:
-            while result is None:
-                self._check_limit(missing)
-                self._warn(missing)
-                result = attempt(self._until_next_warning())
-            return result
+            return self._attempt(attempt, missing)
         finally:
             self._end(begun)
+
+    def _attempt(
+        self, attempt: Callable[[float], T | None], missing: Callable[[], str]
+    ) -> T:
+        """Block, after an attempt that failed."""
+        result = None
+        while result is None:
+            self._check_limit(missing)
+            self._warn(missing)
+            result = attempt(self._until_next_warning())
+        return result
 
     @staticmethod
     def try_acquire(lock: Any, held: list[bool], seconds: float = 0.0) -> bool | None:
@@ -253,6 +258,17 @@ class Deadline:
         # restore what an interrupted wait has left there, too.
         _waits.pop(threading.get_ident(), None)
         self.waited += time.monotonic() - begun
+
+
+def _look(
+    ready: Callable[[], T | None], looks: int, between: Callable[[], object] | None
+) -> T | None:
+    for _ in range(looks):
+        if between is not None:
+            between()
+        if (result := ready()) is not None:
+            return result
+    return None
 
 
 def _seconds(timeout: float | None) -> float:

@@ -12,13 +12,14 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from hpcaccum.lock import Lock
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _waiting: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
 _threads: list[threading.Thread] = []
-# Reentrant, for a signal handler that shares work, too.
-_starting = threading.RLock()
+_starting = Lock()
 
 
 def run_pieces(act: Callable[[Any], None], items: Iterable[Any], helpers: int) -> None:
@@ -32,12 +33,12 @@ def run_pieces(act: Callable[[Any], None], items: Iterable[Any], helpers: int) -
             interpreter shutdown, this thread makes all calls.
     """
     own, *others = items
-    alone = not _start(helpers)
+    pieces = [_Piece(act, item) for item in others]
     with contextlib.ExitStack() as rest:
-        for item in others:
-            piece = _Piece(act, item)
+        for piece in pieces:
             rest.callback(piece.finish)
-            if not alone:
+        if _start(helpers):
+            for piece in pieces:
                 _waiting.put(piece)
         act(own)
 
@@ -85,9 +86,9 @@ def _start(count: int) -> int:
     """Start helpers until there are ``count``, if possible; return their number."""
     with _starting:
         # After a fork no thread is alive.
-        _threads[:] = [thread for thread in _threads if thread.is_alive()]
+        _threads[:] = filter(threading.Thread.is_alive, _threads)
         with contextlib.suppress(RuntimeError):
-            while len(_threads) < count:
+            for _ in range(count - len(_threads)):
                 thread = threading.Thread(
                     target=_help, name="hpcaccum worker", daemon=True
                 )

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import DisagreementError, WaitTimeoutError, format_ranks
+from hpcaccum.lock import Lock
 from hpcaccum.mpi.control_messages import (
     Answer,
     Call,
@@ -38,6 +39,8 @@ from hpcaccum.mpi.shutdown import is_ending
 from hpcaccum.mpi.tags import Tag
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mpi4py import MPI as mpi4py_MPI
 
 T = TypeVar("T")
@@ -86,7 +89,7 @@ class ControlChannel:
         self._tracks: dict[int, Track] = {}
         self._made = 0
         # Several threads of a rank may wait in different calls.
-        self._lock = threading.RLock()
+        self._lock = Lock()
         # On rank 0: the last messages of each rank.
         self._calls: dict[int, Call] = {}
         self._reports: dict[int, Report] = {}
@@ -278,23 +281,28 @@ class ControlChannel:
         """Return True when all ranks have made the call; raise if one never will."""
         with self._lock:
             self._receive_all()
-            for rank, other in self._gave_up.items():
-                if other.number == call.number:
-                    raise WaitTimeoutError(
-                        f"{call.what}: rank {rank} gave up ({other.reason}) waiting "
-                        f"for {self._absent(call)}"
-                    )
+            self._check_gave_up(call)
             present = self._present(call)
-            others: dict[int, object] = {
-                rank: other
-                for rank, other in present.items()
-                if other.what != call.what
-            }
-            waiting = self._impossible()
-            if others or waiting:
-                tracks = {report.track for report in waiting.values()}
-                self._fail(str(call), others | waiting, tracks)
+            self._check_same(call, present)
             return len(present) == self._size - 1 or None
+
+    def _check_gave_up(self, call: Call) -> None:
+        for rank, other in self._gave_up.items():
+            if other.number == call.number:
+                raise WaitTimeoutError(
+                    f"{call.what}: rank {rank} gave up ({other.reason}) waiting "
+                    f"for {self._absent(call)}"
+                )
+
+    def _check_same(self, call: Call, present: Mapping[int, Call]) -> None:
+        """Raise if ranks make, or wait in, another call."""
+        others: dict[int, object] = {
+            rank: other for rank, other in present.items() if other.what != call.what
+        }
+        waiting = self._impossible()
+        if others or waiting:
+            tracks = {report.track for report in waiting.values()}
+            self._fail(str(call), others | waiting, tracks)
 
     def _present(self, call: Call) -> dict[int, Call]:
         return {r: c for r, c in self._calls.items() if c.number == call.number}

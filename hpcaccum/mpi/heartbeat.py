@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.deadline import FIRST_WARNING, Deadline, limit_of_environment
 from hpcaccum.errors import format_ranks
+from hpcaccum.lock import Lock
 from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.processes import Process
 from hpcaccum.mpi.runtime import MPI
@@ -248,7 +249,7 @@ class _Thread:
     def __init__(self) -> None:
         self._hearts: list[Heartbeat] = []
         # Held during a look, so that none is stopped meanwhile.
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._changed = Wake()
         # Set to None by the thread itself, when it ends.
         self._thread: threading.Thread | None = None

@@ -7,19 +7,22 @@ import math
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hpcaccum.deadline import MOVING_NAP, Deadline, nap_after
+from hpcaccum.lock import Lock
 from hpcaccum.mpi.runtime import MPI, lack_of_threads
 from hpcaccum.mpi.tags import Tag
 from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from mpi4py import MPI as mpi4py_MPI
 
 logger = logging.getLogger("hpcaccum")
+
+T = TypeVar("T")
 
 # Seconds between two calls of MPI while other ranks are active. A gradient takes half a
 # dozen of them; the thread takes some 3 % of one core, at 0.1 ms up to a tenth.
@@ -38,7 +41,7 @@ class ShortSwitchInterval:
     """
 
     def __init__(self) -> None:
-        self._lock, self._users, self._before = threading.Lock(), 0, 0.0
+        self._lock, self._users, self._before = Lock(), 0, 0.0
 
     def __enter__(self) -> None:
         """Count a user; the first one shortens the interval, unless it is shorter."""
@@ -80,7 +83,7 @@ class ProgressThread:
         self._windows: list[Callable[[], memoryview]] = []
         # Of those which say so: whether data arrive.
         self._arrivals: dict[Callable[[], memoryview], Callable[[], bool]] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # What was in the windows, and when they had changed.
         self._seen: list[bytes | None] = []
         self._changed = -math.inf
@@ -112,7 +115,7 @@ class ProgressThread:
     def stop(self, used: Callable[[], memoryview]) -> None:
         """Remove a window; the last one stops the thread."""
         with self._lock:
-            self._windows = [each for each in self._windows if each is not used]
+            self._windows = _without(used, self._windows)
             self._arrivals.pop(used, None)
         self._start_or_stop()
 
@@ -200,3 +203,7 @@ class ProgressThread:
         if found != self._seen or None in found:
             self._seen, self._changed = found, now
         return now - self._changed
+
+
+def _without(each: object, others: Iterable[T]) -> list[T]:
+    return [other for other in others if other is not each]

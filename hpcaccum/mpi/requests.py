@@ -6,9 +6,10 @@ an array that was passed as such, but not one of a list with counts and a dataty
 
 from __future__ import annotations
 
-import threading
+import itertools
 from typing import TYPE_CHECKING, Any
 
+from hpcaccum.lock import Lock
 from hpcaccum.mpi.runtime import MPI
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _kept: list[object] = []
 # Requests that were given up, each with its memory.
 _given_up: list[tuple[list[Any], object]] = []
 # Two threads must not test a request at a time.
-_lock = threading.RLock()
+_lock = Lock()
 
 
 def keep(used: object) -> None:
@@ -68,5 +69,8 @@ def _free_given_up() -> None:
     """Free the requests that are complete: until then their communicator is in use."""
     if _given_up:
         with _lock:
-            late = [each for each in _given_up if not MPI.Request.Testall(each[0])]
-            _given_up[:] = late
+            _given_up[:] = itertools.filterfalse(_are_complete, _given_up)
+
+
+def _are_complete(given_up: tuple[list[Any], object]) -> bool:
+    return MPI.Request.Testall(given_up[0])

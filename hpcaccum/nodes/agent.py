@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcaccum.deadline import EAGER, Deadline
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, plural
+from hpcaccum.lock import Lock
 from hpcaccum.mpi import (
     MPI,
     lack_of_threads,
@@ -92,20 +93,20 @@ class Agent:
         # is held while the agent looks, at memory that they may free afterwards. It is
         # reentrant, for a signal handler that waits, too.
         self._facts: list[tuple[int, Callable[[], bool], Wake]] = []
-        self._looking = threading.RLock()
+        self._looking = Lock()
         # By node, requests of this rank that its agent may not have received yet.
         self._sent: list[list[Any]] = [[] for _ in self.leaders]
         # Of each service, how many requests this rank has sent.
         self._requests: Counter[int] = Counter()
         # Several threads send requests; so may a signal handler, during another one.
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._services: dict[int, Service] = {}
         # The number of the service that was removed last.
         self._removed: int | None = None
         # What the agent is doing, with the number of the service.
         self._running: list[tuple[int, Steps]] = []
         # Held from the receipt of a request until it is among them.
-        self._accepting = threading.Lock()
+        self._accepting = Lock()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
@@ -219,7 +220,7 @@ class Agent:
                 _forget_received(sent)
             # Not iterated over: the thread of the agent takes requests from it.
             own = {self.node} if self._own else set()
-            return {node for node, sent in enumerate(self._sent) if sent} | own
+            return own.union(itertools.compress(itertools.count(), self._sent))
 
     def _is_idle(self, number: int) -> bool | None:
         with self._accepting:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.device import cupy, is_device
 from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.lock import Lock
 from hpcaccum.optimizers.snapshot import COUNT
 from hpcaccum.optimizers.variable import Variable
 
@@ -89,7 +89,7 @@ class States:
         self.shown: dict[Variable, State] = {}
         self._hidden: dict[Variable, State] = {}
         # Reentrant, for a signal handler that takes a snapshot.
-        self._lock = threading.RLock()
+        self._lock = Lock()
 
     def __iter__(self) -> Iterator[State]:
         """Iterate over those that are shown now."""
@@ -123,9 +123,12 @@ class States:
         """Show the states of variables that have been updated elsewhere."""
         with self._lock:
             for variable in variables:
-                state = self._hidden.get(variable)
-                if state is not None and state.updates:
-                    self.shown[variable] = self._hidden.pop(variable)
+                self._show_if_counted(variable)
+
+    def _show_if_counted(self, variable: Variable) -> None:
+        state = self._hidden.get(variable)
+        if state is not None and state.updates:
+            self.shown[variable] = self._hidden.pop(variable)
 
     def forget(self, variables: Iterable[Variable]) -> None:
         """Drop the states of variables."""

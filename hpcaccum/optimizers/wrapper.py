@@ -15,6 +15,7 @@ from typing import (
     overload,
 )
 
+from hpcaccum.deadline import Deadline
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable
@@ -53,15 +54,17 @@ def one_thread(
 
     @functools.wraps(call)
     def run(self: W, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if not self._in_call.acquire(blocking=False):
-            raise InvalidArgumentError(
-                f"{self.get_name()}: {call.__name__}, while another thread of this "
-                f"rank uses the optimizer: only one thread at a time may"
-            )
+        held: list[bool] = []
         try:
+            if not Deadline.try_acquire(self._in_call, held):
+                raise InvalidArgumentError(
+                    f"{self.get_name()}: {call.__name__}, while another thread of this "
+                    f"rank uses the optimizer: only one thread at a time may"
+                )
             return call(self, *args, **kwargs)
         finally:
-            self._in_call.release()
+            if held:
+                self._in_call.release()
 
     return run
 

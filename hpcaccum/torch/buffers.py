@@ -110,8 +110,9 @@ class Buffers:
             if self._mode == AVERAGE and is_float(var.dtype)
         ]
         arrays = {var.name: var.value for var in averaged}
+        others = [var for var in self._buffers if var not in averaged]
         with self._in_cpu_memory():
-            broadcast(group, [v for v in self._buffers if v not in averaged], what)
+            broadcast(group, others, what)
             if averaged:
                 with Reducer(Layout.of(arrays), group, f"{what}: buffers") as reducer:
                     reducer.reduce(arrays, out=arrays)

@@ -12,8 +12,8 @@ from .conftest import REPOSITORY
 # From the bottom up.  A row may import from the rows before it; a package is one entry.
 # "hpcaccum" is the public list of names.
 LAYERS = [
-    ["errors", "wake", "worker_threads"],
-    ["dtypes"],
+    ["errors", "lock", "wake"],
+    ["dtypes", "worker_threads"],
     ["deadline", "summation", "row_sums", "output_files", "save_owner"],
     ["layout", "row_buffers"],
     ["device", "mpi"],
