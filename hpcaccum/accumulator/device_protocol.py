@@ -93,6 +93,8 @@ class AccumulatorOnDevice(Freeable):
         # The event after each turn, and the arrays that it reads or None, oldest first.
         self._reads: deque[tuple[Any, Any]] = deque()
         self._last = _record(device.current_stream())
+        # Stream, event to use again and arrays of the turn that has not ended.
+        self._turn: tuple[Any, Any, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -240,18 +242,28 @@ class AccumulatorOnDevice(Freeable):
                 memory to the stream that it was allocated on; that may be another one,
                 which could use it again at once.
         """
+        self._end_turn()
         event = None
         while self._reads and self._reads[0][0].done:
             # Recorded again below, after the wait for `_last`, which it may be.
             event, _ = self._reads.popleft()
         stream = device.current_stream()
         stream.wait_event(self._last)
+        self._turn = stream, event, reads
         try:
             return work()
         finally:
             # Also after an error: something may have been queued.
-            self._last = _record(stream, event)
-            self._reads.append((self._last, reads))
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Record the end of a turn; if a signal handler raises, the next turn does."""
+        if self._turn is None:
+            return
+        stream, event, reads = self._turn
+        self._last = _record(stream, event)
+        self._reads.append((self._last, reads))
+        self._turn = None
 
     def _check_here(self) -> None:
         """Raise unless this is open, and its device is the current one."""
@@ -270,6 +282,7 @@ class AccumulatorOnDevice(Freeable):
         self._calls.run("free", self._free_memory)
 
     def _free_memory(self) -> None:
+        self._end_turn()
         # The pool would give the memory away while another stream still uses it.
         self._last.synchronize()
         # Before the turn is over: a waiting thread must not launch kernels.

@@ -299,39 +299,54 @@ def test_gradient_whose_launch_fails_is_not_counted(acc, form, monkeypatch):
     same_bits(form, acc.take_grad(1, timeout=0), [1.0, 2.0])
 
 
+@pytest.fixture(name="streams")
+def streams_fixture():
+    return [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+
+
 @pytest.mark.parametrize("before", [0, 2])
-def test_interrupted_apply_adds_the_gradient_or_nothing(acc, form, before):
+def test_interrupted_apply_adds_the_gradient_or_nothing(acc, form, before, streams):
     def trial(number):
         for _ in range(before):
             acc.apply_grad(like(form, [3, 1]), 1 << 30)
         gradient = like(form, [7, 1])
-        more = interrupt(lambda: acc.apply_grad(gradient, 1 << 30), number)
+        cupy.cuda.Device().synchronize()
+        with streams[0]:
+            more = interrupt(lambda: acc.apply_grad(gradient, 1 << 30), number)
         added = acc.num_accumulated() - before
         tally = acc.statistics().tally
         assert sum(tally.lags.values()) == sum(tally.accepted)
-        acc.apply_grad(like(form, [100, 1]), 1 << 30)
-        total = 3 * before + 7 * added + 100
-        mean = acc.take_grad(1, timeout=0)
-        same_bits(form, mean, [total / (before + added + 1), 1.0])
+        # The pool gives its memory to the next array of its stream.
+        del gradient
+        other = like(form, [99, 99])
+        cupy.cuda.Stream.null.synchronize()
+        with streams[1]:
+            acc.apply_grad(like(form, [100, 1]), 1 << 30)
+            total = 3 * before + 7 * added + 100
+            mean = acc.take_grad(1, timeout=0)
+            same_bits(form, mean, [total / (before + added + 1), 1.0])
+        del other
         return more, added
 
     assert at_each_point(trial) == {0, 1}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_interrupted_take_takes_all_or_nothing(make, form, dtype):
+def test_interrupted_take_takes_all_or_nothing(make, form, dtype, streams):
     acc = make(dtype)
 
     def trial(number):
         for value in 1, 3:
             acc.apply_grad(like(form, [value, 1], dtype), 1 << 30)
         step = acc.global_step
-        more = interrupt(lambda: acc.take_grad(2, timeout=0), number)
+        with streams[0]:
+            more = interrupt(lambda: acc.take_grad(2, timeout=0), number)
         taken = acc.global_step - step
         assert acc.num_accumulated() == (0 if taken else 2)
-        acc.apply_grad(like(form, [8, 1], dtype), 1 << 30)
-        mean = 8 if taken else 4
-        same_bits(form, acc.take_grad(1, timeout=0), np.array([mean, 1], dtype))
+        with streams[1]:
+            acc.apply_grad(like(form, [8, 1], dtype), 1 << 30)
+            mean = 8 if taken else 4
+            same_bits(form, acc.take_grad(1, timeout=0), np.array([mean, 1], dtype))
         return more, taken
 
     assert at_each_point(trial) == {0, 1}
