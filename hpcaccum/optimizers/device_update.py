@@ -169,34 +169,39 @@ class _Memory:
     """Where the values and slots of variables lie."""
 
     def __init__(self, states: tuple[State, ...]) -> None:
-        self.values: list[Any] = [state.variable.value for state in states]
-        self.sizes = np.array([value.size for value in self.values])
+        values: list[Any] = [state.variable.value for state in states]
+        self._places = [(value.data.ptr, value.dtype) for value in values]
+        self.sizes = np.array([value.size for value in values])
         slots: list[Any] = [
             slot.value for state in states for slot in state.slots.values()
         ]
         spans = sorted(
             (array.data.ptr, array.data.ptr + array.nbytes)
-            for array in [*self.values, *slots]
+            for array in [*values, *slots]
             if array.size
         )
         self._low = np.array([low for low, _ in spans], np.uint64)
         # Of this span and of all before it.
         high = np.array([high for _, high in spans], np.uint64)
         self._high = np.maximum.accumulate(high) if len(high) else high
+        # Whether variables or slots share memory.
+        self._shared = bool((self._low[1:] < self._high[:-1]).any())
 
     def separate(self, groups: list[list[int]]) -> list[list[int]]:
-        """Split groups into single variables if variables share memory.
+        """Split groups into single variables, in order, if variables share memory.
 
         Launches follow each other, blocks of one launch do not.
         """
-        shared = (self._low[1:] < self._high[:-1]).any()
-        return [[i] for group in groups for i in group] if shared else groups
+        if not self._shared:
+            return groups
+        return [[i] for i in sorted(i for group in groups for i in group)]
 
     def crossing(self, places: tuple[int, ...], dtypes: tuple[Any, ...]) -> list[int]:
         """Return which gradients share memory with a variable, unless it is their own.
 
         Blocks that update that variable run at the same time. The gradient of ``x * y``
-        by ``y`` is ``x``.
+        by ``y`` is ``x``. A gradient that is its own variable counts, too, if variables
+        share memory: an earlier launch may change it.
         """
         begin = np.array(places, np.uint64)
         sizes = self.sizes * [dtype.itemsize for dtype in dtypes]
@@ -206,7 +211,7 @@ class _Memory:
         return [
             i
             for i in np.flatnonzero(suspect).tolist()
-            if (places[i], dtypes[i]) != (self.values[i].data.ptr, self.values[i].dtype)
+            if self._shared or (places[i], dtypes[i]) != self._places[i]
         ]
 
 

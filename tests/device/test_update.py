@@ -286,6 +286,22 @@ def test_variables_that_share_memory_are_updated_one_after_the_other(launches):
     assert len(launches) == 2
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_that_are_variables_that_share_memory(rule):
+    """Each is what it was before any of the variables changed, as on the host."""
+    pair = Pair(rule, [normal(3000, np.float32)])
+    for variables in pair.here, pair.there:
+        [whole] = variables
+        variables += [
+            hpc.Variable(whole.value[first : first + 1500], f"w{first}")
+            for first in (0, 1000, 1500)
+        ]
+    for order in (0, 1, 2, 3), (3, 0, 2, 1), (2, 1):
+        for opt, variables in (pair.host, pair.here), (pair.device, pair.there):
+            opt.apply_gradients([(variables[i].value, variables[i]) for i in order])
+        pair.check()
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_is_no_number_stays_what_it_is(name):
     values = np.array([np.nan, np.inf, -np.inf, 0, -0.0, 1e38], np.float32)
