@@ -27,6 +27,9 @@ logger = logging.getLogger("hpcaccum")
 # Older versions lack headers that the kernels include.
 _OLDEST = 14
 _INSTALL = "pip install 'cupy-cuda13x>=14', or cupy-cuda12x for CUDA 12"
+# Streams whose work may not be complete. From so many on, the others are dropped.
+_busy: set[Any] = set()
+_FEW = 16
 
 
 def is_device(array: object) -> bool:
@@ -126,8 +129,26 @@ def current_device() -> int:
 
 
 def current_stream() -> Any:
-    """Return the stream on which CuPy queues work of this thread."""
-    return cupy().cuda.get_current_stream()
+    """Return the stream on which CuPy queues work of this thread.
+
+    It is kept until its work is complete. CuPy keeps the memory that was freed on a
+    stream by the stream's address, which CUDA gives to the next one even before.
+    """
+    stream = cupy().cuda.get_current_stream()
+    if stream not in _busy:
+        _keep(stream)
+    return stream
+
+
+def _keep(stream: Any) -> None:
+    # Not CuPy's `ExternalStream`: its owner may destroy it before it is asked below.
+    if not isinstance(stream, cupy().cuda.Stream):
+        return
+    if len(_busy) >= _FEW:
+        for each in list(_busy):
+            if each.done:
+                _busy.discard(each)
+    _busy.add(stream)
 
 
 def new_event() -> Any:
@@ -156,8 +177,12 @@ def on_stream(address: int) -> Iterator[None]:
     """
     kind = cupy().cuda.Stream
     stream = kind.from_external(_ForeignStream(address)) if address else kind.null
-    with stream:
-        yield
+    try:
+        with stream:
+            yield
+    finally:
+        # Its owner may destroy it now.
+        _busy.discard(stream)
 
 
 def device_name() -> str:

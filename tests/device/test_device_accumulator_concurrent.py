@@ -309,15 +309,15 @@ def test_interrupted_apply_adds_the_gradient_or_nothing(acc, form, before, strea
     def trial(number):
         for _ in range(before):
             acc.apply_grad(like(form, [3, 1]), 1 << 30)
-        gradient = like(form, [7, 1])
+        gradients = [like(form, [7, 1])]
         cupy.cuda.Device().synchronize()
         with streams[0]:
-            more = interrupt(lambda: acc.apply_grad(gradient, 1 << 30), number)
+            more = interrupt(lambda: acc.apply_grad(gradients[0], 1 << 30), number)
         added = acc.num_accumulated() - before
         tally = acc.statistics().tally
         assert sum(tally.lags.values()) == sum(tally.accepted)
         # The pool gives its memory to the next array of its stream.
-        del gradient
+        gradients.clear()
         other = like(form, [99, 99])
         cupy.cuda.Stream.null.synchronize()
         with streams[1]:

@@ -164,6 +164,21 @@ def test_threads_share_the_tables_of_a_stream(uploads, stream, expected):
     assert len(uploads) == expected
 
 
+def test_streams_may_be_deleted_while_they_work():
+    """The next stream gets the address, by which CuPy's pool knows a stream."""
+    rule, pairs = hpc.SGD(1.0), []
+    for number in range(40):
+        value = hpc.Variable(cupy.zeros(300, np.float32), f"w{number}")
+        pairs.append((cupy.full(300, number, np.float32), value))
+    cupy.cuda.Device().synchronize()
+    for pair in pairs:
+        with cupy.cuda.Stream(non_blocking=True):
+            rule.apply_gradients([pair])
+    cupy.cuda.Device().synchronize()
+    for number, (_, variable) in enumerate(pairs):
+        assert (variable.value.get() == -number).all()
+
+
 def test_slots_of_initialize_are_ready_on_every_stream():
     start, grad = normal(300, np.float32), normal(300, np.float32, 1)
     pair = Pair("adagrad", [start])

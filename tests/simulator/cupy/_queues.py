@@ -46,10 +46,12 @@ class Queue:
     Args:
         device: Number of the device.
         kind: "null", "blocking", or "free" from the null queue.
+        pool: Identifies its free memory: the address of its stream, if it has one.
     """
 
-    def __init__(self, device, kind="free"):
+    def __init__(self, device, kind="free", pool=None):
         self.device, self.kind = device, kind
+        self.pool = object() if pool is None else pool
         self.closed = False
         self._items = deque()
         with lock:

@@ -412,6 +412,17 @@ def test_memory_of_a_stream_that_is_gone_is_poisoned_too():
     assert np.isnan(memory).all()
 
 
+def test_memory_of_a_stream_that_is_gone_goes_to_the_next_one_at_its_address():
+    places = []
+    for _ in range(2):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            x = cupy.ones(77)
+        places.append((stream.ptr, x.data.ptr))
+        del x, stream
+
+    assert places[0] == places[1]
+
+
 def test_pool_counts_bytes():
     pool = cupy.get_default_memory_pool()
     before = pool.used_bytes()

@@ -1,7 +1,8 @@
 """Memory of the simulated devices: host memory, poisoned where it is unwritten.
 
 A freed block is given to the next array of its size and stream at once, as by CuPy's
-pool: another stream that still uses it finds poison or other values.
+pool: another stream that still uses it finds poison or other values. Like CuPy's, the
+pool knows a stream by its address, which may be that of one that is gone.
 """
 
 from __future__ import annotations
@@ -31,9 +32,31 @@ _libc.posix_memalign.argtypes = [
 ]
 _libc.free.argtypes = [ctypes.c_void_p]
 
+
+class _Block:
+    """Free memory, and the queue that used it last."""
+
+    def __init__(self, address, nbytes, queue):
+        self.address, self._nbytes, self._queue = address, nbytes, queue
+        self._mine = True
+
+    def poison(self):
+        # To free memory changes nothing: a queue that has it now may write to it.
+        if self._mine:
+            ctypes.memset(self.address, _POISON, self._nbytes)
+
+    def take(self, queue):
+        """Let a queue have it; return the address."""
+        if self._queue is not queue:
+            self._mine = False
+            new = _Block(self.address, self._nbytes, queue)
+            queue.put_quietly(new.poison)
+        return self.address
+
+
 _lock = threading.RLock()
 _live = {}  # device memory in use: address -> (bytes, device)
-_free = collections.defaultdict(list)  # (queue, bytes) -> addresses
+_free = collections.defaultdict(list)  # (device, pool, bytes) -> _Block
 
 
 def _allocate(nbytes):
@@ -49,26 +72,29 @@ def _take(nbytes, queue):
     if _free_bytes() > _MANY:
         _free_all()
     with _lock:
-        free = _free[queue, nbytes]
-        address = free.pop() if free else _allocate(nbytes)
+        free = _free[queue.device, queue.pool, nbytes]
+        block = free.pop() if free else None
+    address = block.take(queue) if block else _allocate(nbytes)
+    with _lock:
         _live[address] = nbytes, queue.device
     return address
 
 
 def _give(address, nbytes, queue):
+    block = _Block(address, nbytes, queue)
     # In stream order: work that was queued before may still use it.
-    queue.put_quietly(lambda: ctypes.memset(address, _POISON, nbytes))
+    queue.put_quietly(block.poison)
     with _lock:
         del _live[address]
-        _free[queue, nbytes].append(address)
+        _free[queue.device, queue.pool, nbytes].append(block)
 
 
 def _free_all():
     _queues.synchronize_device()
     with _lock:
-        for addresses in _free.values():
-            while addresses:
-                _libc.free(addresses.pop())
+        for blocks in _free.values():
+            while blocks:
+                _libc.free(blocks.pop().address)
         _free.clear()
 
 
@@ -79,7 +105,7 @@ def _used_bytes(device):
 
 def _free_bytes():
     with _lock:
-        return sum(nbytes * len(each) for (_, nbytes), each in _free.items())
+        return sum(nbytes * len(each) for (*_, nbytes), each in _free.items())
 
 
 def _on_device(address):

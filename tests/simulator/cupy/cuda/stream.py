@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 import weakref
@@ -33,13 +34,15 @@ class Stream:
         if self._default is None:
             self.ptr = _gone.pop() if _gone else next(_pointers)
             kind = "free" if non_blocking else "blocking"
-            self._own = _queues.Queue(self.device_id, kind)
+            self._own = _queues.Queue(self.device_id, kind, self.ptr)
             _streams[self.ptr] = self
         else:
             self.ptr, self._own = self._default, None
         self._before = []
 
-    def __del__(self):
+    def __del__(self, is_finalizing=sys.is_finalizing):
+        if is_finalizing():
+            return
         # Its work goes on: cudaStreamDestroy returns at once.
         own = None if hasattr(self, "_foreign") else getattr(self, "_own", None)
         if own is not None:
