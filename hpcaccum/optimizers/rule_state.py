@@ -114,10 +114,15 @@ class States:
         with self._lock:
             state = self.shown.get(variable)
             if state is None:
-                made = self._hidden.pop(variable, None)
+                made = self._hidden.get(variable)
                 state = made or State(variable, self._name, slots)
-                self.shown[variable] = state
+                self._show(state)
             return state
+
+    def _show(self, state: State) -> None:
+        # In this order: a signal handler that raises in between loses no state.
+        self.shown[state.variable] = state
+        self._hidden.pop(state.variable, None)
 
     def show_counted(self, variables: Iterable[Variable]) -> None:
         """Show the states of variables that have been updated elsewhere."""
@@ -128,7 +133,7 @@ class States:
     def _show_if_counted(self, variable: Variable) -> None:
         state = self._hidden.get(variable)
         if state is not None and state.updates:
-            self.shown[variable] = self._hidden.pop(variable)
+            self._show(state)
 
     def forget(self, variables: Iterable[Variable]) -> None:
         """Drop the states of variables."""
