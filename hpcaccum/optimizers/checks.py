@@ -120,17 +120,29 @@ def check_gradient(grad: Any, variable: Variable) -> Gradient:
         what = str(error).removeprefix("gradient")
         text = f"gradient of {variable.name!r}{what}"
         raise InvalidArgumentError(text) from None
-    if type(array) is not type(value) and is_device(array) is not is_device(value):
-        where = ["in host memory", "on the device"]
-        raise InvalidArgumentError(
-            f"gradient of {variable.name!r} is {where[is_device(array)]}, the variable "
-            f"is not"
-        )
+    if not type(array) is type(value) is np.ndarray:
+        _check_place(array, variable)
     if array.shape != shape:
         raise InvalidArgumentError(
             f"gradient of {variable.name!r} must have shape {shape}, got {array.shape}"
         )
     return array
+
+
+def _check_place(grad: Any, variable: Variable) -> None:
+    """Raise InvalidArgumentError unless a gradient lies where its variable does."""
+    value: Any = variable.value
+    if is_device(grad) is not is_device(value):
+        where = ["in host memory", "on the device"]
+        raise InvalidArgumentError(
+            f"gradient of {variable.name!r} is {where[is_device(grad)]}, the variable "
+            f"is not"
+        )
+    if is_device(grad) and grad.data.device_id != value.data.device_id:
+        raise InvalidArgumentError(
+            f"gradient of {variable.name!r} is on device {grad.data.device_id}, the "
+            f"variable on device {value.data.device_id}"
+        )
 
 
 # What a loss is and returns

@@ -179,6 +179,19 @@ def test_streams_may_be_deleted_while_they_work():
         assert (variable.value.get() == -number).all()
 
 
+def test_gradients_and_variables_lie_on_one_device(monkeypatch):
+    monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "2")
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    rule, variable = hpc.SGD(1.0), hpc.Variable(cupy.zeros(3, np.float32), "w")
+    with cupy.cuda.Device(1):
+        grad = cupy.ones(3, np.float32)
+        text = "'w' is on device 1, the variable on device 0"
+        with pytest.raises(hpc.InvalidArgumentError, match=text):
+            rule.apply_gradients([(grad, variable)])
+    assert not variable.value.get().any()
+
+
 def test_slots_of_initialize_are_ready_on_every_stream():
     start, grad = normal(300, np.float32), normal(300, np.float32, 1)
     pair = Pair("adagrad", [start])
