@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.device.arrays import Pinned, cupy, current_stream, new_event
+from hpcaccum.device.arrays import (
+    Pinned,
+    cupy,
+    current_device,
+    current_stream,
+    new_event,
+)
 from hpcaccum.device.multi_tensor import PointerTable
+from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,6 +47,7 @@ class Transfer:
         self, layout: Layout, sent: np.dtype[Any], received: np.dtype[Any]
     ) -> None:
         module = cupy()
+        self._device = current_device()
         self._table = PointerTable(layout)
         self._leaving: Any = module.zeros(layout.size, sent)
         # A piece may come back only after it has left, so its place is free.
@@ -57,6 +65,15 @@ class Transfer:
         # Recorded when the caller's stream no longer needs the flat buffers.
         self._free_from = new_event()
         current_stream().record(self._free_from)
+
+    def check_device(self) -> None:
+        """Raise InvalidArgumentError unless the current device is still the same."""
+        current = current_device()
+        if current != self._device:
+            raise InvalidArgumentError(
+                f"earlier calls used device {self._device}, the current one is "
+                f"{current}; cupy.cuda.Device({self._device}).use() changes that"
+            )
 
     def compile(self) -> None:
         """Compile the kernels now instead of during the first transfer."""

@@ -52,8 +52,11 @@ class DeviceCalls:
         needed = (inputs and _first_is_device(inputs)) or (
             out and _first_is_device(out)
         )
-        if needed and not self._made:
+        if not needed:
+            return
+        if not self._made:
             self._make()
+        self._transfer.check_device()
 
     def _make(self) -> None:
         """Allocate memory on the device, and compile the kernels."""

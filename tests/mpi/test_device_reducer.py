@@ -320,6 +320,24 @@ def test_values_of_the_variable(monkeypatch):
 
 
 @ALL
+def test_another_device_on_one_rank_is_an_error_on_all(
+    cp, maker, rank, size, monkeypatch
+):
+    monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "2")
+    if cp.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    shapes, before = {"x": (900,), "y": (300,)}, cp.cuda.Device().id
+    reducer = maker(shapes)
+    reducer.reduce(empty_like(cp, shapes, np.float32))
+    with cp.cuda.Device(before if rank else 1 - before):
+        mine = empty_like(cp, shapes, np.float32)
+        error = raised(reducer.reduce, mine)
+    assert type(error) is InvalidArgumentError
+    assert f"used device {before}, the current one is {1 - before}" in str(error)
+    works(reducer, size)
+
+
+@ALL
 @pytest.mark.parametrize("where", ["inputs", "out"])
 def test_a_device_that_fails_on_one_rank_is_an_error_on_all(
     cp, maker, rank, size, where, monkeypatch
