@@ -203,9 +203,11 @@ class RowExchange:
     ) -> dict[str, tuple[Array, Array]]:
         """Return the indices and the values of one rank, by name."""
         views, begin = {}, 0
-        for name, number in numbers.items():
-            views[name] = self._formats[name].views(memory[begin:], number)
-            begin += self._formats[name].units(number) * _UNIT
+        # In one order on all ranks, which may pass their gradients in another.
+        for name, form in self._formats.items():
+            if name in numbers:
+                views[name] = form.views(memory[begin:], numbers[name])
+                begin += form.units(numbers[name]) * _UNIT
         return views
 
     def _parts(self, units: Sequence[int], call: int) -> Sequence[Array]:

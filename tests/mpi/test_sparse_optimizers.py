@@ -351,6 +351,18 @@ def test_rows_may_have_any_number(comm, rank, size, reduction, monkeypatch):
     assert len(set(v.value[:, 0].tolist())) == 1
 
 
+def test_ranks_may_pass_variables_in_any_order(make, rank, size):
+    w, v, b = table(), table("f4", "v"), variable(name="b")
+    opt = make(None, Reduction.SUM)
+    opt.initialize([w, v, b])
+    for step in range(2):
+        pairs = [(slices_of(rank, step), w), (slices_of(rank + 2), v), (1.0, b)]
+        opt.apply_gradients(pairs[:: -1 if rank % 2 else 1])
+
+    np.testing.assert_array_equal(-w.value, sum_of(range(size)) + sum_of(range(size), 1))
+    np.testing.assert_array_equal(-v.value, 2 * sum_of(range(2, size + 2)))
+
+
 def test_a_slow_rank_reads_the_rows_of_its_own_step(make, rank, size):
     w, opt, expected = table(), make(None, Reduction.SUM), np.zeros((ROWS, *ROW))
     for step in range(60):
