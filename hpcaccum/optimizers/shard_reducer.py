@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import converted
-from hpcaccum.errors import DisagreementError, InvalidArgumentError
+from hpcaccum.errors import DisagreementError, InvalidArgumentError, WaitTimeoutError
 from hpcaccum.reducer import Interruption, Reducer, RowExchange
 from hpcaccum.row_sums import Rows
 
@@ -198,7 +198,7 @@ class ShardReducer:
         assert self._rows is not None
         try:
             return self._rows.offer(rows, self.reducer.calls + 1)
-        except MemoryError as error:
+        except (MemoryError, WaitTimeoutError) as error:
             self.reducer.fail(error)
 
     def _collect(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.errors import WaitTimeoutError
 from hpcaccum.mpi import MPI, NodeMemory, complete
 from hpcaccum.row_sums import Rows, merged
 
@@ -76,6 +77,10 @@ class RowExchange:
             rank, and with `RowFormat.digits` columns.
         name: For messages.
 
+    Attributes:
+        given_up: Whether this rank left a call in which ranks exchange messages, before
+            it was complete. Then no other call can be made.
+
     Raises:
         InvalidArgumentError, RuntimeError: On every rank, if the node has too little
             memory that ranks can share.
@@ -91,8 +96,7 @@ class RowExchange:
         self._group, self._formats, self._marks = group, formats, marks
         self._what = f"{name}: exchange of rows"
         self._track = group.control.open_track(self._what)
-        # Whether this rank has left the messages of a call before they were complete.
-        self._given_up = False
+        self.given_up = False
         self._powers = {
             name: float(1 << _BITS) ** np.arange(each.digits)
             for name, each in formats.items()
@@ -139,8 +143,14 @@ class RowExchange:
             call: Number of the reduction.
 
         Raises:
-            MemoryError: On this rank.
+            MemoryError, WaitTimeoutError: On this rank, if it has too little memory, or
+                gave up an earlier call.
         """
+        if self.given_up:
+            raise WaitTimeoutError(
+                f"{self._track} was given up, and the ranks cannot be paired again; "
+                f"make a new one"
+            )
         numbers = {name: each.indices.size for name, each in rows.items()}
         size = self._units(numbers) * _UNIT
         if size <= self._capacity:
@@ -187,6 +197,8 @@ class RowExchange:
         ]
         found = {name: _sum([each[name] for each in rows]) for name in sums}
         self._track.calls += 1
+        # Not earlier: the others may have begun messages that this rank counts as new.
+        self.given_up = False
         return found
 
     def _numbers(self, name: str, total: Array, divisor: int) -> list[int]:
@@ -237,12 +249,11 @@ class RowExchange:
         unit.Commit()
         ends = ([own, count, unit],), ([out, units, unit],)
         begun = map(self._comm.Iallgatherv, *ends)
-        self._given_up = True
+        self.given_up = True
         try:
             self._complete(begun, (own, out))
         finally:
             unit.Free()
-        self._given_up = False
 
     def _complete(self, begun: Iterable[Any], memory: object) -> None:
         """Wait until messages have come."""
@@ -263,7 +274,7 @@ class RowExchange:
 
     def free(self) -> None:
         """Release the memory, and free the communicator. Collective."""
-        given_up = self._group.allgather(self._given_up, f"{self._what}: free")
+        given_up = self._group.allgather(self.given_up, f"{self._what}: free")
         self._own = self._received = _memory(0)
         self._buffers, self._capacity = [[], []], -1
         self._group.control.close_track(self._track)

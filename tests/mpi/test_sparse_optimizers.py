@@ -315,6 +315,34 @@ def test_a_rank_that_left_an_exchange_is_found(make, rank, size, monkeypatch):
         assert f"rank {size - 1} in 'mine (number " in str(error)
 
 
+@pytest.mark.ranks(min=2)
+@pytest.mark.own_comm  # an exchange is given up
+def test_messages_of_a_call_that_was_given_up_are_not_read(
+    make, rank, size, monkeypatch
+):
+    monkeypatch.setattr(row_exchange, "_MOST_BYTES", 0)
+    w, opt = table(), make(name="mine")
+    opt.initialize([w])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if rank == size - 1:
+            patch.setattr(opt._shard._rows, "_gather", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                opt.minimize(gives(slices_of(2 * rank)))
+            # The others have begun to send, this rank has not.
+            error = raised(opt._group.allgather, 0, "another call")
+        else:
+            error = raised(opt.minimize, gives(slices_of(2 * rank)))
+    assert isinstance(error, hpc.DisagreementError)
+    for step in (1, 2):
+        error = raised(opt.minimize, gives(slices_of(2 * rank, step)))
+        assert "exchange of rows 1 was given up" in str(error)
+        assert not w.value.any()
+
+
 def test_steps_exchange_nothing_else(make, rank, size):
     w, opt = table(), make()
     # The first ones make room.
