@@ -219,7 +219,8 @@ class CrossShardOptimizer(ReducingOptimizer):
 
         `minimize` does not copy what the loss writes to them, and may write to them.
         They have the dtype in which gradients are summed, and are the same until a rank
-        leaves. For variables on a device they are device memory, which is copied.
+        leaves, or until `restore` after an interrupted call. For variables on a device
+        they are device memory, which is copied.
         """
         self._check_open()
         if self._shard is None or self._sums:

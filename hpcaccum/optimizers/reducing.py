@@ -68,6 +68,9 @@ class ReducingOptimizer(Wrapper):
     def restore(self, snapshot: Any, var_list: Variables | None = None) -> None:
         """Initialize, and set a group's variables and state to a snapshot. Collective.
 
+        If an exception such as KeyboardInterrupt ended a call of a rank, ranks differ,
+        and later calls are errors. After this call they work again.
+
         Args:
             snapshot: On the first rank of each group; others may pass None.
             var_list: As for `Optimizer.restore`.
@@ -98,7 +101,9 @@ class ReducingOptimizer(Wrapper):
         broadcast(self._group, variables, what)
         self.initialize(variables)
         self._share_state(variables, snapshot, what)
-        self._any_shard().begin(**self._group.allgather(counts, what)[0])
+        shard = self._any_shard()
+        shard.renew(what)
+        shard.begin(**self._group.allgather(counts, what)[0])
 
     def _share_state(self, variables: list[Variable], snapshot: Any, what: str) -> None:
         """Set the state on all ranks of a group to that of the first. Collective."""

@@ -76,6 +76,7 @@ class ShardReducer:
     def _make(self) -> None:
         """Make what reduces the gradients of the ranks that are present. Collective."""
         group, name = self._current, self._name
+        self._started.clear()
         self.reducer = Reducer(self._layout, group, name, **self._options)
         self._rows: RowExchange | None = None
         # What the reducer compares.
@@ -90,6 +91,21 @@ class ShardReducer:
         self.step, self.computed, self._earlier = step, 0, tally
         self._accepted = [0] * self._group.size
         self._nonfinite = [0] * self._group.size
+
+    def renew(self, what: str) -> None:
+        """Make a new reducer, if a call of a rank was interrupted. Collective.
+
+        Args:
+            what: Name of the call.
+        """
+        usable, exchanges = self.reducer.complete, 0
+        if self._rows is not None:
+            usable &= not self._rows.given_up
+            exchanges = self._rows.calls
+        states = self._group.allgather((usable, exchanges), what)
+        if any(state != (True, exchanges) for state in states):
+            self._free_reducer()
+            self._make()
 
     def check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left."""

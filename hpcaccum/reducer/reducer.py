@@ -392,6 +392,11 @@ class Reducer(Freeable):
         """Calls that this rank has completed; between two, the same on all ranks."""
         return self._calls.track.calls
 
+    @property
+    def complete(self) -> bool:
+        """Whether this rank has completed all calls that it has begun."""
+        return self._calls.begun == self.calls
+
     def statistics(self) -> ReducerStatistics:
         """Return what the reducer uses and has done."""
         case, wire = self._case, self._case.wire_dtype

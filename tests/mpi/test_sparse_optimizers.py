@@ -387,7 +387,9 @@ def test_ranks_may_pass_variables_in_any_order(make, rank, size):
         pairs = [(slices_of(rank, step), w), (slices_of(rank + 2), v), (1.0, b)]
         opt.apply_gradients(pairs[:: -1 if rank % 2 else 1])
 
-    np.testing.assert_array_equal(-w.value, sum_of(range(size)) + sum_of(range(size), 1))
+    np.testing.assert_array_equal(
+        -w.value, sum_of(range(size)) + sum_of(range(size), 1)
+    )
     np.testing.assert_array_equal(-v.value, 2 * sum_of(range(2, size + 2)))
 
 
