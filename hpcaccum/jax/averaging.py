@@ -207,6 +207,7 @@ class Averager(Freeable):
         if self._shard.reduce(arrays, means, None, skips=skips) is None:
             return [np.zeros_like(array) for array in arrays.values()]
         self._shard.count()
+        self._shard.updated()
         return list(means.values())
 
     def statistics(self) -> Tally:

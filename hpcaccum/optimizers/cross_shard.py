@@ -311,7 +311,8 @@ class CrossShardOptimizer(ReducingOptimizer):
                 gradient is None on some ranks only, if the learning rate is not the
                 same number on all ranks, or if ranks have called `compute_gradients` a
                 different number of times. These calls are then counted from 0, so that
-                all ranks can go on.
+                all ranks can go on. Also if an exception has ended an update of one
+                rank, whose variables then differ; `restore` makes them the same.
         """
         parts = self._parts if self._divides else 0
         return self._apply(grads_and_vars, global_step, name, parts=parts)
@@ -337,6 +338,7 @@ class CrossShardOptimizer(ReducingOptimizer):
             return receipt
         shard.count()
         self.inner.apply_gradients(with_sums(pairs, sums), global_step, name)
+        shard.updated()
         return receipt
 
     def _checked(

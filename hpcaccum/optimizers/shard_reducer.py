@@ -50,6 +50,9 @@ class ShardReducer:
             step. That is an error on all of them, after which they count from 0.
         rate: The learning rate of the next update, if it is a number. It must be the
             same on all ranks, too.
+        interrupted: How often an exception, such as KeyboardInterrupt, has ended an
+            update of this rank whose gradients were reduced. Other ranks have made it,
+            so this must be the same on all ranks, too.
         left: Whether this rank has left.
     """
 
@@ -80,7 +83,7 @@ class ShardReducer:
         self.reducer = Reducer(self._layout, group, name, **self._options)
         self._rows: RowExchange | None = None
         # What the reducer compares.
-        self._compared: tuple[float | None, int | None] | None = None
+        self._compared: tuple[float | None, int] | None = None
         if self._formats:
             shapes, dtype = self._layout.shapes, self._layout.dtype
             marks = {each: np.zeros(shapes[each], dtype) for each in self._formats}
@@ -89,6 +92,7 @@ class ShardReducer:
     def begin(self, step: int, tally: Tally | None) -> None:
         """Set the number of earlier updates, and their counts."""
         self.step, self.computed, self._earlier = step, 0, tally
+        self.interrupted, self._updating = 0, False
         self._accepted = [0] * self._group.size
         self._nonfinite = [0] * self._group.size
 
@@ -150,13 +154,17 @@ class ShardReducer:
             skips: Whether this rank's gradients are not used.
 
         Returns:
-            The results; None if all ranks skip, so that there is no update.
+            The results; after their use, call `updated`. None if all ranks skip, so
+            that there is no update.
 
         Raises:
             InvalidArgumentError: If this rank has left.
             Exception: As `Reducer.reduce`; the number of updates is the same.
         """
         self.check_present()
+        # The reducer finds a call that is not complete.
+        self.interrupted += self._updating and self.reducer.complete
+        self._updating = False
         kind = "MEAN" if parts is None else "SUM"
         rest = {name: g for name, g in grads.items() if name not in self._started}
         self._started.clear()
@@ -184,13 +192,16 @@ class ShardReducer:
         rows = {name: each for name, each in grads.items() if isinstance(each, Rows)}
         arrays: Mapping[str, Any] = {**grads, **self._offer(rows)} if rows else grads
         self._compare()
+        self._updating = True
         try:
             sums = self.reducer.reduce(
                 arrays, out=out, step=self.computed, reduction_type=kind
             )
-        except DisagreementError:
+        except Exception as error:
             # On all ranks, which can go on.
-            self.computed = 0
+            self._updating = False
+            if isinstance(error, DisagreementError):
+                self.computed = 0
             raise
         if not rows:
             return _mean(sums, len(self._used), parts, out)
@@ -201,10 +212,10 @@ class ShardReducer:
 
     def _compare(self) -> None:
         """Set what the next reduction compares, beside arrays and `computed`."""
-        facts = self.rate, None if self._rows is None else self._rows.calls
+        facts = self.rate, self.interrupted
         if facts == self._compared:
             return
-        names = "learning rate", "number of exchanges of rows"
+        names = "learning rate", "number of interrupted updates"
         known = {n: f for n, f in zip(names, facts, strict=True) if f is not None}
         self.reducer.compare(known, _COMPUTED)
         self._compared = facts
@@ -234,6 +245,10 @@ class ShardReducer:
         for rank in self._used:
             self._accepted[rank] += 1
         self.step += 1
+
+    def updated(self) -> None:
+        """Note that the results of the last `reduce` are used."""
+        self._updating = False
 
     def leave(self) -> None:
         """Leave, at the next reduction of the other ranks. Collective.

@@ -130,8 +130,8 @@ class RowExchange:
     def calls(self) -> int:
         """Complete calls of this rank.
 
-        It must be the same on all ranks before the next one: a rank that has left a
-        call cannot be paired with the others.
+        The caller makes sure that it is the same on all ranks before the next one: a
+        rank that has left a call cannot be paired with the others.
         """
         return self._track.calls
 

@@ -73,7 +73,10 @@ class _BackwardAveraging(CrossShardOptimizer):
             None if all ranks have dropped their gradients.
         """
         out: Any = given if self._is_on_device() else None
-        means = self._any_shard().reduce(given, out, None, skips=skips)
+        shard = self._any_shard()
+        means = shard.reduce(given, out, None, skips=skips)
+        # The call that updates the parameters is the user's.
+        shard.updated()
         if means is None:
             return None
         return {

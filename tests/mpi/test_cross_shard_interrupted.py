@@ -14,7 +14,7 @@ from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm]
 
-# Where the call is interrupted: before it, in it, or after it on this rank.
+# Where a step is interrupted: before, in or after the exchange.
 PLACES = {
     "begun": (Reducer, "_finish"),
     "reduced": (Reducer, "_exchange"),
@@ -22,6 +22,7 @@ PLACES = {
     "rows sent": (RowExchange, "_gather"),
     "rows read": (row_exchange, "_sum"),
     "counted": (ShardReducer, "count"),
+    "updated": (hpc.SGD, "apply_gradients"),
 }
 
 
@@ -76,3 +77,35 @@ def test_all_ranks_go_on_after_restore(make, rank, size, place, which, monkeypat
     expected = np.repeat([size - n for n in range(size)], 2).reshape(size, 2) / size
     np.testing.assert_allclose(w.value[:size], -3 * expected)
     np.testing.assert_allclose(b.value, -3 * (size + 1) / 2)
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize("place", ["counted", "updated"])
+def test_a_rank_without_an_update_is_found(make, rank, size, place, which, monkeypatch):
+    w, opt = variable(), make()
+    opt.initialize([w])
+    snapshot = opt.snapshot()
+    with monkeypatch.context() as patch:
+        if rank == (0 if which == "first" else size - 1):
+            patch.setattr(*PLACES[place], interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                opt.minimize(gives(1.0))
+        else:
+            assert opt.minimize(gives(1.0))
+    for _ in range(2):
+        error = raised(opt.minimize, gives(1.0))
+        assert isinstance(error, DisagreementError)
+        assert "number of interrupted updates must be the same" in str(error)
+    opt.restore(snapshot)
+    opt.minimize(gives(1.0))
+    np.testing.assert_allclose(w.value, -1)
+
+
+def test_an_update_that_fails_alike_on_all_ranks_is_no_interruption(make):
+    w, opt = variable(), make()
+    opt.minimize(gives(1.0), var_list=[w])
+    opt.learning_rate = lambda: -1
+    assert isinstance(raised(opt.minimize, gives(1.0)), hpc.InvalidArgumentError)
+    opt.learning_rate = 1.0
+    opt.minimize(gives(1.0))
+    np.testing.assert_allclose(w.value, -2)

@@ -309,7 +309,7 @@ def test_a_rank_that_left_an_exchange_is_found(make, rank, size, monkeypatch):
 
     assert isinstance(error, hpc.DisagreementError)
     if opt._shard._rows._capacity > 0:
-        assert "mine: number of exchanges of rows must be the same" in str(error)
+        assert "mine: number of interrupted updates must be the same" in str(error)
     else:
         assert "mine: exchange of rows 2'" in str(error)
         assert f"rank {size - 1} in 'mine (number " in str(error)
