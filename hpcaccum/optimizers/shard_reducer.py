@@ -162,6 +162,8 @@ class ShardReducer:
             Exception: As `Reducer.reduce`; the number of updates is the same.
         """
         self.check_present()
+        # Other ranks may still read the rows of a call that was given up.
+        self.reducer.check_usable()
         # The reducer finds a call that is not complete.
         self.interrupted += self._updating and self.reducer.complete
         self._updating = False

@@ -397,6 +397,15 @@ class Reducer(Freeable):
         """Whether this rank has completed all calls that it has begun."""
         return self._calls.begun == self.calls
 
+    def check_usable(self) -> None:
+        """Raise an error if no call can be made any more.
+
+        Raises:
+            FreedError: If it was freed.
+            WaitTimeoutError: If an earlier call was given up.
+        """
+        self._check_open()
+
     def statistics(self) -> ReducerStatistics:
         """Return what the reducer uses and has done."""
         case, wire = self._case, self._case.wire_dtype

@@ -10,6 +10,8 @@ from hpcaccum import DisagreementError
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.reducer import Reducer, RowExchange, row_exchange
 
+from .interrupting import at_each_point, interrupt
+from .support import meet
 from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm]
@@ -40,6 +42,13 @@ def _way(request, monkeypatch):
 def step(opt, rank):
     rows = hpc.IndexedSlices(np.ones((rank + 1, 2)), np.arange(rank + 1))
     return opt.minimize(gives(rows, np.full(3, rank + 1.0)))
+
+
+def step_of(opt, rank, scale):
+    """Make a step of which each sum of the gradients of some ranks is different."""
+    value = scale * 4.0**rank
+    rows = hpc.IndexedSlices(np.full((1, 2), value), [0])
+    return opt.minimize(gives(rows, np.full(3, value)))
 
 
 def go_back(opt, snapshot):
@@ -109,3 +118,65 @@ def test_an_update_that_fails_alike_on_all_ranks_is_no_interruption(make):
     opt.learning_rate = 1.0
     opt.minimize(gives(1.0))
     np.testing.assert_allclose(w.value, -2)
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_others_still_read_the_rows_of_an_interrupted_step(
+    make, rank, size, which, monkeypatch
+):
+    w = hpc.Variable(np.zeros((9, 2)), "w", sparse=True)
+    b, opt = variable(np.zeros(3), name="b"), make(hpc.Reduction.SUM)
+    opt.initialize([w, b])
+    shard = opt._shard
+    if shard._rows._capacity < 0 or not row_exchange._MOST_BYTES:
+        pytest.skip("rows are sent")
+    exchange, collect = shard.reducer._device.finish, shard._rows.collect
+    if rank == (0 if which == "first" else size - 1):
+        monkeypatch.setattr(
+            shard.reducer._device, "finish", lambda call: interrupted(exchange(call))
+        )
+        with pytest.raises(KeyboardInterrupt):
+            step_of(opt, rank, 1)
+        assert isinstance(raised(step_of, opt, rank, 64), hpc.WaitTimeoutError)
+        meet()
+    else:
+        monkeypatch.setattr(
+            shard._rows, "collect", lambda *given: [meet(), collect(*given)][1]
+        )
+        step_of(opt, rank, 1)
+        assert (w.value[0] == -sum(4**r for r in range(size))).all()
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_ranks_are_alike_wherever_one_is_interrupted(
+    make, rank, size, which, monkeypatch
+):
+    monkeypatch.setattr("hpcaccum.mpi.control._PATIENCE", 0.03)
+    w = hpc.Variable(np.zeros((9, 2)), "w", sparse=True)
+    b, opt = variable(np.zeros(3), name="b"), make(hpc.Reduction.SUM)
+    opt.initialize([w, b])
+    snapshot, all_ranks = opt.snapshot(), sum(4**r for r in range(size))
+    one = 0 if which == "first" else size - 1
+    mixed = all_ranks + 63 * 4**one  # if the first call of this rank was not begun
+
+    def trial(number):
+        more = None
+        if rank == one:
+            more = interrupt(lambda: step_of(opt, rank, 1), number)
+        else:
+            raised(step_of, opt, rank, 1)
+        error = raised(step_of, opt, rank, 64)
+        found = w.value[0, 0], b.value[0], isinstance(error, Exception)
+        go_back(opt, snapshot)
+        ranks, mores = zip(*meet((found, more)), strict=True)
+        if not ranks[one][2]:
+            assert len({each[:2] for each in ranks}) == 1, ranks
+        for each in [each for r, each in enumerate(ranks) if r != one]:
+            assert each[0] == each[1], ranks
+            assert -each[0] in [n * all_ranks for n in (0, 1, 64, 65)] + [mixed], ranks
+        step_of(opt, rank, 1)
+        assert (w.value[0, 0], b.value[0]) == (-all_ranks, -all_ranks)
+        go_back(opt, snapshot)
+        return mores[one], None
+
+    at_each_point(trial, 25)
