@@ -74,6 +74,8 @@ class Group:
         named: Objects that several users of the group share, by name.
         windows: Those of which objects have words.
         control: The exchanges of small objects, and the order of collective calls.
+        broadcasts: Complete broadcasts of this rank with `comm`. MPI pairs them by
+            their order, so before the next one this must be the same on all ranks.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Group:
         self.node_ranks = self.nodes[self.node_number]
         self.single_node = len(self.nodes) == 1
         self.control = ControlChannel(comm)
+        self.broadcasts = 0
         self._numbers = itertools.count(1)
         # The objects made with it, which are not freed.
         self._objects: list[Freeable] = []

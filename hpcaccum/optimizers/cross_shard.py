@@ -192,6 +192,7 @@ class CrossShardOptimizer(ReducingOptimizer):
                 "optimizer": self.inner,
                 "variables": signature(checked[0]),
                 "sparse": [var.name for var in checked[0] if var.sparse],
+                "number of broadcasts": self._group.broadcasts,
             },
         )
         return variables

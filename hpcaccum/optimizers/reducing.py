@@ -69,7 +69,8 @@ class ReducingOptimizer(Wrapper):
         """Initialize, and set a group's variables and state to a snapshot. Collective.
 
         If an exception such as KeyboardInterrupt ended a call of a rank, ranks differ,
-        and later calls are errors. After this call they work again.
+        and later calls are errors. After this call they work again. If `restore` itself
+        was interrupted, only an optimizer on another communicator may work.
 
         Args:
             snapshot: On the first rank of each group; others may pass None.
@@ -93,7 +94,12 @@ class ReducingOptimizer(Wrapper):
             return variables, counts_of(snapshot)
 
         variables, counts = self._group.agree(
-            what, check, lambda checked: {"variables": signature(checked[0])}
+            what,
+            check,
+            lambda checked: {
+                "variables": signature(checked[0]),
+                "number of broadcasts": self._group.broadcasts,
+            },
         )
         if first:
             set_values(variables, snapshot)

@@ -65,6 +65,7 @@ def broadcast(
             deadline = Deadline(None, f"{what}: broadcast of {var.name!r}")
             begun = map(group.comm.Ibcast, (piece,), (root,))
             complete(begun, deadline, lambda: "the other ranks of the group")
+            group.broadcasts += 1
         if group.rank != root:
             copyto(var.value, buffer)
 

@@ -7,6 +7,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import DisagreementError
+from hpcaccum.optimizers import reducing, start
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.reducer import Reducer, RowExchange, row_exchange
 
@@ -180,3 +181,27 @@ def test_ranks_are_alike_wherever_one_is_interrupted(
         return mores[one], None
 
     at_each_point(trial, 25)
+
+
+def test_an_interrupted_restore_is_not_mixed_with_the_next(
+    make, rank, size, monkeypatch
+):
+    w, opt = variable(), make()
+    opt.initialize([w])
+    first = opt.snapshot()
+    opt.minimize(gives(1.0))
+    second = opt.snapshot()
+    with monkeypatch.context() as patch:
+        if rank == size - 1:
+            patch.setattr(reducing, "broadcast", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                opt.restore(first)
+    # The first rank has sent its values, which the last one has not received.
+    assert isinstance(raised(opt.restore, first), DisagreementError)
+    error = raised(opt.restore, second)
+    assert isinstance(error, DisagreementError)
+    assert "number of broadcasts must be the same" in str(error)
+    assert "number of broadcasts" in str(raised(make().initialize, [variable()]))
+    if rank == size - 1:
+        # Before the communicator can be freed.
+        start.broadcast(opt._group, [variable()], "the missing one")
