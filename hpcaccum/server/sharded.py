@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hpcaccum.nodes import NodeParts
     from hpcaccum.server.wire_format import WireFormat
 
+_FIRST = operator.itemgetter(0)
 _RECEIVE = operator.methodcaller("recv")
 _TEST = operator.methodcaller("Test")
 
@@ -127,12 +128,12 @@ class ShardedParameters(NodeCopy):
         # signal handler may add one; and of each server, the answers by number.
         self._numbers, self._waiting = itertools.count(1), set[int]()
         self._answers: dict[int, dict[int, Any]] = {rank: {} for rank in servers}
-        # On a server: the questions that it has received, by number; and the last one
-        # that it has answered, which it may have to answer again.
+        # On a server: the questions that it has received, by number.
         self._questions: dict[int, Any] = {}
-        self._answered = 0
-        # Messages of both, which two threads send on the root.
+        # Messages of both, which two threads send on the root, and the number of the
+        # last question or answer that was sent.
         self._messages: dict[int, list[Any]] = {QUESTIONS: [], ANSWERS: []}
+        self._last_sent: dict[int, int] = {}
         self._scatter(wire, initial)
         # No agent sends a part before its server has it.
         group.allgather(None, f"{what}: servers")
@@ -293,7 +294,7 @@ class ShardedParameters(NodeCopy):
         try:
             self._waiting.add(number)
             for rank in self._servers:
-                self._send((number, question), rank, QUESTIONS)
+                self._send(number, question, rank, QUESTIONS)
             # Servers that are not asked for the answer skip the question.
             self._request("ask", number)
             return [self._answer(rank, number, deadline) for rank in self._servers]
@@ -304,13 +305,15 @@ class ShardedParameters(NodeCopy):
                 for answers in self._answers.values():
                     answers.clear()
 
-    def _send(self, message: Any, rank: int, channel: int) -> None:
+    def _send(self, number: int, content: Any, rank: int, channel: int) -> None:
         """Send a message that the other rank may never receive; keep it until then."""
         kept = self._messages[channel]
         _complete(kept)
         send, tag = self._agent.comm.isend, self._service.tag(channel)
-        # In C throughout: no signal handler comes between the two.
-        kept.extend(map(send, (message,), (rank,), (tag,)))
+        # In C throughout: no signal handler comes between these.
+        sent = map(send, ((number, content),), (rank,), (tag,))
+        noted = map(operator.setitem, (self._last_sent,), (channel,), (number,))
+        kept.extend(map(_FIRST, zip(sent, noted, strict=False)))
 
     def _answer(self, rank: int, number: int, deadline: Deadline) -> Any:
         tag, answers = self._service.tag(ANSWERS), self._answers[rank]
@@ -355,15 +358,20 @@ class ShardedParameters(NodeCopy):
 
         The root may have given it up: it receives the answer when it asks again.
         """
+        # Not twice, if it was interrupted after that: none would receive the second
+        # answer, but maybe a later service.
+        if self._last_sent.get(ANSWERS) != number:
+            question = self._receive_question(number)
+            self._send(number, find(question), self._servers[0], ANSWERS)
+        self._questions.pop(number, None)
+
+    def _receive_question(self, number: int) -> Any:
         receive, root = self._agent.comm.recv, self._servers[0]
         tag = self._service.tag(QUESTIONS)
         while number not in self._questions:
             # In C throughout: what was received must be kept.
             self._questions.update(map(receive, (None,), (root,), (tag,)))
-        self._send((number, find(self._questions[number])), root, ANSWERS)
-        if self._answered != number:
-            self._questions.pop(self._answered, None)
-            self._answered = number
+        return self._questions[number]
 
     # Every rank
 

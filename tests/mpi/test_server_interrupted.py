@@ -7,6 +7,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import WaitTimeoutError
+from hpcaccum.nodes import Agent
 from hpcaccum.server.background import Background
 
 from ..common import same_bits
@@ -117,6 +118,9 @@ def test_several_servers_make_an_update_once(group, where):
     found = train(opt, var, group.rank in servers)
     same_bits(found, EXPECTED)
     assert opt.global_step == 4
+    meet()
+    # A later optimizer would receive it.
+    assert not Agent.of(group).comm.Iprobe()
 
 
 def test_a_signal_handler_reads_slots_of_several_servers(group):
