@@ -14,7 +14,8 @@ parameters: They travel through `Parameters`: a `double_buffer` on each node, wh
     makes a message of them.
 several servers: Each has a part of the center (`shard`). `ShardedParameters` are in the
     place of `Parameters`, with an `order_loop` on the root, a `shard_loop` on each
-    server, and an `order_agent` on each node.
+    server, and an `order_agent` on each node. `Questions` of the root to the servers
+    are answered between two updates.
 
 Imports `accumulator`, `nodes`, `mpi`, `device` and the modules below them.
 """

@@ -93,7 +93,7 @@ class OrderLoop(Loop):
         if self.last_answers is not None:
             return self.last_answers
         deadline = Deadline(None, f"{self._what}: servers")
-        return self._parameters.ask(question, deadline)
+        return self._parameters.questions.ask(question, deadline)
 
     def run(self) -> None:
         """Order updates until all ranks have left; then end the loops of servers."""
@@ -103,7 +103,7 @@ class OrderLoop(Loop):
         # Another thread of this rank may ask, too.
         with self._lock.updating():
             if self.last_answers is None:
-                self.last_answers = self._parameters.ask(None, deadline)
+                self.last_answers = self._parameters.questions.ask(None, deadline)
             # Also if an earlier call was interrupted before it.
             self._parameters.end()
 

@@ -60,7 +60,7 @@ class ShardLoop(Background):
                 prepare = functools.partial(self._prepare, gradients, rate_of(word))
                 self._make_once(number, prepare)
             elif kind == ANSWER:
-                self._parameters.answer(self.answer, word)
+                self._parameters.questions.answer(self.answer, word)
             # First: an interruption in between must not have it carried out again.
             self._number, self._kind = number, kind
             self._parameters.done(number)

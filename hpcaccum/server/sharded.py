@@ -11,8 +11,7 @@ to each node that asks. That is `Parameters`, with fewer messages.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
+import functools
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,7 @@ from hpcaccum.server.order_words import (
     PARAMETERS,
     QUESTIONS,
 )
+from hpcaccum.server.questions import Questions
 from hpcaccum.server.shard import Server, Shard, cut
 
 if TYPE_CHECKING:
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts
     from hpcaccum.server.wire_format import WireFormat
-
-_FIRST = operator.itemgetter(0)
-_RECEIVE = operator.methodcaller("recv")
-_TEST = operator.methodcaller("Test")
 
 
 class ShardedParameters(NodeCopy):
@@ -76,6 +72,7 @@ class ShardedParameters(NodeCopy):
         buffers: The most steps that may be ordered and not yet made. A server has
             memory for the gradients of each, but in all for no more than a whole one.
         ordered: The step that was ordered last; on the root.
+        questions: Of the root to the servers.
     """
 
     def __init__(
@@ -124,16 +121,9 @@ class ShardedParameters(NodeCopy):
             self._words,
             self._steps,
         )
-        # On the root: the numbers of questions; those that wait for answers, of which a
-        # signal handler may add one; and of each server, the answers by number.
-        self._numbers, self._waiting = itertools.count(1), set[int]()
-        self._answers: dict[int, dict[int, Any]] = {rank: {} for rank in servers}
-        # On a server: the questions that it has received, by number.
-        self._questions: dict[int, Any] = {}
-        # Messages of both, which two threads send on the root, and the number of the
-        # last question or answer that was sent.
-        self._messages: dict[int, list[Any]] = {QUESTIONS: [], ANSWERS: []}
-        self._last_sent: dict[int, int] = {}
+        tags = self._service.tag(QUESTIONS), self._service.tag(ANSWERS)
+        ask = functools.partial(self._request, "ask")
+        self.questions = Questions(self._agent.comm, servers, tags, ask)
         self._scatter(wire, initial)
         # No agent sends a part before its server has it.
         group.allgather(None, f"{what}: servers")
@@ -284,50 +274,6 @@ class ShardedParameters(NodeCopy):
         """Send a request to the agent of this node."""
         self._agent.request(self._agent.node, self._service.number, kind, *request)
 
-    def ask(self, question: Any, deadline: Deadline) -> list[Any]:
-        """Ask all servers between two updates; return their answers. The root only.
-
-        Raises:
-            WaitTimeoutError: If one does not answer in time.
-        """
-        number = next(self._numbers)
-        try:
-            self._waiting.add(number)
-            for rank in self._servers:
-                self._send(number, question, rank, QUESTIONS)
-            # Servers that are not asked for the answer skip the question.
-            self._request("ask", number)
-            return [self._answer(rank, number, deadline) for rank in self._servers]
-        finally:
-            self._waiting.discard(number)
-            if not self._waiting:
-                # Those to questions that were given up.
-                for answers in self._answers.values():
-                    answers.clear()
-
-    def _send(self, number: int, content: Any, rank: int, channel: int) -> None:
-        """Send a message that the other rank may never receive; keep it until then."""
-        kept = self._messages[channel]
-        _complete(kept)
-        send, tag = self._agent.comm.isend, self._service.tag(channel)
-        # In C throughout: no signal handler comes between these.
-        sent = map(send, ((number, content),), (rank,), (tag,))
-        noted = map(operator.setitem, (self._last_sent,), (channel,), (number,))
-        kept.extend(map(_FIRST, zip(sent, noted, strict=False)))
-
-    def _answer(self, rank: int, number: int, deadline: Deadline) -> Any:
-        tag, answers = self._service.tag(ANSWERS), self._answers[rank]
-
-        def receive() -> bool | None:
-            # In C throughout: a message that was matched must be received, and one that
-            # was received must be kept.
-            matched = map(self._agent.comm.improbe, (rank,), (tag,))
-            answers.update(map(_RECEIVE, filter(None, matched)))
-            return number in answers or None
-
-        deadline.wait(receive, lambda: f"the answer of server rank {rank}")
-        return answers[number]
-
     def end(self) -> None:
         """End the loops of all servers, after the last order; the root only."""
         self._request("end")
@@ -353,26 +299,6 @@ class ShardedParameters(NodeCopy):
         self._words.write(DONE, number)
         self._agent.wake()
 
-    def answer(self, find: Callable[[Any], Any], number: int) -> None:
-        """Receive the question of that number and answer it; do not wait for the root.
-
-        The root may have given it up: it receives the answer when it asks again.
-        """
-        # Not twice, if it was interrupted after that: none would receive the second
-        # answer, but maybe a later service.
-        if self._last_sent.get(ANSWERS) != number:
-            question = self._receive_question(number)
-            self._send(number, find(question), self._servers[0], ANSWERS)
-        self._questions.pop(number, None)
-
-    def _receive_question(self, number: int) -> Any:
-        receive, root = self._agent.comm.recv, self._servers[0]
-        tag = self._service.tag(QUESTIONS)
-        while number not in self._questions:
-            # In C throughout: what was received must be kept.
-            self._questions.update(map(receive, (None,), (root,), (tag,)))
-        return self._questions[number]
-
     # Every rank
 
     def _ask_for(self, step: int) -> None:
@@ -396,17 +322,10 @@ class ShardedParameters(NodeCopy):
         """Free the memory, after the last update. Collective."""
         # The last question has made all ranks receive what was sent before it.
         Deadline(None, f"{self._what}: free").wait(
-            lambda: all(map(_complete, self._messages.values())) or None,
+            lambda: self.questions.are_received() or None,
             lambda: "servers to receive questions, and the host answers",
         )
         self._agent.remove(self._service.number, f"{self._what}: free")
         self._words.free()
         self._steps.free()
         self.copies.free()
-
-
-def _complete(messages: list[Any]) -> bool:
-    """Remove the messages that have been received; return whether all have."""
-    # In C throughout: a signal handler may send others, too.
-    messages[:] = itertools.filterfalse(_TEST, messages)
-    return not messages

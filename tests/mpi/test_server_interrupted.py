@@ -110,7 +110,7 @@ def test_several_servers_make_an_update_once(group, where):
         elif of_host:
             raise_once(parameters, "end", before=where == "asked")
         elif where == "answered":
-            raise_once(parameters, "answer", before=False)
+            raise_once(parameters.questions, "answer", before=False)
         else:
             raise_once(parameters, "done", before=where == "made")
         with pytest.raises(KeyboardInterrupt):
@@ -220,7 +220,7 @@ def test_slots_are_asked_for_again_after_an_interruption(group):
     at(0, at_each_point, trial, every=5)
     if group.rank == 0:
         # The last one is given up when servers answer it.
-        raise_once(opt._server._parameters, "_answer", before=True)
+        raise_once(opt._server._parameters.questions, "_wait_for", before=True)
         with pytest.raises(KeyboardInterrupt):
             opt.get_slot(var, "momentum")
     meet()

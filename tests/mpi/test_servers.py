@@ -380,7 +380,7 @@ def test_slots_are_asked_for_while_the_last_ones_are_collected(group):
     meet()
     opt.leave()
     if group.rank == 0:
-        until(lambda: opt._server._parameters._waiting or role.last_answers)
+        until(lambda: opt._server._parameters.questions._waiting or role.last_answers)
         same_bits(opt.get_slot(var, "momentum").value, np.ones(300))
         same_bits(opt.get_slot(var, "momentum").value, np.ones(300))
     meet()
