@@ -16,7 +16,7 @@ from hpcaccum.optimizers.checks import (
     check_variables,
     listed,
 )
-from hpcaccum.optimizers.learning_rate import number_of
+from hpcaccum.optimizers.learning_rate import finite
 from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.reducing import ReducingOptimizer
 from hpcaccum.optimizers.reduction import Reduction, check_reduction
@@ -332,7 +332,7 @@ class CrossShardOptimizer(ReducingOptimizer):
             self._fail(error)
         shard = self._ensure_initialized([var for _, var in pairs])
         receipt = Receipt(not skips, shard.step, shard.step, nonfinite=skips)
-        shard.rate = number_of(self.inner)
+        shard.rates = [finite(getattr(self.inner, "learning_rate", None))]
         out = {name: self._sums[name] for name in grads} if self._sums else None
         sums = shard.reduce(grads, out, parts, skips=skips)
         if sums is None:

@@ -40,9 +40,8 @@ def _span(low: float, high: float) -> str:
     return f"of at least {low:g}" if low > -math.inf else "that is finite"
 
 
-def number_of(optimizer: object) -> float | None:
-    """Return the learning rate of an optimizer; None unless that is a finite number."""
-    rate = getattr(optimizer, _RATE, None)
+def finite(rate: object) -> float | None:
+    """Return a learning rate if it is a finite number; None if it is anything else."""
     # The common case first, as this is called in each step.
     if type(rate) is float or isinstance(rate, numbers.Real):
         return float(rate) if math.isfinite(rate) else None

@@ -48,8 +48,8 @@ class ShardReducer:
         computed: Calls of `compute_gradients` that this rank has begun, if the user
             counts them. Ranks that throw away different numbers of gradients are out of
             step. That is an error on all of them, after which they count from 0.
-        rate: The learning rate of the next update, if it is a number. It must be the
-            same on all ranks, too.
+        rates: The learning rates of the next update, one for each group of variables;
+            None is not known. They must be the same on all ranks, too.
         interrupted: How often an exception, such as KeyboardInterrupt, has ended an
             update of this rank whose gradients were reduced. Other ranks have made it,
             so this must be the same on all ranks, too.
@@ -66,7 +66,7 @@ class ShardReducer:
     ) -> None:
         self._group, self._layout, self._name = group, layout, name
         self._options, self._formats = options, rows
-        self.rate: float | None = None
+        self.rates: Sequence[float | None] = ()
         self.begin(0, None)
         self.present, self.left = list(range(group.size)), False
         self._current = group
@@ -83,7 +83,7 @@ class ShardReducer:
         self.reducer = Reducer(self._layout, group, name, **self._options)
         self._rows: RowExchange | None = None
         # What the reducer compares.
-        self._compared: tuple[float | None, int] | None = None
+        self._compared: tuple[float | None, ...] | None = None
         if self._formats:
             shapes, dtype = self._layout.shapes, self._layout.dtype
             marks = {each: np.zeros(shapes[each], dtype) for each in self._formats}
@@ -214,11 +214,16 @@ class ShardReducer:
 
     def _compare(self) -> None:
         """Set what the next reduction compares, beside arrays and `computed`."""
-        facts = self.rate, self.interrupted
+        facts = (*self.rates, self.interrupted)
         if facts == self._compared:
             return
-        names = "learning rate", "number of interrupted updates"
-        known = {n: f for n, f in zip(names, facts, strict=True) if f is not None}
+        several = len(self.rates) > 1
+        known: dict[str, float] = {
+            "learning rate" + f" of parameter group {number}" * several: rate
+            for number, rate in enumerate(self.rates)
+            if rate is not None
+        }
+        known["number of interrupted updates"] = self.interrupted
         self.reducer.compare(known, _COMPUTED)
         self._compared = facts
 

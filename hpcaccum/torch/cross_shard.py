@@ -17,7 +17,7 @@ from hpcaccum.torch.buffers import AVERAGE
 from hpcaccum.torch.tensors import is_cuda, numpy_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
     from mpi4py import MPI as mpi4py_MPI
@@ -60,13 +60,19 @@ class _BackwardAveraging(CrossShardOptimizer):
         self._any_shard().start(name, grad)
 
     def average(
-        self, pairs: Pairs, given: Mapping[str, Array | Rows], *, skips: bool
+        self,
+        pairs: Pairs,
+        given: Mapping[str, Array | Rows],
+        rates: Sequence[float | None],
+        *,
+        skips: bool,
     ) -> dict[str, Gradient] | None:
         """Return the means of gradients over the ranks, by name. Collective.
 
         Args:
             pairs: The gradients and their variables.
             given: Of these, what is exchanged; see `exchanged`.
+            rates: See `ShardReducer`.
             skips: Whether those of this rank are dropped.
 
         Returns:
@@ -74,6 +80,7 @@ class _BackwardAveraging(CrossShardOptimizer):
         """
         out: Any = given if self._is_on_device() else None
         shard = self._any_shard()
+        shard.rates = rates
         means = shard.reduce(given, out, None, skips=skips)
         # The call that updates the parameters is the user's.
         shard.updated()
@@ -199,7 +206,8 @@ class CrossShard(Adapter):
             problem = self._no_gradient()
         if problem is not None:
             self._exchange.fail(problem)
-        means = self._exchange.average(pairs, given, skips=skips)
+        rates = self._rule.learning_rates()
+        means = self._exchange.average(pairs, given, rates, skips=skips)
         if means is None:
             self._gradients.clear()
         elif not is_cuda(self._first):

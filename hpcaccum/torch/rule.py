@@ -13,6 +13,7 @@ import torch
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers import Optimizer, Variable
+from hpcaccum.optimizers.learning_rate import finite
 from hpcaccum.torch.rows import gradient_of, needs_for_rows
 from hpcaccum.torch.tensors import CPU, array_of, tensor_of
 
@@ -178,6 +179,11 @@ class TorchRule(Optimizer):
     def _needs(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
         found = [groups[number] for number in self._row_groups]
         return needs_for_rows(self._original.optimizer, found) if found else None
+
+    def learning_rates(self) -> list[float | None]:
+        """Return the rate of each parameter group; None if it is no number."""
+        groups = self._original.optimizer.param_groups
+        return [finite(group.get("lr")) for group in groups]
 
     def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless the optimizer, with these options, changes only rows.

@@ -10,7 +10,7 @@ import hpcaccum as hpc
 import hpcaccum.torch as hpt
 
 from ..mpi.support import meet
-from ..mpi.training import turns, watch_copies
+from ..mpi.training import raised, turns, watch_copies
 from .torch_training import ONE_SIDED, STRATEGIES, SYNCHRONOUS, Model, gradient
 
 
@@ -50,6 +50,32 @@ def test_a_scheduler_of_either_optimizer_sets_the_rate(kind, held, comm, rank, s
         assert opt.param_groups[0]["lr"] == inner.param_groups[0]["lr"] == 0.25
     updates = 1 if kind in SYNCHRONOUS else size
     check_values(model, lambda _, like: np.full(like.shape, -1.5 * updates))
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_rate_that_one_rank_changes_is_found(groups, comm, rank, size):
+    """As a scheduler does that looks at a loss which is not the same on all ranks."""
+    model = Model()
+    parts = [[model.w, model.b]] if groups == 1 else [[model.w], [model.b]]
+    inner = torch.optim.SGD([{"params": part} for part in parts], 1.0)
+    with hpt.CrossShard(inner, comm=comm) as opt:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0)
+        scheduler.step(1.0)
+        scheduler.step(2.0 if rank == size - 1 else 0.5)
+        loss = model.w.sum() + model.b.sum()
+        error = raised(loss.backward)
+        assert type(error) is hpc.DisagreementError
+        name = "learning rate" + " of parameter group 0" * (groups == 2)
+        text = f"{name} must be the same on all {size} ranks: rank 0 has 1.0, rank "
+        assert f"{text}{size - 1} has 0.1" in str(error)
+        # All go on when they have the same.
+        for group in opt.param_groups:
+            group["lr"] = 0.5
+        opt.zero_grad()
+        (model.w.sum() + model.b.sum()).backward()
+        opt.step()
+    check_values(model, lambda _, like: np.full(like.shape, -0.5))
 
 
 def test_a_rate_that_is_a_tensor_reaches_the_center(comm, size):
