@@ -1,14 +1,14 @@
 """The agents of a center in parts: they carry orders, gradients and parameters.
 
-The host decides which gradients make each update, and its agent sends an order to the
-agents of all nodes concerned (`host_orders`). The agent of a node adds the gradients of
+The root decides which gradients make each update, and its agent sends an order to the
+agents of all nodes concerned (`root_orders`). The agent of a node adds the gradients of
 its ranks and sends each server its part of the sum. The agent of a server adds these
 sums, and the server updates its part (`server_orders`). An order also lists the nodes
 that wait for the new parameters, and every server sends them its part
 (`part_arrivals`). Servers carry out orders one after the other, so all parts that a
 node gets are of one step.
 
-The host may order a few steps before the first of them is made. Their gradients then
+The root may order a few steps before the first of them is made. Their gradients then
 travel at the same time.
 """
 
@@ -17,9 +17,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.server.agent_line import AgentLine
-from hpcaccum.server.host_orders import HostOrders
 from hpcaccum.server.order_words import GRADIENTS
 from hpcaccum.server.part_arrivals import PartArrivals
+from hpcaccum.server.root_orders import RootOrders
 from hpcaccum.server.server_orders import ServerOrders
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ class OrderAgent:
 
     Args:
         agent: Runs it.
-        nodes: Of the servers; the first is the host's.
+        nodes: Of the servers; the first is the root's.
         shards: Of the servers.
         server: That of this node, if it has one.
         parts: Where gradients lie.
         node_copy: Where ranks of this node read the parameters.
         words: Of this node.
-        steps: Of the host.
+        steps: Of the root.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class OrderAgent:
             words.write(word, value)
             node_copy.changed.announce()
 
-        orders = HostOrders(line, nodes, parts, write, steps)
+        orders = RootOrders(line, nodes, parts, write, steps)
         self._server: ServerOrders | None = None
         if server is not None:
             self._server = ServerOrders(line, nodes[0], server, parts, words, write)
         self._arrivals = PartArrivals(line, nodes, shards, self._server, node_copy)
         # To each node, so that gradients of two steps do not mix.
         self._giving = line.queues()
-        # What an agent does at a request. Those of the host come to its node only.
+        # What an agent does at a request. Those of the root come to its node only.
         self._do: dict[str, Callable[..., None]] = {
             "begin": orders.begin,
             "order": orders.order,

@@ -44,7 +44,7 @@ class ServerOrders:
 
     Args:
         line: To the other agents.
-        host: The node of the host.
+        root: The node of the root.
         server: The server of this node.
         parts: Where gradients lie.
         words: Of this node.
@@ -54,13 +54,13 @@ class ServerOrders:
     def __init__(
         self,
         line: AgentLine,
-        host: int,
+        root: int,
         server: Server,
         parts: NodeParts,
         words: AtomicWords,
         write: Callable[[int, int], None],
     ) -> None:
-        self._line, self._host, self._server = line, host, server
+        self._line, self._root, self._server = line, root, server
         self._parts, self._words, self._write = parts, words, write
         # The orders, the number of the last one that the server has got, and the steps
         # whose gradients it has.
@@ -129,7 +129,7 @@ class ServerOrders:
         kind = UPDATE if places else NO_UPDATE
         yield from self._obey(kind, bits(rate), self._buffer(step))
         yield from self._send(step, nodes)
-        self._line.tell([self._host], "made", self._server.number, step)
+        self._line.tell([self._root], "made", self._server.number, step)
 
     def _obey(self, kind: int, detail: int, buffer: int = 0) -> Steps:
         """Give the server of this node an order; wait until it is carried out."""

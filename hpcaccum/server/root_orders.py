@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpcaccum.server.agent_line import AgentLine
 
 
-class HostOrders:
+class RootOrders:
     """Sends orders to all nodes concerned; knows which nodes wait for which step.
 
     A part of the `OrderAgent` of the root's node.
