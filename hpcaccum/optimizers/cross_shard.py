@@ -275,6 +275,8 @@ class CrossShardOptimizer(ReducingOptimizer):
         """Compute the gradients, not yet divided by the size of the group."""
         variables = self._variables if var_list is None else listed(var_list)
         shard = self._ensure_initialized(variables)
+        # If a call was given up, other ranks may still read what the loss writes to.
+        shard.reducer.check_usable()
         self._parts = len(shard.present)
         # First: a rank whose loss raises, and that goes on, is a call ahead. If only
         # those that succeed were counted, the others would learn of it at the end, when

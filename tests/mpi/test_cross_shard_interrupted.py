@@ -11,6 +11,7 @@ from hpcaccum.optimizers import reducing, start
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.reducer import Reducer, RowExchange, row_exchange
 
+from ..common import VAIN
 from .interrupting import at_each_point, interrupt
 from .support import meet
 from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
@@ -205,3 +206,25 @@ def test_an_interrupted_restore_is_not_mixed_with_the_next(
     if rank == size - 1:
         # Before the communicator can be freed.
         start.broadcast(opt._group, [variable()], "the missing one")
+
+
+def test_a_loss_writes_to_no_array_that_others_may_still_read(make, rank, monkeypatch):
+    var, opt, calls = variable(np.zeros(3)), make(), []
+    opt.initialize([var])
+    snapshot = opt.snapshot()
+
+    def loss():
+        calls.append(rank)
+        return 0.0, [opt.gradient_arrays()[var.name]]
+
+    if rank == 0:
+        with monkeypatch.context() as patch:
+            patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+            errors = [raised(opt.minimize, loss) for _ in range(2)]
+        assert {type(error) for error in errors} == {hpc.WaitTimeoutError}
+        assert "reduction 1 was given up" in str(errors[1])
+        assert calls == [0]
+    meet()
+    go_back(opt, snapshot)
+    opt.minimize(loss)
+    opt.free()
