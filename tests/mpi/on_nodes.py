@@ -18,9 +18,10 @@ from .support import WAIT, meet
 @pytest.fixture(name="group", params=["real", *NODES])
 def group_on_nodes(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> Iterator:
     """Yield a group on several nodes; at the end, no thread of it may be left."""
-    before = threading.enumerate()
     real = request.param == "real"
-    yield Group.of(comm) if real else made_up(comm, request.param)
+    group = Group.of(comm) if real else made_up(comm, request.param)
+    before = threading.enumerate()
+    yield group
     # One that an earlier test has left may have ended meanwhile.
     assert {*threading.enumerate()} <= {*before}
 
