@@ -15,7 +15,6 @@ from typing import (
     overload,
 )
 
-from hpcaccum.deadline import Deadline
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable
@@ -54,16 +53,18 @@ def one_thread(
 
     @functools.wraps(call)
     def run(self: W, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        held: list[bool] = []
+        acquired = False
         try:
-            if not Deadline.try_acquire(self._in_call, held):
+            # In C until it is stored: no signal handler comes between the two.
+            [acquired] = map(self._in_call.acquire, (False,))
+            if not acquired:
                 raise InvalidArgumentError(
                     f"{self.get_name()}: {call.__name__}, while another thread of this "
                     f"rank uses the optimizer: only one thread at a time may"
                 )
             return call(self, *args, **kwargs)
         finally:
-            if held:
+            if acquired:
                 self._in_call.release()
 
     return run
