@@ -10,8 +10,8 @@ Lifetime: `Freeable` is the base class of collective objects; `shutdown` frees t
 Environment: `launcher` and `cuda_aware` find out how the job was started, and what MPI
     accepts.
 
-All calls of MPI windows are in this package. Imports `errors`, `deadline` and `wake`
-only.
+All calls of MPI windows are in this package. Imports `errors`, `deadline`, `lock` and
+`wake` only.
 """
 
 from __future__ import annotations

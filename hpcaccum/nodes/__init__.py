@@ -5,7 +5,7 @@ each rank on its own node, of which agents send sums to any rank. `Calls` has th
 of another node call a function. With a `Change`, a rank waits for the agent of its own
 node. A group on one node has no agents.
 
-Imports `mpi`, `summation`, `deadline`, `wake` and `errors` only.
+Imports `mpi`, `summation`, `deadline`, `lock`, `wake` and `errors` only.
 """
 
 from __future__ import annotations
