@@ -20,7 +20,6 @@ from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.receipts import MAX_LAG, Receipt, Tally
 from hpcaccum.arguments import positive_count, step_number
 from hpcaccum.deadline import Deadline
-from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable, without_signals
 
 logger = logging.getLogger("hpcaccum")
@@ -268,12 +267,7 @@ class AccumulatorOnDevice(Freeable):
     def _check_here(self) -> None:
         """Raise unless this is open, and its device is the current one."""
         self._check_open()
-        current = device.current_device()
-        if current != self._device:
-            raise InvalidArgumentError(
-                f"{self._name} is on device {self._device}, the current one is "
-                f"{current}"
-            )
+        device.check_current(self._name, self._device)
 
     def _describe(self) -> str:
         return f"accumulator {self._name!r}"

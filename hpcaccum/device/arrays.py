@@ -128,6 +128,24 @@ def current_device() -> int:
     return cupy().cuda.runtime.getDevice()  # type: ignore[no-any-return]
 
 
+def check_current(what: str, number: int) -> None:
+    """Raise unless a device is the current one.
+
+    Args:
+        what: What is on the device.
+        number: Of the device.
+
+    Raises:
+        InvalidArgumentError: If another device is the current one.
+    """
+    current = current_device()
+    if number != current:
+        raise InvalidArgumentError(
+            f"{what} is on device {number}, the current one is {current}; "
+            f"cupy.cuda.Device({number}).use() changes that"
+        )
+
+
 def current_stream() -> Any:
     """Return the stream on which CuPy queues work of this thread.
 
@@ -213,12 +231,7 @@ def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:
             f"{what}: an array on the device must be contiguous, got strides "
             f"{array.strides} for {array.shape}; pass cupy.ascontiguousarray of it"
         )
-    place, current = array.data.device_id, current_device()
-    if place != current:
-        raise InvalidArgumentError(
-            f"{what} is on device {place}, the current one is {current}; "
-            f"cupy.cuda.Device({place}).use() changes that"
-        )
+    check_current(what, array.data.device_id)
 
 
 def all_on_device(what: str, arrays: Iterable[Any]) -> bool:

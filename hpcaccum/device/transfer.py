@@ -15,13 +15,13 @@ import numpy as np
 
 from hpcaccum.device.arrays import (
     Pinned,
+    check_current,
     cupy,
     current_device,
     current_stream,
     new_event,
 )
 from hpcaccum.device.multi_tensor import PointerTable
-from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,12 +68,7 @@ class Transfer:
 
     def check_device(self) -> None:
         """Raise InvalidArgumentError unless the current device is still the same."""
-        current = current_device()
-        if current != self._device:
-            raise InvalidArgumentError(
-                f"earlier calls used device {self._device}, the current one is "
-                f"{current}; cupy.cuda.Device({self._device}).use() changes that"
-            )
+        check_current("the memory of earlier calls", self._device)
 
     def compile(self) -> None:
         """Compile the kernels now instead of during the first transfer."""

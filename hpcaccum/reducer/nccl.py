@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.device import NcclSum, card, cupy, current_device, nccl_library, unique_id
+from hpcaccum.device import (
+    NcclSum,
+    card,
+    check_current,
+    cupy,
+    current_device,
+    nccl_library,
+    unique_id,
+)
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import NodeMemory
 from hpcaccum.reducer.schedule import MessageSchedule
@@ -46,12 +54,7 @@ class Nccl(MessageSchedule):
 
     def check_usable(self) -> None:
         """Raise if NCCL has failed, or another device has become the current one."""
-        current = current_device()
-        if current != self._device:
-            raise InvalidArgumentError(
-                f"{_WHAT} was made on device {self._device}, the current one is "
-                f"{current}"
-            )
+        check_current(_WHAT, self._device)
         if self._broken is None:
             try:
                 self._sum.check()

@@ -318,6 +318,7 @@ class Client(Freeable):
         if self._transfer is None:
             gradients = self._wire.gradients
             self._transfer = Transfer(gradients, gradients.dtype, gradients.dtype)
+        self._transfer.check_device()
         return self._transfer
 
     def _send(self, grads: Mapping[str, Any], slot: Array) -> None:

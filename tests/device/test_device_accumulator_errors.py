@@ -44,6 +44,26 @@ def test_bad_gradients_are_refused_and_change_nothing(make, form, bad, text):
     assert acc.statistics().tally == Tally((0,), (0,), {})
 
 
+def test_calls_on_another_device_are_refused_and_change_nothing(
+    make, form, monkeypatch
+):
+    monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "2")
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    acc = make()
+    acc.apply_grad(like(form, [1, 1], "f"))
+    text = "is on device 0, the current one is 1"
+    with cupy.cuda.Device(1):
+        with pytest.raises(INVALID, match=text):
+            acc.apply_grad(like(form, [5, 5], "f"))
+        with pytest.raises(INVALID, match=text):
+            acc.take_grad(1)
+
+    same_bits(form, acc.take_grad(1), np.ones(2, "f"))
+    tally = acc.statistics().tally
+    assert (tally.accepted, tally.dropped) == ((1,), (0,))
+
+
 def test_mappings_have_all_names_and_no_others():
     with hpc.DeviceAccumulator("f4", {"a": (2,), "b": ()}, name="net") as acc:
         a, b = cupy.ones(2, "f"), cupy.ones((), "f")

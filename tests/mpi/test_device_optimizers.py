@@ -277,6 +277,29 @@ def test_variables_are_all_here_or_all_there(cp, comm, rank, size, wrapper):
     assert "some on the host" in str(error)
 
 
+@pytest.mark.ranks(min=2)
+def test_parameters_are_not_pulled_on_another_device(cp, comm, rank, monkeypatch):
+    monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "2")
+    if cp.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    w, before = hpc.Variable(cp.zeros(500), "w"), cp.cuda.Device().id
+    grad, losses = cp.ones(500), []
+    with WRAPPERS["DropStale"](hpc.SGD(1), [w], comm) as opt:
+        opt.initialize([w])
+        opt.minimize(gives(grad))
+        meet()
+        if rank:
+            opt.minimize(gives(grad))
+        meet()
+        if rank == 0:
+            with cp.cuda.Device(1 - before):
+                error = raised(opt.minimize, lambda: losses.append(1) or (0.0, [grad]))
+            text = f"is on device {before}, the current one is {1 - before}"
+            assert text in str(error)
+            assert not losses
+        opt.minimize(gives(grad))
+
+
 def test_a_gradient_is_where_its_variable_is(cp):
     here, there = hpc.Variable(np.zeros(5), "w"), hpc.Variable(cp.zeros(5), "w")
     for var, grad, message in (

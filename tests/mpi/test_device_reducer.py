@@ -333,7 +333,7 @@ def test_another_device_on_one_rank_is_an_error_on_all(
         mine = empty_like(cp, shapes, np.float32)
         error = raised(reducer.reduce, mine)
     assert type(error) is InvalidArgumentError
-    assert f"used device {before}, the current one is {1 - before}" in str(error)
+    assert f"is on device {before}, the current one is {1 - before}" in str(error)
     works(reducer, size)
 
 

@@ -289,7 +289,7 @@ def test_another_device_than_at_construction_is_an_error(cp, maker, rank, size):
     cp.cuda.Device(rank).use()
 
     assert type(error) is InvalidArgumentError
-    assert f"was made on device {size - 1}, the current one is" in str(error)
+    assert f"is on device {size - 1}, the current one is" in str(error)
     works(cp, reducer, size)
 
 
