@@ -23,8 +23,9 @@ class Gradients:
     PyTorch computes each gradient in memory of its own. `move` copies it to the
     exchange, once. From then on ``grad`` is the memory of the exchange: another
     backward pass, or clipping, changes it in place. Gradients of half precision stay
-    where they are, as the exchange has a wider dtype. So do sparse gradients, and those
-    on a device, from which the exchange copies them.
+    where they are, as the exchange has a wider dtype. So do those of parameters in
+    another order, such as ``channels_last``, as optimizers may need that of the
+    parameter; sparse gradients; and those on a device. The exchange copies them.
 
     Args:
         parameters: By name.
@@ -57,7 +58,7 @@ class Gradients:
             {
                 name: tensor
                 for name, tensor in tensors.items()
-                if tensor.dtype == self._parameters[name].dtype
+                if _is_alike(tensor, self._parameters[name])
             },
         )
 
@@ -127,3 +128,8 @@ class Gradients:
         """Set each ``grad`` to None."""
         for parameter in self._parameters.values():
             parameter.grad = None
+
+
+def _is_alike(place: Any, parameter: Any) -> bool:
+    """Whether memory of the exchange has the dtype and the order of a parameter."""
+    return place.dtype == parameter.dtype and place.stride() == parameter.stride()

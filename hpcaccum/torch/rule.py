@@ -15,7 +15,7 @@ from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers import Optimizer, Variable
 from hpcaccum.optimizers.learning_rate import finite
 from hpcaccum.torch.rows import gradient_of, needs_for_rows
-from hpcaccum.torch.tensors import CPU, array_of, tensor_of
+from hpcaccum.torch.tensors import CPU, array_of, laid_out, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -261,7 +261,7 @@ class TorchRule(Optimizer):
             tensor = target.tensors[var.name]
             if parts := states[var.name]:
                 target.optimizer.state[tensor] = {
-                    part: _restored(value, tensor.device, counts[tensor])
+                    part: _restored(value, tensor, counts[tensor])
                     for part, value in parts.items()
                 }
 
@@ -280,7 +280,7 @@ def _copied(original: _Target, tensors: Mapping[str, Any]) -> Any:
     for parameter, tensor in copies.items():
         if parameter in optimizer.state:
             parts = copy.deepcopy(optimizer.state[parameter], memo)
-            state[tensor] = {part: _in_cpu_memory(parts[part]) for part in parts}
+            state[tensor] = {part: _moved(parts[part], tensor) for part in parts}
     memo[id(optimizer.state)] = state
     memo[id(optimizer.param_groups)] = [
         {**copy.deepcopy(_options(group), memo), **_some(group, copies)}
@@ -299,11 +299,13 @@ def _some(group: Mapping[str, Any], copies: Mapping[Any, Any]) -> dict[str, list
 
 
 def _gradient(grad: Any, tensor: Any) -> Any:
-    """Return a gradient as a tensor of the dtype of its parameter; None remains."""
+    """Return a gradient as its parameter has it in memory; None remains."""
     if isinstance(grad, IndexedSlices):
         return gradient_of(grad, tensor.dtype)
+    if grad is None:
+        return None
     # Sums may have a wider dtype.
-    return None if grad is None else tensor_of(grad).to(tensor.dtype)
+    return laid_out(tensor_of(grad).to(tensor.dtype), tensor)
 
 
 def _kept(value: Any) -> Any:
@@ -338,6 +340,13 @@ def _in_cpu_memory(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
+def _moved(value: Any, tensor: Any) -> Any:
+    """Return a part of the state as it is kept for a tensor of a center."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return _in_cpu_memory(value)
+    return laid_out(value.cpu(), tensor)
+
+
 def _places_of_counts(optimizer: Any) -> dict[Any, Any]:
     """Return where PyTorch keeps the count of steps of each parameter, as a tensor."""
     return {
@@ -347,12 +356,12 @@ def _places_of_counts(optimizer: Any) -> dict[Any, Any]:
     }
 
 
-def _restored(value: Any, place: Any, place_of_counts: Any) -> Any:
-    """Return a part of a snapshot as an optimizer keeps it, on these devices."""
+def _restored(value: Any, parameter: Any, place_of_counts: Any) -> Any:
+    """Return a part of a snapshot as an optimizer keeps it for a parameter."""
     if isinstance(value, int):
         return value
-    tensor = tensor_of(np.array(value))
-    return tensor.to(place if tensor.ndim else place_of_counts)
+    tensor = laid_out(tensor_of(np.array(value)), parameter)
+    return tensor.to(parameter.device if tensor.ndim else place_of_counts)
 
 
 def _state_variable(title: str, value: Any) -> Variable:

@@ -60,6 +60,18 @@ def tensor_of(array: Array) -> Any:
     return torch.from_numpy(array)
 
 
+def laid_out(tensor: Any, like: Any) -> Any:
+    """Return a tensor in the order of another one in memory, if their shapes are equal.
+
+    The fused optimizers of PyTorch combine elements by their places in memory.
+    """
+    if tensor.shape != like.shape or tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(
+        tensor
+    )
+
+
 def numpy_name(dtype: Any) -> Any:
     """Return the name that NumPy has for a dtype of PyTorch; other values as is."""
     return (
