@@ -132,4 +132,5 @@ class Gradients:
 
 def _is_alike(place: Any, parameter: Any) -> bool:
     """Whether memory of the exchange has the dtype and the order of a parameter."""
-    return place.dtype == parameter.dtype and place.stride() == parameter.stride()
+    facts = [(each.dtype, each.stride()) for each in (place, parameter)]
+    return facts[0] == facts[1]

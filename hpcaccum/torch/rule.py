@@ -286,7 +286,12 @@ def _copied(original: _Target, tensors: Mapping[str, Any]) -> Any:
         {**copy.deepcopy(_options(group), memo), **_some(group, copies)}
         for group in optimizer.param_groups
     ]
-    return copy.deepcopy(optimizer, memo)
+    made = copy.deepcopy(optimizer, memo)
+    # PyTorch copies none that a subclass has added. Of a scheduler is `step`, which
+    # calls that of the original.
+    for name in vars(optimizer).keys() - vars(made).keys() - {"step"}:
+        setattr(made, name, copy.deepcopy(vars(optimizer)[name], memo))
+    return made
 
 
 def _some(group: Mapping[str, Any], copies: Mapping[Any, Any]) -> dict[str, list[Any]]:

@@ -124,14 +124,19 @@ def named_parameters(optimizer: Any, module: Any) -> dict[str, Any]:
     if module is not None:
         names = {each: name for name, each in module.named_parameters()}
     found: dict[str, Any] = {}
+    first: dict[Any, str] = {}
     for group in optimizer.param_groups:
         given = group.get("param_names") or [None] * len(group["params"])
         for parameter, name in zip(group["params"], given, strict=True):
             own = names.get(parameter) or name or f"parameter {len(found)}"
+            if parameter in first:
+                raise InvalidArgumentError(
+                    f"the optimizer has {first[parameter]!r} twice"
+                )
             while own in found:
                 # Modules of two groups may have the same names.
                 own = f"{own} ({len(found)})"
-            found[own] = parameter
+            found[own], first[parameter] = parameter, own
     _check_devices(list(found.values()))
     for name, parameter in found.items():
         _check_parameter(name, parameter)

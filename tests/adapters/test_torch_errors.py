@@ -41,6 +41,10 @@ WRONG = {
         lambda: sgd(torch.nn.Linear(2, 2, device="meta")),
         "on meta; only tensors in CPU memory or on a CUDA",
     ),
+    "twice": (
+        lambda: torch.optim.SGD([Model().w, *[Model().b] * 2], 1.0),
+        "the optimizer has 'parameter 1' twice",
+    ),
     "dtype": (
         lambda: sgd(torch.nn.Linear(2, 2, dtype=torch.complex64)),
         "'parameter 0' is of torch.complex64",
@@ -49,6 +53,7 @@ WRONG = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("case", WRONG)
 def test_an_optimizer_that_cannot_be_used(case, kind, comm, rank):

@@ -15,7 +15,24 @@ from ..mpi.support import WAIT, meet
 from ..mpi.training import turns
 from .torch_training import ONE_SIDED, STRATEGIES, SYNCHRONOUS, Model, Plain, groups
 
+
+class Scaled(torch.optim.Optimizer):
+    """An optimizer of a user, which keeps a number that is no option."""
+
+    def __init__(self, params, scale):
+        super().__init__(params, {"lr": 0.1})
+        self.scale = scale
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=self.scale * group["lr"])
+
+
 OPTIMIZERS = {
+    "Scaled": lambda params: Scaled(params, 2.0),
     "SGD": lambda params: torch.optim.SGD(
         params, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01
     ),
