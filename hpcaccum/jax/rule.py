@@ -21,6 +21,38 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.snapshot import Key, Parts
 
 
+class _Keys:
+    """The random keys in a state, of which NumPy and checkpoints have only the data.
+
+    Attributes:
+        kinds: Of each leaf of the state, what its key is; None if it is no key.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: list[Any] = []
+
+    def replaced(self, state: Any) -> Any:
+        """Return a state with the data of the keys."""
+        leaves, nesting = jax.tree_util.tree_flatten(state)
+        self.kinds = [jax.random.key_impl(x) if _is_key(x) else None for x in leaves]
+        data = [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
+        return jax.tree_util.tree_unflatten(nesting, data)
+
+    def restored(self, state: Any) -> Any:
+        """Return a state that was `replaced` with its keys."""
+        leaves, nesting = jax.tree_util.tree_flatten(state)
+        found = [
+            leaf if kind is None else jax.random.wrap_key_data(leaf, impl=kind)
+            for leaf, kind in zip(leaves, self.kinds, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(nesting, found)
+
+
+def _is_key(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array)
+    return is_array and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 class OptaxRule(Optimizer):
     """Updates all variables of a pytree at once, by a rule of optax.
 
@@ -52,17 +84,22 @@ class OptaxRule(Optimizer):
             )
         structure.check_threads()
 
+        keys = _Keys()
+
+        def init(params: Any) -> Any:
+            return keys.replaced(rule.init(params))
+
         def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-            updates, state = rule.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
+            updates, state = rule.update(grads, keys.restored(state), params)
+            return optax.apply_updates(params, updates), keys.replaced(state)
 
         self._structure = structure
-        self._init, self._update = jax.jit(rule.init), jax.jit(update)
+        self._init, self._update = jax.jit(init), jax.jit(update)
         self._states: dict[tuple[Variable, ...], Any] = {}
         # An unusable rule raises here, and not in the thread of the server.
         params = jax.tree_util.tree_unflatten(structure.nesting, structure.leaves)
         with no_average():
-            state = jax.eval_shape(rule.init, params)
+            state = jax.eval_shape(init, params)
             jax.eval_shape(update, params, state, params)
         self._kept = Structure.of(state)
 

@@ -352,6 +352,19 @@ def test_a_snapshot_continues_with_the_same_bits(make, tmp_path, rank, size):
     same_trees(other.params, opt.params)
 
 
+def test_a_snapshot_has_the_random_key_of_a_rule(make, tmp_path, rank):
+    rule, saved = optax.chain(optax.add_noise(1.0, 0.5, 0), optax.sgd(0.1)), None
+    opt = make("SyncReplicas", rule, {"w": jnp.arange(3.0)})
+    train(opt, range(3), rank)
+    if rank == 0:
+        checkpoint.save(tmp_path, opt.snapshot())
+        saved = checkpoint.load(tmp_path)
+    other = make("SyncReplicas", rule, {"w": jnp.zeros(3)}, snapshot=saved)
+    for each in (opt, other):
+        train(each, range(3, 5), rank)
+    same_trees(other.params, opt.params)
+
+
 @pytest.mark.parametrize("kind", ["DropStale", "AGN"])
 def test_a_snapshot_has_the_state_of_the_host(make, kind, rank, size):
     opt = make(kind)
