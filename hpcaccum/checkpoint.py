@@ -56,7 +56,8 @@ def save(
     disk.
 
     A directory belongs to the last process that began to save to it, so that two runs
-    do not mix their checkpoints: an earlier one can save there no more.
+    do not mix their checkpoints: an earlier one can save there no more. Within a
+    process, a signal handler or another thread may save during a call.
 
     Args:
         directory: Created if necessary.
@@ -69,7 +70,7 @@ def save(
             `snapshot` is saved; Variables; or what a state contains.
 
     Returns:
-        The file. Files are numbered; a larger number is a later save.
+        The file. Files are numbered; a larger number is that of a later call.
 
     Raises:
         InvalidArgumentError, TypeError: If ``state`` contains something else.
@@ -87,12 +88,10 @@ def save(
     place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)
     check(place)
-    earlier = _numbered(place)
-    path = place / f"checkpoint-{max(earlier, default=0) + 1}{_SUFFIX}"
-    _write(path, arrays, header)
-    for number in sorted(earlier)[: max(0, len(earlier) + 1 - keep)]:
+    path = _write(place, arrays, header)
+    for earlier in files(place)[:-keep]:
         with contextlib.suppress(FileNotFoundError):
-            earlier[number].unlink()
+            earlier.unlink()
     return path
 
 
@@ -180,7 +179,7 @@ def _fitting(name: str, own: Array, saved: Any) -> tuple[Array, Array]:
 
 def _newest(place: Path) -> Any:
     """Return the state of a file, or of the latest in a directory, if there is one."""
-    if place.is_file() or place.suffix == _SUFFIX:
+    if place.is_file() or (place.suffix == _SUFFIX and not place.is_dir()):
         return _read(place)
     damaged: list[CheckpointError] = []
     for file in reversed(files(place)):
@@ -268,10 +267,10 @@ def _checksum(text: str, arrays: Mapping[str, Array]) -> str:
     return f"crc32 {total:08x}"
 
 
-def _write(path: Path, arrays: Mapping[str, Array], header: dict[str, str]) -> None:
-    folder = unfinished(path.parent)
+def _write(place: Path, arrays: Mapping[str, Array], header: dict[str, str]) -> Path:
+    folder = None
     try:
-        folder.mkdir(exist_ok=True)
+        folder, path = _new(place)
         part = folder / path.name
         try:
             save_file(dict(arrays), part, header)
@@ -280,15 +279,37 @@ def _write(path: Path, arrays: Mapping[str, Array], header: dict[str, str]) -> N
         # safetensors makes it private; the folder has what the user's umask permits.
         part.chmod(folder.stat().st_mode & 0o666)
         _synchronize(part)
-        check(path.parent)
+        check(place)
         part.replace(path)
-        _synchronize(path.parent)
+        _synchronize(place)
     except OSError:
         # The folder is gone if another process has taken the directory meanwhile.
-        check(path.parent)
+        check(place)
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return path
+
+
+def _new(place: Path) -> tuple[Path, Path]:
+    """Return the file of a new checkpoint, and a folder in which to write it.
+
+    A signal handler, or another thread, may save meanwhile: it finds the folder, and
+    takes the next number.
+    """
+    number = max(_numbered(place), default=0)
+    while True:
+        number += 1
+        folder = unfinished(place, number)
+        path = place / f"checkpoint-{number}{_SUFFIX}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        if not path.exists():
+            return folder, path
+        folder.rmdir()
 
 
 def _synchronize(path: Path) -> None:

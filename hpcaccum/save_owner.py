@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hpcaccum.errors import CheckpointError
 
-# Of files that are not complete; each process has a folder of its own for them.
+# Of files that are not complete; each has a folder of its own.
 UNFINISHED = ".unfinished"
 _OWNER = ".owner"
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -37,12 +37,14 @@ def take(directory: Path) -> None:
     Also remove what other processes have not completed: a killed one never will, and
     the `check` of a living one fails.
     """
-    new = directory / f"{_OWNER}-{_TOKEN}"
+    # A signal handler or another thread may do so at the same time.
+    new = directory / f"{_OWNER}-{uuid.uuid4().hex}"
     new.write_text(f"{_TOKEN}\n{_describe()}\n")
     new.replace(directory / _OWNER)
     _taken.add(directory.resolve())
     for path in directory.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if not path.name.startswith(f"{UNFINISHED}-{_TOKEN}"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def check(directory: Path) -> None:
@@ -67,9 +69,9 @@ def check(directory: Path) -> None:
         )
 
 
-def unfinished(directory: Path) -> Path:
-    """Return the folder for the incomplete files of this process."""
-    return directory / f"{UNFINISHED}-{_TOKEN}"
+def unfinished(directory: Path, number: int) -> Path:
+    """Return the folder for an incomplete file of this process, by its number."""
+    return directory / f"{UNFINISHED}-{_TOKEN}-{number}"
 
 
 def _describe() -> str:

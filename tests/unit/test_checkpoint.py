@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import random
@@ -317,13 +318,42 @@ def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_synchronize", watched)
     checkpoint.save(tmp_path, 2, keep=1)
     one, two = "checkpoint-1.safetensors", "checkpoint-2.safetensors"
-    folder = save_owner.unfinished(tmp_path).name
+    folder = save_owner.unfinished(tmp_path, 2).name
 
     assert calls == [
         (two, [folder, one]),
         (tmp_path.name, [folder, one, two]),
     ]
     assert names(tmp_path) == [two]
+
+
+def test_a_signal_handler_may_save_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    synchronize = checkpoint._synchronize
+
+    def interrupted(path):
+        monkeypatch.setattr(checkpoint, "_synchronize", synchronize)
+        checkpoint.save(tmp_path, "later")
+        synchronize(path)
+
+    monkeypatch.setattr(checkpoint, "_synchronize", interrupted)
+    path = checkpoint.save(tmp_path, "earlier")
+    assert checkpoint.load(path) == "earlier"
+    assert checkpoint.load(tmp_path) == "later"
+    assert len(names(tmp_path)) == 2
+
+
+def test_threads_save_to_one_directory(tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = list(
+            pool.map(lambda n: checkpoint.save(tmp_path, n, keep=90), range(60))
+        )
+    assert [checkpoint.load(path) for path in found] == list(range(60))
+
+
+def test_a_directory_may_be_named_like_a_file(tmp_path):
+    place = tmp_path / "run.safetensors"
+    checkpoint.save(place, 1)
+    assert checkpoint.load(place) == 1
 
 
 # Two processes with one directory
