@@ -6,6 +6,7 @@ import argparse
 import inspect
 import itertools
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -213,7 +214,7 @@ def _add_soak(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=_seconds, default=60.0, help="how long, about (60)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the settings and operations (0)"
+        "--seed", type=_seed, default=0, help="of the settings and operations (0)"
     )
 
 
@@ -276,6 +277,14 @@ def _number(text: str, above: float, what: str) -> float:
     if not above < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
     return number
+
+
+def _seed(text: str) -> int:
+    if not re.fullmatch(r"\d{1,99}", text):
+        raise argparse.ArgumentTypeError(
+            f"must be an integer of at least 0, got {text!r}"
+        )
+    return int(text)
 
 
 def _picture(text: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum import InvalidArgumentError
@@ -92,7 +93,7 @@ def read(path: Path) -> Rows:
     for number, line in enumerate(lines, 1):
         try:
             key, found = _parse(line)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             raise InvalidArgumentError(
                 f"{path}: line {number} is not what hpcaccum bench --json writes"
             ) from None
@@ -107,7 +108,18 @@ def _parse(line: str) -> tuple[Key, Measured]:
     facts = json.loads(line)
     given = [e.name for e in _FIELDS if e.name in _REQUIRED or e.name in facts]
     row = Row(**{name: facts[name] for name in given})
-    if not row.median_us > 0 or not (row.spread_us or 0) >= 0:
+    times = row.median_us, (row.spread_us or 0) + row.median_us
+    if not all(map(math.isfinite, times)) or not 0 < times[0] <= times[1]:
         raise ValueError(line)
-    key = row.benchmark, row.name, row.bytes, facts["ranks"], facts["mpi"]
-    return key, Measured(row, facts)
+    names = row.benchmark, row.name, facts["mpi"], row.raw or ""
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(line)
+    nbytes, ranks, _ = map(counting, (row.bytes, facts["ranks"], facts["nodes"]))
+    return (row.benchmark, row.name, nbytes, ranks, facts["mpi"]), Measured(row, facts)
+
+
+def counting(number: Any) -> int:
+    """Return what must be an integer of at least 1, or raise a ValueError."""
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(number)
+    return number

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.report import number_text, size_text, time_text
-from hpcaccum.bench.row_files import read
+from hpcaccum.bench.row_files import counting, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +98,7 @@ def _measured(path: Path) -> Iterator[Curve]:
         return
     for row, facts in read(path).values():
         title = f"{row.benchmark}, {size_text(row.bytes)}"
-        points = {Size(facts["ranks"], int(facts["nodes"])): row.median_us}
+        points = {Size(facts["ranks"], facts["nodes"]): row.median_us}
         yield Curve(title, row.name, points, row.raw, row.reference)
 
 
@@ -108,14 +108,16 @@ def _log(path: Path) -> list[Curve] | None:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         if lines[0]["event"] != "start":
             return None
-        size = Size(lines[0]["ranks"], len(lines[0]["hosts"]))
-        return [
-            Curve(_TRAINING, line["strategy"], {size: line["samples_per_second"]})
+        size = Size(counting(lines[0]["ranks"]), len(lines[0]["hosts"]))
+        rates = {
+            str(line["strategy"]): float(line["samples_per_second"])
             for line in lines
             if line["event"] == "result"
-        ]
-    except (OSError, ValueError, TypeError, KeyError, IndexError):
+        }
+    except (OSError, ValueError, TypeError, LookupError, OverflowError):
         return None
+    # It is 0 if the training was asked to stop at once, or had been complete before.
+    return [Curve(_TRAINING, name, {size: r}) for name, r in rates.items() if r]
 
 
 def _show(curves: list[Curve], plot: Path | None) -> None:

@@ -55,7 +55,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     group.agree("--device", lambda: _use_device(options, group), _nothing)
     data = load(options.data, group)
     sizes = widths(options, data)
-    group.agree("--hidden", lambda: check_memory(sizes, group.node.size), _nothing)
+    ranks, batch = group.node.size, options.batch
+    group.agree("memory", lambda: check_memory(sizes, batch, ranks), _nothing)
     expected = saving.facts(options, sizes)
     found = group.agree(
         "checkpoints", lambda: saving.find(options, group.rank, expected), _nothing

@@ -239,6 +239,8 @@ class Run:
         tally = self._tally(list(made))
         if self._collective:
             self._earlier = sum(starts)
+        # A job of more ranks may have gone before; its other ranks did not wait here.
+        waits += (0.0,) * (len(tally.accepted) - len(waits))
         stopped = self._stop.status if min(made) < self._target else 0
         self._stop.free()
         finals = {record.group: record.accuracy for record in records}

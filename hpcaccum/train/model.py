@@ -30,21 +30,27 @@ def widths(options: Options, data: Dataset) -> tuple[int, ...]:
     return (data.x.shape[1], *options.hidden, data.classes)
 
 
-def check_memory(sizes: Sequence[int], ranks: int) -> None:
-    """Raise InvalidArgumentError if a node has no memory for the model of each rank.
+def check_memory(sizes: Sequence[int], batch: int, ranks: int) -> None:
+    """Raise InvalidArgumentError if a node has no memory for the ranks' training.
 
     Args:
         sizes: Widths of all layers.
+        batch: Number of samples in a batch.
         ranks: Number of ranks on the node.
     """
     count = sum((one + 1) * other for one, other in itertools.pairwise(sizes))
-    needed, free = ranks * count * 4, free_memory()
-    if needed > free:
-        raise InvalidArgumentError(
-            f"--hidden: a network of {count} parameters needs more than "
-            f"{needed / 2**30:.1f} GiB of memory on a node, {free / 2**30:.1f} GiB are "
-            f"free"
-        )
+    free = free_memory()
+    for what, numbers in (
+        (f"--hidden: a network of {count} parameters needs", count),
+        # The inputs and outputs of all layers.
+        (f"--batch: batches of {batch} samples need", batch * sum(sizes)),
+    ):
+        needed = ranks * numbers * 4
+        if needed > free:
+            raise InvalidArgumentError(
+                f"{what} more than {needed / 2**30:.1f} GiB of memory on a node, "
+                f"{free / 2**30:.1f} GiB are free"
+            )
 
 
 class MLP:

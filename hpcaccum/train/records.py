@@ -60,9 +60,9 @@ class Result:
         resumed_at: How many of them were made by earlier jobs.
         earlier: How many of the accepted gradients were.
         gradient_samples: Number of samples in one gradient.
-        accepted, dropped: Number of gradients of each rank.
+        accepted, dropped: Number of gradients of each rank, also of earlier jobs.
         lags: Lag to number of gradients.
-        waited: Seconds that each rank waited in the optimizer.
+        waited: Seconds that each rank waited in the optimizer, in this job.
         accuracy: Test accuracy of each group's final model.
         records: Group by group, each in chronological order.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ class Exchange:
 
     def updates(self, total: int) -> int:
         """Return the least number of updates that use at least ``total`` samples."""
-        return math.ceil(total / self.samples)
+        return -(-total // self.samples)
 
 
 def _rule(options: Options) -> hpc.Optimizer:

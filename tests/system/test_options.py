@@ -29,6 +29,7 @@ TRAIN = [
         "error: --groups must contain each rank of 0 to 1 once, got [[0]]",
     ),
     (["--strategy", "agn", "--hidden", "99999999999"], "needs more than 55879.4 GiB"),
+    (["--strategy", "agn", "--batch", "9" * 30], "--batch: batches of 999999999999"),
     (["--strategy", "sync-replicas", "--quorum", "3"], "must be at most 2"),
     (["--strategy", "agn", "--quorum", "2"], "--quorum is for sync-replicas, not for"),
     (["--strategy", "agn", "--staleness", "0"], "--staleness is for drop-stale, not"),
@@ -77,6 +78,8 @@ BENCH = [
     ([*QUICK, "--json", "script.py"], "script.py: the file exists; use --force"),
     ([*QUICK, "--csv", "script.py"], "script.py: the file exists; use --force"),
     (["allreduce", "--csv", "no/rows.csv"], "no/rows.csv: No such file"),
+    (["soak", "--seed", "-5"], "an integer of at least 0, got '-5'"),
+    (["soak", "--seed", "x"], "an integer of at least 0, got 'x'"),
 ]
 # Without a launcher.
 ALONE = [

@@ -120,6 +120,19 @@ def test_a_job_continues_one_that_was_killed(train, mpirun, tmp_path, common, op
     assert len(checkpoint.files(tmp_path / "saved")) == 3
 
 
+def test_a_job_of_fewer_ranks_continues(train, tmp_path):
+    words = "--strategy", "drop-stale", "--every", "5"
+    train(*words, "--epochs", "2", ranks=2)
+    tally = last(tmp_path)["optimizer"]["tally"]
+    shown = train(*words, "--epochs", "3", "--resume", ranks=1)
+
+    # The other rank keeps its counts, and has waited for nothing.
+    table = [line.split() for line in shown.splitlines()]
+    counts = str(tally["accepted"][1]), str(tally["dropped"][1])
+    assert ["1", *counts, "0.00", "s"] in table
+    assert last(tmp_path)["step"] == 68
+
+
 def test_the_later_of_two_jobs_goes_on(
     train, mpiexec, mpi_environment, tmp_path, common
 ):

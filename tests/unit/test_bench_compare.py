@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 
+from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.compare import comparison
+from hpcaccum.bench.row_files import read
 
 from .measured import reference, row, write
 
@@ -98,6 +103,30 @@ def test_files_of_earlier_versions_have_no_noise(compare):
     status, lines, _ = compare(old, new, without=["spread_us"])
 
     assert (status, lines[0][-3]) == (1, "0%")
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("name", [1, ["x"], None]),
+        ("mpi", [{}, None]),
+        ("raw", [1, ["MPI"]]),
+        ("bytes", ["4096", 0, None, []]),
+        ("ranks", ["2", 0, [2]]),
+        ("nodes", [None, "1", -1]),
+        ("median_us", ["x", 0, -1, math.nan, math.inf, 10**400]),
+        ("spread_us", ["x", -1, math.inf, 10**400]),
+    ],
+)
+def test_a_line_with_another_kind_of_value_is_named(field, values, tmp_path):
+    path = tmp_path / "rows"
+    write(path, [row(), reference()])
+    first, second = map(json.loads, path.read_text().splitlines())
+    for value in values:
+        lines = json.dumps(first), json.dumps({**second, field: value})
+        path.write_text("\n".join(lines))
+        with pytest.raises(InvalidArgumentError, match="rows: line 2 is not what"):
+            read(path)
 
 
 def test_what_is_not_the_same_is_reported(tmp_path, capsys):

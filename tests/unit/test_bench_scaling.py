@@ -63,6 +63,22 @@ def test_a_training_should_use_as_many_samples_on_each_rank(trained, capsys):
     assert " ".join(row.split()) == "agn 100/s 1.00 300/s 0.75"
 
 
+def test_a_training_without_updates_is_left_out(trained, capsys):
+    # It was stopped at once, or was complete when it was resumed.
+    files = [trained(2, "a", 100.0), trained(3, "a", 0.0), trained(8, "ab", 300.0)]
+    _, heads, *_ = shown(capsys, files)
+
+    assert heads.split() == ["2", "on", "1", "8", "on", "2"]
+
+
+def test_a_damaged_log_is_one_line(trained):
+    good = trained(2, "a", 100.0)
+    for ranks, rate in [("4", 1.0), (0, 1.0), (4, None), (4, "x"), (4, 10**400)]:
+        bad = trained(ranks, "a", rate)
+        with pytest.raises(InvalidArgumentError, match="line 1 is not what"):
+            report([good, bad], None)
+
+
 def test_what_was_measured_once_is_left_out(measured, capsys):
     files = [measured(2, 1, 1.0), measured(4, 1, 1.0), measured(4, 1, 1.0, 8192)]
 
