@@ -52,6 +52,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     """
     group = Group.of()
     options = group.agree("options", lambda: _options(args, group))
+    requests = Requests(options.time_limit)
+    requests.listen_early()
     group.agree("--device", lambda: _use_device(options, group), _nothing)
     data = load(options.data, group)
     sizes = widths(options, data)
@@ -63,7 +65,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     )
     # Last, as a log is emptied.
     outputs = group.agree("output", lambda: _open_files(options, group), _nothing)
-    return functools.partial(_train, options, data, group, found, outputs)
+    return functools.partial(_train, options, data, group, requests, found, outputs)
 
 
 def _nothing(_: object) -> dict[str, object]:
@@ -114,6 +116,7 @@ def _train(
     options: Options,
     data: Dataset,
     group: Group,
+    requests: Requests,
     found: Any,
     outputs: _Outputs,
 ) -> int:
@@ -127,7 +130,7 @@ def _train(
     title = describe(facts, options)
     out.print(title, soft_wrap=True)
     with _traced(options, group):
-        results = _train_all(options, data, group, found, outputs, out)
+        results = _train_all(options, data, group, requests, found, outputs, out)
         outputs.log.close()
         diverged = [result.strategy for result in results if result.diverged]
         mark.write(1 if diverged else results[-1].stopped)
@@ -157,13 +160,13 @@ def _train_all(
     options: Options,
     data: Dataset,
     group: Group,
+    requests: Requests,
     found: Any,
     outputs: _Outputs,
     out: Console,
 ) -> list[Result]:
     """Train with each strategy, until a request to stop. Collective."""
     results: list[Result] = []
-    requests = Requests(options.time_limit)
     with requests.listening():
         for strategy in options.strategies:
             with span(strategy):

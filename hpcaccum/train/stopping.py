@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import time
@@ -41,16 +42,21 @@ class Requests:
     """The requests to this process to stop: its signals and its clock.
 
     Args:
-        seconds: The time limit, from now on.
+        seconds: The time limit, which begins with `listening`.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._until = time.monotonic() + seconds
+        self._seconds, self._until = seconds, math.inf
         self._signaled = 0
+
+    def listen_early(self) -> None:
+        """Take SIGUSR1 as a request from now on, which MPICH ignores after MPI_Init."""
+        signal.signal(signal.SIGUSR1, self._note)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Take signals as requests during the block; a second Ctrl-C interrupts it."""
+        self._until = time.monotonic() + self._seconds
         before = {each: signal.signal(each, self._note) for each in _STATUS}
         try:
             yield

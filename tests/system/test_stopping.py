@@ -23,7 +23,7 @@ from mpi4py import MPI
 from hpcaccum.cli import main
 
 def ask():
-    while signal.getsignal(signal.{name}) in (signal.SIG_DFL, None):
+    while signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
         time.sleep(0.01)
     time.sleep(0.3)
     os.kill(os.getpid(), signal.{name})
@@ -31,6 +31,24 @@ def ask():
 if __name__ == "__main__":
     if MPI.COMM_WORLD.rank == {rank}:
         threading.Thread(target=ask, daemon=True).start()
+    sys.exit(main())
+"""
+
+
+# Asks one rank while the data are read, when MPICH would ignore the signal.
+EARLY = """
+import os, signal, sys
+from mpi4py import MPI
+from hpcaccum.cli import main
+from hpcaccum.train import command
+
+def load(*args, read=command.load):
+    if MPI.COMM_WORLD.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return read(*args)
+
+if __name__ == "__main__":
+    command.load = load
     sys.exit(main())
 """
 
@@ -108,6 +126,17 @@ def test_each_shard_group_stops_at_a_step_of_its_own(train, tmp_path):
     ]
 
     assert 0 < steps[1] < steps[0]
+
+
+def test_a_request_before_the_training_counts(mpirun, tmp_path, digits):
+    program = tmp_path / "program.py"
+    program.write_text(EARLY)
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    words = "train", *COMMON, *SLOW, "--data", digits, "--strategy", "sync-replicas"
+    result = mpirun(2, program, *words, cwd=tmp_path, env=env)
+
+    assert result.returncode == os.EX_TEMPFAIL, result.stdout
+    assert "asked to stop: training ends here" in result.stdout
 
 
 def test_a_time_limit_needs_no_checkpoint(train):
