@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # Seconds: for the start of a job, and for its end when it is asked to.
 _START, _PATIENCE = 10.0, 5.0
+# The longest limit of a probe: a day.
+_LONGEST = 86_400
 # Lines of a failed job that are shown; how jobs end, and how if nothing is wrong.
 _TAIL = 6
 # In lines that may be the cause, which an epilogue of the launcher may follow.
@@ -86,15 +88,17 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     Raises:
         InvalidArgumentError: If an argument is wrong, or there is no launcher.
     """
-    if not args.timeout > 0:
-        raise InvalidArgumentError("--timeout must be more than 0")
+    if not 0 < args.timeout <= _LONGEST:
+        raise InvalidArgumentError(
+            f"--timeout must be more than 0 and at most {_LONGEST}, got {args.timeout}"
+        )
     if args.probe:
         return functools.partial(_run_one, args)
     if needs_mpi(args):
         _check_together(args.json)
         return functools.partial(_run_all, args)
     _check(args.json)
-    launcher = shlex.split(args.launcher) if args.launcher else _launcher()
+    launcher = _launcher() if args.launcher is None else _words(args.launcher)
     return functools.partial(_diagnose, launcher, args)
 
 
@@ -108,6 +112,16 @@ def _check_together(path: Path | None) -> None:
     group = Group.of()
     own = path if group.rank == 0 else None
     group.agree("--json", functools.partial(_check, own), lambda _: {})
+
+
+def _words(launcher: str) -> list[str]:
+    try:
+        words = shlex.split(launcher)
+    except ValueError as error:
+        raise InvalidArgumentError(f"--launcher {launcher}: {error}") from None
+    if not words:
+        raise InvalidArgumentError("--launcher must name a command")
+    return words
 
 
 def _launcher() -> list[str]:

@@ -21,7 +21,7 @@ from hpcaccum.train.loop import Run
 from hpcaccum.train.model import check_memory, widths
 from hpcaccum.train.options import Options, resolve
 from hpcaccum.train.recorder import RunRecorder
-from hpcaccum.train.report import Bar, console, describe, saved, tables
+from hpcaccum.train.report import Bar, console, describe, print_all, saved, tables
 from hpcaccum.train.stopping import Requests
 
 if TYPE_CHECKING:
@@ -181,8 +181,7 @@ def _train_all(
 
 def _report(results: list[Result], options: Options, title: str, out: Console) -> None:
     """Print the tables and draw the picture."""
-    for table in tables(results, options):
-        out.print(table)
+    print_all(tables(results, options), out)
     if options.save or results[-1].stopped:
         out.print(saved(results[-1], options), soft_wrap=True)
     if options.plot:

@@ -158,6 +158,16 @@ def tables(results: Sequence[Result], options: Options) -> Iterator[Table | str]
     yield f"\none gradient: the mean of {_gradient(options)}"
 
 
+def print_all(parts: Iterator[Table | str], out: Console) -> None:
+    """Print tables and lines; on a narrow terminal, too, all numbers are whole."""
+    for part in parts:
+        if isinstance(part, Table):
+            for column in part.columns:
+                words = *str(column.header).split(), *map(str, column.cells)
+                column.min_width = max(map(len, words))
+        out.print(part, crop=False)
+
+
 def _gradient(options: Options) -> str:
     samples = f"{options.batch} samples"
     if options.strategies == ("agn",):

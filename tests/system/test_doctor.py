@@ -149,8 +149,17 @@ def test_the_cause_is_shown_before_the_epilogue(doctor, tmp_path):
     assert lines[first + 6].startswith("-> ranks of MPICH need the mpiexec of MPICH")
 
 
-def test_a_timeout_must_be_positive(doctor):
-    status, shown = doctor("--timeout", "0")
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--timeout", "0", "--timeout must be more than 0"),
+        ("--timeout", "inf", "at most 86400, got inf"),
+        ("--launcher", "'mpiexec", "--launcher 'mpiexec: No closing quotation"),
+        ("--launcher", " ", "--launcher must name a command"),
+    ],
+)
+def test_a_wrong_option_is_named(doctor, option, value, text):
+    status, shown = doctor(option, value)
 
     assert status == 2
-    assert "--timeout must be more than 0" in shown
+    assert text in shown

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hpcaccum.train.records import Record, Result
-from hpcaccum.train.report import Bar, saved, tables
+from hpcaccum.train.report import Bar, print_all, saved, tables
 
 
 def shown(times, epochs):
@@ -93,7 +93,20 @@ def test_a_slow_run_has_a_rate():
     one = result(**facts, earlier=0, gradient_samples=1000)
     options = argparse.Namespace(straggler={}, batch=16, strategies=("agn",), period=1)
     out = io.StringIO()
-    for each in tables([one], options):
-        Console(file=out, width=100).print(each)
+    print_all(tables([one], options), Console(file=out, width=100))
 
     assert "50.0%     9.40       0.11        106" in out.getvalue()
+
+
+def test_a_narrow_terminal_cuts_no_number():
+    facts = {"strategy": "sync-replicas", "seconds": 1234.56, "updates": 1000}
+    facts |= {"accuracy": [0.967], "accepted": [12345, 2], "dropped": [678, 0]}
+    facts |= {"waited": [98.76, 0.0], "lags": {0: 1, 5: 2, 20: 3, 40: 1}}
+    one = result(**facts, earlier=0, gradient_samples=1000)
+    options = argparse.Namespace(straggler={}, batch=16, strategies=("agn",), period=1)
+    out = io.StringIO()
+    print_all(tables([one], options), Console(file=out, width=40))
+
+    for text in "96.7%", "1234.56", "12345", "98.76 s", "42.9%", "28.6%", "accepted":
+        assert f" {text} " in out.getvalue().replace("\n", " \n")
+    assert "…" not in out.getvalue()
