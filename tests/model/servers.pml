@@ -4,9 +4,9 @@
  *
  * tests/system/test_model.py runs it through Spin. A configuration is a set of macros:
  *
- *   NODES       nodes, each with a server, the host on node 0, and a rank that gives
+ *   NODES       nodes, each with a server, the root on node 0, and a rank that gives
  *               gradients
- *   STEPS       the host orders steps 2 to STEPS; the servers begin with step 1
+ *   STEPS       the root orders steps 2 to STEPS; the servers begin with step 1
  *   SINGLE      one gradient makes a step, in turn those of the nodes; otherwise those of
  *               all nodes
  *   BUFFERS     steps that may be ordered and not made: 1; with SINGLE also 2
@@ -30,7 +30,7 @@
  *    sent and received in the same order.
  * 2. A process is what an agent does in turn; handlers that run beside it are processes
  *    of their own. Messages between two agents keep their order, as in MPI.
- *    What a rank asks of its own agent, the host of its own, and the report of a server
+ *    What a rank asks of its own agent, the root of its own, and the report of a server
  *    that a step is made, are done at once: each may happen at any time.
  * 3. A rank writes its next gradient as soon as it may, and the agent reads it as late as
  *    it may.
@@ -84,7 +84,7 @@
 
 mtype = { STEP, SEND, COMING };
 
-/* To the host's agent from that of each node: a step that it wants. */
+/* To the root's agent from that of each node: a step that it wants. */
 chan report[NODES] = [MOST] of { byte };
 /* From it to the agent of each node: a step and a set of nodes. */
 chan node_[NODES] = [MOST] of { mtype, byte, byte };
@@ -95,7 +95,7 @@ chan gradient[NODES * NODES] = [2] of { byte };
 chan part_of[NODES * NODES] = [2] of { byte };
 #define LINK(from, to) ((from) * NODES + (to))
 
-/* The host, and its agent. */
+/* The root, and its agent. */
 byte NEWEST;
 byte made[NODES];
 byte admitted[STEPS + 1];       /* of each step: the nodes whose gradients there are */
@@ -122,10 +122,10 @@ chan coming[NODES] = [MOST] of { byte };
 bit busy[NODES];                /* receives parameters */
 
 byte done;                      /* ranks */
-bit host_done;
+bit root_done;
 bit stopped;
 
-/* The host, and its agent. */
+/* The root, and its agent. */
 
 #ifndef BUG_SENT_TWICE
 #define NOT_SENT(step, to) ((step) > sent[to])
@@ -142,7 +142,7 @@ inline send_now(node) {
     node_[node]!COMING,ordered,0
 }
 
-proctype Host() {
+proctype Root() {
     byte step, n, ready, each;
 
     atomic {
@@ -152,7 +152,7 @@ proctype Host() {
         for (n : 0 .. NODES - 1) {
             if
             :: wants[n] == 1 ->
-               HAPPENS(a want that comes before the host begins);
+               HAPPENS(a want that comes before the root begins);
                send_now(n)
             :: else
             fi
@@ -197,7 +197,7 @@ proctype Host() {
         }
     }
     for (n : 0 .. NODES - 1) { made[n] >= STEPS }
-    host_done = 1
+    root_done = 1
 }
 
 proctype Reports(byte from) {
@@ -532,7 +532,7 @@ proctype Monitor() {
 
     timeout;
     d_step {
-        assert(host_done);
+        assert(root_done);
         assert(done == RANKS + READERS);
         do
         :: n < NODES ->
@@ -575,7 +575,7 @@ init {
                 fi
             }
         }
-        run Host();
+        run Root();
 #if READERS
         for (n : 1 .. READERS) { run Reader((NODES - n % NODES) % NODES) }
 #endif

@@ -154,7 +154,7 @@ SERVERS = Model(
     happenings={
         "": {
             "a want that comes after the order",
-            "a want that comes before the host begins",
+            "a want that comes before the root begins",
         },
         "READERS=1": READ,
         "READERS=2": READ,
@@ -162,8 +162,8 @@ SERVERS = Model(
         "BUFFERS": {"a step that is ordered ahead"},
     },
     bugs={
-        "BEGIN_FORGETS": ("STEPS=2", "host_done"),
-        "WANT_FORGOTTEN": ("SINGLE STEPS=2", "host_done"),
+        "BEGIN_FORGETS": ("STEPS=2", "root_done"),
+        "WANT_FORGOTTEN": ("SINGLE STEPS=2", "root_done"),
         "SENT_TWICE": ("STEPS=2", "sent[from]<ordered"),
         "LATER_FIRST": ("SINGLE STEPS=2 HOPE", "]<=least"),
         "NO_SNAPSHOT": ("SINGLE", "value==step"),
@@ -174,7 +174,7 @@ SERVERS = Model(
         "COLLECT_TOGETHER": ("READERS=0 SINGLE BUFFERS=2 PAIR", "value==step"),
         "BUFFER_REUSED": ("READERS=0 SINGLE PAIR", "!(buffer["),
     },
-    processes={"Host", "Giver"},
+    processes={"Root", "Giver"},
 )
 
 # 37 million states: 2.9 GB, 4 minutes.
