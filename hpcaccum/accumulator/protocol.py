@@ -124,8 +124,7 @@ class AdmissionProtocol:
 
     def set_step(self, step: int) -> int:
         """Set the step; return what it was before."""
-        # Half of the range, so that takes can advance it further.
-        limit = self.packing.max_step >> 1
+        limit = self.packing.max_first_step
         if not -limit - 1 <= step <= limit:
             raise InvalidArgumentError(
                 f"{self._what}: step must be within +-{limit}, got {step}"

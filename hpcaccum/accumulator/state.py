@@ -65,6 +65,7 @@ class Packing:
     Attributes:
         max_count: Maximum number of gradients in one round.
         max_step: Steps are between ``-max_step - 1`` and ``max_step``.
+        max_first_step: Those that can be set are up to this one.
         max_shapes: Maximum number of different shapes; 0 if the shape is fixed.
     """
 
@@ -74,6 +75,8 @@ class Packing:
         self.max_shapes = (1 << self._shape) - 1
         self._step_shift = self._count + 2 + self._shape
         self.max_step = (1 << (63 - self._step_shift)) - 1
+        # Half of the range, so that takes can advance it further.
+        self.max_first_step = self.max_step >> 1
 
     def pack(self, state: State) -> int:
         """Return the word."""

@@ -35,9 +35,11 @@ class VectorAccumulator(ConditionalAccumulator):
 
     Attributes:
         most: Maximum number of vectors in one round.
+        most_first_step: Maximum step that can be set.
     """
 
     most = Packing(shaped=False).max_count
+    most_first_step = Packing(shaped=False).max_first_step
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from hpcaccum.device import copyto, to_host
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.variable import is_float, is_integer
+from hpcaccum.server import check_first_step
 
 if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
@@ -52,11 +53,13 @@ def counts_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     """Return the step and the tally of a snapshot; none of another kind of optimizer.
 
     Raises:
-        InvalidArgumentError: If they cannot be read.
+        InvalidArgumentError: If they cannot be read, or no server can begin with them.
     """
     tally = snapshot.get("tally")
+    step = step_number(snapshot.get("global_step", 0), "global_step")
+    check_first_step(step, "global_step")
     return {
-        "step": step_number(snapshot.get("global_step", 0), "global_step"),
+        "step": step,
         "tally": None if tally is None else Tally.of_lists(tally),
     }
 

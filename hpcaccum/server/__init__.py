@@ -26,7 +26,7 @@ from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 from hpcaccum.server.inbox import Inbox
 from hpcaccum.server.parameters import Parameters
 from hpcaccum.server.quorum import QuorumInbox
-from hpcaccum.server.server import ParameterServer, ServerState
+from hpcaccum.server.server import ParameterServer, ServerState, check_first_step
 from hpcaccum.server.shard import joined
 from hpcaccum.server.wire_format import gradients_by_name
 
@@ -37,6 +37,7 @@ __all__ = [
     "Parameters",
     "QuorumInbox",
     "ServerState",
+    "check_first_step",
     "gradients_by_name",
     "joined",
 ]

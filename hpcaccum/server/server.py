@@ -6,6 +6,7 @@ import contextlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, format_ranks
 from hpcaccum.mpi import MPI, lack_of_threads
@@ -77,7 +78,7 @@ class ParameterServer(Client):
     Raises:
         InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE and the
             root is not dedicated, or there are several nodes or servers; or ``step`` is
-            negative.
+            negative or too large.
         DisagreementError: On every rank, if ``step`` or ``tally`` differ.
     """
 
@@ -367,5 +368,11 @@ def _check_server(
             needs = "a server beside the host's own training needs"
             instead = ["give it a rank of its own: dedicated=True"]
         raise InvalidArgumentError(lack_of_threads(needs, *instead))
-    if step < 0:
-        raise InvalidArgumentError(f"step must be at least 0, got {step}")
+    check_first_step(step, "step")
+
+
+def check_first_step(step: int, name: str) -> None:
+    """Raise InvalidArgumentError unless a server can begin with a step."""
+    most = VectorAccumulator.most_first_step
+    if not 0 <= step <= most:
+        raise InvalidArgumentError(f"{name} must be 0 to {most}, got {step}")

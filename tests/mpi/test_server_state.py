@@ -166,7 +166,9 @@ def test_counts_of_another_number_of_ranks_are_added(comm, size):
     assert tally.lags[0] >= 10
 
 
-@pytest.mark.parametrize("step", [-1, None], ids=["negative", "different"])
+@pytest.mark.parametrize(
+    "step", [-1, 1 << 40, None], ids=["negative", "large", "different"]
+)
 def test_a_step_that_cannot_be_is_refused_on_all_ranks(comm, rank, size, step):
     if step is None and size == 1:
         pytest.skip("one rank agrees with itself")

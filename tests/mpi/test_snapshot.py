@@ -449,7 +449,14 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(comm, rank, kind, case):
 
 @pytest.mark.parametrize("kind", ONE_SIDED)
 @pytest.mark.parametrize(
-    "counts", [{"global_step": "x"}, {"tally": {}}, {"tally": {"accepted": 3}}]
+    "counts",
+    [
+        {"global_step": "x"},
+        {"global_step": -1},
+        {"global_step": 1 << 40},
+        {"tally": {}},
+        {"tally": {"accepted": 3}},
+    ],
 )
 def test_counts_that_cannot_be_read_are_refused(comm, rank, kind, counts):
     own = fresh()
@@ -558,15 +565,22 @@ def test_a_checkpoint_restores_a_parameter_server(comm, rank, tmp_path):
             same_bits(var.value, value)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"variables": {}}, {"global_step": -1}, {"global_step": 1 << 40}],
+    ids=["variables", "negative", "large"],
+)
 @pytest.mark.parametrize("kind", ONE_SIDED)
-def test_a_snapshot_that_does_not_fit_leaves_an_optimizer_in_use(comm, rank, kind):
+def test_a_snapshot_that_does_not_fit_leaves_an_optimizer_in_use(
+    comm, rank, kind, wrong
+):
     own = fresh()
     with WRAPPERS[kind](hpc.SGD(1), own, comm) as opt:
         opt.initialize(own)
         go_on(kind, opt, own, comm, range(2))
         before = of_host(opt, comm)
-        wrong = {**before, "variables": {}} if rank == 0 else None
-        assert type(raised(opt.restore, wrong)) is InvalidArgumentError
+        bad = {**before, **wrong} if rank == 0 else None
+        assert type(raised(opt.restore, bad)) is InvalidArgumentError
         meet()
         after = of_host(opt, comm)
         if rank == 0:
