@@ -108,7 +108,7 @@ def check_state(
         slots: The names of the slots.
 
     Raises:
-        InvalidArgumentError: If names, shapes or dtypes differ.
+        InvalidArgumentError: If names, shapes or dtypes differ, or a count is none.
     """
     for var in variables:
         found = snapshot["state"].get(var.name, {})
@@ -119,6 +119,10 @@ def check_state(
                 f"{sorted(found)}, and {what} keeps {sorted(wanted)}"
             )
         like = np.broadcast_to(np.empty((), accumulation_dtype(var.dtype)), var.shape)
+        if wanted and step_number(found[COUNT], COUNT) < 0:
+            raise InvalidArgumentError(
+                f"{var.name!r} has {found[COUNT]} updates in the snapshot"
+            )
         for part in wanted - {COUNT}:
             _check_array(f"slot {part!r} of {var.name!r}", found[part], like)
 

@@ -393,6 +393,13 @@ BAD = {
         InvalidArgumentError,
         "in the snapshot it is float64 (37,)",
     ),
+    "count": (
+        lambda s: spoiled(
+            s, state={**s["state"], "w": {**s["state"]["w"], "step": -1}}
+        ),
+        InvalidArgumentError,
+        "'w' has -1 updates in the snapshot",
+    ),
     "another rule": (
         lambda s: spoiled(
             s, state={name: {"momentum": np.zeros(1), "step": 1} for name in SHAPES}
