@@ -148,6 +148,8 @@ def _vendor() -> str:
 
 
 def _diagnose(launcher: list[str], args: argparse.Namespace) -> int:
+    # An exception ends the job and removes its directory, as with Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     print(f"hpcaccum {__version__} doctor: {shlex.join(launcher)}", flush=True)
     return _report(_findings(launcher, args.timeout), args.json)
 
@@ -212,6 +214,9 @@ def _output(command: list[str], timeout: float) -> tuple[str, str]:
         except subprocess.TimeoutExpired:
             _end(job)
             ended = f"the job did not end within {timeout:g} s"
+        except BaseException:
+            _end(job)
+            raise
         file.seek(0)
         return file.read().decode(errors="replace"), ended
 

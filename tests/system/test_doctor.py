@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 
@@ -107,6 +108,20 @@ def test_a_job_that_fails_after_its_finding_is_a_problem(doctor, mpiexec, tmp_pa
     assert status == 1
     assert re.search("^problem  launch .* 2 ranks on 1 node", shown, re.MULTILINE)
     assert "; afterwards the job ended with status 5; tried: Ranks that are " in shown
+
+
+@pytest.mark.parametrize(("signal", "status"), [("INT", 130), ("TERM", 143)])
+def test_a_doctor_that_is_ended_leaves_nothing(doctor, tmp_path, signal, status):
+    launcher = tmp_path / "launcher"
+    lines = "#!/bin/sh", "echo $$ >started", f"sleep 0.5; kill -{signal} $PPID"
+    launcher.write_text("\n".join([*lines, "sleep 99"]))
+    launcher.chmod(0o700)
+    found, shown = doctor("--launcher", launcher)
+
+    assert found == status, shown
+    assert {path.name for path in tmp_path.iterdir()} == {"launcher", "started"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "started").read_text()), 0)
 
 
 @pytest.mark.parametrize(
