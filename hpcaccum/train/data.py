@@ -276,9 +276,12 @@ def batches(
     epoch, begin = divmod(start * batch, own)
     rest = np.empty(0, np.int64)
     while True:
-        while len(rest) < batch:
+        parts, count = [rest], len(rest)
+        while count < batch:
             order = np.random.default_rng([seed, epoch]).permutation(len(data.y))
-            rest = np.concatenate([rest, order[rank::ranks][begin:]])
-            epoch, begin = epoch + 1, 0
+            parts.append(order[rank::ranks][begin:])
+            epoch, begin, count = epoch + 1, 0, count + len(parts[-1])
+        if len(parts) > 1:
+            rest = np.concatenate(parts)
         now, rest = rest[:batch], rest[batch:]
         yield data.x[now], data.y[now]

@@ -187,7 +187,13 @@ def _naming(path: Path, number: int) -> Iterator[None]:
     """Name the line in the error if what is read in the block is missing or wrong."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+    ) as error:
         raise InvalidArgumentError(
             f"{path}: line {number} is damaged: {error!r}"
         ) from None
@@ -215,7 +221,7 @@ def _facts(first: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "strategy": strategy,
         "optimizer": optimizer,
-        "rate": float(options["rate"]),
+        "rate": _rate(options["rate"]),
         **{name: _count(options[name], 1) for name in ("batch", "period")},
         "seed": _count(options["seed"]),
         "nodes": nodes,
@@ -227,6 +233,12 @@ def _facts(first: Mapping[str, Any]) -> dict[str, Any]:
             for name, values in first["arithmetic"].items()
         },
     }
+
+
+def _rate(number: Any) -> float:
+    if not 0 < float(number) < math.inf:
+        raise ValueError(f"rate {number}")
+    return float(number)
 
 
 def _count(number: Any, least: int = 0) -> int:

@@ -62,6 +62,12 @@ def prepare(args: argparse.Namespace) -> Callable[[], None]:
         raise InvalidArgumentError(
             f"{data.name} differs from the data of the recorded run"
         )
+    ends = data.x.shape[1], data.classes
+    if (*recording.widths[:1], *recording.widths[1:][-1:]) != ends:
+        raise InvalidArgumentError(
+            f"{args.file}: line 1 is damaged: layers of widths {recording.widths} do "
+            f"not begin with {ends[0]} and end with {ends[1]}"
+        )
     _compare_arithmetic(recording, group)
     return functools.partial(_replay, recording, data, updates)
 

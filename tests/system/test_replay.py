@@ -143,6 +143,7 @@ def test_differences_are_named(records, replays, mpi_environment):
         "cut": [header, *lines],
         "swapped": [header, *swapped, end],
         "end": [header, *lines, end.replace(momentum, "0")],
+        "widths": [header.replace('"widths": [', '"widths": [3, '), *lines, end],
         "before": [header.replace(f'["{np.__version__}"]', '["1.0"]'), *lines, end],
     }
     for name, text in changed.items():
@@ -150,11 +151,12 @@ def test_differences_are_named(records, replays, mpi_environment):
     until = ["before", "--until", str(total - 1)]
     commands = [["cut"], ["swapped"], ["end"], until]
     commands += [["end", "--until", "9999"], ["end", "--data", "other.npz"]]
+    commands += [["widths"]]
     np.savez(records / "other.npz", x=np.eye(20), y=np.arange(20) % 2)
     attempts = replay(records, mpi_environment, *commands)
 
     statuses, shown = zip(*attempts, strict=True)
-    assert statuses == (2, 1, 1, 0, 2, 2), shown
+    assert statuses == (2, 1, 1, 0, 2, 2, 2), shown
     assert "cut is not complete: its last line is missing" in shown[0]
     assert (
         "the replay differs: the record has update 3 in the place of update 2"
@@ -168,3 +170,4 @@ def test_differences_are_named(records, replays, mpi_environment):
     assert shown[3].split()[-1] != replays["stopped"][1].split()[-1]
     assert f"--until must be from 0 to {total}" in shown[4]
     assert "other.npz differs from the data of the recorded run" in shown[5]
+    assert "widths: line 1 is damaged: layers of widths [3, " in shown[6]

@@ -157,6 +157,14 @@ BAD = {
         lambda path: edit(path, 1, lambda line: line["options"].update(batch=0)),
         "line 1 is damaged",
     ),
+    "rate": (
+        lambda path: edit(path, 1, lambda line: line["options"].update(rate=-0.5)),
+        "line 1 is damaged: ValueError('rate -0.5')",
+    ),
+    "large rate": (
+        lambda path: edit(path, 1, lambda line: line["options"].update(rate=9**999)),
+        "line 1 is damaged",
+    ),
     "strategy": (
         lambda path: edit(
             path, 1, lambda line: line["options"].update(strategies=["x"])
