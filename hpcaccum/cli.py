@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import signal
 import sys
@@ -124,10 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Open those that are closed, which Python has as None: ``hpcaccum bench >&-``.
+    """Make standard streams usable.
 
-    The next file that is opened would get the number of a closed one, and what other
-    libraries print.
+    Python has None for a closed one (``hpcaccum bench >&-``). The next file that is
+    opened would get its number, and what other libraries print.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -135,6 +136,9 @@ def _open_streams() -> None:
             setattr(
                 sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "rw"[number > 0])
             )
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # As in errors: a name that a terminal cannot show must not end a training.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(arguments: Sequence[str] | None) -> int:

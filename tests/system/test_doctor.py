@@ -40,8 +40,8 @@ esac
 def doctor(tmp_path, mpi_environment):
     """Run the doctor alone; return its exit status and what it shows."""
 
-    def run(*options):
-        env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
+    def run(*options, **env):
+        env |= mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
         command = [sys.executable, *DOCTOR, *map(str, options)]
         done = run_program(command, timeout=300, cwd=tmp_path, env=env)
         assert "Traceback (most recent call last)" not in done.stdout
@@ -141,6 +141,16 @@ def test_ranks_that_do_not_find_each_other(doctor, launcher, text):
         assert status == 1
         assert "1 problem\n" in shown
         assert "->" in shown
+
+
+def test_what_the_output_cannot_encode_is_escaped(doctor):
+    status, shown = doctor(
+        "--launcher", "\N{GREEK SMALL LETTER MU}", PYTHONIOENCODING="ascii"
+    )
+
+    assert status == 1, shown
+    assert r"doctor: '\u03bc'" in shown
+    assert r"no program '\u03bc' in PATH" in shown
 
 
 def test_the_cause_is_shown_before_the_epilogue(doctor, tmp_path):
