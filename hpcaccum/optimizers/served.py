@@ -101,6 +101,11 @@ class ServedOptimizer(Wrapper):
         """Declare that this rank contributes no more gradients. Not collective.
 
         Other ranks stop waiting for it; quorums shrink.
+
+        Raises:
+            WaitTimeoutError: If it is not known yet whether this rank's last gradient
+                was accepted, because the answer is late. The rank has not left then,
+                and may call this again.
         """
         self._open_server().leave()
 
