@@ -286,6 +286,7 @@ def rows(**changes):
     """A file of two rows, one of them MPI's, as an earlier version wrote them."""
     facts = {
         "ranks": 2,
+        "nodes": 1,
         "mpi": "MPICH",
         "benchmark": "allreduce",
         "bytes": 4096,
