@@ -158,6 +158,11 @@ def current_stream() -> Any:
     return stream
 
 
+def _keep_current() -> None:
+    """Keep the current stream, for what the program queues on it after this call."""
+    current_stream()
+
+
 def _keep(stream: Any) -> None:
     # Not CuPy's `ExternalStream`: its owner may destroy it before it is asked below.
     if not isinstance(stream, cupy().cuda.Stream):
@@ -257,6 +262,8 @@ def copyto(target: Any, source: Any) -> None:
     asynchronous as all of CuPy.
     """
     from_device, to_device = is_device(source), is_device(target)
+    if from_device or to_device:
+        _keep_current()
     if from_device and to_device:
         target[...] = source
     elif from_device:
@@ -311,7 +318,10 @@ def release(arrays: dict[str, Any]) -> None:
 
 def to_host(array: Any) -> Array:
     """Return an array in CPU memory: itself, or a copy of a device array."""
-    return array.get() if is_device(array) else array  # type: ignore[no-any-return]
+    if not is_device(array):
+        return array  # type: ignore[no-any-return]
+    _keep_current()
+    return array.get()  # type: ignore[no-any-return]
 
 
 class Pinned:

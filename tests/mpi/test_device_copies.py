@@ -51,6 +51,26 @@ def test_pinned_memory_may_be_changed_at_once(cp):
         assert (target.get() == number).all()
 
 
+COPIES = {
+    "to_host": lambda here, there: device.to_host(there),
+    "to the host": lambda here, there: device.copyto(here, there),
+    "to the device": lambda here, there: device.copyto(there, here),
+    "on the device": lambda here, there: device.copyto(there, there + 1),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_stream_that_was_used_is_kept(cp, copy):
+    """A program may queue more work on it, and delete it before that is complete."""
+    here = np.zeros(3, np.float32)
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        COPIES[copy](here, cp.ones(3, np.float32))
+    address = stream.ptr
+    del stream
+
+    assert cp.cuda.Stream(non_blocking=True).ptr != address
+
+
 def test_which_library_an_array_is_of(cp):
     assert device.library(cp.ones(1)) is cp
     assert device.library(np.ones(1)) is device.library(None) is np
