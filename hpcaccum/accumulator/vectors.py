@@ -32,6 +32,7 @@ class VectorAccumulator(ConditionalAccumulator):
         size, dtype: Of a vector.
         workers: How many ranks contribute vectors.
         rows: The places of rows in a vector, at its end.
+        what: Begins messages.
 
     Attributes:
         most: Maximum number of vectors in one round.
@@ -49,6 +50,7 @@ class VectorAccumulator(ConditionalAccumulator):
         dtype: Any,
         workers: int,
         rows: Sequence[RowPlace],
+        what: str,
     ) -> None:
         settings = check_settings(
             dtype=dtype,
@@ -62,7 +64,7 @@ class VectorAccumulator(ConditionalAccumulator):
             size=group.size,
         )
         settings = dataclasses.replace(settings, rows=tuple(rows))
-        self._attach(group, "gradients", settings)
+        self._attach(group, what, settings)
 
     @property
     def _slots(self) -> Slots:

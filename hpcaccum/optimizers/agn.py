@@ -114,7 +114,12 @@ class AGNOptimizer(OneSidedOptimizer):
         self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
     ) -> Inbox:
         return BoundedStalenessInbox(
-            self._group, self._root, size, dtype, workers=self._workers
+            self._group,
+            self._root,
+            size,
+            dtype,
+            workers=self._workers,
+            what=self.get_name(),
         )
 
     def _bound(self) -> str:

@@ -80,6 +80,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             dtype,
             max_lag=self._options["staleness"],
             workers=self._workers,
+            what=self.get_name(),
         )
 
     def compute_gradients(

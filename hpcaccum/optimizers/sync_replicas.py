@@ -101,7 +101,14 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
     ) -> Inbox:
         return QuorumInbox(
-            self._group, self._root, size, dtype, self._quorum, self._workers, rows
+            self._group,
+            self._root,
+            size,
+            dtype,
+            self._quorum,
+            self._workers,
+            rows,
+            self.get_name(),
         )
 
     def _bound(self) -> str:

@@ -51,6 +51,7 @@ class BoundedStalenessInbox:
         max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
         workers: Number of ranks that submit, and may leave; all by default. If not
             all, the root does not submit.
+        what: Begins messages.
     """
 
     adds = needs_all = False
@@ -64,15 +65,17 @@ class BoundedStalenessInbox:
         *,
         max_lag: float = math.inf,
         workers: int | None = None,
+        what: str = "gradients",
     ) -> None:
         self._group, self._size, self._dtype = group, size, np.dtype(dtype)
+        self._what, submit = what, f"{what}: submit"
         self._max_lag = max_lag
         with contextlib.ExitStack() as undo:
             workers = group.size if workers is None else workers
             self._queue = UpdateQueue(group, root, max_lag, workers)
             undo.callback(self._queue.words.free)
             nbytes = size * self._dtype.itemsize
-            self.parts = NodeParts(group, nbytes, "inbox", takers=[root])
+            self.parts = NodeParts(group, nbytes, what, takers=[root])
             undo.pop_all()
         self.words, self.counters = self._queue.words, self._queue.counters
         self.membership = self._queue.membership
@@ -92,9 +95,9 @@ class BoundedStalenessInbox:
         # another node than the root.
         self._calls: Calls | None = None
         if not group.single_node:
-            self._calls = Calls(group, root, self._submit_for, "inbox: submit")
+            self._calls = Calls(group, root, self._submit_for, submit)
         self._remote = None if self.words.near else self._calls
-        self._recovery = Recovery(self._note_or_give_up, self._remote, "inbox: submit")
+        self._recovery = Recovery(self._note_or_give_up, self._remote, submit)
 
     def _view(self, rank: int) -> Array:
         return self.parts.view((rank, 0), self._size, self._dtype)
@@ -120,7 +123,7 @@ class BoundedStalenessInbox:
         ``known`` says so, it asks nobody; see `Inbox.slot`.
         """
         self._recovery.finish()
-        Deadline(None, "slot").wait(
+        Deadline(None, f"{self._what}: slot").wait(
             lambda: (
                 known >= self._submitted
                 or self._queue.applied >= self._submitted

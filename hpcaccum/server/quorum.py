@@ -26,6 +26,7 @@ class QuorumInbox:
         quorum: Gradients of one update, at least.
         workers: Number of ranks that submit, and may leave.
         rows: The places of rows in a gradient.
+        what: Begins messages.
     """
 
     adds = True
@@ -39,9 +40,12 @@ class QuorumInbox:
         quorum: int,
         workers: int,
         rows: Sequence[RowPlace] = (),
+        what: str = "gradients",
     ) -> None:
         self._quorum, self.needs_all = quorum, quorum == workers
-        self._accumulator = VectorAccumulator(group, root, size, dtype, workers, rows)
+        self._accumulator = VectorAccumulator(
+            group, root, size, dtype, workers, rows, what
+        )
         self._slot: Array | None = None
 
     @property

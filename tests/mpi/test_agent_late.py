@@ -227,7 +227,9 @@ def submit(inbox, value):
 def test_a_submission_counts_when_the_answer_comes(held, limit, inbox, caller, host):
     with held, limit:
         for call in (functools.partial(submit, inbox, 5), inbox.slot, inbox.leave):
-            with pytest.raises(WaitTimeoutError, match=r"inbox: submit: .* answer of"):
+            with pytest.raises(
+                WaitTimeoutError, match=r"gradients: submit: .* answer of"
+            ):
                 at(caller, call)
     # This waits for the answer, and no longer: the first one is not applied.
     at(caller, inbox._recovery.finish)

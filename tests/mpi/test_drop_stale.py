@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError
 
-from .training import computed, gives, meet, raised, turns, variable
+from ..common import VAIN, WAIT
+from .training import Gate, computed, gives, meet, raised, turns, variable
 
 
 @pytest.fixture
@@ -237,3 +240,23 @@ def test_staleness_may_be_a_numpy_integer(make):
     opt = make(np.int64(0), [w])
 
     assert opt.minimize(gives(1.0)) is not None
+
+
+def test_waits_for_an_update_name_the_optimizer(make, monkeypatch):
+    gate = threading.Event()
+    opt = make(9, [variable()], Gate(lambda: gate.wait(WAIT)), name="mine")
+
+    def act(_):
+        pairs = opt.compute_gradients(gives(1.0))
+        with monkeypatch.context() as patch:
+            patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+            return [raised(opt.apply_gradients, pairs) for _ in range(2)]
+
+    try:
+        [errors] = turns([0], act)
+    finally:
+        gate.set()
+
+    assert str(errors[0]).startswith("mine: pull: waited ")
+    assert str(errors[1]).startswith("mine: slot: waited ")
+    assert "update 1, this rank's last, by rank 0" in str(errors[1])
