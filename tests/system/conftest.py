@@ -21,6 +21,9 @@ from .. import simulator as simulated
 
 REPOSITORY = Path(__file__).parents[2]
 
+# A shell lets a command in the background ignore it, and so would programs of tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
