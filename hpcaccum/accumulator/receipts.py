@@ -123,11 +123,18 @@ class Tally:
                 tuple(map(index, row)) for row in rows
             )
             lags = {index(lag): index(count) for lag, count in lists["lags"]}
+            _check_counts(*accepted, *dropped, *given_up, *nonfinite)
+            _check_counts(*lags, *lags.values())
         except (TypeError, ValueError, KeyError) as error:
             raise InvalidArgumentError(
                 f"the tally of a snapshot cannot be read: {error!r}"
             ) from None
         return cls(accepted, dropped, lags, given_up, nonfinite)
+
+
+def _check_counts(*numbers: int) -> None:
+    if min(numbers, default=0) < 0:
+        raise ValueError(f"a count is {min(numbers)}")
 
 
 def _added(these: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
