@@ -5,10 +5,15 @@ Each type is also the builtin type that fits best, so that callers may catch tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+E = TypeVar("E", bound=BaseException)
+
+# The attribute of an error that another rank raises, too.
+_ECHO = "_hpcaccum_echo"
 
 
 class InvalidArgumentError(ValueError):
@@ -44,6 +49,17 @@ class MPIUnavailableError(ImportError):
 
 class DeviceUnavailableError(RuntimeError):
     """Raised if no CUDA device can be used; the message says what is missing."""
+
+
+def echo(error: E) -> E:
+    """Return an error, marked: another rank raises it, too, and should print it."""
+    setattr(error, _ECHO, True)
+    return error
+
+
+def is_echo(error: BaseException | None) -> bool:
+    """Whether an error was marked by `echo`."""
+    return hasattr(error, _ECHO)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

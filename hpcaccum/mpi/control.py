@@ -24,7 +24,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.errors import DisagreementError, WaitTimeoutError, format_ranks
+from hpcaccum.errors import (
+    DisagreementError,
+    WaitTimeoutError,
+    echo,
+    format_ranks,
+)
 from hpcaccum.lock import Lock
 from hpcaccum.mpi.control_messages import (
     Answer,
@@ -200,7 +205,7 @@ class ControlChannel:
         if failure := self._lost.get(track.number):
             # This rank need not enter that exchange any more.
             self._number = max(self._number, failure.number)
-            raise failure.kind(failure.text)
+            raise echo(failure.kind(failure.text))
 
     def _fail(self, own: str, places: dict[int, object], tracks: set[int]) -> None:
         """Raise on every rank that waits that the ranks make different calls."""
@@ -354,7 +359,7 @@ class ControlChannel:
                 values, self._answer = self._answer.values, None
                 return pickle.loads(values)  # type: ignore[no-any-return]
             if failure := self._failed(call):
-                raise failure.kind(failure.text)
+                raise echo(failure.kind(failure.text))
             return None
 
     def _failed(self, call: Call) -> Failure | None:

@@ -20,6 +20,7 @@ from hpcaccum.errors import (
     DeviceUnavailableError,
     DisagreementError,
     InvalidArgumentError,
+    echo,
     format_ranks,
 )
 from hpcaccum.mpi.control import ControlChannel
@@ -254,12 +255,14 @@ class Group:
                 device error of hpcaccum or a TypeError, else a RuntimeError.
         """
         reports = self.allgather((_portable(failure), value), call or what)
-        if failure is not None:
-            raise failure
-        for rank, (error, _) in enumerate(reports):
-            if error is not None:
-                raise error[0](f"{what}: {_of_rank(rank, _rest(error[1], what))}")
-        return [each for _, each in reports]
+        found = ((rank, error) for rank, (error, _) in enumerate(reports) if error)
+        if (first := next(found, None)) is None:
+            return [each for _, each in reports]
+        rank, (kind, text) = first
+        if failure is None:
+            raise echo(kind(f"{what}: {_of_rank(rank, _rest(text, what))}"))
+        again = rank < self.rank and _portable(failure) == (kind, text)
+        raise echo(failure) if again else failure
 
     def compare(self, what: str, reports: Sequence[Mapping[str, str]]) -> None:
         """Raise DisagreementError unless the reports of all ranks are the same.
@@ -272,11 +275,12 @@ class Group:
             values = [report.get(name, "nothing") for report in reports]
             others = [r for r, value in enumerate(values) if value != values[0]]
             if others:
-                raise DisagreementError(
+                error = DisagreementError(
                     f"{what}: {name} must be the same on all {self.size} ranks: rank 0 "
                     f"has {values[0]}, rank {others[0]} has {values[others[0]]} "
                     f"({format_ranks(others)} unlike rank 0)"
                 )
+                raise echo(error) if self.rank > 0 else error
 
     def split(self, shards: Sequence[Sequence[int]]) -> Group:
         """Return the group of the ranks that are in one list with this. Collective.

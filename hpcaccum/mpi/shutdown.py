@@ -17,13 +17,16 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.errors import DisagreementError, WaitTimeoutError
+from hpcaccum.errors import DisagreementError, WaitTimeoutError, is_echo
 from hpcaccum.mpi.launcher import launched_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+# Seconds in which another rank, which raises the same error, may end the job. So only the
+# rank with the best traceback prints it; but its program may catch the error, too.
+_OTHER = 2
 # Seconds that a launcher needs to forward a traceback, with a margin.
 _FORWARDING = 0.2
 # Seconds after which a process that could not abort the job ends alone: MPI may wait
@@ -162,6 +165,8 @@ def report_and_abort(
 
     In the main thread, it returns if this rank is alone.
     """
+    if is_echo(error):
+        time.sleep(_OTHER)
     text = "\n" + "".join(traceback.format_exception(kind, error, trace))
     if isinstance(error, KeyboardInterrupt):
         # Ctrl-C interrupts all ranks: one line from each is enough.

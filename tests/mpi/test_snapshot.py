@@ -464,7 +464,14 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(comm, rank, kind, case):
         {"tally": {}},
         {"tally": {"accepted": 3}},
         {"tally": {"accepted": [-1], "dropped": [0], "given_up": [0], "lags": []}},
-        {"tally": {"accepted": [1], "dropped": [0], "given_up": [0], "lags": [[0, -1]]}},
+        {
+            "tally": {
+                "accepted": [1],
+                "dropped": [0],
+                "given_up": [0],
+                "lags": [[0, -1]],
+            }
+        },
     ],
 )
 def test_counts_that_cannot_be_read_are_refused(comm, rank, kind, counts):

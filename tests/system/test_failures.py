@@ -42,6 +42,27 @@ opt.initialize([w])
 opt.minimize(lambda: (0.0, [np.ones(2)]))
 """
 
+RAISES_ON_ALL = """
+import hpcaccum as hpc
+from mpi4py import MPI
+
+rank = MPI.COMM_WORLD.rank
+hpc.ConditionalAccumulator("float32", {shape})
+"""
+
+CATCHES_AND_WAITS = """
+import hpcaccum as hpc
+from mpi4py import MPI
+
+rank = MPI.COMM_WORLD.rank
+try:
+    hpc.ConditionalAccumulator("float32", (-1,) if rank == 1 else (2,))
+except hpc.InvalidArgumentError:
+    if rank != 1:
+        raise
+MPI.COMM_WORLD.Barrier()
+"""
+
 LEAVES_WINDOWS_OPEN = """
 import numpy as np
 import hpcaccum as hpc
@@ -130,6 +151,33 @@ def test_exception_on_one_rank_ends_the_job(mpirun, script, program, message, tm
     assert f"ValueError: {message}" in result.stdout
     if program == RAISES:
         assert "rank 1 of 3 failed, ending the job:\nTraceback" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "error"),
+    [
+        ("(-1,)", 0, "InvalidArgumentError"),
+        ("(-1,) if rank == 1 else (2,)", 1, "InvalidArgumentError"),
+        ("(rank + 1,)", 0, "DisagreementError"),
+    ],
+    ids=["same on all", "of one rank", "disagreement"],
+)
+def test_an_error_of_all_ranks_is_printed_once(mpirun, script, shape, rank, error):
+    result = mpirun(3, script(RAISES_ON_ALL.format(shape=shape)))
+
+    assert result.returncode != 0
+    assert result.stdout.count("Traceback") == 1, result.stdout
+    assert f"rank {rank} of 3 failed, ending the job:\nTraceback" in result.stdout
+    assert error in result.stdout
+
+
+def test_other_ranks_print_an_error_that_one_rank_catches(mpirun, script):
+    result = mpirun(3, script(CATCHES_AND_WAITS))
+
+    assert result.returncode != 0
+    assert "rank 1 of 3 failed" not in result.stdout
+    assert "InvalidArgumentError" in result.stdout
+    assert "got (-1,)" in result.stdout
 
 
 def test_a_server_that_fails_ends_a_rank_that_is_alone(mpirun, script, tmp_path):
