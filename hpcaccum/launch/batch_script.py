@@ -124,6 +124,12 @@ for ((step = 0; step < ${SLURM_RESTART_COUNT:-0}; step++)); do
 done
 """
 
+_TASK = """\
+# What is queued again. The last task of a job array has the number of the array.
+task=$SLURM_JOB_ID
+[ "$task" != "${SLURM_ARRAY_JOB_ID:-}" ] || task+=_$SLURM_ARRAY_TASK_ID
+"""
+
 _BEFORE_TRAIN = """\
 name=$SLURM_JOB_NAME-$SLURM_JOB_ID
 log=$name${SLURM_RESTART_COUNT:+.$SLURM_RESTART_COUNT}.jsonl
@@ -158,7 +164,7 @@ if ! owned; then
     exit $((status ? status : 1))
 fi
 echo "{name}: the job is queued again, to continue from $saved" >&2
-scontrol requeue "$SLURM_JOB_ID" || exit 75
+scontrol requeue "$task" || exit 75
 # SLURM ends this script; its own exit could be taken for that of the next run.
 sleep 60
 """
@@ -172,7 +178,7 @@ rm -f "$REQUEUE_FILE"
 _AFTER_OTHER = """\
 if [ -e "$REQUEUE_FILE" ]; then
     # SLURM ends this script; its own exit could be taken for that of the next run.
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    scontrol requeue "$task" && sleep 60
 fi
 exit "$status"
 """
@@ -241,6 +247,8 @@ def script(job: Job) -> str:
     paragraphs.append(_SETTINGS.format(timeout=120 if job.measures else 600))
     if job.nodes > 1 and job.launcher == "srun":
         paragraphs.append(_INTERFACE)
+    if not job.measures:
+        paragraphs.append(_TASK)
     paragraphs.append(_body(job))
     return "\n".join(paragraphs)
 

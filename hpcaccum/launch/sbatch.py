@@ -303,10 +303,10 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _name(text: str) -> str:
-    # It is part of the names of files, and of messages of the script.
-    if not re.fullmatch(r"[\w.+-]+", text):
+    # It begins names of files, which follow options, and is part of messages.
+    if not re.fullmatch(r"[\w.+][\w.+-]*", text):
         raise argparse.ArgumentTypeError(
-            f"must have letters, digits and . _ + - only, got {text!r}"
+            f"must have letters, digits and . _ + - only, no - at first, got {text!r}"
         )
     return text
 

@@ -243,8 +243,9 @@ BAD = {
     ),
     "name": (
         ["--name", "my job", "--", "bench"],
-        "must have letters, digits and . _ + - only, got 'my job'",
+        "must have letters, digits and . _ + - only, no - at first, got 'my job'",
     ),
+    "name of an option": (["--name=-x", "--", "bench"], "no - at first, got '-x'"),
     "line break": (
         ["--", "python", "-c", "import os\nprint(1)"],
         "has a line break, which the first lines of a script cannot have",
@@ -362,6 +363,19 @@ def test_a_program_that_changes_its_directory_asks_to_be_queued_again(executed):
     ranks = 'mkdir elsewhere; cd elsewhere; touch "$REQUEUE_FILE"; exit 3'
 
     assert "scontrol requeue 7\n" in executed(text, ranks).stdout
+
+
+@pytest.mark.parametrize(
+    ("array", "task"),
+    # The last one; another one; submitted by a task of another array.
+    [("7", "7_3"), ("6", "7"), ("9", "7")],
+)
+def test_of_a_job_array_one_task_is_queued_again(executed, monkeypatch, array, task):
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", array)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    text = sbatch("--", "./mine").stdout
+
+    assert f"scontrol requeue {task}\n" in executed(text, "touch $REQUEUE_FILE").stdout
 
 
 SAVE = "mkdir -p $saved; touch $saved/checkpoint-1.safetensors"

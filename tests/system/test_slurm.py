@@ -55,6 +55,14 @@ print("started with", sys.argv[1:], flush=True)
 time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else 60)
 """
 
+# The last task of an array of two asks to be started again.
+ASKS = """
+import os, pathlib
+
+if os.environ["SLURM_ARRAY_TASK_ID"] == "1":
+    pathlib.Path(os.environ["REQUEUE_FILE"]).touch()
+"""
+
 # Rank 1 dies. The others wait for it: rank 2 inside MPI, where no limit reaches it.
 DIES = """
 import os, signal
@@ -338,6 +346,24 @@ def test_a_program_that_asks_for_it_is_started_again(submit: Submit):
 
     assert submit.wait(job) == ["COMPLETED"], submit.outputs()
     assert submit.outputs().count("started with") == 4
+
+
+def test_a_task_of_an_array_is_started_again_alone(submit: Submit):
+    (submit.directory / "program.py").write_text(ASKS)
+    options = "--array=0-1", "--nodes=1", "--ntasks-per-node=1"
+    job = submit.start("program.sbatch", *options, words=())
+    restarts: list[tuple[str, str]] = []
+
+    def is_again() -> bool:
+        found = submit.slurm.call("scontrol", "--oneliner", "show", "job", job)
+        restarts[:] = sorted(re.findall(r"ArrayTaskId=(\S+).* Restarts=(\d)", found))
+        return any(count != "0" for _, count in restarts)
+
+    # The last task has the number of the array.
+    submit.follow(job, is_again, "second start of")
+    submit.slurm.call("scancel", job)
+
+    assert restarts == [("0", "0"), ("1", "1")]
 
 
 def test_the_time_limit(limited):
