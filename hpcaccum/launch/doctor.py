@@ -39,11 +39,18 @@ _LONGEST = 86_400
 # Lines of a failed job that are shown; how jobs end, and how if nothing is wrong.
 _TAIL = 6
 # In lines that may be the cause, which an epilogue of the launcher may follow.
-_CAUSE = re.compile("error|fatal|abort|unsupported", re.IGNORECASE)
+_CAUSE = re.compile("error|fatal|abort|unsupported|running at|exit code", re.IGNORECASE)
 _STATUS = "the job ended with status {}"
 _SUCCESS = _STATUS.format(0)
+_HANGS = "the job did not end"
 _LIBRARY = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
-# What launchers print, and what helps.
+_NETWORK = (
+    "can all nodes reach each other? If an interface joins only some of them, name "
+    "another one. Open MPI: export OMPI_MCA_btl_tcp_if_include=eth0; MPICH with UCX: "
+    "export UCX_NET_DEVICES=eth0"
+)
+_FULL = "is /dev/shm of that node full, or too small? df /dev/shm"
+# What launchers and libraries print, and what helps.
 _KNOWN = {
     "not enough slots": "--launcher 'mpiexec --oversubscribe -n 2'",
     "run as root": "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
@@ -51,6 +58,12 @@ _KNOWN = {
     "unsupported PMI version": "ranks of MPICH need the mpiexec of MPICH: name it with "
     "--launcher; srun --mpi=pmi2",
     "more processes than": "--launcher 'mpiexec --bind-to none -n 2'",
+    # SIGBUS: a page of a file for which there is no memory.
+    "Bus error": _FULL,
+    "EXIT CODE: 7\n": _FULL,
+    # Of UCX, and of Open MPI.
+    "dest_addr=": _NETWORK,
+    "Socket closed": _NETWORK,
 }
 
 
@@ -178,7 +191,9 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
             # As in MPI_Finalize.
             ended = f"{finding.text}; afterwards {ended}"
     advice = next((text for sign, text in _KNOWN.items() if sign in output), "")
-    if name == "launch" and not advice:
+    if name == "launch" and not advice and ended.startswith(_HANGS):
+        advice = _NETWORK
+    elif name == "launch" and not advice:
         library = _vendor() or "none that can be loaded"
         advice = f"the MPI library is {library}: does the launcher belong to it?"
     text = f"{ended}; tried: {_tries(name)}\n{_telling(output)}"
@@ -213,12 +228,13 @@ def _output(command: list[str], timeout: float) -> tuple[str, str]:
             ended = _STATUS.format(job.wait(timeout))
         except subprocess.TimeoutExpired:
             _end(job)
-            ended = f"the job did not end within {timeout:g} s"
+            ended = f"{_HANGS} within {timeout:g} s"
         except BaseException:
             _end(job)
             raise
         file.seek(0)
-        return file.read().decode(errors="replace"), ended
+        # Open MPI prints zeros, with which grep takes the report for binary.
+        return file.read().decode(errors="replace").replace("\0", ""), ended
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

@@ -23,6 +23,7 @@ from hpcaccum.errors import (
     echo,
     format_ranks,
 )
+from hpcaccum.mpi.blocking import limited
 from hpcaccum.mpi.control import ControlChannel
 from hpcaccum.mpi.heartbeat import Facts, Heartbeat
 from hpcaccum.mpi.kept_windows import KeptWindows
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hpcaccum")
 
 T = TypeVar("T")
+
+_FIRST_USE = "first use of a communicator"
+_UNREACHED = (
+    "MPI to connect this rank to others: can all nodes reach each other? If an "
+    "interface joins only some of them, name another one (Open MPI: "
+    "OMPI_MCA_btl_tcp_if_include)"
+)
 
 
 @functools.cache
@@ -157,7 +165,8 @@ class Group:
             raise TypeError(f"comm must be an MPI intracommunicator, got {got}")
         group: Any = comm.Get_attr(_keyval())
         if group is None or group.comm == MPI.COMM_NULL:
-            group = cls(_duplicate(comm))
+            duplicate = _duplicate(comm)
+            group = limited(lambda: cls(duplicate), _FIRST_USE, _UNREACHED)
             for each in (comm, MPI.COMM_WORLD):
                 if each.size == comm.size:
                     _prepare_sums(each)
@@ -403,7 +412,7 @@ def _of_rank(rank: int, text: str) -> str:
 def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:
     """Duplicate a communicator; warn, or time out, if ranks are missing."""
     # It raises if the limit is invalid, and nothing would free the duplicate.
-    deadline = Deadline(None, "first use of a communicator")
+    deadline = Deadline(None, _FIRST_USE)
     duplicate, request = comm.Idup()
     deadline.wait(
         lambda: request.Test() or None,

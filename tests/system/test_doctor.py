@@ -175,6 +175,38 @@ def test_the_cause_is_shown_before_the_epilogue(doctor, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("lines", "advice"),
+    [
+        (
+            "= PID 12 RUNNING AT h2\n= EXIT CODE: 7\n",
+            "-> is /dev/shm of that node",
+        ),
+        ("srun: error: n2: task 1: Bus error\n", "-> is /dev/shm of that node"),
+        ("UCX  ERROR connect(dest_addr=10.0.0.3:5) failed\n", "-> can all nodes reach"),
+        ("[h2] An error occurred in Socket closed\n", "-> can all nodes reach each"),
+        ("\0\nsleep", "-> can all nodes reach each other?"),
+    ],
+)
+def test_the_nodes_of_a_job_that_does_not_start_get_advice(
+    doctor, tmp_path, lines, advice
+):
+    (tmp_path / "printed").write_text(
+        lines + "".join(f"epilogue {number}\n" for number in range(9))
+    )
+    launcher = tmp_path / "launcher"
+    wait = "if grep -q sleep printed; then sleep 60; fi"
+    launcher.write_text(f"#!/bin/bash\ncat printed\n{wait}\nexit 1\n")
+    launcher.chmod(0o700)
+    status, shown = doctor("--launcher", launcher, "--timeout", "1")
+
+    assert status == 1
+    assert advice in shown
+    assert "does the launcher belong to it" not in shown
+    assert "\0" not in shown
+    assert ("RUNNING AT h2" in shown) == ("RUNNING AT h2" in lines)
+
+
+@pytest.mark.parametrize(
     ("option", "value", "text"),
     [
         ("--timeout", "0", "--timeout must be more than 0"),

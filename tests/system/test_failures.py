@@ -63,6 +63,17 @@ except hpc.InvalidArgumentError:
 MPI.COMM_WORLD.Barrier()
 """
 
+# As if MPI could not connect rank 1 to the others.
+UNREACHED = """
+import time
+import hpcaccum as hpc
+from mpi4py import MPI
+
+if MPI.COMM_WORLD.rank == 1:
+    hpc.Group.__init__ = lambda *_: time.sleep(60)
+hpc.ConditionalAccumulator("float32", (2,))
+"""
+
 LEAVES_WINDOWS_OPEN = """
 import numpy as np
 import hpcaccum as hpc
@@ -217,3 +228,14 @@ def test_limit_of_the_environment_ends_a_wait_and_says_for_whom(mpirun, script):
     said = r"w: take_grad\(3\): waited [\d.]+ s for 3 gradients at step 0, had 1"
     assert re.search(said, result.stdout)
     assert "nothing from ranks 1-2" in result.stdout
+
+
+def test_ranks_that_mpi_does_not_connect_end_at_the_limit(mpirun, script):
+    done = mpirun(2, script(UNREACHED), env={"HPCACCUM_TIMEOUT": "1"})
+
+    assert done.returncode != 0
+    assert re.search(
+        r"rank \d of 2 failed, ending the job: first use of a communicator: waited \S+ "
+        "s for MPI to connect this rank to others: can all nodes reach each other",
+        done.stdout,
+    ), done.stdout
