@@ -173,7 +173,9 @@ class Optimizer(abc.ABC):
             What `apply_gradients` returns. An optimizer that exchanges gradients
             returns a `Receipt`, which here contains the value of ``loss``.
         """
-        check_global_step(global_step)
+        # Alone, a rank that raises is waited for; `apply_gradients` raises on all.
+        if self.exchange is not ExchangeKind.COLLECTIVE:
+            check_global_step(global_step)
         compute, apply = self._halves()
         kept = KeptLoss(loss) if callable(loss) else loss
         pairs = compute(

@@ -124,6 +124,19 @@ def test_a_bad_global_step_on_one_rank_is_an_error_on_all(make, rank, size):
     assert w.value == 0
 
 
+def test_a_bad_global_step_of_minimize_is_an_error_on_all(make, rank, size):
+    w, opt = variable(np.zeros(3)), make()
+    step = "none" if rank == size - 1 else None
+    error = raised(opt.minimize, gives(np.ones(3)), step, [w])
+    before = w.value.copy()
+    opt.minimize(gives(np.ones(3)))
+
+    assert type(error) is TypeError
+    assert "global_step must be" in str(error)
+    assert (before == 0).all()
+    assert (w.value == -1).all()
+
+
 def test_pairs_may_come_from_an_iterator(make, size):
     w, opt = variable(), make()
     for _ in range(2):
