@@ -76,6 +76,10 @@ class VectorAccumulator(ConditionalAccumulator):
         """The memory of all slots."""
         return self._slots.parts
 
+    def check_present(self) -> None:
+        """Raise InvalidArgumentError if this rank has left."""
+        self._protocol.membership.check_present("apply")
+
     def pin_slots(self) -> None:
         """Pin this rank's slots, so that the CUDA device copies to them directly."""
         self._check_open()

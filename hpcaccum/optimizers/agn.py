@@ -198,6 +198,8 @@ class AGNOptimizer(OneSidedOptimizer):
             self.initialize()
         server = self._training_server()
         self._check_known(variables)
+        # Before the local step.
+        server.check_present()
         if self._drops(pairs):
             receipt = server.drop(self._step)
             self._drop_watch.note(receipt)
@@ -290,8 +292,9 @@ class AGNOptimizer(OneSidedOptimizer):
         They are not those in which gradients are summed.
 
         Raises:
-            InvalidArgumentError: Before `initialize`.
+            InvalidArgumentError: Before `initialize`, or on a dedicated server.
         """
+        self._training_server()
         return Optimizer.gradient_arrays(self)
 
     def _free(self) -> None:

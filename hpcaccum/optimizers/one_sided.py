@@ -252,7 +252,7 @@ class OneSidedOptimizer(ServedOptimizer):
         again. For variables on a device they are device memory.
 
         Raises:
-            InvalidArgumentError: Before `initialize`.
+            InvalidArgumentError: Before `initialize`, or on a dedicated server.
         """
         server = self._training_server()
         if all_on_device("variables", self._values.values()):
@@ -311,6 +311,7 @@ class OneSidedOptimizer(ServedOptimizer):
         check_global_step(global_step)
         self.initialize([var for _, var in pairs])
         server = self._training_server()
+        server.check_present()
         if self._drops(pairs):
             receipt = server.drop(self._local_step)
             self._pull()

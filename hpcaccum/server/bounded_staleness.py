@@ -150,7 +150,7 @@ class BoundedStalenessInbox:
             WaitTimeoutError: If an agent does not answer in time. It may still accept
                 the gradient: `slot` and `leave` wait for the answer first.
         """
-        self.membership.check_present("submit")
+        self.check_present()
         self._admission.reset()
         if self._remote is not None:
             self._remote.forget()
@@ -318,6 +318,10 @@ class BoundedStalenessInbox:
         """Promise that this rank submits no more gradients."""
         self._recovery.finish()
         self.membership.leave()
+
+    def check_present(self) -> None:
+        """Raise InvalidArgumentError if this rank has left."""
+        self.membership.check_present("submit")
 
     def left(self) -> list[int]:
         """Return the ranks that have left."""

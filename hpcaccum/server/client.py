@@ -301,6 +301,10 @@ class Client(Freeable):
             self._coming = receipt.global_step + 1
         return receipt
 
+    def check_present(self) -> None:
+        """Raise InvalidArgumentError if this rank has left."""
+        self._inbox.check_present()
+
     def drop(self, local_step: int) -> Receipt:
         """Count a gradient that is not finite; return its receipt."""
         self._inbox.count_nonfinite()

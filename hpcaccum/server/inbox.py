@@ -99,6 +99,9 @@ class Inbox(Protocol):
     def leave(self) -> None:
         """Promise that this rank submits no more gradients."""
 
+    def check_present(self) -> None:
+        """Raise InvalidArgumentError if this rank has left."""
+
     def left(self) -> list[int]:
         """Return the ranks that have left."""
 

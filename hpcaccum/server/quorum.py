@@ -120,6 +120,10 @@ class QuorumInbox:
         """Promise that this rank submits no more gradients."""
         self._accumulator.leave()
 
+    def check_present(self) -> None:
+        """Raise InvalidArgumentError if this rank has left."""
+        self._accumulator.check_present()
+
     def left(self) -> list[int]:
         """Return the ranks that have left."""
         return list(self._accumulator.statistics().left)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -88,7 +90,8 @@ def test_the_final_state_can_be_read_after_free(comm, kind, rank, size):
         assert opt.stale_counter == 0
     if rank == 0 or kind == "AGN":
         assert (slot.value > 0).all()
-    for use in (opt.leave, opt.serve, lambda: opt.minimize(gives(np.ones(3)))):
+    minimize = functools.partial(opt.minimize, gives(np.ones(3)))
+    for use in (opt.leave, opt.serve, opt.gradient_arrays, minimize):
         assert type(raised(use)) is hpc.FreedError
 
 

@@ -130,6 +130,7 @@ def test_a_dedicated_host_only_serves(make, rank):
             raised(opt.minimize, gives(1.0)),
             raised(opt.apply_gradients, [(1.0, w)]),
             raised(opt.compute_gradients, gives(1.0)),
+            raised(opt.gradient_arrays),
         ]
         opt.leave()
         opt.serve()
@@ -344,9 +345,11 @@ def test_a_rank_leaves_and_the_others_go_on(make, kind, rank, size, leaver):
         opt.minimize(gives(1.0))
     if rank == leaver:
         opt.leave()
-        errors = [raised(opt.minimize, gives(1.0)) for _ in range(2)][-1:]
-        assert [type(error) for error in errors] == [InvalidArgumentError]
-        assert "has left" in str(errors[0])
+        before = w.value.copy()
+        errors = [raised(opt.apply_gradients, [(1.0, w)]) for _ in range(2)]
+        assert [type(error) for error in errors] == [InvalidArgumentError] * 2
+        assert all("has left" in str(error) for error in errors)
+        assert w.value == before
     else:
         for _ in range(8):
             opt.minimize(gives(1.0))
