@@ -150,14 +150,21 @@ def check_sparse_settings(
 def _row_size(row_size: Any, declared: PartialShape | None) -> int:
     """Return the maximum number of elements of a row."""
     row = None if declared is None else declared[1:]
+    least = size_of(known(row)) if is_fixed(row) else None
     if row_size is not None:
-        return positive_count(row_size, "row_size")
-    if not is_fixed(row):
+        size = positive_count(row_size, "row_size")
+        if least is not None and size < least:
+            raise InvalidArgumentError(
+                f"row_size must be at least the {least} elements of a row of shape "
+                f"{declared}, got {size}"
+            )
+        return size
+    if least is None:
         raise InvalidArgumentError(
             f"shape {declared} has rows of unknown size: row_size=, the maximum number "
             f"of elements of a row, is needed"
         )
-    return size_of(known(row))
+    return least
 
 
 def _reduction(reduction: Any) -> str:

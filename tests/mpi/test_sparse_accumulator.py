@@ -311,6 +311,7 @@ BAD = [
     ({"capacity": 0}, INVALID, "capacity must be at least 1"),
     ({"capacity": 2.5}, TypeError, "capacity must be an integer"),
     ({"row_size": 0}, INVALID, "row_size must be at least 1"),
+    ({"shape": (9, 2, 3), "row_size": 5}, INVALID, "at least the 6 elements of a row"),
     ({"shape": None}, INVALID, "shape None has rows of unknown size: row_size="),
     ({"shape": (2, None)}, INVALID, r"shape \(2, None\) has rows of unknown size"),
     ({"shape": (2, -1)}, INVALID, "no negative dimension"),
