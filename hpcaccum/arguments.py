@@ -101,29 +101,34 @@ def result_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Arra
     return out  # type: ignore[no-any-return]
 
 
-def gradient_array(grad: Any, dtype: np.dtype[Any]) -> Array:
+def gradient_array(grad: Any, dtype: np.dtype[Any], what: str = "gradient") -> Array:
     """Return a gradient as an array that can be converted to ``dtype``.
+
+    Args:
+        grad: The gradient, or another value.
+        dtype: The dtype.
+        what: Begins messages.
 
     Raises:
         InvalidArgumentError: If it is None, ragged, masked, or not of real numbers; or
             a device array that kernels cannot read.
     """
     if grad is None:
-        raise InvalidArgumentError("gradient must be an array, got None")
+        raise InvalidArgumentError(f"{what} must be an array, got None")
     if is_device(grad):
-        check_array("gradient", grad, FLOATS)
+        check_array(what, grad, FLOATS)
         return grad  # type: ignore[no-any-return]
     if type(grad) is not np.ndarray:
-        check_unmasked("gradient", grad)
+        check_unmasked(what, grad)
     try:
         array = np.asarray(grad)
     except ValueError as error:
-        raise InvalidArgumentError(f"gradient is not an array: {error}") from None
+        raise InvalidArgumentError(f"{what} is not an array: {error}") from None
     if array.dtype == dtype:
         return array
     if array.dtype.kind not in "biuf" and array.dtype not in FLOATS:
         raise InvalidArgumentError(
-            f"gradient of dtype {array.dtype} cannot be cast safely to {dtype}"
+            f"{what} of dtype {array.dtype} cannot be cast safely to {dtype}"
         )
     return array
 
@@ -134,10 +139,7 @@ def fitting(what: str, given: Any, own: Array) -> Array:
     Raises:
         InvalidArgumentError: If ``given`` is not such an array.
     """
-    try:
-        array = gradient_array(given, own.dtype)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{what}: {error}") from None
+    array = gradient_array(given, own.dtype, what)
     if array.shape != own.shape:
         raise InvalidArgumentError(
             f"{what} must have shape {own.shape}, got {array.shape}"

@@ -34,7 +34,11 @@ def declared_shape(shape: Any) -> PartialShape | None:
         shape = (shape,)
     if not isinstance(shape, (list, tuple)):
         raise TypeError(f"shape must be a list, a tuple or None, got {shape!r}")
-    dims = tuple(None if dim is None else operator.index(dim) for dim in shape)
+    try:
+        dims = tuple(None if dim is None else operator.index(dim) for dim in shape)
+    except TypeError:
+        text = f"shape must have integers and None, got {shape!r}"
+        raise TypeError(text) from None
     if any(dim is not None and dim < 0 for dim in dims):
         raise InvalidArgumentError(f"shape must have no negative dimension, got {dims}")
     if len(dims) > MAX_DIMS:

@@ -113,13 +113,7 @@ def check_gradient(grad: Any, variable: Variable) -> Gradient:
         return grad  # type: ignore[no-any-return]
     if isinstance(grad, IndexedSlices):
         return check_slices(grad, variable)
-    try:
-        array = gradient_array(grad, dtype)
-    except InvalidArgumentError as error:
-        # All of them begin with it.
-        what = str(error).removeprefix("gradient")
-        text = f"gradient of {variable.name!r}{what}"
-        raise InvalidArgumentError(text) from None
+    array = gradient_array(grad, dtype, f"gradient of {variable.name!r}")
     if not type(array) is type(value) is np.ndarray:
         _check_place(array, variable)
     if array.shape != shape:

@@ -76,8 +76,7 @@ class Variable:
         # `w.value -= x` changes the array in place, then assigns it to itself.
         if new is self._value:
             return
-        check_unmasked(f"value of {self.name!r}", new)
-        array = gradient_array(new, self.dtype)
+        array = gradient_array(new, self.dtype, f"value of {self.name!r}")
         safe = np.can_cast(array.dtype, self.dtype, "same_kind")
         if array.shape != self.shape or not safe:
             raise InvalidArgumentError(

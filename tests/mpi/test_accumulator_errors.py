@@ -30,7 +30,7 @@ BAD = [
     ({"shape": (2, -1)}, INVALID, "no negative dimension"),
     ({"shape": "23"}, TypeError, "shape must be a list, a tuple or None"),
     ({"shape": 2.0}, TypeError, "shape must be"),
-    ({"shape": (2.5,)}, TypeError, "float"),
+    ({"shape": (2.5,)}, TypeError, "shape must have integers"),
     ({"shape": (1,) * 17}, INVALID, "17 dimensions"),
     ({"shape": None}, INVALID, "capacity=.* is needed"),
     ({"shape": (None, 2)}, INVALID, "capacity=.* is needed"),

@@ -131,10 +131,10 @@ WRONG = {
     "shape": ({"x": np.ones(899)}, r"'x' must have shape \(900,\), got \(899,\)"),
     "rank": ({"x": np.ones((900, 1))}, r"'x' must have shape"),
     "broadcast": ({"x": 1.0}, r"'x' must have shape"),
-    "nothing": ({"x": None}, "'x': gradient must be an array"),
-    "ragged": ({"x": [[1], [2, 3]]}, "'x': gradient"),
+    "nothing": ({"x": None}, "'x' must be an array"),
+    "ragged": ({"x": [[1], [2, 3]]}, "'x' is not an array"),
     "complex": ({"x": np.ones(900, complex)}, "cannot be cast"),
-    "mask": ({"x": np.ma.ones(900)}, "'x': gradient must have no mask"),
+    "mask": ({"x": np.ma.ones(900)}, "'x' must have no mask"),
     "text": ({"x": ["a"] * 900}, "cannot be cast"),
     "objects": ({"x": [None] * 900}, "cannot be cast"),
 }

@@ -633,7 +633,7 @@ def test_assigning_to_the_value_copies():
 def test_assigning_something_else_changes_nothing(new):
     w = one([7.0, 8.0])
 
-    with pytest.raises(InvalidArgumentError):
+    with pytest.raises(InvalidArgumentError, match=r"^value of 'w' "):
         w.value = new
 
     assert w.value.tolist() == [7, 8]
