@@ -124,8 +124,8 @@ class ConditionalAccumulator(Accumulator):
 
         Raises:
             InvalidArgumentError: On this rank, for a wrong shape, dtype or step, or an
-                array in a slot that was applied before; nothing is added. The shape of
-                a stale gradient is not checked.
+                array in a slot that was applied before, or if this rank has left;
+                nothing is added. The shape of a stale gradient is not checked.
             WaitTimeoutError: If the host is on another node and its agent does not
                 answer within HPCACCUM_TIMEOUT seconds. It may still accept the
                 gradient, so a slot that contains it must not be changed: the next
@@ -162,6 +162,8 @@ class ConditionalAccumulator(Accumulator):
                 applies it.
 
         Raises:
+            InvalidArgumentError, TypeError: For a ``shape`` or ``timeout`` that is
+                wrong, or a shape that is missing.
             WaitTimeoutError: If no slot is free in time.
         """
         self._check_open()
@@ -198,7 +200,8 @@ class ConditionalAccumulator(Accumulator):
 
         Raises:
             InvalidArgumentError, TypeError: For a ``num_required`` that is not an
-                integer of at least 1, or an ``out`` that does not fit; nothing is lost.
+                integer of at least 1, a ``timeout`` that is not a number of at least 0,
+                or an ``out`` that does not fit; nothing is lost.
             WaitTimeoutError: Names what was missing. Nothing is lost: gradients stay,
                 and the next take returns a round that was closed already. The same
                 holds for any other exception, except one that a signal handler raises

@@ -144,7 +144,8 @@ class Accumulator(Freeable):
         """Promise that this rank contributes no more gradients. Not collective.
 
         Quorums shrink: a take that requires more gradients than there are present ranks
-        waits for one of each. On a host that is not a worker, it has no effect.
+        waits for one of each; or, if it requires several of each worker, for as many of
+        each as before. On a host that is not a worker, this call has no effect.
         """
         self._check_open()
         self._shared.leave()

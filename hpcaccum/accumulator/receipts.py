@@ -28,8 +28,8 @@ class Receipt:
         accepted: Whether it was added.
         local_step: The step at which it was computed.
         global_step: The step of the accumulator or optimizer when it arrived.
-        sent: Whether it has left this rank. False for a local step of `AGNOptimizer`,
-            whose gradient is part of a later push.
+        sent: False for a local step of `AGNOptimizer`, whose gradient is part of a
+            later push; else true.
         nonfinite: Whether it was dropped because it has a NaN or an infinity.
         loss: What the loss returned as its value, from ``minimize``; else None. It is
             not compared.

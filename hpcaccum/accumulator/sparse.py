@@ -70,7 +70,8 @@ class SparseConditionalAccumulator(Accumulator):
         host: The rank that holds the step.
         capacity: Maximum number of different rows of the gradients of a rank in one
             round. Memory grows with it.
-        row_size: Maximum number of elements of a row; by default that of ``shape``.
+        row_size: Maximum number of elements of a row; by default that of ``shape``,
+            and not less.
         workers: How many ranks contribute gradients; see `ConditionalAccumulator`.
 
     Raises:
@@ -142,8 +143,10 @@ class SparseConditionalAccumulator(Accumulator):
 
         Raises:
             InvalidArgumentError: On this rank, for wrong indices, values or step, or
-                more rows than ``capacity``; nothing is added. Of a stale gradient, only
-                the step is checked, and that it has a row of numbers for each index.
+                more rows than ``capacity``, or if this rank has left; nothing is added.
+                Of a stale gradient, only the step is checked, and that it has a row of
+                numbers for each index.
+            TypeError: If ``grad_shape`` does not consist of integers.
             Exception: Anything else, as for `ConditionalAccumulator.apply_grad`.
         """
         grad = IndexedSlices(grad_values, grad_indices, grad_shape)

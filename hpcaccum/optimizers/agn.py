@@ -188,7 +188,8 @@ class AGNOptimizer(OneSidedOptimizer):
             with the step of the last pull.
 
         Raises:
-            InvalidArgumentError, TypeError: On this rank; nothing is changed.
+            InvalidArgumentError, TypeError: On this rank, also if it has left; nothing
+                is changed.
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)

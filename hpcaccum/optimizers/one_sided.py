@@ -305,7 +305,8 @@ class OneSidedOptimizer(ServedOptimizer):
             Whether the gradients were accepted, and at which step.
 
         Raises:
-            InvalidArgumentError, TypeError: On this rank; nothing is sent.
+            InvalidArgumentError, TypeError: On this rank, also if it has left; nothing
+                is sent.
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)

@@ -250,6 +250,10 @@ class Wrapper(Freeable, Optimizer):
         Returns:
             An array in CPU memory; for a list, a list of arrays. After `free`, the
             values of the last update.
+
+        Raises:
+            InvalidArgumentError, TypeError: Before `initialize`, or for something else
+                than its variables.
         """
         read = self._reader()
         several = isinstance(var, (list, tuple))

@@ -224,7 +224,9 @@ class Reducer(Freeable):
                 at different steps or have begun different numbers of calls. Results and
                 ``out`` are then undefined.
             InvalidArgumentError: On every rank, if an array does not fit.
-            Exception: On every rank, if one called `fail` with it.
+            Exception: On every rank, if one called `fail`. On the others it is a
+                RuntimeError that names this rank, unless the error was a TypeError, or
+                an argument or device error of hpcaccum.
             Interruption: On every rank, if one called `interrupt`.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names the missing ranks.
                 The reducer is then unusable, as other ranks may still use its memory.
