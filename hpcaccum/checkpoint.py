@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 from hpcaccum.arguments import fitting, positive_count
 from hpcaccum.device import copyto, is_device, to_host
-from hpcaccum.dtypes import BFLOAT16, Array
+from hpcaccum.dtypes import BFLOAT16, Array, check_unmasked
 from hpcaccum.errors import CheckpointError, InvalidArgumentError
 from hpcaccum.save_owner import check, unfinished
 
@@ -166,6 +166,7 @@ def _array_of(name: str, each: Any) -> Array:
 
 def _fitting(name: str, own: Array, saved: Any) -> tuple[Array, Array]:
     """Return an array and what is to be copied to it."""
+    check_unmasked(repr(name), own)
     array = fitting(f"saved {name!r}", saved, own)
     if own.dtype.kind in "iu" and array.dtype.kind not in "iu":
         raise InvalidArgumentError(
@@ -241,6 +242,7 @@ def _described(value: Any, where: str, arrays: dict[str, Array]) -> Any:
 
 
 def _added(value: Any, where: str, arrays: dict[str, Array]) -> str:
+    check_unmasked(where, value)
     array = np.ascontiguousarray(to_host(value)).reshape(np.shape(value))
     if array.dtype.newbyteorder("=") not in _DTYPES:
         raise InvalidArgumentError(

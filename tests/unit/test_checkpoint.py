@@ -138,6 +138,11 @@ def test_nothing_is_restored_if_there_is_no_checkpoint(tmp_path):
             "'count' is an array that cannot be written to",
         ),
         (
+            {"bias": np.zeros(4), "count": np.ma.zeros(4)},
+            InvalidArgumentError,
+            "'count' must have no mask",
+        ),
+        (
             {"epoch": 3},
             TypeError,
             "'epoch', of type int, cannot be changed; it is in",
@@ -220,6 +225,7 @@ def test_other_programs_read_the_arrays(tmp_path):
         ({"a": b"bytes"}, TypeError, "state.a has type bytes"),
         ({"a": {1: 2}}, TypeError, "keys must be strings: state.a has 1"),
         ({"a": np.array(["text"])}, InvalidArgumentError, "state.a is an array of <U4"),
+        ({"a": np.ma.ones(2)}, InvalidArgumentError, "state.a must have no mask"),
         ({"a": np.ones(1, complex)}, InvalidArgumentError, "array of complex128"),
         ({"a": np.array([object()])}, InvalidArgumentError, "array of object"),
     ],
