@@ -124,7 +124,8 @@ class Wrapper(Freeable, Optimizer):
         """The learning rate of the inner optimizer; may be set.
 
         With a one-sided optimizer, set it on the host, which updates the center; on
-        other ranks it has no effect on the center. With a collective optimizer, set it
+        other ranks it has no effect on the center, but on the local steps of
+        `AGNOptimizer`. With a collective optimizer, set it
         to the same value on all ranks of a group: numbers that differ are an error of
         its next update, results of callables are not compared.
 
