@@ -42,8 +42,9 @@ class IndexedSlices:
         dense_shape: As a tuple, or None.
 
     Raises:
-        InvalidArgumentError: If ``indices`` is not a vector of numbers, ``values`` does
-            not have a row for each, or only ``indices`` is on a device.
+        InvalidArgumentError: If ``indices`` is not a vector of numbers within 64 bits,
+            ``values`` does not have a row of real numbers for each, one of them is
+            masked, or only ``indices`` is on a device.
         TypeError: If ``dense_shape`` does not consist of integers.
 
     Source: TensorFlow's ``tf.IndexedSlices``.

@@ -228,6 +228,10 @@ class Accumulator(Freeable):
 
         Calling it again does nothing. Arrays that `slot` returned become ordinary
         memory, which nothing else uses.
+
+        Raises:
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on all ranks that wait;
+                names the missing ranks. Another call on all ranks does the rest.
         """
         super().free()
 

@@ -67,6 +67,10 @@ def get_variable(
         custom_getter: The getter.
         sparse: As for `Variable`.
         capacity: As for `Variable`.
+
+    Raises:
+        TypeError, InvalidArgumentError: As `Variable`; or if the getter has a variable
+            of this name.
     """
     var = Variable(initial_value, name, trainable, sparse=sparse, capacity=capacity)
     custom_getter.register(var)

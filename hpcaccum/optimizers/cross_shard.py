@@ -222,6 +222,9 @@ class CrossShardOptimizer(ReducingOptimizer):
         They have the dtype in which gradients are summed, and are the same until a rank
         leaves, or until `restore` after an interrupted call. For variables on a device
         they are device memory, which is copied.
+
+        Raises:
+            InvalidArgumentError: Before `initialize`.
         """
         self._check_open()
         if self._shard is None or self._sums:

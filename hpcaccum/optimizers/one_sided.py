@@ -276,6 +276,11 @@ class OneSidedOptimizer(ServedOptimizer):
         They are the newest that this node has. It gets newer ones first if a gradient
         of these would certainly be dropped; only then does this call wait. Within a
         millisecond after parameters for which this rank has waited, it does not ask.
+
+        Raises:
+            InvalidArgumentError, TypeError: On this rank, as
+                `Optimizer.compute_gradients`; or on a dedicated server.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; says what is missing.
         """
         variables = self._prepare(var_list)
         server = self._open_server()
@@ -307,6 +312,8 @@ class OneSidedOptimizer(ServedOptimizer):
         Raises:
             InvalidArgumentError, TypeError: On this rank, also if it has left; nothing
                 is sent.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; says what the update waits
+                for. The gradients may have been accepted.
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)

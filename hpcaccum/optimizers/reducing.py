@@ -150,6 +150,10 @@ class ReducingOptimizer(Wrapper):
 
         If ranks have left, their variables are set to those of the last update.
         `center`, `global_step` and `statistics` remain available.
+
+        Raises:
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on all ranks that wait;
+                names the missing ranks. Another call on all ranks does the rest.
         """
         super().free()
 

@@ -49,6 +49,7 @@ class ServedOptimizer(Wrapper):
         Raises:
             InvalidArgumentError: On other ranks, which hold no slots. In the block, for
                 a call of this thread that would wait for an update.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if an update does not end.
         """
         with self._any_server().paused() as step:
             yield step
@@ -74,7 +75,8 @@ class ServedOptimizer(Wrapper):
             rank has not yet pushed, or the sums of AGN.
 
         Raises:
-            InvalidArgumentError: On other ranks.
+            InvalidArgumentError: On other ranks, or before `initialize`.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if an update does not end.
         """
         self._any_server()
         assert self._center is not None
@@ -116,6 +118,10 @@ class ServedOptimizer(Wrapper):
         ranks that left early or only served. `center`, `global_step`, `statistics` and
         `get_slot` remain available. A dedicated server that has not called `serve`
         serves until the others have left.
+
+        Raises:
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on all ranks that wait;
+                names the missing ranks. Another call on all ranks does the rest.
         """
         super().free()
 
