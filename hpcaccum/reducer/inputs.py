@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcaccum.arguments import converted, fitting
 from hpcaccum.device import Entry, Known, all_on_device, is_device, tables
-from hpcaccum.dtypes import FLOATS
+from hpcaccum.dtypes import FLOATS, check_unmasked
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import sharing
 
@@ -157,6 +157,7 @@ class Inputs:
                 continue
             if not isinstance(array, np.ndarray) or not array.flags.writeable:
                 raise InvalidArgumentError(f"{what} must be a writable array")
+            check_unmasked(what, array)
             if array.dtype not in FLOATS:
                 raise InvalidArgumentError(
                     f"{what} must be of floats in native byte order, got {array.dtype}"

@@ -146,6 +146,7 @@ WRONG_OUT = {
     "list": ({"x": [0.0] * 900}, "out 'x' must be a writable array"),
     "nothing": ({"x": None}, "out 'x' must be a writable array"),
     "frozen": ({"x": FROZEN}, "out 'x' must be a writable array"),
+    "masked": ({"x": np.ma.zeros(900)}, "out 'x' must have no mask"),
     "integers": ({"x": np.ones(900, int)}, "out 'x' must be of floats"),
     "complex": ({"x": np.ones(900, complex)}, "out 'x'"),
 }
