@@ -147,12 +147,13 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
 
         Raises:
             InvalidArgumentError: If there is no gradient, or one is sparse that should
-                not be, or the reverse.
+                not be, or the reverse; or parameters were added to the optimizer.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._rule.check_parameters()
         self._rule.reclaim()
         # Schedulers look for it where they were attached.
         self.optimizer._opt_called = True

@@ -92,6 +92,7 @@ class TorchRule(Optimizer):
         self._memory = {name: each.detach() for name, each in parameters.items()}
         self._arrays = {var.name: var.value for var in self.own}
         self._center: _Target | None = None
+        self._sizes = _sizes(optimizer)
         # The options that the center, or all servers, have, of each parameter group;
         # and whether the host sends them.
         self._copied: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
@@ -101,6 +102,14 @@ class TorchRule(Optimizer):
         """Show the options: the same text on ranks with the same options."""
         groups = [_options(group) for group in self._original.optimizer.param_groups]
         return f"{self.get_name()}({', '.join(map(repr, groups))})"
+
+    def check_parameters(self) -> None:
+        """Raise InvalidArgumentError if the optimizer has got parameters since."""
+        if _sizes(self._original.optimizer) != self._sizes:
+            raise InvalidArgumentError(
+                f"{self.get_name()}: parameters cannot be added later; make a new "
+                f"optimizer"
+            )
 
     def reclaim(self) -> None:
         """Move parameters back to the memory of the variables.
@@ -200,6 +209,7 @@ class TorchRule(Optimizer):
 
     def _changed_options(self) -> list[dict[str, Any]] | None:
         """Return what has changed in each parameter group; None if nothing has."""
+        self.check_parameters()
         changed = []
         for group, copied in zip(
             self._original.optimizer.param_groups, self._copied, strict=True
@@ -292,6 +302,11 @@ def _copied(original: _Target, tensors: Mapping[str, Any]) -> Any:
     for name in vars(optimizer).keys() - vars(made).keys() - {"step"}:
         setattr(made, name, copy.deepcopy(vars(optimizer)[name], memo))
     return made
+
+
+def _sizes(optimizer: Any) -> list[int]:
+    """Return the numbers of parameters of the groups of an optimizer."""
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def _some(group: Mapping[str, Any], copies: Mapping[Any, Any]) -> dict[str, list[Any]]:

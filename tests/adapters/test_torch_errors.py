@@ -204,3 +204,16 @@ def test_after_free(comm, rank):
     for call in (opt.step, opt.sync_buffers, lambda: opt.load_state_dict({})):
         with pytest.raises(hpc.FreedError, match="was freed"):
             call()
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_parameters_added_to_the_optimizer_that_is_held(kind, comm, rank):
+    model = Model()
+    inner = torch.optim.SGD([model.w], 1.0)
+    with STRATEGIES[kind](inner, comm) as opt:
+        inner.add_param_group({"params": [model.b]})
+        model.backward(rank, 0)
+        error = raised(opt.step)
+        assert type(error) is hpc.InvalidArgumentError
+        assert "parameters cannot be added later" in str(error)
+        del inner.param_groups[1]
