@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpcaccum.reducer import RowFormat
 
 # Why ranks interrupt a reduction.
-_LEAVES, _SKIPS = "leaves", "skips"
+_LEAVES, _SKIPS, _RENEWS = "leaves", "skips", "renews"
 # What messages call the steps of the reducer.
 _COMPUTED = "number of calls of compute_gradients"
 
@@ -32,7 +32,8 @@ class ShardReducer:
 
     A rank that leaves, or whose gradients shall not be used, interrupts a reduction.
     The others learn it there, and repeat the reduction without it; after a rank has
-    left, with a new reducer.
+    left, with a new reducer. So does a rank that has started other gradients than it
+    gives, and the reduction is repeated with those.
 
     Args:
         group: The ranks.
@@ -54,6 +55,8 @@ class ShardReducer:
             update of this rank whose gradients were reduced. Other ranks have made it,
             so this must be the same on all ranks, too.
         left: Whether this rank has left.
+        stale: Whether gradients have been started that shall not be used. Reset by the
+            next reduction, which begins anew.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class ShardReducer:
         self._current = group
         # Of the next reduction; and the ranks whose gradients the last one used.
         self._started: set[str] = set()
+        self.stale = False
         self._used: list[int] = []
         self._waited = 0.0
         self._make()
@@ -129,10 +133,15 @@ class ShardReducer:
         self.reducer.start(name, grad)
         self._started.add(name)
 
+    def has_started(self, name: str) -> bool:
+        """Whether a gradient was started for the next reduction."""
+        return name in self._started
+
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error on every rank, in the place of a reduction. Collective."""
         self.check_present()
         self._started.clear()
+        self.stale = False
         self.reducer.fail(error)
 
     def reduce(
@@ -169,11 +178,15 @@ class ShardReducer:
         self._updating = False
         kind = "MEAN" if parts is None else "SUM"
         rest = {name: g for name, g in grads.items() if name not in self._started}
+        stale = self.stale or not self._started <= grads.keys()
         self._started.clear()
+        self.stale = False
         self._used = self.present
         try:
             if skips:
                 self.reducer.interrupt(_SKIPS)
+            if stale:
+                self.reducer.interrupt(_RENEWS)
             return self._reduce_once(rest, out, kind, parts or 0)
         except Interruption as found:
             self._used = self._continue(found.notes)
@@ -279,7 +292,7 @@ class ShardReducer:
         """
         by_note: dict[Any, list[int]] = {_LEAVES: [], _SKIPS: [], None: []}
         for place, note in enumerate(notes):
-            by_note[note].append(place)
+            by_note[None if note == _RENEWS else note].append(place)
         used, skip = ([self.present[p] for p in by_note[n]] for n in (None, _SKIPS))
         for rank in skip:
             self._nonfinite[rank] += 1

@@ -113,7 +113,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         # Whether backward passes exchange gradients.
         self._syncs = True
         self._open()
-        self._hooks = self._gradients.add_hooks(self._on_gradient)
+        self._gradients.add_hooks(self._on_gradient)
 
     @in_stream
     def _open(self) -> None:
@@ -309,8 +309,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         self._before_free()
         self.sync_buffers()
         self._exchange.free()
-        for hook in self._hooks:
-            hook.remove()
+        self._gradients.remove_hooks()
 
     def _before_free(self) -> None:
         """Do what must be done before ranks wait for each other."""

@@ -59,6 +59,14 @@ class _BackwardAveraging(CrossShardOptimizer):
         """Begin to average a gradient; None if it is in its place."""
         self._any_shard().start(name, grad)
 
+    def has_started(self, name: str) -> bool:
+        """Whether a gradient was started since the last call of `average`."""
+        return self._any_shard().has_started(name)
+
+    def discard(self) -> None:
+        """Let `average` use nothing that was started before; it may have changed."""
+        self._any_shard().stale = True
+
     def average(
         self,
         pairs: Pairs,
@@ -166,6 +174,7 @@ class CrossShard(Adapter):
     def _on_gradient(self, parameter: Any) -> None:
         self._averaged = False
         if not self._syncs:
+            self._discard()
             return
         # In each call, as the end of an earlier pass may have been skipped.
         Autograd._execution_engine.queue_callback(self._end_pass)
@@ -179,9 +188,17 @@ class CrossShard(Adapter):
         if not self._started:
             self._gradients.use(self._exchange.places())
             self._started = True
+        if self._exchange.has_started(self._gradients.name_of(parameter)):
+            # An error has ended the pass in which it was.
+            self._discard()
         # How many rows there are is known when all gradients are.
-        if not self._gradients.is_sparse(parameter):
+        elif self._gradients.is_final(parameter):
             self._exchange.start(*self._gradients.move(parameter))
+
+    def _discard(self) -> None:
+        """Do not use what a pass has started that an error has ended."""
+        if self._started:
+            self._exchange.discard()
 
     @in_stream
     def _end_pass(self) -> None:
@@ -217,6 +234,7 @@ class CrossShard(Adapter):
 
     def _update(self) -> Receipt:
         if not self._averaged:
+            self._discard()
             self._average()
         self._averaged, step = False, self._exchange.global_step
         if self._found:
@@ -228,6 +246,7 @@ class CrossShard(Adapter):
         """Reset the gradients, as in PyTorch."""
         super().zero_grad(set_to_none)
         self._averaged = False
+        self._discard()
 
     def _restore(self, snapshot: Any, what: str) -> None:
         states = {} if snapshot is None else snapshot["state"]

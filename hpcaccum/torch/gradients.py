@@ -25,7 +25,8 @@ class Gradients:
     backward pass, or clipping, changes it in place. Gradients of half precision stay
     where they are, as the exchange has a wider dtype. So do those of parameters in
     another order, such as ``channels_last``, as optimizers may need that of the
-    parameter; sparse gradients; and those on a device. The exchange copies them.
+    parameter; those that have a graph, of ``create_graph=True``; sparse gradients; and
+    those on a device. The exchange copies them.
 
     Args:
         parameters: By name.
@@ -38,14 +39,16 @@ class Gradients:
         # The memory of the exchange; as tensors, what has the dtype of the parameter.
         self._places: Mapping[str, Array] = {}
         self._tensors: dict[str, Any] = {}
+        self._hooks: dict[Any, Any] = {}
 
-    def add_hooks(self, call: Callable[[Any], None]) -> list[Any]:
+    def add_hooks(self, call: Callable[[Any], None]) -> None:
         """Have each gradient reported when a backward pass has computed it."""
-        return [
-            parameter.register_post_accumulate_grad_hook(call)
-            for parameter in self._parameters.values()
-            if parameter.requires_grad
-        ]
+        self._hooks = {each: _hook(each, call) for each in self._names}
+
+    def remove_hooks(self) -> None:
+        """Have no more gradients reported."""
+        for hook in self._hooks.values():
+            hook.remove()
 
     def use(self, places: Mapping[str, Array]) -> None:
         """Let `move` use memory of the exchange, by name; empty if there is none."""
@@ -67,9 +70,19 @@ class Gradients:
         """Whether `move` has memory to use."""
         return bool(self._places)
 
+    def name_of(self, parameter: Any) -> str:
+        """Return the name of a parameter."""
+        return self._names[parameter]
+
     def is_sparse(self, parameter: Any) -> bool:
         """Whether the gradients of a parameter are sparse."""
         return self._names[parameter] in self._sparse
+
+    def is_final(self, parameter: Any) -> bool:
+        """Whether a gradient that is reported is dense, and no hook comes after."""
+        hook = self._hooks[parameter]
+        last = next(reversed(hook.hooks_dict_ref()))
+        return not self.is_sparse(parameter) and last == hook.id
 
     def move(self, parameter: Any) -> tuple[str, Array | None]:
         """Move a gradient, of a parameter that is not sparse, to its place.
@@ -83,7 +96,7 @@ class Gradients:
         name = self._names[parameter]
         check_dense(name, parameter.grad)
         place = self._tensors.get(name)
-        if place is None:
+        if place is None or parameter.grad.requires_grad:
             return name, array_of(parameter.grad)
         if parameter.grad is not place:
             place.copy_(parameter.grad.detach())
@@ -128,6 +141,14 @@ class Gradients:
         """Set each ``grad`` to None."""
         for parameter in self._parameters.values():
             parameter.grad = None
+
+
+def _hook(parameter: Any, call: Callable[[Any], None]) -> Any:
+    """Add a hook to a parameter, also if it is not trained yet; return its handle."""
+    trained = parameter.requires_grad
+    handle = parameter.requires_grad_().register_post_accumulate_grad_hook(call)
+    parameter.requires_grad_(trained)
+    return handle
 
 
 def _is_alike(place: Any, parameter: Any) -> bool:
