@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-# Seconds in which another rank, which raises the same error, may end the job. So only the
-# rank with the best traceback prints it; but its program may catch the error, too.
+# Seconds in which another rank, which raises the same error, may end the job. So only
+# the rank with the best traceback prints it; but its program may catch the error.
 _OTHER = 2
 # Seconds that a launcher needs to forward a traceback, with a margin.
 _FORWARDING = 0.2
