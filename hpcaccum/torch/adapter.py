@@ -221,6 +221,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         what, root = f"{self._what}: load_state_dict", self._group.rank == self._root
 
         def check() -> Any:
+            self._check_present()
             if not root:
                 return None, None
             checked = check_state(state_dict, self.optimizer, self._rule.own)
@@ -233,6 +234,9 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: saved[name] for name in saved if name != "params"})
         self._restore(snapshot, what)
+
+    def _check_present(self) -> None:
+        """Raise InvalidArgumentError if this rank has left and can load no state."""
 
     def _check_options(self, groups: Any) -> None:
         """Raise InvalidArgumentError unless it can continue with saved options."""

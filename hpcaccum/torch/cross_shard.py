@@ -43,6 +43,10 @@ class _BackwardAveraging(CrossShardOptimizer):
         # Memory for means, which have another place.
         release(self._sums)
 
+    def check_present(self) -> None:
+        """Raise InvalidArgumentError if this rank has left."""
+        self._any_shard().check_present()
+
     def _is_on_device(self) -> bool:
         return is_device(next(iter(self._values.values())))
 
@@ -52,7 +56,7 @@ class _BackwardAveraging(CrossShardOptimizer):
         Raises:
             InvalidArgumentError: If this rank has left.
         """
-        self._any_shard().check_present()
+        self.check_present()
         return {} if self._is_on_device() else self.gradient_arrays()
 
     def start(self, name: str, grad: Array | None) -> None:
@@ -247,6 +251,9 @@ class CrossShard(Adapter):
         super().zero_grad(set_to_none)
         self._averaged = False
         self._discard()
+
+    def _check_present(self) -> None:
+        self._exchange.check_present()
 
     def _restore(self, snapshot: Any, what: str) -> None:
         states = {} if snapshot is None else snapshot["state"]

@@ -188,6 +188,30 @@ def test_a_rank_that_has_left_contributes_no_more(comm, rank, size):
             opt.step()
 
 
+@pytest.mark.ranks(min=2)
+def test_a_state_is_refused_after_a_rank_has_left(comm, rank, size):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    with hpt.CrossShard(optimizer, comm=comm) as opt:
+        model.backward(rank, 0)
+        opt.step()
+        state = opt.state_dict()
+        if rank == size - 1:
+            opt.leave()
+        else:
+            model.backward(rank, 1)
+            opt.step()
+        optimizer.param_groups[0]["lr"] = 0.25
+        momentum = optimizer.state[model.w]["momentum_buffer"]
+        before = momentum.clone()
+        error = raised(opt.load_state_dict, state)
+        after = optimizer.state[model.w]["momentum_buffer"]
+        assert type(error) is hpc.InvalidArgumentError
+        assert "has left" in str(error)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert torch.equal(after, before)
+
+
 def test_after_free(comm, rank):
     model = Model()
     opt = hpt.CrossShard(sgd(model), comm=comm)
