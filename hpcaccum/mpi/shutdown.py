@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Seconds in which another rank, which raises the same error, may end the job. So only
 # the rank with the best traceback prints it; but its program may catch the error.
-_OTHER = 2
+_OTHER = 5
 # Seconds that a launcher needs to forward a traceback, with a margin.
 _FORWARDING = 0.2
 # Seconds after which a process that could not abort the job ends alone: MPI may wait
