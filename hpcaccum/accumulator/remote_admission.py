@@ -1,12 +1,14 @@
-"""Admission by the agent of the host's node, for ranks of other nodes.
+"""Admission by the agent of the host's node, for ranks that need help.
 
 A rank alone needs a compare-and-swap on STATE for each value that it may have by now, a
 mark, a counter and its record, each an operation over the network. The agent has the
 words on its own node, so that the rank needs one message and its answer. It makes the
 same changes in the same order.
 
-A short gradient is part of the message. The agent keeps a copy, and need not ask for
-the gradient when the round is reduced.
+These are the ranks of other nodes. With Open MPI, those of the host's node are too.
+
+A short gradient of another node is part of the message. The agent keeps a copy, and
+need not ask for the gradient when the round is reduced.
 """
 
 from __future__ import annotations
@@ -97,9 +99,11 @@ class RemoteAdmission(Calls):
             WaitTimeoutError: If there is no answer HPCACCUM_TIMEOUT seconds after
                 `forget`. The gradient may still be admitted: see `settled`.
         """
-        contents = None if placed is None else self._storage.short(placed)
+        words, contents = self._protocol.words, None
+        if placed is not None and not words.near:
+            contents = self._storage.short(placed)
         # The answer may lead other ranks to what is in the buffer.
-        self._protocol.words.sync()
+        words.sync()
         return AdmissionAnswer(*self.call(local_step, only, fresh, contents))
 
     def settled(self) -> AdmissionAnswer | None:

@@ -33,8 +33,7 @@ class Writer:
     Args:
         protocol: Admits them.
         storage: Where they are written.
-        remote: Admits them if this rank is on another node than the host; None if no
-            agent does.
+        remote: Admits them if this rank cannot do so alone; None if no agent does.
         what: Name for messages.
     """
 
@@ -46,7 +45,9 @@ class Writer:
         what: str,
     ) -> None:
         self._protocol, self._storage = protocol, storage
-        self._remote = None if protocol.words.near else remote
+        self._remote = None if protocol.words.unaided else remote
+        # The gradients of other ranks often come at the same time.
+        self._expect = remote.wake if remote is not None else lambda: None
         self._buffers = RankBuffers(protocol, storage)
         self._turn, self._call = OneThread(what), f"{what}: apply_grad"
         self._recovery = Recovery(self._complete_or_revoke, self._remote, self._call)
@@ -134,6 +135,7 @@ class Writer:
     def _submit(
         self, array: Any, source: Any, local_step: int, slot: int | None
     ) -> Receipt | None:
+        self._expect()
         admitted = self._admit(array, local_step, slot)
         if admitted is None:
             return None
@@ -184,7 +186,7 @@ class Writer:
             self._protocol.put_record(parity, done, writing)
         self._buffers.settle(parity, done, slot, receipt.global_step)
 
-    # By the agent of the host's node
+    # By the agent of the host's node, if the words are out of this rank's reach
 
     def _fits_remote(self, array: Any) -> bool:
         """Whether the agent can admit a gradient; others need an error of this rank."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import EAGER, nap_after
-from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.memory_barrier import memory_barrier
+from hpcaccum.mpi.runtime import MPI, is_open_mpi
 from hpcaccum.mpi.windows import FREED
 from hpcaccum.mpi.word_window import WordWindow
 
@@ -27,12 +28,6 @@ _NEVER = -(1 << 63)
 # Seconds to look for an outcome before waiting in MPI: a word may happen to have the
 # value that means "not yet".
 _PATIENT = 1.0
-
-
-def _has_pipeline() -> bool:
-    # Open MPI waits in each call: in a compare-and-swap for one round trip, in others
-    # for three, as they lock the word. Measured with 5.0 over TCP.
-    return MPI.get_vendor()[0] != "Open MPI"
 
 
 class Attempt:
@@ -107,6 +102,7 @@ class AtomicWords:
     Attributes:
         root: As given.
         near: Whether the words are on this node.
+        unaided: Whether this rank changes them without the help of the root's threads.
     """
 
     def __init__(self, group: Group, root: int, count: int) -> None:
@@ -114,6 +110,7 @@ class AtomicWords:
         self._local = _Scratch()
         self._shared = WordWindow.of(group, root, count)
         self._window = self._shared.mpi
+        self._barrier = memory_barrier(group, self._window)
         # Their place in the window.
         self._first = first = self._shared.take(count)
         # The words themselves, where this rank may load and store them.
@@ -125,8 +122,12 @@ class AtomicWords:
         ranks = group.node_ranks
         self.near = root in ranks
         self._at_once = self.near and len(ranks) > 1
-        # Whether several changes take one round trip.
-        self._pipelined = words is None and not self.near and _has_pipeline()
+        # Whether several changes take one round trip. Open MPI waits in each call: in a
+        # compare-and-swap for one round trip, in others for three, as they lock the
+        # word. Measured with 5.0 over TCP.
+        self._pipelined = words is None and not self.near and not is_open_mpi()
+        # If the group spans nodes, Open MPI asks the root also on this node.
+        self.unaided = words is not None or (self.near and not is_open_mpi())
         # Lets other nodes answer while this rank waits, or change words that it polls.
         progress = None if group.single_node else group.progress
         self._progress = None if progress is None or self.near else progress.look
@@ -146,7 +147,7 @@ class AtomicWords:
         else:
             # It changes nothing; with Open MPI, a fetch takes three times as long.
             word = self.compare_and_swap(index, _NEVER, _NEVER)
-        self._window.Sync()
+        self._barrier()
         return word
 
     def fetch_add(self, index: int, value: int, attempt: Attempt | None = None) -> int:
@@ -200,7 +201,7 @@ class AtomicWords:
         if self._progress is not None:
             self._wait_for(result, self._progress)
         if self._at_once and result.item() != _NEVER:
-            self._window.Sync()
+            self._barrier()
             self._local.pending = False
         else:
             self._complete()
@@ -224,7 +225,7 @@ class AtomicWords:
             if self._help is not None:
                 self._help()
             words = self._words[index : index + count].tolist()
-            self._window.Sync()
+            self._barrier()
             return words
         result = np.full(count, _NEVER, np.int64)
         target = (self._first + index, count, MPI.LONG)
@@ -237,7 +238,7 @@ class AtomicWords:
         finally:
             # Also after an exception: MPI must not write to memory that is freed.
             self._window.Flush(self.root)
-        self._window.Sync()
+        self._barrier()
         return result.tolist()  # type: ignore[no-any-return]
 
     def watch(self, index: int) -> Callable[[], int]:
@@ -262,7 +263,7 @@ class AtomicWords:
             self.store(index, [value])
         else:
             # One message less than a store and its flush.
-            self._window.Sync()
+            self._barrier()
             self._replace(index, value, was)
 
     def _replace(self, index: int, value: int, was: int | None) -> None:
@@ -278,13 +279,13 @@ class AtomicWords:
     def store(self, index: int, values: Sequence[int]) -> None:
         """Set several words, each atomically; complete after the next `flush`."""
         # Also before a word that leaves the node: see the class.
-        self._window.Sync()
+        self._barrier()
         if self._words is None:
             self._send(index, values)
             return
         for place, value in enumerate(values, index):
             self._words[place] = value
-        self._window.Sync()
+        self._barrier()
 
     def store_unordered(self, index: int, value: int, was: int) -> None:
         """Set a word that only this rank writes, as `store` but without a barrier.
@@ -309,7 +310,7 @@ class AtomicWords:
 
     def sync(self) -> None:
         """Order this rank's loads and stores before it with those after it."""
-        self._window.Sync()
+        self._barrier()
 
     def flush(self) -> None:
         """Complete all stores at the root."""
@@ -335,4 +336,5 @@ class AtomicWords:
             self._complete()
         self._words = self._progress = self._help = None
         self._window = FREED
+        self._barrier = functools.partial(getattr, FREED, "Sync")
         self._shared.give_back()

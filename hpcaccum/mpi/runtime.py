@@ -58,6 +58,11 @@ def _load() -> ModuleType:
     return module
 
 
+def is_open_mpi() -> bool:
+    """Whether the library is Open MPI, or one that calls itself that."""
+    return bool(MPI.get_vendor()[0] == "Open MPI")
+
+
 def lack_of_threads(needs: str, *instead: str) -> str:
     """Return the message of a rank whose MPI has no MPI_THREAD_MULTIPLE.
 

@@ -81,9 +81,13 @@ class Calls:
                 `forget`. The function may still be called.
         """
         # Its node may soon have to send what the call is about.
-        self._agent.wake()
+        self.wake()
         self._sent.extend(self._agent.ask(self._leader, self._number, *question))
         return self.settle()
+
+    def wake(self) -> None:
+        """Have the agent of this rank's node look for work often now."""
+        self._agent.wake()
 
     def settle(self) -> Any:
         """Wait for the result of the last call; return None if it was not sent.

@@ -91,16 +91,20 @@ class BoundedStalenessInbox:
         # does for other ranks.
         self._admission, self._others = Attempt(), Attempt()
         self._counted: Count | None = None
-        # Last, as other ranks may call at once; and those of this rank, if it is on
-        # another node than the root.
+        # Last, as other ranks may call at once; and those of this rank, if it cannot
+        # submit alone.
         self._calls: Calls | None = None
         if not group.single_node:
             self._calls = Calls(group, root, self._submit_for, submit)
-        self._remote = None if self.words.near else self._calls
+        self._remote = None if self.words.unaided else self._calls
         self._recovery = Recovery(self._note_or_give_up, self._remote, submit)
 
     def _view(self, rank: int) -> Array:
         return self.parts.view((rank, 0), self._size, self._dtype)
+
+    def _contents(self) -> bytes | None:
+        """Return the contents of this rank's slot if they may be sent at once."""
+        return self.parts.short((self._group.rank, 0), self._size, self._dtype)
 
     @property
     def step(self) -> int:
@@ -165,7 +169,7 @@ class BoundedStalenessInbox:
         if self._remote is not None:
             # The answer may lead other ranks to what is in the slot.
             self.words.sync()
-            contents = self.parts.short((self._group.rank, 0), self._size, self._dtype)
+            contents = None if self.words.near else self._contents()
             return self._note(local_step, *self._remote.call(local_step, contents))
         receipt = self._queue.admit(local_step, self._admission)
         if receipt:

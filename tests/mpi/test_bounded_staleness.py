@@ -320,7 +320,7 @@ def test_an_interrupted_gradient_may_have_been_applied(
 ):
     queue, slow = make(), (host + 1) % size
     # What counts a gradient that is in its place, on this rank or by an agent.
-    name = "post" if queue.words.near else "note"
+    name = "post" if queue.words.unaided else "note"
     count = getattr(queue.counters, name)
 
     def count_later(number):

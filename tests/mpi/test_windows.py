@@ -128,6 +128,7 @@ def test_words_have_moved_when_a_call_returns(comm, words, monkeypatch):
     # about to store it; to a rank that is alone on its node, too.
     at_once = words.near and len(group.node_ranks) > 1
     monkeypatch.setattr(words, "_window", spy)
+    monkeypatch.setattr(words, "_barrier", spy.Sync)
     reads = [(words.read, 1), (words.read_range, 1, 3)]
     writes = [(words.write, 1, 2), (words.write_range, 1, [2, 3])]
     for call in [
@@ -206,7 +207,7 @@ def test_words_are_stored_after_a_fence_and_loaded_before_one(comm, monkeypatch)
         monkeypatch.setattr(words, "_words", order)
         window = Spy(words._window)
         window.calls = order.calls
-        monkeypatch.setattr(words, "_window", window)
+        monkeypatch.setattr(words, "_barrier", window.Sync)
         assert order.during(words.read, 1) == ["load", "Sync"]
         assert order.during(words.read_range, 1, 2) == ["load", "Sync"]
         assert order.during(words.write, 1, 0) == ["Sync", "store", "Sync"]
