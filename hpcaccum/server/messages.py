@@ -46,7 +46,13 @@ class Draft:
 
 
 class Messages:
-    """What `Parameters` send: all of a vector; `SparseCopier` sends changed rows."""
+    """What `Parameters` send: all of a vector; `SparseCopier` sends changed rows.
+
+    Attributes:
+        whole: Whether each message is all of a vector, whatever a node has.
+    """
+
+    whole = True
 
     def draft(self, since: int, spare: Array | None) -> Draft:
         """Return a new message to another node.

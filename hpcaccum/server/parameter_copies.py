@@ -106,6 +106,8 @@ class SparseCopier(Copier):
         tables: The numbers in the log of the rows of each sparse variable.
     """
 
+    whole = False
+
     def __init__(self, group: Group, root: int, wire: WireFormat) -> None:
         super().__init__(wire)
         self.names = list(wire.parameters)

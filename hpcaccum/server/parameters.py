@@ -121,21 +121,32 @@ class Parameters(NodeCopy):
             step: Of the vector.
             awaited_by: Ranks that wait for this step; their nodes get it unasked.
         """
-        fill(self.copies.begin(step))
+        flat = self.copies.begin(step)
+        fill(flat)
         if self._agent is not None:
-            # Before `complete`: an interruption after that must not prevent it.
-            self._push(step, {self._node_of[rank] for rank in awaited_by})
-            # Likewise: no rank may have a step before `newest` returns it.
+            # First: no rank may have a step before `newest` returns it.
             self._words.write(0, step)
+            nodes = {self._node_of[rank] for rank in awaited_by} - {self._source}
+            # Before `complete`: an interruption after that must not prevent it.
+            self._push(flat, step, nodes)
         self.complete(step)
         if self._agent is not None:
             # Nodes wait for it.
             self._agent.wake()
 
-    def _push(self, step: int, nodes: set[int]) -> None:
-        """Have the agent of the root's node send a step to others."""
-        if others := nodes - {self._source}:
-            self._request(self._source, "push", step, others)
+    def _push(self, flat: Array, step: int, nodes: set[int]) -> None:
+        """Send a step to nodes, or have the agent of the root's node send it.
+
+        The agent would have to be woken, and to wait for the interpreter.
+        """
+        if not (self._messages.whole and is_short(flat.nbytes)):
+            if nodes:
+                self._request(self._source, "push", step, nodes)
+            return
+        for node in nodes:
+            self._request(node, "take", step, flat.nbytes, flat.tobytes())
+            # So the agent does not send it, too, if the node has asked for it.
+            self._sent[node] = step
 
     def _request(self, node: int, *request: Any) -> None:
         assert self._agent is not None
@@ -177,6 +188,9 @@ class Parameters(NodeCopy):
         """Receive parameters, which a short message contains."""
         while self._receiving:
             yield False
+        if contents is not None and step <= self.version():
+            # The root and its agent have sent it, or the root twice.
+            return
         self._receiving = True
         message = self._messages.room(nbytes, self.copies.begin(step))
         if contents is None:

@@ -196,6 +196,9 @@ def unasked(request, group, monkeypatch):
     """Make parameters for which no rank can ask."""
     made = Parameters(group, 0, request.param, np.float32, "test")
     monkeypatch.setattr(made, "_do_fetch", None)
+    if request.param == 10:
+        # Short ones are sent without the agent of the node of rank 0.
+        monkeypatch.setattr(made, "_do_push", None)
     yield made
     meet()
     made.free()
@@ -288,6 +291,21 @@ def test_two_steps_that_have_arrived_do_not_mix(parameters, group, rank, monkeyp
 
     leader = group.nodes[others(group)[0]][0]
     assert at(leader, take_both) == [(1, {1.0}), (2, {2.0})]
+
+
+def test_a_step_that_was_sent_again_is_ignored(parameters, group, rank):
+    def take(step):
+        contents = np.full(parameters.copies.size, step, "f4").tobytes()
+        assert list(parameters._do_take(step, len(contents), contents)) == []
+        return get(parameters, 0)
+
+    leader = group.nodes[others(group)[0]][0]
+    assert at(leader, lambda: [take(step) for step in (2, 2, 1, 3)]) == [
+        (2, {2.0}),
+        (2, {2.0}),
+        (2, {2.0}),
+        (3, {3.0}),
+    ]
 
 
 def test_nodes_that_are_waited_for_are_named(parameters, held, group, rank):
