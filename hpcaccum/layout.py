@@ -52,9 +52,13 @@ class Layout:
         self.offsets: dict[str, int] = {}
         step = ALIGNMENT // self.dtype.itemsize
         self.size = 0
+        # As `views` has no time to find them each time.
+        self._places: list[tuple[str, slice, tuple[int, ...]]] = []
         for name, shape in self.shapes.items():
             self.offsets[name] = self.size
-            self.size += -(-math.prod(shape) // step) * step
+            count = math.prod(shape)
+            self._places.append((name, slice(self.size, self.size + count), shape))
+            self.size += -(-count // step) * step
         self.nbytes = self.size * self.dtype.itemsize
         self._starts = list(self.offsets.values())
 
@@ -85,12 +89,7 @@ class Layout:
 
     def views(self, buffer: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
         """Return each array as a view of ``buffer``, a vector of `size` elements."""
-        return {
-            name: buffer[start : start + math.prod(shape)].reshape(shape)
-            for (name, shape), start in zip(
-                self.shapes.items(), self.offsets.values(), strict=True
-            )
-        }
+        return {name: buffer[at].reshape(shape) for name, at, shape in self._places}
 
     def place(self, name: str) -> slice:
         """Return the place of an array in the buffer."""
