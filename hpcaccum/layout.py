@@ -52,7 +52,7 @@ class Layout:
         self.offsets: dict[str, int] = {}
         step = ALIGNMENT // self.dtype.itemsize
         self.size = 0
-        # As `views` has no time to find them each time.
+        # For `views`, which a step calls several times.
         self._places: list[tuple[str, slice, tuple[int, ...]]] = []
         for name, shape in self.shapes.items():
             self.offsets[name] = self.size

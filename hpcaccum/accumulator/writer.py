@@ -46,8 +46,8 @@ class Writer:
     ) -> None:
         self._protocol, self._storage = protocol, storage
         self._remote = None if protocol.words.unaided else remote
-        # The gradients of other ranks often come at the same time.
-        self._expect = remote.wake if remote is not None else lambda: None
+        # The host has its agent look for those of other ranks, which often come soon.
+        self._wake_agent = remote.wake if remote is not None else lambda: None
         self._buffers = RankBuffers(protocol, storage)
         self._turn, self._call = OneThread(what), f"{what}: apply_grad"
         self._recovery = Recovery(self._complete_or_revoke, self._remote, self._call)
@@ -135,7 +135,7 @@ class Writer:
     def _submit(
         self, array: Any, source: Any, local_step: int, slot: int | None
     ) -> Receipt | None:
-        self._expect()
+        self._wake_agent()
         admitted = self._admit(array, local_step, slot)
         if admitted is None:
             return None

@@ -82,17 +82,17 @@ class AtomicWords:
     that is stored in between is lost. Several threads may make calls at the same time.
 
     Where the ranks share a node, and on the root, reads and writes are plain loads and
-    stores beside a Win_sync. That costs a tenth of an RMA call, and a rank that polls
-    does not slow down the others.
+    stores beside a `memory_barrier`. That costs a tenth of an RMA call, and a rank that
+    polls does not slow down the others.
 
-    Words also order the memory that ranks of one node have mapped (`NodeMemory`). MPI
-    defines the order by Win_sync for the memory of its window only, but in both
-    libraries it is a full barrier of the processor. `store` and `write` have one before
-    the store: a rank that sees the word sees all earlier stores of this rank. `read`
-    and `read_range` have one after the load: later loads of this rank are at least as
-    new as the word. A rank that reads memory first, and then a word to find out whether
-    the memory was valid, needs `sync` in between. All of this holds for the ranks of
-    one node also if the words are on another one.
+    Words also order the memory that ranks of one node have mapped (`NodeMemory`). The
+    barrier is a Win_sync. MPI defines its order for the memory of the window only, but
+    in both libraries it is a full barrier of the processor. `store` and `write` have
+    one before the store: a rank that sees the word sees all earlier stores of this
+    rank. `read` and `read_range` have one after the load: later loads of this rank are
+    at least as new as the word. A rank that reads memory first, and then a word to find
+    out whether the memory was valid, needs `sync` in between. All of this holds for the
+    ranks of one node also if the words are on another one.
 
     Args:
         group: The ranks.

@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 def memory_barrier(group: Group, window: Any) -> Callable[[], None]:
-    """Return what orders the loads and stores of this rank: a Win_sync.
+    """Return what orders the loads and stores of this rank: the Win_sync of a window.
 
-    With Open MPI, that of a window of several nodes looks for messages first: it takes
-    4 to 9 us over TCP, and 0.06 us for a window that this rank shares with nobody.
+    With Open MPI, that of a window of several nodes is no barrier. It looks for
+    messages, which takes 4 to 9 us over TCP. That of a window which this rank shares
+    with nobody is one, and takes 0.06 us (Open MPI 5.0).
 
     Args:
-        group: Of the window.
-        window: What the loads and stores are about.
+        group: The ranks that have the window.
+        window: That of the words that are loaded and stored.
     """
     if group.single_node or not is_open_mpi():
         return window.Sync  # type: ignore[no-any-return]

@@ -2,8 +2,8 @@
 
 The ranks of the publisher's node read its `DoubleBuffer`. Every other node has a copy
 of its own. Its agent asks for a newer step when one of its ranks waits for it, unless
-the publisher knows that. What is sent is always the newest, never twice the same, and
-only where it is awaited.
+the publisher knows that. What is sent is always the newest, and only where it is
+awaited. Long parameters are never sent twice.
 """
 
 from __future__ import annotations
