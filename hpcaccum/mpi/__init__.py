@@ -3,9 +3,8 @@
 Collectives: A `Group` is a private communicator with exchanges that name the ranks they
     wait for (`control`, over a `Mailbox`). `complete` waits for requests.
 Memory: `AtomicWords` (parts of a `word_window`) and a `Region` are in `windows`, which
-    ranks reach one-sidedly; `NodeMemory` is mapped by all ranks of a node. A
-    `memory_barrier` orders loads and stores. Other nodes reach windows while a thread
-    makes `progress`.
+    ranks reach one-sidedly; `NodeMemory` is mapped by all ranks of a node. Other nodes
+    reach windows while a thread makes `progress`.
 Lifetime: `Freeable` is the base class of collective objects; `shutdown` frees them at
     the end of the program, or ends the job. The `heartbeat` finds ranks that have died.
 Environment: `launcher` and `cuda_aware` find out how the job was started, and what MPI

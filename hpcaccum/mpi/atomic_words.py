@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import EAGER, nap_after
-from hpcaccum.mpi.memory_barrier import memory_barrier
 from hpcaccum.mpi.runtime import MPI, is_open_mpi
-from hpcaccum.mpi.windows import FREED
+from hpcaccum.mpi.windows import FREED, memory_barrier
 from hpcaccum.mpi.word_window import WordWindow
 
 if TYPE_CHECKING:
