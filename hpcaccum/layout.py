@@ -53,11 +53,11 @@ class Layout:
         step = ALIGNMENT // self.dtype.itemsize
         self.size = 0
         # For `views`, which a step calls several times.
-        self._places: list[tuple[str, slice, tuple[int, ...]]] = []
+        self._places: dict[str, slice] = {}
         for name, shape in self.shapes.items():
             self.offsets[name] = self.size
             count = math.prod(shape)
-            self._places.append((name, slice(self.size, self.size + count), shape))
+            self._places[name] = slice(self.size, self.size + count)
             self.size += -(-count // step) * step
         self.nbytes = self.size * self.dtype.itemsize
         self._starts = list(self.offsets.values())
@@ -89,12 +89,12 @@ class Layout:
 
     def views(self, buffer: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
         """Return each array as a view of ``buffer``, a vector of `size` elements."""
-        return {name: buffer[at].reshape(shape) for name, at, shape in self._places}
+        shapes = self.shapes
+        return {n: buffer[at].reshape(shapes[n]) for n, at in self._places.items()}
 
     def place(self, name: str) -> slice:
         """Return the place of an array in the buffer."""
-        start = self.offsets[name]
-        return slice(start, start + math.prod(self.shapes[name]))
+        return self._places[name]
 
     def overlaps(self, piece: slice) -> list[tuple[str, slice, slice]]:
         """Return the arrays that overlap a piece of the buffer.

@@ -1,11 +1,11 @@
 """Admission by the agent of the host's node, for ranks that need help.
 
+These are the ranks of other nodes; with Open MPI, also those of the host's node.
+
 A rank alone needs a compare-and-swap on STATE for each value that it may have by now, a
 mark, a counter and its record, each an operation over the network. The agent has the
 words on its own node, so that the rank needs one message and its answer. It makes the
 same changes in the same order.
-
-These are the ranks of other nodes. With Open MPI, those of the host's node are too.
 
 A short gradient of another node is part of the message. The agent keeps a copy, and
 need not ask for the gradient when the round is reduced.

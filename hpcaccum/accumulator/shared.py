@@ -74,7 +74,7 @@ class SharedAccumulator(Freeable):
         self._register(group, group.label(what))
 
     def _make_remote(self) -> RemoteAdmission | None:
-        """Return what admits gradients of other nodes than the host's."""
+        """Return what admits gradients of ranks that need an agent for that."""
         # Sums need no agents. Shapes that differ are looked up by each rank.
         if self.group.single_node or not self.settings.has_one_shape:
             return None

@@ -27,7 +27,7 @@ class Taker:
     Args:
         protocol: Admits gradients; see there how a take that waits or fails behaves.
         storage: Where the gradients are.
-        remote: Admits gradients of other nodes; None if no agent does.
+        remote: Admits gradients for other ranks; None if no agent does.
         what: Name for messages.
     """
 

@@ -1,4 +1,4 @@
-"""Calls of a function on the node of one rank, by the ranks of other nodes."""
+"""Calls of a function on the node of one rank, by other ranks."""
 
 from __future__ import annotations
 
