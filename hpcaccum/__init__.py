@@ -37,7 +37,7 @@ from hpcaccum.errors import (
 )
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.layout import Layout
-from hpcaccum.mpi import Group, install_excepthook, launched_ranks
+from hpcaccum.mpi import Group, install_excepthook, is_rank, launched_ranks
 from hpcaccum.optimizers import (
     SGD,
     Adagrad,
@@ -107,6 +107,6 @@ __all__ = [
 ]
 
 # A rank that fails before it uses MPI must end the job, too: the others wait for it.
-# Without a launcher of several ranks, importing has no side effects.
-if launched_ranks() > 1:
+# In other processes, importing has no side effects.
+if launched_ranks() > 1 and is_rank():
     install_excepthook()

@@ -19,7 +19,7 @@ from __future__ import annotations
 from hpcaccum.mpi.atomic_words import AtomicWords, Attempt
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.launcher import launched_ranks, slurm_plugin
+from hpcaccum.mpi.launcher import is_rank, launched_ranks, slurm_plugin
 from hpcaccum.mpi.lifetime import Freeable
 from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.node_memory import NodeMemory, memory_of_rank
@@ -52,6 +52,7 @@ __all__ = [
     "cuda_awareness",
     "install_excepthook",
     "is_ending",
+    "is_rank",
     "keep",
     "lack_of_threads",
     "launched_ranks",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
@@ -18,7 +18,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.errors import DisagreementError, WaitTimeoutError, is_echo
-from hpcaccum.mpi.launcher import launched_ranks
+from hpcaccum.mpi.launcher import is_rank, launched_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +37,9 @@ _open: list[Callable[[], None]] = []
 # What objects share, which is closed after all of them.
 _shared: list[Callable[[], None]] = []
 _ending = False
+# The process that installed what is below. A child that it forks inherits that, and
+# must leave MPI alone.
+_process = 0
 
 
 def prepare_shutdown(module: Any) -> None:
@@ -62,11 +65,15 @@ def install_excepthook() -> None:
     """Make an uncaught exception of this process end the whole MPI job.
 
     This happens when hpcaccum first uses MPI; and when it is imported, if a launcher
-    that it knows has started several ranks. A program that fails earlier, or under
-    another launcher, may call this first.
+    that it knows has started this process as one of several ranks. A program that fails
+    earlier, or under another launcher, may call this first.
 
-    An interactive session, and a hook that the program has set, are left alone.
+    An interactive session, and a hook that the program has set, are left alone. In a
+    program that a rank starts, or a child that it forks, an exception ends that process
+    only.
     """
+    global _process
+    _process = os.getpid()
     if sys.excepthook is sys.__excepthook__ and not hasattr(sys, "ps1"):
         sys.excepthook = report_and_abort
 
@@ -101,6 +108,8 @@ def is_ending() -> bool:
 def _close_all() -> None:
     """Close all open objects. Collective, as all ranks close in the same order."""
     global _ending
+    if os.getpid() != _process:
+        return
     _ending = True
     while (_open or _shared) and not sys.modules["mpi4py.MPI"].Is_finalized():
         close = (_open or _shared).pop()
@@ -124,8 +133,10 @@ def abort_job(status: int = 1) -> None:
     if module is not None and module.COMM_WORLD.size > 1:
         # Launchers drop what they have not forwarded yet when a rank aborts.
         time.sleep(_FORWARDING)
-        # Its default action ends the process, whatever its threads do.
-        signal.alarm(_ABORT)
+        # A thread of C, which needs neither the interpreter lock nor a signal.
+        with contextlib.suppress(OSError, RuntimeError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            faulthandler.dump_traceback_later(_ABORT, exit=True, file=nowhere)
         module.COMM_WORLD.Abort(status)
         # It returns if the launcher cannot be reached.
         os._exit(status)
@@ -135,9 +146,11 @@ def abort_job(status: int = 1) -> None:
 
 
 def _running() -> Any:
-    """Return mpi4py's module if MPI is initialized and not finalized."""
+    """Return mpi4py's module if MPI is initialized here and not finalized."""
     module = sys.modules.get("mpi4py.MPI")
-    if module is None or not module.Is_initialized() or module.Is_finalized():
+    if os.getpid() != _process or module is None:
+        return None
+    if not module.Is_initialized() or module.Is_finalized():
         return None
     return module
 
@@ -147,11 +160,15 @@ def _started_to_abort() -> Any:
 
     MPICH's mpiexec leaves ranks waiting in MPI_Init for one that exited before it.
     """
-    if "mpi4py.MPI" in sys.modules or launched_ranks() == 1:
+    if os.getpid() != _process or launched_ranks() == 1 or not is_rank():
         return None
     with contextlib.suppress(ImportError, RuntimeError):
         from mpi4py import MPI
 
+        if MPI.Is_finalized():
+            return None
+        if not MPI.Is_initialized():
+            MPI.Init()
         return MPI
     return None
 
@@ -163,7 +180,8 @@ def report_and_abort(
 ) -> None:
     """Print an exception with the number of the rank, then end the job.
 
-    In the main thread, it returns if this rank is alone.
+    In the main thread, it returns if this rank is alone. It ends a child that this rank
+    has forked, and not the job.
     """
     if is_echo(error):
         time.sleep(_OTHER)
@@ -173,8 +191,10 @@ def report_and_abort(
         text = " KeyboardInterrupt\n"
     _report(text)
     abort_job()
-    if threading.current_thread() is not threading.main_thread():
-        # The main thread would wait for this one without end.
+    # The main thread would wait for this one without end; and in a child that was
+    # forked, mpi4py would call MPI_Finalize, which waits for other ranks.
+    forked = os.getpid() != _process and "mpi4py.MPI" in sys.modules
+    if forked or threading.current_thread() is not threading.main_thread():
         os._exit(1)
 
 

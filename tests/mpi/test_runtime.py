@@ -42,16 +42,11 @@ PROGRAMS = {
         assert not changed, changed
         assert sys.excepthook is sys.__excepthook__
     """,
-    "import under a launcher": """
-        import atexit, logging, os, sys
-        import ml_dtypes, numpy
+    "import below a rank": """
+        import os, sys
         os.environ["PMI_SIZE"] = "2"
-        before = atexit._ncallbacks()
         import hpcaccum
-        assert sys.excepthook is hpcaccum.mpi.shutdown.report_and_abort
-        assert atexit._ncallbacks() == before
-        assert "mpi4py.MPI" not in sys.modules
-        sys.excepthook = sys.__excepthook__
+        assert sys.excepthook is sys.__excepthook__
     """,
     "first use": """
         import atexit, sys
@@ -84,6 +79,23 @@ PROGRAMS = {
     """,
 }
 
+# The program has taken a signal, and MPI_Abort keeps the interpreter lock.
+STUCK = """
+import ctypes, signal, sys, types
+from hpcaccum.mpi import shutdown
+
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+sys.modules["mpi4py.MPI"] = types.SimpleNamespace(
+    Is_initialized=lambda: True,
+    Is_finalized=lambda: False,
+    COMM_WORLD=types.SimpleNamespace(size=2, Abort=ctypes.PyDLL(None).sleep),
+)
+shutdown._ABORT = 1
+shutdown.install_excepthook()
+shutdown.abort_job(99)
+"""
+
 
 def environment_without_launcher():
     """Return the environment of a program that no launcher has started."""
@@ -105,6 +117,15 @@ def test_package_works_without_mpi_until_it_is_used(program):
         env=environment_without_launcher(),
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.ranks(1)
+def test_a_process_whose_abort_does_not_return_ends_alone():
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60
+    )
+
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_lazy_module_has_the_attributes_of_mpi4py():
