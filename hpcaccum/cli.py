@@ -21,7 +21,7 @@ from hpcaccum.bench import command as bench
 from hpcaccum.bench import options as bench_options
 from hpcaccum.errors import DeviceUnavailableError
 from hpcaccum.launch import doctor, sbatch
-from hpcaccum.mpi import MPI, abort_job, install_excepthook, is_rank
+from hpcaccum.mpi import MPI, abort_job, install_excepthook, is_rank, number_in
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
 from hpcaccum.train import replay_command as replay
@@ -230,8 +230,9 @@ def _parser() -> argparse.ArgumentParser:
 def _launched_rank() -> int | None:
     """Return the rank that a launcher gave to this process, not to its parent."""
     for name in _RANKS if is_rank() else ():
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
+        rank = number_in(os.environ, name)
+        if rank is not None:
+            return rank
     return None
 
 

@@ -19,7 +19,7 @@ from hpcaccum.device import cupy
 from hpcaccum.dtypes import HALVES
 from hpcaccum.errors import DeviceUnavailableError, counted
 from hpcaccum.free_memory import free_memory
-from hpcaccum.mpi import MPI, AtomicWords, cuda_awareness
+from hpcaccum.mpi import MPI, AtomicWords, cuda_awareness, number_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,11 +54,12 @@ class Finding(NamedTuple):
 
 def find_each_other(group: Group) -> Finding:
     """Ranks that are started together and find each other."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS"))
+    tasks = number_in(os.environ, "SLURM_STEP_NUM_TASKS")
+    tasks = tasks or number_in(os.environ, "SLURM_NTASKS")
     where = f"{group.size} ranks on {counted(len(group.nodes), 'node')}"
     if group.size == 1:
         return Finding(NOTE, "only one rank, so nothing between ranks is tried")
-    if tasks is not None and int(tasks) != group.size:
+    if tasks and tasks != group.size:
         return Finding(NOTE, f"{where}, but SLURM has {tasks} tasks")
     return Finding(GOOD, where)
 
@@ -250,11 +251,10 @@ def _is_old(path: Path) -> bool:
 def cores(group: Group) -> Finding:
     """The cores that each rank may use, and the threads of its linear algebra."""
     mine = sorted(os.sched_getaffinity(0))
-    threads = os.environ.get("OMP_NUM_THREADS")
     on_node = group.node.allgather(mine)
     usable = len({core for each in on_node for core in each})
     shared = len(on_node) > usable
-    wanted = int(threads) if threads and threads.isdigit() else len(mine)
+    wanted = number_in(os.environ, "OMP_NUM_THREADS") or len(mine)
     facts = group.allgather((shared, len(on_node), usable, wanted), "cores")
     shared, ranks, usable, wanted = max(facts)
     where = f"{counted(ranks, 'rank')} on {counted(usable, 'core')}"

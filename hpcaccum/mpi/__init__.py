@@ -19,7 +19,13 @@ from __future__ import annotations
 from hpcaccum.mpi.atomic_words import AtomicWords, Attempt
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.launcher import is_rank, launched_ranks, slurm_plugin
+from hpcaccum.mpi.launcher import (
+    ancestors,
+    is_rank,
+    launched_ranks,
+    number_in,
+    slurm_plugin,
+)
 from hpcaccum.mpi.lifetime import Freeable
 from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.node_memory import NodeMemory, memory_of_rank
@@ -48,6 +54,7 @@ __all__ = [
     "Region",
     "Tag",
     "abort_job",
+    "ancestors",
     "complete",
     "cuda_awareness",
     "install_excepthook",
@@ -57,6 +64,7 @@ __all__ = [
     "lack_of_threads",
     "launched_ranks",
     "memory_of_rank",
+    "number_in",
     "report_and_abort",
     "short_switch_interval",
     "slurm_plugin",

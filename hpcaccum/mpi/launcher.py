@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 # The variables in which launchers give the number of ranks.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_SIZE", "SLURM_STEP_NUM_TASKS")
 
-# The names of processes that start ranks: of MPICH and its relatives, Open MPI 5 and 4,
-# SLURM, HPE, and Flux.
+# The processes that start ranks, and their variable: of MPICH and its relatives, Open
+# MPI 5 and 4, SLURM, HPE, and Flux.
 _LAUNCHERS = {
-    *("hydra_pmi_proxy", "prterun", "prted", "mpiexec", "mpirun", "orterun", "orted"),
-    *("slurmstepd", "palsd", "flux-shell"),
+    "hydra_pmi_proxy": "PMI_SIZE",
+    **dict.fromkeys(("prterun", "prted"), "OMPI_COMM_WORLD_SIZE"),
+    **dict.fromkeys(("mpiexec", "mpirun"), "OMPI_COMM_WORLD_SIZE"),
+    **dict.fromkeys(("orterun", "orted"), "OMPI_COMM_WORLD_SIZE"),
+    "slurmstepd": "SLURM_STEP_NUM_TASKS",
+    "palsd": "PALS_SIZE",
+    "flux-shell": "PMI_SIZE",
 }
 # Files that a program of Python or MPI has in its memory.
 _PROGRAM = re.compile(r"/(lib)?(python|pypy|mpi)[^/\n]*$", re.MULTILINE)
@@ -33,7 +38,7 @@ MPI_COMM_WORLD: the launcher and the MPI library ({vendor}) do not know each oth
 
 def launched_ranks(env: Mapping[str, str] = os.environ) -> int:
     """Return how many ranks were launched together; 1 if no launcher says so."""
-    return max(_sizes(env).values(), default=1)
+    return _size(env)[1]
 
 
 def is_rank() -> bool:
@@ -43,22 +48,7 @@ def is_rank() -> bool:
     call MPI_Init: the launcher would take it for that rank. So there must be no program
     of Python or MPI between this process and a launcher of a known name.
     """
-    process = os.getppid()
-    while process:
-        folder = Path(f"/proc/{process}")
-        try:
-            text = (folder / "stat").read_text(errors="replace")
-        except OSError:
-            # Of another user, if this machine hides those: a daemon, but for the first.
-            return process != 1
-        name, _, rest = text.partition("(")[2].rpartition(")")
-        if name in _LAUNCHERS:
-            return True
-        with contextlib.suppress(OSError):
-            if _PROGRAM.search((folder / "maps").read_text(errors="replace")):
-                return False
-        process = int(rest.split()[1])
-    return False
+    return _launcher()[1]
 
 
 def launcher_problem(env: Mapping[str, str], size: int, vendor: str) -> str | None:
@@ -69,10 +59,9 @@ def launcher_problem(env: Mapping[str, str], size: int, vendor: str) -> str | No
     """
     if size > 1 or env.get("HPCACCUM_ALLOW_SINGLETONS") == "1":
         return None
-    sizes = _sizes(env)
-    if not sizes or 1 in sizes.values():
+    name, tasks = _size(env)
+    if tasks == 1:
         return None
-    name, tasks = next(iter(sizes.items()))
     return _WRONG_LAUNCHER.format(
         name=name, tasks=tasks, vendor=vendor, plugin=slurm_plugin(vendor)
     )
@@ -83,5 +72,56 @@ def slurm_plugin(vendor: str) -> str:
     return "pmix" if vendor == "Open MPI" else "pmi2"
 
 
-def _sizes(env: Mapping[str, str]) -> dict[str, int]:
-    return {name: int(env[name]) for name in _SIZES if env.get(name, "").isdigit()}
+def number_in(env: Mapping[str, str], name: str) -> int | None:
+    """Return the number in a variable; None if it is not set, or is no number."""
+    text = env.get(name, "")
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
+def ancestors() -> Iterator[tuple[int, str]]:
+    """Yield the number and name of each process above this one, the nearest first.
+
+    The name is empty for one that this machine hides, as it is of another user.
+    """
+    process = os.getppid()
+    while process:
+        text = ""
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+        # "pid (name) state parent ..."; a name may have spaces and parentheses.
+        about, _, rest = text.rpartition(")")
+        yield process, about.partition("(")[2]
+        process = int(rest.split()[1]) if rest else 0
+
+
+def _size(env: Mapping[str, str]) -> tuple[str, int]:
+    """Return how many ranks the nearest launcher has started, after its variable."""
+    found = {name: number_in(env, name) or 0 for name in _SIZES}
+    sizes = {name: size for name, size in found.items() if size}
+    if len({*sizes.values()}) > 1:
+        # One launcher in a job of another.
+        nearest, _ = _launcher()
+        if nearest in sizes:
+            return nearest, sizes[nearest]
+    if len(sizes) > 1:
+        # `mpiexec` runs in a step of SLURM.
+        sizes.pop("SLURM_STEP_NUM_TASKS", None)
+    return max(sizes.items(), key=lambda item: item[1], default=("", 1))
+
+
+def _launcher() -> tuple[str, bool]:
+    """Return the variable of the nearest launcher, and whether it started this process.
+
+    The variable is empty if the launcher is not known.
+    """
+    near = True
+    for process, name in ancestors():
+        if name in _LAUNCHERS:
+            return _LAUNCHERS[name], near
+        if not name:
+            # A daemon, unless it is the first process, which gets orphans.
+            return "", near and process != 1
+        with contextlib.suppress(OSError):
+            files = Path(f"/proc/{process}/maps").read_text(errors="replace")
+            near = near and not _PROGRAM.search(files)
+    return "", False

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+
+from hpcaccum.mpi import ancestors
 
 _USUAL = 80
 
@@ -47,14 +48,9 @@ def _launcher() -> int | None:
     Raises:
         OSError: If it is on another machine, where its output cannot be seen.
     """
-    process = os.getppid()
-    while process > 1 and (folder := Path(f"/proc/{process}")).exists():
-        # "pid (name) state parent ..."; a name may have spaces and parentheses.
-        about, _, rest = (folder / "stat").read_text().rpartition(")")
-        name = about.partition("(")[2]
+    for process, name in ancestors():
         if name in _DAEMONS:
             raise OSError(f"{name} was started from another machine")
         if name in _LAUNCHERS:
             return process
-        process = int(rest.split()[1])
     return None

@@ -150,10 +150,29 @@ def test_lazy_module_has_the_attributes_of_mpi4py():
         ({"SLURM_NTASKS": "8"}, 1, True),
         ({"PMI_SIZE": "4", "HPCACCUM_ALLOW_SINGLETONS": "1"}, 1, True),
         ({"PMI_SIZE": ""}, 1, True),
+        ({"PMI_SIZE": "\N{SUPERSCRIPT TWO}"}, 1, True),
+        ({"PMI_SIZE": "9" * 5000}, 1, True),
+        # mpiexec in an interactive step, and in one that starts a daemon on each node.
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "4"}, 1, False),
+        ({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "4"}, 1, False),
+        ({"SLURM_STEP_NUM_TASKS": "1", "PALS_SIZE": "4"}, 1, False),
+        ({"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "1"}, 1, True),
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"}, 1, True),
     ],
 )
 def test_launcher_that_does_not_know_the_mpi_is_noticed(env, size, right):
     assert (launcher.launcher_problem(env, size, "MPICH") is None) == right
+
+
+def test_the_nearest_launcher_says_how_many_ranks_there_are():
+    nearest, other = "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"
+    if MPI.get_vendor()[0] == "Open MPI":
+        nearest, other = other, nearest
+    for size in "1", "4":
+        env = {nearest: size, other: "3", "SLURM_STEP_NUM_TASKS": "2"}
+        assert launcher.launched_ranks(env) == int(size)
+        problem = launcher.launcher_problem(env, 1, "MPICH")
+        assert (problem is None) == (size == "1")
 
 
 @pytest.mark.parametrize(
