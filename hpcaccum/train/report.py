@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from hpcaccum.errors import counted
+from hpcaccum.mpi import number_in
 from hpcaccum.train import terminal
 from hpcaccum.train.records import LAG_NAMES
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _FIRST_LINE, _LONGEST_PAUSE = 1.0, 600.0
 # Columns without a terminal, unless COLUMNS is set.
 _WIDTH = 100
+# Lines of a terminal, of which the bar needs one.
+_HEIGHT = 25
 # Number of ranks that have their own row.
 _MAX_ROWS = 16
 # Number of shard groups up to which each accuracy is shown.
@@ -47,7 +50,9 @@ def console(reports: bool) -> Console:
         quiet=not reports,
         # FORCE_COLOR and TTY_COMPATIBLE override the detection.
         force_terminal=True if width else None if _forced() else False,
-        width=None if "COLUMNS" in os.environ else width or _WIDTH,
+        # Rich would read the variables COLUMNS and LINES, and fail for some texts.
+        width=number_in(os.environ, "COLUMNS") or width or _WIDTH,
+        height=_HEIGHT,
         highlight=False,
         markup=False,
         emoji=False,

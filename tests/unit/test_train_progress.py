@@ -10,8 +10,9 @@ import re
 import pytest
 from rich.console import Console
 
+from hpcaccum.train import terminal
 from hpcaccum.train.records import Record, Result
-from hpcaccum.train.report import Bar, print_all, saved, tables
+from hpcaccum.train.report import Bar, console, print_all, saved, tables
 
 
 def shown(times, epochs):
@@ -110,3 +111,15 @@ def test_a_narrow_terminal_cuts_no_number():
     for text in "96.7%", "1234.56", "12345", "98.76 s", "42.9%", "28.6%", "accepted":
         assert f" {text} " in out.getvalue().replace("\n", " \n")
     assert "…" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "\N{SUPERSCRIPT TWO}", "-5", "x", "", "9" * 5000]
+)
+def test_a_width_that_is_no_number_is_the_usual_one(monkeypatch, capsys, text):
+    monkeypatch.setattr(terminal, "columns", lambda: None)
+    for name in "COLUMNS", "LINES":
+        monkeypatch.setenv(name, text)
+    console(reports=True).print("word " * 30)
+
+    assert [*map(len, capsys.readouterr().out.splitlines())] == [100, 50]
