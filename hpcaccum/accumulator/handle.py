@@ -131,8 +131,8 @@ class Accumulator(Freeable):
         """Set the step, also to a lower one; accumulated gradients stay.
 
         Raises:
-            InvalidArgumentError: If it is not one number, or beyond +-2**40 (2**32 if
-                the shape is not fixed).
+            InvalidArgumentError: If it is not one number above -2**40 and below 2**40
+                (2**32 if the shape is not fixed).
         """
         self._check_open()
         new = step_number(new_global_step, "new_global_step")

@@ -125,7 +125,7 @@ class AdmissionProtocol:
     def set_step(self, step: int) -> int:
         """Set the step; return what it was before."""
         limit = self.packing.max_first_step
-        if not -limit - 1 <= step <= limit:
+        if abs(step) > limit:
             raise InvalidArgumentError(
                 f"{self._what}: step must be within +-{limit}, got {step}"
             )

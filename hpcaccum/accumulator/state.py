@@ -65,7 +65,7 @@ class Packing:
     Attributes:
         max_count: Maximum number of gradients in one round.
         max_step: Steps are between ``-max_step - 1`` and ``max_step``.
-        max_first_step: Those that can be set are up to this one.
+        max_first_step: Those that can be set are up to this one, and from its negative.
         max_shapes: Maximum number of different shapes; 0 if the shape is fixed.
     """
 
