@@ -83,9 +83,19 @@ def lack_of_threads(needs: str, *instead: str) -> str:
 
 
 def check_running(module: Any) -> None:
-    """Raise FreedError after MPI_Finalize: MPI would end the job without a message.
+    """Raise unless MPI can be called now: it would end the job without a message.
 
-    Objects made before it have been freed by it, and raise their own error.
+    Objects that were made before MPI_Finalize have been freed, and raise an error of
+    their own.
+
+    Raises:
+        RuntimeError: Before MPI_Init.
+        FreedError: After MPI_Finalize.
     """
     if module.Is_finalized():
         raise FreedError("MPI is finalized: hpcaccum can no longer be used")
+    if not module.Is_initialized():
+        raise RuntimeError(
+            "MPI is not initialized: call mpi4py.MPI.Init() before the first use of "
+            "hpcaccum, or set neither mpi4py.rc.initialize nor MPI4PY_RC_INITIALIZE"
+        )

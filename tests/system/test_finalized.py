@@ -1,4 +1,7 @@
-"""After MPI.Finalize() every use raises FreedError, where MPI would end the job."""
+"""After MPI.Finalize(), and before MPI.Init(), every use raises an error.
+
+MPI would end the job.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,9 @@ uses = {
     "new accumulator": lambda: hpc.ConditionalAccumulator("float32", (5,)),
     "new group": lambda: hpc.Group.of(MPI.COMM_WORLD),
     "new optimizer": lambda: hpc.CrossShardOptimizer(hpc.SGD(1.0)),
+    "new rows": lambda: hpc.SparseConditionalAccumulator("float32", (5, 2), capacity=9),
+    "new server": lambda: hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1),
+    "new trace": lambda: hpc.trace("trace.json").__enter__(),
 }
 """
 OPEN = """
@@ -70,3 +76,42 @@ def test_use_after_finalize_is_an_error(made, mpirun, tmp_path):
 
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("all of them") == 2
+
+
+BEFORE = """
+import mpi4py
+mpi4py.rc.initialize = False
+{after}
+from hpcaccum import cli
+getter = hpc.AGNCustomGetter()
+variable = hpc.get_variable("v", np.ones(3), custom_getter=getter)
+uses["new AGN"] = lambda: hpc.AGNOptimizer(hpc.SGD(1.0), 1, getter)
+for name, use in uses.items():
+    try:
+        found = use()
+    except RuntimeError as error:
+        assert "call mpi4py.MPI.Init() before" in str(error), error
+    else:
+        raise AssertionError(f"{{name}} returned {{found}}")
+for command in ["bench", "step"], ["doctor", "--probe", "threads"]:
+    try:
+        found = cli.main(command)
+    except SystemExit as error:
+        assert error.code == 1
+    else:
+        raise AssertionError(found)
+MPI.Init()
+for use in uses.values():
+    use()
+MPI.Finalize()
+print("all of them")
+"""
+
+
+def test_use_before_init_is_an_error_and_after_it_works(mpirun, tmp_path):
+    (tmp_path / "script.py").write_text(BEFORE.format(after=AFTER))
+    result = mpirun(2, "script.py", cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)})
+
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("all of them") == 2
+    assert result.stdout.count("hpcaccum: error: MPI is not initialized") == 4
