@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from hpcaccum.arguments import fitting, positive_count
 from hpcaccum.device import copyto, is_device, to_host
 from hpcaccum.dtypes import BFLOAT16, Array, check_unmasked
 from hpcaccum.errors import CheckpointError, InvalidArgumentError
+from hpcaccum.input_files import json_value
 from hpcaccum.save_owner import check, unfinished
 
 logger = logging.getLogger("hpcaccum")
@@ -36,8 +38,13 @@ _FORMAT = "hpcaccum checkpoint 1"
 # In the JSON, a mapping of this key alone stands for an array.
 _ARRAY = "array of hpcaccum"
 _SUFFIX = ".safetensors"
-_NAME = re.compile(r"checkpoint-(\d+)" + re.escape(_SUFFIX))
+_NAME = re.compile(r"checkpoint-([0-9]+)" + re.escape(_SUFFIX))
 _DTYPES = {BFLOAT16, *map(np.dtype, "?bBhHiIlLefd")}
+# What reading contents raises that `save` does not write; NumPy lacks some types.
+_DAMAGE = (
+    safetensors.SafetensorError,
+    *(AttributeError, OverflowError, TypeError, ValueError),
+)
 
 
 def save(
@@ -75,7 +82,8 @@ def save(
     Raises:
         InvalidArgumentError, TypeError: If ``state`` contains something else.
         CheckpointError: If another process has begun to save to the directory since
-            this one has. Its checkpoints are left as they are.
+            this one has, or the name of its file ``.owner`` is taken by something else.
+            Its checkpoints are left as they are.
         OSError: If it cannot be written, as on a full disk. Earlier checkpoints stay.
     """
     keep = positive_count(keep, "keep")
@@ -90,7 +98,7 @@ def save(
     check(place)
     path = _write(place, arrays, header)
     for earlier in files(place)[:-keep]:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             earlier.unlink()
     return path
 
@@ -327,28 +335,41 @@ def _synchronize(path: Path) -> None:
 
 
 def _read(path: Path) -> Any:
+    # Opening a pipe would wait until another process writes to it.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{path} is not a checkpoint of hpcaccum: it is no file")
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             header = file.metadata() or {}
             if header.get("format") != _FORMAT:
                 raise CheckpointError(
                     f"{path} is not a checkpoint of hpcaccum: its format is "
-                    f"{header.get('format')!r}, and not {_FORMAT!r}"
+                    f"{header.get('format')!r:.99}, and not {_FORMAT!r}"
                 )
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if _checksum(header["state"], arrays) != header["checksum"]:
                 raise CheckpointError(f"{path} is damaged: its checksum is wrong")
+            for name, array in arrays.items():
+                if array.dtype not in _DTYPES:
+                    raise TypeError(f"{name!r} is an array of {array.dtype}")
+        return _restored(json_value(header["state"]), arrays)
+    except CheckpointError:
+        raise
     except KeyError as error:
-        raise CheckpointError(f"{path} is damaged: it has no {error}") from None
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    return _restored(json.loads(header["state"]), arrays)
+        raise CheckpointError(f"{path} is damaged: it has no {error!s:.99}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} is damaged: it is nested too deeply") from None
+    except _DAMAGE as error:
+        raise CheckpointError(f"{path} is damaged: {error!s:.99}") from None
 
 
 def _restored(value: Any, arrays: Mapping[str, Array]) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
-            return arrays[value[_ARRAY]]
+            name = value[_ARRAY]
+            if not isinstance(name, str):
+                raise TypeError(f"{name!r} is not the name of an array")
+            return arrays[name]
         return {key: _restored(each, arrays) for key, each in value.items()}
     if isinstance(value, list):
         return [_restored(each, arrays) for each in value]

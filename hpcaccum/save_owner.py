@@ -11,9 +11,11 @@ file systems, where locks are unreliable. What opens it there gets its newest co
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
+import stat
 import time
 import uuid
 from pathlib import Path
@@ -39,8 +41,13 @@ def take(directory: Path) -> None:
     """
     # A signal handler or another thread may do so at the same time.
     new = directory / f"{_OWNER}-{uuid.uuid4().hex}"
-    new.write_text(f"{_TOKEN}\n{_describe()}\n")
-    new.replace(directory / _OWNER)
+    try:
+        new.write_text(f"{_TOKEN}\n{_describe()}\n")
+        new.replace(directory / _OWNER)
+    except OSError:
+        # As on a full disk.
+        new.unlink(missing_ok=True)
+        raise
     _taken.add(directory.resolve())
     for path in directory.glob(f"{UNFINISHED}*"):
         if not path.name.startswith(f"{UNFINISHED}-{_TOKEN}"):
@@ -51,13 +58,14 @@ def check(directory: Path) -> None:
     """Take a directory, unless this process has done so before.
 
     Raises:
-        CheckpointError: If another process has taken it since.
+        CheckpointError: If another process has taken it since; or if there is something
+            else in the place of the file.
     """
-    path = directory / _OWNER
-    try:
-        token, _, owner = path.read_text().partition("\n")
-    except FileNotFoundError:
-        token = ""
+    path, token, owner = directory / _OWNER, "", ""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError(f"{path} is not a file of hpcaccum: remove it")
+        token, _, owner = path.read_text(errors="replace").partition("\n")
     if not token or directory.resolve() not in _taken:
         take(directory)
     elif token != _TOKEN:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.measure import Row
+from hpcaccum.input_files import json_value, read_lines
 from hpcaccum.output_files import ending_the_job, open_output
 
 if TYPE_CHECKING:
@@ -84,13 +85,8 @@ def read(path: Path) -> Rows:
     Raises:
         InvalidArgumentError: If it cannot be read, or is not such a file.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise InvalidArgumentError(f"{path}: {reason}") from None
     rows: Rows = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             key, found = _parse(line)
         except (ValueError, TypeError, KeyError, OverflowError):
@@ -105,21 +101,30 @@ def read(path: Path) -> Rows:
 
 def _parse(line: str) -> tuple[Key, Measured]:
     """Return a row and what it is known by; any error means that it is not one."""
-    facts = json.loads(line)
+    facts = json_value(line)
     given = [e.name for e in _FIELDS if e.name in _REQUIRED or e.name in facts]
     row = Row(**{name: facts[name] for name in given})
     times = row.median_us, (row.spread_us or 0) + row.median_us
     if not all(map(math.isfinite, times)) or not 0 < times[0] <= times[1]:
         raise ValueError(line)
     names = row.benchmark, row.name, facts["mpi"], row.raw or ""
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(line)
+    for name in names:
+        printable(name)
     nbytes, ranks, _ = map(counting, (row.bytes, facts["ranks"], facts["nodes"]))
     return (row.benchmark, row.name, nbytes, ranks, facts["mpi"]), Measured(row, facts)
 
 
 def counting(number: Any) -> int:
     """Return what must be an integer of at least 1, or raise a ValueError."""
-    if not isinstance(number, int) or number < 1:
+    if not isinstance(number, int) or not 1 <= number < 1 << 63:
         raise ValueError(number)
     return number
+
+
+def printable(name: Any) -> str:
+    """Return what must be a text that a file can hold, or raise an error."""
+    if not isinstance(name, str):
+        raise TypeError(name)
+    # JSON may have halves of surrogate pairs.
+    name.encode()
+    return name

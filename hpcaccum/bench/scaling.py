@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.report import number_text, size_text, time_text
-from hpcaccum.bench.row_files import counting, read
+from hpcaccum.bench.row_files import counting, printable, read
+from hpcaccum.input_files import json_value, read_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -104,20 +105,32 @@ def _measured(path: Path) -> Iterator[Curve]:
 
 def _log(path: Path) -> list[Curve] | None:
     """Return what a log of a training says; None if the file is something else."""
+    lines = read_lines(path)
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        if lines[0]["event"] != "start":
+        if json_value(lines[0])["event"] != "start":
             return None
-        size = Size(counting(lines[0]["ranks"]), len(lines[0]["hosts"]))
-        rates = {
-            str(line["strategy"]): float(line["samples_per_second"])
-            for line in lines
-            if line["event"] == "result"
-        }
-    except (OSError, ValueError, TypeError, LookupError, OverflowError):
+    except (ValueError, TypeError, LookupError):
         return None
+    rates: dict[str, float] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            facts = json_value(line)
+            if number == 1:
+                size = Size(counting(facts["ranks"]), len(facts["hosts"]))
+            if facts["event"] == "result":
+                rates[printable(facts["strategy"])] = _rate(facts["samples_per_second"])
+        except (ValueError, TypeError, LookupError, OverflowError):
+            raise InvalidArgumentError(
+                f"{path}: line {number} is not what hpcaccum train --log writes"
+            ) from None
     # It is 0 if the training was asked to stop at once, or had been complete before.
     return [Curve(_TRAINING, name, {size: r}) for name, r in rates.items() if r]
+
+
+def _rate(number: Any) -> float:
+    if not 0 <= float(number) < math.inf:
+        raise ValueError(number)
+    return float(number)
 
 
 def _show(curves: list[Curve], plot: Path | None) -> None:

@@ -142,7 +142,11 @@ class Run:
         if step is None:
             self._optimizer.initialize(variables)
             return
-        self._optimizer.restore(found.get("optimizer"), variables)
+        try:
+            self._optimizer.restore(found.get("optimizer"), variables)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            # All ranks raise it.
+            raise SystemExit(f"--resume {self._options.save}: {error}") from None
         self._saver.begin(step)
         self._start = step
         if not self._collective:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum import InvalidArgumentError
+from hpcaccum.input_files import json_value, read_lines
 from hpcaccum.processor import processor_name
 from hpcaccum.train.options import STRATEGIES
 from hpcaccum.train.strategies import RULES
@@ -144,7 +144,7 @@ def read(path: Path) -> Recording:
     Raises:
         InvalidArgumentError: If it cannot be read, or is not a complete record.
     """
-    first, *rest = [_parsed(line) for line in _lines(path)] or [{}]
+    first, *rest = [_parsed(line) for line in read_lines(path)] or [{}]
     _check_kind(path, first, rest[-1] if rest else {})
     with _naming(path, 1):
         facts = _facts(first)
@@ -156,15 +156,6 @@ def read(path: Path) -> Recording:
     with _naming(path, 1 + len(rest)):
         found = {str(name): str(each) for name, each in rest[-1]["digests"].items()}
     return Recording(**facts, updates=updates, digests=found)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError as error:
-        raise InvalidArgumentError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        return []
 
 
 def _check_kind(path: Path, first: dict[str, Any], last: dict[str, Any]) -> None:
@@ -202,7 +193,7 @@ def _naming(path: Path, number: int) -> Iterator[None]:
 def _parsed(line: str) -> dict[str, Any]:
     """Return the object of a line; an empty one for anything else."""
     try:
-        found = json.loads(line)
+        found = json_value(line)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -216,14 +207,14 @@ def _facts(first: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"unknown option {strategy} or {optimizer}")
     nodes = [[index(rank) for rank in ranks] for ranks in first["nodes"]]
     ranks = sorted(itertools.chain.from_iterable(nodes))
-    if ranks != list(range(index(first["ranks"]))):
+    if len(ranks) != index(first["ranks"]) or ranks != list(range(len(ranks))):
         raise ValueError(f"nodes {nodes}")
     return {
         "strategy": strategy,
         "optimizer": optimizer,
         "rate": _rate(options["rate"]),
         **{name: _count(options[name], 1) for name in ("batch", "period")},
-        "seed": _count(options["seed"]),
+        "seed": _count(options["seed"], most=math.inf),
         "nodes": nodes,
         "widths": [_count(width, 1) for width in first["widths"]],
         "data": None if options["data"] is None else Path(options["data"]),
@@ -241,9 +232,11 @@ def _rate(number: Any) -> float:
     return float(number)
 
 
-def _count(number: Any, least: int = 0) -> int:
+def _count(number: Any, least: int = 0, most: float = 2**31 - 1) -> int:
     if index(number) < least:
         raise ValueError(f"{number} is less than {least}")
+    if index(number) > most:
+        raise ValueError(f"{number} is more than {most}")
     return index(number)
 
 

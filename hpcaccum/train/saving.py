@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
+from hpcaccum.arguments import step_number
 from hpcaccum.output_files import check_directory, ending_the_job
 from hpcaccum.save_owner import check, take
 
@@ -122,7 +123,12 @@ def _check_groups(options: Options) -> None:
 
 
 def _check(found: Any, expected: dict[str, Any], directory: Path) -> None:
-    if not isinstance(found, dict) or found.keys() != {"facts", "step", "optimizer"}:
+    if (
+        not isinstance(found, dict)
+        or found.keys() != {"facts", "step", "optimizer"}
+        or not isinstance(found["facts"], dict)
+        or step_number(found["step"], f"--resume: {directory}: step") < 0
+    ):
         raise InvalidArgumentError(
             f"--resume: {directory} has checkpoints of another program"
         )

@@ -330,6 +330,18 @@ UNUSABLE = {
 }
 
 
+UNUSABLE |= {
+    f"{name}.json": (content.encode(), "line 1 is not what")
+    for name, content in {
+        "deep": "[" * 10**5,
+        "digits": "9" * 5000,
+        "surrogate": json.dumps(next(rows(mpi="\ud800"))),
+        "ranks": json.dumps(next(rows(ranks=10**400))),
+        "nodes": json.dumps(next(rows(nodes=1 << 63))),
+    }.items()
+}
+
+
 def test_compare_ends_with_2_for_unusable_files(compare, tmp_path):
     write(tmp_path / "good.json", rows())
     for name, (content, _) in UNUSABLE.items():

@@ -14,7 +14,7 @@ from .conftest import REPOSITORY
 LAYERS = [
     ["errors", "lock", "wake"],
     ["dtypes", "worker_threads"],
-    ["deadline", "summation", "row_sums", "output_files", "save_owner"],
+    ["deadline", "summation", "row_sums", "input_files", "output_files", "save_owner"],
     ["layout", "row_buffers"],
     ["device", "mpi"],
     ["arguments", "overlap", "nodes", "indexed_slices"],

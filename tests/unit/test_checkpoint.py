@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
+import json
 import logging
 import os
 import random
 import shutil
 import socket
 import stat
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -362,6 +365,20 @@ def test_a_directory_may_be_named_like_a_file(tmp_path):
     assert checkpoint.load(place) == 1
 
 
+# What may be in the place of a file.
+OTHERS = {
+    "a directory": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to a directory": lambda path: path.symlink_to(".."),
+}
+
+
+def replace(path, make):
+    path.unlink()
+    make(path)
+
+
 # Two processes with one directory
 
 
@@ -429,6 +446,36 @@ def test_a_job_is_named_as_scripts_look_for_it(tmp_path, monkeypatch):
     assert (tmp_path / ".owner").read_text().splitlines()[2] == "job 123, restart 2"
 
 
+OWNERS = {
+    **OTHERS,
+    "no text": lambda path: path.write_bytes(b"\xff\xfe\n"),
+    "a link": lambda path: path.symlink_to("checkpoint-1.safetensors"),
+}
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+def test_what_is_not_the_file_of_the_owner_is_left_alone(tmp_path, kind):
+    checkpoint.save(tmp_path, "before")
+    replace(tmp_path / ".owner", OWNERS[kind])
+    with pytest.raises(CheckpointError):
+        checkpoint.save(tmp_path, "after")
+
+    assert names(tmp_path) == ["checkpoint-1.safetensors"]
+    assert checkpoint.load(tmp_path) == "before"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(path, text):
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(tmp_path, "before")
+
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_directory_that_was_removed_is_made_again(tmp_path):
     directory = tmp_path / "saved"
     checkpoint.save(directory, 1)
@@ -472,7 +519,41 @@ def flip(path, place):
     path.write_bytes(data)
 
 
+def craft(path, state, **arrays):
+    """Replace a file by one with a right checksum."""
+    checksum = checkpoint._checksum(state, arrays)
+    header = {"format": checkpoint._FORMAT, "state": state, "checksum": checksum}
+    save_file(arrays, path, header)
+
+
+def describe(path, **entry):
+    """Replace a file by one with an array of a byte that NumPy would not write."""
+    about = {"format": checkpoint._FORMAT, "state": "1", "checksum": ""}
+    entry.setdefault("data_offsets", [0, 1])
+    text = json.dumps({"__metadata__": about, "a": entry}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"x")
+
+
+ARRAY = '{{"array of hpcaccum": {}}}'.format
+
 DAMAGE = {
+    "nested too deeply": lambda path: craft(path, "[" * 10**5 + "]" * 10**5),
+    "nested mappings": lambda path: craft(path, '{"a":' * 5000 + "1" + "}" * 5000),
+    "digits": lambda path: craft(path, "9" * 5000),
+    "no JSON": lambda path: craft(path, "{"),
+    "an unknown array": lambda path: craft(path, ARRAY('"none"'), a=np.ones(1)),
+    "a number of an array": lambda path: craft(path, ARRAY(1), a=np.ones(1)),
+    "names of arrays": lambda path: craft(path, ARRAY('["a"]'), a=np.ones(1)),
+    "complex numbers": lambda path: craft(path, ARRAY('"a"'), a=np.ones(1, "c8")),
+    "float8": lambda path: describe(path, dtype="F8_E4M3", shape=[1]),
+    "an unknown type": lambda path: describe(path, dtype="F" * 10**6, shape=[1]),
+    "a large shape": lambda path: describe(
+        path, dtype="F32", shape=[0, 2**64 - 1], data_offsets=[0, 0]
+    ),
+    **{
+        kind: lambda path, make=make: replace(path, make)
+        for kind, make in OTHERS.items()
+    },
     "an element": lambda path: flip(path, -8),
     "the header": lambda path: flip(path, path.read_bytes().index(b"step") + 2),
     "a shape": lambda path: flip(path, path.read_bytes().index(b"1000") + 3),
@@ -496,10 +577,15 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path, caplog, kind):
     [record] = caplog.records
     assert str(path) in record.message
     assert "checkpoint-1.safetensors is used instead" in record.message
-    with pytest.raises(CheckpointError, match="checkpoint-2") as caught:
-        checkpoint.load(path)
-    known = kind not in ("foreign", "a later format")
-    assert ("damaged" if known else "is not a checkpoint") in str(caught.value)
+    assert len(record.message) < 999
+    # A directory with the name of a file may have checkpoints itself.
+    if not path.is_dir():
+        with pytest.raises(CheckpointError, match="checkpoint-2") as caught:
+            checkpoint.load(path)
+        known = kind not in ("foreign", "a later format", *OTHERS)
+        assert ("damaged" if known else "is not a checkpoint") in str(caught.value)
+    checkpoint.save(tmp_path, "after", keep=1)
+    assert checkpoint.load(tmp_path) == "after"
 
 
 def test_every_bit_of_a_small_file_counts(tmp_path):

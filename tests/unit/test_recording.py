@@ -110,7 +110,7 @@ def edit(path, number, change):
 BAD = {
     "empty": (lambda path: path.write_text(""), "is not a record of"),
     "a log": (lambda path: edit(path, 1, dict.clear), "is not a record of"),
-    "no text": (lambda path: path.write_bytes(b"\xff\x00"), "is not a record of"),
+    "no text": (lambda path: path.write_bytes(b"\xff\x00"), "not a text file"),
     "a list": (lambda path: path.write_text("[1]\n"), "is not a record of"),
     "a folder": (lambda path: path.unlink() or path.mkdir(), ": Is a directory"),
     "format": (
@@ -144,6 +144,24 @@ BAD = {
     "no gradient": (
         lambda path: edit(path, 4, lambda line: line.update(gradients=[])),
         "line 4 is damaged",
+    ),
+    "nested too deeply": (
+        lambda path: path.write_text(
+            path.read_text().replace('{"update": 2', "[" * 10**5 + '{"update": 2')
+        ),
+        "line 3 is damaged",
+    ),
+    "a surrogate": (
+        lambda path: edit(path, 2, lambda line: line.update(gradients="\ud800")),
+        "line 2 is damaged",
+    ),
+    "many batches": (
+        lambda path: edit(path, 1, lambda line: line["options"].update(batch=10**18)),
+        "line 1 is damaged",
+    ),
+    "many ranks": (
+        lambda path: edit(path, 1, lambda line: line.update(ranks=10**18)),
+        "line 1 is damaged",
     ),
     "no digests": (
         lambda path: edit(path, 5, lambda line: line.pop("digests")),
