@@ -50,6 +50,8 @@ _NETWORK = (
     "export UCX_NET_DEVICES=eth0"
 )
 _FULL = "is /dev/shm of that node full, or too small? df /dev/shm"
+# Printed by each process of pip's Open MPI, when it makes its first window.
+_UCX = "OSC UCX component priority"
 # What launchers and libraries print, and what helps.
 _KNOWN = {
     "not enough slots": "--launcher 'mpiexec --oversubscribe -n 2'",
@@ -187,7 +189,8 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
         if out.exists():
             finding = Finding(*json.loads(out.read_text()))
             if ended == _SUCCESS:
-                return finding
+                noisy = name == "windows" and _UCX in output
+                return _noted(finding) if noisy else finding
             # As in MPI_Finalize.
             ended = f"{finding.text}; afterwards {ended}"
     advice = next((text for sign, text in _KNOWN.items() if sign in output), "")
@@ -198,6 +201,12 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
         advice = f"the MPI library is {library}: does the launcher belong to it?"
     text = f"{ended}; tried: {_tries(name)}\n{_telling(output)}"
     return Finding(BAD, text.rstrip(), advice)
+
+
+def _noted(finding: Finding) -> Finding:
+    """Say how to silence an error that Open MPI prints although windows work."""
+    text = f"{finding.text}; Open MPI prints {_UCX!r}, and does without UCX"
+    return Finding(NOTE, text, "export OMPI_MCA_osc=^ucx")
 
 
 def _telling(output: str) -> str:

@@ -98,6 +98,19 @@ def test_a_crash_or_a_hang_is_a_finding(doctor, mpiexec, tmp_path, what, text):
     assert "problem  writers " in shown
 
 
+def test_an_error_of_open_mpi_that_is_none_is_a_note(doctor, mpiexec, tmp_path):
+    what = f'echo "Error: OSC UCX component priority set"; exec {mpiexec} -n 2 "$@"'
+    launcher = tmp_path / "launcher"
+    broken = BROKEN.format(what=what, mpiexec=mpiexec)
+    launcher.write_text(broken.replace("atomics", "windows"))
+    launcher.chmod(0o700)
+    _, shown = doctor("--launcher", launcher)
+
+    text = "32 accumulators at the same time; Open MPI prints 'OSC UCX component prio"
+    assert f"note     windows     {text}" in shown
+    assert "-> export OMPI_MCA_osc=^ucx" in shown
+
+
 def test_a_job_that_fails_after_its_finding_is_a_problem(doctor, mpiexec, tmp_path):
     # As if MPI_Finalize had failed.
     launcher = tmp_path / "launcher"
