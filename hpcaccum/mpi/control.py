@@ -106,11 +106,6 @@ class ControlChannel:
         # The call that this rank has reported, and whether that is still in flight.
         self._reported, self._unseen = (0, 0), False
 
-    @property
-    def exchanges(self) -> int:
-        """The number of the last exchange; between two, the same on all ranks."""
-        return self._number
-
     # Tracks
 
     def open_track(self, what: str) -> Track:

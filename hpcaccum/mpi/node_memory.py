@@ -8,9 +8,11 @@ It is one file in /dev/shm that all of them map, not an MPI window, for three re
   allocates a window without a check, and the first touch is a SIGBUS.
 - It needs no communicator, of which MPICH has 2,048.
 
-All ranks know its name. The first one that comes creates it. It is unlinked when all
-have opened it, and gets its pages after that. So a rank that is killed leaves an empty
-file, ``hpcaccum-<uid>-<pid of the first rank>-<random>-<number>``, or none.
+The first rank creates it with a name that nobody can guess, and tells the others. It is
+unlinked when all have opened it, and gets its pages after that. So a rank that is
+killed leaves an empty file, ``hpcaccum-<uid>-<pid of the first rank>-<random>``, or
+none. Another user of the node can neither open it nor have made it: each rank checks
+its owner and its mode.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import errno
 import math
 import mmap
 import os
+import secrets
+import stat
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +48,8 @@ _MARGIN = 1 << 20
 # restarted from the beginning; a profiler may send many signals.
 _PIECE = 1 << 18
 _WHAT = "allocating shared memory"
+_OPEN = os.O_RDWR | os.O_NOFOLLOW
+_CREATE = _OPEN | os.O_CREAT | os.O_EXCL
 _ONE_FOLDER = f"ranks of one node must have one {_SHM} (containers: --ipc=host)"
 
 
@@ -136,28 +142,48 @@ def _mmap(file: int, nbytes: int) -> mmap.mmap:
 @contextlib.contextmanager
 def _opened(group: Group, nbytes: int) -> Iterator[int]:
     """Yield the descriptor of a new file that all ranks have opened. Collective."""
-    # No two files of a group have one number: each needs two exchanges.
-    name = f"hpcaccum-{os.getuid()}-{group.token}-{group.control.exchanges}"
+    # Nobody may know it before the file exists.
+    name = f"hpcaccum-{os.getuid()}-{os.getpid()}-{secrets.token_hex(16)}"
     path, files = f"{_SHM}/{name}", list[int]()
 
-    def join() -> tuple[int, int]:
-        if group.rank == 0:
-            check_room(nbytes, group.size)
-        files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+    def create() -> tuple[str, tuple[int, ...]] | None:
+        if group.rank > 0:
+            return None
+        check_room(nbytes, group.size)
+        # In C throughout: no signal handler comes before it is noted as made here.
+        files.extend(map(os.open, [path], [_CREATE], [0o600]))
         os.ftruncate(files[0], nbytes)
-        state = os.fstat(files[0])
-        return state.st_dev, state.st_ino
+        return path, _checked(path, files[0])
+
+    def join() -> None:
+        if group.rank > 0:
+            files.append(os.open(theirs, _OPEN))
+        if _checked(theirs, files[0]) != state:
+            raise OSError(errno.ESTALE, "not the file that the first rank made", theirs)
 
     try:
         try:
-            found = _together(group, nbytes, join)
+            theirs, state = _together(group, nbytes, create)[0]
+            _together(group, nbytes, join)
         finally:
-            Path(path).unlink(missing_ok=True)
-        if len(set(found)) > 1:
-            raise RuntimeError(_cannot_share(nbytes, _ONE_FOLDER))
+            if group.rank == 0 and files:
+                Path(path).unlink(missing_ok=True)
         yield files[0]
     finally:
         _close(files)
+
+
+def _checked(path: str, file: int) -> tuple[int, ...]:
+    """Return the device, inode and size of a file, which must be private."""
+    state = os.fstat(file)
+    if (state.st_uid, state.st_mode) != (os.geteuid(), stat.S_IFREG | 0o600):
+        raise OSError(
+            errno.EPERM,
+            f"its owner is user {state.st_uid} and its mode {state.st_mode:#o}, not "
+            f"user {os.geteuid()} and {stat.S_IFREG | 0o600:#o}",
+            path,
+        )
+    return state.st_dev, state.st_ino, state.st_size
 
 
 def _close(files: list[int]) -> None:
@@ -185,6 +211,8 @@ def explained(error: OSError, nbytes: int) -> Exception:
     reason = _cannot_share(nbytes, str(error))
     if error.errno == errno.ENOENT:
         reason += f"; {_ONE_FOLDER}"
+    if error.errno == errno.EEXIST:
+        reason += "; this job has not made it"
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
         # Files (ulimit -n), address space (ulimit -v), mappings (vm.max_map_count).
         reason += f"; {count_open()} objects of hpcaccum are open on this rank"

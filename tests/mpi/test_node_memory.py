@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
+import struct
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -232,13 +235,128 @@ def test_where_there_is_no_folder_all_ranks_fail(node, tmp_path, monkeypatch):
         NodeMemory(node, [8] * node.size)
 
 
-def test_the_file_is_private(node, size, monkeypatch):
-    modes, truncate = [], os.ftruncate
+# Other users of the node
 
-    def watched(file, nbytes):
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The paths that this rank opens in /dev/shm; with what it does before that."""
+    real, paths = os.open, []
+
+    class Opened:
+        before = staticmethod(lambda path: None)
+
+    def watched(path, flags, *mode):
+        if str(path).startswith(module._SHM):
+            Opened.before(path)
+            paths.append((path, flags & (os.O_CREAT | os.O_EXCL)))
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(module.os, "open", watched)
+    Opened.paths = paths
+    return Opened
+
+
+def test_each_file_has_a_new_name_which_only_the_first_rank_makes(
+    node, descriptors, opened, rank, size
+):
+    for _ in range(3):
+        NodeMemory(node, [8] * size)
+    names, flags = zip(*opened.paths, strict=True)
+
+    assert set(flags) == {os.O_CREAT | os.O_EXCL if rank == 0 else 0}
+    assert meet(names) == [names] * size
+    secret = {name.rpartition("-")[2] for name in names}
+    assert len(secret) == 3
+    assert {len(bytes.fromhex(each)) for each in secret} == {16}
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_what_is_in_the_way_is_an_error_and_stays(
+    node, descriptors, rank, size, monkeypatch, kind
+):
+    monkeypatch.setattr(module.secrets, "token_hex", lambda nbytes: "guessed")
+    path = Path(f"/dev/shm/hpcaccum-{os.getuid()}-{os.getpid()}-guessed")
+    if rank == 0 and kind == "link":
+        path.symlink_to("/dev/null")
+    elif rank == 0:
+        path.touch() if kind == "file" else path.mkdir()
+    with pytest.raises(RuntimeError, match=r"File exists: '/dev/shm/hp.*not made it"):
+        NodeMemory(node, [8] * size)
+    if rank == 0:
+        path.rmdir() if kind == "folder" else path.unlink()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", ["mode", "owner", "link", "other", "longer"])
+def test_a_file_that_has_changed_is_an_error(
+    node, descriptors, opened, rank, size, kind
+):
+    if kind == "owner" and os.geteuid() != 0:
+        pytest.skip("only root can change the owner")
+
+    def change(path):
+        opened.before, other = lambda path: None, Path(f"{path}-other")
+        if kind == "mode":
+            Path(path).chmod(0o640)
+        elif kind == "owner":
+            os.chown(path, 61001, -1)
+        elif kind == "longer":
+            os.truncate(path, 1 << 20)
+        else:
+            Path(path).unlink()
+            other.symlink_to("/dev/null") if kind == "link" else other.touch(0o600)
+            other.rename(path)
+
+    if rank == 1:
+        opened.before = change
+    text = {
+        "mode": "its owner is user .* and its mode 0o100640, not",
+        "owner": "its owner is user 61001 and its mode",
+        "link": "symbolic links",
+    }.get(kind, "not the file that the first rank made")
+    with pytest.raises(RuntimeError, match=f"cannot share .*{text}.*'/dev/shm/hp"):
+        NodeMemory(node, [8] * size)
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize("step", ["open", "ftruncate", "fstat"])
+def test_a_rank_that_cannot_open_the_file_fails_all(
+    node, descriptors, rank, size, monkeypatch, which, step
+):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    if rank == (0 if which == "first" or step == "ftruncate" else size - 1):
+        monkeypatch.setattr(module.os, step, fail)
+    with pytest.raises(RuntimeError, match="cannot share"):
+        NodeMemory(node, [8] * size)
+
+
+@pytest.mark.parametrize("rights", ["all", "list"])
+def test_the_file_is_private(node, rank, size, monkeypatch, rights):
+    modes, checked = [], module._checked
+
+    def watched(path, file):
         modes.append(os.fstat(file).st_mode & 0o777)
-        truncate(file, nbytes)
+        return checked(path, file)
 
-    monkeypatch.setattr(module.os, "ftruncate", watched)
-    NodeMemory(node, [8] * size).free()
-    assert modes == [0o600]
+    monkeypatch.setattr(module, "_checked", watched)
+    [folder, *_] = meet(tempfile.mkdtemp(dir="/dev/shm") if rank == 0 else None)
+    if rights == "list":
+        # For all new files: everything for everybody, and for a user by number.
+        entries = [(1, 7, -1), (2, 7, 61002), (4, 7, -1), (16, 7, -1), (32, 7, -1)]
+        acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *e) for e in entries)
+        with contextlib.suppress(OSError):
+            os.setxattr(folder, "system.posix_acl_default", acl)
+    monkeypatch.setattr(module, "_SHM", folder)
+    before = os.umask(0)
+    try:
+        NodeMemory(node, [8] * size).free()
+    finally:
+        os.umask(before)
+    # With a list, the bits of the group are the most that others have by it.
+    assert set(modes) == {0o600}
+    meet()
+    if rank == 0:
+        Path(folder).rmdir()
