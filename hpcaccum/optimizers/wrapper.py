@@ -18,13 +18,15 @@ from typing import (
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable
-from hpcaccum.optimizers.base import ExchangeKind, Optimizer
+from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
 from hpcaccum.optimizers.checks import (
+    check_global_step,
     check_name,
     check_trainable,
     check_variables,
 )
 from hpcaccum.optimizers.finite import check_choice, to_drop
+from hpcaccum.optimizers.variable import Variable, counter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.learning_rate import Rate
     from hpcaccum.optimizers.snapshot import Key
-    from hpcaccum.optimizers.variable import Variable
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -114,6 +115,8 @@ class Wrapper(Freeable, Optimizer):
         self._in_call = threading.RLock()
         # Arrays of the variables, by name; empty before `initialize`.
         self._values: dict[str, Array] = {}
+        # What was passed as ``global_step``, by name.
+        self._steps: dict[str, Variable] = {}
 
     def __repr__(self) -> str:
         """Show the inner optimizer; identical on ranks that were given the same one."""
@@ -202,6 +205,28 @@ class Wrapper(Freeable, Optimizer):
                     f"{self.get_name()}: the optimizer was initialized without this "
                     f"variable {var.name!r}, with {sorted(self._values)}"
                 )
+
+    def _checked_step(self, global_step: Any) -> Variable | None:
+        """Return a global step, or None, as `check_global_step`."""
+        checked = check_global_step(global_step)
+        if checked is not None:
+            self._steps[checked.name] = checked
+        return checked
+
+    def _end_steps(self) -> None:
+        """Set each global step to the number of updates. Collective.
+
+        Some ranks do not pass it: those that only serve, or leave before their first
+        gradient.
+        """
+        found = self._group.allgather(list(self._steps), self._call("global step"))
+        for name in {name for names in found for name in names}:
+            set_global_step(self._steps.get(name) or counter(name), self.global_step)
+
+    @property
+    def global_step(self) -> int:
+        """Number of updates so far; after `free`, in total."""
+        raise NotImplementedError
 
     def _drops(self, pairs: Pairs) -> bool:
         """Return whether to drop gradients, because they are not finite.
