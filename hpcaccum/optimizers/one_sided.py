@@ -190,6 +190,7 @@ class OneSidedOptimizer(ServedOptimizer):
 
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
+        self._begin_at(self._earlier.get("step", 0))
         self._step, self._useful = -1, 0
 
     def _check_start(self, var_list: Any) -> list[Variable]:

@@ -110,6 +110,7 @@ class ReducingOptimizer(Wrapper):
         shard = self._any_shard()
         shard.renew(what)
         shard.begin(**self._group.allgather(counts, what)[0])
+        self._begin_at(shard.step)
 
     def _share_state(self, variables: list[Variable], snapshot: Any, what: str) -> None:
         """Set the state on all ranks of a group to that of the first. Collective."""

@@ -15,6 +15,7 @@ from typing import (
     overload,
 )
 
+from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable
@@ -115,6 +116,7 @@ class Wrapper(Freeable, Optimizer):
         self._in_call = threading.RLock()
         # Arrays of the variables, by name; empty before `initialize`.
         self._values: dict[str, Array] = {}
+        self._begin_at(0)
         # What was passed as ``global_step``, by name.
         self._steps: dict[str, Variable] = {}
 
@@ -227,6 +229,38 @@ class Wrapper(Freeable, Optimizer):
     def global_step(self) -> int:
         """Number of updates so far; after `free`, in total."""
         raise NotImplementedError
+
+    def _begin_at(self, step: int) -> None:
+        """Set the step with which the training begins, for `every`."""
+        # By n, the largest multiple of n for which `every` has returned True, over n.
+        self._first_step, self._passed = step, dict[int, int]()
+
+    def every(self, n: int) -> bool:
+        """Return whether training has reached a multiple of n. Not collective.
+
+        True if `global_step` has reached or passed a multiple of ``n`` since the last
+        call with this ``n`` on this rank that returned True; before there is one, since
+        the step of `initialize` or `restore`. Several multiples are one True. So ``if
+        rank == 0 and opt.every(100):`` saves or prints once for each 100 updates, while
+        ``global_step % 100 == 0`` misses those at which this rank makes no update. Two
+        conditions of a loop need different ``n``, or share the result of one call.
+
+        With a collective optimizer, it is the same on all ranks of a group that make
+        the same calls.
+
+        Args:
+            n: Number of updates, at least 1.
+
+        Raises:
+            TypeError, InvalidArgumentError: If ``n`` is no such number, or before
+                `initialize`.
+        """
+        n = positive_count(n, "n")
+        passed = self.global_step // n
+        if passed <= self._passed.get(n, self._first_step // n):
+            return False
+        self._passed[n] = passed
+        return True
 
     def _drops(self, pairs: Pairs) -> bool:
         """Return whether to drop gradients, because they are not finite.
