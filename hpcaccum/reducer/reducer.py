@@ -398,6 +398,10 @@ class Reducer(Freeable):
         self._step_name = step_name
         self._digested = None
 
+    def advise(self, advice: str) -> None:
+        """Set what ends messages about ranks that do not make the next call."""
+        self._calls.track.advice = advice
+
     @property
     def waited(self) -> float:
         """Seconds that this rank has spent in calls."""
