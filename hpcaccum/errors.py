@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound=BaseException)
 
+# Ends messages about gradients of optimizers that do not come.
+NO_MORE_DATA = "call leave() when a rank has no more data"
+
 # The attribute of an error that another rank raises, too.
 _ECHO = "_hpcaccum_echo"
 

@@ -46,6 +46,12 @@ class Receipt:
         """Return whether the gradient was accepted."""
         return self.accepted
 
+    def __str__(self) -> str:
+        """Show the outcome, such as ``not accepted: stale, lag 3, step 7``."""
+        outcome = "accepted" if self.accepted else f"not accepted: {self.reason}"
+        sent = "" if self.sent else ", not sent"
+        return f"{outcome}{sent}, lag {self.lag}, step {self.global_step}"
+
     @property
     def lag(self) -> int:
         """How many steps the gradient was late."""

@@ -150,6 +150,13 @@ class OneSided(Freeable):
         """Number of updates so far; after `free`, in total."""
         return self._opt.global_step
 
+    def every(self, n: int) -> bool:
+        """Return whether training has reached a multiple of n. Not collective.
+
+        As `every` of the optimizer of the same strategy.
+        """
+        return self._opt.every(n)
+
     def statistics(self) -> Tally:
         """Return how many gradients of each rank were accepted and dropped so far."""
         return self._opt.statistics()

@@ -64,12 +64,14 @@ class Track:
     Attributes:
         number: Identifies the track in its group; the same on all ranks.
         what: Name for messages.
+        advice: Ends messages about ranks that do not make the next call; "" for none.
         calls: Number of complete calls on this rank.
         thread: The thread of this rank that made the last call.
     """
 
     number: int
     what: str
+    advice: str = ""
     calls: int = 0
     thread: int = field(default_factory=threading.get_ident)
 
@@ -208,7 +210,9 @@ class ControlChannel:
         for rank, place in places.items():
             by_call.setdefault(str(place), []).append(rank)
         listed = ", ".join(f"{format_ranks(r)} in {c!r}" for c, r in by_call.items())
-        error = DisagreementError(f"ranks make different calls: {listed}")
+        advice = {self._tracks[each].advice for each in tracks & self._tracks.keys()}
+        text = "; ".join([f"ranks make different calls: {listed}", *advice - {""}])
+        error = DisagreementError(text)
         # The exchanges that other ranks have entered fail, too.
         self._number = max([self._number, *(c.number for c in self._calls.values())])
         try:

@@ -14,7 +14,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.agn_getter import AGNCustomGetter, UnknownVariableError
 from hpcaccum.optimizers.base import Optimizer, set_global_step
-from hpcaccum.optimizers.checks import check_global_step, check_variables
+from hpcaccum.optimizers.checks import check_variables
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
@@ -192,7 +192,7 @@ class AGNOptimizer(OneSidedOptimizer):
                 is changed.
         """
         pairs = check_pairs(grads_and_vars)
-        check_global_step(global_step)
+        self._checked_step(global_step)
         variables = [var for _, var in pairs]
         if self._server is None:
             self._check_registered(variables)

@@ -112,8 +112,8 @@ class Optimizer(abc.ABC):
 
         Args:
             loss: Without arguments; returns a value, and gradients in the order of
-                ``var_list`` or by name. A gradient is an array or an `IndexedSlices`.
-                It may be None, or its name missing.
+                ``var_list`` or by name. A gradient is an array or an `IndexedSlices`,
+                or None if there is none.
             var_list: None means the variables given to `initialize`.
             gate_gradients: 0, 1 or 2; has no effect.
             aggregation_method: Ignored.
@@ -125,7 +125,8 @@ class Optimizer(abc.ABC):
 
         Raises:
             TypeError: If ``loss`` is not callable, or its result has another form.
-            InvalidArgumentError: If there are no variables, or a gradient does not fit.
+            InvalidArgumentError: If there are no variables, or a gradient does not fit,
+                or a mapping lacks a variable.
         """
         check_gate(gate_gradients)
         variables = check_variables(self._variables if var_list is None else var_list)

@@ -194,7 +194,13 @@ def check_loss_result(result: Any, variables: list[Variable]) -> list[Any]:
             raise InvalidArgumentError(
                 f"loss returned gradients for {unknown}, the variables are {names}"
             )
-        return [grads.get(name) for name in names]
+        missing = [name for name in names if name not in grads]
+        if missing:
+            raise InvalidArgumentError(
+                f"loss returned no gradients for {missing}, the variables are {names}; "
+                f"return None for a variable that has none, or leave it out of var_list"
+            )
+        return [grads[name] for name in names]
     if not isinstance(grads, (list, tuple)):
         raise TypeError(
             "loss must return gradients as a list or a mapping by name, "

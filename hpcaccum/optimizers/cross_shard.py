@@ -11,7 +11,6 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, scaled
 from hpcaccum.optimizers.checks import (
-    check_global_step,
     check_groups,
     check_variables,
     listed,
@@ -302,7 +301,8 @@ class CrossShardOptimizer(ReducingOptimizer):
 
         Args:
             grads_and_vars: Pairs; a gradient of None must be None on all ranks.
-            global_step: Passed to the inner optimizer.
+            global_step: Passed to the inner optimizer. At the end, `free` sets it on
+                all ranks.
             name: Ignored.
 
         Returns:
@@ -352,7 +352,7 @@ class CrossShardOptimizer(ReducingOptimizer):
     ) -> tuple[Pairs, dict[str, Array | Rows], bool]:
         """Return pairs, what is exchanged of them, and whether they are dropped."""
         pairs = check_pairs(grads_and_vars)
-        check_global_step(global_step)
+        self._checked_step(global_step)
         if self._shard is not None:
             self._check_known(var for _, var in pairs)
         skips = self._drops(pairs)

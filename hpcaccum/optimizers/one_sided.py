@@ -9,7 +9,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
 from hpcaccum.optimizers.center import Center
-from hpcaccum.optimizers.checks import check_global_step, check_variables, listed
+from hpcaccum.optimizers.checks import check_variables, listed
 from hpcaccum.optimizers.drop_watch import DropWatch
 from hpcaccum.optimizers.flat_rule import FlatRule, flat_rule
 from hpcaccum.optimizers.pairs import check_pairs
@@ -190,6 +190,7 @@ class OneSidedOptimizer(ServedOptimizer):
 
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
+        self._begin_at(self._earlier.get("step", 0))
         self._step, self._useful = -1, 0
 
     def _check_start(self, var_list: Any) -> list[Variable]:
@@ -303,7 +304,7 @@ class OneSidedOptimizer(ServedOptimizer):
                 an `IndexedSlices`. That of another one is sent as an array, with which
                 the inner optimizer updates all rows.
             global_step: An integer Variable, set to the number of updates that this
-                rank's variables contain.
+                rank's variables contain. At the end, `free` sets it on all ranks.
             name: Ignored.
 
         Returns:
@@ -316,7 +317,7 @@ class OneSidedOptimizer(ServedOptimizer):
                 for. The gradients may have been accepted.
         """
         pairs = check_pairs(grads_and_vars)
-        check_global_step(global_step)
+        self._checked_step(global_step)
         self.initialize([var for _, var in pairs])
         server = self._training_server()
         server.check_present()

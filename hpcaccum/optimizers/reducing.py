@@ -110,6 +110,7 @@ class ReducingOptimizer(Wrapper):
         shard = self._any_shard()
         shard.renew(what)
         shard.begin(**self._group.allgather(counts, what)[0])
+        self._begin_at(shard.step)
 
     def _share_state(self, variables: list[Variable], snapshot: Any, what: str) -> None:
         """Set the state on all ranks of a group to that of the first. Collective."""
@@ -148,7 +149,9 @@ class ReducingOptimizer(Wrapper):
     def free(self) -> None:
         """Free it. Collective, of all ranks of a group, also of those that have left.
 
-        If ranks have left, their variables are set to those of the last update.
+        If ranks have left, their variables are set to those of the last update. A
+        Variable that one rank passed as ``global_step`` is `global_step` on all ranks;
+        one that did not pass it is found by its name.
         `center`, `global_step` and `statistics` remain available.
 
         Raises:
@@ -163,6 +166,7 @@ class ReducingOptimizer(Wrapper):
             if newest is not None:
                 variables = check_variables(self._variables)
                 broadcast(self._group, variables, self._call("free"), newest)
+            self._end_steps()
         if self._split is not None:
             self._split.free()
         release(self._sums)

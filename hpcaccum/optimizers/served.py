@@ -115,9 +115,11 @@ class ServedOptimizer(Wrapper):
         """Leave, wait until all ranks have left, and pull the final center. Collective.
 
         Afterwards the variables of all ranks are those of the last update, also on
-        ranks that left early or only served. `center`, `global_step`, `statistics` and
-        `get_slot` remain available. A dedicated server that has not called `serve`
-        serves until the others have left.
+        ranks that left early or only served. A Variable that one rank passed as
+        ``global_step`` is `global_step` on all ranks; one that did not pass it is found
+        by its name. `center`, `global_step`, `statistics` and `get_slot` remain
+        available. A dedicated server that has not called `serve` serves until the
+        others have left.
 
         Raises:
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on all ranks that wait;
@@ -133,6 +135,7 @@ class ServedOptimizer(Wrapper):
     def _free(self) -> None:
         if self._server is not None:
             self._server.free()
+            self._end_steps()
         if self._center is not None:
             self._center.free()
         super()._free()

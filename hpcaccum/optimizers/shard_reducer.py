@@ -9,7 +9,12 @@ import numpy as np
 
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import converted
-from hpcaccum.errors import DisagreementError, InvalidArgumentError, WaitTimeoutError
+from hpcaccum.errors import (
+    NO_MORE_DATA,
+    DisagreementError,
+    InvalidArgumentError,
+    WaitTimeoutError,
+)
 from hpcaccum.reducer import Interruption, Reducer, RowExchange
 from hpcaccum.row_sums import Rows
 
@@ -85,6 +90,7 @@ class ShardReducer:
         group, name = self._current, self._name
         self._started.clear()
         self.reducer = Reducer(self._layout, group, name, **self._options)
+        self.reducer.advise(NO_MORE_DATA)
         self._rows: RowExchange | None = None
         # What the reducer compares.
         self._compared: tuple[float | None, ...] | None = None

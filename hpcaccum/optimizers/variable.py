@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,10 @@ from hpcaccum.device import check_array, copyto, is_device, to_host
 from hpcaccum.dtypes import FLOATS, Array, check_unmasked
 from hpcaccum.errors import InvalidArgumentError
 
+_UNNAMED = "Variable"
+# Those that can be a global step and have a name, as long as they exist.
+_COUNTERS: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
+
 
 class Variable:
     """A named array that optimizers update in place.
@@ -21,7 +26,8 @@ class Variable:
         array: A writable NumPy array of float16, float32, float64, bfloat16 or
             integers; or a contiguous CuPy array of floats. It is not copied. A number
             or a list becomes a new array.
-        name: Identifies the variable; the same on all ranks.
+        name: Identifies the variable; the same on all ranks. A global step that has a
+            name is found by it on ranks that do not pass it to their optimizer.
         trainable: Whether `get_variable` registers it with its getter, for AGN.
         sparse: Whether all of its gradients are `IndexedSlices`. Optimizers then
             exchange their rows, and have no memory for a whole gradient.
@@ -44,7 +50,7 @@ class Variable:
     def __init__(
         self,
         array: ArrayLike,
-        name: str = "Variable",
+        name: str = _UNNAMED,
         trainable: bool = True,
         *,
         sparse: bool = False,
@@ -65,6 +71,8 @@ class Variable:
         rows = self.shape[0] if self.sparse else 0
         wanted = rows if capacity is None else positive_count(capacity, "capacity")
         self.capacity = min(wanted, rows)
+        if not self.shape and is_integer(self.dtype) and name != _UNNAMED:
+            _COUNTERS[name] = self
 
     @property
     def value(self) -> Array:
@@ -141,6 +149,11 @@ def _usable(array: Any, name: str) -> Array:
     if not array.flags.writeable:
         raise InvalidArgumentError(f"value of {name!r} is read-only; pass a copy")
     return array
+
+
+def counter(name: str) -> Variable | None:
+    """Return the newest variable of this name that can be a global step."""
+    return _COUNTERS.get(name)
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:

@@ -15,16 +15,19 @@ from typing import (
     overload,
 )
 
+from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable
-from hpcaccum.optimizers.base import ExchangeKind, Optimizer
+from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
 from hpcaccum.optimizers.checks import (
+    check_global_step,
     check_name,
     check_trainable,
     check_variables,
 )
 from hpcaccum.optimizers.finite import check_choice, to_drop
+from hpcaccum.optimizers.variable import Variable, counter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.learning_rate import Rate
     from hpcaccum.optimizers.snapshot import Key
-    from hpcaccum.optimizers.variable import Variable
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -114,6 +116,9 @@ class Wrapper(Freeable, Optimizer):
         self._in_call = threading.RLock()
         # Arrays of the variables, by name; empty before `initialize`.
         self._values: dict[str, Array] = {}
+        self._begin_at(0)
+        # What was passed as ``global_step``, by name.
+        self._steps: dict[str, Variable] = {}
 
     def __repr__(self) -> str:
         """Show the inner optimizer; identical on ranks that were given the same one."""
@@ -202,6 +207,60 @@ class Wrapper(Freeable, Optimizer):
                     f"{self.get_name()}: the optimizer was initialized without this "
                     f"variable {var.name!r}, with {sorted(self._values)}"
                 )
+
+    def _checked_step(self, global_step: Any) -> Variable | None:
+        """Return a global step, or None, as `check_global_step`."""
+        checked = check_global_step(global_step)
+        if checked is not None:
+            self._steps[checked.name] = checked
+        return checked
+
+    def _end_steps(self) -> None:
+        """Set each global step to the number of updates. Collective.
+
+        Some ranks do not pass it: those that only serve, or leave before their first
+        gradient.
+        """
+        found = self._group.allgather(list(self._steps), self._call("global step"))
+        for name in {name for names in found for name in names}:
+            set_global_step(self._steps.get(name) or counter(name), self.global_step)
+
+    @property
+    def global_step(self) -> int:
+        """Number of updates so far; after `free`, in total."""
+        raise NotImplementedError
+
+    def _begin_at(self, step: int) -> None:
+        """Set the step with which the training begins, for `every`."""
+        # By n, the largest multiple of n for which `every` has returned True, over n.
+        self._first_step, self._passed = step, dict[int, int]()
+
+    def every(self, n: int) -> bool:
+        """Return whether training has reached a multiple of n. Not collective.
+
+        True if `global_step` has reached or passed a multiple of ``n`` since the last
+        call with this ``n`` on this rank that returned True; before there is one, since
+        the step of `initialize` or `restore`. Several multiples are one True. So ``if
+        rank == 0 and opt.every(100):`` saves or prints once for each 100 updates, while
+        ``global_step % 100 == 0`` misses those at which this rank makes no update. Two
+        conditions of a loop need different ``n``, or share the result of one call.
+
+        With a collective optimizer, it is the same on all ranks of a group that make
+        the same calls.
+
+        Args:
+            n: Number of updates, at least 1.
+
+        Raises:
+            TypeError, InvalidArgumentError: If ``n`` is no such number, or before
+                `initialize`.
+        """
+        n = positive_count(n, "n")
+        passed = self.global_step // n
+        if passed <= self._passed.get(n, self._first_step // n):
+            return False
+        self._passed[n] = passed
+        return True
 
     def _drops(self, pairs: Pairs) -> bool:
         """Return whether to drop gradients, because they are not finite.

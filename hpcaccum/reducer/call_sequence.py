@@ -115,7 +115,8 @@ class CallSequence:
         late = self._late()
         if self._arrivals is not None:
             late = self._arrivals.missing(self.track.calls + 1)
-        return f"{format_ranks(late or [])} of {self._group.size} to make the same call"
+        text = f"{format_ranks(late or [])} of {self._group.size} to make the same call"
+        return "; ".join(filter(None, [text, self.track.advice]))
 
     def close(self) -> None:
         """Forget the calls. Collective; no rank may wait in one any more."""

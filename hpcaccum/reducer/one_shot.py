@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from hpcaccum.mpi import AtomicWords, NodeMemory
 from hpcaccum.reducer.quiet import Quiet
 from hpcaccum.reducer.schedule import Schedule
-from hpcaccum.reducer.signature import BITS, agree
 from hpcaccum.reducer.staging import copy
 from hpcaccum.summation import add_at_once
 
@@ -57,8 +56,9 @@ class OneShot(Schedule):
             [p[layout.size :] for p in both],
         ]
         self._own = [layout.views(copies[group.rank]) for copies in self._copies]
-        # A word for each rank: the number of its call, and the signature.
-        self._words = AtomicWords(group, 0, group.size)
+        # Two blocks, used in turn as the copies are: the numbers of the calls of all
+        # ranks, and their signatures.
+        self._words = AtomicWords(group, 0, 2 * 2 * group.size)
         self._quiet, self._calls = Quiet(), 0
         self.window_bytes = 2 * layout.nbytes
 
@@ -72,7 +72,7 @@ class OneShot(Schedule):
             self._copies[parity][self._rank][:] = self.sent
         if call.inputs:
             copy(call.inputs, self._own[parity])
-        if not self._all_agree(self._calls << BITS | call.signature):
+        if not self._all_agree(call.signature):
             return False
         self._quiet(add_at_once, self._copies[parity], self.received, self.divisor)
         if call.reduced is not None and self.buckets:
@@ -82,19 +82,27 @@ class OneShot(Schedule):
         return True
 
     def _all_agree(self, mine: int) -> bool:
-        """Wait for the words of all ranks; return whether their signatures are mine."""
-        read, size = self._words.read_range, self._size
-        self._words.store(self._rank, [mine])
-        if read(0, size) == (expected := [mine] * size):
-            return True
-        least = self._calls << BITS
-        self._wait(lambda: min(read(0, size)) >= least)
-        return (words := read(0, size)) == expected or agree(words, mine)
+        """Wait for the calls of all ranks; return whether their signatures are mine.
+
+        A rank that sees the number of a call also sees its signature: `store` orders
+        that number after the signature, and `read_range` what is read later after it.
+        Nor does it see the signature of a later call. A rank writes to this block again
+        two calls later. Before, it has waited for all ranks in the call between the
+        two, which a rank begins after it has read this block.
+        """
+        words, size, call = self._words, self._size, self._calls
+        numbers, read = call % 2 * 2 * size, words.read_range
+        signatures = numbers + size
+        words.store_unordered(signatures + self._rank, mine, 0)
+        words.store(numbers + self._rank, [call])
+        if (all_here := [call] * size) != read(numbers, size):
+            self._wait(lambda: read(numbers, size) == all_here)
+        return read(signatures, size) == [mine] * size
 
     def late(self) -> list[int]:
         """Return the ranks that this one waits for."""
-        words = self._words.read_range(0, self._size)
-        return [r for r, word in enumerate(words) if word >> BITS < self._calls]
+        numbers = self._words.read_range(self._calls % 2 * 2 * self._size, self._size)
+        return [rank for rank, number in enumerate(numbers) if number < self._calls]
 
     def free(self, *, abandoned: bool = False) -> None:
         """Do as `Schedule.free`."""

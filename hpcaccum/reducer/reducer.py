@@ -18,7 +18,7 @@ from hpcaccum.reducer.device_only import DeviceOnlyCalls
 from hpcaccum.reducer.inputs import Inputs
 from hpcaccum.reducer.options import Options
 from hpcaccum.reducer.schedule import Call, Case
-from hpcaccum.reducer.signature import FAILED, digest, explain, signature
+from hpcaccum.reducer.signature import FAILED, canonical, digest, explain
 from hpcaccum.reducer.spin_wait import SpinWait
 from hpcaccum.reducer.statistics import ReducerStatistics
 
@@ -133,6 +133,8 @@ class Reducer(Freeable):
         options = self._group.agree(name, check, lambda found: found.facts(layout))
         self._reduction_type = options.reduction_type
         self._divisors = {"MEAN": self._group.size, "SUM": 1}
+        # What `_digest` was made of, beside the numbers to compare.
+        self._digested: tuple[int, int, int] | None
         self.compare(_NOTHING)
         self._calls = CallSequence(self._group, name)
         self._make(layout, options)
@@ -323,8 +325,7 @@ class Reducer(Freeable):
     ) -> Mapping[str, Array]:
         """Make a call with checked arguments; return what `reduce` returns."""
         names |= self._started
-        begun, divisor = self._calls.begun, self._schedule.divisor
-        mine = signature(begun, step, names, divisor, self._digest)
+        mine = self._signature(names, step)
         exact = self._inputs.exact(out) if out else _NOTHING
         if not self._exchange(Call(mine, inputs, exact)):
             self._explain(names, step, self._schedule.failure)
@@ -336,6 +337,18 @@ class Reducer(Freeable):
         if names == self._inputs.all:
             return self._results
         return {name: self._results[name] for name in self._inputs.names(names)}
+
+    def _signature(self, names: int, step: int) -> int:
+        """Return the signature of a call."""
+        # Of complete calls, all ranks have the same number.
+        calls = self._calls
+        facts = names, self._schedule.divisor, calls.begun - calls.track.calls
+        # They rarely change, and a digest takes microseconds.
+        if facts != self._digested:
+            self._digest = digest(hex(names), *facts[1:], *self._compared.items())
+            self._digested = facts
+        # Steps that differ make signatures that differ, without another digest.
+        return self._digest ^ step
 
     def _exchange(self, call: Call) -> bool:
         """Make one call; return whether all ranks have made the same one."""
@@ -381,8 +394,13 @@ class Reducer(Freeable):
             numbers: By name, for messages. They replace those of an earlier call.
             step_name: What messages call the ``step`` of `reduce`.
         """
-        self._compared, self._step_name = numbers, step_name
-        self._digest = digest(numbers.values())
+        self._compared = {name: canonical(each) for name, each in numbers.items()}
+        self._step_name = step_name
+        self._digested = None
+
+    def advise(self, advice: str) -> None:
+        """Set what ends messages about ranks that do not make the next call."""
+        self._calls.track.advice = advice
 
     @property
     def waited(self) -> float:

@@ -1,4 +1,4 @@
-"""Signatures: whether all ranks make the same call, in one number.
+"""Signatures: whether all ranks make the same call, in one number of 64 bits.
 
 Each rank forms a number from what must be the same on all ranks. The ranks compare
 these numbers while the data travel; only if they differ do they exchange the facts.
@@ -6,6 +6,7 @@ these numbers while the data travel; only if they differ do they exchange the fa
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -14,47 +15,26 @@ from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
 
-# Bits of a signature in a word whose other bits count calls or buckets.
-BITS = 24
 # The signature of a rank that takes part only to raise.
 FAILED = 0
 
-# Two different calls have the same signature once in 10**7 times.
-_PRIME = (1 << BITS) - 3
+
+def digest(*facts: object) -> int:
+    """Return a hash of 64 bits, the same on all ranks, of facts that have a `repr`."""
+    found = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
+    return int.from_bytes(found, "little", signed=True)
 
 
-def digest(numbers: Iterable[float]) -> int:
-    """Return a number that depends on all of these, the same on all ranks."""
-    # Python's hash of numbers, unlike that of text, is the same in all processes.
-    return hash(tuple(numbers))
-
-
-def signature(begun: int, step: int, names: int, divisor: int, more: int) -> int:
-    """Return the signature of a call, at least 1.
-
-    Args:
-        begun: Number of calls that this rank has begun.
-        step: Of the call.
-        names: The set of arrays that this rank contributes, as bits.
-        divisor: Of the sums.
-        more: The `digest` of other numbers.
-    """
-    facts = (step * 1_000_003 + names) * 2_097_143 + divisor + begun * 9_576_899
-    return (facts + more) % _PRIME + 1
-
-
-def agree(words: Sequence[int], mine: int) -> bool:
-    """Whether all signatures equal mine, in words whose counts are not below mine.
-
-    A rank with a higher count has compared the signatures already.
-    """
-    return all(word == mine or word >> BITS > mine >> BITS for word in words)
+def canonical(number: float) -> float:
+    """Return a number of Python, the same for equal numbers of any types."""
+    wide = float(number)
+    return int(number) if wide.is_integer() else wide
 
 
 class Agreement:
@@ -65,14 +45,14 @@ class Agreement:
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm, number: int) -> None:
-        # All numbers are equal if the largest is the smallest.
-        self._words = np.array([number, -number], np.int64)
+        # All numbers are equal if the largest is the smallest. -number may not fit.
+        self._words = np.array([number, ~number], np.int64)
         self.request = comm.Iallreduce(MPI.IN_PLACE, self._words, MPI.MAX)
 
     @property
     def reached(self) -> bool:
         """Whether the number is the same on all ranks."""
-        return bool(self._words[0] == -self._words[1])
+        return bool(self._words[0] == ~self._words[1])
 
 
 class Interruption(Exception):

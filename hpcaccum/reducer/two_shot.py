@@ -16,7 +16,6 @@ from hpcaccum.layout import ALIGNMENT
 from hpcaccum.mpi import AtomicWords, NodeMemory
 from hpcaccum.reducer.quiet import Quiet
 from hpcaccum.reducer.schedule import Schedule
-from hpcaccum.reducer.signature import BITS, agree
 from hpcaccum.reducer.staging import StagedCopies, Staging, copy, copy_in, stages
 from hpcaccum.summation import add_in_order
 
@@ -139,8 +138,8 @@ class NodeSum:
     """Sums of large arrays over the ranks of a node.
 
     Two words for each rank count over all calls: one the buckets that it has
-    contributed, and whether they are staged; one the stripes that it has summed, with
-    the signature of the call.
+    contributed, and whether they are staged; one the stripes that it has summed. Then
+    there are two blocks, used in turn, with the signatures of all ranks.
 
     Args:
         group: The ranks of the node.
@@ -187,10 +186,10 @@ class NodeSum:
             ([part[piece] for part in parts], [part[stage] for part in parts])
             for piece, stage in zip(mine, moved, strict=True)
         ]
-        self._words = AtomicWords(group, 0, 2 * group.size)
+        self._words = AtomicWords(group, 0, 2 * 2 * group.size)
         self._wait, self._quiet, self._threads = wait, Quiet(), group.own_cores
         # The counts at the beginning of this call, and this rank's since then.
-        self._base = self._contributed = self.summed = 0
+        self._base = self._contributed = self.summed = self._calls = 0
 
     def contribute(self, count: int, *, staged: bool = False) -> None:
         """Publish that this rank's inputs of the first ``count`` buckets are ready."""
@@ -230,26 +229,37 @@ class NodeSum:
             self._quiet(add_in_order, parts, out, divisor, self._threads)
 
     def report(self, signature: int) -> None:
-        """Publish how many stripes this rank has summed, and whether these are all."""
-        count = self.summed + (self.summed == self._count)
-        word = self._base + count << BITS | signature
-        self._words.store(self._size + self._rank, [word])
+        """Publish how many stripes this rank has summed.
 
-    def wait_until_summed(self, count: int) -> list[int]:
-        """Wait until all ranks have summed that many stripes; return their words."""
-        size, least = self._size, self._base + count << BITS
+        After the last one also the signature, before a count that is larger by one: see
+        `OneShot` for why ranks that see this count see the signature of this call.
+        """
+        complete = self.summed == self._count
+        if complete:
+            place = self._signatures() + self._rank
+            self._words.store_unordered(place, signature, 0)
+        count = self._base + self.summed + complete
+        self._words.store(self._size + self._rank, [count])
+
+    def _signatures(self) -> int:
+        """Return where those of this call are."""
+        return (2 + self._calls % 2) * self._size
+
+    def wait_until_summed(self, count: int) -> None:
+        """Wait until all ranks have summed that many stripes."""
+        size, least = self._size, self._base + count
         read = self._words.read_range
-        if min(words := read(size, size)) < least:
+        if min(read(size, size)) < least:
             self._wait(lambda: min(read(size, size)) >= least)
-            words = read(size, size)
-        return words
 
     def end(self, signature: int) -> bool:
         """Wait for all results; return whether all ranks have the same signature."""
-        words = self.wait_until_summed(self._count + 1)
+        self.wait_until_summed(self._count + 1)
+        found = self._words.read_range(self._signatures(), self._size)
         self._base += self._count + 1
         self._contributed = self.summed = 0
-        return agree(words, self._base << BITS | signature)
+        self._calls += 1
+        return found == [signature] * self._size
 
     def late(self) -> list[int]:
         """Return the ranks that this one waits for."""
@@ -258,7 +268,7 @@ class NodeSum:
         if (done := self._base + self.summed) < complete:
             # Ranks that wait themselves have not contributed all buckets, either.
             return [r for r in range(size) if words[r] >> 1 <= done]
-        return [r for r in range(size) if words[size + r] >> BITS <= complete]
+        return [r for r in range(size) if words[size + r] <= complete]
 
     def free(self) -> None:
         """Free the words, and release the memory. Collective."""

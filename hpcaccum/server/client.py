@@ -11,7 +11,7 @@ import numpy as np
 from hpcaccum.accumulator import Receipt
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Transfer, all_on_device
-from hpcaccum.errors import InvalidArgumentError, format_ranks
+from hpcaccum.errors import NO_MORE_DATA, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
 from hpcaccum.row_sums import Rows
 from hpcaccum.server.node_update import NodeUpdate
@@ -225,14 +225,16 @@ class Client(Freeable):
     def _missing(self, step: int) -> str:
         """Describe what the next update waits for, by the words on the root."""
         made = self.step
-        lacks = self._inbox.awaited(made)
-        if lacks is None:
+        lacks, advice = self._inbox.awaited(made), ""
+        if lacks is not None and self._inbox.adds:
+            advice = f"; {NO_MORE_DATA}"
+        elif lacks is None:
             lacks = f"rank {self._root}, which has all gradients that it needs"
         left = self._inbox.left()
         gone = f"{format_ranks(left)} {'has' if len(left) == 1 else 'have'} left"
         return (
             f"update {step} by rank {self._root}, which is at step {made}; the next "
-            f"one waits for {lacks}; {gone if left else 'no rank has left'}"
+            f"one waits for {lacks}; {gone if left else 'no rank has left'}{advice}"
         )
 
     def _check_not_paused(self, call: str) -> None:

@@ -250,6 +250,13 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         """Number of updates so far; after `free`, in total."""
         return self._exchange.global_step  # type: ignore[no-any-return]
 
+    def every(self, n: int) -> bool:
+        """Return whether training has reached a multiple of n. Not collective.
+
+        As `every` of the optimizer of the same strategy.
+        """
+        return self._exchange.every(n)  # type: ignore[no-any-return]
+
     def statistics(self) -> Tally:
         """Return how many gradients of each rank were accepted and dropped so far."""
         return self._exchange.statistics()  # type: ignore[no-any-return]

@@ -238,8 +238,9 @@ class TorchRule(Optimizer):
         state = self._original.optimizer.state
         for name, parameter in self.parameters.items():
             for part, value in sorted(state.get(parameter, {}).items()):
-                total.update(f"{name} {part} ".encode())
+                total.update(f"{name!r} {part!r} ".encode())
                 if isinstance(value, torch.Tensor):
+                    total.update(f"{value.dtype} {tuple(value.shape)} ".encode())
                     flat = value.detach().cpu().reshape(-1)
                     total.update(flat.view(torch.uint8).numpy().data)
                 else:

@@ -117,6 +117,7 @@ def test_drop_stale_applies_each_gradient(make, rank, size):
     opt.free()
 
     assert opt.global_step == 5 * size
+    assert [opt.every(n) for n in (3, 3, 40)] == [True, False, False]
     same_trees(opt.params, {"w": jnp.full(3, -5.0 * size)})
 
 

@@ -60,6 +60,7 @@ def test_synchronous_updates_use_the_mean(kind, name, comm, rank, size):
             plain.update([(each, step) for each in range(size)])
         plain.check(model.values())
         assert opt.global_step == 3
+        assert [opt.every(n) for n in (3, 3, 2, 4)] == [True, False, True, False]
         assert opt.statistics().accepted == (3,) * size
 
 

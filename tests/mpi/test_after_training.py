@@ -10,7 +10,8 @@ import pytest
 import hpcaccum as hpc
 
 from .acting import until
-from .training import ONE_SIDED, gives, meet, raised, variable
+from .reducing import made_up
+from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
 
 
 @pytest.fixture(params=ONE_SIDED)
@@ -43,6 +44,49 @@ def test_uneven_loops_end_with_the_same_variables(comm, kind, rank, size, dtype)
     assert same_everywhere(w.value, never.value)
     assert never.value == 0
     assert bits(opt.center(w), opt.center(never)) == bits(w.value, never.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"dedicated": True}, {"servers": [0, 1]}])
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_global_step_ends_with_one_value(comm, kind, options, rank, size):
+    if kind == "CrossShard" and options:
+        pytest.skip("it has no server")
+    if size == 1 and options:
+        pytest.skip("it needs 2 ranks")
+    if "servers" in options:
+        comm = made_up(comm, "apart")
+    w = variable(np.zeros(8))
+    # An update counts, whatever the variable has been before; some never pass theirs.
+    step = hpc.Variable(np.int64(5 * rank), "trained")
+    unlike = hpc.Variable(np.int64(7), "unlike")
+    with WRAPPERS[kind](hpc.SGD(0.1), [w], comm, **options) as opt:
+        opt.initialize([w])
+        serves = rank == 0 and "dedicated" in options
+        for _ in range(0 if serves else 4 + 2 * (rank == size - 1)):
+            opt.minimize(gives(np.ones(8)), step if rank == size - 1 else None)
+            if kind == "CrossShard" and opt.global_step == 4 and rank < size - 1:
+                opt.leave()
+
+    assert opt.global_step > 0
+    assert step.value == opt.global_step
+    assert len(set(meet(int(step.value)))) == 1
+    assert unlike.value == 7
+
+
+def test_each_optimizer_ends_its_own_global_step(comm, kind, rank, size):
+    steps = [hpc.Variable(np.int64(0), f"step {number}") for number in range(2)]
+    made = []
+    for number, step in enumerate(steps):
+        w = variable(np.zeros(8))
+        made.append(ONE_SIDED[kind](hpc.SGD(0.1), [w], comm))
+        made[-1].initialize([w])
+        for _ in range(2 + 2 * number):
+            made[-1].minimize(gives(np.ones(8)), step)
+    for opt in made:
+        opt.free()
+
+    assert [step.value for step in steps] == [opt.global_step for opt in made]
+    assert steps[0].value < steps[1].value
 
 
 @pytest.mark.ranks(min=2)

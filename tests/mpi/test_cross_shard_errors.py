@@ -100,6 +100,35 @@ def test_a_variable_that_is_not_known_is_an_error_on_all(make, rank, size, same_
     assert (w.value == 0).all()
 
 
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("whole", [True, False])
+def test_ranks_without_the_same_gradients_are_an_error_on_all(make, rank, size, whole):
+    every = {variable(np.zeros(2), name=f"{number}"): number for number in range(30)}
+    opt, all_of = make(), set(range(30))
+    opt.initialize(every)
+    for some, others in [
+        ({0, 1}, {24}),
+        ({5, 6}, {29}),
+        ({7}, {8}),
+        (all_of, all_of - {29}),
+        ({3}, all_of - {3}),
+    ]:
+        mine = others if rank == size - 1 else some
+        grads = [np.ones(2) if number in mine else None for number in every.values()]
+        if whole:
+            error = raised(opt.minimize, gives(*grads))
+        else:
+            pairs = [
+                pair for pair in zip(grads, every, strict=True) if pair[0] is not None
+            ]
+            error = raised(opt.apply_gradients, pairs)
+        assert type(error) is DisagreementError
+        assert f"gradient of {min(some ^ others)} must be the same" in str(error)
+    assert not any(var.value.any() for var in every)
+    opt.minimize(gives(*[np.ones(2)] * 30))
+    assert all((var.value == -1).all() for var in every)
+
+
 def test_a_second_initialize_names_no_other_variables(make, rank):
     w, opt = variable(np.zeros(3)), make()
     opt.initialize([w])

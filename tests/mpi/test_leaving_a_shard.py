@@ -13,6 +13,7 @@ from hpcaccum import Reduction
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 
 from .acting import meet
+from .expiring import times_out_without
 from .training import gives, raised, variable
 
 
@@ -233,3 +234,47 @@ def test_before_initialize_each_call_says_so(comm):
         for call in calls:
             with pytest.raises(hpc.InvalidArgumentError, match="no variables yet"):
                 call()
+
+
+# Ranks that forget to leave
+
+
+@pytest.mark.own_comm
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize("schedule", ["shared", "flat"])
+@pytest.mark.parametrize("call", ["free", "another"])
+def test_a_rank_that_ends_its_loop_early_is_told_to_leave(
+    comm, rank, size, which, schedule, call, monkeypatch
+):
+    monkeypatch.setattr("hpcaccum.mpi.control._PATIENCE", 0.03)
+    w, early = variable(np.zeros(3)), 0 if which == "first" else size - 1
+    opt = hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, schedule=schedule)
+    opt.initialize([w])
+    opt.minimize(gives(np.ones(3)))
+    act = opt.free if call == "free" else lambda: opt.restore(None)
+    error = raised(act) if rank == early else raised(opt.minimize, gives(np.ones(3)))
+
+    assert type(error) is hpc.DisagreementError
+    assert str(error).startswith("ranks make different calls: ")
+    assert str(error).endswith("; call leave() when a rank has no more data")
+
+
+@pytest.mark.own_comm
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("schedule", ["shared", "flat"])
+def test_a_wait_for_a_rank_that_did_not_leave_says_so(comm, rank, size, schedule):
+    w = variable(np.zeros(3))
+    opt = hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, schedule=schedule)
+    opt.initialize([w])
+    with times_out_without(comm, size - 1):
+        error = None
+        if rank != size - 1:
+            error = raised(opt.minimize, gives(np.ones(3)))
+
+    if rank != size - 1:
+        assert type(error) is hpc.WaitTimeoutError
+        text = (
+            f"for rank {size - 1} of {size} to make the same call; call leave() when "
+        )
+        assert str(error).endswith(text + "a rank has no more data")

@@ -223,6 +223,24 @@ def test_what_loss_returns_must_fit(make):
     assert type(gate) is InvalidArgumentError
 
 
+def test_a_mapping_of_gradients_names_each_variable(make, kind, rank, size):
+    w, v = variable(1.0, name="w"), variable(1.0, name="v")
+    opt = make([w, v])
+    for which in (range(size), [size - 1]):
+        grads = {"w": 1.0} if rank in which else {"w": 1.0, "v": 1.0}
+        # Alone, a rank disturbs others only if each update needs all of them.
+        if rank in which or kind == "CrossShard":
+            error = raised(opt.minimize, lambda grads=grads: (0.0, grads))
+            assert type(error) is InvalidArgumentError
+            assert "no gradients for ['v'], the variables are ['w', 'v']" in str(error)
+    meet()
+    assert w.value == v.value == 1
+    opt.minimize(lambda: (0.0, {"w": 1.0, "v": None}))
+
+    assert w.value < 1
+    assert v.value == 1
+
+
 # The interface
 
 

@@ -63,6 +63,69 @@ def test_with_frees_it_unless_something_went_wrong(comm, wrapper):
     assert type(raised(opt.minimize, gives(1.0))) is FreedError
 
 
+# What a loop does now and then
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_every_is_true_once_for_each_multiple_passed(comm, rank, size, wrapper):
+    w, last = variable(), dict.fromkeys((1, 2, 5, 7, 1000), 0)
+    opt = WRAPPERS[wrapper](hpc.SGD(0.1), [w], comm)
+    found = raised(opt.every, 5)
+    assert type(found) is InvalidArgumentError
+    assert "initialize" in str(found)
+    opt.initialize([w])
+    assert not opt.every(1)
+    meet()
+    for turn in range(8):
+        opt.minimize(gives(1.0))
+        meet()
+        # No rank makes an update; ranks may look at different times.
+        for n, before in last.items():
+            if turn % 3 != rank % 3 or wrapper == "CrossShard":
+                assert opt.every(n) is (opt.global_step // n > before)
+                assert not opt.every(n)
+                last[n] = opt.global_step // n
+        meet()
+    for n, kind in (
+        (0, InvalidArgumentError),
+        (None, InvalidArgumentError),
+        (2.5, TypeError),
+    ):
+        assert type(raised(opt.every, n)) is kind
+    meet()
+    opt.free()
+    assert opt.every(1000) is False
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_every_begins_with_the_step_that_is_restored(comm, rank, wrapper):
+    w = variable()
+    with WRAPPERS[wrapper](hpc.SGD(0.1), [w], comm) as opt:
+        opt.initialize([w])
+        for _ in range(4):
+            opt.minimize(gives(1.0))
+        meet()
+        reached = opt.global_step
+        saved = opt.snapshot() if rank == 0 else None
+        assert opt.every(reached)
+        meet()
+        for _ in range(2):
+            opt.minimize(gives(1.0))
+        opt.restore(saved)
+        assert not opt.every(reached)
+        assert not opt.every(1)
+        meet()
+        for _ in range(4):
+            opt.minimize(gives(1.0))
+        meet()
+        assert opt.global_step == 2 * reached
+        assert opt.every(reached)
+    w = variable()
+    with WRAPPERS[wrapper](hpc.SGD(0.1), [w], comm) as opt:
+        opt.restore(saved, [w])
+        assert not opt.every(reached)
+
+
 # Learning rates
 
 

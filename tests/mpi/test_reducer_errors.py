@@ -295,6 +295,58 @@ def test_an_array_that_only_some_contribute_is_an_error_on_all(
     works(reducer, size)
 
 
+def pairs_of_sets(number):
+    """Pairs of different sets of so many names, whose numbers have much in common."""
+    every = set(range(number))
+    found = [({k, k + 1}, {k + 24}) for k in range(0, number - 24, 7)]
+    for k in {0, number // 2, number - 1}:
+        found += [
+            ({k}, {(k + 1) % number}),
+            (every, every - {k}),
+            ({k}, every - {k}),
+            (set(range(k)), set(range(1, k + 1))),
+        ]
+    random = np.random.default_rng(number)
+    found += [
+        tuple(set(np.flatnonzero(random.random(number) < part)) for part in parts)
+        for parts in random.random((5, 2))
+    ]
+    found = [pair for pair in found if all(pair)]
+    return [(a, b) for a, b in found if a != b and a | b <= every]
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("number", [2, 30, 200])
+def test_no_two_sets_of_arrays_are_taken_for_the_same(maker, rank, size, number):
+    arrays = [(f"{each}", np.ones(4, np.float32)) for each in range(number)]
+    reducer = maker({name: array.shape for name, array in arrays})
+    for turn, (some, others) in enumerate(pairs_of_sets(number)):
+        given = others if rank == turn % size else some
+        error = raised(reducer.reduce, dict(arrays[each] for each in given))
+        assert type(error) is DisagreementError, (some, others)
+        first = min(some ^ others)
+        assert f"gradient of {first} must be the same" in str(error)
+        if turn % 4 == 0:
+            found = reducer.reduce(dict(arrays[each] for each in some))
+            assert {int(name) for name in found} == some
+            assert all((array == 1).all() for array in found.values())
+
+
+@ALL
+@pytest.mark.ranks(min=2)
+def test_disagreements_are_found_however_ranks_are_apart(maker, rank, size):
+    reducer, plan = maker(SHAPES), np.random.default_rng(5)
+    own = np.random.default_rng(rank)
+    for step in range(200):
+        odd = plan.integers(size) if plan.random() < 0.25 else None
+        if own.random() < 0.1:
+            time.sleep(own.random() / 2000)
+        given = {"x": ONES["x"]} if rank == odd else ONES
+        found = raised(reducer.reduce, given, step=step)
+        assert isinstance(found, DisagreementError) is (odd is not None), step
+
+
 @ALL
 @pytest.mark.ranks(min=2)
 def test_a_rank_at_another_step_is_found(maker, rank, size):
@@ -318,6 +370,13 @@ def test_a_rank_with_another_number_is_found(maker, rank, size):
         ({"rate": 0.1, "epoch": 7 + (rank == last)}, "epoch must be the same"),
         ({"rate": [0.1, 0.25][rank == last]}, f"rank 0 has 0.1, rank {last} has 0.25"),
         ({"rate": 0.1} if rank else {}, "rank 0 has nothing, rank 1 has 0.1"),
+        ({"rate": -1 - (rank == last)}, f"rank 0 has -1, rank {last} has -2"),
+        ({"rate": -1.0 - (rank == last)}, "rate must be the same"),
+        ({"rate": 2**61 - 1 if rank == last else 0}, "rate must be the same"),
+        ({"rate": 2**53 + (rank == last)}, "rate must be the same"),
+        ({"rate": [0.5, np.nan][rank == last]}, "rate must be the same"),
+        ({"rate": [0.5, np.nextafter(0.5, 1)][rank == last]}, "rate must be the same"),
+        ({["a", "b"][rank == last]: 1}, "a must be the same"),
     ):
         reducer.compare(numbers)
         error = raised(reducer.reduce, ONES)
@@ -325,6 +384,14 @@ def test_a_rank_with_another_number_is_found(maker, rank, size):
         assert text in str(error)
     reducer.compare({})
     works(reducer, size)
+
+
+@ALL
+def test_equal_numbers_of_other_types_are_the_same(maker, rank, size):
+    reducer = maker(SHAPES)
+    for numbers in ([1, 1.0], [float("nan"), np.float32("nan")], [0.0, -0.0]):
+        reducer.compare({"rate": numbers[rank % 2], "epoch": np.int64(rank - rank)})
+        works(reducer, size)
 
 
 class Interrupted(dict):

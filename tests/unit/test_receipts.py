@@ -1,0 +1,22 @@
+"""Receipts: what they print."""
+
+from __future__ import annotations
+
+from hpcaccum.accumulator import DeviceReceipt, Receipt
+
+
+def test_a_receipt_is_printed_in_a_line():
+    receipts = [
+        Receipt(True, 7, 7, loss=0.5),
+        Receipt(False, 4, 7),
+        Receipt(False, 7, 7, nonfinite=True),
+        Receipt(True, 3, 3, sent=False),
+        DeviceReceipt(True, 0, 2),
+    ]
+    assert list(map(str, receipts)) == [
+        "accepted, lag 0, step 7",
+        "not accepted: stale, lag 3, step 7",
+        "not accepted: nonfinite, lag 0, step 7",
+        "accepted, not sent, lag 0, step 3",
+        "accepted, lag 2, step 2",
+    ]
