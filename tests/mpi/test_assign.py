@@ -95,7 +95,10 @@ def test_the_values_of_the_host_are_assigned(kind, servers, variables, group, si
             check(own, 10.0 * turn, opt)
         opt.assign()  # of values that nobody has changed
         check(own, 20.0, opt)
-    check(own, 20.0, opt)
+        set_to(own, 30.0)
+        opt.assign()
+        # The nodes of other ranks still have the values before.
+    check(own, 30.0, opt)
 
 
 def test_state_stays(comm, rank, size):
