@@ -169,7 +169,9 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
 
         Raises:
             InvalidArgumentError: If there is no gradient, or one is sparse that should
-                not be, or the reverse; or parameters were added to the optimizer.
+                not be, or the reverse; or parameters were added to the optimizer. With
+                a server also, before anything is sent, if the program has changed the
+                values of a parameter: see `assign`.
         """
         loss = None
         if closure is not None:
