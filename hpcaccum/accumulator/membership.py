@@ -13,11 +13,16 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import AtomicWords
 
 
+# The word of a rank that has left.
+_LEFT, _COMES_BACK = 1, 2
+
+
 class Membership:
     """The ranks that contribute gradients, and those of them that have left.
 
     A rank that leaves sets a word of its own, which names it, and increments the number
-    of ranks that have left, which a waiting rank reads.
+    of ranks that have left, which a waiting rank reads. The word also says whether the
+    rank comes back.
 
     Args:
         words: The words of the object.
@@ -30,13 +35,14 @@ class Membership:
     Attributes:
         workers: As given.
         has_left: Whether this rank has left, or begun to.
+        comes_back: Whether it left to come back.
     """
 
     def __init__(
         self, words: AtomicWords, base: int, rank: int, size: int, workers: int
     ) -> None:
         self._words, self._base, self._rank, self._size = words, base, rank, size
-        self.workers, self.has_left = workers, False
+        self.workers, self.has_left, self.comes_back = workers, False, False
         # Those that never contribute.
         self._others = {words.root} if workers < size else set()
         # The increment that `leave` must not make twice.
@@ -100,7 +106,24 @@ class Membership:
 
     def _leave(self) -> None:
         self.has_left = True
-        self._words.write(self._base + 1 + self._rank, 1)
+        word = _COMES_BACK if self.comes_back else _LEFT
+        self._words.write(self._base + 1 + self._rank, word)
         self._words.settle()
         if not self._increment.added:
             self._words.fetch_add(self._base, 1, self._increment)
+
+    def some_come_back(self) -> bool:
+        """Whether a rank has left to come back."""
+        return _COMES_BACK in self._words.read_range(self._base + 1, self._size)
+
+    def come_back(self) -> None:
+        """End an absence, if this rank has left to come back.
+
+        All ranks that take gradients know that it has left.
+        """
+        if self.comes_back:
+            self._words.write(self._base + 1 + self._rank, 0)
+            self._words.settle()
+            self._words.fetch_add(self._base, -1, Attempt())
+            self._increment = Attempt()
+            self.has_left = self.comes_back = False

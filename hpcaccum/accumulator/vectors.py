@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from hpcaccum.accumulator.batch import Batch
+    from hpcaccum.accumulator.membership import Membership
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts
@@ -76,9 +77,14 @@ class VectorAccumulator(ConditionalAccumulator):
         """The memory of all slots."""
         return self._slots.parts
 
+    @property
+    def membership(self) -> Membership:
+        """Which ranks have left."""
+        return self._protocol.membership
+
     def check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left."""
-        self._protocol.membership.check_present("apply")
+        self.membership.check_present("apply")
 
     def pin_slots(self) -> None:
         """Pin this rank's slots, so that the CUDA device copies to them directly."""
@@ -124,4 +130,4 @@ class VectorAccumulator(ConditionalAccumulator):
 
     def exclude(self, ranks: Iterable[int]) -> None:
         """Name ranks in no message: they are not among the workers."""
-        self._protocol.membership.exclude(ranks)
+        self.membership.exclude(ranks)

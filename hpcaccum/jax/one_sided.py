@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import numpy as np
+
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.jax.rule import OptaxRule
 from hpcaccum.jax.structure import Structure
@@ -80,7 +82,7 @@ class OneSided(Freeable):
         self._structure, rule = group.agree(
             self._name, check, lambda checked: checked[0].facts()
         )
-        self._variables = self._structure.variables(params)
+        self._variables, self._rule = self._structure.variables(params), rule
         self._opt = self._make(
             rule,
             {
@@ -140,6 +142,42 @@ class OneSided(Freeable):
         receipt = self._opt.apply_gradients(pairs)
         self._params = self._copy()
         return self._params, receipt
+
+    def assign(self, params: Any) -> Any:
+        """Set the parameters of all ranks, and of the server, to those given.
+
+        Collective: all ranks call it, also those that have left, between two updates of
+        the server. The rule's state and the counts stay; see
+        `OneSidedOptimizer.assign`. A dedicated server takes part in `serve`.
+
+        Args:
+            params: A pytree with the structure of the parameters, on the host or, if
+                that only serves, on the first rank that trains; others may pass None.
+
+        Returns:
+            The parameters, on all ranks, in arrays that later calls do not change.
+
+        Raises:
+            InvalidArgumentError, TypeError: On every rank, if they do not fit; nothing
+                is changed.
+        """
+
+        def take() -> None:
+            arrays = self._structure.flatten("params", params)
+            pairs = list(zip(self._variables, arrays, strict=True))
+            for var, array in pairs:
+                if array.shape != var.shape:
+                    raise InvalidArgumentError(
+                        f"leaf {var.name} of params must have shape {var.shape}, got "
+                        f"{array.shape}"
+                    )
+            for var, array in pairs:
+                np.copyto(var.value, array)
+
+        self._rule.take = take
+        self._opt.assign()
+        self._params = self._copy()
+        return self._params
 
     def center(self) -> Any:
         """Return the newest parameters of the host rank, all of one step."""

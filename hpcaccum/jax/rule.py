@@ -15,7 +15,7 @@ from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.variable import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.snapshot import Key, Parts
@@ -68,12 +68,15 @@ class OptaxRule(Optimizer):
         structure: Of the parameters. It has the names of the variables.
         name: As in `Optimizer`.
 
+    Attributes:
+        take: Writes the values that are assigned to this rank's variables.
+
     Raises:
         TypeError: If ``rule`` is not a GradientTransformation.
         Exception: Any that the rule raises for such parameters.
     """
 
-    __slots__ = ("_init", "_kept", "_states", "_structure", "_update")
+    __slots__ = ("_init", "_kept", "_states", "_structure", "_update", "take")
 
     def __init__(self, rule: Any, structure: Structure, name: str = "optax") -> None:
         super().__init__(name)
@@ -96,6 +99,7 @@ class OptaxRule(Optimizer):
         self._structure = structure
         self._init, self._update = jax.jit(init), jax.jit(update)
         self._states: dict[tuple[Variable, ...], Any] = {}
+        self.take: Callable[[], None] | None = None
         # An unusable rule raises here, and not in the thread of the server.
         params = jax.tree_util.tree_unflatten(structure.nesting, structure.leaves)
         with no_average():
@@ -136,6 +140,10 @@ class OptaxRule(Optimizer):
         for var, value in zip(variables, values, strict=True):
             np.copyto(var.value, value)
         self._states[variables] = state
+
+    def _take_values(self, is_source: bool) -> None:
+        if is_source and self.take is not None:
+            self.take()
 
     # Snapshots
 

@@ -200,6 +200,13 @@ class Optimizer(abc.ABC):
         """Initialize with the variables of the first `compute_gradients`."""
         self.initialize(variables)
 
+    def _take_values(self, is_source: bool) -> None:  # noqa: B027
+        """Bring values that the program has set to the variables; may raise.
+
+        Args:
+            is_source: Whether those of this rank are assigned to all.
+        """
+
     def _release(self) -> None:  # noqa: B027
         """Free memory that the next update would allocate again."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.row_buffers import RowPlace
-    from hpcaccum.server import Inbox
+    from hpcaccum.server import Inbox, ParameterServer
 
 
 class DropStaleGradientOptimizer(OneSidedOptimizer):
@@ -94,6 +94,10 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         pairs = super().compute_gradients(loss, var_list, *args, **kwargs)
         self._computed_at = self._step
         return pairs
+
+    def _assign(self, server: ParameterServer) -> None:
+        super()._assign(server)
+        self._computed_at = None
 
     @property
     def _local_step(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.device import all_on_device
+import numpy as np
+
+from hpcaccum.device import all_on_device, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
@@ -18,7 +20,7 @@ from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spre
 from hpcaccum.optimizers.slices import pushed
 from hpcaccum.optimizers.snapshot import counts_of, set_values
 from hpcaccum.optimizers.sparse_check import capacities, check_sparse, declared
-from hpcaccum.optimizers.start import warn_of_wider
+from hpcaccum.optimizers.start import broadcast, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import one_thread
 from hpcaccum.server import ParameterServer
@@ -26,7 +28,6 @@ from hpcaccum.server import ParameterServer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy as np
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.accumulator import Receipt
@@ -56,7 +57,10 @@ class OneSidedOptimizer(ServedOptimizer):
     rows are updated and pulled: time grows with the rows, not with the variable. It
     needs one server, and an inner optimizer that surely changes no other rows: a rule
     of this package, or a torch optimizer that `hpcaccum.torch` accepts. Do not write to
-    its array: a pull does not restore other rows.
+    its array, unless you call `assign` then: a pull does not restore other rows.
+
+    A value that the program gives a variable is lost at the next pull, without an
+    error, unless all ranks call `assign`.
 
     Args:
         opt: Makes the updates; a local optimizer.
@@ -222,7 +226,11 @@ class OneSidedOptimizer(ServedOptimizer):
             RuntimeError: If an exception has ended an earlier call while it changed the
                 center. After one at any other point, the next call goes on.
         """
-        self._open_server().serve(after_update)
+        server = self._open_server()
+        server.serve(after_update)
+        while server.is_suspended:
+            self._assign(server)
+            server.serve(after_update)
         self._pull_all()
 
     @property
@@ -383,6 +391,56 @@ class OneSidedOptimizer(ServedOptimizer):
             self.initialize(variables)
         finally:
             self._earlier, self._restored = {}, None
+
+    @one_thread
+    def assign(self) -> None:
+        """Set the center to the host's variables, between two updates. Collective.
+
+        All ranks call it, also those that have left, after the host has changed the
+        values of its variables. Then all ranks' variables have them. If the host only
+        serves, the values are those of the first rank that trains; in `serve`, a
+        dedicated server takes part without a call, after the updates of all gradients
+        that were accepted, even if they are fewer than a quorum.
+
+        Slots, the step and the counts stay. No gradient is lost: one that was accepted
+        before, and is not applied yet, changes the new values. One that a rank has
+        computed before, and sends later, counts as computed with them; so do the
+        gradients that AGN has added up since its last push.
+
+        Raises:
+            InvalidArgumentError: Before `initialize`; on every rank, in a block of
+                `paused`.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if an update does not end,
+                or a rank does not call it.
+        """
+        server = self._open_server()
+        server.suspend()
+        self._assign(server)
+
+    def _assign(self, server: ParameterServer) -> None:
+        what, variables = self._call("assign"), check_variables(self._variables)
+
+        def check() -> None:
+            server.check_not_paused("assign()")
+            self.inner._take_values(self._group.rank == server.source)
+
+        try:
+            self._group.agree(what, check, lambda _: {})
+        except Exception:
+            server.come_back()
+            self._group.allgather(None, what)
+            raise
+        broadcast(self._group, variables, what, server.source)
+        values: dict[str, Array] = {}
+        if server.is_server:
+            values = {var.name: np.array(to_host(var.value)) for var in variables}
+        # This node may have older ones.
+        self._useful = self._step = server.assign(values)
+
+    def _free(self) -> None:
+        if self._server is not None and self._server.has_to_serve:
+            self.serve()
+        super()._free()
 
     def _end_server(self) -> None:
         """Free the server and what belongs to it. Collective."""

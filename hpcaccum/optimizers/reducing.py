@@ -10,7 +10,7 @@ from hpcaccum.device import release, to_host
 from hpcaccum.optimizers.checks import check_variables, listed
 from hpcaccum.optimizers.snapshot import counts_of, set_state, set_values
 from hpcaccum.optimizers.start import broadcast, signature
-from hpcaccum.optimizers.wrapper import Wrapper
+from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -124,6 +124,23 @@ class ReducingOptimizer(Wrapper):
         self._group.agree(what, fill)
         broadcast(self._group, kept.values(), what)
         self._state_changed(variables)
+
+    @one_thread
+    def assign(self) -> None:
+        """Set a group's variables to those of its first rank. Collective.
+
+        All ranks of the group call it, also those that have left, after the first rank
+        has changed the values of its variables. The state and the counts stay. Values
+        that all ranks change alike need no call.
+
+        Raises:
+            InvalidArgumentError: Before `initialize`.
+        """
+        self._check_open()
+        self._any_shard()
+        what, first = self._call("assign"), self._group.rank == 0
+        self._group.agree(what, lambda: self.inner._take_values(first), lambda _: {})
+        broadcast(self._group, check_variables(self._variables), what)
 
     @property
     def waited(self) -> float:

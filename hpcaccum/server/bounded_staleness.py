@@ -23,7 +23,7 @@ from hpcaccum.server.update_queue import COPIED, NOBODY, UpdateQueue
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from hpcaccum.accumulator import Count, Tally
+    from hpcaccum.accumulator import Count, Membership, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
 
@@ -78,7 +78,6 @@ class BoundedStalenessInbox:
             self.parts = NodeParts(group, nbytes, what, takers=[root])
             undo.pop_all()
         self.words, self.counters = self._queue.words, self._queue.counters
-        self.membership = self._queue.membership
         # A view of mapped memory: a rank may use its slot after `free`.
         self._slot = self._view(group.rank)
         self._pinned: Pinned | None = None
@@ -110,6 +109,11 @@ class BoundedStalenessInbox:
     def step(self) -> int:
         """The number of gradients admitted so far, plus the first step."""
         return self._queue.step
+
+    @property
+    def membership(self) -> Membership:
+        """Which ranks have left."""
+        return self._queue.membership
 
     @property
     def window_bytes(self) -> int:

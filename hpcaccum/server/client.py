@@ -14,6 +14,7 @@ from hpcaccum.device import Transfer, all_on_device
 from hpcaccum.errors import NO_MORE_DATA, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
 from hpcaccum.row_sums import Rows
+from hpcaccum.server.node_copy import step_of, version_of
 from hpcaccum.server.node_update import NodeUpdate
 from hpcaccum.server.parameter_copies import Copier, SparseCopier
 from hpcaccum.server.parameters import Parameters
@@ -88,6 +89,8 @@ class Client(Freeable):
         # Of each sparse variable: which changes its array has from its last pull. The
         # entry is missing during a pull, when the array may have some of the next ones.
         self._has: dict[str, int] = {}
+        # What was assigned last is in this version, and in newer ones.
+        self._assigned = 0
         # A step that comes to this node unasked: that of the last push.
         self._coming = -1
         self.waited = 0.0
@@ -180,7 +183,8 @@ class Client(Freeable):
         self.forget(since)
         if known != self._pulled:
             since = {}
-        self._pulled, has = self._copy(into, at_least, since)
+        least = max(version_of(at_least), self._assigned)
+        self._pulled, has = self._copy(into, least, since)
         self._has.update(has)
         return self._pulled
 
@@ -192,9 +196,15 @@ class Client(Freeable):
     def _copy(
         self, into: Mapping[str, Array], at_least: int, since: Mapping[str, int]
     ) -> tuple[int, dict[str, int]]:
-        """Copy the newest parameters; return their step and what `Copier.read` does."""
+        """Copy the newest parameters; return their step and what `Copier.read` does.
+
+        Args:
+            into: Name to array.
+            at_least: Wait for this version.
+            since: As for `Copier.read`.
+        """
         deadline = Deadline(None, f"{self._what}: pull")
-        if self._parameters.version() < at_least:
+        if self._parameters.copies.version() < at_least:
             self._wait_for(at_least, deadline)
         if all_on_device(self._what, into.values()):
             return self._parameters.read(self._fetch_to(into), deadline), {}
@@ -206,18 +216,18 @@ class Client(Freeable):
 
         return self._parameters.read(copy, deadline), has
 
-    def _wait_for(self, step: int, deadline: Deadline) -> None:
+    def _wait_for(self, version: int, deadline: Deadline) -> None:
         # What is made already comes to this node also during a pause.
-        paused = self._update_lock.is_read_by_this_thread()
+        paused, step = self._update_lock.is_read_by_this_thread(), step_of(version)
         if paused and step > self._parameters.newest():
-            self._check_not_paused("a pull")
+            self.check_not_paused("a pull")
         try:
-            self._parameters.wait(
-                step,
+            self._parameters.wait_for(
+                version,
                 deadline,
                 lambda: self._missing(step),
                 None if self._node_update is None else self._node_update.help,
-                comes=step <= self._coming,
+                comes=version == version_of(self._coming),
             )
         finally:
             self.waited += deadline.waited
@@ -237,7 +247,7 @@ class Client(Freeable):
             f"one waits for {lacks}; {gone if left else 'no rank has left'}{advice}"
         )
 
-    def _check_not_paused(self, call: str) -> None:
+    def check_not_paused(self, call: str) -> None:
         """Refuse a call that would wait for updates that this thread has paused."""
         if self._update_lock.is_read_by_this_thread():
             raise InvalidArgumentError(
@@ -249,7 +259,7 @@ class Client(Freeable):
         """Return copies of the newest parameters of these names, all of one step."""
         shapes, dtypes = self._wire.parameters.shapes, self._wire.dtypes
         copies = {name: np.empty(shapes[name], dtypes[name]) for name in names}
-        self._copy(copies, self.step, {})
+        self._copy(copies, self._parameters.newest_version(), {})
         return [copies[name] for name in names]
 
     def gradient_arrays(self) -> dict[str, Array]:
@@ -264,7 +274,7 @@ class Client(Freeable):
 
     def _slot(self) -> Array:
         if self._lent is None:
-            self._check_not_paused("a push")
+            self.check_not_paused("a push")
             begun = time.monotonic()
             self._lent = self._inbox.slot(self._pulled)
             self.waited += time.monotonic() - begun

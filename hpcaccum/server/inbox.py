@@ -14,7 +14,7 @@ import numpy as np
 from hpcaccum.row_buffers import RowPlace
 
 if TYPE_CHECKING:
-    from hpcaccum.accumulator import Batch, Receipt, Tally
+    from hpcaccum.accumulator import Batch, Membership, Receipt, Tally
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.nodes import NodeParts
@@ -36,6 +36,10 @@ class Inbox(Protocol):
     @property
     def parts(self) -> NodeParts:
         """The memory in which gradients lie until they are applied."""
+
+    @property
+    def membership(self) -> Membership:
+        """Which ranks have left."""
 
     @property
     def window_bytes(self) -> int:

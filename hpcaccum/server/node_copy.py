@@ -19,12 +19,26 @@ if TYPE_CHECKING:
 # For so many seconds after a step has come, a rank does not ask for a newer one: the
 # answer may be as old.
 _RECENT = 1e-3
+# A version is a step, and in these bits how often values have been assigned to it.
+_ASSIGNED_BITS = 20
+
+
+def version_of(step: int) -> int:
+    """Return the first version of a step."""
+    return step << _ASSIGNED_BITS
+
+
+def step_of(version: int) -> int:
+    """Return the step of a version."""
+    return version >> _ASSIGNED_BITS
 
 
 class NodeCopy:
     """Parameters as the ranks of a node read them.
 
-    The base of `Parameters` and `ShardedParameters`, which send them to the node.
+    The base of `Parameters` and `ShardedParameters`, which send them to the node. What
+    is published, sent and asked for are versions: a step has another one for each time
+    that values are assigned between two updates.
 
     Args:
         copies: Those of this node.
@@ -52,11 +66,15 @@ class NodeCopy:
 
     def version(self) -> int:
         """Return the step that this node has; a load. -1 before the first one."""
-        return self.copies.version()
+        return step_of(self.copies.version())
+
+    def newest_version(self) -> int:
+        """Return the newest version that a rank may have; across nodes a round trip."""
+        raise NotImplementedError
 
     def newest(self) -> int:
-        """Return the newest step that a rank may have; across nodes a round trip."""
-        raise NotImplementedError
+        """Return the step of `newest_version`."""
+        return step_of(self.newest_version())
 
     def recent(self) -> int:
         """Return the newest step, as of a moment ago: soon after a wait, a load."""
@@ -73,46 +91,58 @@ class NodeCopy:
         *,
         comes: bool = False,
     ) -> None:
-        """Wait until this node has a step, or a newer one.
+        """Do as `wait_for` with any version of a step."""
+        self.wait_for(version_of(step), deadline, missing, meanwhile, comes=comes)
+
+    def wait_for(
+        self,
+        version: int,
+        deadline: Deadline,
+        missing: Callable[[], str],
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        comes: bool = False,
+    ) -> None:
+        """Wait until this node has a version, or a newer one.
 
         Args:
-            step: The step.
+            version: The version.
             deadline: Of the call.
-            missing: Returns what the step waits for, while it is not published; called
-                for messages only.
+            missing: Returns what it waits for, while it is not published; called for
+                messages only.
             meanwhile: Called again and again during the wait, except on the rank that
                 writes the copies.
-            comes: Whether the step is sent to this node unasked.
+            comes: Whether it is sent to this node unasked.
 
         Raises:
             WaitTimeoutError: If it does not come in time.
         """
         if not comes:
-            self._ask_for(step)
+            self._ask_for(version)
         self.changed.wait(
-            self.copies.has(step),
+            self.copies.has(version),
             deadline,
-            lambda: self._under_way(step) or missing(),
+            lambda: self._under_way(version) or missing(),
             meanwhile,
         )
         self._came = time.monotonic()
 
-    def complete(self, step: int) -> None:
+    def complete(self, version: int) -> None:
         """Publish to this node what `copies.begin` returned the memory for."""
-        self.copies.complete(step)
+        self.copies.complete(version)
         self.changed.announce()
 
-    def _ask_for(self, step: int) -> None:
-        """Have a step sent to this node, unless it comes anyway."""
+    def _ask_for(self, version: int) -> None:
+        """Have a version sent to this node, unless it comes anyway."""
         raise NotImplementedError
 
-    def _under_way(self, step: int) -> str | None:
-        """Return which agents move a step; None if it is not published."""
+    def _under_way(self, version: int) -> str | None:
+        """Return which agents move a version; None if it is not published."""
         raise NotImplementedError
 
     def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
-        """Let ``use`` copy the newest step of this node; see `DoubleBuffer.read`."""
-        return self.copies.read(use, deadline)
+        """Let ``use`` copy what this node has; see `DoubleBuffer.read`."""
+        return step_of(self.copies.read(use, deadline))
 
 
 def writer_inside(group: Group, root: int) -> tuple[Group, int]:

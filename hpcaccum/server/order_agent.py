@@ -8,6 +8,9 @@ that wait for the new parameters, and every server sends them its part
 (`part_arrivals`). Servers carry out orders one after the other, so all parts that a
 node gets are of one step.
 
+A step is a version here (`NodeCopy`): a server makes another one of the same step when
+values are assigned.
+
 The root may order a few steps before the first of them is made. Their gradients then
 travel at the same time.
 """

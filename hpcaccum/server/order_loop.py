@@ -6,10 +6,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.server.node_copy import version_of
 from hpcaccum.server.update_loop import Loop
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hpcaccum.accumulator import Batch
+    from hpcaccum.dtypes import Array
     from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.role import Answer, Rate, Update
     from hpcaccum.server.shard_loop import ShardLoop
@@ -62,7 +66,8 @@ class OrderLoop(Loop):
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
         self._order(step, batch)
-        self._parameters.wait_for_servers(step, deadline, self._order_ahead)
+        version = version_of(step)
+        self._parameters.wait_for_servers(version, deadline, self._order_ahead)
         self._step = step
 
     def _order(self, step: int, batch: Batch) -> None:
@@ -86,7 +91,8 @@ class OrderLoop(Loop):
 
     def wait_for_ordered(self, deadline: Deadline) -> None:
         """Wait until servers have made the updates that were ordered ahead."""
-        self._parameters.wait_for_servers(self._parameters.ordered, deadline)
+        ordered = version_of(self._parameters.ordered)
+        self._parameters.wait_for_servers(ordered, deadline)
 
     def ask(self, question: Any) -> list[Any]:
         """Return the answers of all servers; after the last update, those to None."""
@@ -94,6 +100,24 @@ class OrderLoop(Loop):
             return self.last_answers
         deadline = Deadline(None, f"{self._what}: servers")
         return self._parameters.questions.ask(question, deadline)
+
+    def keep(self, values: Mapping[str, Array]) -> None:
+        """Keep what will be assigned."""
+        self.shard.keep(values)
+
+    def assign(self, deadline: Deadline) -> int:
+        """Order all servers to assign what they kept; return its version."""
+        version = self._parameters.order_again()
+        if self._thread is not None:
+            self._parameters.wait_for_servers(version, deadline)
+        # Dedicated servers do it when they serve again.
+        return version
+
+    def come_back(self) -> None:
+        """Let `run` and the loop of this rank's own part serve again."""
+        self.last_answers = None
+        self.shard.end(Deadline(None, f"{self._what}: own part"))
+        self.shard.come_back()
 
     def run(self) -> None:
         """Order updates until all ranks have left; then end the loops of servers."""

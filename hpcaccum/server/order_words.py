@@ -14,8 +14,8 @@ ORDER, DONE, KIND, DETAIL, BUFFER, MADE = range(6)
 # for messages of all ranks.
 NEWEST = 0
 # What an order asks a server for: an update, with a learning rate as bits; an answer,
-# with the number of the question.
-UPDATE, NO_UPDATE, ANSWER, END = range(4)
+# with the number of the question; to take the values that were assigned.
+UPDATE, NO_UPDATE, ANSWER, END, ASSIGN = range(5)
 # Channels of messages: gradients, parameters, questions to servers, answers.
 GRADIENTS, PARAMETERS, QUESTIONS, ANSWERS = range(4)
 

@@ -25,7 +25,7 @@ from hpcaccum.nodes import (
 )
 from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.messages import NOTHING, Draft, Messages
-from hpcaccum.server.node_copy import NodeCopy, writer_inside
+from hpcaccum.server.node_copy import NodeCopy, step_of, version_of, writer_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Steps
 
-# No step: where there are no parameters.
+# No version: where there are no parameters.
 _NONE = -1
 
 
@@ -44,14 +44,14 @@ class _Snapshot:
 
     Attributes:
         message: Bytes.
-        step: Of the parameters.
+        version: Of the parameters.
         since: See `Messages.draft`.
         place: See `Draft`.
         users: How many agents it is being sent to.
     """
 
     message: Array
-    step: int
+    version: int
     since: int = NOTHING
     place: int = NOTHING
     users: int = 0
@@ -107,8 +107,8 @@ class Parameters(NodeCopy):
         self._number = agent.add(self)
         return agent
 
-    def newest(self) -> int:
-        """Return the step that the root has published; across nodes a round trip."""
+    def newest_version(self) -> int:
+        """Return what the root has published; across nodes a round trip."""
         return self.copies.version() if self._is_here else self._words.read(0)
 
     def publish(
@@ -121,49 +121,60 @@ class Parameters(NodeCopy):
             step: Of the vector.
             awaited_by: Ranks that wait for this step; their nodes get it unasked.
         """
-        flat = self.copies.begin(step)
+        self._publish(fill, version_of(step), awaited_by)
+
+    def publish_again(self, fill: Callable[[Array], None]) -> int:
+        """Write another version of the newest step, and return it; the root only."""
+        version = self.copies.version() + 1
+        self._publish(fill, version, ())
+        return version
+
+    def _publish(
+        self, fill: Callable[[Array], None], version: int, awaited_by: Iterable[int]
+    ) -> None:
+        flat = self.copies.begin(version)
         fill(flat)
         if self._agent is not None:
-            # First: no rank may have a step before `newest` returns it.
-            self._words.write(0, step)
+            # First: no rank may have a version before `newest_version` returns it.
+            self._words.write(0, version)
             nodes = {self._node_of[rank] for rank in awaited_by} - {self._source}
             # Before `complete`: an interruption after that must not prevent it.
-            self._push(flat, step, nodes)
-        self.complete(step)
+            self._push(flat, version, nodes)
+        self.complete(version)
         if self._agent is not None:
             # Nodes wait for it.
             self._agent.wake()
 
-    def _push(self, flat: Array, step: int, nodes: set[int]) -> None:
-        """Send a step to nodes, or have the agent of the root's node send it.
+    def _push(self, flat: Array, version: int, nodes: set[int]) -> None:
+        """Send a version to nodes, or have the agent of the root's node send it.
 
         The agent would have to be woken, and to wait for the interpreter.
         """
         if not (self._messages.whole and is_short(flat.nbytes)):
             if nodes:
-                self._request(self._source, "push", step, nodes)
+                self._request(self._source, "push", version, nodes)
             return
         for node in nodes:
-            self._request(node, "take", step, flat.nbytes, flat.tobytes())
+            self._request(node, "take", version, flat.nbytes, flat.tobytes())
             # So the agent does not send it, too, if the node has asked for it.
-            self._sent[node] = step
+            self._sent[node] = version
 
     def _request(self, node: int, *request: Any) -> None:
         assert self._agent is not None
         self._agent.request(node, self._number, *request)
 
-    def _ask_for(self, step: int) -> None:
+    def _ask_for(self, version: int) -> None:
         if self._agent is not None and not self._is_here:
-            # The agent asks the root's, which answers when the step is published.
-            self._request(self._agent.node, "fetch", step)
+            # The agent asks the root's, which answers when it is published.
+            self._request(self._agent.node, "fetch", version)
 
-    def _under_way(self, step: int) -> str | None:
-        """Return which agents move a step; None if it is not published."""
+    def _under_way(self, version: int) -> str | None:
+        """Return which agents move a version; None if it is not published."""
         agent = self._agent
-        if agent is None or self._is_here or self.newest() < step:
+        if agent is None or self._is_here or self.newest_version() < version:
             return None
         source, here = agent.describe([self._source]), agent.describe([agent.node])
-        return f"step {step}, on its way from {source} to {here}"
+        return f"step {step_of(version)}, on its way from {source} to {here}"
 
     # The agents
 
@@ -172,34 +183,34 @@ class Parameters(NodeCopy):
         steps: Steps = getattr(self, f"_do_{kind}")(*request)
         return steps
 
-    def _do_fetch(self, step: int) -> Steps:
-        """Ask for a step for this node, or a newer one.
+    def _do_fetch(self, version: int) -> Steps:
+        """Ask for a version for this node, or a newer one.
 
         Ranks may wait for different steps. Each is asked for once, however many ranks
         wait for it.
         """
         assert self._agent is not None
-        if self.version() < step and step not in self._asked:
-            self._asked.add(step)
-            self._request(self._source, "send", self._agent.node, step)
+        if self.copies.version() < version and version not in self._asked:
+            self._asked.add(version)
+            self._request(self._source, "send", self._agent.node, version)
         return iter(())
 
-    def _do_take(self, step: int, nbytes: int, contents: bytes | None) -> Steps:
+    def _do_take(self, version: int, nbytes: int, contents: bytes | None) -> Steps:
         """Receive parameters, which a short message contains."""
         while self._receiving:
             yield False
-        if contents is not None and step <= self.version():
+        if contents is not None and version <= self.copies.version():
             # The root and its agent have sent it, or the root twice.
             return
         self._receiving = True
-        message = self._messages.room(nbytes, self.copies.begin(step))
+        message = self._messages.room(nbytes, self.copies.begin(version))
         if contents is None:
             yield from self._receive(message)
         else:
             message[:] = np.frombuffer(contents, np.uint8)
         self._messages.unpack(message, self.copies)
-        self.complete(step)
-        self._asked = {each for each in self._asked if each > step}
+        self.complete(version)
+        self._asked = {each for each in self._asked if each > version}
         self._receiving = False
 
     def _receive(self, message: Array) -> Steps:
@@ -214,15 +225,15 @@ class Parameters(NodeCopy):
             else:
                 incoming.take()
 
-    def _do_push(self, step: int, nodes: set[int]) -> Steps:
-        """Send a step to nodes."""
+    def _do_push(self, version: int, nodes: set[int]) -> Steps:
+        """Send a version to nodes."""
         assert self._agent is not None
         for node in nodes:
-            self._agent.run(self._number, self._do_send(node, step))
+            self._agent.run(self._number, self._do_send(node, version))
         return iter(())
 
     def _do_send(self, node: int, wanted: int) -> Steps:
-        """Send the newest parameters to a node, once they are of a step or newer."""
+        """Send the newest parameters to a node, once they are of a version or newer."""
         published = self.copies.has(wanted)
         while not published():
             if self._closing:
@@ -234,7 +245,7 @@ class Parameters(NodeCopy):
             return
         self._sending.add(node)
         snapshot = yield from self._snapshot(self._places.get(node, NOTHING))
-        self._sent[node], self._places[node] = snapshot.step, snapshot.place
+        self._sent[node], self._places[node] = snapshot.version, snapshot.place
         yield from self._send_snapshot(node, snapshot)
         snapshot.users -= 1
         self._sending.discard(node)
@@ -243,7 +254,7 @@ class Parameters(NodeCopy):
         assert self._agent is not None
         message, nbytes = snapshot.message, snapshot.message.size
         contents = message.tobytes() if is_short(nbytes) else None
-        self._request(node, "take", snapshot.step, nbytes, contents)
+        self._request(node, "take", snapshot.version, nbytes, contents)
         if contents is None:
             comm, rank = self._agent.comm, self._agent.leaders[node]
             tag = self._agent.tag(self._number)
@@ -260,14 +271,14 @@ class Parameters(NodeCopy):
         """
         draft: Draft | None = None
         while True:
-            newest = self.version()
+            newest = self.copies.version()
             for found in self._snapshots:
-                if (found.step, found.since) == (newest, since):
+                if (found.version, found.since) == (newest, since):
                     found.users += 1
                     return found
             draft = draft or self._messages.draft(since, self._spare())
-            if (step := self.copies.try_read(draft.read)) is not None:
-                made = _Snapshot(draft.message(), step, since, draft.place, users=1)
+            if (version := self.copies.try_read(draft.read)) is not None:
+                made = _Snapshot(draft.message(), version, since, draft.place, users=1)
                 self._snapshots.append(made)
                 return made
             yield False
@@ -281,7 +292,7 @@ class Parameters(NodeCopy):
         return None
 
     def free(self) -> None:
-        """Free the memory, after the last step is published. Collective."""
+        """Free the memory, after the last version is published. Collective."""
         self._closing = True
         if self._agent is not None:
             self._agent.remove(self._number, f"{self._what}: free")

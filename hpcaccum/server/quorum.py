@@ -9,7 +9,7 @@ from hpcaccum.accumulator import VectorAccumulator
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from hpcaccum.accumulator import Batch, Receipt, Tally
+    from hpcaccum.accumulator import Batch, Membership, Receipt, Tally
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
@@ -52,6 +52,11 @@ class QuorumInbox:
     def parts(self) -> NodeParts:
         """The memory in which gradients lie until they are applied."""
         return self._accumulator.parts
+
+    @property
+    def membership(self) -> Membership:
+        """Which ranks have left."""
+        return self._accumulator.membership
 
     @property
     def window_bytes(self) -> int:

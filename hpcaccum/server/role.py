@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
@@ -47,6 +47,20 @@ class Role:
 
     def run(self) -> None:
         """Serve until all ranks have left. Goes on if an exception has ended it."""
+
+    def come_back(self) -> None:
+        """Let `run`, which has ended, serve again."""
+
+    def keep(self, values: Mapping[str, Array]) -> None:
+        """Keep what will be assigned; on each server."""
+
+    def assign(self, deadline: Deadline) -> int:
+        """Set the center to what was kept, between two updates; the root only.
+
+        Returns:
+            The version that has the values.
+        """
+        raise NotImplementedError
 
     def wait_for_ordered(self, deadline: Deadline) -> None:
         """Wait until the updates are made that were ordered ahead; the root only."""

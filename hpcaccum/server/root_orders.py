@@ -69,7 +69,7 @@ class RootOrders:
         """
         if step <= self._ordered:
             return
-        self._ordered = step
+        self._ordered, self._ended = step, False
         givers = set(self._parts.by_node(places))
         ready = {node for node, wanted in self._wants.items() if wanted <= step}
         if awaited:

@@ -11,6 +11,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, format_ranks
 from hpcaccum.mpi import MPI, lack_of_threads
 from hpcaccum.server.client import Client
+from hpcaccum.server.node_copy import step_of, version_of
 from hpcaccum.server.order_loop import OrderLoop
 from hpcaccum.server.role import Role
 from hpcaccum.server.shard_loop import ShardLoop
@@ -124,7 +125,8 @@ class ParameterServer(Client):
         self._role.set_step(step)
         self._register(group, group.label(what))
         # No rank pulls before the center is published, and has come to its node.
-        self._wait_for(step, Deadline(None, f"{what}: first parameters"))
+        first = Deadline(None, f"{what}: first parameters")
+        self._wait_for(version_of(step), first)
 
     def _make_role(self, initial: Mapping[str, Array]) -> Role:
         """Return what this rank does for the center."""
@@ -181,6 +183,11 @@ class ParameterServer(Client):
     def only_serves(self) -> bool:
         """Whether this rank serves and does not train."""
         return self._dedicated and self.is_server
+
+    @property
+    def has_to_serve(self) -> bool:
+        """Whether the others wait for `serve` of this rank."""
+        return self.only_serves and not self._served
 
     def start(
         self, update: Update, rate: Rate = lambda: None, answer: Answer = lambda _: None
@@ -258,6 +265,69 @@ class ParameterServer(Client):
             return self._parameters.divide(arrays)
         return arrays if self.is_root else None
 
+    @property
+    def source(self) -> int:
+        """The rank whose values are assigned: the root, or the first that trains."""
+        if not self._dedicated:
+            return self._root
+        ranks = range(self._group.size)
+        return next(rank for rank in ranks if rank not in self._servers)
+
+    def suspend(self) -> None:
+        """End the loops of servers that only serve, until `assign`.
+
+        Each rank that trains calls it. Gradients that were accepted are applied first.
+        """
+        members = self._inbox.membership
+        if self._dedicated and not self.only_serves and not members.has_left:
+            members.comes_back = True
+            self._inbox.leave()
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether ranks have suspended this server, which has ended its loop."""
+        return self._inbox.membership.some_come_back()
+
+    def assign(self, values: Mapping[str, Array]) -> int:
+        """Set the center to values between two updates. Collective.
+
+        The step, the slots, the tally and all gradients stay.
+
+        Args:
+            values: On servers, name to array in CPU memory, equal on all of them; kept
+                until it is done.
+
+        Returns:
+            The step.
+
+        Raises:
+            WaitTimeoutError: On all ranks, if an update does not end in time.
+        """
+        call, failure, version = f"{self._what}: assign", None, -1
+        self._role.keep(values)
+        # No server may get the order before it has the values.
+        self._group.allgather(None, call)
+        try:
+            if self.is_root:
+                with self.paused():
+                    version = self._role.assign(Deadline(None, call))
+        except Exception as error:
+            failure = error
+        self.come_back()
+        versions = self._group.raise_together(call, failure, version)
+        self._assigned = versions[self._root]
+        # The values of this rank are newer than any that it has pulled.
+        self._has.clear()
+        self._pulled = step_of(self._assigned)
+        return self._pulled
+
+    def come_back(self) -> None:
+        """End what `suspend` has begun, before all ranks meet."""
+        self._inbox.membership.come_back()
+        if self.only_serves and self._served:
+            self._role.come_back()
+            self._served = False
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[int]:
         """Make no update while the body runs; give it the step. The root only.
@@ -326,7 +396,7 @@ class ParameterServer(Client):
 
     def _free(self) -> None:
         """End the updates, free the memory."""
-        self._check_not_paused("free()")
+        self.check_not_paused("free()")
         # Not again if the rest of an earlier call has failed.
         if self._final is None:
             self._end(f"{self.label}: free")
@@ -335,7 +405,7 @@ class ParameterServer(Client):
     def _end(self, call: str) -> None:
         """Leave, wait for all others to leave, end the role, keep the last values."""
         self.leave()
-        if self.only_serves and not self._served:
+        if self.has_to_serve:
             # `serve` was not called, or was interrupted: the others wait for updates.
             self._serve()
         self._group.allgather(None, call)

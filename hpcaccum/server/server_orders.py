@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcaccum.nodes import one_range, pieces_of, send_pieces
+from hpcaccum.server.node_copy import step_of, version_of
 from hpcaccum.server.order_words import (
+    ASSIGN,
     DONE,
     GRADIENTS,
     KIND,
@@ -116,8 +118,8 @@ class ServerOrders:
         )
         self._collected.add(step)
 
-    def _buffer(self, step: int) -> int:
-        return step % len(self._server.gradients)
+    def _buffer(self, version: int) -> int:
+        return step_of(version) % len(self._server.gradients)
 
     def _make(
         self, step: int, places: list[Place], rate: float | None, nodes: list[int]
@@ -127,6 +129,8 @@ class ServerOrders:
             yield False
         self._collected.discard(step)
         kind = UPDATE if places else NO_UPDATE
+        if step != version_of(step_of(step)):
+            kind = ASSIGN
         yield from self._obey(kind, bits(rate), self._buffer(step))
         yield from self._send(step, nodes)
         self._line.tell([self._root], "made", self._server.number, step)

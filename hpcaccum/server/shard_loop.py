@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.server.background import Background
-from hpcaccum.server.order_words import ANSWER, END, NO_UPDATE, UPDATE, rate_of
+from hpcaccum.server.order_words import (
+    ANSWER,
+    ASSIGN,
+    END,
+    NO_UPDATE,
+    UPDATE,
+    rate_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hpcaccum.dtypes import Array
     from hpcaccum.server.role import Answer, Rate, Update
@@ -39,6 +46,7 @@ class ShardLoop(Background):
         self.center = self._server.shard.arrays(self._server.part)
         self.update: Update | None = None
         self.answer: Answer = lambda _: None
+        self._kept: Mapping[str, Array] = {}
         # The last order that was carried out.
         self._number, self._kind = 0, NO_UPDATE
 
@@ -61,9 +69,27 @@ class ShardLoop(Background):
                 self._make_once(number, prepare)
             elif kind == ANSWER:
                 self._parameters.questions.answer(self.answer, word)
+            elif kind == ASSIGN:
+                self._assign()
             # First: an interruption in between must not have it carried out again.
             self._number, self._kind = number, kind
             self._parameters.done(number)
+
+    def come_back(self) -> None:
+        """Let `run`, which has ended, serve again."""
+        self._kind, self._thread = NO_UPDATE, None
+
+    def keep(self, values: Mapping[str, Array]) -> None:
+        """Keep what will be assigned, until the root orders it."""
+        self._kept = values
+
+    def _assign(self) -> None:
+        """Set this part to what was kept."""
+        shard = self._server.shard
+        for name, array in self.center.items():
+            array[...] = shard.pieces(name, {name: self._kept[name]})[name]
+        shard.write_parameters(self.center, self._server.part)
+        self._kept = {}
 
     def _prepare(self, gradients: Array, rate: float | None) -> Callable[[], None]:
         """Return what updates the part, and does nothing without gradients."""

@@ -23,7 +23,7 @@ from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import AtomicWords, complete, memory_of_rank
 from hpcaccum.nodes import Agent
 from hpcaccum.server.double_buffer import DoubleBuffer
-from hpcaccum.server.node_copy import NodeCopy
+from hpcaccum.server.node_copy import NodeCopy, step_of, version_of
 from hpcaccum.server.order_agent import OrderAgent
 from hpcaccum.server.order_words import (
     ANSWERS,
@@ -209,16 +209,17 @@ class ShardedParameters(NodeCopy):
 
     # The root
 
-    def newest(self) -> int:
-        """Return the step that the root has ordered last; a round trip."""
+    def newest_version(self) -> int:
+        """Return what the root has ordered last; a round trip."""
         return self._steps.read(NEWEST)
 
     def begin(self, step: int) -> None:
         """Set the step of the parameters that the servers begin with; the root only."""
-        self._steps.write_range(NEWEST, [step] * (1 + len(self._servers)))
-        self._words.write_range(MADE, [step] * len(self._servers))
+        version = version_of(step)
+        self._steps.write_range(NEWEST, [version] * (1 + len(self._servers)))
+        self._words.write_range(MADE, [version] * len(self._servers))
         self.ordered = step
-        self._request("begin", step)
+        self._request("begin", version)
 
     def order(
         self, step: int, batch: Batch, rate: float | None, *, awaited: bool
@@ -234,25 +235,32 @@ class ShardedParameters(NodeCopy):
             awaited: Whether all nodes with gradients wait for it. If not, they ask, and
                 get several steps at a time if updates are faster than parameters.
         """
-        # First: no rank may have a step before `newest` returns it.
-        self._steps.write(NEWEST, step)
-        places = list(batch.places)
-        self._request("order", step, places, batch.divisor, rate, awaited)
+        # First: no rank may have a version before `newest_version` returns it.
+        self._steps.write(NEWEST, version_of(step))
+        places, version = list(batch.places), version_of(step)
+        self._request("order", version, places, batch.divisor, rate, awaited)
         # Last: after an interruption it is ordered again, and the agent skips that.
         self.ordered = step
 
+    def order_again(self) -> int:
+        """Order a version of the newest step without an update; the root only."""
+        version = self.newest_version() + 1
+        self._steps.write(NEWEST, version)
+        self._request("order", version, [], 1, None, False)
+        return version
+
     def wait_for_servers(
         self,
-        step: int,
+        version: int,
         deadline: Deadline,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until all servers have made a step; the root only.
+        """Wait until all servers have made a version; the root only.
 
         Args:
-            step: The step.
+            version: The version.
             deadline: Of the call.
-            meanwhile: Called at first, and whenever a server has made a step.
+            meanwhile: Called at first, and whenever a server has made one.
 
         Raises:
             WaitTimeoutError: If it is not made in time.
@@ -260,14 +268,17 @@ class ShardedParameters(NodeCopy):
 
         def made() -> bool:
             meanwhile()
-            return self.made() >= step
+            return self._made() >= version
 
         self.changed.wait(
-            made, deadline, lambda: self._under_way(step) or "its own agent"
+            made, deadline, lambda: self._under_way(version) or "its own agent"
         )
 
     def made(self) -> int:
         """Return the step that all servers have made; on the root's node only."""
+        return step_of(self._made())
+
+    def _made(self) -> int:
         return min(self._words.read_range(MADE, len(self._servers)))
 
     def _request(self, kind: str, *request: Any) -> None:
@@ -301,16 +312,16 @@ class ShardedParameters(NodeCopy):
 
     # Every rank
 
-    def _ask_for(self, step: int) -> None:
-        if self.version() < step:
-            self._request("fetch", step)
+    def _ask_for(self, version: int) -> None:
+        if self.copies.version() < version:
+            self._request("fetch", version)
 
-    def _under_way(self, step: int) -> str | None:
+    def _under_way(self, version: int) -> str | None:
         newest, *made = self._steps.read_range(NEWEST, 1 + len(self._servers))
-        if newest < step:
+        if newest < version:
             return None
-        agent = self._agent
-        behind = [n for n, each in enumerate(made) if each < step]
+        agent, step = self._agent, step_of(version)
+        behind = [n for n, each in enumerate(made) if each < version]
         if not behind:
             sources, here = agent.describe(self._nodes), agent.describe([agent.node])
             return f"step {step}, on its way from {sources} to {here}"

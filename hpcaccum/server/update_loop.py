@@ -108,6 +108,7 @@ class UpdateLoop(Loop):
         self.update: Update | None = None
         self._parameters, self._wire, self._copier = parameters, wire, copier
         self._node_update, self._threads = node_update, threads
+        self._kept: Mapping[str, Array] = {}
         # The memory of each sum, allocated once.
         self._sum: Array | None = None
         self._make_center(initial)
@@ -136,6 +137,21 @@ class UpdateLoop(Loop):
             # The other copy too, so that no update has to copy whole tables.
             copies = self._parameters.copies
             self._fill(copies.copy(copies.writing))
+
+    def keep(self, values: Mapping[str, Array]) -> None:
+        """Keep what will be assigned."""
+        self._kept = values
+
+    def assign(self, deadline: Deadline) -> int:
+        """Set the center to what was kept; return the version that has it."""
+        # First: if this is interrupted, some of them may have changed.
+        self._copier.note(
+            {p.name: np.arange(len(self.center[p.name])) for p in self._wire.rows}
+        )
+        for name, array in self._kept.items():
+            np.copyto(self.center[name], array)
+        self._kept = {}
+        return self._parameters.publish_again(self._fill)
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
         def fill(flat: Array) -> None:

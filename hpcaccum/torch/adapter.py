@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -71,6 +72,10 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
 
     # The rank whose state is saved and loaded.
     _root = 0
+    # Those that were made; a freed one has no parameters any more.
+    _all: ClassVar[weakref.WeakSet[Adapter]] = weakref.WeakSet()
+    # Whether `step` is being carried out, in which the optimizer may make its step.
+    _steps = False
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
             check_optimizer(optimizer, Adapter)
             check_module(module)
             parameters = named_parameters(optimizer, module)
+            self._check_unused(parameters)
             rows = names_of(sparse, parameters)
             check_capacity(capacity, rows)
             check_needs(optimizer, parameters, rows)
@@ -114,6 +120,22 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         self._syncs = True
         self._open()
         self._gradients.add_hooks(self._on_gradient)
+        self._guard = optimizer.register_step_pre_hook(self._refuse)
+        self._all.add(self)
+
+    def _check_unused(self, parameters: Mapping[str, Any]) -> None:
+        """Raise unless no other adapter that is open has one of these parameters."""
+        for other in list(self._all):
+            if other.freed:
+                continue
+            held = set(other._rule.parameters.values())
+            for name, parameter in parameters.items():
+                if parameter in held:
+                    raise InvalidArgumentError(
+                        f"{name!r} belongs to another {other._what}, which updates it; "
+                        f"free() that one first, or give each optimizer parameters of "
+                        f"its own"
+                    )
 
     @in_stream
     def _open(self) -> None:
@@ -147,7 +169,9 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
 
         Raises:
             InvalidArgumentError: If there is no gradient, or one is sparse that should
-                not be, or the reverse; or parameters were added to the optimizer.
+                not be, or the reverse; or parameters were added to the optimizer. With
+                a server also, before anything is sent, if the program has changed the
+                values of a parameter: see `assign`.
         """
         loss = None
         if closure is not None:
@@ -155,10 +179,26 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
                 loss = closure()
         self._rule.check_parameters()
         self._rule.reclaim()
+        self._check_values()
         # Schedulers look for it where they were attached.
         self.optimizer._opt_called = True
-        receipt = self._update()
+        self._steps = True
+        try:
+            receipt = self._update()
+        finally:
+            self._steps = False
         return receipt if loss is None else dataclasses.replace(receipt, loss=loss)
+
+    def _refuse(self, *_: Any) -> None:
+        """Raise InvalidArgumentError if the program calls `step` of the optimizer."""
+        if not self._steps:
+            raise InvalidArgumentError(
+                f"{self._what} exchanges the gradients of this optimizer, whose own "
+                f"step() would train this rank alone; call step() of the adapter"
+            )
+
+    def _check_values(self) -> None:
+        """Raise InvalidArgumentError if values that the program has set would go."""
 
     def _update(self) -> Receipt:
         raise NotImplementedError
@@ -202,7 +242,15 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
             InvalidArgumentError: With a server, on other ranks than the host.
         """
         self._rule.reclaim()
-        return state_of(self._exchange.snapshot(), self.optimizer)
+        for owner in (self.optimizer, self):
+            for before in owner._optimizer_state_dict_pre_hooks.values():
+                before(owner)
+        state = state_of(self._exchange.snapshot(), self.optimizer)
+        for owner in (self.optimizer, self):
+            for after in owner._optimizer_state_dict_post_hooks.values():
+                changed = after(owner, state)
+                state = state if changed is None else changed
+        return state
 
     @in_stream
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
@@ -224,7 +272,8 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
             self._check_present()
             if not root:
                 return None, None
-            checked = check_state(state_dict, self.optimizer, self._rule.own)
+            given = self._before_load(state_dict)
+            checked = check_state(given, self.optimizer, self._rule.own)
             self._check_options(checked["param_groups"])
             names = list(self._rule.parameters)
             return snapshot_of(checked, names), checked["param_groups"]
@@ -234,6 +283,34 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: saved[name] for name in saved if name != "params"})
         self._restore(snapshot, what)
+        for owner in (self.optimizer, self):
+            for after in owner._optimizer_load_state_dict_post_hooks.values():
+                after(owner)
+
+    def _before_load(self, state_dict: Any) -> Any:
+        """Return the state that hooks make of one."""
+        state = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+        for owner in (self.optimizer, self):
+            for before in owner._optimizer_load_state_dict_pre_hooks.values():
+                changed = before(owner, state)
+                state = state if changed is None else changed
+        return state
+
+    @in_stream
+    def assign(self) -> None:
+        """Set those of all ranks, and of a server, to the values of one. Collective.
+
+        All ranks call it, also those that have left, after rank 0, or the host of a
+        server, has changed the values of its parameters. With a dedicated server, they
+        are those of the first rank that trains, and the server takes part in `serve`.
+        The state and the counts stay. See `assign` of the optimizer of the same
+        strategy.
+
+        Raises:
+            InvalidArgumentError: On every rank, if a parameter has another shape, dtype
+                or device now.
+        """
+        self._exchange.assign()
 
     def _check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left and can load no state."""
@@ -321,6 +398,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         self.sync_buffers()
         self._exchange.free()
         self._gradients.remove_hooks()
+        self._guard.remove()
 
     def _before_free(self) -> None:
         """Do what must be done before ranks wait for each other."""

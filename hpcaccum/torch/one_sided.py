@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import torch
+
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import (
     AGNCustomGetter,
@@ -18,7 +20,6 @@ from hpcaccum.torch.tensors import is_cuda
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    import torch
     from mpi4py import MPI as mpi4py_MPI
     from typing_extensions import Unpack
 
@@ -108,6 +109,11 @@ class OneSided(Adapter):
             capacity=capacity,
         )
         self._root = self._exchange._root
+        # First, as other hooks may change values.
+        noted = optimizer.register_step_post_hook(lambda *_: self._rule.note_values())
+        optimizer._optimizer_step_post_hooks.move_to_end(noted.id, last=False)
+        self._noted = noted
+        self._rule.note_values()
 
     def _on_gradient(self, parameter: Any) -> None:
         if is_cuda(parameter) or self._gradients.is_sparse(parameter):
@@ -118,20 +124,40 @@ class OneSided(Adapter):
         self._gradients.move(parameter)
 
     def _update(self) -> Receipt:
+        # Instead of the step of the optimizer, with its hooks.
+        step = torch.optim.Optimizer.profile_hook_step(lambda _: self._exchange_once())
+        receipt: Receipt = step(self.optimizer)
+        return receipt
+
+    def _exchange_once(self) -> Receipt:
+        receipt = self._apply()
+        # What the next gradient is to be computed with.
+        self._gradients.give_up()
+        nothing = [None] * len(self._rule.own)
+        self._exchange.compute_gradients(lambda: (None, nothing))
+        return receipt
+
+    def _apply(self) -> Receipt:
         grads = self._gradients.found()
         if not grads:
             raise self._no_gradient()
         receipt: Receipt = self._exchange.apply_gradients(
             [(grads.get(var.name), var) for var in self._rule.own]
         )
-        self._begin()
         return receipt
 
-    def _begin(self) -> None:
-        """Prepare for the next gradient: pull what it is to be computed with."""
-        self._gradients.give_up()
-        nothing = [None] * len(self._rule.own)
-        self._exchange.compute_gradients(lambda: (None, nothing))
+    def _check_values(self) -> None:
+        self._rule.check_values()
+
+    def assign(self) -> None:
+        """Set those of all ranks and of a server; see `Adapter.assign`. Collective."""
+        super().assign()
+        self._rule.note_values()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Continue from a `state_dict`; see `Adapter.load_state_dict`. Collective."""
+        super().load_state_dict(state_dict)
+        self._rule.note_values()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters, the state and the counts of one step; host only."""
@@ -168,8 +194,24 @@ class OneSided(Adapter):
     def _before_free(self) -> None:
         # Otherwise others might wait for its gradients.
         self._exchange.leave()
-        # The last parameters are still to come.
-        self._rule.reclaim()
+        failure = None
+        try:
+            # The last parameters are still to come.
+            self._rule.reclaim()
+            self._rule.check_values()
+        except InvalidArgumentError as error:
+            failure = error
+        self._group.raise_together(f"{self._what}: free", failure)
+
+    def free(self) -> None:
+        """Free it; see `Adapter.free`. Collective.
+
+        Raises:
+            InvalidArgumentError: On every rank, if the program has changed parameters
+                of one since its last `step`; call `assign` before.
+        """
+        super().free()
+        self._noted.remove()
 
 
 class SyncReplicas(OneSided):
@@ -251,5 +293,6 @@ class AGN(OneSided):
     def _on_gradient(self, parameter: Any) -> None:
         """Do nothing: local steps use the gradients where they are."""
 
-    def _begin(self) -> None:
-        """Do nothing: the parameters are those of the local steps."""
+    def _update(self) -> Receipt:
+        # The optimizer makes the local step.
+        return self._apply()

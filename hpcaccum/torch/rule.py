@@ -90,6 +90,7 @@ class TorchRule(Optimizer):
         self._original = _Target(optimizer, parameters)
         # The variables are in this memory.
         self._memory = {name: each.detach() for name, each in parameters.items()}
+        self._versions: list[int] = []
         self._arrays = {var.name: var.value for var in self.own}
         self._center: _Target | None = None
         self._sizes = _sizes(optimizer)
@@ -123,8 +124,31 @@ class TorchRule(Optimizer):
             parameter = self.parameters[name]
             if parameter.data_ptr() != memory.data_ptr():
                 _check_same(name, parameter, memory)
-                memory.copy_(parameter.detach())
+                if not _is_copy(parameter, memory):
+                    # It counts as a change of the parameter, whose version this is.
+                    memory.copy_(parameter.detach())
                 parameter.data = memory
+
+    def _take_values(self, is_source: bool) -> None:
+        self.reclaim()
+
+    def note_values(self) -> None:
+        """Take the values of the parameters for those that the adapter has written."""
+        self._versions = [each._version for each in self.parameters.values()]
+
+    def check_values(self) -> None:
+        """Raise InvalidArgumentError if the program has changed a parameter since.
+
+        PyTorch counts changes of a tensor, but not those of its ``.data``.
+        """
+        found = zip(self.parameters.items(), self._versions, strict=True)
+        for (name, parameter), version in found:
+            if parameter._version != version:
+                raise InvalidArgumentError(
+                    f"the program has changed the values of {name!r}, which those of "
+                    f"the server would replace; to set these, call opt.assign() on all "
+                    f"ranks after the change"
+                )
 
     def initialize(self, var_list: Any) -> None:
         """Set the variables; copy the optimizer if they are those of a center."""
@@ -397,6 +421,11 @@ def _state_variable(title: str, value: Any) -> Variable:
             f"state {title!r} is a {kind}; only dense tensors and integers can be saved"
         )
     return Variable(array_of(value), title, trainable=False)
+
+
+def _is_copy(parameter: Any, memory: Any) -> bool:
+    """Whether a parameter has the same values as its former memory."""
+    return bool(torch.allclose(parameter, memory, rtol=0, atol=0, equal_nan=True))
 
 
 def _check_same(name: str, now: Any, before: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,20 @@ def state_of(snapshot: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     return {
         # Before the first update a parameter has no entry.
         "state": {number: _tensors(parts) for number, parts in states if parts},
-        "param_groups": optimizer.state_dict()["param_groups"],
+        "param_groups": _groups(optimizer),
         _OPTIMIZER: type(optimizer).__name__,
         _PARAMETERS: _tensors(snapshot["variables"]),
         **{count: snapshot[count] for count in _COUNTS},
     }
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the parameter groups as PyTorch's `state_dict` has them."""
+    numbers = itertools.count()
+    return [
+        {**group, "params": list(itertools.islice(numbers, len(group["params"])))}
+        for group in optimizer.param_groups
+    ]
 
 
 def _tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:

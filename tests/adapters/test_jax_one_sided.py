@@ -409,3 +409,48 @@ def test_a_snapshot_of_other_parameters(make, rank):
 def test_a_snapshot_on_another_rank(make, rank):
     with pytest.raises(InvalidArgumentError, match="must be passed on rank 0"):
         make("DropStale", snapshot={} if rank == 1 else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_assigned(kind, make, rank, size):
+    opt = make(kind, LARGE_RULE)
+    for turn in range(2):
+        opt.push(grads_of(opt.params, 1))
+        meet()
+        step, wanted = opt.global_step, grads_of(params(), 8 + turn)
+        # Those of the host count.
+        found = opt.assign(wanted if rank == 0 else None)
+        same_trees(found, wanted)
+        same_trees(opt.params, wanted)
+        same_trees(opt.center(), wanted)
+        assert opt.global_step == step
+        meet()
+    kept = jax.tree.map(np.array, found)
+    opt.push(grads_of(opt.params, 1))
+    same_trees(found, jax.tree.map(jnp.asarray, kept))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_do_not_fit_are_not_assigned(kind, make, rank):
+    opt = make(kind)
+    for wrong in (None, {"other": jnp.ones(1)}, jax.tree.map(jnp.ravel, params())):
+        with pytest.raises((TypeError, InvalidArgumentError), match="params"):
+            opt.assign(wrong if rank == 0 else params())
+        same_trees(opt.center(), params())
+        same_trees(opt.push(grads_of(params(), 0))[0], params())
+        meet()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dedicated_server_gets_parameters_while_it_serves(kind, make, rank, size):
+    option = size - 1 if kind == "SyncReplicas" else None
+    opt = make(kind, option=option, dedicated=True)
+    wanted = grads_of(params(), 8)
+    if rank == 0:
+        opt.serve()
+    else:
+        opt.push(grads_of(opt.params, 1))
+        same_trees(opt.assign(wanted if rank == 1 else None), wanted)
+    opt.free()
+    same_trees(opt.params, wanted)

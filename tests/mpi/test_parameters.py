@@ -12,6 +12,7 @@ from hpcaccum import WaitTimeoutError
 from hpcaccum.deadline import Deadline
 from hpcaccum.nodes import is_short
 from hpcaccum.server import Parameters, node_copy
+from hpcaccum.server.node_copy import step_of, version_of
 
 from .acting import VAIN, at, everywhere, until
 from .interrupting import at_each_point, interrupt
@@ -99,7 +100,7 @@ def sent(parameters, monkeypatch):
     found, send = [], parameters._send_snapshot
 
     def counted(node, snapshot):
-        found.append((node, snapshot.step))
+        found.append((node, step_of(snapshot.version)))
         return send(node, snapshot)
 
     monkeypatch.setattr(parameters, "_send_snapshot", counted)
@@ -122,9 +123,9 @@ def test_nothing_is_sent_twice_to_a_node(parameters, sent, group, rank):
 def test_each_node_asks_for_a_step_once(parameters, group, rank, monkeypatch):
     asked, send = [], parameters._do_send
 
-    def counted(node, step):
-        asked.append((node, step))
-        return send(node, step)
+    def counted(node, version):
+        asked.append((node, step_of(version)))
+        return send(node, version)
 
     monkeypatch.setattr(parameters, "_do_send", counted)
     meet()
@@ -150,12 +151,12 @@ def test_nobody_waits_for_a_step_that_never_comes(
     arrived, sent, released = [], [], threading.Event()
     handle, send = parameters._do_send, parameters._send_snapshot
 
-    def counted(node, step):
-        arrived.append(step)
-        return handle(node, step)
+    def counted(node, version):
+        arrived.append(step_of(version))
+        return handle(node, version)
 
     def slow(node, snapshot):
-        sent.append(snapshot.step)
+        sent.append(step_of(snapshot.version))
         yield from send(node, snapshot)
         while not released.is_set():
             yield False
@@ -265,7 +266,7 @@ def test_a_step_comes_unasked_also_after_an_interruption(unasked, group):
         there = unasked.version() == step
         if not there:
             publish()
-        until(lambda: unasked._sent.get(far) == step)
+        until(lambda: unasked._sent.get(far) == version_of(step))
         return more, there
 
     assert at(0, at_each_point, trial, 5) == {False, True}
@@ -281,8 +282,9 @@ def test_two_steps_that_have_arrived_do_not_mix(parameters, group, rank, monkeyp
     def take_both():
         monkeypatch.setattr(parameters, "_receive", receive)
         nbytes = parameters.copies.size * 4
-        first = parameters._do_take(1, nbytes, None)
-        second = parameters._do_take(2, nbytes, np.full(nbytes // 4, 2, "f4").tobytes())
+        first = parameters._do_take(version_of(1), nbytes, None)
+        contents = np.full(nbytes // 4, 2, "f4").tobytes()
+        second = parameters._do_take(version_of(2), nbytes, contents)
         found = []
         assert (next(first), next(second)) == (False, False)
         for steps in (first, second):
@@ -297,7 +299,8 @@ def test_two_steps_that_have_arrived_do_not_mix(parameters, group, rank, monkeyp
 def test_a_step_that_was_sent_again_is_ignored(parameters, group, rank):
     def take(step):
         contents = np.full(parameters.copies.size, step, "f4").tobytes()
-        assert list(parameters._do_take(step, len(contents), contents)) == []
+        version = version_of(step)
+        assert list(parameters._do_take(version, len(contents), contents)) == []
         return get(parameters, 0)
 
     leader = group.nodes[others(group)[0]][0]

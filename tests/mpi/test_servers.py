@@ -14,6 +14,7 @@ from hpcaccum.errors import format_ranks
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.nodes import Agent, NodeParts, send_pieces, transfer
 from hpcaccum.server import node_copy, order_words, server_orders
+from hpcaccum.server.node_copy import version_of
 from hpcaccum.server.server_orders import ServerOrders
 from hpcaccum.server.sharded import ShardedParameters
 
@@ -413,7 +414,9 @@ def test_messages_of_a_step(group, monkeypatch):
     opt.minimize(gives(np.ones(300)))
     # Afterwards, all agents have sent what belongs to the step.
     until(
-        lambda: opt._server._parameters._under_way(1).startswith("step 1, on its way")
+        lambda: opt._server._parameters._under_way(version_of(1)).startswith(
+            "step 1, on its way"
+        )
     )
     meet()
     monkeypatch.undo()
