@@ -13,10 +13,10 @@ from hpcaccum.optimizers import (
 )
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
-from hpcaccum.torch.tensors import is_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from types import EllipsisType
 
     import torch
     from mpi4py import MPI as mpi4py_MPI
@@ -81,7 +81,7 @@ class OneSided(Adapter):
         optimizer: torch.optim.Optimizer,
         strategy: Mapping[str, Any],
         *,
-        module: torch.nn.Module | None = None,
+        module: torch.nn.Module | EllipsisType | None = ...,
         buffers: str = AVERAGE,
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
@@ -109,14 +109,6 @@ class OneSided(Adapter):
         )
         self._root = self._exchange._root
 
-    def _on_gradient(self, parameter: Any) -> None:
-        if is_cuda(parameter) or self._gradients.is_sparse(parameter):
-            # `step` copies it, from the device or when its rows are known.
-            return
-        if not self._gradients.has_places:
-            self._gradients.use(self._exchange.gradient_arrays())
-        self._gradients.move(parameter)
-
     def _update(self) -> Receipt:
         grads = self._gradients.found()
         if not grads:
@@ -129,7 +121,7 @@ class OneSided(Adapter):
 
     def _begin(self) -> None:
         """Prepare for the next gradient: pull what it is to be computed with."""
-        self._gradients.give_up()
+        self._gradients.clear()
         nothing = [None] * len(self._rule.own)
         self._exchange.compute_gradients(lambda: (None, nothing))
 
@@ -159,7 +151,7 @@ class OneSided(Adapter):
 
     def _restore(self, snapshot: Any, what: str) -> None:
         self._exchange.free()
-        self._gradients.give_up()
+        self._gradients.clear()
         # The state of local updates, of AGN, begins anew.
         self.state.clear()
         self._exchange = self._make()
@@ -247,9 +239,6 @@ class AGN(OneSided):
         for var in self._rule.own:
             getter.register(var)
         return AGNOptimizer(self._rule, self._group.size, getter, **options)
-
-    def _on_gradient(self, parameter: Any) -> None:
-        """Do nothing: local steps use the gradients where they are."""
 
     def _begin(self) -> None:
         """Do nothing: the parameters are those of the local steps."""
