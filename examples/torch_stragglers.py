@@ -19,12 +19,12 @@ comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
 torch.set_num_threads(1)  # ranks share the cores
 quorum = max(1, size - 1)
-# A strategy, and the number of gradients in one of its updates.
+# A strategy, its options, and the number of gradients in one of its updates.
 STRATEGIES = {
-    "cross-shard": (lambda inner: hpt.CrossShard(inner), size),
-    "sync-replicas": (lambda inner: hpt.SyncReplicas(inner, quorum), quorum),
-    "drop-stale": (lambda inner: hpt.DropStale(inner, staleness=2 * size), 1),
-    "agn": (lambda inner: hpt.AGN(inner, PERIOD), PERIOD),
+    "cross-shard": (hpt.CrossShard, {}, size),
+    "sync-replicas": (hpt.SyncReplicas, {"replicas_to_aggregate": quorum}, quorum),
+    "drop-stale": (hpt.DropStale, {"staleness": 2 * size}, 1),
+    "agn": (hpt.AGN, {"communication_period": PERIOD}, PERIOD),
 }
 
 
@@ -34,14 +34,15 @@ def batch():
     return x, x[:, :4].sum(1, keepdim=True).sin()
 
 
-def train(hold, gradients):
+def train(strategy, options, gradients):
     """Train a model; return it with the optimizer."""
     torch.manual_seed(rank)
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)
     )
     criterion = torch.nn.MSELoss()
-    with hold(torch.optim.SGD(model.parameters(), 0.05)) as opt:
+    inner = torch.optim.SGD(model.parameters(), 0.05)
+    with strategy(inner, module=model, **options) as opt:
         while opt.global_step < GRADIENTS // gradients:
             x, y = batch()
             if rank == size - 1:
@@ -54,10 +55,10 @@ def train(hold, gradients):
 
 if rank == 0:
     print("strategy       seconds  updates  accepted of each rank")
-for name, (hold, gradients) in STRATEGIES.items():
+for name, (strategy, options, gradients) in STRATEGIES.items():
     comm.Barrier()
     began = time.perf_counter()
-    model, opt = train(hold, gradients)
+    model, opt = train(strategy, options, gradients)
     seconds = time.perf_counter() - began
     counts = " ".join(map(str, opt.statistics().accepted))
     if rank == 0:

@@ -71,7 +71,9 @@ class TorchStep:
             torch,
             group.rank,
             parameters,
-            hold=lambda optimizer: hpcaccum.torch.CrossShard(optimizer, comm=group),
+            hold=lambda optimizer: hpcaccum.torch.CrossShard(
+                optimizer, comm=group, module=None
+            ),
         )
         common: Any = {"bus": 0.0}
         self.kinds = [

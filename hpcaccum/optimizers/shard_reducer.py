@@ -103,6 +103,8 @@ class ShardReducer:
         """Set the number of earlier updates, and their counts."""
         self.step, self.computed, self._earlier = step, 0, tally
         self.interrupted, self._updating = 0, False
+        # The gradients that no rank had at the last interruption.
+        self._lacking = frozenset[str]()
         self._accepted = [0] * self._group.size
         self._nonfinite = [0] * self._group.size
 
@@ -157,6 +159,7 @@ class ShardReducer:
         parts: int | None,
         *,
         skips: bool = False,
+        lacks: frozenset[str] = frozenset(),
     ) -> Mapping[str, Array | Rows] | None:
         """Return the sums or means of the gradients. Collective.
 
@@ -167,10 +170,11 @@ class ShardReducer:
                 sum is the mean over so many ranks; 0 for sums. None if the mean is
                 made here.
             skips: Whether this rank's gradients are not used.
+            lacks: The names of those that this rank does not have, and that are zeros.
 
         Returns:
-            The results; after their use, call `updated`. None if all ranks skip, so
-            that there is no update.
+            The results, without those that no rank has; after their use, call
+            `updated`. None if all ranks skip, so that there is no update.
 
         Raises:
             InvalidArgumentError: If this rank has left.
@@ -185,14 +189,15 @@ class ShardReducer:
         kind = "MEAN" if parts is None else "SUM"
         rest = {name: g for name, g in grads.items() if name not in self._started}
         stale = self.stale or not self._started <= grads.keys()
+        stale |= lacks != self._lacking
         self._started.clear()
         self.stale = False
         self._used = self.present
         try:
             if skips:
-                self.reducer.interrupt(_SKIPS)
+                self.reducer.interrupt((_SKIPS, lacks))
             if stale:
-                self.reducer.interrupt(_RENEWS)
+                self.reducer.interrupt((_RENEWS, lacks))
             return self._reduce_once(rest, out, kind, parts or 0)
         except Interruption as found:
             self._used = self._continue(found.notes)
@@ -210,6 +215,9 @@ class ShardReducer:
         parts: int,
     ) -> Mapping[str, Array | Rows]:
         """Return the sums or means of the gradients; see `_mean`."""
+        if self._lacking:
+            grads = {n: each for n, each in grads.items() if n not in self._lacking}
+            out = {n: out[n] for n in out if n not in self._lacking} if out else out
         rows = {name: each for name, each in grads.items() if isinstance(each, Rows)}
         arrays: Mapping[str, Any] = {**grads, **self._offer(rows)} if rows else grads
         self._compare()
@@ -222,7 +230,7 @@ class ShardReducer:
             # On all ranks, which can go on.
             self._updating = False
             if isinstance(error, DisagreementError):
-                self.computed = 0
+                self.computed, self._lacking = 0, frozenset()
             raise
         if not rows:
             return _mean(sums, len(self._used), parts, out)
@@ -287,7 +295,7 @@ class ShardReducer:
         if self.left:
             return
         try:
-            self.reducer.interrupt(_LEAVES)
+            self.reducer.interrupt((_LEAVES, frozenset()))
         except Interruption as found:
             self._continue(found.notes)
 
@@ -297,8 +305,13 @@ class ShardReducer:
         Goes on without the ranks that leave, and counts those that skip.
         """
         by_note: dict[Any, list[int]] = {_LEAVES: [], _SKIPS: [], None: []}
+        lacking = []
         for place, note in enumerate(notes):
-            by_note[None if note == _RENEWS else note].append(place)
+            why, lacks = note or (None, self._lacking)
+            by_note[None if why == _RENEWS else why].append(place)
+            if why not in (_LEAVES, _SKIPS):
+                lacking.append(lacks)
+        self._lacking = frozenset.intersection(*lacking) if lacking else frozenset()
         used, skip = ([self.present[p] for p in by_note[n]] for n in (None, _SKIPS))
         for rank in skip:
             self._nonfinite[rank] += 1

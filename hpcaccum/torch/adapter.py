@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import Freeable, Group
+from hpcaccum.mpi import MPI, Freeable, Group
 from hpcaccum.torch.buffers import Buffers
 from hpcaccum.torch.gradients import Gradients
 from hpcaccum.torch.rows import check_capacity, check_needs, names_of
@@ -27,11 +28,14 @@ from hpcaccum.torch.tensors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from types import EllipsisType
 
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.optimizers import Variable
+
+logger = logging.getLogger("hpcaccum")
 
 S = TypeVar("S", bound="Adapter")
 P = ParamSpec("P")
@@ -39,14 +43,29 @@ R = TypeVar("R")
 
 
 def in_stream(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a method do its work on the device in PyTorch's order; see `stream_of`."""
+    """Make a method do its work on the device in PyTorch's order; see `stream_of`.
+
+    A compiled function calls it without tracing it.
+    """
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with stream_of(self._first):
             return method(self, *args, **kwargs)
 
-    return call
+    # Dynamo cannot compile calls of MPI, nor trace hooks that make them.
+    untraced: Callable[Concatenate[S, P], R] = torch.compiler.disable(call)
+    return untraced
+
+
+@functools.cache
+def _warn_of_no_module() -> None:
+    """Warn, once in a process."""
+    logger.warning(
+        "hpcaccum.torch: without module=model, buffers (as of a batch norm) and "
+        "parameters outside the optimizer (as of frozen layers) are not synchronized, "
+        "and may differ between ranks; module=None says that there are none"
+    )
 
 
 class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
@@ -57,7 +76,8 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     Args:
         optimizer: Of `torch.optim`.
         module: The model. Its buffers, and parameters that are not trained, start with
-            the values of rank 0, too; and messages use its names.
+            the values of rank 0, too; and messages use its names. None if there are
+            none. If it is not given, a warning says that they remain different.
         buffers: ``"average"`` or ``"broadcast"``: what `sync_buffers` does.
         sparse: The parameters whose gradients are sparse.
         capacity: Maximum number of rows of such a gradient that a server gets.
@@ -81,7 +101,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        module: torch.nn.Module | None,
+        module: torch.nn.Module | EllipsisType | None,
         buffers: str,
         comm: mpi4py_MPI.Comm | Group | None,
         sparse: Iterable[torch.Tensor] = (),
@@ -89,6 +109,10 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     ) -> None:
         self._group = Group.of(comm)
         self._what = f"hpcaccum.torch.{type(self).__name__}"
+        if module is ...:
+            module = None
+            if self._group.size > 1 and MPI.COMM_WORLD.rank == 0:
+                _warn_of_no_module()
 
         def check() -> tuple[TorchRule, list[str], Buffers]:
             check_optimizer(optimizer, Adapter)
@@ -119,7 +143,6 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         # Whether backward passes exchange gradients.
         self._syncs = True
         self._open()
-        self._gradients.add_hooks(self._on_gradient)
         self._guard = optimizer.register_step_pre_hook(self._refuse)
         self._all.add(self)
 
@@ -150,10 +173,6 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
 
     def _make(self) -> Any:
         """Return the optimizer of hpcaccum that exchanges the gradients. Collective."""
-        raise NotImplementedError
-
-    def _on_gradient(self, parameter: Any) -> None:
-        """Called in each backward pass when a gradient is complete."""
         raise NotImplementedError
 
     @in_stream

@@ -9,7 +9,7 @@ from torch.autograd import Variable as Autograd
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.device import is_device, release
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.errors import DisagreementError
 from hpcaccum.optimizers import CrossShardOptimizer
 from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.torch.adapter import Adapter, in_stream
@@ -18,6 +18,7 @@ from hpcaccum.torch.tensors import is_cuda, numpy_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from types import EllipsisType
 
     import torch
     from mpi4py import MPI as mpi4py_MPI
@@ -78,6 +79,7 @@ class _BackwardAveraging(CrossShardOptimizer):
         rates: Sequence[float | None],
         *,
         skips: bool,
+        lacks: frozenset[str],
     ) -> dict[str, Gradient] | None:
         """Return the means of gradients over the ranks, by name. Collective.
 
@@ -86,6 +88,7 @@ class _BackwardAveraging(CrossShardOptimizer):
             given: Of these, what is exchanged; see `exchanged`.
             rates: See `ShardReducer`.
             skips: Whether those of this rank are dropped.
+            lacks: The names of those that this rank does not have, and that are zeros.
 
         Returns:
             None if all ranks have dropped their gradients.
@@ -93,11 +96,12 @@ class _BackwardAveraging(CrossShardOptimizer):
         out: Any = given if self._is_on_device() else None
         shard = self._any_shard()
         shard.rates = rates
-        means = shard.reduce(given, out, None, skips=skips)
+        means = shard.reduce(given, out, None, skips=skips, lacks=lacks)
         # The call that updates the parameters is the user's.
         shard.updated()
         if means is None:
             return None
+        pairs = [(grad, var) for grad, var in pairs if var.name in means]
         return {
             var.name: mean for mean, var in with_sums(pairs, means) if mean is not None
         }
@@ -127,6 +131,10 @@ class CrossShard(Adapter):
             `torch.nn.Embedding(sparse=True)`; the same on all ranks. Only the rows of
             these gradients are exchanged. ``grad`` is the sparse mean: rows that a rank
             does not have are zero there. All others have dense gradients.
+        find_unused: Whether a parameter may have a gradient on some ranks only. Its
+            mean is that over all ranks, with zeros for the ranks that have none, as in
+            DistributedDataParallel; ``grad`` is None if no rank has one. By default
+            this is an error on all ranks.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             averages them, "drop" takes the mean over the other ranks, "raise" raises
             InvalidArgumentError on all ranks.
@@ -141,10 +149,11 @@ class CrossShard(Adapter):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        module: torch.nn.Module | None = None,
+        module: torch.nn.Module | EllipsisType | None = ...,
         buffers: str = AVERAGE,
         comm: mpi4py_MPI.Comm | Group | None = None,
         sparse: Iterable[torch.Tensor] = (),
+        find_unused: bool = False,
         on_nonfinite: OnNonfinite = "accept",
         wire_dtype: torch.dtype | str | None = None,
         schedule: str = "auto",
@@ -154,7 +163,8 @@ class CrossShard(Adapter):
             "on_nonfinite": on_nonfinite,
             "wire_dtype": numpy_name(wire_dtype),
         }
-        # Whether gradients were started in this backward pass, and what went wrong.
+        self._find_unused = bool(find_unused)
+        # Whether a backward pass has begun an exchange, and what went wrong.
         self._started = False
         self._problem: Exception | None = None
         # Whether each `grad` is a mean over the ranks; if so, whether it is without the
@@ -163,10 +173,14 @@ class CrossShard(Adapter):
         super().__init__(
             optimizer, module=module, buffers=buffers, comm=comm, sparse=sparse
         )
+        self._gradients.add_hooks(self._on_gradient)
 
     def _facts(self, rule: TorchRule) -> Mapping[str, object]:
         # Each rank has its own, which is not broadcast.
-        return {"state of the optimizer (load it on all ranks)": rule.checksum()}
+        return {
+            "state of the optimizer (load it on all ranks)": rule.checksum(),
+            "find_unused": self._find_unused,
+        }
 
     def _make(self) -> _BackwardAveraging:
         name = type(self).__name__
@@ -185,13 +199,17 @@ class CrossShard(Adapter):
         if self._problem is None:
             try:
                 self._start(parameter)
-            except (TypeError, InvalidArgumentError) as error:
+            except Exception as error:
+                # The other ranks wait for this one at the end of the pass.
                 self._problem = error
 
     def _start(self, parameter: Any) -> None:
         if not self._started:
             self._gradients.use(self._exchange.places())
             self._started = True
+        if parameter.grad is None:
+            # A function has returned None for it.
+            return
         if self._exchange.has_started(self._gradients.name_of(parameter)):
             # An error has ended the pass in which it was.
             self._discard()
@@ -212,34 +230,49 @@ class CrossShard(Adapter):
 
     def _average(self) -> None:
         """Exchange the gradients, or raise the error of one rank on every rank."""
-        problem, self._problem, self._started = self._problem, None, False
+        passed, self._started = self._started, False
+        problem, self._problem = self._problem, None
         pairs: Pairs = []
         given: dict[str, Array | Rows] = {}
-        skips = False
+        skips, lacks, means = False, frozenset[str](), None
         try:
-            grads = self._gradients.found()
-            pairs = [(grads.get(var.name), var) for var in self._rule.own]
-            skips = self._exchange._drops(pairs)
-            given = exchanged(pairs)
-        except InvalidArgumentError as error:
-            problem = problem or error
-        if problem is None and not given:
-            problem = self._no_gradient()
-        if problem is not None:
-            self._exchange.fail(problem)
-        rates = self._rule.learning_rates()
-        means = self._exchange.average(pairs, given, rates, skips=skips)
+            try:
+                if self._find_unused:
+                    lacks = self._gradients.fill()
+                grads = self._gradients.found()
+                pairs = [(grads.get(var.name), var) for var in self._rule.own]
+                skips = self._exchange._drops(pairs)
+                given = exchanged(pairs)
+                if not given and not passed:
+                    raise self._no_gradient()
+            except Exception as error:
+                problem = problem or error
+            if problem is not None:
+                self._exchange.fail(problem)
+            rates = self._rule.learning_rates()
+            means = self._exchange.average(
+                pairs, given, rates, skips=skips, lacks=lacks
+            )
+        except DisagreementError as error:
+            if "gradient of " in str(error):
+                error.args = (f"{error}; find_unused=True takes zeros instead of none",)
+            raise
+        finally:
+            self._gradients.clear(lacks.difference(means or ()))
+            if not is_cuda(self._first):
+                self._gradients.replace(means or {})
         if means is None:
             self._gradients.clear()
-        elif not is_cuda(self._first):
-            self._gradients.replace(means)
-        self._found = means is not None
+        self._found = bool(means)
         self._averaged, self._skipped = True, skips
 
     def _update(self) -> Receipt:
         if not self._averaged:
             self._discard()
             self._average()
+        if not self._found and not self._skipped:
+            # The same on all ranks.
+            raise self._no_gradient()
         self._averaged, step = False, self._exchange.global_step
         if self._found:
             self._exchange.count()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.slices import Gradient
@@ -12,7 +14,7 @@ from hpcaccum.torch.rows import check_dense, gradient_of, slices_of
 from hpcaccum.torch.tensors import array_of, tensor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from hpcaccum.dtypes import Array
 
@@ -21,12 +23,15 @@ class Gradients:
     """The gradients of parameters: their ``grad``, as tensors and as arrays.
 
     PyTorch computes each gradient in memory of its own. `move` copies it to the
-    exchange, once. From then on ``grad`` is the memory of the exchange: another
-    backward pass, or clipping, changes it in place. Gradients of half precision stay
-    where they are, as the exchange has a wider dtype. So do those of parameters in
-    another order, such as ``channels_last``, as optimizers may need that of the
-    parameter; those that have a graph, of ``create_graph=True``; sparse gradients; and
-    those on a device. The exchange copies them.
+    exchange, once, so that the pass may use that memory for the next one. `replace`
+    puts the means into other memory, which is used again when nobody has a gradient in
+    it any more. So whoever keeps a gradient has it also after the next pass.
+
+    Gradients that were there before the pass, to which it has added, stay where they
+    are. So do those of half precision, as the exchange has a wider dtype; those of
+    parameters in another order, such as ``channels_last``, as optimizers may need that
+    of the parameter; those that have a graph, of ``create_graph=True``; sparse
+    gradients; and those on a device. The exchange copies them.
 
     Args:
         parameters: By name.
@@ -39,6 +44,8 @@ class Gradients:
         # The memory of the exchange; as tensors, what has the dtype of the parameter.
         self._places: Mapping[str, Array] = {}
         self._tensors: dict[str, Any] = {}
+        # Memory for means, and the array of which the last tensor in it was made.
+        self._memory: dict[str, tuple[Array, weakref.ref[Array]]] = {}
         self._hooks: dict[Any, Any] = {}
 
     def add_hooks(self, call: Callable[[Any], None]) -> None:
@@ -65,11 +72,6 @@ class Gradients:
             },
         )
 
-    @property
-    def has_places(self) -> bool:
-        """Whether `move` has memory to use."""
-        return bool(self._places)
-
     def name_of(self, parameter: Any) -> str:
         """Return the name of a parameter."""
         return self._names[parameter]
@@ -95,11 +97,12 @@ class Gradients:
         """
         name = self._names[parameter]
         check_dense(name, parameter.grad)
-        place = self._tensors.get(name)
-        if place is None or parameter.grad.requires_grad:
-            return name, array_of(parameter.grad)
-        if parameter.grad is not place:
-            place.copy_(parameter.grad.detach())
+        place, grad = self._tensors.get(name), parameter.grad
+        # Not new, but changed in place, as PyTorch counts: the program may have it.
+        if place is None or grad.requires_grad or (grad is not place and grad._version):
+            return name, array_of(grad)
+        if grad is not place:
+            place.copy_(grad.detach())
             parameter.grad = place
         return name, None
 
@@ -123,24 +126,46 @@ class Gradients:
         return self._places[name] if moved else array_of(grad)
 
     def replace(self, means: Mapping[str, Gradient]) -> None:
-        """Replace gradients in CPU memory: those that are arrays in place."""
-        for name, mean in means.items():
-            parameter = self._parameters[name]
+        """Replace gradients in CPU memory by means; leave none in the exchange."""
+        for name, parameter in self._parameters.items():
+            mean, grad = means.get(name), parameter.grad
             if isinstance(mean, IndexedSlices):
                 parameter.grad = gradient_of(mean, parameter.dtype)
+            elif grad is not None and grad is self._tensors.get(name):
+                own = self._unused(name)
+                np.copyto(own, self._places[name] if mean is None else mean)
+                parameter.grad = tensor_of(own)
+            elif mean is not None:
+                np.copyto(array_of(grad), mean, casting="same_kind")
+
+    def _unused(self, name: str) -> Array:
+        """Return memory for a mean, of which nobody has a tensor."""
+        memory, last = self._memory.get(name, (None, None))
+        if memory is None or (last is not None and last() is not None):
+            memory = np.empty_like(self._places[name])
+        # Each tensor in it, and each view of one, keeps this array alive.
+        array: Array = memory.view()
+        self._memory[name] = memory, weakref.ref(array)
+        return array
+
+    def fill(self) -> frozenset[str]:
+        """Set each ``grad`` that is None to zeros; return the names of these."""
+        lacks = [name for name, p in self._parameters.items() if p.grad is None]
+        for name in lacks:
+            parameter = self._parameters[name].detach()
+            if name in self._sparse:
+                none = np.empty(0, np.int64)
+                rows = IndexedSlices(array_of(parameter[:0]), none, parameter.shape)
+                grad = gradient_of(rows, parameter.dtype)
             else:
-                own = self._array(name, parameter.grad)
-                np.copyto(own, mean, casting="same_kind")
+                grad = torch.zeros_like(parameter)
+            self._parameters[name].grad = grad
+        return frozenset(lacks)
 
-    def give_up(self) -> None:
-        """Leave the gradients to the exchange: each ``grad`` is None from now on."""
-        self._places, self._tensors = {}, {}
-        self.clear()
-
-    def clear(self) -> None:
-        """Set each ``grad`` to None."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
+    def clear(self, names: Iterable[str] | None = None) -> None:
+        """Set each ``grad``, or those of some names, to None."""
+        for name in self._parameters if names is None else names:
+            self._parameters[name].grad = None
 
 
 def _hook(parameter: Any, call: Callable[[Any], None]) -> Any:

@@ -15,10 +15,10 @@ from hpcaccum.optimizers import (
 )
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
-from hpcaccum.torch.tensors import is_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from types import EllipsisType
 
     from mpi4py import MPI as mpi4py_MPI
     from typing_extensions import Unpack
@@ -82,7 +82,7 @@ class OneSided(Adapter):
         optimizer: torch.optim.Optimizer,
         strategy: Mapping[str, Any],
         *,
-        module: torch.nn.Module | None = None,
+        module: torch.nn.Module | EllipsisType | None = ...,
         buffers: str = AVERAGE,
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
@@ -115,14 +115,6 @@ class OneSided(Adapter):
         self._noted = noted
         self._rule.note_values()
 
-    def _on_gradient(self, parameter: Any) -> None:
-        if is_cuda(parameter) or self._gradients.is_sparse(parameter):
-            # `step` copies it, from the device or when its rows are known.
-            return
-        if not self._gradients.has_places:
-            self._gradients.use(self._exchange.gradient_arrays())
-        self._gradients.move(parameter)
-
     def _update(self) -> Receipt:
         # Instead of the step of the optimizer, with its hooks.
         step = torch.optim.Optimizer.profile_hook_step(lambda _: self._exchange_once())
@@ -132,7 +124,7 @@ class OneSided(Adapter):
     def _exchange_once(self) -> Receipt:
         receipt = self._apply()
         # What the next gradient is to be computed with.
-        self._gradients.give_up()
+        self._gradients.clear()
         nothing = [None] * len(self._rule.own)
         self._exchange.compute_gradients(lambda: (None, nothing))
         return receipt
@@ -185,7 +177,7 @@ class OneSided(Adapter):
 
     def _restore(self, snapshot: Any, what: str) -> None:
         self._exchange.free()
-        self._gradients.give_up()
+        self._gradients.clear()
         # The state of local updates, of AGN, begins anew.
         self.state.clear()
         self._exchange = self._make()
@@ -289,9 +281,6 @@ class AGN(OneSided):
         for var in self._rule.own:
             getter.register(var)
         return AGNOptimizer(self._rule, self._group.size, getter, **options)
-
-    def _on_gradient(self, parameter: Any) -> None:
-        """Do nothing: local steps use the gradients where they are."""
 
     def _update(self) -> Receipt:
         # The optimizer makes the local step.

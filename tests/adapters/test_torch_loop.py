@@ -8,9 +8,10 @@ import torch
 
 import hpcaccum as hpc
 import hpcaccum.torch as hpt
+from hpcaccum.torch import adapter
 
 from ..mpi.support import meet
-from ..mpi.training import raised, turns, watch_copies
+from ..mpi.training import raised, turns
 from .torch_training import ONE_SIDED, STRATEGIES, SYNCHRONOUS, Model, gradient
 
 
@@ -183,30 +184,14 @@ def test_a_frozen_parameter_keeps_the_value_of_rank_0(comm, rank):
     assert torch.equal(model.b, torch.zeros(5))
 
 
-def test_gradients_lie_in_the_memory_of_the_exchange(comm, rank, monkeypatch):
-    copied = watch_copies(monkeypatch)
+@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
+def test_gradients_are_none_after_a_step_with_a_server(kind, comm, rank):
     model = Model()
-    with hpt.DropStale(sgd(model), 10**6, comm=comm) as opt:
-        for step in range(3):
-            model.backward(rank, step)
-            own = model.w.grad.data_ptr()
-            model.backward(rank, step)
-            assert model.w.grad.data_ptr() == own
-            opt.step()
-            # They belong to the server now.
-            assert model.w.grad is None
-    assert copied == []
-
-
-def test_means_lie_in_the_memory_of_the_exchange(comm, rank):
-    model = Model()
-    with hpt.CrossShard(sgd(model), comm=comm) as opt:
+    with STRATEGIES[kind](sgd(model), comm) as opt:
         for step in range(2):
             model.backward(rank, step)
-            place = opt._exchange.gradient_arrays()["parameter 0"]
-            assert model.w.grad.data_ptr() == place.ctypes.data
             opt.step()
-            opt.zero_grad()
+            assert model.w.grad is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -291,3 +276,42 @@ def test_no_rank_waits_for_one_that_left(kind, comm, rank, size):
                 opt.step()
     values = meet(model.values()["w"].tobytes())
     assert all(each == values[0] for each in values)
+
+
+# What is not synchronized
+
+
+@pytest.fixture
+def warned():
+    # Earlier tests may have been warned.
+    adapter._warn_of_no_module.cache_clear()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_without_a_module_a_job_is_warned_once(kind, comm, rank, caplog, warned):
+    given = {"module": Model()}, {"module": None}, {}, {}
+    counts = []
+    for options in given:
+        STRATEGIES[kind](sgd(Model()), comm, **options).free()
+        counts.append(sum(meet(len(caplog.records))))
+    assert counts == [0, 0, 1, 1]
+    for record in caplog.records:
+        assert "without module=model, buffers" in record.getMessage()
+        assert "parameters outside the optimizer" in record.getMessage()
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_frozen_parameters_and_buffers_are_those_of_rank_0(kind, comm, rank):
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model[0].requires_grad_(False)
+    model[1].running_mean += rank
+    inner = torch.optim.SGD(model[1].parameters(), 0.1)
+    with STRATEGIES[kind](inner, comm, module=model) as opt:
+        model(torch.randn(4, 2)).square().sum().backward()
+        opt.step()
+    for others in zip(
+        *meet([v.numpy() for v in model.state_dict().values()]), strict=True
+    ):
+        assert all((each == others[0]).all() for each in others)

@@ -1,0 +1,92 @@
+"""Compiled functions that compute gradients, and make updates."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+from ..mpi.support import meet
+from .torch_training import STRATEGIES, SYNCHRONOUS
+
+
+def compiled(function):
+    return torch.compile(function, backend="eager")
+
+
+def pass_and_step(model, opt):
+    @compiled
+    def backward(x):
+        model(x).square().mean().backward()
+
+    def run(x):
+        backward(x)
+        opt.step()
+        opt.zero_grad()
+
+    return run
+
+
+def whole(model, opt):
+    @compiled
+    def run(x):
+        with opt.no_sync():
+            model(x).square().mean().backward()
+        model(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    return run
+
+
+def train(kind, comm, make, passes=contextlib.nullcontext):
+    """Return the parameters after some steps, with the same data on all ranks."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1))
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with STRATEGIES[kind](inner, comm) as opt:
+        run = make(model, opt)
+        for step in range(4):
+            # The second pass may differ from the first: it finds compiled code.
+            torch._dynamo.config.error_on_recompile = step > 1
+            with passes():
+                run(torch.randn(4, 8))
+    return [each.detach().numpy().copy() for each in model.parameters()]
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    yield
+    torch._dynamo.config.error_on_recompile = False
+    torch._dynamo.reset()
+
+
+def compiled_autograd():
+    return torch._dynamo.compiled_autograd._enable(compiled)
+
+
+# PyTorch's own, of compiled backward passes.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize(
+    ("kind", "make", "passes"),
+    [
+        *((kind, whole, contextlib.nullcontext) for kind in STRATEGIES),
+        *((kind, pass_and_step, contextlib.nullcontext) for kind in STRATEGIES),
+        ("CrossShard", pass_and_step, compiled_autograd),
+        ("DropStale", pass_and_step, compiled_autograd),
+    ],
+)
+def test_a_compiled_training_is_that_of_plain_pytorch(
+    kind, make, passes, comm, monkeypatch
+):
+    found = train(kind, comm, make, passes)
+    if kind in SYNCHRONOUS or comm.size == 1:
+        # The same program, not compiled.
+        monkeypatch.setitem(globals(), "compiled", lambda function: function)
+        expected = train(kind, comm, make)
+        for each, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(each, other, atol=1e-6)
+    for others in zip(*meet(found), strict=True):
+        assert all((each == others[0]).all() for each in others)
