@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
+
+_PARTS = {"facts", "step", "optimizer"}
 
 logger = logging.getLogger("hpcaccum")
 
@@ -78,6 +81,11 @@ def facts(options: Options, widths: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+def scaling(data: Dataset) -> dict[str, Any]:
+    """Return how samples become inputs of the model, and the labels of its outputs."""
+    return {"mean": data.mean, "deviation": data.deviation, "labels": data.labels}
+
+
 def find(options: Options, rank: int, expected: dict[str, Any]) -> Any:
     """Return the checkpoint from which the model of a rank continues, or None.
 
@@ -122,7 +130,8 @@ def _check_groups(options: Options) -> None:
 
 
 def _check(found: Any, expected: dict[str, Any], directory: Path) -> None:
-    if not isinstance(found, dict) or found.keys() != {"facts", "step", "optimizer"}:
+    # Checkpoints of earlier versions have no "data", which a run does not need.
+    if not isinstance(found, dict) or found.keys() - {"data"} != _PARTS:
         raise InvalidArgumentError(
             f"--resume: {directory} has checkpoints of another program"
         )
@@ -142,6 +151,7 @@ class Saver:
     Args:
         options, rank: Of this job.
         about: The `facts` of this job.
+        data: Its `scaling` is saved with the model.
         snapshot: Returns that of the optimizer.
     """
 
@@ -150,10 +160,12 @@ class Saver:
         options: Options,
         rank: int,
         about: dict[str, Any],
+        data: Dataset,
         snapshot: Callable[[], dict[str, Any]],
     ) -> None:
         self._directory, self._every = directory_of(options, rank), options.every
         self._facts, self._snapshot = about, snapshot
+        self._scaling = scaling(data)
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -192,4 +204,4 @@ class Saver:
         # With a server, other ranks may have made updates since.
         step = snapshot.get("global_step", step)
         state = {"facts": self._facts, "step": step, "optimizer": snapshot}
-        checkpoint.save(self._directory, state)
+        checkpoint.save(self._directory, {**state, "data": self._scaling})
