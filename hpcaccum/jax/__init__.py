@@ -1,6 +1,7 @@
 """Training with JAX and optax: pytrees, and the update rules of optax.
 
-`average` returns an optax transformation that averages over the ranks. `DropStale`,
+`average` returns an optax transformation that averages over the ranks; `mean` averages
+any value, and `broadcast` sends that of one rank to all. `DropStale`,
 `SyncReplicas` and `AGN` keep the parameters on a server, where a rule of optax updates
 them. `structure` maps pytrees to named arrays, and `rule` calls optax.
 
@@ -11,11 +12,12 @@ that only those who use it need JAX.
 from __future__ import annotations
 
 try:
-    from hpcaccum.jax.averaging import average
+    from hpcaccum.jax.averaging import average, mean
     from hpcaccum.jax.one_sided import AGN, DropStale, SyncReplicas
+    from hpcaccum.jax.start import broadcast
 except ModuleNotFoundError as error:
     raise ImportError(
         f"hpcaccum.jax needs JAX and optax: {error} (pip install 'hpcaccum[jax]')"
     ) from None
 
-__all__ = ["AGN", "DropStale", "SyncReplicas", "average"]
+__all__ = ["AGN", "DropStale", "SyncReplicas", "average", "broadcast", "mean"]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import numbers
+import zlib
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import io_callback
 
 from hpcaccum.accumulator import Tally
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.jax.structure import Structure
+from hpcaccum.jax.mapped import refuse_mapped
+from hpcaccum.jax.structure import Structure, key_data
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group, lack_of_threads
 from hpcaccum.optimizers.finite import check_choice, to_drop
@@ -22,7 +27,7 @@ from hpcaccum.optimizers.shard_layout import check_wire_dtype
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.finite import OnNonfinite
 
 _NAME = "hpcaccum.jax.average"
+# What comes back of `AverageState.compared`.
+_MARK = jax.ShapeDtypeStruct((), np.dtype(np.uint32))
 
 _forbidden: ContextVar[bool] = ContextVar("forbidden", default=False)
 
@@ -42,6 +49,17 @@ def no_average() -> Iterator[None]:
         yield
     finally:
         _forbidden.reset(token)
+
+
+class AverageState(NamedTuple):
+    """The state of `average`.
+
+    Attributes:
+        compared: A number of the job whose ranks have compared their parameters in an
+            update; at first 0.
+    """
+
+    compared: Any
 
 
 class Average(optax.GradientTransformation):  # type: ignore[misc]
@@ -73,8 +91,11 @@ def average(
     In front of a rule, it averages gradients:
     ``optax.chain(average(), optax.adam(1e-3))``. It can be compiled by `jax.jit`: the
     exchange is an ordered callback. All ranks must call its ``update`` equally often
-    and in the same order, and start with the same parameters: it does not broadcast
-    them.
+    and in the same order.
+
+    All ranks must start with the same parameters; `broadcast` makes them the same. The
+    first ``update`` of a state compares their bits, if it is given ``params``, and so
+    does the first one of a state that another job has saved.
 
     The first ``update`` determines the pytree: its structure, shapes and dtypes are the
     same on all ranks, and in all later calls. Half precision is summed in float32. If
@@ -90,8 +111,8 @@ def average(
             between nodes. They are formed in the wider dtype.
 
     Returns:
-        A GradientTransformation without state. Its ``free()`` releases the memory and
-        the communicator; otherwise the end of the program does so. Its ``statistics()``
+        A GradientTransformation. Its ``free()`` releases the memory and the
+        communicator; otherwise the end of the program does so. Its ``statistics()``
         counts what was averaged and dropped.
 
     Raises:
@@ -101,12 +122,52 @@ def average(
         DisagreementError: On every rank, if an option differs.
 
     The first ``update`` raises such errors, too, and DisagreementError. An error of a
-    later call is a `jax.errors.JaxRuntimeError` on every rank, whose message has it.
+    later call, and that of parameters that differ, is a `jax.errors.JaxRuntimeError` on
+    every rank, whose message has it. Inside of `jax.vmap`, `jax.pmap` or
+    `jax.shard_map`, each call is an InvalidArgumentError.
     """
-    averager = Averager(Group.of(comm), on_nonfinite, wire_dtype)
+    averager = Averager(Group.of(comm), _NAME, on_nonfinite, wire_dtype)
     made = Average(averager.init, averager.update)
     made._averager = averager
     return made
+
+
+def mean(value: Any, comm: mpi4py_MPI.Comm | Group | None = None) -> Any:
+    """Return the mean of a value over the ranks. Collective.
+
+    For what a rank computes from its own data and a rule of optax then uses, such as
+    the loss: ``rule.update(grads, state, params, value=mean(loss))``. It can be used
+    where `average` can, also compiled. For each structure of a communicator, it keeps
+    some memory until the end of the program.
+
+    Args:
+        value: A float, or a pytree of floats and float arrays, of the same structure,
+            shapes and dtypes on all ranks.
+        comm: Communicator of the ranks; COMM_WORLD by default.
+
+    Returns:
+        The means, as JAX arrays.
+
+    Raises:
+        TypeError, InvalidArgumentError, DisagreementError: As `average`.
+    """
+    group = Group.of(comm)
+    key: tuple[Group, Structure | None]
+    try:
+        key = group, Structure.of(value)
+    except Exception:
+        key = group, None  # `update` raises this error, on all ranks
+    averager = _of_means.get(key) or Averager(
+        group, "hpcaccum.jax.mean", "accept", None
+    )
+    found, _ = averager.update(value, None)
+    # Not before: after an error, all ranks make a new one.
+    _of_means[key] = averager
+    return found
+
+
+# What `mean` has used, by group and structure.
+_of_means: dict[tuple[Group, Structure | None], Averager] = {}
 
 
 class Averager(Freeable):
@@ -114,11 +175,12 @@ class Averager(Freeable):
 
     Args:
         group: The ranks.
+        name: For messages.
         on_nonfinite, wire_dtype: See `average`.
     """
 
     def __init__(
-        self, group: Group, on_nonfinite: OnNonfinite, wire_dtype: Any
+        self, group: Group, name: str, on_nonfinite: OnNonfinite, wire_dtype: Any
     ) -> None:
         def check() -> dict[str, Any]:
             _check_threads()
@@ -127,55 +189,92 @@ class Averager(Freeable):
                 "wire_dtype": check_wire_dtype(wire_dtype),
             }
 
-        self._options = group.agree(_NAME, check)
-        self._group = group
+        self._options = group.agree(name, check)
+        self._group, self._name = group, name
+        # In the state after parameters were compared; another job has another number.
+        self._mark = np.uint32(zlib.crc32(group.token.encode()) | 1)
         # Made by the first update, which determines the structure.
         self._structure: Structure | None = None
         self._shard: ShardReducer | None = None
 
-    def init(self, params: Any) -> optax.EmptyState:
-        """Return the state, which is empty."""
-        return optax.EmptyState()
+    def init(self, params: Any) -> AverageState:
+        """Return the state of parameters that were not compared yet."""
+        return AverageState(jnp.zeros((), jnp.uint32))
 
     def update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """Return the mean of updates over the ranks, and the state. Collective."""
         if _forbidden.get():
             raise InvalidArgumentError(
-                f"{_NAME} cannot be part of the rule of a server, which only the host "
-                f"rank calls"
+                f"{self._name} cannot be part of the rule of a server, which only the "
+                f"host rank calls"
             )
         self._check_open()
+        leaves, nesting = jax.tree_util.tree_flatten(updates)
+        arrays, mark = _named_arrays(params), getattr(state, "compared", None)
+        *leaves, mark = refuse_mapped(self._name, [*leaves, *arrays.values(), mark])
         if self._shard is None:
             self._make(updates)
         structure = Structure.of(updates)
         # Others may already wait in a callback, so an error is raised in one, too.
-        problem = self._problem(structure)
-        means = io_callback(
-            functools.partial(self._fail, problem) if problem else self._reduce,
-            list(structure.leaves),
-            *jax.tree_util.tree_leaves(updates),
-            ordered=True,
-        )
-        return jax.tree_util.tree_unflatten(structure.nesting, means), state
+        if problem := self._problem(structure, bool(arrays) and mark is None):
+            means = _call(functools.partial(self._fail, problem), leaves, structure)
+        elif not arrays:
+            means = _call(self._reduce, leaves, structure)
+        else:
+            mark, *means = self._compare_once(tuple(arrays), leaves, structure, mark)
+            state = AverageState(mark)
+        return jax.tree_util.tree_unflatten(nesting, means), state
+
+    def _compare_once(
+        self, names: tuple[str, ...], leaves: list[Any], structure: Structure, mark: Any
+    ) -> list[Any]:
+        """Return the new mark of the state, and the means.
+
+        Args:
+            names: Of the parameters, for messages.
+            leaves: The updates, then the parameters.
+            structure: Of the updates.
+            mark: Of the state; the parameters are compared if it is not this job's.
+        """
+
+        def compare() -> list[Any]:
+            call = functools.partial(self._compare, names)
+            return _call(call, leaves, structure, [_MARK])
+
+        def reduce() -> list[Any]:
+            return [mark, *_call(self._reduce, leaves[: -len(names)], structure)]
+
+        is_new = mark != self._mark
+        if isinstance(is_new, jax.core.Tracer):
+            return list(jax.lax.cond(is_new, compare, reduce))
+        return compare() if is_new else reduce()
 
     def _make(self, updates: Any) -> None:
         """Compare the structures of all ranks, and make the exchange. Collective."""
         # Callbacks that run in another thread may use the same communicator.
         jax.effects_barrier()
         structure = self._group.agree(
-            _NAME, lambda: Structure.of(updates).check("updates"), Structure.facts
+            self._name, lambda: Structure.of(updates).check("updates"), Structure.facts
         )
         arrays = dict(zip(structure.names, structure.leaves, strict=True))
         wire, layout = self._options["wire_dtype"], Layout.of(arrays)
-        self._shard = ShardReducer(self._group, layout, _NAME, {"wire_dtype": wire})
+        self._shard = ShardReducer(
+            self._group, layout, self._name, {"wire_dtype": wire}
+        )
         self._structure = structure
         # At the end of the program this is freed before the reducer: a callback may
         # still use it.
         self._register(self._group, self._shard.reducer.label)
 
-    def _problem(self, structure: Structure) -> InvalidArgumentError | None:
-        """Return the error of a pytree that is not that of the first update."""
+    def _problem(
+        self, structure: Structure, lacks_state: bool
+    ) -> InvalidArgumentError | None:
+        """Return the error of a wrong state, or of other updates than the first."""
         assert self._structure is not None
+        if lacks_state:
+            return InvalidArgumentError(
+                f"{self._name}: state must be what init or update returned"
+            )
         if structure == self._structure:
             return None
         mine, first = structure.facts(), self._structure.facts()
@@ -183,15 +282,37 @@ class Averager(Freeable):
         for name in sorted({**first, **mine}, key=lambda name: name == "structure"):
             if mine.get(name) != first.get(name):
                 return InvalidArgumentError(
-                    f"{_NAME}: {name} is {mine.get(name, 'missing')}, in the first "
-                    f"update it was {first.get(name, 'missing')}; make one average() "
-                    f"for each pytree"
+                    f"{self._name}: {name} is {mine.get(name, 'missing')}, in the "
+                    f"first update it was {first.get(name, 'missing')}; make one "
+                    f"average() for each pytree"
                 )
         return None
 
     def _fail(self, problem: Exception, *leaves: Any) -> NoReturn:
         assert self._shard is not None
         self._shard.fail(problem)
+
+    def _compare(self, names: tuple[str, ...], *leaves: Any) -> list[Array]:
+        """Reduce, and compare parameters on all ranks.
+
+        Args:
+            names: Of the parameters, for messages.
+            leaves: The updates, then the parameters.
+
+        Returns:
+            The new mark of the state, and what `_reduce` returns.
+        """
+        assert self._shard is not None
+        count, before = len(leaves) - len(names), self._shard.step
+        sums = map(_checksum, leaves[count:])
+        self._shard.facts = dict(zip(names, sums, strict=True))
+        try:
+            means = self._reduce(*leaves[:count])
+        finally:
+            self._shard.facts = {}
+        # If no rank had finite updates, nothing was compared.
+        mark = self._mark if self._shard.step > before else np.uint32(0)
+        return [mark, *means]
 
     def _reduce(self, *leaves: Any) -> list[Array]:
         """Return the means of arrays, in memory that nothing else uses."""
@@ -201,7 +322,7 @@ class Averager(Freeable):
         means = {name: np.empty_like(array) for name, array in arrays.items()}
         try:
             given = ((name, array, array.dtype) for name, array in arrays.items())
-            skips = to_drop(_NAME, given, self._options["on_nonfinite"])
+            skips = to_drop(self._name, given, self._options["on_nonfinite"])
         except InvalidArgumentError as error:
             self._shard.fail(error)
         if self._shard.reduce(arrays, means, None, skips=skips) is None:
@@ -219,12 +340,60 @@ class Averager(Freeable):
         return self._shard.tally()
 
     def _describe(self) -> str:
-        return _NAME
+        return self._name
 
     def _free(self) -> None:
         jax.effects_barrier()
         if self._shard is not None:
             self._shard.finish()
+
+
+def _call(
+    function: Callable[..., list[Array]],
+    leaves: Sequence[Any],
+    structure: Structure,
+    more: Sequence[Any] = (),
+) -> list[Any]:
+    """Call a function on the host, in the order of the program.
+
+    Args:
+        function: Returns what ``more`` describes, then arrays of the structure.
+        leaves: Its arguments, those of the structure first.
+        structure: Shapes and dtypes.
+        more: Others.
+    """
+    results = io_callback(function, [*more, *structure.leaves], *leaves, ordered=True)
+    if isinstance(results[-1], jax.core.Tracer):
+        return list(results)
+    marks, means = results[: len(more)], results[len(more) :]
+    if len(means[0].devices()) > 1:
+        # Only the first device has them.
+        shardings = [getattr(leaf, "sharding", None) for leaf in leaves[: len(means)]]
+        means = map(jax.device_put, map(np.asarray, means), shardings)
+    return [*map(jnp.asarray, map(np.asarray, marks)), *means]
+
+
+def _named_arrays(params: Any) -> dict[str, Any]:
+    """Return the arrays of a pytree, by what messages call them.
+
+    Other leaves, such as functions, are the parameters of no rule.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {
+        f"leaf {jax.tree_util.keystr(path)} of params (compared by checksum; "
+        f"hpcaccum.jax.broadcast makes it the same)": key_data(leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, numbers.Number))
+    }
+
+
+def _checksum(leaf: Any) -> int:
+    """Return a number of 48 bits that depends on dtype, shape and bits of an array."""
+    array = np.ascontiguousarray(leaf)
+    kind = repr((array.dtype, np.shape(leaf))).encode()
+    found = hashlib.blake2b(kind, digest_size=6)
+    found.update(array.reshape(-1).view(np.uint8).data)
+    return int.from_bytes(found.digest(), "big")
 
 
 def _check_threads() -> None:

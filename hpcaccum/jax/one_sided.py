@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -35,6 +36,7 @@ class Options(TypedDict, total=False):
     host: int
     dedicated: bool
     on_nonfinite: OnNonfinite
+    extra: Mapping[str, Any]
     snapshot: Any
 
 
@@ -54,6 +56,10 @@ class OneSided(Freeable):
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             sends them, "drop" drops all gradients of the `push` on this rank, "raise"
             raises InvalidArgumentError on this rank.
+        extra: Arguments of the rule's ``update`` that `push` passes by name, such as
+            ``{"value": 0.0}`` for the loss: floats, or pytrees of float arrays, of
+            which only shapes and dtypes are used. They are sent, averaged and dropped
+            together with the gradients.
         snapshot: On the host rank, what `snapshot` returned, to continue from it; other
             ranks may pass None.
 
@@ -71,18 +77,20 @@ class OneSided(Freeable):
         host: int = 0,
         dedicated: bool = False,
         on_nonfinite: OnNonfinite = "accept",
+        extra: Mapping[str, Any] = MappingProxyType({}),
         snapshot: Any = None,
     ) -> None:
         self._name, group = f"hpcaccum.jax.{type(self).__name__}", Group.of(comm)
 
-        def check() -> tuple[Structure, OptaxRule]:
+        def check() -> OptaxRule:
             structure = Structure.of(params).check("params")
-            return structure, OptaxRule(optax_rule, structure)
+            return OptaxRule(optax_rule, structure, Structure.of(dict(extra)))
 
-        self._structure, rule = group.agree(
-            self._name, check, lambda checked: checked[0].facts()
-        )
-        self._variables, self._rule = self._structure.variables(params), rule
+        rule = self._rule = group.agree(self._name, check, OptaxRule.facts)
+        self._structure, self._extra = rule.structure, rule.extra
+        self._variables = self._structure.variables(params)
+        # Extra arguments travel as gradients of variables that never change.
+        self._all = [*self._variables, *self._extra.variables(dict(extra), "extra")]
         self._opt = self._make(
             rule,
             {
@@ -106,14 +114,14 @@ class OneSided(Freeable):
         call = f"{self._name}: snapshot"
         given = group.allgather(snapshot is not None, call)
         if given[host]:
-            self._opt.restore(snapshot, self._variables)
+            self._opt.restore(snapshot, self._all)
         elif any(given):
             raise InvalidArgumentError(
                 f"{call} must be passed on rank {host}, which is the host; only "
                 f"{format_ranks(rank for rank, has in enumerate(given) if has)} did so"
             )
         else:
-            self._opt.initialize(self._variables)
+            self._opt.initialize(self._all)
 
     def _copy(self) -> Any:
         return self._structure.pack(var.value for var in self._variables)
@@ -123,12 +131,14 @@ class OneSided(Freeable):
         """The parameters of the last `push`; after `free`, those of the last update."""
         return self._params
 
-    def push(self, grads: Any) -> tuple[Any, Receipt]:
+    def push(self, grads: Any, **extra: Any) -> tuple[Any, Receipt]:
         """Send gradients to the host rank; wait as the optimizer promises.
 
         Args:
             grads: A pytree with the structure of the parameters, computed with the last
                 that this rank got.
+            extra: The arguments of the rule that the constructor's ``extra`` names. A
+                rule gets the mean of those whose gradients are in an update.
 
         Returns:
             The new parameters, in arrays that later calls do not change, and what
@@ -138,7 +148,9 @@ class OneSided(Freeable):
             InvalidArgumentError, TypeError: On this rank; nothing is sent.
         """
         arrays = self._structure.flatten("grads", grads)
-        pairs = list(zip(arrays, self._variables, strict=True))
+        what = f"{self._name}: the extra arguments that the constructor's extra= names"
+        arrays += self._extra.flatten(what, extra)
+        pairs = list(zip(arrays, self._all, strict=True))
         receipt = self._opt.apply_gradients(pairs)
         self._params = self._copy()
         return self._params, receipt
@@ -302,6 +314,6 @@ class AGN(OneSided):
     def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
         group, host = options.pop("comm"), options.pop("host")
         getter = AGNCustomGetter(comm=group, host=host)
-        for var in self._variables:
+        for var in self._all:
             getter.register(var)
         return AGNOptimizer(rule, group.size, getter, **options)

@@ -10,7 +10,7 @@ import optax
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.averaging import no_average
-from hpcaccum.jax.structure import Structure
+from hpcaccum.jax.structure import Structure, is_key, key_data
 from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.variable import Variable
 
@@ -34,8 +34,8 @@ class _Keys:
     def replaced(self, state: Any) -> Any:
         """Return a state with the data of the keys."""
         leaves, nesting = jax.tree_util.tree_flatten(state)
-        self.kinds = [jax.random.key_impl(x) if _is_key(x) else None for x in leaves]
-        data = [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
+        self.kinds = [jax.random.key_impl(x) if is_key(x) else None for x in leaves]
+        data = [key_data(leaf) for leaf in leaves]
         return jax.tree_util.tree_unflatten(nesting, data)
 
     def restored(self, state: Any) -> Any:
@@ -46,11 +46,6 @@ class _Keys:
             for leaf, kind in zip(leaves, self.kinds, strict=True)
         ]
         return jax.tree_util.tree_unflatten(nesting, found)
-
-
-def _is_key(leaf: Any) -> bool:
-    is_array = isinstance(leaf, jax.Array)
-    return is_array and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 class OptaxRule(Optimizer):
@@ -66,19 +61,24 @@ class OptaxRule(Optimizer):
     Args:
         rule: A GradientTransformation.
         structure: Of the parameters. It has the names of the variables.
+        extra: Of the other arguments of the rule's ``update``, which are the gradients
+            of the last variables. These variables are not updated.
         name: As in `Optimizer`.
 
     Attributes:
+        structure, extra: As given.
         take: Writes the values that are assigned to this rank's variables.
 
     Raises:
         TypeError: If ``rule`` is not a GradientTransformation.
-        Exception: Any that the rule raises for such parameters.
+        InvalidArgumentError: If the rule cannot update such parameters.
     """
 
-    __slots__ = ("_init", "_kept", "_states", "_structure", "_update", "take")
+    __slots__ = ("_init", "_kept", "_states", "_update", "extra", "structure", "take")
 
-    def __init__(self, rule: Any, structure: Structure, name: str = "optax") -> None:
+    def __init__(
+        self, rule: Any, structure: Structure, extra: Structure, name: str = "optax"
+    ) -> None:
         super().__init__(name)
         if not isinstance(rule, optax.GradientTransformation):
             raise TypeError(
@@ -86,26 +86,45 @@ class OptaxRule(Optimizer):
                 f"optax.adam(1e-3), got {type(rule).__name__}"
             )
         structure.check_threads()
+        if extra.names:
+            extra.check("extra").check_threads()
 
-        keys = _Keys()
+        keys, rule = _Keys(), optax.with_extra_args_support(rule)
 
         def init(params: Any) -> Any:
             return keys.replaced(rule.init(params))
 
-        def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-            updates, state = rule.update(grads, keys.restored(state), params)
+        def update(grads: Any, state: Any, params: Any, more: Any) -> tuple[Any, Any]:
+            updates, state = rule.update(grads, keys.restored(state), params, **more)
             return optax.apply_updates(params, updates), keys.replaced(state)
 
-        self._structure = structure
+        self.structure, self.extra = structure, extra
         self._init, self._update = jax.jit(init), jax.jit(update)
         self._states: dict[tuple[Variable, ...], Any] = {}
         self.take: Callable[[], None] | None = None
         # An unusable rule raises here, and not in the thread of the server.
         params = jax.tree_util.tree_unflatten(structure.nesting, structure.leaves)
-        with no_average():
-            state = jax.eval_shape(init, params)
-            jax.eval_shape(update, params, state, params)
+        more = jax.tree_util.tree_unflatten(extra.nesting, extra.leaves)
+        try:
+            with no_average():
+                state = jax.eval_shape(init, params)
+                updated, _ = jax.eval_shape(update, params, state, params, more)
+            if Structure.of(updated) != structure:
+                raise ValueError("its updates have other shapes than the parameters")
+        except InvalidArgumentError:
+            raise
+        except Exception as error:
+            raise InvalidArgumentError(
+                f"hpcaccum.jax: optax_rule cannot update these params on a server, "
+                f"which has only params, gradients of the same structure, and the "
+                f"arguments that extra= names ({type(error).__name__}: {error})"
+            ) from error
         self._kept = Structure.of(state)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by name."""
+        extra = {f"extra {name}": fact for name, fact in self.extra.facts().items()}
+        return {**self.structure.facts(), **extra}
 
     def initialize(self, var_list: Any) -> None:
         """Remember the variables, one for each leaf, and make their state."""
@@ -115,8 +134,7 @@ class OptaxRule(Optimizer):
     def _state(self, variables: tuple[Variable, ...]) -> Any:
         """Return the state of variables; made at the first call."""
         if variables not in self._states:
-            params = self._structure.pack(var.value for var in variables)
-            self._states[variables] = self._init(params)
+            self._states[variables] = self._init(self._params(variables))
         return self._states[variables]
 
     def apply_gradients(
@@ -130,20 +148,27 @@ class OptaxRule(Optimizer):
             name: Ignored.
         """
         grads, variables = zip(*grads_and_vars, strict=True)
+        count = len(self.structure.names)
         params, state = self._update(
-            self._structure.pack(grads),
+            self.structure.pack(grads[:count]),
             self._state(variables),
-            self._structure.pack(var.value for var in variables),
+            self._params(variables),
+            self.extra.pack(grads[count:]),
         )
         # An error of the computation is raised here, before anything is changed.
-        values = self._structure.flatten("the updated parameters", params)
-        for var, value in zip(variables, values, strict=True):
+        values = self.structure.flatten("the updated parameters", params)
+        for var, value in zip(variables, values, strict=False):
             np.copyto(var.value, value)
         self._states[variables] = state
 
     def _take_values(self, is_source: bool) -> None:
         if is_source and self.take is not None:
             self.take()
+
+    def _params(self, variables: Sequence[Variable]) -> Any:
+        """Return the parameters, without the variables of extra arguments."""
+        count = len(self.structure.names)
+        return self.structure.pack(var.value for var in variables[:count])
 
     # Snapshots
 

@@ -111,12 +111,13 @@ class Structure:
             )
         return [np.asarray(leaf) for leaf in leaves]
 
-    def variables(self, tree: Any) -> list[Variable]:
+    def variables(self, tree: Any, prefix: str = "") -> list[Variable]:
         """Return a variable for each leaf of a pytree, with a copy of its value."""
         arrays = self.flatten("the pytree", tree)
         leaves = zip(arrays, self.leaves, self.names, strict=True)
         return [
-            Variable(np.array(array, leaf.dtype), name) for array, leaf, name in leaves
+            Variable(np.array(array, leaf.dtype), prefix + name)
+            for array, leaf, name in leaves
         ]
 
     def pack(self, arrays: Iterable[Array]) -> Any:
@@ -128,6 +129,17 @@ class Structure:
         leaves = zip(arrays, self.leaves, strict=True)
         copies = [_copied(array, leaf.dtype) for array, leaf in leaves]
         return jax.tree_util.tree_unflatten(self.nesting, copies)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of random keys."""
+    is_array = isinstance(leaf, jax.Array)
+    return is_array and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def key_data(leaf: Any) -> Any:
+    """Return the data of random keys; another leaf as it is."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _same(tree: Any) -> Any:

@@ -54,6 +54,7 @@ class ShardReducer:
         computed: Calls of `compute_gradients` that this rank has begun, if the user
             counts them. Ranks that throw away different numbers of gradients are out of
             step. That is an error on all of them, after which they count from 0.
+        facts: Numbers that must be the same on all ranks in the next updates, by name.
         rates: The learning rates of the next update, one for each group of variables;
             None is not known. They must be the same on all ranks, too.
         interrupted: How often an exception, such as KeyboardInterrupt, has ended an
@@ -75,6 +76,7 @@ class ShardReducer:
         self._group, self._layout, self._name = group, layout, name
         self._options, self._formats = options, rows
         self.rates: Sequence[float | None] = ()
+        self.facts: Mapping[str, float] = {}
         self.begin(0, None)
         self.present, self.left = list(range(group.size)), False
         self._current = group
@@ -241,7 +243,7 @@ class ShardReducer:
 
     def _compare(self) -> None:
         """Set what the next reduction compares, beside arrays and `computed`."""
-        facts = (*self.rates, self.interrupted)
+        facts = (*self.rates, self.interrupted, *self.facts.values())
         if facts == self._compared:
             return
         several = len(self.rates) > 1
@@ -251,7 +253,7 @@ class ShardReducer:
             if rate is not None
         }
         known["number of interrupted updates"] = self.interrupted
-        self.reducer.compare(known, _COMPUTED)
+        self.reducer.compare({**known, **self.facts}, _COMPUTED)
         self._compared = facts
 
     def _offer(self, rows: Mapping[str, Rows]) -> Mapping[str, Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import stat
 import zipfile
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,8 +41,12 @@ class Dataset:
     Attributes:
         name: Name for output.
         classes: Number of classes.
-        x, x_test: float32 (n, features); each feature of ``x`` has mean 0, variance 1.
+        x, x_test: float32 (n, features), scaled: each feature of ``x`` has mean 0,
+            deviation 1.
         y, y_test: int64 (n,), class numbers from 0.
+        mean, deviation: (features,), by which ``x`` was scaled; the deviation of a
+            constant feature is 1.
+        labels: (classes,), that of each class number.
     """
 
     name: str
@@ -51,6 +55,9 @@ class Dataset:
     y: Array
     x_test: Array
     y_test: Array
+    mean: Array
+    deviation: Array
+    labels: Array
 
 
 def load(path: Path | None, group: Group) -> Dataset:
@@ -214,7 +221,23 @@ def prepare(
     if len(labels) < 2:
         raise InvalidArgumentError(f"y must have at least 2 classes, has {len(labels)}")
     y, y_test = np.searchsorted(labels, y), np.searchsorted(labels, y_test)
-    return _scaled(Dataset(name, len(labels), x, y, x_test, y_test))
+    mean, deviation = x.mean(0, dtype=np.float64), x.std(0, dtype=np.float64)
+    deviation[deviation == 0] = 1
+
+    def scaled(x: Array) -> Array:
+        return np.ascontiguousarray((x - mean) / deviation, dtype=np.float32)
+
+    return Dataset(
+        name=name,
+        classes=len(labels),
+        x=scaled(x),
+        y=y.astype(np.int64),
+        x_test=scaled(x_test),
+        y_test=y_test.astype(np.int64),
+        mean=mean,
+        deviation=deviation,
+        labels=labels,
+    )
 
 
 def _check(x: Array, y: Array, suffix: str) -> None:
@@ -242,23 +265,6 @@ def _every_fifth(y: Array) -> Array:
             "add x_test and y_test"
         )
     return chosen
-
-
-def _scaled(data: Dataset) -> Dataset:
-    mean = data.x.mean(axis=0, dtype=np.float64)
-    deviation = data.x.std(axis=0, dtype=np.float64)
-    deviation[deviation == 0] = 1
-
-    def scale(x: Array) -> Array:
-        return np.ascontiguousarray((x - mean) / deviation, dtype=np.float32)
-
-    return replace(
-        data,
-        x=scale(data.x),
-        x_test=scale(data.x_test),
-        y=data.y.astype(np.int64),
-        y_test=data.y_test.astype(np.int64),
-    )
 
 
 def batches(

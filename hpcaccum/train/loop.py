@@ -75,7 +75,7 @@ class Run:
         self._observer: Observer | None = None
         number, first = self._shard_group(options)
         self._saver = Saver(
-            options, group.rank, facts(options, sizes), self._optimizer.snapshot
+            options, group.rank, facts(options, sizes), data, self._optimizer.snapshot
         )
         keepers = options.keepers(strategy)
         self._found, self._keeper = found, keepers[number]

@@ -80,6 +80,7 @@ def describe(facts: dict[str, Any], options: Options) -> str:
         f"{'; delay of each gradient: ' + delays if delays else ''}\n"
         f"{data['name']}: {data['train']} samples to train, {data['test']} to test; "
         f"network {widths}\n"
+        f"each feature is scaled to mean 0 and deviation 1 of the training samples\n"
         f"{options.optimizer} {options.rate:g}, batches of {options.batch}, "
         f"{counted(options.epochs, 'epoch')}, seed {options.seed}"
     )

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
+
+_PARTS = {"facts", "step", "optimizer"}
 
 logger = logging.getLogger("hpcaccum")
 
@@ -79,6 +82,11 @@ def facts(options: Options, widths: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+def scaling(data: Dataset) -> dict[str, Any]:
+    """Return how samples become inputs of the model, and the labels of its outputs."""
+    return {"mean": data.mean, "deviation": data.deviation, "labels": data.labels}
+
+
 def find(options: Options, rank: int, expected: dict[str, Any]) -> Any:
     """Return the checkpoint from which the model of a rank continues, or None.
 
@@ -123,9 +131,10 @@ def _check_groups(options: Options) -> None:
 
 
 def _check(found: Any, expected: dict[str, Any], directory: Path) -> None:
+    # Checkpoints of earlier versions have no "data", which a run does not need.
     if (
         not isinstance(found, dict)
-        or found.keys() != {"facts", "step", "optimizer"}
+        or found.keys() - {"data"} != _PARTS
         or not isinstance(found["facts"], dict)
         or step_number(found["step"], f"--resume: {directory}: step") < 0
     ):
@@ -148,6 +157,7 @@ class Saver:
     Args:
         options, rank: Of this job.
         about: The `facts` of this job.
+        data: Its `scaling` is saved with the model.
         snapshot: Returns that of the optimizer.
     """
 
@@ -156,10 +166,12 @@ class Saver:
         options: Options,
         rank: int,
         about: dict[str, Any],
+        data: Dataset,
         snapshot: Callable[[], dict[str, Any]],
     ) -> None:
         self._directory, self._every = directory_of(options, rank), options.every
         self._facts, self._snapshot = about, snapshot
+        self._scaling = scaling(data)
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -198,4 +210,4 @@ class Saver:
         # With a server, other ranks may have made updates since.
         step = snapshot.get("global_step", step)
         state = {"facts": self._facts, "step": step, "optimizer": snapshot}
-        checkpoint.save(self._directory, state)
+        checkpoint.save(self._directory, {**state, "data": self._scaling})

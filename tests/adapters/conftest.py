@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from .. import simulator
@@ -24,6 +26,9 @@ from ..mpi.conftest import (  # noqa: F401
     size,
 )
 from ..mpi.on_device import wants_gpu
+
+# Tests of several devices need two; all others use the first.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 
 @pytest.hookimpl(trylast=True)  # as that of tests/mpi

@@ -293,15 +293,15 @@ def test_free_waits_for_updates_that_run(comm, rank, size):
 def test_after_free(comm):
     average = hpcaccum.jax.average(comm)
     grads = {"w": jnp.ones(3)}
-    update = jax.jit(average.update)
-    jax.block_until_ready(update(grads, average.init(grads)))
+    update, state = jax.jit(average.update), average.init(grads)
+    jax.block_until_ready(update(grads, state))
     average.free()
     meet()
 
     with pytest.raises(FreedError, match="average was freed"):
-        average.update(grads, optax.EmptyState())
+        average.update(grads, state)
     with pytest.raises(jax.errors.JaxRuntimeError, match="was freed"):
-        jax.block_until_ready(update(grads, optax.EmptyState()))
+        jax.block_until_ready(update(grads, state))
 
 
 def test_free_before_the_first_update(comm):

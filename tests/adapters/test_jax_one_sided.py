@@ -28,6 +28,10 @@ RULE = optax.sgd(0.5, momentum=0.5)
 LARGE_RULE = optax.apply_if_finite(
     optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 3
 )
+# Rules that no server can use.
+LOOKAHEAD = optax.lookahead(optax.sgd(0.1), 3, 0.5)
+FAST_AND_SLOW = optax.LookaheadParams.init_synced({"w": jnp.zeros(2)})
+WIDER = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g[None], grads))
 KINDS = ["DropStale", "SyncReplicas", "AGN"]
 
 
@@ -238,12 +242,36 @@ def last_has(rank, size, wrong, right):
     ("options", "error", "message"),
     [
         ({"rule": "adam"}, TypeError, "must be a GradientTransformation, .* got str"),
-        ({"rule": optax.polyak_sgd()}, TypeError, "value"),
+        ({"rule": optax.polyak_sgd()}, InvalidArgumentError, "extra= .* 'value'"),
+        ({"rule": optax.lbfgs()}, InvalidArgumentError, "extra= .* 'value'"),
+        ({"rule": LOOKAHEAD}, InvalidArgumentError, "cannot update these params"),
+        (
+            {"rule": LOOKAHEAD, "start": FAST_AND_SLOW},
+            InvalidArgumentError,
+            "gradients of the same structure",
+        ),
+        ({"rule": WIDER}, InvalidArgumentError, "other shapes than the parameters"),
+        (
+            {"extra": {"value": 3}},
+            InvalidArgumentError,
+            r"\['value'\] of extra .* int32",
+        ),
         ({"start": {"n": jnp.arange(3)}}, InvalidArgumentError, r"\['n'\] .* int32"),
         ({"start": {}}, InvalidArgumentError, "params has no arrays"),
         ({"start": {"w": "text"}}, TypeError, "str"),
     ],
-    ids=["no rule", "more arguments", "integers", "empty", "text"],
+    ids=[
+        "no rule",
+        "more arguments",
+        "functions",
+        "other parameters",
+        "lookahead",
+        "shapes",
+        "extra integers",
+        "integers",
+        "empty",
+        "text",
+    ],
 )
 def test_wrong_arguments_of_one_rank(make, rank, size, kind, options, error, message):
     with pytest.raises(error, match=message):
@@ -324,6 +352,83 @@ def test_after_free(make):
         opt.push(grads_of(params(), 1))
 
 
+# Extra arguments
+
+
+def scaled_by_value():
+    """A rule that multiplies gradients by one extra argument, and adds another."""
+
+    def update(updates, state, params=None, *, value, shift, **_):
+        updates = jax.tree.map(lambda g, s: -(g * value + s), updates, shift)
+        return updates, state + value
+
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+
+
+EXTRA = {"value": 0.0, "shift": {"w": np.zeros(2, np.float32)}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extra_arguments_travel_with_the_gradients(make, kind, rank, size):
+    rule = optax.chain(optax.identity(), scaled_by_value())
+    opt = make(kind, rule, {"w": jnp.zeros(2)}, extra=EXTRA, option=EXTRA_OPTION[kind])
+
+    for _ in range(2):
+        grads, shift = {"w": jnp.ones(2)}, {"w": jnp.array([0.0, 1.0])}
+        # The mean of 1, 3, ... is the number of ranks.
+        _, receipt = opt.push(grads, value=1.0 + 2 * rank, shift=shift)
+        assert receipt
+    opt.free()
+
+    means = 2 if kind == "SyncReplicas" else 2 * size
+    expected = means * np.float32([-size, -size - 1])
+    same_trees(opt.params, {"w": jnp.asarray(expected)})
+
+
+EXTRA_OPTION = {"DropStale": 100, "SyncReplicas": None, "AGN": 1}
+
+
+def test_agn_passes_extra_arguments_to_local_updates(make):
+    opt = make("AGN", scaled_by_value(), {"w": jnp.zeros(2)}, extra=EXTRA)
+    shift = {"w": jnp.zeros(2)}
+
+    found, receipt = opt.push({"w": jnp.ones(2)}, value=3.0, shift=shift)
+
+    assert not receipt.sent
+    same_trees(found, {"w": jnp.full(2, -3.0)})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extra_arguments_that_were_not_announced(make, kind):
+    opt = make(kind)
+    other = make(kind, optax.polyak_sgd(), extra={"value": 0.0})
+    grads, text = grads_of(params(), 1), r"extra= names must have the structure"
+
+    with pytest.raises(InvalidArgumentError, match=text):
+        opt.push(grads, value=1.0)
+    with pytest.raises(InvalidArgumentError, match=text):
+        other.push(grads)
+    with pytest.raises(InvalidArgumentError, match="value"):
+        other.push(grads, value=jnp.ones(2))
+
+    assert opt.push(grads)[1]
+    assert other.push(grads, value=1.0)[1]
+
+
+@pytest.mark.ranks(min=2)
+def test_extra_arguments_are_the_same_on_all_ranks(make, rank):
+    with pytest.raises(DisagreementError, match=r"extra leaf \['value'\]"):
+        make("DropStale", extra={"value": jnp.zeros(1 + (rank == 1))})
+
+
+def test_extra_arguments_that_are_not_finite(make, size):
+    opt = make(
+        "SyncReplicas", optax.polyak_sgd(), extra={"value": 0.0}, on_nonfinite="drop"
+    )
+
+    assert opt.push(grads_of(params(), 1), value=np.nan)[1].reason == "nonfinite"
+
+
 # Snapshots
 
 
@@ -385,6 +490,19 @@ def test_a_snapshot_has_the_state_of_the_host(make, kind, rank, size):
             for part, value in parts.items():
                 np.testing.assert_array_equal(value, second["state"][name][part])
         assert any(first["state"].values())
+
+
+def test_a_snapshot_of_a_rule_with_extra_arguments(make, rank):
+    start, shift = {"w": jnp.zeros(2)}, {"w": jnp.ones(2)}
+    opt = make("SyncReplicas", scaled_by_value(), start, extra=EXTRA)
+    opt.push(start, value=2.0, shift=shift)
+    state = opt.snapshot() if rank == 0 else None
+
+    other = make("SyncReplicas", scaled_by_value(), start, extra=EXTRA, snapshot=state)
+
+    for each in (opt, other):
+        each.push(start, value=2.0, shift=shift)
+    same_trees(other.params, opt.params)
 
 
 def test_a_snapshot_of_another_rule(make, rank):

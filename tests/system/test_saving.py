@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import textwrap
 import time
 
 import numpy as np
 import pytest
 
+import hpcaccum
 from hpcaccum import checkpoint
 
 from .conftest import REPOSITORY, run_program
 
 pytestmark = pytest.mark.mpi
 
+README = (REPOSITORY / "README.md").read_text()
 COMMON = "-m", "hpcaccum", "train", "--save", "saved", "--hidden", "8", "--batch", "64"
 
 
@@ -299,3 +303,34 @@ def test_a_full_disk_does_not_end_the_training_until_its_end(
     assert "epoch 2 of 2" not in result.stdout or "--save saved:" in result.stdout
     assert "checkpoint-1.safetensors" in result.stdout
     assert "Traceback" not in result.stdout
+
+
+def test_a_program_uses_the_model_as_the_readme_shows(train, tmp_path):
+    # Large and small features, one that is constant, and labels of few bytes.
+    rng, path = np.random.default_rng(0), tmp_path / "own.npz"
+    y = rng.choice(np.array([3, 250], "u1"), 400)
+    x = np.array([1000.0, 0.01, 0]) * rng.standard_normal((400, 3)) + 7
+    x[:, :2] += np.array([3000, 0.02]) * (y == 3)[:, None]
+    np.savez(path, x=x, y=y, x_test=x, y_test=y)
+    shown = train("--strategy", "cross-shard", "--data", path, "--epochs", "4")
+    lines = re.search(r"(?:^    .*\n)+", README.partition("uses the model on")[2], re.M)
+    lines = textwrap.dedent(lines[0]).replace("saved-train", str(tmp_path / "saved"))
+    found = {"np": np, "hpcaccum": hpcaccum, "x": x}
+    exec(lines, found)
+
+    assert set(found["predicted"]) == {3, 250}
+    accuracy = f"{np.mean(found['predicted'] == y):.1%}"
+    assert re.search(rf"^cross-shard +{accuracy}", shown, re.MULTILINE)
+    assert np.mean(found["predicted"] == y) > 0.9
+    assert "each feature is scaled to mean 0 and deviation 1" in shown
+
+
+def test_a_checkpoint_of_an_earlier_version_continues(train, tmp_path):
+    words = "--strategy", "drop-stale"
+    train(*words, "--epochs", "1")
+    state = last(tmp_path)
+    del state["data"]
+    checkpoint.save(tmp_path / "saved", state)
+
+    assert "resumed at" in train(*words, "--epochs", "2", "--resume")
+    assert {*last(tmp_path)["data"]} == {"mean", "deviation", "labels"}
