@@ -36,12 +36,13 @@ _SAME = {
 }
 
 _TITLES = (
-    f"{'size':>7} {'':13} {'old':>8} {'new':>8} {'time':>5} {'ratio':>5} {'noise':>5}  "
+    f"{'size':>7} {'':13} {'old':>8} {'new':>8} {'time':>5} {'ratio':>5} {'noise':>5} "
     f"reference"
 )
 _ABOUT = """\
 time: new over old; ratio: relative to the reference's; above 1 is slower
-noise: how much the ratio may vary, from the quartiles of the times"""
+noise: how much the ratio may vary, from the quartiles of the times
+undecided: within this noise, the row may be slower, or not"""
 
 
 class Change(NamedTuple):
@@ -76,11 +77,16 @@ class Change(NamedTuple):
         return math.hypot(*(_spread(row) for row in rows))
 
     def verdict(self, tolerance: float) -> str:
-        """Return "slower", "faster" or "", which it also is for references."""
-        allowed = (1 + tolerance) * (1 + self.noise)
-        if self.new.reference or 1 / allowed <= self.ratio <= allowed:
+        """Return "slower", "not slower" or "undecided"; "" for references.
+
+        It is undecided if the ratio may be above 1 + tolerance, or may not.
+        """
+        if self.new.reference:
             return ""
-        return "slower" if self.ratio > allowed else "faster"
+        if self.ratio / (1 + self.noise) > 1 + tolerance:
+            return "slower"
+        certain = self.ratio * (1 + self.noise) <= 1 + tolerance
+        return "not slower" if certain else "undecided"
 
 
 def _spread(row: Row) -> float:
@@ -94,8 +100,8 @@ def comparison(
     """Return a function that prints the comparison and returns the exit status.
 
     The status is 1 if a row of hpcaccum became slower, relative to its reference, by
-    more than the fraction ``tolerance`` and the noise, else 0. References are shown as
-    well, with their own times.
+    more than the fraction ``tolerance`` and the noise; else 2 if the noise of a row
+    could hide that; else 0. References are shown as well, with their own times.
 
     Raises:
         InvalidArgumentError: If a file cannot be used, or they have no row in common.
@@ -160,17 +166,18 @@ def _show(
         print(line)
     for note in [*notes, *_machine(changes, tolerance)]:
         print(note)
-    slower = sum(change.verdict(tolerance) == "slower" for change in changes)
+    verdicts = [change.verdict(tolerance) for change in changes]
+    slower, undecided = map(verdicts.count, ("slower", "undecided"))
     print(
         f"{counted(len(changes), 'row')} compared, {slower} slower by more than "
-        f"{tolerance:.0%} and the noise"
+        f"{tolerance:.0%} and the noise, {undecided} undecided"
     )
     if plot:
         from hpcaccum.bench.plot import draw_changes
 
         draw_changes(changes, tolerance, plot)
         print(f"picture: {plot}")
-    return 1 if slower else 0
+    return 1 if slower else 2 if undecided else 0
 
 
 def _table(changes: list[Change], tolerance: float) -> Iterator[str]:
@@ -197,7 +204,7 @@ def _line(size: str, change: Change, tolerance: float) -> str:
         reference = change.reference.new.name if change.reference else "none: times"
     return (
         f"{size:>7} {change.new.name:13} {old:>8} {new:>8} "
-        f"{number_text(change.time):>5} {ratio:>5} {noise:>5}  {reference:12} "
+        f"{number_text(change.time):>5} {ratio:>5} {noise:>5} {reference:11} "
         f"{change.verdict(tolerance)}"
     ).rstrip()
 

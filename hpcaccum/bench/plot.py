@@ -69,7 +69,7 @@ def draw_changes(changes: Sequence[Change], tolerance: float, path: Path) -> Non
     panels = group_by(changes, lambda change: change.new.benchmark)
     title = (
         f"new time over old, relative to the reference; grey: at most {tolerance:.0%} "
-        "slower or faster; circle: more, beyond the noise\n"
+        "slower or faster; circle: slower, beyond the noise\n"
         "dashed and dotted: the references' own times"
     )
     figure, axes = make_figure(len(panels), title)
@@ -93,7 +93,7 @@ def _changes(axis: Any, changes: Sequence[Change], tolerance: float) -> None:
     for name, found in group_by(changes, lambda change: change.new.name).items():
         curve = [(change.new.bytes, change.ratio) for change in found]
         draw_line(axis, name, curve, looks[name])
-        judged = [each for each in found if each.verdict(tolerance)]
+        judged = [each for each in found if each.verdict(tolerance) == "slower"]
         x = [change.new.bytes for change in judged]
         y = [change.ratio for change in judged]
         circle = {"markeredgecolor": looks[name].color, "markerfacecolor": "none"}

@@ -28,20 +28,20 @@ def compare(tmp_path, capsys):
         assert max(len(line) for line in shown if str(tmp_path) not in line) <= 80
         end = next(place for place, line in enumerate(shown) if line[:5] == "time:")
         # The titles of the table and of a single benchmark come first.
-        return status, [line.split() for line in shown[2:end]], shown[end + 2 :]
+        return status, [line.split() for line in shown[2:end]], shown[end + 3 :]
 
     return run
 
 
 JUDGED = {
-    "the same": (10.0, 10.0, ""),
+    "the same": (10.0, 10.0, "not slower"),
     "slower": (11.1, 10.0, "slower"),
-    "within the tolerance": (10.9, 10.0, ""),
-    "faster": (9.0, 10.0, "faster"),
-    "a slower machine": (20.0, 20.0, ""),
+    "within the tolerance": (10.9, 10.0, "not slower"),
+    "faster": (9.0, 10.0, "not slower"),
+    "a slower machine": (20.0, 20.0, "not slower"),
     "slower on a slower machine": (40.0, 20.0, "slower"),
     "slower on a faster machine": (10.0, 5.0, "slower"),
-    "faster on a slower machine": (10.0, 20.0, "faster"),
+    "faster on a slower machine": (10.0, 20.0, "not slower"),
 }
 
 
@@ -54,8 +54,8 @@ def test_rows_are_judged_by_the_ratio_to_their_reference(case, compare):
 
     assert status == (verdict == "slower")
     expected = ["4", "KiB", "zero-copy", "10.0", "us", f"{ours:#.3g}", "us"]
-    expected += [f"{ours / 10:.2f}", f"{ours / mpi:.2f}", "0%", "MPI", verdict]
-    assert lines[0] == [word for word in expected if word]
+    expected += [f"{ours / 10:.2f}", f"{ours / mpi:.2f}", "0%", "MPI"]
+    assert lines[0] == [*expected, *verdict.split()]
     assert lines[1][-4:] == [f"{mpi / 10:.2f}", "-", "-", "-"]
 
 
@@ -68,7 +68,7 @@ def test_each_row_has_its_own_reference(compare):
     status, lines, _ = compare(old + other, new + other)
 
     assert status == 0
-    assert [line[-1] for line in lines] == ["Get", "copy", "-", "-", "copy", "-"]
+    assert [line[-3] for line in lines] == ["Get", "copy", "-", "-", "copy", "-"]
 
 
 def test_without_a_reference_in_both_files_times_are_compared(compare):
@@ -78,7 +78,7 @@ def test_without_a_reference_in_both_files_times_are_compared(compare):
 
     assert status == 1
     assert lines[0][-6:] == ["1.20", "1.20", "0%", "none:", "times", "slower"]
-    assert lines[2][-2:] == ["none:", "times"]
+    assert lines[2][-4:] == ["none:", "times", "not", "slower"]
     assert not any("references took" in note for note in notes)
 
 
@@ -89,13 +89,51 @@ def test_times_that_vary_must_differ_more(compare):
         yield [row("zero-copy", times * 10), reference()]
 
     assert compare(*files(0.0, 1.2))[0] == 1
-    assert compare(*files(1.0, 1.2))[0] == 0
+    assert compare(*files(1.0, 1.2))[0] == 2
     status, lines, _ = compare(*files(1.0, 1.22))
     assert (status, lines[0][-3]) == (1, "10%")
     # Of all four times: 2 parts in 10 are of 20.
     old = [row(spread_us=1.0), reference(spread_us=1.0)]
     new = [row("zero-copy", 20.0, spread_us=2.0), reference(spread_us=1.0)]
     assert compare(old, new)[1][0][-3] == "20%"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "spread", "verdict", "status"),
+    [
+        (1.0, 140.7, "undecided", 2),
+        (0.5, 5.0, "not slower", 0),
+        (0.8, 5.0, "undecided", 2),
+        (1.09, 0.0, "not slower", 0),
+        (1.09, 0.1, "undecided", 2),
+        (1.2, 0.5, "slower", 1),
+        (1.2, 1.0, "undecided", 2),
+    ],
+)
+def test_a_row_whose_noise_could_hide_it_is_undecided(
+    compare, ratio, spread, verdict, status
+):
+    old = [row(), row("flat"), reference()]
+    new = [
+        row("zero-copy", 10 * ratio, spread_us=spread * ratio),
+        row("flat"),
+        reference(),
+    ]
+    found, lines, notes = compare(old, new)
+
+    assert (found, " ".join(lines[0]).endswith(f"MPI {verdict}")) == (status, True)
+    assert notes[-1] == (
+        f"3 rows compared, {int(status == 1)} slower by more than 10% and the noise, "
+        f"{int(status == 2)} undecided"
+    )
+
+
+def test_a_row_that_is_slower_counts_more_than_an_undecided_one(compare):
+    new = [row("zero-copy", 20.0), row("flat", spread_us=50.0), reference()]
+    status, _, notes = compare([row(), row("flat"), reference()], new)
+
+    assert status == 1
+    assert notes[-1].endswith("1 slower by more than 10% and the noise, 1 undecided")
 
 
 def test_files_of_earlier_versions_have_no_noise(compare):
