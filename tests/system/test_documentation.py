@@ -133,7 +133,9 @@ def test_program_is_short(name):
 
 def test_every_environment_variable_is_listed():
     used = set(re.findall(r"HPCACCUM_[A-Z_]+", "".join(SOURCES)))
-    listed = re.findall(r"`([A-Z_]+)`", str(table("troubleshooting", "Environment variables")))
+    listed = re.findall(
+        r"`([A-Z_]+)`", str(table("troubleshooting", "Environment variables"))
+    )
 
     assert used == {name for name in listed if name.startswith("HPCACCUM_")}
 
