@@ -25,13 +25,14 @@ ifeq ($(MPI),openmpi)
 include .ci/env.openmpi
 endif
 
-.PHONY: help demo test test-single test-unit test-system test-programs test-checks \
+.PHONY: help demo test test-all quick-training test-single test-unit test-system test-programs test-checks \
         test-device nvrtc test-1-openmpi test-cupy test-newest-cupy test-oldest-cupy \
         test-gpu test-gpu-torch sanitize-gpu test-mpi test-hosts test-adapters lint docs pages venv environments \
         clean
 help:
 	@echo "make demo         train with all four strategies on 4 ranks, one of them slow"
-	@echo "make test         units, programs, kernels, then on $(SIZES) ranks; not the adapters"
+	@echo "make test         units, kernels, 2 ranks, a training: 3 minutes"
+	@echo "make test-all     all of tests/unit, device, system, and tests/mpi on $(SIZES) ranks"
 	@echo "make test-4       the tests of tests/mpi on 4 ranks"
 	@echo "make test-mpi     the same on $(SIZES) ranks"
 	@echo "make test-hosts   some of them on several hosts made of namespaces; needs root"
@@ -48,13 +49,31 @@ help:
 demo: $(VENV)/.demo
 	$(MPIEXEC) -n 4 $(BIN)/hpcaccum train --compare --straggler 3:20 $(ARGS) </dev/null
 
-# All parts run even if one fails, and all results are reported.
+# What most changes break first, in 3 minutes on 2 cores.  Of a part that fails, the others
+# run all the same.
 test: $(VENV)/.test
+	@echo "units, kernels and 2 ranks, two parts at a time: some 3 minutes on 2 cores"
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
+	    quick-2 quick-device quick-unit quick-training; status=$$?; \
+	echo "left out: make test-all (3 and 4 ranks, whole programs), test-adapters, test-hosts"; \
+	exit $$status
+
+quick-2:
+	@$(MAKE) --no-print-directory test-2 ARGS='-m "not slow" -o mpi_nodes=halves'
+
+quick-%:
+	@$(MAKE) --no-print-directory test-$* ARGS='-m "not slow"'
+
+quick-training: $(VENV)/.test
+	$(SHARE) $(PYTEST) tests/system/test_train.py -k log_of_one_strategy </dev/null
+
+# All parts run even if one fails, and all results are reported.
+test-all: $(VENV)/.test
 	@status=0; \
 	for part in test-single test-programs test-mpi; do \
 	    $(MAKE) --no-print-directory $$part || status=1; \
 	done; \
-	echo "left out: make test-adapters (PyTorch, JAX)"; \
+	echo "left out: make test-adapters (PyTorch, JAX), make test-hosts, MPI=openmpi"; \
 	exit $$status
 
 # Two at a time, as each leaves a core idle.

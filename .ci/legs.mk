@@ -5,14 +5,14 @@ SHELL := bash
 
 SIZES   := 4 3 2
 SINGLES := test-checks test-device test-1-openmpi test-1 test-newest-cupy \
-           test-oldest-cupy test-unit
+           test-oldest-cupy
 
 # The longest legs come first. Make passes over this list, and starts what waits for an
 # environment in the next pass only: so legs of MPICH come before those of Open MPI.
 .PHONY: all
 all: environments no-shared-memory-4 mpich-4 no-shared-memory-3 mpich-3 openmpi-4 \
      openmpi-3 programs-mpich programs-openmpi adapters single-test-checks \
-     no-shared-memory-2 mpich-2 openmpi-2 hosts-mpich hosts-openmpi \
+     no-shared-memory-2 readme openmpi-2 hosts-mpich hosts-openmpi \
      $(SINGLES:%=single-%) lint documentation shell-scripts
 
 # One after the other: all of them build the package in this directory.  Legs that need
@@ -24,7 +24,7 @@ environment-mpich:
 environments: environment-mpich
 	@leg "other environments" make environments
 
-$(SIZES:%=no-shared-memory-%) $(SIZES:%=mpich-%) hosts-mpich lint: environment-mpich
+$(SIZES:%=no-shared-memory-%) mpich-3 mpich-4 readme hosts-mpich lint: environment-mpich
 programs-mpich programs-openmpi adapters documentation hosts-openmpi: environments
 $(SIZES:%=openmpi-%) $(SINGLES:%=single-%): environments
 
@@ -38,11 +38,15 @@ programs-openmpi:
 	    --ignore=tests/system/test_harness_failures.py \
 	    --ignore=tests/system/test_options.py --ignore=tests/system/test_files.py"
 
+# The second command of the README: 2 ranks of MPICH, units, and most of the kernels.
+readme:
+	@leg "make test" make test
+
 adapters:
 	@leg "PyTorch and JAX" make test-adapters
 
 # Ranks are placed on made-up nodes in four ways (NODES of tests/mpi/reducing.py), all of
-# which `make test` tests. Legs of 3 and 4 ranks test some of them, such that each way is
+# which `make test-all` tests. Legs of 3 and 4 ranks test some of them, such that each way is
 # tested with each MPI, and on each number of ranks: `uneven` on 4, as it is `halves` on 3.
 # Without shared memory, each rank is on a node of its own, and no others are made up.
 mpich-4:   OPTIONS := -o mpi_nodes=halves,uneven

@@ -19,6 +19,8 @@ from hpcaccum.device import kernels
 
 from ..system.conftest import REPOSITORY, run_program
 
+pytestmark = pytest.mark.slow
+
 QUICK = Conditions(seconds=1e-3)
 # Where the cupy of this process is from: the simulator, if it is.
 CUPY = str(Path(cupy.__file__).parents[1])

@@ -304,6 +304,7 @@ def streams_fixture():
     return [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 2])
 def test_interrupted_apply_adds_the_gradient_or_nothing(acc, form, before, streams):
     def trial(number):
@@ -331,6 +332,7 @@ def test_interrupted_apply_adds_the_gradient_or_nothing(acc, form, before, strea
     assert at_each_point(trial) == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_interrupted_take_takes_all_or_nothing(make, form, dtype, streams):
     acc = make(dtype)
@@ -360,6 +362,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("during", ["apply_grad", "take_grad"])
 def test_a_signal_handler_does_not_wait_for_what_it_has_interrupted(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 KERNELS = ["accumulate", "multi_tensor", "finish", "sparse", "update"]
 # Under the race check, which is slow and sees as much in smaller tests.

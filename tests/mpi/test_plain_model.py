@@ -1,7 +1,7 @@
-"""Every strategy and storage against a model in plain NumPy, with a large array.
+"""Every strategy and storage against its naive version, with a large array.
 
 Gradients are small whole numbers: their sums are exact in any order, so results must
-have the bits of the model wherever the ranks are.
+have the bits of the naive version wherever the ranks are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pytest
 
 import hpcaccum as hpc
 
+from .. import naive
 from ..common import same_bits
 from .support import WAIT, meet
 from .training import WRAPPERS
@@ -28,32 +29,18 @@ def drawn(rank, call):
     }
 
 
-def mean(parts):
-    return sum(parts) / np.float32(len(parts))
+def ones():
+    return {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 
 
-class Model:
-    """Momentum(0.25, 0.5), of which only additions round."""
-
-    def __init__(self):
-        self.values = {k: np.ones(s, np.float32) for k, s in SHAPES.items()}
-        self.momentum = {k: np.zeros(s, np.float32) for k, s in SHAPES.items()}
-
-    def update(self, gradients):
-        """Make one update with the mean of these gradients."""
-        for name in SHAPES:
-            new = mean([gradient[name] for gradient in gradients])
-            self.momentum[name] = np.float32(0.5) * self.momentum[name] + new
-            self.values[name] -= np.float32(0.25) * self.momentum[name]
-
-    def check(self, found):
-        for name, array in zip(SHAPES, found, strict=True):
-            same_bits(array, self.values[name])
+def rule():
+    """Of which only additions round."""
+    return naive.Momentum(0.25, 0.5)
 
 
-@pytest.fixture
-def model():
-    return Model()
+def check(found, expected):
+    for name, array in zip(SHAPES, found, strict=True):
+        same_bits(array, expected[name])
 
 
 @pytest.fixture
@@ -90,67 +77,74 @@ class Training:
         return [variable.value for variable in self.variables]
 
 
-@pytest.mark.parametrize("kind", ["CrossShard", "SyncReplicas"])
-def test_updates_with_the_mean_of_all_ranks(train, model, size, kind):
-    with train(WRAPPERS[kind]) as training:
+def test_cross_shard_is_an_allreduce(train, rank, size):
+    replicas, rules = [ones() for _ in range(size)], [rule() for _ in range(size)]
+    with train(WRAPPERS["CrossShard"]) as training:
         for call in range(CALLS):
             training.step(call)
-            model.update([drawn(r, call) for r in range(size)])
-            model.check(training.values())
+            gradients = [drawn(r, call) for r in range(size)]
+            naive.cross_shard(replicas, rules, gradients, [range(size)])
+            check(training.values(), replicas[rank])
 
 
 def quorum_of(quorum):
     return lambda inner, _, comm: hpc.SyncReplicasOptimizer(inner, quorum, comm=comm)
 
 
-@pytest.mark.ranks(min=2)
-def test_updates_with_the_mean_of_a_quorum(train, model, rank, size):
-    quorum = size // 2
+@pytest.mark.parametrize("backups", [0, 1])
+def test_sync_replicas_takes_the_mean_of_a_quorum(train, rank, size, backups):
+    quorum = max(size - backups, 1)
+    server = naive.SyncReplicas(ones(), rule(), quorum)
     with train(quorum_of(quorum)) as training:
         for call in range(CALLS):
-            chosen = [(call + n) % size for n in range(quorum)]
+            chosen = sorted((call + n) % size for n in range(quorum))
             while rank in chosen and not training.step(call):
                 pass  # it was computed with old parameters
             meet()
-            model.update([drawn(r, call) for r in chosen])
-            model.check(training.opt.center(training.variables))
+            for r in chosen:
+                assert server.push(drawn(r, call), call)
+            check(training.opt.center(training.variables), server.values)
             meet()  # no update before all have compared
 
-    model.check(training.values())
+    check(training.values(), server.values)
 
 
 @pytest.mark.parametrize("staleness", [1, 100])
-def test_updates_with_each_gradient_in_time(train, model, rank, staleness):
+def test_drop_stale_updates_with_each_gradient_in_time(train, staleness):
     def wrap(inner, _, comm):
         return hpc.DropStaleGradientOptimizer(inner, staleness, comm=comm)
 
     with train(wrap) as training:
         receipts = meet([training.step(call) for call in range(CALLS)])
 
-    for r, call in in_order(receipts):
-        model.update([drawn(r, call)])
-    model.check(training.values())
+    server = naive.DropStale(ones(), rule(), staleness)
+    for r, call, receipt in in_order(receipts):
+        assert server.push(drawn(r, call), receipt.local_step)
+    check(training.values(), server.values)
 
 
-def test_updates_with_the_mean_of_each_period(train, model):
+def test_agn_updates_with_the_mean_of_each_period(train):
     with train(WRAPPERS["AGN"]) as training:
         receipts = meet([training.step(call) for call in range(CALLS)])
 
-    for r, call in in_order(receipts):
-        model.update([drawn(r, call - 1), drawn(r, call)])
-    model.check(training.values())
+    server = naive.DropStale(ones(), rule(), np.inf)
+    for r, call, receipt in in_order(receipts):
+        both = drawn(r, call - 1), drawn(r, call)
+        assert server.push(naive.mean(both), receipt.local_step)
+    check(training.values(), server.values)
 
 
 def in_order(receipts):
-    """Return the rank and the call of each update, in the order of admission."""
+    """Return rank, call and receipt of each update, in the order of admission."""
     updates = [
-        (receipt.global_step, rank, call)
+        (receipt.global_step, rank, call, receipt)
         for rank, of_rank in enumerate(receipts)
         for call, receipt in enumerate(of_rank)
         if receipt and receipt.sent
     ]
-    assert sorted(step for step, _, _ in updates) == list(range(len(updates)))
-    return [(rank, call) for _, rank, call in sorted(updates)]
+    updates.sort(key=lambda update: update[0])
+    assert [step for step, *_ in updates] == list(range(len(updates)))
+    return [update[1:] for update in updates]
 
 
 @pytest.mark.parametrize("taker", [0, -1], ids=["first", "last"])
@@ -171,5 +165,6 @@ def test_takes_the_mean_of_all_gradients(comm, rank, size, storage, length, take
             assert acc.apply_grad(gradient, step)
             if rank == taker % size:
                 found = acc.take_grad(size, timeout=WAIT)
-                same_bits(found, mean([part(r, step) for r in range(size)]))
+                parts = [part(r, step) for r in range(size)]
+                same_bits(found, naive.allreduce(parts))
             meet()

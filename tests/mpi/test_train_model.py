@@ -31,6 +31,7 @@ def blobs():
     return prepare("blobs", centers[y] + rng.standard_normal((300, 3)), y)
 
 
+@pytest.mark.slow
 # The only test that loads scikit-learn, on rank 0: that takes 2 s.
 @pytest.mark.ranks(2)
 def test_the_digits_are_the_same_on_all_ranks(comm):

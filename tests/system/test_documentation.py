@@ -133,7 +133,9 @@ def test_program_is_short(name):
 
 def test_every_environment_variable_is_listed():
     used = set(re.findall(r"HPCACCUM_[A-Z_]+", "".join(SOURCES)))
-    listed = re.findall(r"`([A-Z_]+)`", str(table("README", "Environment variables")))
+    listed = re.findall(
+        r"`([A-Z_]+)`", str(table("troubleshooting", "Environment variables"))
+    )
 
     assert used == {name for name in listed if name.startswith("HPCACCUM_")}
 
@@ -144,7 +146,7 @@ def test_messages_under_troubleshooting_exist():
     joined = re.sub(r"\{[^{}]*\}", "...", joined)
     quoted = [
         re.findall(r"`([^`]+)`", row[0])
-        for row in table("README", "Troubleshooting")
+        for row in table("troubleshooting", "Messages")
         if row[0].startswith("`")
     ]
 

@@ -130,6 +130,7 @@ def test_ranks_are_summed(monkeypatch):
     assert on_two(monkeypatch, work) == [[3, 20]] * 2
 
 
+@pytest.mark.slow
 def test_ranks_on_one_device_are_an_error(monkeypatch):
     monkeypatch.setattr(nccl, "_PATIENCE", 5.0)
     errors = on_two(monkeypatch, lambda comm, rank: None, devices=(1, 1))

@@ -1,0 +1,224 @@
+"""What hpcaccum computes, as anyone would write it: NumPy and threads in one process.
+
+Read this before the package. There, ranks are processes on several nodes, and a
+gradient must not be lost or counted twice although no rank holds a lock while it sends
+one. Here, workers are threads, and one lock for each object is enough. The results are
+the same, bit for bit, if gradients come in the same order; tests compare them.
+
+- `Accumulator`: gradients that are not stale are added; a take waits for enough.
+- `allreduce`: the mean over all ranks.
+- `cross_shard`, `SyncReplicas`, `DropStale` and `AGNWorker`: the four strategies. A
+  model is a dictionary of arrays; a rule, such as `Momentum`, updates it in place.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    Arrays = dict[str, np.ndarray[Any, Any]]
+    Rule = Callable[[Arrays, Mapping[str, Any]], None]
+
+
+class Accumulator:
+    """Adds gradients until somebody takes them; TensorFlow's ConditionalAccumulator.
+
+    Attributes:
+        step: Number of takes so far, unless it was set.
+        count: Gradients added since the last take.
+        tickets: Number of takes that have begun.
+    """
+
+    def __init__(self, reduction_type: str = "MEAN") -> None:
+        self.step, self.count = 0, 0
+        self._sum: Any = None
+        self._mean = reduction_type == "MEAN"
+        self._changed = threading.Condition()
+        # Takes are served first come, first served.
+        self.tickets = self._served = 0
+
+    def apply_grad(self, gradient: Any, local_step: int = 0) -> bool:
+        """Add a gradient unless it is stale; return whether it was added."""
+        with self._changed:
+            if local_step < self.step:
+                return False
+            gradient = np.array(gradient)
+            self._sum = gradient if self._sum is None else self._sum + gradient
+            self.count += 1
+            self._changed.notify_all()
+            return True
+
+    def take_grad(self, num_required: int) -> Any:
+        """Wait for so many gradients; return the mean (or sum) of all there are."""
+        with self._changed:
+            ticket, self.tickets = self.tickets, self.tickets + 1
+            self._changed.wait_for(
+                lambda: self._served == ticket and self.count >= num_required
+            )
+            total, count = self._sum, self.count
+            self._sum, self.count = None, 0
+            self.step, self._served = self.step + 1, self._served + 1
+            self._changed.notify_all()
+            return total / total.dtype.type(count) if self._mean else total
+
+    def set_global_step(self, step: int) -> None:
+        """Set the step; what was added stays."""
+        with self._changed:
+            self.step = step
+
+
+def allreduce(parts: Sequence[Any], reduction_type: str = "MEAN") -> Any:
+    """Return the mean or the sum of the arrays of all ranks, added in rank order."""
+    total = np.array(parts[0])
+    for part in parts[1:]:
+        total = total + part
+    return total / total.dtype.type(len(parts)) if reduction_type == "MEAN" else total
+
+
+def mean(gradients: Sequence[Mapping[str, Any]]) -> Arrays:
+    """Return the mean of gradients of a whole model."""
+    return {
+        name: allreduce([each[name] for each in gradients]) for name in gradients[0]
+    }
+
+
+class SGD:
+    """value -= rate * gradient."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, values: Arrays, gradient: Mapping[str, Any]) -> None:
+        """Update the values in place."""
+        for name, value in values.items():
+            value -= value.dtype.type(self.rate) * gradient[name]
+
+
+class Momentum:
+    """slot = momentum * slot + gradient; value -= rate * slot."""
+
+    def __init__(self, rate: float, momentum: float) -> None:
+        self.rate, self.momentum = rate, momentum
+        self.slots: Arrays = {}
+
+    def __call__(self, values: Arrays, gradient: Mapping[str, Any]) -> None:
+        """Update the values in place."""
+        for name, value in values.items():
+            number = value.dtype.type
+            slot = self.slots.get(name, np.zeros_like(value))
+            self.slots[name] = number(self.momentum) * slot + gradient[name]
+            value -= number(self.rate) * self.slots[name]
+
+
+def cross_shard(
+    replicas: Sequence[Arrays],
+    rules: Sequence[Rule],
+    gradients: Sequence[Mapping[str, Any]],
+    groups: Sequence[Sequence[int]],
+) -> None:
+    """Make one update of each rank, with the mean of the gradients of its group."""
+    for ranks in groups:
+        average = mean([gradients[rank] for rank in ranks])
+        for rank in ranks:
+            rules[rank](replicas[rank], average)
+
+
+class Server:
+    """Has the parameters that workers share, the center, and updates them.
+
+    Attributes:
+        step: Number of updates.
+        dropped: Number of gradients that were too late.
+    """
+
+    def __init__(self, values: Mapping[str, Any], rule: Rule) -> None:
+        self.values = {name: np.array(value) for name, value in values.items()}
+        self.step, self.dropped = 0, 0
+        self._rule, self._changed = rule, threading.Condition()
+
+    def pull(self, newer_than: int = -1) -> tuple[Arrays, int]:
+        """Wait for a newer step; return it, after a copy of its parameters."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.step > newer_than)
+            return {n: value.copy() for n, value in self.values.items()}, self.step
+
+    def _update(self, gradient: Mapping[str, Any]) -> None:
+        self._rule(self.values, gradient)
+        self.step += 1
+        self._changed.notify_all()
+
+
+class SyncReplicas(Server):
+    """Updates with the mean of the first ``quorum`` gradients of a step.
+
+    Gradients of an earlier step are dropped. Chen et al., "Revisiting Distributed
+    Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981.
+    """
+
+    def __init__(self, values: Mapping[str, Any], rule: Rule, quorum: int) -> None:
+        super().__init__(values, rule)
+        self._quorum = quorum
+        self._round: list[Mapping[str, Any]] = []
+
+    def push(self, gradient: Mapping[str, Any], local_step: int) -> bool:
+        """Give a gradient; if it is accepted, the worker pulls the next step."""
+        with self._changed:
+            if local_step < self.step:
+                self.dropped += 1
+                return False
+            self._round.append(gradient)
+            if len(self._round) == self._quorum:
+                self._update(mean(self._round))
+                self._round = []
+            return True
+
+
+class DropStale(Server):
+    """Updates with each gradient that is at most ``staleness`` updates late."""
+
+    def __init__(self, values: Mapping[str, Any], rule: Rule, staleness: int) -> None:
+        super().__init__(values, rule)
+        self._staleness = staleness
+
+    def push(self, gradient: Mapping[str, Any], local_step: int) -> bool:
+        """Make one update, unless the gradient is too late."""
+        with self._changed:
+            if self.step - local_step > self._staleness:
+                self.dropped += 1
+                return False
+            self._update(gradient)
+            return True
+
+
+class AGNWorker:
+    """Makes local steps; each ``period``-th also pushes their mean gradient.
+
+    Hermans and Spanakis, "Accumulated Gradient Normalization", 2017,
+    https://arxiv.org/abs/1710.02368, in the form of TensorFlow's AGNOptimizer.
+
+    Args:
+        server: A `DropStale` whose staleness has no limit.
+        rule: Of the local steps, with slots of its own.
+        period: Number of local steps of a push.
+    """
+
+    def __init__(self, server: DropStale, rule: Rule, period: int) -> None:
+        self._server, self._rule, self._period = server, rule, period
+        self.values, self._pulled = server.pull()
+        self._gradients: list[Mapping[str, Any]] = []
+
+    def step(self, gradient: Mapping[str, Any]) -> bool:
+        """Make a local step; return whether it pushed."""
+        self._rule(self.values, gradient)
+        self._gradients.append(gradient)
+        if len(self._gradients) < self._period:
+            return False
+        self._server.push(mean(self._gradients), self._pulled)
+        self._gradients = []
+        self.values, self._pulled = self._server.pull()
+        return True
