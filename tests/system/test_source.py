@@ -26,5 +26,5 @@ def test_house_rules(path):
     assert not UNFINISHED.search(text)
     assert not SOMEBODYS_MACHINE.search(text)
     if path.is_relative_to(REPOSITORY / "hpcaccum"):
-        assert text.count("\n") <= 450, "look for a natural cut"
+        assert text.count("\n") <= 600, "look for a natural cut"
     assert text.endswith("\n") or not text
