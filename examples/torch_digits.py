@@ -6,7 +6,7 @@ mpiexec -n 4 python examples/torch_digits.py
 import torch
 from mpi4py import MPI
 from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import hpcaccum.torch
 
@@ -14,8 +14,13 @@ rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 torch.set_num_threads(1)  # ranks share the cores
 images, labels = map(torch.tensor, load_digits(return_X_y=True))
 images = images.float() / 16
-test, own = slice(300), slice(300 + rank, None, size)  # each rank has its own data
-loader = DataLoader(TensorDataset(images[own], labels[own]), 32, shuffle=True)
+test, train = slice(300), TensorDataset(images[300:], labels[300:])
+# Each rank draws from all data, in an order of its own: if gradients of a slow rank are
+# dropped, no data are missing.
+draws = RandomSampler(
+    train, num_samples=len(train) // size, generator=torch.Generator().manual_seed(rank)
+)
+loader = DataLoader(train, 32, sampler=draws)
 
 model = torch.nn.Sequential(
     torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)

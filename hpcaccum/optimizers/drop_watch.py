@@ -36,7 +36,8 @@ class DropWatch:
             self._warned = True
             late = f"was {counted(receipt.lag, 'update')} late, and {self._bound}"
             logger.warning(
-                "%s: the last %d gradients of rank %d were all dropped; the last %s",
+                "%s: the last %d gradients of rank %d were all dropped, so the data of "
+                "this rank are not in the model; the last gradient %s",
                 self._name,
                 _MANY,
                 self._rank,

@@ -244,15 +244,17 @@ def test_a_dropped_gradient_does_not_count_in_the_period(comm, rank, size):
     [
         (
             lambda comm: hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), -1, comm=comm),
-            "DropStaleGradient: the last 20 gradients of rank {} were all dropped; the "
-            "last was 0 updates late, and staleness=-1 is the largest lag accepted",
+            "DropStaleGradient: the last 20 gradients of rank {} were all dropped, so "
+            "the data of this rank are not in the model; the last gradient was 0 "
+            "updates late, and staleness=-1 is the largest lag accepted",
         ),
         (
             lambda comm: hpc.DropStaleGradientOptimizer(
                 hpc.SGD(1.0), 9, comm=comm, on_nonfinite="drop"
             ),
-            "DropStaleGradient: the last 20 gradients of rank {} were all dropped; the "
-            "last was not finite",
+            "DropStaleGradient: the last 20 gradients of rank {} were all dropped, so "
+            "the data of this rank are not in the model; the last gradient was not "
+            "finite",
         ),
     ],
     ids=["stale", "nonfinite"],
