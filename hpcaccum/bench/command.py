@@ -22,6 +22,7 @@ from hpcaccum.output_files import (
     check_writable,
     ending_the_job,
 )
+from hpcaccum.processor import place_and_date
 
 if TYPE_CHECKING:
     import argparse
@@ -144,7 +145,7 @@ class Bench:
             from hpcaccum.bench.plot import draw
 
             with ending_the_job("--plot", options.plot):
-                draw(measured, title, options.plot)
+                draw(measured, f"{title}\n{place_and_date(self._facts)}", options.plot)
             self._print(f"\npicture: {options.plot}")
         return 0
 

@@ -16,6 +16,7 @@ from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.report import number_text, size_text, time_text
 from hpcaccum.bench.row_files import read
 from hpcaccum.errors import counted
+from hpcaccum.processor import place_and_date
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,7 +120,8 @@ def comparison(
         *_alone(after, before, new),
     ]
     changes = _changes(before, after, common)
-    return functools.partial(_show, changes, notes, tolerance, plot)
+    places = [place_and_date(rows[common[0]].facts) for rows in (before, after)]
+    return functools.partial(_show, changes, notes, tolerance, plot, places)
 
 
 def _changes(before: Rows, after: Rows, common: list[Key]) -> list[Change]:
@@ -160,7 +162,11 @@ def _alone(here: Rows, there: Rows, path: Path) -> Iterator[str]:
 
 
 def _show(
-    changes: list[Change], notes: list[str], tolerance: float, plot: Path | None
+    changes: list[Change],
+    notes: list[str],
+    tolerance: float,
+    plot: Path | None,
+    places: list[str],
 ) -> int:
     for line in _table(changes, tolerance):
         print(line)
@@ -175,7 +181,7 @@ def _show(
     if plot:
         from hpcaccum.bench.plot import draw_changes
 
-        draw_changes(changes, tolerance, plot)
+        draw_changes(changes, tolerance, places, plot)
         print(f"picture: {plot}")
     return 1 if slower else 2 if undecided else 0
 

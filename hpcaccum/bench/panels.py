@@ -84,18 +84,6 @@ def looks_of(rows: Iterable[Row | scaling.Curve]) -> dict[str, Look]:
     return looks
 
 
-def paired_looks_of(rows: Sequence[Row | scaling.Curve]) -> dict[str, Look]:
-    """Return looks in which a reference has the color of what is compared with it.
-
-    Of several rows with the same reference, it is the color of the first.
-    """
-    looks = looks_of(rows)
-    for row in reversed(rows):
-        if row.raw in looks:
-            looks[row.raw] = looks[row.raw]._replace(color=looks[row.name].color)
-    return looks
-
-
 def draw_line(axis: Any, name: str, curve: Curve, look: Look) -> None:
     """Draw one row at all sizes."""
     color, marker, style = look

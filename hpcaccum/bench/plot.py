@@ -13,7 +13,6 @@ from hpcaccum.bench.panels import (
     label_sizes,
     looks_of,
     make_figure,
-    paired_looks_of,
     set_ticks,
     time_tick,
 )
@@ -56,7 +55,9 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_changes(changes: Sequence[Change], tolerance: float, path: Path) -> None:
+def draw_changes(
+    changes: Sequence[Change], tolerance: float, places: Sequence[str], path: Path
+) -> None:
     """Draw the changes between two runs, a panel for each benchmark.
 
     Of hpcaccum, these are the ratios; of references, their own times.
@@ -64,13 +65,15 @@ def draw_changes(changes: Sequence[Change], tolerance: float, path: Path) -> Non
     Args:
         changes: Rows of both runs.
         tolerance: Allowed slowdown, as a fraction.
+        places: Of the old and of the new run; see `place_and_date`.
         path: File to write; its suffix selects the format.
     """
     panels = group_by(changes, lambda change: change.new.benchmark)
     title = (
         f"new time over old, relative to the reference; grey: at most {tolerance:.0%} "
         "slower or faster; circle: slower, beyond the noise\n"
-        "dashed and dotted: the references' own times"
+        "dashed and dotted: the references' own times\n"
+        f"old: {places[0]}; new: {places[1]}"
     )
     figure, axes = make_figure(len(panels), title)
     for axis, (benchmark, found) in zip(axes, panels.items(), strict=False):
@@ -100,16 +103,20 @@ def _changes(axis: Any, changes: Sequence[Change], tolerance: float) -> None:
         axis.plot(x, y, "o", markersize=11, **circle)
 
 
-def draw_efficiencies(curves: Sequence[scaling.Curve], path: Path) -> None:
+def draw_efficiencies(
+    curves: Sequence[scaling.Curve], places: Sequence[str], path: Path
+) -> None:
     """Draw efficiency over ranks, a panel for each title.
 
     Args:
         curves: Of more titles than panels, some evenly spaced ones are drawn.
+        places: Of the runs; see `place_and_date`.
         path: File to write; its suffix selects the format.
     """
     panels = group_by(curves, lambda curve: curve.title)
     titles = [*panels][:: -(-len(panels) // _PANELS)]
-    figure, axes = make_figure(len(titles), "efficiency: 1 is perfect")
+    title = "\n".join(["efficiency: 1 is perfect", *dict.fromkeys(places)])
+    figure, axes = make_figure(len(titles), title)
     for axis, title in zip(axes, titles, strict=False):
         _efficiencies(axis, panels[title])
         axis.set_title(title)
@@ -117,7 +124,7 @@ def draw_efficiencies(curves: Sequence[scaling.Curve], path: Path) -> None:
 
 
 def _efficiencies(axis: Any, curves: Sequence[scaling.Curve]) -> None:
-    looks = paired_looks_of(curves)
+    looks = looks_of(curves)
     for curve in curves:
         draw_line(axis, curve.name, curve.efficiencies(), looks[curve.name])
     ranks = sorted({size.ranks for curve in curves for size in curve.points})

@@ -10,6 +10,7 @@ from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.report import number_text, size_text, time_text
 from hpcaccum.bench.row_files import counting, printable, read
 from hpcaccum.input_files import json_value, read_lines
+from hpcaccum.processor import place_and_date
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,14 +40,12 @@ class Curve(NamedTuple):
         title: The benchmark and the size of its arrays.
         name: Of the operation or strategy.
         points: Microseconds, or samples per second, of each job.
-        raw: The name of MPI's call that does the same, or None.
-        reference: Whether this is such a call or a plain copy.
+        reference: Whether this is a call of MPI or a plain copy.
     """
 
     title: str
     name: str
     points: dict[Size, float]
-    raw: str | None = None
     reference: bool = False
 
     def efficiency(self, size: Size) -> float:
@@ -88,7 +87,8 @@ def report(files: Sequence[Path], plot: Path | None) -> Callable[[], None]:
             "the files have no benchmark, name and size, and no strategy, in common "
             "that was measured with different numbers of ranks"
         )
-    return functools.partial(_show, grown, plot)
+    places = [place_and_date(json_value(read_lines(path)[0])) for path in files]
+    return functools.partial(_show, grown, places, plot)
 
 
 def _measured(path: Path) -> Iterator[Curve]:
@@ -100,7 +100,7 @@ def _measured(path: Path) -> Iterator[Curve]:
     for row, facts in read(path).values():
         title = f"{row.benchmark}, {size_text(row.bytes)}"
         points = {Size(facts["ranks"], facts["nodes"]): row.median_us}
-        yield Curve(title, row.name, points, row.raw, row.reference)
+        yield Curve(title, row.name, points, row.reference)
 
 
 def _log(path: Path) -> list[Curve] | None:
@@ -133,7 +133,7 @@ def _rate(number: Any) -> float:
     return float(number)
 
 
-def _show(curves: list[Curve], plot: Path | None) -> None:
+def _show(curves: list[Curve], places: list[str], plot: Path | None) -> None:
     sizes = sorted({size for curve in curves for size in curve.points})
     heads = "".join(f"{f'{size}':>16}" for size in sizes)
     print(f"{'':31}ranks on nodes, and efficiency\n{'':26}{heads}")
@@ -148,7 +148,7 @@ def _show(curves: list[Curve], plot: Path | None) -> None:
     if plot:
         from hpcaccum.bench.plot import draw_efficiencies
 
-        draw_efficiencies(curves, plot)
+        draw_efficiencies(curves, places, plot)
         print(f"picture: {plot}")
 
 

@@ -27,6 +27,7 @@ from hpcaccum.optimizers.drop_stale import DropStaleGradientOptimizer
 from hpcaccum.optimizers.finite import clip_by_global_norm
 from hpcaccum.optimizers.reduction import Reduction
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
+from hpcaccum.optimizers.servers import check_nodes
 from hpcaccum.optimizers.sync_replicas import SyncReplicasOptimizer
 from hpcaccum.optimizers.variable import Variable
 
@@ -44,6 +45,7 @@ __all__ = [
     "SyncReplicasOptimizer",
     "Variable",
     "check_groups",
+    "check_nodes",
     "clip_by_global_norm",
     "get_variable",
 ]

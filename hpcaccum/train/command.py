@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum import Group, InvalidArgumentError, span, trace
 from hpcaccum.device import use_device
+from hpcaccum.optimizers import check_nodes
 from hpcaccum.output_files import (
     check_apart,
     check_writable,
     ending_the_job,
 )
+from hpcaccum.processor import place_and_date
 from hpcaccum.train import saving
 from hpcaccum.train.data import MISSING, load
 from hpcaccum.train.log import Log, circumstances
@@ -52,6 +54,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     """
     group = Group.of()
     options = group.agree("options", lambda: _options(args, group))
+    if not isinstance(options.servers, str):
+        check_nodes(options.servers, group)
     requests = Requests(options.time_limit)
     requests.listen_early()
     group.agree("--device", lambda: _use_device(options, group), _nothing)
@@ -135,7 +139,7 @@ def _train(
         diverged = [result.strategy for result in results if result.diverged]
         mark.write(1 if diverged else results[-1].stopped)
         if group.rank == options.reporter:
-            _report(results, options, title, out)
+            _report(results, options, f"{title}\n{place_and_date(facts)}", out)
     if diverged:
         # A rank that exits ends the job, maybe before the picture is drawn.
         group.allgather(None, "the report")

@@ -70,7 +70,7 @@ class Run:
         self._model = MLP(sizes, options.seed, self._exchange.variable, place=place)
         self._target = self._exchange.updates(options.epochs * len(data.y))
         self._delay = options.straggler.get(group.rank, 0) / 1000
-        self._serves = options.dedicated and group.rank == 0 and not self._collective
+        self._serves = group.rank in options.only_serve and not self._collective
         self._check_at = 0.0
         self._observer: Observer | None = None
         number, first = self._shard_group(options)

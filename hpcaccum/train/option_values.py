@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 
 Groups = list[list[int]]
+# "auto", or ranks.
+Servers = str | tuple[int, ...]
 
 # An hour, in milliseconds.
 _LONGEST_DELAY = 3_600_000
@@ -39,6 +41,11 @@ def count(text: str) -> int:
 def whole(text: str) -> int:
     """Return an integer of at least 0."""
     return int(number(text, int, 0))
+
+
+def servers(text: str) -> Servers:
+    """Return "auto", or ranks such as 0,8,16."""
+    return text if text == "auto" else tuple(map(whole, text.split(",")))
 
 
 def positive(text: str) -> float:

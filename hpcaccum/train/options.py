@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 from hpcaccum import InvalidArgumentError
 from hpcaccum.optimizers import check_groups
 from hpcaccum.train import option_values
-from hpcaccum.train.option_values import Every, Groups
+from hpcaccum.train.option_values import Every, Groups, Servers
 
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn")
 
@@ -32,6 +33,7 @@ _AS_GIVEN = (
     "seed",
     "device",
     "dedicated",
+    "servers",
     "log",
     "trace",
     "record",
@@ -84,6 +86,7 @@ class Options:
     period: int
     groups: Groups
     dedicated: bool
+    servers: Servers
     straggler: dict[int, float]
     log: Path | None
     record: Path | None
@@ -95,9 +98,19 @@ class Options:
     time_limit: float
 
     @property
+    def host(self) -> int:
+        """The first server."""
+        return 0 if isinstance(self.servers, str) else self.servers[0]
+
+    @property
+    def only_serve(self) -> tuple[int, ...]:
+        """The ranks that do not train."""
+        return _only_serve(self.servers, self.dedicated)
+
+    @property
     def reporter(self) -> int:
         """The first rank that trains; it evaluates the model and writes all output."""
-        return int(self.dedicated)
+        return next(rank for rank in itertools.count() if rank not in self.only_serve)
 
     def keepers(self, strategy: str) -> list[int]:
         """Return the ranks that have all of a model: the host, or one of each group.
@@ -105,7 +118,8 @@ class Options:
         That of a shard group is the first of its list, as for `CrossShardOptimizer`.
         """
         groups = self.groups if strategy == "cross-shard" else []
-        return [ranks[0] for ranks in groups] or [0]
+        host = 0 if strategy == "cross-shard" else self.host
+        return [ranks[0] for ranks in groups] or [host]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -257,7 +271,15 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dedicated",
         action="store_true",
-        help="rank 0 only applies updates and does not train (not for cross-shard)",
+        help="servers only apply updates and do not train (not for cross-shard)",
+    )
+    group.add_argument(
+        "--servers",
+        type=option_values.servers,
+        default=(0,),
+        metavar="RANKS",
+        help="ranks that hold and update the parameters, such as 0,8,16, on different "
+        "nodes; or auto (0; not for cross-shard)",
     )
     group.add_argument(
         "--straggler",
@@ -277,11 +299,14 @@ def resolve(args: argparse.Namespace, ranks: int) -> Options:
         InvalidArgumentError: If an option contradicts the number of ranks or another
             option.
     """
-    workers = ranks - args.dedicated
+    _check_servers(args.servers, ranks)
+    workers = ranks - len(_only_serve(args.servers, args.dedicated))
     strategies = STRATEGIES if args.compare else (args.strategy,)
     _check_exchange(args)
     if args.dedicated and workers == 0:
-        raise InvalidArgumentError(f"--dedicated needs 2 ranks: {_ALONE}")
+        needs = f"--dedicated needs {ranks + 1} ranks"
+        alone = f"there are only {ranks}" if ranks > 1 else _ALONE
+        raise InvalidArgumentError(f"{needs}: {alone}")
     _check_saving(args)
     if args.record:
         _check_record(args)
@@ -307,11 +332,30 @@ def _check_exchange(args: argparse.Namespace) -> None:
         return
     if args.dedicated and args.strategy == "cross-shard":
         raise InvalidArgumentError("--dedicated cannot be used with cross-shard")
+    if args.servers != (0,) and args.strategy == "cross-shard":
+        raise InvalidArgumentError("--servers cannot be used with cross-shard")
     for name, strategy in _ONLY_FOR.items():
         if getattr(args, name) not in (None, []) and strategy != args.strategy:
             raise InvalidArgumentError(
                 f"--{name} is for {strategy}, not for {args.strategy}"
             )
+
+
+def _only_serve(servers: Servers, dedicated: bool) -> tuple[int, ...]:
+    # The user must know them, so "auto" is the host then.
+    ranks = (0,) if isinstance(servers, str) else servers
+    return ranks if dedicated else ()
+
+
+def _check_servers(servers: Servers, ranks: int) -> None:
+    if isinstance(servers, str):
+        return
+    if max(servers) >= ranks or len(set(servers)) < len(servers):
+        alone = f": {_ALONE}" if ranks == 1 else ""
+        raise InvalidArgumentError(
+            f"--servers must be different ranks, 0 to {ranks - 1}{alone}, got "
+            f"{','.join(map(str, servers))}"
+        )
 
 
 def _check_saving(args: argparse.Namespace) -> None:
@@ -334,6 +378,8 @@ def _check_record(args: argparse.Namespace) -> None:
         raise InvalidArgumentError(
             "--record cannot be used with --resume: a record begins with update 1"
         )
+    if args.servers != (0,):
+        raise InvalidArgumentError("--record cannot be used with --servers")
     if args.device != "cpu":
         raise InvalidArgumentError(
             "--record needs --device cpu: a replay cannot have the bits of a device"

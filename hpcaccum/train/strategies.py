@@ -58,30 +58,34 @@ def _cross_shard(options: Options, group: hpc.Group) -> Exchange:
     return Exchange(optimizer, hpc.Variable, samples, options.batch, exact=True)
 
 
+def _served(options: Options) -> dict[str, Any]:
+    return {"dedicated": options.dedicated, "servers": options.servers}
+
+
 def _sync_replicas(options: Options, group: hpc.Group) -> Exchange:
     optimizer = hpc.SyncReplicasOptimizer(
-        _rule(options), options.quorum, comm=group, dedicated=options.dedicated
+        _rule(options), options.quorum, comm=group, **_served(options)
     )
     samples = options.batch * options.quorum
-    exact = options.quorum == group.size - options.dedicated
+    exact = options.quorum == group.size - len(options.only_serve)
     return Exchange(optimizer, hpc.Variable, samples, options.batch, exact)
 
 
 def _drop_stale(options: Options, group: hpc.Group) -> Exchange:
     optimizer = hpc.DropStaleGradientOptimizer(
-        _rule(options), options.staleness, comm=group, dedicated=options.dedicated
+        _rule(options), options.staleness, comm=group, **_served(options)
     )
     return Exchange(optimizer, hpc.Variable, options.batch, options.batch)
 
 
 def _agn(options: Options, group: hpc.Group) -> Exchange:
-    getter = hpc.AGNCustomGetter(comm=group)
+    getter = hpc.AGNCustomGetter(comm=group, host=options.host)
     optimizer = hpc.AGNOptimizer(
         _rule(options),
-        group.size - options.dedicated,
+        group.size - len(options.only_serve),
         getter,
         communication_period=options.period,
-        dedicated=options.dedicated,
+        **_served(options),
     )
 
     def variable(array: Array, name: str) -> hpc.Variable:

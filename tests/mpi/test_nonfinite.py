@@ -284,3 +284,30 @@ def test_a_rank_is_warned_once_only(comm, caplog):
             opt.minimize(gives(grad), var_list=[w])
 
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.ranks(min=2)
+def test_data_of_a_rank_that_is_always_late_are_not_in_the_model(
+    comm, rank, size, caplog
+):
+    """Ranks estimate the mean of one number each, of which the last is 10."""
+    w, late = variable(0.0), rank == size - 1
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(0.5), size - 1, comm=comm)
+    with caplog.at_level(logging.WARNING), opt:
+        opt.initialize([w])
+        for _ in range(21):
+            # All begin with the same parameters; the others are done first.
+            pairs = opt.compute_gradients(gives(w.value - (10.0 if late else 2.0)))
+            meet()
+            receipt = None if late else opt.apply_gradients(pairs)
+            meet()
+            receipt = opt.apply_gradients(pairs) if late else receipt
+            assert bool(receipt) != late
+            meet()
+
+    np.testing.assert_allclose(opt.center(w), 2.0, rtol=1e-5)
+    warned = [each.getMessage() for each in caplog.records]
+    text = (
+        f"rank {rank} were all dropped, so the data of this rank are not in the model"
+    )
+    assert [text in each for each in warned] == [True] * late

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 
@@ -400,29 +399,3 @@ def test_a_round_whose_gradients_were_given_up_is_an_empty_update(make, rank):
         assert opt._step > before
     meet()
     opt.free()
-
-
-@pytest.mark.ranks(min=2)
-def test_data_of_a_rank_that_is_always_late_are_not_in_the_model(
-    make, rank, size, caplog
-):
-    """Ranks estimate the mean of one number each, of which the last is 10."""
-    w, late = variable(0.0), rank == size - 1
-    opt = make(size - 1, [w], hpc.SGD(0.5))
-    with caplog.at_level(logging.WARNING):
-        for _ in range(21):
-            # All begin with the same parameters; the others are done first.
-            pairs = opt.compute_gradients(gives(w.value - (10.0 if late else 2.0)))
-            meet()
-            receipt = None if late else opt.apply_gradients(pairs)
-            meet()
-            receipt = opt.apply_gradients(pairs) if late else receipt
-            assert bool(receipt) != late
-            meet()
-
-    np.testing.assert_allclose(opt.center(w), 2.0, rtol=1e-5)
-    warned = [each.getMessage() for each in caplog.records]
-    text = (
-        f"rank {rank} were all dropped, so the data of this rank are not in the model"
-    )
-    assert [text in each for each in warned] == [True] * late

@@ -114,7 +114,10 @@ def test_two_jobs_end_with_the_bits_of_one(train, tmp_path, strategy):
 
 @pytest.mark.parametrize(
     "options",
-    [["drop-stale", "--dedicated"], ["agn", "--period", "4"]],
+    [
+        ["drop-stale", "--dedicated", "--servers", "1"],
+        ["agn", "--period", "4", "--servers", "auto"],
+    ],
     ids=["drop-stale", "agn"],
 )
 def test_a_job_continues_one_that_was_killed(train, mpirun, tmp_path, common, options):

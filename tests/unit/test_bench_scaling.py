@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from hpcaccum import InvalidArgumentError
+from hpcaccum.bench.compare import comparison
+from hpcaccum.bench.plot import draw
 from hpcaccum.bench.scaling import report
 
 from .measured import reference, row, write
@@ -106,23 +109,44 @@ def test_a_picture(measured, tmp_path):
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_has_mpi_in_the_color_of_its_row(tmp_path, monkeypatch):
-    drawn = []
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that would be written."""
+    figures = []
     figure = pytest.importorskip("matplotlib.figure").Figure
-    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: figures.append(self))
+    return figures
+
+
+def test_a_picture_has_the_colors_of_the_other_pictures(tmp_path, drawn):
     rows = [row("round", raw="Accumulate"), row("apply", raw="Put")]
     rows += [row("in slot", raw="Put"), row("stale", raw=None)]
     rows += [reference(name) for name in ("Accumulate", "Put", "copy")]
+    rows += [dataclasses.replace(each, bytes=8192) for each in rows]
     for ranks in 1, 2:
         write(tmp_path / f"{ranks}", rows, ranks=ranks)
     report([tmp_path / "1", tmp_path / "2"], tmp_path / "x.png")()
+    draw(rows, "title", tmp_path / "x.png")
 
-    lines = {line.get_label(): line for line in drawn[0].axes[0].lines}
-    color = {name: line.get_color() for name, line in lines.items()}
-    style = {name: line.get_linestyle() for name, line in lines.items()}
-    assert color["Accumulate"] == color["round"]
-    assert color["Put"] == color["apply"]
-    ours = ["round", "apply", "in slot", "stale"]
-    assert len({color[name] for name in [*ours, "copy"]}) == 5
-    assert {style[name] for name in ours} == {"-"}
-    assert {style["Accumulate"], style["Put"]} == {"--"}
+    grown, times = (
+        {line.get_label(): line for line in figure.axes[0].lines} for figure in drawn
+    )
+    for name in (each.name for each in rows):
+        assert grown[name].get_color() == times[name].get_color()
+        assert grown[name].get_linestyle() == times[name].get_linestyle()
+
+
+def test_a_picture_says_where_and_when(tmp_path, drawn):
+    write(tmp_path / "1", [row()], date="2026-11-27T01:02", hosts={"h1": 2})
+    hosts = {"h1": 1, "h2": 1, "h3": 1, "h4": 1}
+    facts = {"ranks": 4, "nodes": 4, "hosts": hosts, "date": "2026-11-28T01:02"}
+    write(tmp_path / "2", [row()], **facts)
+    report([tmp_path / "1", tmp_path / "2"], tmp_path / "x.png")()
+    comparison(tmp_path / "1", tmp_path / "1", 0.1, tmp_path / "x.png")()
+
+    assert drawn[0].get_suptitle() == (
+        "efficiency: 1 is perfect\nh1; 1 node; 2026-11-27\n"
+        "h1, h2, h3 and 1 more; 4 nodes; 2026-11-28"
+    )
+    end = "\nold: h1; 1 node; 2026-11-27; new: h1; 1 node; 2026-11-27"
+    assert drawn[1].get_suptitle().endswith(end)
