@@ -95,7 +95,7 @@ class Run:
                 show,
             )
 
-    def _evaluate(self) -> tuple[float, float]:
+    def _evaluate(self) -> tuple[float, float, float | None]:
         with span("evaluate"):
             return self._model.evaluate(self._data.x_test, self._data.y_test)
 
@@ -247,7 +247,10 @@ class Run:
         waits += (0.0,) * (len(tally.accepted) - len(waits))
         stopped = self._stop.status if min(made) < self._target else 0
         self._stop.free()
-        finals = {record.group: record.accuracy for record in records}
+        finals = {record.group: record for record in records}.values()
+        balanced = [
+            r.balanced_accuracy for r in finals if r.balanced_accuracy is not None
+        ]
         return Result(
             strategy=self._strategy,
             seconds=seconds,
@@ -261,7 +264,8 @@ class Run:
             dropped=tally.dropped,
             lags=tally.lags,
             waited=waits,
-            accuracy=tuple(finals.values()),
+            accuracy=tuple(record.accuracy for record in finals),
+            balanced_accuracy=tuple(balanced) or None,
             records=tuple(records),
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.device import library
+from hpcaccum.device import library, to_host
 from hpcaccum.free_memory import free_memory
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Number of rows evaluated at once, to limit the memory.
 _CHUNK = 4096
+# Classes are uneven if one has so many times the rows of another one.
+_UNEVEN = 1.5
 # No warning when a training diverges: it shows as a loss that is not finite.
 _quiet = np.errstate(over="ignore", invalid="ignore")
 
@@ -129,16 +131,26 @@ class MLP:
         return value, gradients
 
     @_quiet
-    def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
-        """Return the mean loss and the fraction of rows classified correctly."""
-        loss = right = 0.0
+    def evaluate(self, x: Array, y: Array) -> tuple[float, float, float | None]:
+        """Return the mean loss, the accuracy, and the balanced accuracy.
+
+        That is the mean over the classes of the accuracy on the rows of each; None if
+        no class has 1.5 times as many rows as another one.
+        """
+        loss, right = 0.0, np.zeros(len(self._layers()[-1][1]))
         for begin in range(0, len(y), _CHUNK):
             rows = slice(begin, begin + _CHUNK)
             losses = _log_softmax(self._forward(self._place(x[rows]))[-1])
             labels = self._place(y[rows])
             loss -= float(losses[library(labels).arange(len(labels)), labels].sum())
-            right += int((losses.argmax(axis=1) == labels).sum())
-        return loss / len(y), right / len(y)
+            found = to_host(losses.argmax(axis=1))
+            right += np.bincount(y[rows][found == y[rows]], minlength=len(right))
+        counts = np.bincount(y, minlength=len(right))
+        there = counts > 0
+        balanced = None
+        if counts.max() >= _UNEVEN * counts[there].min():
+            balanced = float(np.mean(right[there] / counts[there]))
+        return loss / len(y), float(right.sum() / len(y)), balanced
 
 
 def _log_softmax(scores: Array) -> Array:

@@ -34,7 +34,7 @@ class Record:
         epoch: The work that is done, in epochs.
         loss: Mean over this rank's batches since its last record; None if there are
             none.
-        test_loss, accuracy: Mean loss and accuracy on the test samples.
+        test_loss, accuracy, balanced_accuracy: On the test samples, see `MLP.evaluate`.
     """
 
     strategy: str
@@ -45,6 +45,7 @@ class Record:
     loss: float | None
     test_loss: float
     accuracy: float
+    balanced_accuracy: float | None
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Result:
         lags: Lag to number of gradients.
         waited: Seconds that each rank waited in the optimizer, in this job.
         accuracy: Test accuracy of each group's final model.
+        balanced_accuracy: The same, see `MLP.evaluate`; None if the classes are even.
         records: Group by group, each in chronological order.
     """
 
@@ -80,6 +82,7 @@ class Result:
     lags: dict[int, int]
     waited: tuple[float, ...]
     accuracy: tuple[float, ...]
+    balanced_accuracy: tuple[float, ...] | None
     records: tuple[Record, ...]
 
     @property
@@ -112,7 +115,7 @@ class Observer:
 
     Args:
         strategy, group: Copied to the records.
-        measure: Returns loss and accuracy on the test samples.
+        measure: Returns what `MLP.evaluate` does, on the test samples.
         target, epochs: Number of updates in the run, and of epochs.
         show: Called with each record.
 
@@ -124,7 +127,7 @@ class Observer:
         self,
         strategy: str,
         group: int,
-        measure: Callable[[], tuple[float, float]],
+        measure: Callable[[], tuple[float, float, float | None]],
         target: int,
         epochs: int,
         show: Callable[[Record], None],
@@ -157,7 +160,16 @@ class Observer:
         self._next_epoch = int(self._epoch(step)) + 1.0
         loss = float(np.mean(self._losses)) if self._losses else None
         self._losses.clear()
-        found = self._measure()
-        record = Record(*self._names, seconds, step, self._epoch(step), loss, *found)
+        test_loss, accuracy, balanced = self._measure()
+        record = Record(
+            *self._names,
+            seconds,
+            step,
+            self._epoch(step),
+            loss,
+            test_loss,
+            accuracy,
+            balanced,
+        )
         self.records.append(record)
         self._show(record)

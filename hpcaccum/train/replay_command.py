@@ -13,6 +13,7 @@ from hpcaccum.errors import counted
 from hpcaccum.train.data import load
 from hpcaccum.train.recording import arithmetic, combined, data_digest, read
 from hpcaccum.train.replay import DifferenceError, Replay
+from hpcaccum.train.report import balanced_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,8 +110,9 @@ def _replay(recording: Recording, data: Dataset, updates: int) -> None:
 
 
 def _describe(center: Replica, data: Dataset) -> str:
-    loss, accuracy = center.model.evaluate(data.x_test, data.y_test)
+    loss, accuracy, balanced = center.model.evaluate(data.x_test, data.y_test)
     return (
-        f"test loss {loss:.6f}, test accuracy {accuracy:.1%}, digest "
+        f"test loss {loss:.6f}, test accuracy {accuracy:.1%}"
+        f"{balanced_text(balanced)}, digest "
         f"{combined(center.digests())}"
     )

@@ -97,6 +97,11 @@ def saved(result: Result, options: Options) -> str:
     return f"{place}update {result.updates}, {begun}{end}"
 
 
+def balanced_text(accuracy: float | None) -> str:
+    """Return what follows an accuracy if the classes are uneven."""
+    return "" if accuracy is None else f", balanced {accuracy:.1%}"
+
+
 class Bar:
     """Progress of one run: a bar on a terminal, otherwise lines, ever more seldom."""
 
@@ -123,6 +128,7 @@ class Bar:
         text = (
             f"epoch {epoch:.0f} of {self._epochs}, {record.seconds:.1f} s"
             f"{self._left(record)}, {loss}test accuracy {record.accuracy:.1%}"
+            f"{balanced_text(record.balanced_accuracy)}"
         )
         if self._out.is_terminal:
             self._bar.update(self._task, completed=record.epoch, text=text)
@@ -193,12 +199,15 @@ def _table(*names: str, texts: int = 1) -> Table:
 
 
 def _summary(results: Sequence[Result]) -> Table:
-    names = "test accuracy", "seconds", "updates/s", "samples/s"
-    table = _table("strategy", *names, "accepted", "dropped")
+    names = "seconds", "updates/s", "samples/s", "accepted", "dropped"
+    uneven = any(result.balanced_accuracy for result in results)
+    balanced = ["balanced accuracy"] if uneven else []
+    table = _table("strategy", "test accuracy", *balanced, *names)
     for result in results:
         table.add_row(
             result.strategy,
             _accuracy(result.accuracy),
+            *([_accuracy(result.balanced_accuracy or ())] if uneven else []),
             f"{result.seconds:.2f}",
             _rate(result.updates_per_second),
             _rate(result.samples_per_second),

@@ -7,11 +7,13 @@ import functools
 import json
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from .conftest import REPOSITORY, run_program
@@ -186,6 +188,21 @@ def test_accuracy_of_each_shard_group(train, tmp_path, samples):
     *looks, result = read(tmp_path / "log.jsonl")[1:]
     assert len(result["accuracy"]) == 2
     assert {look["group"] for look in looks} == {0, 1}
+
+
+def test_balanced_accuracy_of_uneven_classes(train, tmp_path):
+    # Nothing can be learned of them, so all are taken for the frequent class.
+    y = np.array([0] * 90 + [1] * 10)
+    np.savez(tmp_path / "own.npz", x=np.zeros((100, 2)), y=y)
+    words = "--data", "own.npz", "--groups", "0/1", "--log", "log.jsonl"
+    shown = train(2, "--strategy", "cross-shard", *words, "--epochs", "3")
+
+    *looks, result = read(tmp_path / "log.jsonl")[1:]
+    assert looks[-1]["balanced_accuracy"] == 0.5
+    assert result["balanced_accuracy"] == [0.5, 0.5]
+    assert "test accuracy 90.0%, balanced 50.0%" in shown
+    assert re.search(r"test accuracy +balanced accuracy", shown)
+    assert re.search(r"^cross-shard +90.0% 90.0% +50.0% 50.0% ", shown, re.MULTILINE)
 
 
 def test_shard_groups_may_be_compared_with_the_other_strategies(train, digits):

@@ -20,7 +20,7 @@ def shown(times, epochs):
     out = io.StringIO()
     bar = Bar(Console(file=out, width=200), "agn", epochs)
     for epoch, seconds in times:
-        bar.show(Record("agn", 0, seconds, epoch, epoch, None, 1.0, 0.5))
+        bar.show(Record("agn", 0, seconds, epoch, epoch, None, 1.0, 0.5, None))
     bar.stop()
     return out.getvalue().splitlines()
 
