@@ -242,7 +242,7 @@ def test_before_initialize_each_call_says_so(comm):
 @pytest.mark.own_comm
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("which", ["first", "last"])
-@pytest.mark.parametrize("schedule", ["shared", "flat"])
+@pytest.mark.parametrize("schedule", ["auto", "flat"])
 @pytest.mark.parametrize("call", ["free", "another"])
 def test_a_rank_that_ends_its_loop_early_is_told_to_leave(
     comm, rank, size, which, schedule, call, monkeypatch
@@ -262,7 +262,7 @@ def test_a_rank_that_ends_its_loop_early_is_told_to_leave(
 
 @pytest.mark.own_comm
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("schedule", ["shared", "flat"])
+@pytest.mark.parametrize("schedule", ["auto", "flat"])
 def test_a_wait_for_a_rank_that_did_not_leave_says_so(comm, rank, size, schedule):
     w = variable(np.zeros(3))
     opt = hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, schedule=schedule)
