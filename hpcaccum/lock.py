@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from _thread import RLock
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
 
 
 class Lock(RLock):  # type: ignore[misc]
@@ -20,3 +27,15 @@ class Lock(RLock):  # type: ignore[misc]
         # Acquired in C by the iterator, after which no handler runs either.
         [acquired] = map(self.acquire, (True,))
         return acquired
+
+
+def once(make: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that calls ``make`` once, also if several threads call it."""
+    lock, cached = Lock(), functools.cache(make)
+
+    @functools.wraps(make)
+    def made() -> T:
+        with lock:
+            return cached()
+
+    return made

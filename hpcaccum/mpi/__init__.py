@@ -17,6 +17,7 @@ All calls of MPI windows are in this package. Imports `errors`, `deadline`, `loc
 from __future__ import annotations
 
 from hpcaccum.mpi.atomic_words import AtomicWords, Attempt
+from hpcaccum.mpi.creation import duplicate, split
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import (
@@ -57,6 +58,7 @@ __all__ = [
     "ancestors",
     "complete",
     "cuda_awareness",
+    "duplicate",
     "install_excepthook",
     "is_ending",
     "is_rank",
@@ -68,5 +70,6 @@ __all__ = [
     "report_and_abort",
     "short_switch_interval",
     "slurm_plugin",
+    "split",
     "without_signals",
 ]

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -23,8 +24,10 @@ from hpcaccum.errors import (
     echo,
     format_ranks,
 )
+from hpcaccum.lock import once
 from hpcaccum.mpi.blocking import limited
 from hpcaccum.mpi.control import ControlChannel
+from hpcaccum.mpi.creation import alone, creating, split, split_by_node
 from hpcaccum.mpi.heartbeat import Facts, Heartbeat
 from hpcaccum.mpi.kept_windows import KeptWindows
 from hpcaccum.mpi.progress import ProgressThread
@@ -50,7 +53,7 @@ _UNREACHED = (
 )
 
 
-@functools.cache
+@once
 def _keyval() -> int:
     # MPI calls `close` when the user's communicator is freed.
     return int(
@@ -79,7 +82,8 @@ class Group:
         own_cores: This rank's share of the cores of its node, at least 1. Ranks that
             may run on the same cores share them evenly.
         least_cores: The smallest share of any rank of the group.
-        token: Text that no other group has, with the process of rank 0.
+        order: Sorts communicators alike on all their ranks, the newest last. Parts of
+            a group have its order.
         named: Objects that several users of the group share, by name.
         windows: Those of which objects have words.
         control: The exchanges of small objects, and the order of collective calls.
@@ -92,7 +96,7 @@ class Group:
     ) -> None:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
-        self.node = node or comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        self.node = node or split_by_node(comm)
         self.named: dict[str, Any] = {}
         self.windows = KeptWindows()
         # Not at their first use, which may be on some ranks only.
@@ -110,7 +114,8 @@ class Group:
         self._objects: list[Freeable] = []
         self._heartbeat: Heartbeat | None = None
         self._closed = False
-        self._facts, self.token = self._find_facts()
+        self._inside: Group | None = None
+        self._facts, self.order = self._find_facts()
 
     def _find_nodes(self) -> tuple[list[list[int]], int]:
         """Return the ranks of each node, and the least share of cores."""
@@ -120,16 +125,16 @@ class Group:
             nodes.setdefault(first, []).append(rank)
         return list(nodes.values()), min(cores for _, cores in found)
 
-    def _find_facts(self) -> tuple[list[Facts], str]:
-        """Return what the heartbeat needs to know of each rank, and rank 0's token."""
+    def _find_facts(self) -> tuple[list[Facts], tuple[int, str]]:
+        """Return what the heartbeat needs to know of each rank, and rank 0's order."""
         failure = facts = None
-        token = f"{os.getpid()}-{secrets.token_hex(8)}"
+        order = time.time_ns(), secrets.token_hex(8)
         try:
             facts = Facts.own()
         except InvalidArgumentError as error:
             failure = error
         try:
-            found = self.raise_together("heartbeat", failure, (facts, token))
+            found = self.raise_together("heartbeat", failure, (facts, order))
         except InvalidArgumentError:
             self.free()
             raise
@@ -166,10 +171,9 @@ class Group:
         group: Any = comm.Get_attr(_keyval())
         if group is None or group.comm == MPI.COMM_NULL:
             duplicate = _duplicate(comm)
-            group = limited(lambda: cls(duplicate), _FIRST_USE, _UNREACHED)
-            for each in (comm, MPI.COMM_WORLD):
-                if each.size == comm.size:
-                    _prepare_sums(each)
+            group = limited(
+                lambda: cls(duplicate)._prepare_sums(comm), _FIRST_USE, _UNREACHED
+            )
             comm.Set_attr(_keyval(), group)
         return cast(Group, group)
 
@@ -179,15 +183,35 @@ class Group:
             return f"Group(rank {self.rank} of {self.size}, finalized)"
         return f"Group(rank {self.rank} of {self.size}, {self.node.size} on its node)"
 
+    def _prepare_sums(self, comm: mpi4py_MPI.Intracomm) -> Group:
+        """Make the first sum of objects, which the user may make later on. Collective.
+
+        The first one on a communicator stops all threads of a rank, a server among
+        them, until all ranks have called it: mpi4py duplicates the communicator then,
+        and holds the interpreter lock. If other threads did that on another
+        communicator meanwhile, ranks would wait for each other without end.
+        """
+        main = threading.current_thread() is threading.main_thread()
+        all_main = all(self.comm.allgather(main))
+        with alone(self.comm, _FIRST_USE, _UNREACHED):
+            comm.allreduce(0)
+            # Another thread may be in a call on that one.
+            if all_main and self.size == MPI.COMM_WORLD.size:
+                MPI.COMM_WORLD.allreduce(0)
+        return self
+
     @functools.cached_property
     def progress(self) -> ProgressThread:
         """The thread that calls MPI for other nodes while this rank computes."""
         return ProgressThread(self.comm)
 
-    @functools.cached_property
+    @property
     def inside(self) -> Group:
         """The group of the ranks of this node. Collective at first use."""
-        return self.split(self.nodes)
+        # No cached property: before Python 3.12, all groups share the lock of one.
+        if self._inside is None:
+            self._inside = self.split(self.nodes)
+        return self._inside
 
     def allgather(self, value: T, what: str) -> list[T]:
         """Return the values of all ranks, in rank order. Collective.
@@ -300,7 +324,9 @@ class Group:
         """
         color = next(c for c, ranks in enumerate(shards) if self.rank in ranks)
         key = list(shards[color]).index(self.rank)
-        return Group(cast("mpi4py_MPI.Intracomm", self.comm.Split(color, key)))
+        part = Group(split(self.comm, color, key))
+        part.order = self.order
+        return part
 
     def label(self, what: str) -> str:
         """Return a name with a number that no other object of this group has.
@@ -344,8 +370,8 @@ class Group:
             inside.compare([words[0] if words else {} for words in on_node])
 
     def _all_windows(self) -> list[KeptWindows]:
-        inside = self.__dict__.get("inside")
-        return [self.windows] if inside is None else [self.windows, inside.windows]
+        groups = [self] if self._inside is None else [self, self._inside]
+        return [group.windows for group in groups]
 
     def _place(self) -> str:
         """Return where this rank is, for messages; any thread may call it."""
@@ -368,8 +394,8 @@ class Group:
         if self.comm == MPI.COMM_NULL:
             return
         self.windows.free()
-        if "inside" in self.__dict__:
-            self.inside.free()
+        if self._inside is not None:
+            self._inside.free()
         if not is_ending():
             self.control.drain()
         # An earlier call may have been interrupted between the two.
@@ -413,22 +439,11 @@ def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:
     """Duplicate a communicator; warn, or time out, if ranks are missing."""
     # It raises if the limit is invalid, and nothing would free the duplicate.
     deadline = Deadline(None, _FIRST_USE)
-    duplicate, request = comm.Idup()
-    deadline.wait(
-        lambda: request.Test() or None,
-        lambda: (
-            "the other ranks to make their first object of hpcaccum on it (which of "
-            f"its {comm.size} ranks are missing is not known yet)"
-        ),
+    missing = (
+        "the other ranks to make their first object of hpcaccum on it (which of "
+        f"its {comm.size} ranks are missing is not known yet)"
     )
+    with creating(comm, _FIRST_USE, missing):
+        duplicate, request = comm.Idup()
+        deadline.wait(lambda: request.Test() or None, lambda: missing)
     return duplicate
-
-
-def _prepare_sums(comm: mpi4py_MPI.Intracomm) -> None:
-    """Make the first sum of objects, which the user may make later on. Collective.
-
-    The first one on a communicator stops all threads of a rank, a server among them,
-    until all ranks have called it: mpi4py duplicates the communicator then, and holds
-    the interpreter lock.
-    """
-    comm.allreduce(0)

@@ -40,6 +40,8 @@ logger = logging.getLogger("hpcaccum")
 # limit divided by the second number.
 _LOOK, _LOOKS = 1.0, 10
 _MESSAGE, _MESSAGES = 5.0, 60
+# Seconds between two looks whether the thread has ended.
+_SOON = 0.01
 # Seconds after the end of a process for which its launcher may end the job.
 _GRACE = 3.0
 # In messages: missing ranks that are listed, and characters of a place.
@@ -275,9 +277,15 @@ class _Thread:
             ending = None if self._hearts else self._thread
         self._changed.wake()
         if ending is not None:
+
+            def ended(seconds: float) -> bool | None:
+                ending.join(min(seconds, _SOON))
+                # Another thread of this rank may have begun with one meanwhile.
+                return None if ending.is_alive() and not self._hearts else True
+
             # A thread of this rank: no limit of the user's applies.
             deadline = Deadline(math.inf, ending.name)
-            deadline.join(ending, lambda: "its thread to end")
+            deadline.block(ended, lambda: "its thread to end")
 
     def _run_or_abort(self) -> None:
         try:

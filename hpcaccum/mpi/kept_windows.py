@@ -9,6 +9,7 @@ from hpcaccum.mpi.shutdown import at_end, forget
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpcaccum.mpi.shutdown import Order
     from hpcaccum.mpi.word_window import WordWindow
 
 
@@ -28,10 +29,10 @@ class KeptWindows:
         """Return the window whose memory a rank has, if there is one."""
         return self._open.get(root)
 
-    def keep(self, root: int, window: WordWindow) -> None:
+    def keep(self, root: int, window: WordWindow, order: Order) -> None:
         """Keep a window instead of an earlier one of that rank. Collective."""
         if not self._open and not self._abandoned:
-            at_end(self.free)
+            at_end(self.free, order)
         self._open[root] = window
 
     def taken(self) -> dict[int, int]:

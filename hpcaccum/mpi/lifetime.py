@@ -42,7 +42,7 @@ class Freeable:
         self.label = label
         group.retain(self)
         self._retained = group
-        shutdown.at_exit(self._free_once)
+        shutdown.at_exit(self._free_once, group.order)
 
     @property
     def freed(self) -> bool:

@@ -33,9 +33,13 @@ _FORWARDING = 0.2
 # for a node that is cut off.
 _ABORT = 10
 
-_open: list[Callable[[], None]] = []
+# `Group.order`
+Order = tuple[int, str]
+_LAST = (0, "")
+
+_open: list[tuple[Order, Callable[[], None]]] = []
 # What objects share, which is closed after all of them.
-_shared: list[Callable[[], None]] = []
+_shared: list[tuple[Order, Callable[[], None]]] = []
 _ending = False
 # The process that installed what is below. A child that it forks inherits that, and
 # must leave MPI alone.
@@ -78,21 +82,28 @@ def install_excepthook() -> None:
         sys.excepthook = report_and_abort
 
 
-def at_exit(close: Callable[[], None]) -> None:
-    """Have ``close`` called before MPI_Finalize, last registered first."""
-    _open.append(close)
+def at_exit(close: Callable[[], None], order: Order = _LAST) -> None:
+    """Have ``close`` called before MPI_Finalize, last registered first.
+
+    Args:
+        close: The call, which may be collective.
+        order: That of its group. Threads register what they make in any order, so those
+            of a greater order come first.
+    """
+    _open.append((order, close))
 
 
-def at_end(close: Callable[[], None]) -> None:
+def at_end(close: Callable[[], None], order: Order = _LAST) -> None:
     """Have ``close`` called after all that was registered by `at_exit`."""
-    _shared.append(close)
+    _shared.append((order, close))
 
 
 def forget(close: Callable[[], None]) -> None:
     """Undo an `at_exit` or `at_end`; do nothing if ``close`` was called already."""
     for registered in (_open, _shared):
-        if close in registered:
-            registered.remove(close)
+        # Of a copy, as other threads change the list.
+        for each in [each for each in tuple(registered) if each[1] == close]:
+            registered.remove(each)
 
 
 def count_open() -> int:
@@ -112,7 +123,7 @@ def _close_all() -> None:
         return
     _ending = True
     while (_open or _shared) and not sys.modules["mpi4py.MPI"].Is_finalized():
-        close = (_open or _shared).pop()
+        close = _pop(_open or _shared)
         try:
             close()
         except (DisagreementError, WaitTimeoutError) as error:
@@ -121,6 +132,13 @@ def _close_all() -> None:
             abort_job()
         except BaseException:
             report_and_abort(*sys.exc_info())
+
+
+def _pop(registered: list[tuple[Order, Callable[[], None]]]) -> Callable[[], None]:
+    """Remove what comes next; return it."""
+    orders = [order for order, _ in registered]
+    last = max(range(len(orders)), key=lambda place: (orders[place], place))
+    return registered.pop(last)[1]
 
 
 def abort_job(status: int = 1) -> None:

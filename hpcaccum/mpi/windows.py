@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcaccum.errors import FreedError
+from hpcaccum.lock import once
+from hpcaccum.mpi.creation import creating, duplicate
 from hpcaccum.mpi.node_memory import check_room, explained, pieces
 from hpcaccum.mpi.runtime import MPI, is_open_mpi
 from hpcaccum.mpi.shutdown import at_end, count_open
@@ -71,7 +73,8 @@ def allocate(group: Group, root: int, nbytes: int, unit: int) -> Any:
     group.agree("allocating a window", check)
     _check_communicators(group)
     make = MPI.Win.Allocate_shared if group.single_node else MPI.Win.Allocate
-    window: Any = make(local, unit, comm=group.comm)
+    with creating(group.comm):
+        window: Any = make(local, unit, comm=group.comm)
     failure = _clear(window.tomemory(), group.node.size) if local else None
     window.Lock_all(MPI.MODE_NOCHECK)
     window.Sync()
@@ -129,7 +132,7 @@ def memory_barrier(group: Group, window: Any) -> Callable[[], None]:
     return _own_window().Sync  # type: ignore[no-any-return]
 
 
-@functools.cache
+@once
 def _own_window() -> Any:
     """Return a window of this rank alone, which lives until MPI ends."""
     window = MPI.Win.Allocate(0, comm=MPI.COMM_SELF)
@@ -141,7 +144,7 @@ def _own_window() -> Any:
 def _check_communicators(group: Group) -> None:
     """Raise on all ranks if MPI can make no communicator, as a window needs one."""
     try:
-        group.comm.Dup().Free()
+        duplicate(group.comm).Free()
     except MPI.Exception as error:
         reason = str(error).strip().splitlines()[-1]
         raise RuntimeError(

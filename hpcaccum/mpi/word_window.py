@@ -56,7 +56,7 @@ class WordWindow:
         if found is not None and found._has_room(count):
             return found
         made = cls(group, root, max(count, _LEAST))
-        group.windows.keep(root, made)
+        group.windows.keep(root, made, group.order)
         if found is not None:
             found._close()
         return made

@@ -26,6 +26,7 @@ from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, plural
 from hpcaccum.lock import Lock
 from hpcaccum.mpi import (
     MPI,
+    duplicate,
     lack_of_threads,
     report_and_abort,
     short_switch_interval,
@@ -83,7 +84,7 @@ class Agent:
             MPI.Get_processor_name(),
         )
         self.hosts = [names[rank] for rank in self.leaders]
-        self.comm = group.comm.Dup()
+        self.comm = duplicate(group.comm)
         self.node = group.node_number
         self._group = group
         # Requests of this rank to its own agent.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcaccum.mpi import Mailbox, Tag
+from hpcaccum.mpi import Mailbox, Tag, duplicate
 
 if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
@@ -26,7 +26,7 @@ class Arrivals:
     """
 
     def __init__(self, group: Group) -> None:
-        self._comm = group.comm.Dup()
+        self._comm = duplicate(group.comm)
         self._mailbox = Mailbox(self._comm, Tag.ARRIVAL)
         self._others = [rank for rank in range(group.size) if rank != group.rank]
         # The last call that each rank has announced.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi import MPI
+from hpcaccum.mpi import MPI, duplicate, split
 from hpcaccum.reducer.schedule import MessageSchedule
 from hpcaccum.reducer.two_shot import NodeSum
 from hpcaccum.summation import add_in_order
@@ -59,7 +59,7 @@ class Hierarchical(MessageSchedule):
         place = self._inside.rank
         number = group.node_number
         color = place if place < summing else MPI.UNDEFINED
-        peers: Any = group.comm.Split(color, number)
+        peers = split(group.comm, color, number)
         self._peers = Peers(peers, plan)
         wait = plan.wait.progressing(self._progress)
         self._sum = NodeSum(self._inside, plan.layout, plan.buckets, summing, wait)
@@ -134,7 +134,7 @@ class Peers:
         own = accumulation_dtype(plan.layout.dtype)
         self._dtype = own if plan.wire_dtype is None else plan.wire_dtype
         # Two communicators, as ranks may be at different vectors in the same step.
-        self._gather = comm.Dup() if comm else comm
+        self._gather = duplicate(comm) if comm else comm
         self._scattering: deque[_Transfer] = deque()
         self._gathering: deque[_Transfer] = deque()
         self._buffers: dict[int, tuple[Array, Array]] = {}

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import WaitTimeoutError
-from hpcaccum.mpi import MPI, NodeMemory, complete
+from hpcaccum.mpi import MPI, NodeMemory, complete, duplicate
 from hpcaccum.row_sums import Rows, merged
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class RowExchange:
         if group.single_node and group.size > 1:
             self._share()
         # MPI pairs its calls by their order, so that nothing else may use it.
-        self._comm = group.comm.Dup()
+        self._comm = duplicate(group.comm)
 
     def _share(self) -> None:
         """Make the memory of this node. Collective.

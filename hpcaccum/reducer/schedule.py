@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi import keep
+from hpcaccum.mpi import duplicate, keep
 from hpcaccum.reducer.buckets import Readiness
 from hpcaccum.reducer.signature import Agreement
 from hpcaccum.reducer.staging import copy, copy_in
@@ -256,7 +256,7 @@ class MessageSchedule(Schedule):
     ) -> None:
         super().__init__(plan, sent, received)
         self._wait = plan.wait.moving_data()
-        self._comm = plan.group.comm.Dup()
+        self._comm = duplicate(plan.group.comm)
 
     def collect(self, number: int) -> None:
         """Wait until the sums of a bucket are in `received`, divided by `divisor`.

@@ -57,6 +57,7 @@ def test_first_use_does_not_know_which_ranks_are_missing(monkeypatch):
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     pending = SimpleNamespace(Test=lambda: False)
     missing = SimpleNamespace(size=3, Idup=lambda: (None, pending))
+    monkeypatch.setattr("hpcaccum.mpi.creation.is_open_mpi", lambda: False)
     said = (
         "^first use of a communicator: waited .* s for the other ranks to make their "
         r"first object .*\(which of its 3 ranks are missing is not known yet\)$"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 
-from hpcaccum.lock import Lock
+from hpcaccum.lock import Lock, once
 
 
 class Interrupted(BaseException):
@@ -59,3 +60,22 @@ def test_a_thread_may_acquire_it_again_and_others_wait():
             assert not is_free(lock)
         assert not is_free(lock)
     assert is_free(lock)
+
+
+def test_threads_make_a_thing_once():
+    made = []
+
+    @once
+    def make():
+        time.sleep(0.05)
+        made.append(object())
+        return made[-1]
+
+    got = []
+    threads = [threading.Thread(target=lambda: got.append(make())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert got == made * 4

@@ -1,0 +1,101 @@
+"""Communicators, of which the threads of a process make one at a time where they must.
+
+Each thread may have a communicator of its own. But mpi4py holds the interpreter lock in
+the first sum of objects on one; and Open MPI (5.0) lets threads that make communicators
+of different ranks wait for each other without end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.lock import Lock
+from hpcaccum.mpi.requests import complete
+from hpcaccum.mpi.runtime import MPI, is_open_mpi
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mpi4py import MPI as mpi4py_MPI
+
+_WHAT = "making a communicator"
+# Held by one communicator at a time, on all its ranks.
+_one = Lock()
+# Microseconds, at most, before the first try that follows another one.
+_PAUSE = 1000
+
+
+def duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:
+    """Return a duplicate of a communicator. Collective."""
+    with creating(comm):
+        return comm.Dup()
+
+
+def split(comm: mpi4py_MPI.Intracomm, color: int, key: int) -> Any:
+    """Return the part of a communicator that has this rank's color. Collective."""
+    with creating(comm):
+        return comm.Split(color, key)
+
+
+def split_by_node(comm: mpi4py_MPI.Intracomm) -> Any:
+    """Return the part of a communicator on the node of this rank. Collective."""
+    with creating(comm):
+        return comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+
+
+@contextlib.contextmanager
+def creating(
+    comm: mpi4py_MPI.Intracomm, what: str = _WHAT, missing: str = "all its ranks"
+) -> Iterator[None]:
+    """Make a communicator of some of these ranks in the block. Collective.
+
+    Args:
+        comm: The ranks.
+        what: Begins messages.
+        missing: What is waited for.
+    """
+    with alone(comm, what, missing) if is_open_mpi() else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def alone(comm: mpi4py_MPI.Intracomm, what: str, missing: str) -> Iterator[None]:
+    """Run the block while no other thread of these ranks runs such a block. Collective.
+
+    No rank waits for the lock: ranks would take it for two communicators in different
+    orders. They try at the same time, and again if one has failed. At first they only
+    meet, as another thread may have to make a communicator before all are here.
+    """
+    deadline, held = Deadline(None, what), list[bool]()
+    tries = 0
+    try:
+        while not _all_hold(comm, held, deadline, missing):
+            _release(held)
+            if tries:
+                time.sleep(secrets.randbelow(_PAUSE << min(tries, 5)) / 1e6)
+            Deadline.try_acquire(_one, held)
+            tries += 1
+        yield
+    finally:
+        _release(held)
+
+
+def _all_hold(
+    comm: mpi4py_MPI.Intracomm, held: list[bool], deadline: Deadline, missing: str
+) -> bool:
+    mine, least = np.array([len(held)]), np.empty(1, int)
+    begun = map(comm.Iallreduce, [mine], [least], [MPI.MIN])
+    complete(begun, deadline, lambda: missing, (mine, least))
+    return bool(least[0])
+
+
+def _release(held: list[bool]) -> None:
+    while held:
+        _one.release()
+        held.pop()

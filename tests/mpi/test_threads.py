@@ -1,0 +1,280 @@
+"""Threads of a rank that make, use and free objects, each on a communicator of its own.
+
+Ranks start their threads in different orders. So none may hold a lock of its process
+while it waits for the same thread of another rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcaccum as hpc
+from hpcaccum.mpi import Freeable, Group, duplicate, heartbeat, shutdown, windows
+from hpcaccum.mpi.creation import alone
+
+from .acting import meet
+from .reducing import made_up
+
+pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm]
+
+THREADS = 4
+
+
+def run_threads(rank, act):
+    """Call ``act(number)`` on each thread; raise the first error."""
+    errors, go = [], threading.Barrier(THREADS)
+
+    def run(number):
+        try:
+            go.wait()
+            act(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(THREADS)]
+    for thread in threads if rank % 2 else threads[::-1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def accumulator(comm):
+    acc = hpc.ConditionalAccumulator("f4", (300,), comm=comm)
+    acc.apply_grad(np.ones(300, "f4"), 0)
+    return acc
+
+
+def sparse(comm):
+    acc = hpc.SparseConditionalAccumulator("f4", (9, 2), capacity=3, comm=comm)
+    acc.apply_grad([1, 5], np.ones((2, 2), "f4"))
+    return acc
+
+
+def reducer(schedule):
+    def make(comm):
+        made = hpc.Reducer(hpc.Layout({"x": (300,)}, "f4"), comm, schedule=schedule)
+        assert (made.reduce({"x": np.full(300, 2, "f4")})["x"] == 2).all()
+        return made
+
+    return make
+
+
+def optimizer(kind, *args):
+    def make(comm):
+        w = hpc.Variable(np.zeros(300), "w")
+        opt = kind(hpc.SGD(0.1), *args, comm=comm)
+        opt.initialize([w])
+        for _ in range(2):
+            opt.minimize(lambda: (1.0, [w.value - 1]))
+        return opt
+
+    return make
+
+
+def agn(comm):
+    getter = hpc.AGNCustomGetter(comm=comm)
+    w = hpc.get_variable("w", np.zeros(300), custom_getter=getter)
+    opt = hpc.AGNOptimizer(hpc.SGD(0.1), 2, getter, 2)
+    opt.initialize()
+    for _ in range(2):
+        opt.minimize(lambda: (1.0, [w.value - 1]))
+    return opt
+
+
+KINDS = [
+    accumulator,
+    reducer("flat"),
+    optimizer(hpc.CrossShardOptimizer),
+    agn,
+    sparse,
+    optimizer(hpc.SyncReplicasOptimizer, 1),
+    reducer("hierarchical"),
+    optimizer(hpc.DropStaleGradientOptimizer, 8),
+]
+
+
+@pytest.fixture
+def own_end(monkeypatch):
+    """Lists of what is to be closed at the end, for this test."""
+    # Later tests need it.
+    windows._own_window()
+    for name in ("_open", "_shared"):
+        monkeypatch.setattr(shutdown, name, [])
+    monkeypatch.setattr(shutdown, "_ending", False)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "end"),
+    [("real", "free"), ("real", "exit"), ("singles", "free"), ("halves", "exit")],
+)
+def test_each_thread_has_objects_of_its_own(comm, rank, size, own_end, nodes, end):
+    comms = [comm.Dup() for _ in range(THREADS)]
+    users = comms if nodes == "real" else [made_up(each, nodes) for each in comms]
+    made = []
+
+    def act(number):
+        for kind in (KINDS[number], KINDS[number + THREADS]):
+            each = kind(users[number])
+            # One that is dropped warns.
+            made.append(each)
+            if end == "free":
+                each.free()
+        if nodes == "real":
+            # The first such sum would stop all threads.
+            assert comms[number].allreduce(1) == size
+        if end == "free":
+            comms[number].Free()
+
+    run_threads(rank, act)
+    meet()
+    shutdown._close_all()
+    assert not shutdown.count_open()
+
+
+class Meeting(Freeable):
+    """An object that all ranks free together."""
+
+    def __init__(self, group):
+        self._group = group
+        self._register(group, group.label("meeting"))
+
+    def _free(self):
+        self._group.allgather(None, "free")
+
+
+def test_at_the_end_all_ranks_free_what_threads_made_in_one_order(comm, rank, own_end):
+    groups = [Group(comm.Dup()) for _ in range(3)]
+    parts = [group.inside for group in groups]
+    # As if a thread had made those of each group, on each rank at another time.
+    for place in range(3):
+        at = (place + rank) % 3
+        Meeting(groups[at])
+        Meeting(parts[at])
+        Meeting(groups[at])
+    shutdown._close_all()
+    for group in groups:
+        group.free()
+
+
+def test_a_heartbeat_may_end_while_another_one_begins(comm, monkeypatch):
+    one, other = (hpc.ConditionalAccumulator("f4", (2,), comm=comm.Dup()) for _ in "ab")
+    groups = [each._shared.group for each in (one, other)]
+    thread, second = heartbeat._thread, groups[1]._heartbeat
+    thread.remove(second)
+
+    class Changed:
+        def wake(self):
+            # What the thread does next.
+            with thread._lock:
+                if second not in thread._hearts:
+                    thread._hearts.append(second)
+
+        def nap(self, seconds):
+            time.sleep(0.01)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(thread, "_changed", Changed())
+        thread.remove(groups[0]._heartbeat)
+        assert second in thread._hearts
+    one.free()
+    other.free()
+
+
+def test_what_must_be_alone_waits_for_no_thread_that_has_not_come(comm, rank):
+    comms, inside, come = [comm.Dup() for _ in range(2)], [], threading.Event()
+
+    def act(number):
+        if number >= 2:
+            return
+        if number == 0 and rank == 0:
+            # It comes when the other one has been inside on all ranks.
+            come.wait()
+        for _ in range(5):
+            with alone(comms[number], "test", "all ranks"):
+                inside.append(number)
+                assert len(inside) == 1
+                comms[number].Barrier()
+                inside.remove(number)
+        come.set()
+
+    run_threads(rank, act)
+    for each in comms:
+        each.Free()
+
+
+def late(number, rank):
+    """Let one thread of each rank be late, not the same one on all ranks."""
+    if (number + rank) % 2:
+        time.sleep(0.1)
+
+
+def test_first_sums_wait_for_each_other(comm, rank):
+    class Late(MPI.Intracomm):
+        number = 0
+
+        def allreduce(self, value):
+            # All threads come so far.
+            time.sleep(0.1)
+            late(self.number, rank)
+            return super().allreduce(value)
+
+    comms = [Late(comm.Dup()) for _ in range(2)]
+
+    def act(number):
+        if number < 2:
+            comms[number].number = number
+            Group.of(comms[number])
+
+    run_threads(rank, act)
+    for each in comms:
+        each.Free()
+
+
+def test_groups_of_nodes_do_not_wait_for_each_other(comm, rank):
+    groups = [Group(comm.Dup()) for _ in range(THREADS)]
+
+    def act(number):
+        late(number, rank)
+        assert groups[number].inside.size == groups[number].node.size
+
+    run_threads(rank, act)
+    for each in groups:
+        each.free()
+
+
+def test_parts_are_made_while_others_make_the_whole(comm, rank):
+    halves = [comm.Split(2 * rank // comm.size, rank) for _ in range(THREADS)]
+    groups = [Group(comm.Dup(), half) for half in halves]
+    parts = [group.inside for group in groups]
+
+    def act(number):
+        for turn in range(40):
+            group = (groups, parts)[(turn + turn // 3 + number) % 2][number]
+            duplicate(group.comm).Free()
+
+    run_threads(rank, act)
+    for each in groups:
+        each.free()
+
+
+def test_the_world_is_left_to_other_threads(comm, rank, size):
+    done = threading.Event()
+
+    def act():
+        accumulator(comm).free()
+        done.set()
+
+    other = threading.Thread(target=act)
+    other.start()
+    if rank == size - 1:
+        done.wait()
+    # On the other ranks, meanwhile.
+    assert MPI.COMM_WORLD.allreduce(rank, MPI.MAX) == size - 1
+    other.join()
