@@ -44,6 +44,9 @@ class AGNOptimizer(OneSidedOptimizer):
         x := inner(x, g);  a := a + g
         every T-th call:   c := inner(c, a / T), on the host rank;  x := c;  a := 0
 
+    c moves by one step of the inner optimizer for T gradients. So with n workers and T
+    larger than n, begin with a learning rate T / n times that of one rank.
+
     Pushes of several workers are applied one after the other; none is dropped. The
     step counts the pushes of all workers. x and c have separate slots; a push keeps
     those of x. If g is an `IndexedSlices`, the inner optimizer updates its rows of x.

@@ -134,7 +134,7 @@ class Gradients:
             elif grad is not None and grad is self._tensors.get(name):
                 own = self._unused(name)
                 np.copyto(own, self._places[name] if mean is None else mean)
-                parameter.grad = tensor_of(own)
+                parameter.grad = torch.from_numpy(own)
             elif mean is not None:
                 np.copyto(array_of(grad), mean, casting="same_kind")
 

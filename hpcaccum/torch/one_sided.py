@@ -258,7 +258,8 @@ class AGN(OneSided):
     """Makes local steps, and pushes the mean gradient of each ``communication_period``.
 
     The torch optimizer makes the local steps, and a copy of it on the host those of the
-    center: see `hpcaccum.AGNOptimizer`. Collective.
+    center, one for each push: see `hpcaccum.AGNOptimizer`. Collective. With n ranks and
+    a period T larger than n, begin with a learning rate T / n times that of one rank.
 
     Args:
         optimizer: Of `torch.optim`.

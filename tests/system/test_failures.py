@@ -131,6 +131,20 @@ with hpc.trace("trace.json"):
         raise ValueError("rank one has had enough")
 """
 
+EXITS = """
+import sys
+import numpy as np
+import hpcaccum as hpc
+from mpi4py import MPI
+
+w = hpc.Variable(np.zeros(2), "w")
+with hpc.CrossShardOptimizer(hpc.SGD(1.0)) as opt:
+    for step in range(3):
+        opt.minimize(lambda: (0.0, [np.ones(2)]), var_list=[w])
+        if step == 1 and MPI.COMM_WORLD.rank in {ranks}:
+            sys.exit(3)
+"""
+
 WAITS_TOO_LONG = """
 import hpcaccum as hpc
 from mpi4py import MPI
@@ -162,6 +176,15 @@ def test_exception_on_one_rank_ends_the_job(mpirun, script, program, message, tm
     assert f"ValueError: {message}" in result.stdout
     if program == RAISES:
         assert "rank 1 of 3 failed, ending the job:\nTraceback" in result.stdout
+
+
+@pytest.mark.parametrize(("ranks", "status"), [("[0, 1]", 3), ("[1]", 1)])
+def test_a_status_is_that_of_the_program_if_all_ranks_exit(
+    mpirun, script, ranks, status, tmp_path
+):
+    result = mpirun(2, script(EXITS.format(ranks=ranks)), cwd=tmp_path)
+    assert result.returncode == status
+    assert ("ranks make different calls" in result.stdout) == (status == 1)
 
 
 @pytest.mark.parametrize(
