@@ -192,7 +192,7 @@ class Averager(Freeable):
         self._options = group.agree(name, check)
         self._group, self._name = group, name
         # In the state after parameters were compared; another job has another number.
-        self._mark = np.uint32(zlib.crc32(group.token.encode()) | 1)
+        self._mark = np.uint32(zlib.crc32(str(group.order).encode()) | 1)
         # Made by the first update, which determines the structure.
         self._structure: Structure | None = None
         self._shard: ShardReducer | None = None

@@ -34,8 +34,7 @@ def digest(*facts: object) -> int:
 def canonical(number: float) -> float:
     """Return a number of Python, the same for equal numbers of any types."""
     wide = float(number)
-    exact = abs(wide) < 2**53 or not wide.is_integer()
-    return wide if exact else int(number)
+    return int(number) if wide.is_integer() else wide
 
 
 class Agreement:

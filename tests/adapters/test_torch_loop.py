@@ -68,7 +68,7 @@ def test_a_rate_that_one_rank_changes_is_found(groups, comm, rank, size):
         error = raised(loss.backward)
         assert type(error) is hpc.DisagreementError
         name = "learning rate" + " of parameter group 0" * (groups == 2)
-        text = f"{name} must be the same on all {size} ranks: rank 0 has 1.0, rank "
+        text = f"{name} must be the same on all {size} ranks: rank 0 has 1, rank "
         assert f"{text}{size - 1} has 0.1" in str(error)
         # All go on when they have the same.
         for group in opt.param_groups:
