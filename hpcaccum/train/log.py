@@ -85,7 +85,6 @@ def circumstances(options: Options, data: Dataset, group: Group) -> dict[str, An
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
         "ranks": group.size,
         "hosts": dict(hosts),
-        "nodes": len(group.nodes),
         "cores": os.cpu_count(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "mpi": f"{name} {'.'.join(map(str, version))}",
