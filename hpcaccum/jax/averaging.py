@@ -388,10 +388,10 @@ def _named_arrays(params: Any) -> dict[str, Any]:
 
 
 def _checksum(leaf: Any) -> int:
-    """Return a number of 48 bits that depends on dtype, shape and bits of an array."""
+    """Return a number of 64 bits that depends on dtype, shape and bits of an array."""
     array = np.ascontiguousarray(leaf)
     kind = repr((array.dtype, np.shape(leaf))).encode()
-    found = hashlib.blake2b(kind, digest_size=6)
+    found = hashlib.blake2b(kind, digest_size=8)
     found.update(array.reshape(-1).view(np.uint8).data)
     return int.from_bytes(found.digest(), "big")
 

@@ -47,5 +47,5 @@ def _axes() -> tuple[Any, ...]:
         from jax._src.core import get_axis_env
     except ImportError:
         return found
-    # Of pmap, which is no shard_map before JAX 0.8.
+    # The axes of pmap, which is implemented by shard_map only since JAX 0.8.
     return found + tuple(get_axis_env().axis_sizes)

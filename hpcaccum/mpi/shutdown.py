@@ -101,7 +101,7 @@ def at_end(close: Callable[[], None], order: Order = _LAST) -> None:
 def forget(close: Callable[[], None]) -> None:
     """Undo an `at_exit` or `at_end`; do nothing if ``close`` was called already."""
     for registered in (_open, _shared):
-        # Of a copy, as other threads change the list.
+        # From a copy, as other threads change the list.
         for each in [each for each in tuple(registered) if each[1] == close]:
             registered.remove(each)
 

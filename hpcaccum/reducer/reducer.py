@@ -340,7 +340,7 @@ class Reducer(Freeable):
 
     def _signature(self, names: int, step: int) -> int:
         """Return the signature of a call."""
-        # Of complete calls, all ranks have the same number.
+        # All ranks have completed the same number of calls.
         calls = self._calls
         facts = names, self._schedule.divisor, calls.begun - calls.track.calls
         # They rarely change, and a digest takes microseconds.

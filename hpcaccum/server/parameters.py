@@ -135,7 +135,7 @@ class Parameters(NodeCopy):
         flat = self.copies.begin(version)
         fill(flat)
         if self._agent is not None:
-            # First: no rank may have a version before `newest_version` returns it.
+            # Before any rank can have this version, `newest_version` must return it.
             self._words.write(0, version)
             nodes = {self._node_of[rank] for rank in awaited_by} - {self._source}
             # Before `complete`: an interruption after that must not prevent it.

@@ -235,7 +235,7 @@ class ShardedParameters(NodeCopy):
             awaited: Whether all nodes with gradients wait for it. If not, they ask, and
                 get several steps at a time if updates are faster than parameters.
         """
-        # First: no rank may have a version before `newest_version` returns it.
+        # Before any rank can have this version, `newest_version` must return it.
         self._steps.write(NEWEST, version_of(step))
         places, version = list(batch.places), version_of(step)
         self._request("order", version, places, batch.divisor, rate, awaited)

@@ -144,7 +144,7 @@ class UpdateLoop(Loop):
 
     def assign(self, deadline: Deadline) -> int:
         """Set the center to what was kept; return the version that has it."""
-        # First: if this is interrupted, some of them may have changed.
+        # If this is interrupted, some of them may have changed.
         self._copier.note(
             {p.name: np.arange(len(self.center[p.name])) for p in self._wire.rows}
         )

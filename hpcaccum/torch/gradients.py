@@ -25,7 +25,7 @@ class Gradients:
     PyTorch computes each gradient in memory of its own. `move` copies it to the
     exchange, once, so that the pass may use that memory for the next one. `replace`
     puts the means into other memory, which is used again when nobody has a gradient in
-    it any more. So whoever keeps a gradient has it also after the next pass.
+    it any more. So a gradient that a program keeps does not change in the next pass.
 
     Gradients that were there before the pass, to which it has added, stay where they
     are. So do those of half precision, as the exchange has a wider dtype; those of

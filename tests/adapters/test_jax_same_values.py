@@ -284,7 +284,7 @@ def test_a_rule_with_a_mean_of_losses(average, comm, rank, size):
     params = jnp.zeros(1)
     state = rule.init(params)
     for now in range(6):
-        # Of one rank the loss becomes smaller, of the others it does not.
+        # The loss of one rank becomes smaller, those of the others do not.
         params, state = step(params, state, 1.0 if rank else 1.0 / (now + 1))
 
     everywhere = comm.allgather(float(params[0]))

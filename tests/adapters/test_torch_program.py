@@ -52,7 +52,7 @@ def data(model):
 
 
 def data_in_place(model):
-    # Of other memory, so it is no change that PyTorch does not count.
+    # In other memory, as PyTorch counts no change of `.data` in place.
     model.w.data = model.w.data.clone().fill_(2.0)
 
 
