@@ -183,7 +183,8 @@ class ReducingOptimizer(Wrapper):
             if newest is not None:
                 variables = check_variables(self._variables)
                 broadcast(self._group, variables, self._call("free"), newest)
-            self._end_steps()
+            names = tuple(self._steps)
+            self._end_steps(self._group.allgather(names, self._call("global step")))
         if self._split is not None:
             self._split.free()
         release(self._sums)

@@ -134,8 +134,10 @@ class ServedOptimizer(Wrapper):
 
     def _free(self) -> None:
         if self._server is not None:
+            # The end of a program frees the server only: no call may come after this.
+            self._server.note = tuple(self._steps)
             self._server.free()
-            self._end_steps()
+            self._end_steps(self._server.notes)
         if self._center is not None:
             self._center.free()
         super()._free()

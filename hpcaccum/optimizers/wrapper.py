@@ -215,13 +215,15 @@ class Wrapper(Freeable, Optimizer):
             self._steps[checked.name] = checked
         return checked
 
-    def _end_steps(self) -> None:
-        """Set each global step to the number of updates. Collective.
+    def _end_steps(self, found: Sequence[Sequence[str]]) -> None:
+        """Set each global step to the number of updates.
 
-        Some ranks do not pass it: those that only serve, or leave before their first
-        gradient.
+        Some ranks do not pass theirs: those that only serve, or leave before their
+        first gradient.
+
+        Args:
+            found: Names of the global steps that each rank has passed.
         """
-        found = self._group.allgather(list(self._steps), self._call("global step"))
         for name in {name for names in found for name in names}:
             set_global_step(self._steps.get(name) or counter(name), self.global_step)
 

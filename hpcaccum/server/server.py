@@ -106,6 +106,9 @@ class ParameterServer(Client):
 
         group.agree(what, check)
         self._final: ServerState | None = None
+        # What `free` sends to the other ranks, and what it has received from all.
+        self.note: tuple[str, ...] = ()
+        self.notes: list[tuple[str, ...]] = []
         # Whether a dedicated server has nothing left to do.
         self._served = False
         super().__init__(
@@ -408,7 +411,7 @@ class ParameterServer(Client):
         if self.has_to_serve:
             # `serve` was not called, or was interrupted: the others wait for updates.
             self._serve()
-        self._group.allgather(None, call)
+        self.notes = self._group.allgather(self.note, call)
         self._end_updates(call)
         self._finish()
         # From now on nothing reads the shared memory.
