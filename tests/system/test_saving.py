@@ -316,7 +316,8 @@ def test_a_program_uses_the_model_as_the_readme_shows(train, tmp_path):
     x[:, :2] += np.array([3000, 0.02]) * (y == 3)[:, None]
     np.savez(path, x=x, y=y, x_test=x, y_test=y)
     shown = train("--strategy", "cross-shard", "--data", path, "--epochs", "4")
-    lines = re.search(r"(?:^    .*\n)+", README.partition("This uses the model")[2], re.M)
+    after = README.partition("This uses the model")[2]
+    lines = re.search(r"(?:^    .*\n)+", after, re.MULTILINE)
     lines = textwrap.dedent(lines[0]).replace("saved-train", str(tmp_path / "saved"))
     found = {"np": np, "hpcaccum": hpcaccum, "x": x}
     exec(lines, found)
