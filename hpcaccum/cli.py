@@ -24,7 +24,6 @@ from hpcaccum.launch import doctor, sbatch
 from hpcaccum.mpi import MPI, abort_job, install_excepthook, is_rank, number_in
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
-from hpcaccum.train import replay_command as replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,11 +55,6 @@ COMMANDS = {
         "train a network on all ranks with one strategy of gradient exchange, or all",
         train_options.add_arguments,
         train.prepare,
-    ),
-    "replay": Command(
-        "repeat the updates of a recorded training in one process; compare the bits",
-        replay.add_arguments,
-        replay.prepare,
     ),
     "bench": Command(
         "measure the cost of gradient exchange, beside MPI's own calls",

@@ -15,7 +15,6 @@ from hpcaccum.bench.links import Links, describe_links
 from hpcaccum.bench.measure import Conditions, Measurement, Row, rows
 from hpcaccum.bench.options import Options, case_of, check_picture, resolve
 from hpcaccum.bench.row_files import RowFiles
-from hpcaccum.bench.soak import Soak
 from hpcaccum.output_files import (
     check_apart,
     check_new,
@@ -58,10 +57,6 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
     if args.benchmark == "compare":
         _check_outputs(args, {"old": args.old, "new": args.new})
         return comparison(args.old, args.new, args.tolerance, args.plot)
-    if args.benchmark == "soak":
-        group = Group.of()
-        group.agree("hpcaccum bench soak", lambda: {"--seed": args.seed})
-        return Soak(group, args.seconds, args.seed)
     group, options = Group.of(), resolve(args)
 
     def open_files() -> RowFiles | None:

@@ -6,7 +6,6 @@ import argparse
 import inspect
 import itertools
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +55,6 @@ _HELP = {
     WIRE: "what each strategy sends between nodes, counted at the links",
     TORCH: "a training step of PyTorch, compared with DistributedDataParallel",
     _ON_DEVICE: "kernels, accumulator and exchange on a CUDA device, vs CuPy",
-    "soak": "random operations for any time: exact counts, and nothing leaks",
     "compare": "what became slower between two --json files",
     "scaling": "how times grow with ranks and nodes, from files of several jobs",
 }
@@ -137,8 +135,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _add_compare(each)
         elif name == "scaling":
             _add_scaling(each)
-        elif name == "soak":
-            _add_soak(each)
         else:
             _add_measure(each, name)
 
@@ -209,15 +205,6 @@ def _add_scaling(parser: argparse.ArgumentParser) -> None:
     _add_files(parser, "draw the efficiency over ranks")
 
 
-def _add_soak(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seconds", type=_seconds, default=60.0, help="how long, about (60)"
-    )
-    parser.add_argument(
-        "--seed", type=_seed, default=0, help="of the settings and operations (0)"
-    )
-
-
 def _add_files(parser: argparse.ArgumentParser, text: str) -> None:
     ends = ", ".join(PICTURES)
     parser.add_argument(
@@ -277,14 +264,6 @@ def _number(text: str, above: float, what: str) -> float:
     if not above < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
     return number
-
-
-def _seed(text: str) -> int:
-    if not re.fullmatch(r"\d{1,99}", text):
-        raise argparse.ArgumentTypeError(
-            f"must be an integer of at least 0, got {text!r}"
-        )
-    return int(text)
 
 
 def _picture(text: str) -> Path:

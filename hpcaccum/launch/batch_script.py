@@ -332,7 +332,7 @@ def _body(job: Job) -> str:
 
 def _bench(job: Job) -> str:
     # The job may be queued again, and the files of its first run are then in the way.
-    json = "" if job.words[1:2] == ("soak",) else '--json "$name.jsonl" --force'
+    json = '--json "$name.jsonl" --force'
     if not job.benchmarks:
         name = "name=$SLURM_JOB_NAME-$SLURM_JOB_ID\n"
         return f"{name}\n{_run(job, job.words, json)}\nexit $status\n"

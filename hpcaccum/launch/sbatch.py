@@ -17,7 +17,6 @@ from hpcaccum.bench.command import needs_mpi
 from hpcaccum.launch import doctor, sbatch_warnings
 from hpcaccum.launch.batch_script import MARGIN, Job, script
 from hpcaccum.train import options as train_options
-from hpcaccum.train import replay_command as replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 _CHOSEN = ("save", "resume", "log", "plot")
 _NAMES = {"train": "hpcaccum-train", "bench": "hpcaccum-bench"}
 # Commands that are started as any other program.
-_OTHERS = {"doctor": doctor.add_arguments, "replay": replay.add_arguments}
+_OTHERS = {"doctor": doctor.add_arguments}
 _MODULE = ("python", "-m", "hpcaccum")
 _DEFAULTS = {
     "nodes": 1,
@@ -201,10 +200,6 @@ def _check(
         return _check_bench(words, args)
     if words[:3] == _MODULE and words[3] in _OTHERS:
         _parsed(words[3], _OTHERS[words[3]], words[4:])
-        if words[3] == "replay" and ranks > 1:
-            raise InvalidArgumentError(
-                "replay runs in one process: add --ranks-per-node 1"
-            )
     return sbatch_warnings.of_program(words, (*_NAMES, *_OTHERS))
 
 
@@ -215,10 +210,6 @@ def _check_train(
     for name in _CHOSEN:
         if getattr(found, name):
             raise InvalidArgumentError(f"train --{name}: the script sets it")
-    if found.record:
-        raise InvalidArgumentError(
-            "train --record cannot be used with --resume, which the script sets"
-        )
     if found.compare:
         raise InvalidArgumentError(
             "train --compare cannot be continued; use --strategy"
@@ -254,8 +245,6 @@ def _check_benchmark(
             raise InvalidArgumentError(
                 f"bench --{option}: several runs of this job would write that file"
             )
-    if name == "soak" and args.sweep:
-        raise InvalidArgumentError("--sweep needs a benchmark of times, not soak")
     if name == bench_options.WIRE and min(args.sweep or (args.nodes,)) == 1:
         raise InvalidArgumentError(f"bench {name} needs at least 2 nodes")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum import Group, InvalidArgumentError, span, trace
 from hpcaccum.device import use_device
@@ -22,7 +22,6 @@ from hpcaccum.train.log import Log, circumstances
 from hpcaccum.train.loop import Run
 from hpcaccum.train.model import check_memory, widths
 from hpcaccum.train.options import Options, resolve
-from hpcaccum.train.recorder import RunRecorder
 from hpcaccum.train.report import Bar, console, describe, print_all, saved, tables
 from hpcaccum.train.stopping import Requests
 
@@ -35,13 +34,6 @@ if TYPE_CHECKING:
 
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.records import Record, Result
-
-
-class _Outputs(NamedTuple):
-    """What the reporting rank writes during the training."""
-
-    log: Log
-    recorder: RunRecorder | None
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], int]:
@@ -68,8 +60,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
         "checkpoints", lambda: saving.find(options, group.rank, expected), _nothing
     )
     # Last, as a log is emptied.
-    outputs = group.agree("output", lambda: _open_files(options, group), _nothing)
-    return functools.partial(_train, options, data, group, requests, found, outputs)
+    log = group.agree("output", lambda: _open_files(options, group), _nothing)
+    return functools.partial(_train, options, data, group, requests, found, log)
 
 
 def _nothing(_: object) -> dict[str, object]:
@@ -83,7 +75,6 @@ def _options(args: argparse.Namespace, group: Group) -> Options:
         "--log": options.log,
         "--plot": options.plot,
         "--trace": options.trace,
-        "--record": options.record,
     }
     check_apart(outputs, {"--data": options.data})
     return options
@@ -94,17 +85,14 @@ def _use_device(options: Options, group: Group) -> None:
         use_device(group.node.rank)
 
 
-def _open_files(options: Options, group: Group) -> _Outputs:
-    """Open the files, which only the reporting rank writes; check other outputs."""
+def _open_files(options: Options, group: Group) -> Log:
+    """Open the log, which only the reporting rank writes; check other outputs."""
     if group.rank == 0 and options.trace is not None:
         check_writable("--trace", options.trace)
     reports = group.rank == options.reporter
     if reports and options.plot is not None:
         _check_plot(options.plot)
-    log, recorder = Log(options.log if reports else None), None
-    if options.record is not None:
-        recorder = RunRecorder(options.record if reports else None)
-    return _Outputs(log, recorder)
+    return Log(options.log if reports else None)
 
 
 def _check_plot(path: Path) -> None:
@@ -122,20 +110,18 @@ def _train(
     group: Group,
     requests: Requests,
     found: Any,
-    outputs: _Outputs,
+    log: Log,
 ) -> int:
     """Train with each strategy, show the results, return the status. Collective."""
     mark = saving.Mark(options, group.rank)
     facts = circumstances(options, data, group)
-    outputs.log.write("start", facts)
-    if outputs.recorder:
-        outputs.recorder.begin(facts, widths(options, data), data, group)
+    log.write("start", facts)
     out = console(group.rank == options.reporter)
     title = describe(facts, options)
     out.print(title, soft_wrap=True)
     with _traced(options, group):
-        results = _train_all(options, data, group, requests, found, outputs, out)
-        outputs.log.close()
+        results = _train_all(options, data, group, requests, found, log, out)
+        log.close()
         diverged = [result.strategy for result in results if result.diverged]
         mark.write(1 if diverged else results[-1].stopped)
         if group.rank == options.reporter:
@@ -166,7 +152,7 @@ def _train_all(
     group: Group,
     requests: Requests,
     found: Any,
-    outputs: _Outputs,
+    log: Log,
     out: Console,
 ) -> list[Result]:
     """Train with each strategy, until a request to stop. Collective."""
@@ -174,9 +160,7 @@ def _train_all(
     with requests.listening():
         for strategy in options.strategies:
             with span(strategy):
-                run = _run(
-                    strategy, options, data, group, requests, found, outputs, out
-                )
+                run = _run(strategy, options, data, group, requests, found, log, out)
             results.append(run)
             if run.stopped:
                 break
@@ -194,8 +178,6 @@ def _report(results: list[Result], options: Options, title: str, out: Console) -
         with ending_the_job("--plot", options.plot):
             draw(results, title, options.plot)
         out.print(f"picture: {options.plot}", soft_wrap=True)
-    if options.record:
-        out.print(f"record: {options.record}", soft_wrap=True)
 
 
 def _run(
@@ -205,10 +187,9 @@ def _run(
     group: Group,
     requests: Requests,
     found: Any,
-    outputs: _Outputs,
+    log: Log,
     out: Console,
 ) -> Result:
-    log, recorder = outputs
     bar = Bar(out, strategy, options.epochs)
     shown = set()
 
@@ -217,7 +198,7 @@ def _run(
         log.record(record)
         bar.show(record)
 
-    run = Run(strategy, options, data, group, show, requests, found, recorder)
+    run = Run(strategy, options, data, group, show, requests, found)
     result = run()
     bar.stop()
     # Records of other shard groups' models, made on other ranks.

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
-    from hpcaccum.train.recorder import RunRecorder
 
 # Seconds between two checks of a rank whether the work is done.
 _CHECK_PAUSE = 0.05
@@ -46,7 +45,6 @@ class Run:
         show: Called with each record of this rank.
         requests: Those to this process to stop.
         found: The checkpoint to continue from, see `saving.find`.
-        recorder: Notes what happens to gradients; None if the run is not recorded.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class Run:
         show: Callable[[Record], None],
         requests: Requests,
         found: Any = None,
-        recorder: RunRecorder | None = None,
     ) -> None:
         self._strategy, self._group = strategy, group
         self._options, self._data = options, data
@@ -79,7 +76,6 @@ class Run:
         )
         keepers = options.keepers(strategy)
         self._found, self._keeper = found, keepers[number]
-        self._recorder = recorder
         # The updates, and the gradients in them, of earlier jobs.
         self._start, self._earlier = 0, 0
         self._step = 0
@@ -170,9 +166,7 @@ class Run:
         step = self._start
         global_step = Variable(np.array(step), "global_step")
         while step < self._target and not self._is_over(step):
-            receipt = self._optimizer.minimize(self._loss, global_step)
-            if self._recorder and receipt.sent:
-                self._recorder.add(receipt)
+            self._optimizer.minimize(self._loss, global_step)
             # Between two pushes of AGN the variables are local values that belong to no
             # step; the step changes when they are the center's.
             if step != global_step.value:
@@ -207,8 +201,6 @@ class Run:
             time.sleep(self._delay)
         if self._observer:
             self._observer.add(loss)
-        if self._recorder:
-            self._recorder.loss = loss
         return loss, gradients
 
     def _finish(self, seconds: float) -> Result:
@@ -223,8 +215,6 @@ class Run:
         self._optimizer.free()
         updates = self._step if self._collective else self._optimizer.global_step
         self._saver.finish(updates)
-        if self._recorder:
-            self._finish_record(self._recorder)
         if self._observer:
             self._observer.evaluate(updates, max(times))
         return self._result(max(times), waits, updates)
@@ -268,10 +258,6 @@ class Run:
             balanced_accuracy=tuple(balanced) or None,
             records=tuple(records),
         )
-
-    def _finish_record(self, recorder: RunRecorder) -> None:
-        keeps = self._group.rank == self._keeper
-        recorder.finish(self._group, self._optimizer.snapshot() if keeps else None)
 
     def _tally(self, updates: list[int]) -> Tally:
         """Return the counts, given the updates of each rank's model."""

@@ -36,7 +36,6 @@ _AS_GIVEN = (
     "servers",
     "log",
     "trace",
-    "record",
     "save",
     "resume",
     "time_limit",
@@ -89,7 +88,6 @@ class Options:
     servers: Servers
     straggler: dict[int, float]
     log: Path | None
-    record: Path | None
     plot: Path | None
     trace: Path | None
     save: Path | None
@@ -145,13 +143,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.png",
         help="plot accuracy, loss, staleness and samples per rank (default with "
         f"--compare: {DEFAULT_PICTURE})",
-    )
-    output.add_argument(
-        "--record",
-        type=Path,
-        metavar="FILE.jsonl",
-        help="write the order in which gradients made the updates, from which hpcaccum "
-        "replay repeats the run (not for cross-shard)",
     )
     output.add_argument("--no-plot", action="store_true", help="do not plot")
     output.add_argument(
@@ -308,8 +299,6 @@ def resolve(args: argparse.Namespace, ranks: int) -> Options:
         alone = f"there are only {ranks}" if ranks > 1 else _ALONE
         raise InvalidArgumentError(f"{needs}: {alone}")
     _check_saving(args)
-    if args.record:
-        _check_record(args)
     rate, staleness = args.rate, args.staleness
     period = 10 if args.period is None else args.period
     return Options(
@@ -364,26 +353,6 @@ def _check_saving(args: argparse.Namespace) -> None:
             raise InvalidArgumentError(f"--{name} needs --save DIR")
     if args.compare and args.save:
         raise InvalidArgumentError("--save is for one run: use --strategy")
-
-
-def _check_record(args: argparse.Namespace) -> None:
-    if args.compare:
-        raise InvalidArgumentError("--record is for one run: use --strategy")
-    if args.strategy == "cross-shard":
-        raise InvalidArgumentError(
-            "--record cannot be used with cross-shard: it has no order of admission, "
-            "and each run has the same bits"
-        )
-    if args.resume:
-        raise InvalidArgumentError(
-            "--record cannot be used with --resume: a record begins with update 1"
-        )
-    if args.servers != (0,):
-        raise InvalidArgumentError("--record cannot be used with --servers")
-    if args.device != "cpu":
-        raise InvalidArgumentError(
-            "--record needs --device cpu: a replay cannot have the bits of a device"
-        )
 
 
 def _quorum(quorum: int | None, workers: int, ranks: int) -> int:

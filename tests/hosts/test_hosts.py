@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.cluster import hosts as module
@@ -106,31 +105,6 @@ def test_results_are_those_of_one_process(cluster: Cluster, ranks: int):
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
     assert " skipped" not in done.stdout, done.stdout
-
-
-@pytest.mark.parametrize("cluster", [2], indirect=True, ids=["2-hosts"])
-def test_a_recorded_run_is_replayed_with_the_same_bits(
-    cluster: Cluster, tmp_path: Path
-):
-    y = np.arange(200) % 2
-    x = np.random.default_rng(0).standard_normal((200, 2)) + y[:, None]
-    np.savez(tmp_path / "own.npz", x=x, y=y)
-    command = (sys.executable, "-m", "hpcaccum")
-    quorum = str(2 * len(cluster.names))
-    words = ("--strategy", "sync-replicas", "--quorum", quorum, "--optimizer", "adam")
-    words += ("--data", "own.npz", "--batch", "8", "--epochs", "5", "--record", "run")
-    done = cluster.run(2, *command, "train", *words, cwd=tmp_path, timeout=WAIT)
-    assert done.returncode == 0, done.stdout
-    replay = [*command, "replay", "run"]
-    again = subprocess.run(
-        replay, cwd=tmp_path, env=cluster.environment(), capture_output=True, text=True
-    )
-
-    # The sums of two ranks each are added.
-    nodes = json.loads((tmp_path / "run").read_text().partition("\n")[0])["nodes"]
-    assert nodes == [[2 * n, 2 * n + 1] for n in range(len(cluster.names))]
-    assert "the same, bit for bit" in again.stdout, again
-    assert again.returncode == 0
 
 
 def test_links_have_the_rate_in_both_directions(cluster: Cluster):

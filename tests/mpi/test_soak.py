@@ -1,4 +1,4 @@
-"""``hpcaccum bench soak``: it finds nothing here, and finds what was planted."""
+"""The soak: it finds nothing here, and finds what was planted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Group
-from hpcaccum.bench import soak
 from hpcaccum.bench.measure import WrongAnswerError
-from hpcaccum.bench.soak import Soak, Use
+from tests import soak
+from tests.soak import Soak, Use
 
 from .training import meet, raised
 

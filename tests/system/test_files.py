@@ -170,8 +170,6 @@ def test_what_cannot_be_written_is_one_line(refused, tmp_path):
         ((*TRAIN, "--plot", "folder.svg"), "--plot folder.svg: Is a directory"),
         ((*TRAIN, "--plot", "no/a.svg"), "--plot no/a.svg: No such file"),
         ((*TRAIN, "--log", "a.svg", "--plot", "a.svg"), "is the same file as --log"),
-        ((*TRAIN, "--log", "a.svg", "--record", "a.svg"), "is the same file as --log"),
-        ((*TRAIN, "--record", "/dev/full"), "--record /dev/full: No space left"),
         ((*BENCH, "--json", "/dev/full"), "--json /dev/full: No space left"),
         ((*BENCH, "--plot", "folder.svg"), "--plot folder.svg: Is a directory"),
         ((*BENCH, "--json", "a.svg", "--plot", "a.svg"), "is the same file as --json"),

@@ -71,12 +71,9 @@ def test_an_interval_of_checkpoints_needs_no_directory():
 
 
 def test_modules_are_loaded_before_unset_variables_are_errors():
-    text = sbatch("--setup=module load x", "--", "bench", "soak").stdout
+    text = sbatch("--setup=module load x", "--", "bench", "step").stdout
 
     assert text.index("module load x") < text.index("set -uo pipefail")
-    # It writes no JSON lines.
-    assert "python -m hpcaccum bench soak \\\n" in text
-    assert "--json" not in text
 
 
 def test_words_of_a_program_are_quoted():
@@ -267,10 +264,6 @@ BAD = {
         ["--", "train", "--strategy", "agn", "--save", "s"],
         "train --save: the script sets it",
     ),
-    "record": (
-        ["--", "train", "--strategy", "agn", "--record", "r"],
-        "train --record cannot be used with --resume, which the script sets",
-    ),
     "bench": (["--", "bench", "stop"], "bench: argument benchmark: invalid choice"),
     "json": (
         ["--", "bench", "step", "--json", "f"],
@@ -289,10 +282,6 @@ BAD = {
         ["--nodes", "8", "--sweep", "1,2", "--", "bench", "step"],
         "--nodes 8: with --sweep the job asks for 2, the largest of its numbers",
     ),
-    "sweep without times": (
-        ["--sweep", "1,2", "--", "bench", "soak"],
-        "--sweep needs a benchmark of times, not soak",
-    ),
     "sweep of wire": (
         ["--sweep", "1,2", "--", "bench", "wire"],
         "bench wire needs at least 2 nodes",
@@ -305,14 +294,6 @@ BAD = {
     "one file of a sweep": (
         ["--sweep", "1,2", "--", "bench", "step", "--csv", "x.csv"],
         "bench --csv: several runs of this job would write that file",
-    ),
-    "replay": (
-        ["--", "replay", "run.jsonl"],
-        "replay runs in one process: add --ranks-per-node 1",
-    ),
-    "options of replay": (
-        ["--ranks-per-node", "1", "--", "replay", "run.jsonl", "--untli", "3"],
-        "replay: unrecognized arguments: --untli 3",
     ),
     "sweep array": (["--sweep", "1,2", "--", "bench"], "--sweep needs one benchmark"),
 }

@@ -1,4 +1,4 @@
-"""``hpcaccum bench soak``: random operations for any time, and exact counts.
+"""Random operations for any time, and exact counts: mpiexec -n 4 python -m tests.soak.
 
 It runs episodes. In each, all ranks make an object with random settings, do random
 operations with random delays, and free it. Every gradient carries a one for its rank
@@ -9,9 +9,11 @@ threads of each rank are what they were.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import logging
 import resource
+import sys
 import threading
 import time
 from collections import Counter
@@ -80,9 +82,14 @@ class Soak:
             WrongAnswerError: On every rank, if a sum is wrong on one.
         """
         # Random bounds drop all gradients of some ranks; the counts are compared.
-        logging.getLogger("hpcaccum").addFilter(
-            lambda record: "were all dropped" not in record.msg
-        )
+        logger = logging.getLogger("hpcaccum")
+        logger.addFilter(_expected)
+        try:
+            return self._run()
+        finally:
+            logger.removeFilter(_expected)
+
+    def _run(self) -> int:
         begun, shown = time.monotonic(), 0.5
         first, episode, now = Use.now(), 0, 0.0
         self._say(
@@ -155,6 +162,11 @@ class Soak:
     def _say(self, text: str) -> None:
         if self._group.rank == 0:
             print(text, flush=True)
+
+
+def _expected(record: logging.LogRecord) -> bool:
+    """Whether a log shows a message that says more than the counts do."""
+    return "were all dropped" not in record.msg
 
 
 def _growth(before: Use, last: Use) -> tuple[int, int, int]:
@@ -331,3 +343,16 @@ def reducer(
 _KINDS: tuple[
     Callable[[Group, np.random.Generator, np.random.Generator], Counter[str]], ...
 ] = (accumulator, optimizer, reducer)
+
+
+def main() -> int:
+    """Run for as long as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long (60)")
+    parser.add_argument("--seed", type=int, default=0, help="of all choices (0)")
+    args = parser.parse_args()
+    return Soak(hpc.Group.of(), args.seconds, args.seed)()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
