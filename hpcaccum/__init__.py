@@ -17,7 +17,6 @@ from hpcaccum.accumulator import (
     AccumulatorStatistics,
     ConditionalAccumulator,
     DeviceAccumulator,
-    DeviceReceipt,
     DeviceRowAccumulator,
     DeviceStatistics,
     Receipt,
@@ -59,9 +58,6 @@ from hpcaccum.tracing import span, trace
 
 __version__ = "0.1.0"
 
-# Its earlier name.
-Statistics = AccumulatorStatistics
-
 __all__ = [
     "SGD",
     "AGNCustomGetter",
@@ -73,7 +69,6 @@ __all__ = [
     "ConditionalAccumulator",
     "CrossShardOptimizer",
     "DeviceAccumulator",
-    "DeviceReceipt",
     "DeviceRowAccumulator",
     "DeviceStatistics",
     "DeviceUnavailableError",
@@ -94,7 +89,6 @@ __all__ = [
     "Reduction",
     "SparseConditionalAccumulator",
     "SparseGradient",
-    "Statistics",
     "SyncReplicasOptimizer",
     "Tally",
     "Variable",

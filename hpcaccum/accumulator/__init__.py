@@ -23,7 +23,7 @@ from __future__ import annotations
 from hpcaccum.accumulator.batch import Batch
 from hpcaccum.accumulator.conditional import ConditionalAccumulator
 from hpcaccum.accumulator.device_accumulator import DeviceAccumulator
-from hpcaccum.accumulator.device_protocol import DeviceReceipt, DeviceStatistics
+from hpcaccum.accumulator.device_protocol import DeviceStatistics
 from hpcaccum.accumulator.device_rows import DeviceRowAccumulator
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Count, Counters, Receipt, Tally
@@ -40,7 +40,6 @@ __all__ = [
     "Count",
     "Counters",
     "DeviceAccumulator",
-    "DeviceReceipt",
     "DeviceRowAccumulator",
     "DeviceStatistics",
     "Membership",

@@ -56,8 +56,7 @@ class ConditionalAccumulator(Accumulator):
             order of arrival. Several gradients of one rank in one round are added in
             the order in which that rank applied them; its threads must fix that order
             themselves. ``"sum"``: two sums on the host rank, which take less memory, in
-            the order of arrival; between nodes every gradient is sent. ``"auto"``:
-            slots.
+            the order of arrival; between nodes every gradient is sent.
         workers: How many ranks contribute gradients, all by default. If not all, the
             host rank does not. Quorums shrink when ranks leave; after so many have
             left, takes raise EverybodyLeftError.
@@ -80,7 +79,7 @@ class ConditionalAccumulator(Accumulator):
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         capacity: int | None = None,
-        storage: str = "auto",
+        storage: str = "slots",
         workers: int | None = None,
     ) -> None:
         group = Group.of(comm)

@@ -29,9 +29,6 @@ T = TypeVar("T")
 # A kernel with its arguments; calling it queues it on the current stream.
 Launch = Callable[[], object]
 
-# An older name, of receipts that waited for the device.
-DeviceReceipt = Receipt
-
 
 @dataclass(frozen=True)
 class DeviceStatistics:

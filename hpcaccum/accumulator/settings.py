@@ -21,7 +21,7 @@ from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.row_buffers import RowPlace
 
-STORAGES = ("auto", Slots.name, Sums.name)
+STORAGES = (Slots.name, Sums.name)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Settings:
         reduction: ``"MEAN"`` or ``"SUM"``.
         host: The rank that holds the words.
         capacity: Maximum number of elements of a gradient; if sparse, of rows.
-        storage: ``"auto"``, ``"slots"`` or ``"sum"``; if sparse, ``"rows"``.
+        storage: ``"slots"`` or ``"sum"``; if sparse, ``"rows"``.
         workers: How many ranks contribute gradients. If not all, the host does not.
         row_size: If sparse, maximum number of elements of a row, else 0.
         rows: The places of rows in a gradient that is a vector, at its end.

@@ -86,7 +86,7 @@ def test_bad_argument_of_one_rank(options, error, text, rank, size):
         ("shape", (3,), r"shape .* rank 0 has \(2,\), rank {} has \(3,\)"),
         ("reduction_type", "SUM", "reduction .* rank 0 has 'MEAN', rank {} has 'SUM'"),
         ("host", 1, "host .* rank 0 has 0, rank {} has 1"),
-        ("storage", "sum", "storage .* rank 0 has 'auto', rank {} has 'sum'"),
+        ("storage", "sum", "storage .* rank 0 has 'slots', rank {} has 'sum'"),
         ("shared_name", "s", "shared_name .* rank 0 has '', rank {} has 's'"),
         ("workers", 1, r"workers .* rank 0 has \d, rank {} has 1"),
     ],

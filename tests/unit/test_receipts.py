@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcaccum.accumulator import DeviceReceipt, Receipt
+from hpcaccum.accumulator import Receipt
 
 
 def test_a_receipt_is_printed_in_a_line():
@@ -11,7 +11,7 @@ def test_a_receipt_is_printed_in_a_line():
         Receipt(False, 4, 7),
         Receipt(False, 7, 7, nonfinite=True),
         Receipt(True, 3, 3, sent=False),
-        DeviceReceipt(True, 0, 2),
+        Receipt(True, 0, 2),
     ]
     assert list(map(str, receipts)) == [
         "accepted, lag 0, step 7",
