@@ -25,11 +25,7 @@ _MAX_BUCKET = 1 << 30
 
 
 def step_number(value: Any, name: str) -> int:
-    """Return a number as a step, rounded toward zero.
-
-    Raises:
-        InvalidArgumentError: If it is not one real, finite number within 64 bits.
-    """
+    """Return a number as a step, rounded toward zero."""
     try:
         if type(value) is not int:
             # A `Variable` has one.
@@ -63,12 +59,7 @@ def positive_count(value: Any, name: str) -> int:
 
 
 def rank_number(value: Any, size: int, name: str) -> int:
-    """Return a rank of a communicator of ``size``.
-
-    Raises:
-        TypeError: If it is not an integer.
-        InvalidArgumentError: If the communicator has no such rank.
-    """
+    """Return a rank of a communicator of ``size``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a rank, got {value!r}")
     rank = int(value)
@@ -80,12 +71,7 @@ def rank_number(value: Any, size: int, name: str) -> int:
 
 
 def result_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Return the array for a result: ``out``, or a new one if that is None.
-
-    Raises:
-        InvalidArgumentError: If ``out`` has another dtype or shape, or is not
-            contiguous, or not writable.
-    """
+    """Return the array for a result: ``out``, or a new one if that is None."""
     if out is None:
         return np.empty(shape, dtype)
     if not isinstance(out, np.ndarray) and not is_device(out):
@@ -102,17 +88,7 @@ def result_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Arra
 
 
 def gradient_array(grad: Any, dtype: np.dtype[Any], what: str = "gradient") -> Array:
-    """Return a gradient as an array that can be converted to ``dtype``.
-
-    Args:
-        grad: The gradient, or another value.
-        dtype: The dtype.
-        what: Begins messages.
-
-    Raises:
-        InvalidArgumentError: If it is None, ragged, masked, or not of real numbers; or
-            a device array that kernels cannot read.
-    """
+    """Return a gradient as an array that can be converted to ``dtype``."""
     if grad is None:
         raise InvalidArgumentError(f"{what} must be an array, got None")
     if is_device(grad):

@@ -95,11 +95,7 @@ _UNREAD = 128 + signal.SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; return the exit status.
-
-    Args:
-        arguments: The words after ``hpcaccum``; ``sys.argv[1:]`` by default.
-    """
+    """Run one subcommand; return the exit status."""
     install_excepthook()
     _open_streams()
     try:

@@ -18,17 +18,7 @@ FLOATS = (*HALVES, np.dtype(np.float32), np.dtype(np.float64))
 
 
 def float_dtype(dtype: Any, what: str = "dtype") -> np.dtype[Any]:
-    """Return ``dtype`` as a NumPy dtype that can be accumulated.
-
-    Args:
-        dtype: The dtype, or its name.
-        what: Name of the argument, for messages.
-
-    Raises:
-        TypeError: If it is not a dtype, or not a number type.
-        InvalidArgumentError: If it is a number type but not float16, float32, float64
-            or bfloat16.
-    """
+    """Return ``dtype`` as a NumPy dtype that can be accumulated."""
     try:
         found: np.dtype[Any] = np.dtype(dtype)
     except TypeError:

@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 def check_apart(
     outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]
 ) -> None:
-    """Raise InvalidArgumentError if an output would overwrite another file of the call.
-
-    Args:
-        outputs: Option to path; None if the option was not given.
-        inputs: The same for the files that are read.
-    """
+    """Raise InvalidArgumentError if an output is another file of the call."""
     seen = [(name, path) for name, path in inputs.items() if path is not None]
     for name, path in outputs.items():
         if path is None:
@@ -44,11 +39,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def check_new(outputs: Mapping[str, Path | None]) -> None:
-    """Raise InvalidArgumentError if an output would overwrite a file.
-
-    Args:
-        outputs: Option to path; None if the option was not given.
-    """
+    """Raise InvalidArgumentError if an output would overwrite a file."""
     for name, path in outputs.items():
         if path is None:
             continue
@@ -80,11 +71,7 @@ def check_directory(option: str, path: Path) -> None:
 
 
 def open_output(option: str, path: Path | None) -> IO[str] | None:
-    """Return an empty file, opened for writing; None for None.
-
-    Raises:
-        InvalidArgumentError: If it cannot be opened, or the disk is full.
-    """
+    """Return an empty file, opened for writing; None for None."""
     if path is None:
         return None
     with _one_line(option, path):

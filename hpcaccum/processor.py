@@ -29,11 +29,7 @@ def processor_name() -> str:
 
 
 def place_and_date(facts: Mapping[str, Any]) -> str:
-    """Return the hosts, the number of nodes and the day of a job, for its pictures.
-
-    Args:
-        facts: As ``hpcaccum bench --json`` and ``hpcaccum train --log`` write them.
-    """
+    """Return the hosts, the number of nodes and the day of a job, for its pictures."""
     hosts = [*facts["hosts"]] if isinstance(facts.get("hosts"), dict) else ["?"]
     where = ", ".join(hosts[:_MOST_HOSTS])
     if len(hosts) > _MOST_HOSTS:

@@ -85,11 +85,6 @@ def stores(
     """Return calls, functions of C, that together write rows to a buffer.
 
     The last one writes the values.
-
-    Args:
-        buffer: Has room for them.
-        rows: In memory of their own.
-        dtype: Of the values in the buffer.
     """
     number, width = rows.values.shape
     places = _number(buffer), *room_in(buffer, number, width, dtype)
@@ -107,14 +102,7 @@ def remove_rows(buffer: Array) -> None:
 def overflow(
     what: str, rank: int, number: int, capacity: int
 ) -> InvalidArgumentError | None:
-    """Return the error if the gradients of a rank in a round have too many rows.
-
-    Args:
-        what: Begins the message.
-        rank: Whose gradients they are.
-        number: Of different rows that they have together.
-        capacity: Maximum of that number.
-    """
+    """Return the error if the gradients of a rank in a round have too many rows."""
     if number <= capacity:
         return None
     return InvalidArgumentError(

@@ -32,14 +32,7 @@ class Rows(NamedTuple):
 
 
 def distinct(indices: Array, values: Array, dtype: np.dtype[Any]) -> Rows:
-    """Return the rows of one gradient, which may repeat them in any order.
-
-    Args:
-        indices: Vector of int64.
-        values: Matrix with a row for each index.
-        dtype: In which repeated rows are added. If none is repeated, the result may
-            share memory with the arguments.
-    """
+    """Return the rows of one gradient, which may repeat them in any order."""
     # No warning: an overflow shows up as inf in the result.
     with np.errstate(all="ignore"):
         if indices.size > 1 and not (indices[1:] > indices[:-1]).all():
@@ -94,11 +87,6 @@ def add_at(sums: Array, places: Array, rows: Array) -> None:
     """Add rows to those of ``sums`` at ``places``, which may repeat.
 
     Does what ``numpy.add.at(sums, places, rows)`` does, several times as fast.
-
-    Args:
-        sums: A contiguous matrix.
-        places: Vector of indices, not negative.
-        rows: A row for each place.
     """
     width = sums.shape[1]
     if not width:

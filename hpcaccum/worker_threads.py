@@ -23,15 +23,7 @@ _starting = Lock()
 
 
 def run_pieces(act: Callable[[Any], None], items: Iterable[Any], helpers: int) -> None:
-    """Call ``act`` for each item, on this thread and on helpers; wait for all calls.
-
-    Args:
-        act: Called at the same time for different items. It must not wait for other
-            items.
-        items: At least one.
-        helpers: Number of threads besides this one. If none can be started, as during
-            interpreter shutdown, this thread makes all calls.
-    """
+    """Call ``act`` for each item, on this thread and on helpers; wait for all calls."""
     own, *others = items
     pieces = [_Piece(act, item) for item in others]
     with contextlib.ExitStack() as rest:

@@ -62,14 +62,6 @@ class Batch:
         """Set ``out`` to the sum of the vectors, divided by `divisor`.
 
         If all lie on this node, every vector is read once and ``out`` written once.
-
-        Args:
-            out: A vector of their length, of any dtype.
-            deadline: Of the call. Other nodes have a minute, also if less is left.
-            threads: See `add_in_order`.
-
-        Raises:
-            WaitTimeoutError: If other nodes do not send their sums in time.
         """
         if self.is_local:
             add_in_order(self.views(out.size), out, self.divisor, threads)
@@ -79,15 +71,8 @@ class Batch:
     def collect(self, count: int, deadline: Deadline) -> Array:
         """Return the sum of the vectors, divided by `divisor`; between nodes only.
 
-        Args:
-            count: Elements of each vector.
-            deadline: As for `total`.
-
         Returns:
             Memory of this node, valid until one of its ranks collects the next sum.
-
-        Raises:
-            WaitTimeoutError: As `total`.
         """
         longer = Deadline(max(deadline.remaining, _LEAST_SECONDS), deadline.what)
         return self.parts.sum(
@@ -99,13 +84,6 @@ class Batch:
 
         Those on this node share memory with the vectors. From others, those that are
         there are copied, whatever the capacity.
-
-        Args:
-            place: In the vectors.
-            deadline: As for `total`.
-
-        Raises:
-            WaitTimeoutError: As `total`.
         """
         buffers = [self._buffer(vector, place, deadline) for vector in self.places]
         return [rows_in(buffer, place.width, self.dtype) for buffer in buffers]

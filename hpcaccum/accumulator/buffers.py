@@ -69,11 +69,6 @@ class RankBuffers:
     def choose(self, array: Any, slot: int | None, parity: int) -> tuple[int, bool]:
         """Choose a buffer that no round holds.
 
-        Args:
-            array: The gradient.
-            slot: What `slot_of` returned for it.
-            parity: Of its round.
-
         Returns:
             The buffer, and whether the gradient is in it already.
         """
@@ -113,11 +108,7 @@ class RankBuffers:
             del self._lent[index]
 
     def slot_of(self, array: Any) -> int | None:
-        """Return the slot that contains an array; None if it is elsewhere.
-
-        Raises:
-            InvalidArgumentError: If the slot is no longer the caller's.
-        """
+        """Return the slot that contains an array; None if it is elsewhere."""
         if not self._slots or array.base is None or is_device(array):
             return None
         for index, lent in self._lent.items():

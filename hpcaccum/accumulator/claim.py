@@ -27,12 +27,7 @@ class Claim:
         self._first: dict[str, Claimant] = {}
 
     def make(self, mine: Claimant) -> bool | None:
-        """Make a claim; return None while another thread has one.
-
-        Raises:
-            InvalidArgumentError: In a signal handler, if the call that it has
-                interrupted has one.
-        """
+        """Make a claim; return None while another thread has one."""
         first = self._first.setdefault("call", mine)
         if first is not mine and first.thread == mine.thread:
             raise in_a_handler(mine.call)

@@ -144,14 +144,7 @@ class AccumulatorOnDevice(Freeable):
     def _submit(
         self, local_step: int, arrays: Any, prepare: Callable[[bool], Launch]
     ) -> Receipt:
-        """Queue the addition of a gradient, unless it is stale.
-
-        Args:
-            local_step: Step of the gradient.
-            arrays: What the launch reads.
-            prepare: Returns the launch; its argument is whether this is the first
-                gradient since the last take.
-        """
+        """Queue the addition of a gradient, unless it is stale."""
         return self._calls.run(
             "apply_grad", lambda: self._admit(local_step, arrays, prepare)
         )
@@ -177,10 +170,6 @@ class AccumulatorOnDevice(Freeable):
         """Wait for gradients; return the result of ``reduce`` of their number.
 
         ``reduce`` queues work on the current stream, and must call `_begin_step`.
-
-        Raises:
-            InvalidArgumentError, TypeError: For an unusable argument.
-            WaitTimeoutError: If there are too few when the time is over.
         """
         required = positive_count(num_required, "num_required")
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
@@ -231,12 +220,6 @@ class AccumulatorOnDevice(Freeable):
         """Queue work on the current stream, after that of all turns before.
 
         Called within `_calls`.
-
-        Args:
-            work: Queues it.
-            reads: Arrays to keep until the device has read them. CuPy's pool returns
-                memory to the stream that it was allocated on; that may be another one,
-                which could use it again at once.
         """
         self._end_turn()
         event = None
@@ -287,12 +270,7 @@ class AccumulatorOnDevice(Freeable):
 
 
 def _record(stream: Any, event: Any = None) -> Any:
-    """Return an event after all that is queued on a stream.
-
-    Args:
-        stream: The stream.
-        event: One that is complete and may be used again.
-    """
+    """Return an event after all that is queued on a stream."""
     if event is None:
         event = device.new_event()
     stream.record(event)

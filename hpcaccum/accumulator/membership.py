@@ -82,11 +82,7 @@ class Membership:
         return num_left >= self.workers
 
     def check_present(self, verb: str) -> None:
-        """Raise InvalidArgumentError if this rank has left.
-
-        Args:
-            verb: What it is about to do with a gradient, for the message.
-        """
+        """Raise InvalidArgumentError if this rank has left."""
         if self.has_left:
             raise InvalidArgumentError(
                 f"rank {self._rank} has left and can {verb} no more gradients"

@@ -38,17 +38,7 @@ class OneThread:
     def run(
         self, call: str, do: Callable[[], T], deadline: Deadline | None = None
     ) -> T:
-        """Return the result of a function.
-
-        Args:
-            call: Name of the call, for messages.
-            do: The function.
-            deadline: Of the call; by default HPCACCUM_TIMEOUT seconds from now.
-
-        Raises:
-            WaitTimeoutError: If another thread does not end its call in time.
-            InvalidArgumentError: In a signal handler, during a call of its thread.
-        """
+        """Return the result of a function."""
         held: list[bool] = []
         try:
             if not Deadline.try_acquire(self._lock, held):

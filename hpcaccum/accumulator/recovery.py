@@ -58,11 +58,7 @@ class Recovery:
             raise
 
     def finish(self, deadline: Deadline | None = None) -> None:
-        """Recover from the last call, if that was not possible at the time.
-
-        Raises:
-            WaitTimeoutError: If the agent does not answer in time.
-        """
+        """Recover from the last call, if that was not possible at the time."""
         if self.pending:
             self._extend(deadline or Deadline(None, self._call))
             self._finish()

@@ -85,20 +85,7 @@ class RemoteAdmission(Calls):
         fresh: tuple[int, int],
         placed: int | None,
     ) -> AdmissionAnswer:
-        """Admit a gradient to the open round, or drop it. `forget` comes first.
-
-        Args:
-            local_step: The step at which it was computed.
-            only: Parity to which it may be admitted, if not to both.
-            fresh: By parity, the word of the record of a rank that has none, 0 if it
-                cannot have one. It says that the rank is writing, unless the gradient
-                is in its buffer.
-            placed: The buffer that the gradient is in; None if it is in none.
-
-        Raises:
-            WaitTimeoutError: If there is no answer HPCACCUM_TIMEOUT seconds after
-                `forget`. The gradient may still be admitted: see `settled`.
-        """
+        """Admit a gradient to the open round, or drop it. `forget` comes first."""
         words, contents = self._protocol.words, None
         if placed is not None and not words.near:
             contents = self._storage.short(placed)

@@ -116,12 +116,7 @@ class RowSlots(NodeBuffers):
         return held + grad.rows.indices.size <= self._capacity
 
     def overflow(self, index: int, grad: RowGradient) -> InvalidArgumentError | None:
-        """Return the error if a buffer has no room for the rows of one more gradient.
-
-        Args:
-            index: A buffer of this rank that has gradients.
-            grad: The gradient.
-        """
+        """Return the error if a buffer has no room for the rows of another gradient."""
         number = union_size(indices_in(self.buffer(index)), grad.rows.indices)
         return overflow(self._what, self._rank, number, self._capacity)
 
@@ -155,16 +150,7 @@ class RowSlots(NodeBuffers):
         without_signals(*calls, functools.partial(added.append, None))
 
     def total(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
-        """Return the sum of a round's gradients; that of one may lie in its buffer.
-
-        Args:
-            closed: The round.
-            width: Elements of its rows.
-            deadline: Of the call. Other nodes have a minute, also if less is left.
-
-        Raises:
-            WaitTimeoutError: If other nodes do not send their rows in time.
-        """
+        """Return the sum of a round's gradients; that of one may lie in its buffer."""
         end = self._stride // self._dtype.itemsize
         place = RowPlace("rows", 0, end, width, self._capacity)
         batch = Batch(self.parts, self._places(closed), self._dtype, 1)

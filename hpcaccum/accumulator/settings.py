@@ -75,11 +75,7 @@ def check_settings(
     workers: Any,
     size: int,
 ) -> Settings:
-    """Check the constructor's arguments; ``size`` is the number of ranks.
-
-    Raises:
-        TypeError, InvalidArgumentError: If one of them cannot be used.
-    """
+    """Check the constructor's arguments; ``size`` is the number of ranks."""
     kind, declared = float_dtype(dtype), declared_shape(shape)
     reduction = _reduction(reduction)
     one_of("storage", storage, STORAGES)

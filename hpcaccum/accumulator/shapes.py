@@ -22,12 +22,7 @@ MAX_DIMS = 16
 
 
 def declared_shape(shape: Any) -> PartialShape | None:
-    """Return a declared shape as a tuple; None entries and None itself are unknown.
-
-    Raises:
-        TypeError: If it is not an integer, a list or a tuple.
-        InvalidArgumentError: If a dimension is negative, or there are too many.
-    """
+    """Return a declared shape as a tuple; None entries and None itself are unknown."""
     if shape is None:
         return None
     if isinstance(shape, numbers.Integral) and not isinstance(shape, bool):
@@ -115,11 +110,7 @@ class ShapePolicy:
         return f"shape {self._settings.shape}"
 
     def slot_shape(self, shape: Any) -> Shape:
-        """Return the shape of a slot.
-
-        Raises:
-            TypeError, InvalidArgumentError: If no gradient may have this shape.
-        """
+        """Return the shape of a slot."""
         settings, wanted = self._settings, declared_shape(shape)
         if wanted is None or not is_fixed(wanted):
             raise InvalidArgumentError(

@@ -87,9 +87,6 @@ class SharedAccumulator(Freeable):
         """Return the accumulator for one more handle. Collective.
 
         It is the existing one of this shared name, if there is one.
-
-        Raises:
-            InvalidArgumentError: On every rank, if that has other settings.
         """
         key = _key(settings)
         shared = cast("SharedAccumulator | None", group.named.get(key))
@@ -165,13 +162,7 @@ def _kind(settings: Settings) -> str:
 
 
 def make_storage(group: Group, settings: Settings, what: str) -> Storage:
-    """Return a new storage. Collective.
-
-    Args:
-        group: The ranks.
-        settings: Of the accumulator.
-        what: Name for messages.
-    """
+    """Return a new storage. Collective."""
     dtype, capacity = accumulation_dtype(settings.dtype), settings.capacity
     if settings.is_sparse:
         return RowSlots(group, capacity, settings.row_size, dtype, what)

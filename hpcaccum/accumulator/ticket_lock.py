@@ -47,12 +47,7 @@ class TicketLock:
         return 1 + size
 
     def hold(self, deadline: Deadline, do: Callable[[], T]) -> T:
-        """Wait for this rank's turn, call ``do``, and pass the turn on afterwards.
-
-        Raises:
-            WaitTimeoutError: If the turn does not come in time; the place is given up.
-            InvalidArgumentError: In a signal handler, while its thread has the turn.
-        """
+        """Wait for this rank's turn, call ``do``, and pass the turn on afterwards."""
         me = Claimant(deadline.what)
         try:
             missing = "another thread of this rank to pass its turn on"

@@ -51,12 +51,7 @@ class VectorSlots(Slots):
         )
 
     def overflow(self, index: int, grad: Array) -> InvalidArgumentError | None:
-        """Return the error if a buffer has no room for the rows of one more gradient.
-
-        Args:
-            index: A buffer of this rank that has gradients.
-            grad: The gradient.
-        """
+        """Return the error if a buffer has no room for the rows of another gradient."""
         held = self.buffer(index)
         for each in self._rows:
             both = (indices_in(each.buffer(vector)) for vector in (held, grad))

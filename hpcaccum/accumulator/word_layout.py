@@ -23,13 +23,7 @@ class WordLayout:
         self.count: int = after.count if after else 0
 
     def take(self, count: int = 1, *, own_lines: bool = False) -> int:
-        """Assign ``count`` words; return the index of the first.
-
-        Args:
-            count: Number of words.
-            own_lines: Share no cache line with other words, for one that is written
-                often.
-        """
+        """Assign ``count`` words; return the index of the first."""
         if own_lines:
             self._align()
         index = self.count

@@ -59,9 +59,6 @@ def circumstances(group: Group) -> dict[str, Any]:
 def oversubscribed(places: Sequence[tuple[str, set[int]]]) -> dict[str, Any] | None:
     """Return the host whose ranks outnumber its cores; of several, the worst.
 
-    Args:
-        places: Of each rank, the host and the cores that it may use.
-
     Returns:
         The host, its ranks and the cores that they may use, or None.
     """

@@ -45,12 +45,7 @@ def needs_mpi(args: argparse.Namespace) -> bool:
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
-    """Check all arguments; return the command, ready to call. Collective.
-
-    Raises:
-        InvalidArgumentError, DisagreementError: On every rank.
-        DeviceUnavailableError: If there is no device to be measured.
-    """
+    """Check all arguments; return the command, ready to call. Collective."""
     if args.benchmark == "scaling":
         _check_outputs(args, {str(each): each for each in args.files})
         return scaling.report(args.files, args.plot)

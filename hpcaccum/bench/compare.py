@@ -103,9 +103,6 @@ def comparison(
     The status is 1 if a row of hpcaccum became slower, relative to its reference, by
     more than the fraction ``tolerance`` and the noise; else 2 if the noise of a row
     could hide that; else 0. References are shown as well, with their own times.
-
-    Raises:
-        InvalidArgumentError: If a file cannot be used, or they have no row in common.
     """
     before, after = read(old), read(new)
     common = [key for key in before if key in after]

@@ -47,11 +47,7 @@ class DeviceMemory(NamedTuple):
 
 
 def device_facts() -> dict[str, Any]:
-    """Return the properties of the device that figures depend on.
-
-    Raises:
-        DeviceUnavailableError: If there is none.
-    """
+    """Return the properties of the device that figures depend on."""
     cupy = device.cupy()
     runtime, current = cupy.cuda.runtime, cupy.cuda.Device()
     name = runtime.getDeviceProperties(current.id)["name"]
@@ -102,13 +98,7 @@ def turns_of(nbytes: int) -> int:
 
 
 def check_same(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
-    """Raise WrongAnswerError unless device arrays are equal, within a tolerance.
-
-    Args:
-        actual: The result to check.
-        expected: The right result, of the same shape.
-        tolerance: Allowed relative difference of an element.
-    """
+    """Raise WrongAnswerError unless device arrays are equal, within a tolerance."""
     off = abs(actual - expected)
     # Not `off > ...`, which is false for NaN.
     good = off <= tolerance * abs(expected)

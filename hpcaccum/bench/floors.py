@@ -42,9 +42,5 @@ def update_each(nodes: int, ranks: int) -> float:
     wait for their updates together: (N - 1) / N. If each rank is sent those of its own
     update, it is r times as much, in all 2 r (N - 1) / N. For 4 nodes with 2 ranks:
     2.25 and 3. If one node holds all parameters, (N - 1) r gradients enter it: 6.
-
-    Args:
-        nodes: N.
-        ranks: n, of all nodes.
     """
     return (ranks / nodes + 1) * (nodes - 1) / nodes

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_usable(what: str) -> None:
-    """Raise InvalidArgumentError if torch is missing, or cannot be loaded.
-
-    Args:
-        what: Needs it; begins the message.
-    """
+    """Raise InvalidArgumentError if torch is missing, or cannot be loaded."""
     try:
         importlib.import_module("torch.distributed")
     except (ImportError, OSError) as error:

@@ -251,12 +251,7 @@ class Measurement:
         self._limit = seconds
 
     def __call__(self) -> dict[str, Times]:
-        """Verify, then time; return the statistics of each kind.
-
-        Raises:
-            WrongAnswerError: On a rank whose result is wrong; on the others a
-                RuntimeError that names it.
-        """
+        """Verify, then time; return the statistics of each kind."""
         inner = {kind.name: self._prepare(kind) for kind in self._case.kinds}
         mine = self._samples(inner)
         everybody = self._group.allgather(mine, self._what)
@@ -313,15 +308,7 @@ class Measurement:
 def rows(
     benchmark: str, nbytes: int, ranks: int, kinds: Sequence[Kind], times: Any
 ) -> list[Row]:
-    """Return the rows of one size.
-
-    Args:
-        benchmark: Its name.
-        nbytes: The size.
-        ranks: How many copied at once.
-        kinds: Of the case.
-        times: Name to `Times`.
-    """
+    """Return the rows of one size."""
     medians = {name: each.median for name, each in times.items()}
     # A copy reads and writes each byte.
     rate = 2 * nbytes * ranks / medians[COPY] if COPY in medians else math.inf

@@ -31,13 +31,7 @@ _PANELS = 6
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw a panel for each benchmark.
-
-    Args:
-        rows: Of one run.
-        title: A line or two.
-        path: File to write; its suffix selects the format.
-    """
+    """Draw a panel for each benchmark."""
     panels = group_by(rows, lambda row: row.benchmark)
     figure, axes = make_figure(len(panels), title)
     for axis, (benchmark, found) in zip(axes, panels.items(), strict=False):
@@ -61,12 +55,6 @@ def draw_changes(
     """Draw the changes between two runs, a panel for each benchmark.
 
     Of hpcaccum, these are the ratios; of references, their own times.
-
-    Args:
-        changes: Rows of both runs.
-        tolerance: Allowed slowdown, as a fraction.
-        places: Of the old and of the new run; see `place_and_date`.
-        path: File to write; its suffix selects the format.
     """
     panels = group_by(changes, lambda change: change.new.benchmark)
     title = (
@@ -106,13 +94,7 @@ def _changes(axis: Any, changes: Sequence[Change], tolerance: float) -> None:
 def draw_efficiencies(
     curves: Sequence[scaling.Curve], places: Sequence[str], path: Path
 ) -> None:
-    """Draw efficiency over ranks, a panel for each title.
-
-    Args:
-        curves: Of more titles than panels, some evenly spaced ones are drawn.
-        places: Of the runs; see `place_and_date`.
-        path: File to write; its suffix selects the format.
-    """
+    """Draw efficiency over ranks, a panel for each title."""
     panels = group_by(curves, lambda curve: curve.title)
     titles = [*panels][:: -(-len(panels) // _PANELS)]
     title = "\n".join(["efficiency: 1 is perfect", *dict.fromkeys(places)])

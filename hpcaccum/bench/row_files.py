@@ -80,11 +80,7 @@ class Measured(NamedTuple):
 
 
 def read(path: Path) -> Rows:
-    """Return the rows of a file that ``--json`` wrote; of equal ones the last.
-
-    Raises:
-        InvalidArgumentError: If it cannot be read, or is not such a file.
-    """
+    """Return the rows of a file that ``--json`` wrote; of equal ones the last."""
     rows: Rows = {}
     for number, line in enumerate(read_lines(path), 1):
         try:

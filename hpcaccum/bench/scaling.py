@@ -66,16 +66,7 @@ class Curve(NamedTuple):
 
 
 def report(files: Sequence[Path], plot: Path | None) -> Callable[[], None]:
-    """Return a function that prints how times grow, and draws it.
-
-    Args:
-        files: Written by ``hpcaccum bench --json`` or ``hpcaccum train --log``.
-        plot: The picture, or None.
-
-    Raises:
-        InvalidArgumentError: If a file cannot be used, or no operation was measured in
-            jobs of two sizes.
-    """
+    """Return a function that prints how times grow, and draws it."""
     curves: dict[tuple[str, str], Curve] = {}
     for path in files:
         for found in _measured(path):

@@ -47,11 +47,7 @@ def library(array: object) -> Any:
 
 @functools.cache
 def cupy() -> Any:
-    """Return CuPy.
-
-    Raises:
-        DeviceUnavailableError: If it is missing or too old, or finds no device.
-    """
+    """Return CuPy."""
     try:
         import cupy as module
     except ImportError as error:
@@ -77,11 +73,7 @@ def cupy() -> Any:
 
 
 def nccl_library() -> Any:
-    """Return CuPy's module of NCCL.
-
-    Raises:
-        DeviceUnavailableError: If CuPy is missing, or finds no device or no NCCL.
-    """
+    """Return CuPy's module of NCCL."""
     cupy()
     with warnings.catch_warnings():
         # CuPy warns of what is an error here.
@@ -115,11 +107,7 @@ def use_device(number: int) -> int:
 
 
 def shared_array(tensor: Any) -> Array:
-    """Return an array that shares the memory of a tensor of another library.
-
-    Args:
-        tensor: On the current device, with ``__dlpack__``; not of bfloat16.
-    """
+    """Return an array that shares the memory of a tensor of another library."""
     return cupy().from_dlpack(tensor)  # type: ignore[no-any-return]
 
 
@@ -129,15 +117,7 @@ def current_device() -> int:
 
 
 def check_current(what: str, number: int) -> None:
-    """Raise unless a device is the current one.
-
-    Args:
-        what: What is on the device.
-        number: Of the device.
-
-    Raises:
-        InvalidArgumentError: If another device is the current one.
-    """
+    """Raise unless a device is the current one."""
     current = current_device()
     if number != current:
         raise InvalidArgumentError(
@@ -193,11 +173,7 @@ class _ForeignStream(NamedTuple):
 
 @contextlib.contextmanager
 def on_stream(address: int) -> Iterator[None]:
-    """Make a stream of another library the current one of this thread, for a block.
-
-    Args:
-        address: Of the stream, on the current device; 0 is the null stream.
-    """
+    """Make a stream of another library the current one of this thread, for a block."""
     kind = cupy().cuda.Stream
     stream = kind.from_external(_ForeignStream(address)) if address else kind.null
     try:
@@ -220,12 +196,7 @@ def device_name() -> str:
 
 
 def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:
-    """Raise unless kernels, which get a bare pointer, can use a device array.
-
-    Raises:
-        InvalidArgumentError: If it is not contiguous, of another dtype, or on another
-            device than the current one.
-    """
+    """Raise unless kernels, which get a bare pointer, can use a device array."""
     if array.dtype not in floats:
         names = ", ".join(str(each) for each in floats)
         raise InvalidArgumentError(
@@ -240,11 +211,7 @@ def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:
 
 
 def all_on_device(what: str, arrays: Iterable[Any]) -> bool:
-    """Whether all arrays are on the device; False if there are none.
-
-    Raises:
-        InvalidArgumentError: If some are and some are not.
-    """
+    """Whether all arrays are on the device; False if there are none."""
     found = {is_device(array) for array in arrays}
     if len(found) > 1:
         raise InvalidArgumentError(

@@ -34,12 +34,7 @@ class Known(Generic[T]):
         self._results: dict[Hashable, T] = {}
 
     def find(self, arrays: Collection[Any], *more: Hashable) -> Entry[T]:
-        """Return the entry of these arrays.
-
-        Args:
-            arrays: Of any types; those that are not on a device have no result.
-            more: What else the result depends on.
-        """
+        """Return the entry of these arrays."""
         kinds = dict(zip(map(type, arrays), arrays, strict=True))
         if not all(map(is_device, kinds.values())):
             return Entry(self, None, None)

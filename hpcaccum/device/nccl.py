@@ -57,12 +57,7 @@ class NcclSum:
             raise RuntimeError(f"the sum of {size} ones is {found}")
 
     def __call__(self, vector: Any) -> None:
-        """Replace a vector by the sum over all processes; queued on the current stream.
-
-        Args:
-            vector: Contiguous, of float32 or float64; of the same size and dtype in all
-                processes, which make their calls in the same order.
-        """
+        """Replace a vector by the sum over all processes, on the current stream."""
         place, stream = vector.data.ptr, current_stream()
         kind = self._types[vector.dtype]
         self._comm.allReduce(

@@ -61,12 +61,7 @@ class Chunks(NamedTuple):
 
 
 def chunked(sizes: Sequence[int], most: int = _MOST) -> Chunks:
-    """Divide arrays of these sizes, so that all multiprocessors have work.
-
-    Args:
-        sizes: In elements.
-        most: Elements of a chunk at most; a multiple of 1024.
-    """
+    """Divide arrays of these sizes, so that all multiprocessors have work."""
     elements = sum(sizes)
     share = -(-elements // kernels.blocks(elements))
     length = max(_LEAST, min(most, -(-share // _LEAST) * _LEAST))

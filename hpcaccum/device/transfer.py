@@ -89,13 +89,6 @@ class Transfer:
     ) -> list[Any]:
         """Begin to copy arrays to the host.
 
-        Args:
-            arrays: Name to array, checked. On return, work on the current stream may
-                change them. They must exist until one of the events is complete.
-            host: A flat buffer; pinned, unless the host may wait.
-            pieces: Parts of ``host`` in the order in which they are needed; by default
-                all of it. Elements of no array become arbitrary.
-
         Returns:
             One event per piece. After its ``synchronize()`` the piece is complete.
         """

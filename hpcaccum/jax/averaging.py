@@ -228,14 +228,7 @@ class Averager(Freeable):
     def _compare_once(
         self, names: tuple[str, ...], leaves: list[Any], structure: Structure, mark: Any
     ) -> list[Any]:
-        """Return the new mark of the state, and the means.
-
-        Args:
-            names: Of the parameters, for messages.
-            leaves: The updates, then the parameters.
-            structure: Of the updates.
-            mark: Of the state; the parameters are compared if it is not this job's.
-        """
+        """Return the new mark of the state, and the means."""
 
         def compare() -> list[Any]:
             call = functools.partial(self._compare, names)
@@ -295,10 +288,6 @@ class Averager(Freeable):
     def _compare(self, names: tuple[str, ...], *leaves: Any) -> list[Array]:
         """Reduce, and compare parameters on all ranks.
 
-        Args:
-            names: Of the parameters, for messages.
-            leaves: The updates, then the parameters.
-
         Returns:
             The new mark of the state, and what `_reduce` returns.
         """
@@ -354,14 +343,7 @@ def _call(
     structure: Structure,
     more: Sequence[Any] = (),
 ) -> list[Any]:
-    """Call a function on the host, in the order of the program.
-
-    Args:
-        function: Returns what ``more`` describes, then arrays of the structure.
-        leaves: Its arguments, those of the structure first.
-        structure: Shapes and dtypes.
-        more: Others.
-    """
+    """Call a function on the host, in the order of the program."""
     results = io_callback(function, [*more, *structure.leaves], *leaves, ordered=True)
     if isinstance(results[-1], jax.core.Tracer):
         return list(results)

@@ -10,15 +10,7 @@ from hpcaccum.errors import InvalidArgumentError
 
 
 def refuse_mapped(name: str, leaves: list[Any]) -> list[Any]:
-    """Return values of which no element and no device has its own.
-
-    Args:
-        name: Begins the message.
-        leaves: What `jax.jit` may trace is checked, also when it is compiled later.
-
-    Raises:
-        InvalidArgumentError: Inside of `jax.vmap`, `jax.pmap` or `jax.shard_map`.
-    """
+    """Return values of which no element and no device has its own."""
 
     def refuse(*_: Any) -> NoReturn:
         raise InvalidArgumentError(

@@ -140,13 +140,7 @@ class OptaxRule(Optimizer):
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> None:
-        """Update the variables in place; the gradients are not changed.
-
-        Args:
-            grads_and_vars: Pairs (gradient, Variable), one for each leaf, in order.
-            global_step: Ignored.
-            name: Ignored.
-        """
+        """Update the variables in place; the gradients are not changed."""
         grads, variables = zip(*grads_and_vars, strict=True)
         count = len(self.structure.names)
         params, state = self._update(

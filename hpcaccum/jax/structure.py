@@ -35,11 +35,7 @@ class Structure:
 
     @classmethod
     def of(cls, tree: Any) -> Structure:
-        """Return the structure of a pytree, of arrays or of what `jax.jit` traces.
-
-        Raises:
-            TypeError: If a leaf is neither an array nor a number.
-        """
+        """Return the structure of a pytree, of arrays or of what `jax.jit` traces."""
         try:
             shapes = jax.eval_shape(_same, tree)
         except TypeError:
@@ -57,14 +53,7 @@ class Structure:
         )
 
     def check(self, what: str) -> Structure:
-        """Return it, if all leaves can be exchanged.
-
-        Args:
-            what: The pytree, for messages.
-
-        Raises:
-            InvalidArgumentError: If it has no leaf, or a leaf is not of floats.
-        """
+        """Return it, if all leaves can be exchanged."""
         if not self.names:
             raise InvalidArgumentError(f"{what} has no arrays: {self.nesting}")
         for name, leaf in zip(self.names, self.leaves, strict=True):
@@ -95,15 +84,7 @@ class Structure:
         return {**facts, "structure": self.nesting}
 
     def flatten(self, what: str, tree: Any) -> list[Array]:
-        """Return the leaves of a pytree with the same nesting, not copied.
-
-        Args:
-            what: The pytree, for messages.
-            tree: Its leaves may have other shapes and dtypes.
-
-        Raises:
-            InvalidArgumentError: If it has another nesting.
-        """
+        """Return the leaves of a pytree with the same nesting, not copied."""
         leaves, nesting = jax.tree_util.tree_flatten(tree)
         if nesting != self.nesting:
             raise InvalidArgumentError(
@@ -121,11 +102,7 @@ class Structure:
         ]
 
     def pack(self, arrays: Iterable[Array]) -> Any:
-        """Return a pytree of JAX arrays that share no memory with these.
-
-        Args:
-            arrays: In the order of the leaves, of any float dtypes.
-        """
+        """Return a pytree of JAX arrays that share no memory with these."""
         leaves = zip(arrays, self.leaves, strict=True)
         copies = [_copied(array, leaf.dtype) for array, leaf in leaves]
         return jax.tree_util.tree_unflatten(self.nesting, copies)

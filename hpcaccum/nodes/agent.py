@@ -152,14 +152,6 @@ class Agent:
 
         The ranks have sent all of their requests; agents may still send some to carry
         them out.
-
-        Args:
-            number: Of the service.
-            what: Name for messages.
-
-        Raises:
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on a rank that waits for
-                an agent. The other ranks get an error, too.
         """
         deadline, sent, before = Deadline(None, what), -1, None
         # If none was sent since the round before, all had been received when this round
@@ -267,15 +259,6 @@ class Agent:
 
         The thread of the agent looks. If this one polled, both would take the
         interpreter from each other.
-
-        Args:
-            number: Of the service.
-            fact: Whether it is; reads memory of this node only.
-            deadline: Of the call.
-            missing: Returns what is waited for; called for messages only.
-
-        Raises:
-            WaitTimeoutError: If the limit passes first.
         """
         woken = Wake()
         entry = number, fact, woken

@@ -61,11 +61,7 @@ class Calls:
         self._tag = self._agent.tag(self._number)
 
     def forget(self) -> None:
-        """Forget the last call, before the next one.
-
-        Raises:
-            WaitTimeoutError: As `call`, if the last one has no answer yet.
-        """
+        """Forget the last call, before the next one."""
         self.extend()
         # An interrupted one may not be settled.
         self.settle()
@@ -74,12 +70,7 @@ class Calls:
         self._answers.clear()
 
     def call(self, *question: Any) -> Any:
-        """Call the function; return its result. `forget` comes first.
-
-        Raises:
-            WaitTimeoutError: If there is no answer HPCACCUM_TIMEOUT seconds after
-                `forget`. The function may still be called.
-        """
+        """Call the function; return its result. `forget` comes first."""
         # Its node may soon have to send what the call is about.
         self.wake()
         self._sent.extend(self._agent.ask(self._leader, self._number, *question))
@@ -90,11 +81,7 @@ class Calls:
         self._agent.wake()
 
     def settle(self) -> Any:
-        """Wait for the result of the last call; return None if it was not sent.
-
-        Raises:
-            WaitTimeoutError: As `call`. The limit is that of the call; see `extend`.
-        """
+        """Wait for the result of the last call; return None if it was not sent."""
         if not self._sent:
             return None
         agent = self._agent.describe
@@ -127,16 +114,7 @@ class Calls:
         *,
         soon: bool,
     ) -> T:
-        """Do as `Deadline.wait`, for what calls change, or ranks of the root's node.
-
-        Args:
-            look: As ``ready``.
-            changed: Whether ``look`` would return something now; on the root, it reads
-                memory only.
-            deadline: Of the call.
-            missing: As for `Deadline.wait`.
-            soon: Whether it often comes within the time that waking a thread takes.
-        """
+        """Do as `Deadline.wait`, for what calls change, or ranks of the root's node."""
         if not self._here:
             return deadline.wait(look, missing)
         polls_until = time.monotonic() + EAGER * soon
@@ -157,12 +135,7 @@ class Calls:
             yield False
 
     def free(self) -> None:
-        """Free it, when no rank makes calls any more. Collective.
-
-        Raises:
-            WaitTimeoutError: On a rank that has no answer to its last call after
-                HPCACCUM_TIMEOUT seconds. The other ranks get an error, too.
-        """
+        """Free it, when no rank makes calls any more. Collective."""
         if self._freed:
             return
         failure = None

@@ -37,17 +37,7 @@ class Change:
         missing: Callable[[], str],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Wait until something is true.
-
-        Args:
-            fact: Whether it is.
-            deadline: Of the call.
-            missing: Returns what is waited for; called for messages only.
-            meanwhile: Called again and again, unless this rank blocks.
-
-        Raises:
-            WaitTimeoutError: If the limit passes first.
-        """
+        """Wait until something is true."""
         if self._made_here:
             self._block(fact, deadline, missing)
             return

@@ -224,13 +224,7 @@ class AGNOptimizer(OneSidedOptimizer):
     def _make_step(
         self, server: ParameterServer, pairs: Pairs, rows: Mapping[str, Rows]
     ) -> Receipt:
-        """Make a local step; push and pull if the period ends.
-
-        Args:
-            server: The server.
-            pairs: Checked pairs.
-            rows: The gradients of sparse variables.
-        """
+        """Make a local step; push and pull if the period ends."""
         grads = {n: g for n, g in gradients_by_name(pairs).items() if n not in rows}
         # The sums need them as they are now.
         arrays = apart(grads, [var.value for _, var in pairs])
@@ -266,13 +260,7 @@ class AGNOptimizer(OneSidedOptimizer):
     def _communicate(
         self, server: ParameterServer, names: Iterable[str], sparse: Iterable[str]
     ) -> Receipt:
-        """Push the mean gradients of some variables; pull these variables.
-
-        Args:
-            server: The server.
-            names: Of those whose gradients are arrays.
-            sparse: Names of those whose gradients are rows.
-        """
+        """Push the mean gradients of some variables; pull these variables."""
         sums = self._sums(server)
         arrays = {name: sums[name] for name in names}
         for total in arrays.values():

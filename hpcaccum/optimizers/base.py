@@ -211,13 +211,7 @@ class Optimizer(abc.ABC):
         """Free memory that the next update would allocate again."""
 
     def _prepared(self, rate: float | None, pairs: Pairs) -> Callable[[], object]:
-        """Return what applies gradients to the center; change nothing, but maybe raise.
-
-        Args:
-            rate: The learning rate of the host of several servers; None if each server
-                finds its own.
-            pairs: As for `apply_gradients`.
-        """
+        """Return what applies gradients to the center; change nothing."""
         return functools.partial(self.apply_gradients, pairs)
 
     def _changed_options(self) -> Any:
@@ -337,11 +331,7 @@ def count_step(global_step: Variable | None) -> None:
 
 
 def set_global_step(global_step: Any, number: int) -> None:
-    """Set a global step, unless it is None.
-
-    Raises:
-        TypeError: As `check_global_step`.
-    """
+    """Set a global step, unless it is None."""
     checked = check_global_step(global_step)
     if checked is not None:
         checked.value[...] = number

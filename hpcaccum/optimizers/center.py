@@ -92,11 +92,7 @@ class Center:
         return None
 
     def _answer(self, question: str | ChangedOptions | None) -> dict[Key, StatePart]:
-        """Return the state of a variable, or of all that this server has; or nothing.
-
-        Args:
-            question: A name, None for all, or the options to use from now on.
-        """
+        """Return the state of a variable, or of all that this server has."""
         if isinstance(question, ChangedOptions):
             self._inner._use_options(question.changed)
             return {}
@@ -160,13 +156,7 @@ def kept_state(
 def _whole(
     answers: Sequence[Mapping[Key, StatePart]], variable: str, like: Array
 ) -> dict[Key, StatePart]:
-    """Return the state of a variable of which servers have parts.
-
-    Args:
-        answers: Of each server: the state of this variable, or of all.
-        variable: Its name.
-        like: An array of its shape.
-    """
+    """Return the state of a variable of which servers have parts."""
     whole: dict[Key, StatePart] = {}
     for key in dict.fromkeys(key for answer in answers for key in answer):
         if key[0] == variable:

@@ -36,12 +36,7 @@ def check_name(name: Any) -> str:
 
 
 def check_variables(var_list: Any) -> list[Variable]:
-    """Return the variables as a list.
-
-    Raises:
-        TypeError: If ``var_list`` is not a list, or one of its items not a Variable.
-        InvalidArgumentError: If it is None or empty, or two variables share a name.
-    """
+    """Return the variables as a list."""
     if var_list is None:
         raise InvalidArgumentError(
             "no variables are known: pass var_list, or call initialize(var_list) first"
@@ -96,10 +91,6 @@ def check_gradient(grad: Any, variable: Variable) -> Gradient:
     """Return a gradient, as an array unless it is an IndexedSlices.
 
     It is neither copied nor converted to another dtype.
-
-    Raises:
-        InvalidArgumentError: If it does not fit the variable, or the variable has
-            integers.
     """
     value = variable.value
     dtype, shape = value.dtype, value.shape
@@ -175,13 +166,7 @@ class KeptLoss:
 
 
 def check_loss_result(result: Any, variables: list[Variable]) -> list[Any]:
-    """Return the gradients that a loss returned, in the order of the variables.
-
-    Raises:
-        TypeError: If the result is not a pair (value, gradients), or the gradients are
-            neither a list nor a mapping.
-        InvalidArgumentError: If their number or names do not match the variables.
-    """
+    """Return the gradients that a loss returned, in the order of the variables."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
             f"loss must return (value, gradients), got {type(result).__name__}"
@@ -217,11 +202,7 @@ def check_loss_result(result: Any, variables: list[Variable]) -> list[Any]:
 
 
 def check_global_step(global_step: Any) -> Variable | None:
-    """Return a global step, which may be None.
-
-    Raises:
-        TypeError: If it is neither None nor an integer Variable of shape ().
-    """
+    """Return a global step, which may be None."""
     if global_step is None:
         return None
     if not isinstance(global_step, Variable):
@@ -243,11 +224,7 @@ def check_gate(gate_gradients: Any) -> None:
 
 
 def check_grad_loss(grad_loss: Any) -> float | None:
-    """Return the factor of the gradients; None if there is none.
-
-    Raises:
-        InvalidArgumentError: If it is not one number.
-    """
+    """Return the factor of the gradients; None if there is none."""
     if grad_loss is None:
         return None
     try:
@@ -259,16 +236,7 @@ def check_grad_loss(grad_loss: Any) -> float | None:
 
 
 def check_groups(groups: Any, size: int) -> list[list[int]]:
-    """Return a group assignment; None becomes an empty list.
-
-    Args:
-        groups: Lists of ranks, or None.
-        size: Number of ranks.
-
-    Raises:
-        InvalidArgumentError: If it is not a list of lists of ranks, or the groups
-            overlap, omit a rank, or differ in size.
-    """
+    """Return a group assignment; None becomes an empty list."""
     if groups is None or (isinstance(groups, list) and not groups):
         return []
     if not isinstance(groups, list) or not all(isinstance(g, list) for g in groups):

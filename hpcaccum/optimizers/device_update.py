@@ -35,27 +35,14 @@ class Updates:
         self._known: Known[Launch] = Known()
 
     def find(self, pairs: Pairs) -> Entry[Launch]:
-        """Return the entry of a launch that has updated these pairs, if one has.
-
-        Args:
-            pairs: Gradients and variables, as a caller passes them.
-        """
+        """Return the entry of a launch that has updated these pairs, if one has."""
         grads, variables = zip(*pairs, strict=True)
         return self._known.find(grads, variables)
 
     def prepare(
         self, kernel: str, states: Sequence[State], grads: Sequence[Any]
     ) -> Launch:
-        """Return what updates variables; compile the kernels.
-
-        Args:
-            kernel: Name in kernels/update.cu, without the suffix of the dtype.
-            states: Those of the variables, all on the current device.
-            grads: Contiguous, of the variables' shapes, of any float dtypes.
-
-        Raises:
-            DeviceUnavailableError: If a kernel cannot be compiled.
-        """
+        """Return what updates variables; compile the kernels."""
         return self._plan(kernel, tuple(states)).launch(states, grads)
 
     def clear(self) -> None:
@@ -80,12 +67,7 @@ class Launch(NamedTuple):
     copies: list[Any]
 
     def run(self, numbers: Callable[[int], tuple[float, ...]]) -> None:
-        """Count an update of all variables, and update them; queued, not waited for.
-
-        Args:
-            numbers: Returns those of the kernel for a number of updates. Only the first
-                may depend on it.
-        """
+        """Count an update of all variables, and update them; queued, not waited for."""
         steps = [state.count() for state in self.states]
         of_step = {step: numbers(step) for step in set(steps)}
         for group, gradients in zip(self.groups, self.gradients, strict=True):

@@ -40,16 +40,7 @@ def to_drop(
     grads: Iterable[tuple[str, Gradient | None, np.dtype[Any]]],
     on_nonfinite: OnNonfinite,
 ) -> bool:
-    """Return whether gradients are not finite and shall be dropped.
-
-    Args:
-        what: Begins the message.
-        grads: Of one step: name, gradient, dtype of the variable.
-        on_nonfinite: What to do with gradients that have a NaN or an infinity.
-
-    Raises:
-        InvalidArgumentError: If the choice is "raise", and a gradient has one.
-    """
+    """Return whether gradients are not finite and shall be dropped."""
     if on_nonfinite == "accept":
         return False
     given = [
@@ -82,13 +73,7 @@ def _largest_on_device(grads: Sequence[Gradient]) -> dict[int, float]:
 
 
 def _is_finite(grad: Gradient, dtype: np.dtype[Any], top: float | None) -> bool:
-    """Return whether a gradient is finite in the dtype in which it is exchanged.
-
-    Args:
-        grad: The gradient.
-        dtype: The dtype.
-        top: The largest absolute value, if it is known.
-    """
+    """Return whether a gradient is finite in the dtype in which it is exchanged."""
     if isinstance(grad, IndexedSlices):
         bound = _largest(grad.values) if top is None else top
         # No sum of rows is larger. False if there is a NaN.

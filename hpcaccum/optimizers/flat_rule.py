@@ -34,12 +34,7 @@ class FlatRule:
     def set_variables(
         self, variables: Sequence[Variable], slots: Mapping[str, Mapping[str, Array]]
     ) -> None:
-        """Let the rule keep its slots in given arrays; on the rank that counts updates.
-
-        Args:
-            variables: All that an update changes.
-            slots: For each slot, variable's name to array.
-        """
+        """Let the rule keep its slots in given arrays."""
         self._states = [
             self._rule._states.make(
                 var, {slot: slots[slot][var.name] for slot in slots}

@@ -19,11 +19,7 @@ Rate = float | Callable[[], float] | Callable[[int], float]
 
 
 def checked_number(value: Any, name: str, low: float, high: float = math.inf) -> float:
-    """Return a finite number in [low, high).
-
-    Raises:
-        InvalidArgumentError: If it is not.
-    """
+    """Return a finite number in [low, high)."""
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value[()]
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -12,15 +12,7 @@ from hpcaccum.optimizers.variable import Variable
 
 
 def check_pairs(grads_and_vars: PairsLike) -> Pairs:
-    """Return gradients and variables as a list of checked pairs.
-
-    Args:
-        grads_and_vars: Pairs (gradient or None, Variable); an iterator is consumed.
-
-    Raises:
-        TypeError, InvalidArgumentError: As `as_pairs`; or if a gradient does not fit
-            its variable.
-    """
+    """Return gradients and variables as a list of checked pairs."""
     return [
         (None if grad is None else check_gradient(grad, variable), variable)
         for grad, variable in as_pairs(grads_and_vars)
@@ -35,13 +27,7 @@ def check_gradients(
 
 
 def as_pairs(grads_and_vars: PairsLike) -> list[tuple[Any, Variable]]:
-    """Return gradients and variables as a list of pairs. Gradients are not checked.
-
-    Raises:
-        TypeError: If it does not consist of such pairs.
-        InvalidArgumentError: If it is empty, contains a variable twice or no gradient
-            at all.
-    """
+    """Return gradients and variables as a list of pairs. Gradients are not checked."""
     if not isinstance(grads_and_vars, Iterable):
         raise TypeError(
             "grads_and_vars must be a list of pairs (gradient, Variable), "

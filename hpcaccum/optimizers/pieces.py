@@ -44,14 +44,7 @@ def update_array(
     update: Update,
     numbers: Sequence[float],
 ) -> None:
-    """Update the value and the slots of a variable, with any strides and memory order.
-
-    Args:
-        arrays: The value, the gradient, then the slots.
-        scratch: A `Scratch.piece` of the dtype of the update.
-        update: Updates a piece.
-        numbers: For ``update``.
-    """
+    """Update the value and the slots of a variable of any strides and order."""
     access: Any = [["readwrite", "overlap_assume_elementwise"] for _ in arrays]
     access[1][0] = "readonly"
     # Views where that is possible, otherwise buffers, which are written back.
@@ -77,14 +70,6 @@ def update_rows(
     """Update some rows of the value and of the slots of a variable.
 
     Pieces have several rows, or one row if that is longer than ``scratch``.
-
-    Args:
-        rows: The gradient, of the dtype of the update; it shares no memory with the
-            arrays.
-        arrays: The value, then the slots.
-        scratch: As for `update_array`.
-        update: As for `update_array`.
-        numbers: As for `update_array`.
     """
     width, dtype = rows.values.shape[1], scratch.dtype
     if width > scratch.size:

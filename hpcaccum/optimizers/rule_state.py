@@ -97,12 +97,7 @@ class States:
             return iter(list(self.shown.values()))
 
     def make(self, variable: Variable, slots: Slots) -> State:
-        """Return the state of a variable; make a hidden one if there is none.
-
-        Args:
-            variable: The variable.
-            slots: Those of a new state; see `State`.
-        """
+        """Return the state of a variable; make a hidden one if there is none."""
         with self._lock:
             state = self.shown.get(variable) or self._hidden.get(variable)
             if state is None:

@@ -27,19 +27,7 @@ _LARGE = 1 << 20
 def server_ranks(
     servers: Any, host: Any, size: int, dedicated: bool
 ) -> tuple[int, tuple[int, ...] | None]:
-    """Return the host, and the ranks that hold the center; None for "auto".
-
-    Args:
-        servers: "auto", a rank, or ranks; None for the host alone.
-        host: The host, 0 if the user named none.
-        size: Number of ranks.
-        dedicated: Whether servers only serve. The user must know them, so "auto" is the
-            host then.
-
-    Raises:
-        InvalidArgumentError, TypeError: If they are no ranks, the first of them is not
-            the host that the user named, or no rank is left to train.
-    """
+    """Return the host, and the ranks that hold the center; None for "auto"."""
     host, ranks = rank_number(host, size, "host"), _ranks(servers, size)
     if servers is None or (ranks is None and dedicated):
         ranks = (host,)
@@ -73,11 +61,7 @@ def _ranks(servers: Any, size: int) -> tuple[int, ...] | None:
 
 
 def check_nodes(servers: Sequence[int] | None, group: Group) -> None:
-    """Check that several servers are on different nodes. Collective.
-
-    Raises:
-        InvalidArgumentError: On every rank, if two share a node.
-    """
+    """Check that several servers are on different nodes. Collective."""
     if servers is None or len(servers) == 1:
         return
     for ranks in group.nodes:

@@ -50,9 +50,5 @@ def device_sums(variables: Sequence[Variable]) -> dict[str, Array]:
 
 
 def check_wire_dtype(wire_dtype: Any) -> str | None:
-    """Return the name of a dtype in which gradients may travel; None for their own.
-
-    Raises:
-        TypeError, InvalidArgumentError: If it is not a dtype of floats.
-    """
+    """Return the name of a dtype in which gradients may travel; None for their own."""
     return None if wire_dtype is None else str(float_dtype(wire_dtype, "wire_dtype"))

@@ -111,11 +111,7 @@ class ShardReducer:
         self._nonfinite = [0] * self._group.size
 
     def renew(self, what: str) -> None:
-        """Make a new reducer, if a call of a rank was interrupted. Collective.
-
-        Args:
-            what: Name of the call.
-        """
+        """Make a new reducer, if a call of a rank was interrupted. Collective."""
         usable, exchanges = self.reducer.complete, 0
         if self._rows is not None:
             usable &= not self._rows.given_up
@@ -134,11 +130,7 @@ class ShardReducer:
             )
 
     def start(self, name: str, grad: Array | None) -> None:
-        """Begin a reduction with one of its gradients; see `Reducer.start`.
-
-        Raises:
-            InvalidArgumentError: If this rank has left, or as `Reducer.start`.
-        """
+        """Begin a reduction with one of its gradients; see `Reducer.start`."""
         self.check_present()
         self.reducer.start(name, grad)
         self._started.add(name)
@@ -165,22 +157,9 @@ class ShardReducer:
     ) -> Mapping[str, Array | Rows] | None:
         """Return the sums or means of the gradients. Collective.
 
-        Args:
-            grads: By name, also those that were started.
-            out: Arrays to which the results are copied, too, by name; or None.
-            parts: The number by which the gradients have been divided, so that their
-                sum is the mean over so many ranks; 0 for sums. None if the mean is
-                made here.
-            skips: Whether this rank's gradients are not used.
-            lacks: The names of those that this rank does not have, and that are zeros.
-
         Returns:
             The results, without those that no rank has; after their use, call
             `updated`. None if all ranks skip, so that there is no update.
-
-        Raises:
-            InvalidArgumentError: If this rank has left.
-            Exception: As `Reducer.reduce`; the number of updates is the same.
         """
         self.check_present()
         # Other ranks may still read the rows of a call that was given up.
@@ -290,9 +269,6 @@ class ShardReducer:
         """Leave, at the next reduction of the other ranks. Collective.
 
         A second call has no effect.
-
-        Raises:
-            Exception: As `Reducer.reduce`; this rank is still present.
         """
         if self.left:
             return
@@ -391,14 +367,7 @@ def _mean(
     parts: int,
     out: Mapping[str, Array] | None,
 ) -> Mapping[str, Array]:
-    """Return the means over so many ranks.
-
-    Args:
-        sums: Of gradients that have been divided by ``parts``.
-        ranks: The number of gradients in each sum.
-        parts: 0 if the sums shall not be divided.
-        out: Arrays that have the sums, and get the means; or None.
-    """
+    """Return the means over so many ranks."""
     if parts in (0, ranks):
         return sums
     divisor = ranks / parts

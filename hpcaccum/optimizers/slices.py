@@ -19,11 +19,7 @@ Gradient = Array | IndexedSlices
 
 
 def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
-    """Return a gradient of rows, in CPU memory.
-
-    Raises:
-        InvalidArgumentError: If it does not fit the variable, or that is on a device.
-    """
+    """Return a gradient of rows, in CPU memory."""
     name, shape, rows = variable.name, variable.shape, grad.values.shape[1:]
     if is_device(variable.value):
         raise InvalidArgumentError(
@@ -71,9 +67,6 @@ def exchanged(pairs: Sequence[tuple[Gradient | None, Variable]]) -> dict[str, An
     """Return what a collective optimizer exchanges of gradients, by name.
 
     For a sparse variable these are rows, for others arrays.
-
-    Raises:
-        TypeError: For an array, if the variable is sparse.
     """
     return {var.name: _exchanged(grad, var) for grad, var in pairs if grad is not None}
 
@@ -122,15 +115,6 @@ def pushed(
     """Return what is sent to a server of the gradients that are not None, by name.
 
     For a sparse variable these are rows, for others arrays.
-
-    Args:
-        pairs: Checked pairs.
-        places: Returns memory for gradients that are arrays, by name; called if one is
-            needed.
-
-    Raises:
-        TypeError: For an array, if the variable is sparse.
-        InvalidArgumentError: If a gradient has more rows than its variable's capacity.
     """
     rows = {
         var.name: _limited_rows(grad, var, accumulation_dtype(var.dtype))
@@ -153,15 +137,7 @@ def pushed(
 def copied_rows(
     pairs: Sequence[tuple[Gradient | None, Variable]], dtype: np.dtype[Any]
 ) -> dict[str, Rows]:
-    """Return copies of the gradients of sparse variables that are not None, by name.
-
-    Args:
-        pairs: Checked pairs.
-        dtype: Of the values, and in which repeated rows are added.
-
-    Raises:
-        TypeError, InvalidArgumentError: As `pushed`.
-    """
+    """Return copies of the gradients of sparse variables that are not None, by name."""
     found = {
         var.name: _limited_rows(grad, var, dtype)
         for grad, var in pairs
@@ -232,10 +208,6 @@ def detached(
 
     The gradient of ``x * y`` by ``y`` is ``x``. Rows are also copied if they lie in
     the memory of their own variable, which is written in another order.
-
-    Args:
-        grads: Of the variables, in the order in which these change.
-        values: Of the variables.
     """
     arrays = [grad.values if isinstance(grad, Rows) else grad for grad in grads]
     suspect = crossing(arrays, values)

@@ -50,11 +50,7 @@ def _copied(array: Array) -> Array:
 
 
 def counts_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the step and the tally of a snapshot; none of another kind of optimizer.
-
-    Raises:
-        InvalidArgumentError: If they cannot be read, or no server can begin with them.
-    """
+    """Return the step and the tally of a snapshot, if it has them."""
     tally = snapshot.get("tally")
     step = step_number(snapshot.get("global_step", 0), "global_step")
     check_first_step(step, "global_step")
@@ -65,12 +61,7 @@ def counts_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_snapshot(snapshot: Any, variables: Sequence[Variable]) -> None:
-    """Raise unless a snapshot has the values of these variables.
-
-    Raises:
-        TypeError: If it is not a snapshot.
-        InvalidArgumentError: If names, shapes or dtypes differ.
-    """
+    """Raise unless a snapshot has the values of these variables."""
     if not isinstance(snapshot, Mapping) or not snapshot.keys() >= {
         "variables",
         "state",
@@ -99,17 +90,7 @@ def check_state(
     variables: Sequence[Variable],
     slots: Sequence[str],
 ) -> None:
-    """Raise unless a snapshot has the state that a rule keeps of its variables.
-
-    Args:
-        what: The rule, for messages.
-        snapshot: One of these variables.
-        variables: Those of floats have slots and a count, others nothing.
-        slots: The names of the slots.
-
-    Raises:
-        InvalidArgumentError: If names, shapes or dtypes differ, or a count is none.
-    """
+    """Raise unless a snapshot has the state that a rule keeps of its variables."""
     for var in variables:
         found = snapshot["state"].get(var.name, {})
         wanted = {*slots, COUNT} if is_float(var.dtype) else set()
@@ -145,16 +126,7 @@ def set_values(variables: Sequence[Variable], snapshot: Mapping[str, Any]) -> No
 def set_state(
     kept: Mapping[Key, Variable], states: Mapping[str, Mapping[str, Any]], what: str
 ) -> None:
-    """Copy the states of a snapshot to the state of an optimizer.
-
-    Args:
-        kept: The state of these variables that the optimizer has.
-        states: Of each variable.
-        what: The optimizer, for messages.
-
-    Raises:
-        InvalidArgumentError: If the optimizer does not have all of it.
-    """
+    """Copy the states of a snapshot to the state of an optimizer."""
     for name, parts in states.items():
         for part, value in parts.items():
             if (name, part) not in kept:

@@ -20,14 +20,7 @@ def check_sparse(
     servers: Sequence[int] | None,
     inner: Optimizer,
 ) -> None:
-    """Raise InvalidArgumentError if a variable is sparse and cannot be.
-
-    Args:
-        what: Begins the message.
-        variables: All variables.
-        servers: Those that the user gave, if any.
-        inner: Makes the updates.
-    """
+    """Raise InvalidArgumentError if a variable is sparse and cannot be."""
     needs: str | None
     if servers is not None and len(servers) > 1:
         needs = f"one server, got servers={list(servers)}"
@@ -50,12 +43,7 @@ def declared(variables: Sequence[Variable]) -> dict[str, Any]:
 
 
 def capacities(variables: Sequence[Variable], gradients: int = 1) -> dict[str, int]:
-    """Return the maximum number of rows of a rank in one update, by sparse variable.
-
-    Args:
-        variables: All variables.
-        gradients: Maximum number of those of a rank in one update.
-    """
+    """Return the maximum number of rows of a rank in one update, by sparse variable."""
     return {
         var.name: min(gradients * var.capacity, var.shape[0])
         for var in variables

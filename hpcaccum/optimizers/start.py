@@ -73,17 +73,7 @@ def broadcast(
 def compare(
     group: Group, variables: Sequence[Variable], ranks: Sequence[int], what: str
 ) -> None:
-    """Raise unless the variables have the same bytes on all ranks. Collective.
-
-    Args:
-        group: The ranks to compare.
-        variables: The same names on all ranks.
-        ranks: The group's ranks as the user numbers them, for messages.
-        what: Begins the messages.
-
-    Raises:
-        DisagreementError: On every rank.
-    """
+    """Raise unless the variables have the same bytes on all ranks. Collective."""
     digests = [
         hashlib.blake2b(_bytes(_copy(var)).data, digest_size=16).digest()
         for var in variables

@@ -37,11 +37,7 @@ class SummedRows:
         self._parts: dict[str, list[Rows]] = {var.name: [] for var in sparse}
 
     def check(self, rows: Mapping[str, Rows]) -> None:
-        """Raise InvalidArgumentError unless sums have room for one more gradient each.
-
-        Args:
-            rows: The gradients, by name.
-        """
+        """Raise InvalidArgumentError unless each sum has room for another gradient."""
         for name, new in rows.items():
             parts, most = self._parts[name], self._most[name]
             if sum(part.indices.size for part in (*parts, new)) <= most:

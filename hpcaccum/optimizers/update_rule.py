@@ -185,13 +185,7 @@ class Rule(Optimizer):
     def _change(
         self, rate: float | None, given: Given, found: Entry[Launch] | None = None
     ) -> Callable[[], None]:
-        """Return what updates variables at a learning rate; by default, its own.
-
-        Args:
-            rate: The learning rate.
-            given: Checked pairs, none of them with None.
-            found: The entry of these pairs, if it was looked for.
-        """
+        """Return what updates variables at a learning rate; by default, its own."""
         if rate is None:
             rate = self._rate.at(lambda: self._updates(given))
         if found is not None and found.result is not None:

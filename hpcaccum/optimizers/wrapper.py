@@ -220,9 +220,6 @@ class Wrapper(Freeable, Optimizer):
 
         Some ranks do not pass theirs: those that only serve, or leave before their
         first gradient.
-
-        Args:
-            found: Names of the global steps that each rank has passed.
         """
         for name in {name for names in found for name in names}:
             set_global_step(self._steps.get(name) or counter(name), self.global_step)
@@ -265,11 +262,7 @@ class Wrapper(Freeable, Optimizer):
         return True
 
     def _drops(self, pairs: Pairs) -> bool:
-        """Return whether to drop gradients, because they are not finite.
-
-        Raises:
-            InvalidArgumentError: If there are such, and the user wants an error.
-        """
+        """Return whether to drop gradients, because they are not finite."""
         grads = ((var.name, grad, var.dtype) for grad, var in pairs)
         return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
 
@@ -340,13 +333,7 @@ class Wrapper(Freeable, Optimizer):
 
 
 def check_inner(inner: Any, outer: Optimizer) -> None:
-    """Raise unless ``outer`` can delegate its updates to ``inner``.
-
-    Raises:
-        TypeError: If ``inner`` is not an optimizer.
-        InvalidArgumentError: If ``inner`` exchanges gradients in a way that ``outer``
-            does not allow.
-    """
+    """Raise unless ``outer`` can delegate its updates to ``inner``."""
     own = type(outer).__name__
     if not isinstance(inner, Optimizer):
         raise TypeError(

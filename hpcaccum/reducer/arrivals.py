@@ -48,10 +48,6 @@ class Arrivals:
         return [rank for rank, last in enumerate(self._calls) if last < call]
 
     def free(self) -> None:
-        """Free the communicator. Collective; no rank may wait in a call any more.
-
-        Raises:
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
-        """
+        """Free the communicator. Collective; no rank may wait in a call any more."""
         self._mailbox.drain()
         self._comm.Free()

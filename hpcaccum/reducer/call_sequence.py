@@ -41,22 +41,13 @@ class CallSequence:
         self._arrivals: Arrivals | None = None
 
     def watch(self, late: Callable[[], list[int] | None]) -> None:
-        """Set how missing ranks are found. Collective.
-
-        Args:
-            late: Returns the ranks that this one waits for; None if it cannot know.
-                Then the ranks announce their calls.
-        """
+        """Set how missing ranks are found. Collective."""
         self._late = late
         if late() is None:
             self._arrivals = Arrivals(self._group)
 
     def open(self, label: str) -> None:
-        """Begin to count; in the same order on all ranks.
-
-        Args:
-            label: Identifies the reducer in messages of the group.
-        """
+        """Begin to count; in the same order on all ranks."""
         self.track = self._group.control.open_track(f"{label}: reduction")
 
     def __str__(self) -> str:
@@ -79,18 +70,7 @@ class CallSequence:
         *,
         moves_data: bool,
     ) -> None:
-        """Wait in the next call until ``ready`` returns something other than None.
-
-        Args:
-            ready: See `Deadline.wait`, as for the other arguments.
-            looks: How often to look before other ranks are considered late.
-            between: Called between these looks.
-            moves_data: See `Deadline.wait`.
-
-        Raises:
-            DisagreementError: If a missing rank waits for this one in another call.
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names the missing ranks.
-        """
+        """Wait in the next call until ``ready`` returns something other than None."""
         deadline, control = Deadline(None, self), self._group.control
 
         def check() -> None:

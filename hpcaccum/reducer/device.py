@@ -74,10 +74,6 @@ class DeviceCalls:
 
         Waits only for a device that cannot reach that memory directly.
 
-        Args:
-            name: Of the array.
-            inputs: The array by name; empty if it is in that memory already.
-
         Returns:
             The names whose copies are complete now, each once.
         """

@@ -25,11 +25,7 @@ class DeviceOnlyCalls(DeviceCalls):
     _packed = False
 
     def prepare(self, inputs: Mapping[str, Any], out: Mapping[str, Any]) -> None:
-        """Do what may fail before other ranks wait.
-
-        Raises:
-            RuntimeError: If the schedule has failed in an earlier call.
-        """
+        """Do what may fail before other ranks wait."""
         self._schedule.check_usable()
         if not self._made:
             self._make()

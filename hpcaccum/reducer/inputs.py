@@ -72,11 +72,7 @@ class Inputs:
         return [name for name, (_, _, _, bit) in known if members & bit]
 
     def in_place(self) -> int:
-        """Return the set of all names, for inputs that are the reducer's own arrays.
-
-        Raises:
-            InvalidArgumentError: If inputs must be on the device.
-        """
+        """Return the set of all names, for inputs that are the reducer's own arrays."""
         if self._device_only is not None:
             self._refuse_host(next(iter(self._known), ""))
         return self.all
@@ -92,15 +88,8 @@ class Inputs:
     ) -> tuple[dict[str, Array], int]:
         """Check the inputs of a call.
 
-        Args:
-            arrays: By name; the reducer's own array means that it holds the input.
-            started: The set of names that were started.
-
         Returns:
             The arrays to copy in, and the set of all names in ``arrays``.
-
-        Raises:
-            InvalidArgumentError: If an array does not fit, or was started already.
         """
         entry = self._on_device and self._find(arrays, started)
         if entry and entry.result is not None:
@@ -133,15 +122,7 @@ class Inputs:
         return found, members
 
     def targets(self, out: Mapping[str, Array], members: int) -> Mapping[str, Array]:
-        """Check the arrays that results are copied to, and return them.
-
-        Args:
-            out: By name.
-            members: The set of names that the call reduces.
-
-        Raises:
-            InvalidArgumentError: If an array cannot take its result.
-        """
+        """Check the arrays that results are copied to, and return them."""
         entry = self._on_device and self._find(out, "out", members)
         if entry and entry.result is not None:
             return out

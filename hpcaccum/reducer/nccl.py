@@ -104,14 +104,7 @@ class Nccl(MessageSchedule):
 
 
 def _connect(group: Group) -> NcclSum:
-    """Make what sums on the devices of a group. Collective.
-
-    Raises:
-        InvalidArgumentError: On every rank, if two ranks use one device.
-        DeviceUnavailableError, RuntimeError: On every rank, if one has no device or no
-            NCCL, or NCCL fails on one.
-        WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names the missing ranks.
-    """
+    """Make what sums on the devices of a group. Collective."""
     found: tuple[str, bytes] = "", b""
     failure = None
     try:

@@ -47,11 +47,7 @@ class Options:
         bucket_bytes: int | None,
         cuda_aware: bool,
     ) -> Self:
-        """Return the arguments.
-
-        Raises:
-            TypeError, InvalidArgumentError: If one is invalid.
-        """
+        """Return the arguments."""
         if not isinstance(layout, Layout):
             raise TypeError(f"layout must be a Layout, got {type(layout).__name__}")
         one_of("reduction_type", reduction_type, REDUCTIONS)

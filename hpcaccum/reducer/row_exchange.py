@@ -136,16 +136,7 @@ class RowExchange:
         return self._track.calls
 
     def offer(self, rows: Mapping[str, Rows], call: int) -> dict[str, Array]:
-        """Make this rank's rows ready; return arrays that the reduction must sum.
-
-        Args:
-            rows: By name; of the names of all ranks.
-            call: Number of the reduction.
-
-        Raises:
-            MemoryError, WaitTimeoutError: On this rank, if it has too little memory, or
-                gave up an earlier call.
-        """
+        """Make this rank's rows ready; return arrays that the reduction must sum."""
         if self.given_up:
             raise WaitTimeoutError(
                 f"{self._track} was given up, and the ranks cannot be paired again; "
@@ -175,16 +166,6 @@ class RowExchange:
 
         They are added in rank order, so that all ranks have the same bits. A count is
         the number of ranks that have the row.
-
-        Args:
-            sums: What the reduction made of the arrays of `offer`, by name.
-            divisor: By which it has divided them.
-            call: Number of the reduction.
-
-        Raises:
-            MemoryError, RuntimeError: On every rank, if one has too little memory.
-            DisagreementError: If another rank has left the call, and waits elsewhere.
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
         """
         by_name = {n: self._numbers(n, each, divisor) for n, each in sums.items()}
         numbers = [

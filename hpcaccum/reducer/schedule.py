@@ -233,13 +233,7 @@ class Schedule:
     # The end
 
     def free(self, *, abandoned: bool = False) -> None:
-        """Free windows and communicators, and release the memory. Collective.
-
-        Args:
-            abandoned: Whether a rank gave up a call. Its messages may still be under
-                way, and MPI may reuse the context id. So a communicator with such
-                messages must not be freed then.
-        """
+        """Free windows and communicators, and release the memory. Collective."""
         self.sent = self.received = np.empty(0, self.received.dtype)
         self.arrays, self.results = {}, {}
 

@@ -64,15 +64,7 @@ def check_direct(direct: bool, schedule: str) -> None:
 
 
 def choose(schedule: str, case: Case) -> type[Schedule]:
-    """Return the schedule to use.
-
-    Args:
-        schedule: Its name, or ``"auto"``.
-        case: What it is used for.
-
-    Raises:
-        InvalidArgumentError: On every rank, if no schedule of this name can be used.
-    """
+    """Return the schedule to use."""
     named = [s for s in SCHEDULES if s.name == schedule]
     if schedule == AUTO:
         named = [s for s in SCHEDULES if s.preferred(case)]

@@ -75,20 +75,7 @@ def explain(
     error: Exception | None,
     note: Any = None,
 ) -> NoReturn:
-    """Raise on every rank what is wrong on one, or which fact differs. Collective.
-
-    Args:
-        group: The ranks.
-        what: Begins the messages.
-        facts: What must be the same on all ranks, by name.
-        error: What this rank raises; None if its own arguments are valid.
-        note: Of a rank that interrupts the call; None if it makes the call.
-
-    Raises:
-        Exception: What one rank passed as ``error``.
-        Interruption: Otherwise, if one passed a note.
-        DisagreementError: Otherwise, if a fact differs.
-    """
+    """Raise on every rank what is wrong on one, or which fact differs. Collective."""
     reports = group.raise_together(what, error, (facts, note))
     notes = [note for _, note in reports]
     if any(note is not None for note in notes):

@@ -57,11 +57,7 @@ class SpinWait:
         return other
 
     def __call__(self, ready: Ready) -> None:
-        """Wait until ``ready`` returns True.
-
-        Raises:
-            DisagreementError, WaitTimeoutError: As `CallSequence.wait`.
-        """
+        """Wait until ``ready`` returns True."""
         progress = self._progress
         # A deadline costs microseconds, and often there is nothing to wait for.
         if progress is None and ready():

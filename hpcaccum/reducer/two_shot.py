@@ -206,12 +206,7 @@ class NodeSum:
             self._sum(words, divisor, None)
 
     def sum_next(self, divisor: int, direct: Array | None = None) -> None:
-        """Wait until all ranks have contributed one more bucket, and sum it.
-
-        Args:
-            divisor: Of the sums.
-            direct: This rank's input, if it is not in `sent`.
-        """
+        """Wait until all ranks have contributed one more bucket, and sum it."""
         size, least = self._size, self._base + self.summed + 1 << 1
         read = self._words.read_range
         if min(words := read(0, size)) < least:

@@ -31,16 +31,8 @@ class Background(Role):
     ) -> bool:
         """Make a change of the center, unless `run` made it before an interruption.
 
-        Args:
-            number: Of the change; each one has a greater one.
-            prepare: Changes nothing and may raise; returns what makes the change, or
-                None if that cannot be made.
-
         Returns:
             Whether the change is made.
-
-        Raises:
-            RuntimeError: If the change has begun before, and failed.
         """
         if self._made == number:
             return True

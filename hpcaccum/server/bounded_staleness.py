@@ -152,11 +152,6 @@ class BoundedStalenessInbox:
         """Submit the gradient in the slot, unless it is stale.
 
         If it is accepted, its update makes step ``receipt.global_step + 1``.
-
-        Raises:
-            InvalidArgumentError: If this rank has left.
-            WaitTimeoutError: If an agent does not answer in time. It may still accept
-                the gradient: `slot` and `leave` wait for the answer first.
         """
         self.check_present()
         self._admission.reset()
@@ -188,11 +183,6 @@ class BoundedStalenessInbox:
         self, rank: int, local_step: int, contents: bytes | None
     ) -> tuple[bool, int]:
         """Submit the gradient of another rank, which waits for the answer.
-
-        Args:
-            rank: That rank.
-            local_step: As for `submit`.
-            contents: Of its slot, if they are short.
 
         Returns:
             Whether it was accepted, and the step when it arrived.
@@ -250,18 +240,7 @@ class BoundedStalenessInbox:
         return 0 if math.isinf(lag) else step - int(lag)
 
     def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
-        """Wait for the gradient admitted at ``step``; the root only.
-
-        Args:
-            step: The step now.
-            deadline: Of the call.
-            use: Reads the gradient; there is none if it was given up. When it returns,
-                its rank may write the next one.
-
-        Raises:
-            WaitTimeoutError: If it does not arrive in time.
-            EverybodyLeftError: If all ranks have left and no gradient is left.
-        """
+        """Wait for the gradient admitted at ``step``; the root only."""
         # A call that was interrupted may not have written it.
         if self._queue.applied < step:
             self._queue.note_applied(step)

@@ -162,19 +162,6 @@ class Client(Freeable):
 
         They are copied once, from memory of the node. Another node than the root's
         gets newer ones when one of its ranks waits for them.
-
-        Args:
-            into: Name to array; only these are copied.
-            at_least: Wait for this step.
-            known: The step of ``into``; nothing is copied if the node has no newer one.
-                If this was the step of the last pull, only those rows of a sparse
-                variable are copied that updates have changed since its own last pull.
-                So this rank may have changed rows that it has pushed since.
-
-        Raises:
-            WaitTimeoutError: If the step does not come in time; says what it lacks.
-            InvalidArgumentError: If this thread would wait for updates that it has
-                paused.
         """
         here = self._parameters.version()
         if here == known and here >= at_least:
@@ -196,13 +183,7 @@ class Client(Freeable):
     def _copy(
         self, into: Mapping[str, Array], at_least: int, since: Mapping[str, int]
     ) -> tuple[int, dict[str, int]]:
-        """Copy the newest parameters; return their step and what `Copier.read` does.
-
-        Args:
-            into: Name to array.
-            at_least: Wait for this version.
-            since: As for `Copier.read`.
-        """
+        """Copy the newest parameters; return their step and what `Copier.read` does."""
         deadline = Deadline(None, f"{self._what}: pull")
         if self._parameters.copies.version() < at_least:
             self._wait_for(at_least, deadline)
@@ -282,12 +263,6 @@ class Client(Freeable):
 
     def push(self, grads: Mapping[str, Array | Rows], local_step: int) -> Receipt:
         """Submit gradients, by name. Variables may be missing.
-
-        Args:
-            grads: Name to array, all in CPU memory or all on a device, or to rows if
-                the variable is sparse. Arrays that lie in their places of
-                `gradient_arrays` are not copied.
-            local_step: The step of the parameters that they were computed with.
 
         Returns:
             Whether they were accepted. If so, their update makes step

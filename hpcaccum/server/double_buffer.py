@@ -102,16 +102,7 @@ class DoubleBuffer:
         return self._memory[begin : begin + nbytes].view(self.dtype)
 
     def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
-        """Let ``use`` copy from the newest version; return its step.
-
-        Args:
-            use: Is given the vector and must only copy it: the contents are valid only
-                if this was the last call.
-            deadline: Passes if updates are published faster than they can be copied.
-
-        Raises:
-            WaitTimeoutError: If no copy was valid in time.
-        """
+        """Let ``use`` copy from the newest version; return its step."""
         return deadline.wait(
             lambda: self.try_read(use),
             lambda: "a copy that no two updates of the parameters overtake",

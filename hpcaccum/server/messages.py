@@ -55,21 +55,11 @@ class Messages:
     whole = True
 
     def draft(self, since: int, spare: Array | None) -> Draft:
-        """Return a new message to another node.
-
-        Args:
-            since: `Draft.place` of the last message to it; `NOTHING` before.
-            spare: See `Draft`.
-        """
+        """Return a new message to another node."""
         return Draft(spare)
 
     def room(self, nbytes: int, flat: Array) -> Array:
-        """Return the memory in which a message is received.
-
-        Args:
-            nbytes: Of the message.
-            flat: The vector to bring up to date.
-        """
+        """Return the memory in which a message is received."""
         return flat.view(np.uint8)
 
     def unpack(self, message: Array, copies: DoubleBuffer) -> None:

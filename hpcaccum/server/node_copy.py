@@ -103,20 +103,7 @@ class NodeCopy:
         *,
         comes: bool = False,
     ) -> None:
-        """Wait until this node has a version, or a newer one.
-
-        Args:
-            version: The version.
-            deadline: Of the call.
-            missing: Returns what it waits for, while it is not published; called for
-                messages only.
-            meanwhile: Called again and again during the wait, except on the rank that
-                writes the copies.
-            comes: Whether it is sent to this node unasked.
-
-        Raises:
-            WaitTimeoutError: If it does not come in time.
-        """
+        """Wait until this node has a version, or a newer one."""
         if not comes:
             self._ask_for(version)
         self.changed.wait(
@@ -146,13 +133,7 @@ class NodeCopy:
 
 
 def writer_inside(group: Group, root: int) -> tuple[Group, int]:
-    """Return the ranks of this node, and which of them writes its copies. Collective.
-
-    Args:
-        group: All ranks.
-        root: The rank that publishes: the writer on its own node. On others, it is the
-            first rank.
-    """
+    """Return the ranks of this node, and the one that writes its copies. Collective."""
     if group.single_node:
         return group, root
     ranks = group.node_ranks

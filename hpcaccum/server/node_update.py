@@ -168,11 +168,6 @@ class NodeUpdate:
     ) -> Callable[[], None] | None:
         """Return what updates all variables, and writes them to a copy; the root only.
 
-        Args:
-            batch: The gradients, on this node.
-            copy: That of `DoubleBuffer.begin`.
-            deadline: Of the call.
-
         Returns:
             None if the rule cannot update all variables alike.
         """

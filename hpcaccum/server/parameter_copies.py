@@ -60,25 +60,13 @@ class Copier(Messages):
         """
 
     def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
-        """Bring a published vector up to date; the root only.
-
-        Args:
-            center: The parameters.
-            flat: The vector.
-            copy: Its number.
-        """
+        """Bring a published vector up to date; the root only."""
         self._wire.write_parameters(center, flat)
 
     def read(
         self, flat: Array, into: Mapping[str, Array], since: Mapping[str, int]
     ) -> dict[str, int]:
         """Copy parameters from a published vector to arrays.
-
-        Args:
-            flat: The vector, which the root may be overwriting.
-            into: Name to array.
-            since: For each sparse variable, what this method returned when its array
-                got its values; missing if it may have others.
 
         Returns:
             Which changes the array of each sparse variable has, for the next call.

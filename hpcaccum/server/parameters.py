@@ -114,13 +114,7 @@ class Parameters(NodeCopy):
     def publish(
         self, fill: Callable[[Array], None], step: int, awaited_by: Iterable[int] = ()
     ) -> None:
-        """Write a new step, larger than all before; the root only.
-
-        Args:
-            fill: Writes all of the vector that it is given.
-            step: Of the vector.
-            awaited_by: Ranks that wait for this step; their nodes get it unasked.
-        """
+        """Write a new step, larger than all before; the root only."""
         self._publish(fill, version_of(step), awaited_by)
 
     def publish_again(self, fill: Callable[[Array], None]) -> int:
@@ -265,9 +259,6 @@ class Parameters(NodeCopy):
         """Return a message with the newest parameters, for one more user.
 
         A node that is slow must delay neither updates nor other nodes.
-
-        Args:
-            since: See `Messages.draft`.
         """
         draft: Draft | None = None
         while True:

@@ -52,11 +52,7 @@ class Questions:
         self._last_sent: dict[int, int] = {}
 
     def ask(self, question: Any, deadline: Deadline) -> list[Any]:
-        """Ask all servers between two updates; return their answers. The root only.
-
-        Raises:
-            WaitTimeoutError: If one does not answer in time.
-        """
+        """Ask all servers between two updates; return their answers. The root only."""
         number = next(self._numbers)
         try:
             self._waiting.add(number)

@@ -93,17 +93,7 @@ class QuorumInbox:
         return step
 
     def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
-        """Wait for the quorum that makes step ``step + 1``; the root only.
-
-        Args:
-            step: The step now.
-            deadline: Of the call.
-            use: Reads the gradients, whose divisor makes their sum a mean.
-
-        Raises:
-            WaitTimeoutError: If too few gradients arrive in time.
-            EverybodyLeftError: If all ranks have left and no gradient is left.
-        """
+        """Wait for the quorum that makes step ``step + 1``; the root only."""
         self._accumulator.take_batch(self._quorum, deadline, use)
 
     def following(self, step: int) -> None:

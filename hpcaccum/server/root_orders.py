@@ -58,15 +58,7 @@ class RootOrders:
         rate: float | None,
         awaited: bool,
     ) -> None:
-        """Send the order for a step to all nodes concerned, once.
-
-        Args:
-            step: The step.
-            places: Of its gradients.
-            divisor: Of their sum.
-            rate: The learning rate; None if each server finds it.
-            awaited: Whether all nodes with gradients wait for it.
-        """
+        """Send the order for a step to all nodes concerned, once."""
         if step <= self._ordered:
             return
         self._ordered, self._ended = step, False

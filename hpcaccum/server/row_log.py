@@ -61,10 +61,6 @@ class RowLog:
         """Return a copy of entries; None if some are overwritten.
 
         Entries that are not complete yet are left out.
-
-        Args:
-            begin: The place of the first one.
-            end: The place after the last one.
         """
         end = min(end, self._words.read(_WRITTEN))
         if end - begin > self._size:

@@ -195,29 +195,13 @@ class ParameterServer(Client):
     def start(
         self, update: Update, rate: Rate = lambda: None, answer: Answer = lambda _: None
     ) -> None:
-        """Begin to serve, in threads unless servers are dedicated; servers only.
-
-        Args:
-            update: Gets the gradients by name, without those that no rank submitted;
-                returns a function that changes the arrays in `center`. The gradient of
-                a sparse variable is an `IndexedSlices`, and the function may change
-                these rows only. One of several servers gets the result of ``rate``,
-                too.
-            rate: Returns the learning rate of the next update, called on the root of
-                several servers; None if each of them finds it.
-            answer: Answers a question that the root asks all of several servers, and
-                None after the last update.
-        """
+        """Begin to serve, in threads unless servers are dedicated; servers only."""
         self._role.set_optimizer(update, rate, answer)
         if not self._dedicated:
             self._role.start_thread()
 
     def serve(self, after_update: Callable[[int], object] | None = None) -> None:
-        """Serve until all other ranks have left; a dedicated server only.
-
-        Args:
-            after_update: Called on the root with the step after each update.
-        """
+        """Serve until all other ranks have left; a dedicated server only."""
         if not self.only_serves:
             raise InvalidArgumentError(f"{self._what}: {self._no_server()}")
         self._role.after_update = after_update
@@ -244,9 +228,6 @@ class ParameterServer(Client):
         """Return the answers of several servers, all of one step; the root only.
 
         After `free`, those to None.
-
-        Raises:
-            InvalidArgumentError, WaitTimeoutError: See `paused`.
         """
         with self.paused():
             assert isinstance(self._role, OrderLoop)
@@ -254,10 +235,6 @@ class ParameterServer(Client):
 
     def divide(self, arrays: Arrays | None) -> Arrays | None:
         """Return what a server keeps of arrays of the root. Collective.
-
-        Args:
-            arrays: On the root: of each variable, name to an array that is divided as
-                the variable is, or to an integer. None on all ranks: nothing is done.
 
         Returns:
             None on ranks that are no servers.
@@ -296,15 +273,8 @@ class ParameterServer(Client):
 
         The step, the slots, the tally and all gradients stay.
 
-        Args:
-            values: On servers, name to array in CPU memory, equal on all of them; kept
-                until it is done.
-
         Returns:
             The step.
-
-        Raises:
-            WaitTimeoutError: On all ranks, if an update does not end in time.
         """
         call, failure, version = f"{self._what}: assign", None, -1
         self._role.keep(values)
@@ -333,12 +303,7 @@ class ParameterServer(Client):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[int]:
-        """Make no update while the body runs; give it the step. The root only.
-
-        Raises:
-            InvalidArgumentError: On other ranks.
-            WaitTimeoutError: If the current update does not end in time.
-        """
+        """Make no update while the body runs; give it the step. The root only."""
         if not self.is_root:
             raise InvalidArgumentError(
                 f"{self._what}: only rank {self._root} makes updates and can pause "
@@ -354,9 +319,6 @@ class ParameterServer(Client):
         """Return a copy of the state between two updates; the root only until `free`.
 
         The tally may count gradients that are accepted and not yet applied.
-
-        Raises:
-            InvalidArgumentError, WaitTimeoutError: See `paused`.
         """
         if self._final is not None:
             return self._read_state()

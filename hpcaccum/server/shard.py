@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 def cut(layout: Layout, count: int, *, elementwise: bool) -> list[slice]:
-    """Divide a vector of parameters into consecutive parts of about the same size.
-
-    Args:
-        layout: Of the vector.
-        count: Number of parts, some of which may be empty.
-        elementwise: Whether a part may begin within a variable.
-    """
+    """Divide a vector of parameters into consecutive parts of about the same size."""
     step = ALIGNMENT // layout.dtype.itemsize
     wanted = [number * layout.size / count for number in range(1, count)]
     if elementwise:
@@ -83,13 +77,7 @@ class Shard:
         return self._places.keys()
 
     def pieces(self, name: str, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of this shard of arrays that are divided as a variable is.
-
-        Args:
-            name: Of the variable.
-            whole: Name to array, or to an integer, which every shard has. If it is
-                elementwise, the arrays have the variable's shape.
-        """
+        """Return the part of this shard of arrays that are divided as a variable is."""
         if name not in self._places:
             return {}
         if not self._elementwise:
@@ -148,11 +136,6 @@ class Server:
 
 
 def joined(pieces: Sequence[Array | None], shape: tuple[int, ...]) -> Array | None:
-    """Return an array whose elements, or all of it, are with several servers.
-
-    Args:
-        pieces: Of each server, in their order; None from one that has none.
-        shape: Of the array.
-    """
+    """Return an array whose elements, or all of it, are with several servers."""
     found = [piece for piece in pieces if piece is not None]
     return np.concatenate([*map(np.ravel, found)]).reshape(shape) if found else None

@@ -166,11 +166,7 @@ class ShardedParameters(NodeCopy):
     def divide(
         self, arrays: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, dict[str, Any]] | None:
-        """Send each server its part of arrays of the root; return it. Collective.
-
-        Args:
-            arrays: Of each variable, name to array or integer; used on the root.
-        """
+        """Send each server its part of arrays of the root; return it. Collective."""
         # There are no questions yet; parameters may be on their way.
         comm, tag = self._agent.comm, self._service.tag(QUESTIONS)
         mine: list[Any] = []
@@ -227,13 +223,6 @@ class ShardedParameters(NodeCopy):
         """Order a step of a batch of gradients; the root only.
 
         Only as many steps as there are buffers may be ordered and not made.
-
-        Args:
-            step: The step.
-            batch: The gradients; may be empty.
-            rate: The learning rate; None if each server finds it.
-            awaited: Whether all nodes with gradients wait for it. If not, they ask, and
-                get several steps at a time if updates are faster than parameters.
         """
         # Before any rank can have this version, `newest_version` must return it.
         self._steps.write(NEWEST, version_of(step))
@@ -255,16 +244,7 @@ class ShardedParameters(NodeCopy):
         deadline: Deadline,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until all servers have made a version; the root only.
-
-        Args:
-            version: The version.
-            deadline: Of the call.
-            meanwhile: Called at first, and whenever a server has made one.
-
-        Raises:
-            WaitTimeoutError: If it is not made in time.
-        """
+        """Wait until all servers have made a version; the root only."""
 
         def made() -> bool:
             meanwhile()
@@ -293,10 +273,6 @@ class ShardedParameters(NodeCopy):
 
     def next_order(self, last: int, deadline: Deadline) -> tuple[int, int, int, int]:
         """Wait for the next order to the server of this node.
-
-        Args:
-            last: The number of the last one, 0 at first.
-            deadline: Of the call.
 
         Returns:
             Its number, what it asks for, and what belongs to that.

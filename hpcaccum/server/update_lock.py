@@ -61,11 +61,7 @@ class UpdateLock:
 
     @contextlib.contextmanager
     def reading(self, deadline: Deadline) -> Iterator[None]:
-        """Hold the lock between two updates.
-
-        Raises:
-            WaitTimeoutError: If an update, or another reader, does not end in time.
-        """
+        """Hold the lock between two updates."""
         again = self.is_read_by_this_thread()
         held: list[bool] = []
         try:

@@ -79,15 +79,7 @@ class WireFormat:
         clear: bool,
         send: Callable[[Mapping[str, Any], Array], None] | None = None,
     ) -> None:
-        """Copy gradients to their places in a vector, unless they lie there already.
-
-        Args:
-            grads: Name to array, or to rows if the variable is sparse; some may be
-                missing.
-            flat: The vector.
-            clear: Whether to zero the places of arrays that are missing.
-            send: Copies gradients of a device; may overwrite all of the vector.
-        """
+        """Copy gradients to their places in a vector, unless they lie there already."""
         views, present = self.gradient_views(flat)
         # First: the values of rows may lie in the places of arrays.
         self._write_rows(grads, flat)
@@ -113,14 +105,7 @@ class WireFormat:
     def read_rows(
         self, rows: Mapping[str, Sequence[Rows]], total: Array, divisor: int
     ) -> dict[str, IndexedSlices]:
-        """Return the gradients of sparse variables: means over those that are present.
-
-        Args:
-            rows: For each sparse variable, those of each vector, in the order in which
-                they are added. A gradient of one vector may share memory with it.
-            total: The sum of the vectors, without rows, divided by ``divisor``.
-            divisor: See there.
-        """
+        """Return the gradients of sparse variables: means over those present."""
         shares = dict(zip(self.parameters, self.gradient_views(total)[1], strict=True))
         return {
             name: self._mean(name, parts, round(float(shares[name]) * divisor))
@@ -183,12 +168,7 @@ def _row_places(
 def present_gradients(
     views: Mapping[str, Array], shares: Sequence[float] | Array
 ) -> dict[str, Array]:
-    """Return the gradients that are present; see `WireFormat.read_gradients`.
-
-    Args:
-        views: Name to gradient, which may be changed.
-        shares: For each, the share of the vectors that have it.
-    """
+    """Return the gradients that are present; see `WireFormat.read_gradients`."""
     found = {}
     for (name, view), share in zip(views.items(), shares, strict=True):
         if share not in (0, 1):

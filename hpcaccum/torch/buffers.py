@@ -93,12 +93,7 @@ class Buffers:
             tensor.copy_(copy)
 
     def sync(self, group: Group, what: str) -> None:
-        """Average or broadcast the buffers. Collective.
-
-        Raises:
-            InvalidArgumentError, DisagreementError: On every rank, if a buffer cannot
-                be sent, or differs in name, shape or dtype.
-        """
+        """Average or broadcast the buffers. Collective."""
         self._buffers = group.agree(
             f"{what}: sync_buffers",
             self._found,

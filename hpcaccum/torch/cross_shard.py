@@ -52,11 +52,7 @@ class _BackwardAveraging(CrossShardOptimizer):
         return is_device(next(iter(self._values.values())))
 
     def places(self) -> dict[str, Array]:
-        """Return the memory in which gradients are exchanged; none on a device.
-
-        Raises:
-            InvalidArgumentError: If this rank has left.
-        """
+        """Return the memory in which gradients are exchanged; none on a device."""
         self.check_present()
         return {} if self._is_on_device() else self.gradient_arrays()
 
@@ -82,13 +78,6 @@ class _BackwardAveraging(CrossShardOptimizer):
         lacks: frozenset[str],
     ) -> dict[str, Gradient] | None:
         """Return the means of gradients over the ranks, by name. Collective.
-
-        Args:
-            pairs: The gradients and their variables.
-            given: Of these, what is exchanged; see `exchanged`.
-            rates: See `ShardReducer`.
-            skips: Whether those of this rank are dropped.
-            lacks: The names of those that this rank does not have, and that are zeros.
 
         Returns:
             None if all ranks have dropped their gradients.

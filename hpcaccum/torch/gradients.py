@@ -91,9 +91,6 @@ class Gradients:
 
         Returns:
             The name, and the gradient; None if it is in its place.
-
-        Raises:
-            InvalidArgumentError: If it is sparse.
         """
         name = self._names[parameter]
         check_dense(name, parameter.grad)
@@ -107,11 +104,7 @@ class Gradients:
         return name, None
 
     def found(self) -> dict[str, Gradient]:
-        """Return the gradients that there are, by name: arrays, or rows if sparse.
-
-        Raises:
-            InvalidArgumentError: If one is sparse that should not be, or the reverse.
-        """
+        """Return the gradients that there are, by name: arrays, or rows if sparse."""
         return {
             name: slices_of(name, parameter.grad)
             if name in self._sparse

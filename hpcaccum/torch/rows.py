@@ -26,17 +26,7 @@ _UPDATE_ROWS: dict[type, tuple[str, ...]] = {
 
 
 def names_of(sparse: Iterable[Any], parameters: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parameters whose gradients are sparse.
-
-    Args:
-        sparse: These parameters.
-        parameters: All of the optimizer, by name.
-
-    Raises:
-        TypeError: If ``sparse`` is not a list of tensors.
-        InvalidArgumentError: If one of them is not a parameter of the optimizer, or has
-            no rows.
-    """
+    """Return the names of the parameters whose gradients are sparse."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     found = []
     for place, parameter in enumerate(_tensors(sparse)):
@@ -69,16 +59,7 @@ def check_needs(optimizer: Any, names: Mapping[str, Any], sparse: list[str]) -> 
 
 
 def check_capacity(capacity: Any, sparse: list[str]) -> None:
-    """Check a maximum number of rows of sparse gradients; None if there is none.
-
-    Args:
-        capacity: The number.
-        sparse: Names of the parameters that have such gradients.
-
-    Raises:
-        TypeError: If it is not an integer.
-        InvalidArgumentError: If it is less than 1, or no gradient is sparse.
-    """
+    """Check a maximum number of rows of sparse gradients; None if there is none."""
     if capacity is None:
         return
     if not sparse:
@@ -88,10 +69,6 @@ def check_capacity(capacity: Any, sparse: list[str]) -> None:
 
 def needs_for_rows(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> str | None:
     """Return what an optimizer lacks to update only the rows of sparse gradients.
-
-    Args:
-        optimizer: Of PyTorch. What a subclass does is not known.
-        groups: Those of its parameter groups that have such gradients.
 
     Returns:
         None if it surely updates no other rows.
@@ -122,11 +99,7 @@ def check_dense(name: str, gradient: Any) -> None:
 
 
 def slices_of(name: str, gradient: Any) -> IndexedSlices:
-    """Return a sparse gradient as rows that share its memory.
-
-    Raises:
-        InvalidArgumentError: If it is an array, or not sparse by rows.
-    """
+    """Return a sparse gradient as rows that share its memory."""
     if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
         raise InvalidArgumentError(
             f"the gradient of {name!r}, which is in sparse=, must be a sparse tensor "

@@ -116,9 +116,6 @@ class TorchRule(Optimizer):
         """Move parameters back to the memory of the variables.
 
         ``p.data = ...`` replaces it, as does `torch.nn.utils.vector_to_parameters`.
-
-        Raises:
-            InvalidArgumentError: If a parameter has another shape, dtype or device now.
         """
         for name, memory in self._memory.items():
             parameter = self.parameters[name]
@@ -175,18 +172,7 @@ class TorchRule(Optimizer):
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> None:
-        """Update the variables in place.
-
-        Args:
-            grads_and_vars: Pairs. Gradients of the optimizer's own parameters must be
-                their ``grad``.
-            global_step: Ignored.
-            name: Ignored.
-
-        Raises:
-            InvalidArgumentError: If an option was set with which it would change more
-                than the rows of sparse gradients; nothing is changed.
-        """
+        """Update the variables in place."""
         self.check_options(self._original.optimizer.param_groups)
         pairs = list(grads_and_vars)
         target = self._target([var for _, var in pairs])
@@ -219,15 +205,7 @@ class TorchRule(Optimizer):
         return [finite(group.get("lr")) for group in groups]
 
     def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise unless the optimizer, with these options, changes only rows.
-
-        Args:
-            groups: Parameter groups of the optimizer, or those of a saved state.
-
-        Raises:
-            InvalidArgumentError: If it would change others than those of sparse
-                gradients.
-        """
+        """Raise unless the optimizer, with these options, changes only rows."""
         if (needs := self._needs(groups)) is not None:
             raise InvalidArgumentError(f"sparse gradients on a server need {needs}")
 

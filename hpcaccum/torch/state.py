@@ -22,12 +22,7 @@ _KEYS = {"state", "param_groups", _OPTIMIZER, _PARAMETERS, *_COUNTS}
 
 
 def state_of(snapshot: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return a state dictionary.
-
-    Args:
-        snapshot: Of the optimizer of hpcaccum, whose arrays it takes over.
-        optimizer: Of PyTorch.
-    """
+    """Return a state dictionary."""
     states = enumerate(snapshot["state"].values())
     return {
         # Before the first update a parameter has no entry.
@@ -58,12 +53,7 @@ def _tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
 def check_state(
     state: Any, optimizer: Any, variables: Sequence[Variable]
 ) -> Mapping[str, Any]:
-    """Return a state dictionary that fits an optimizer of PyTorch.
-
-    Raises:
-        TypeError: If it is not one of an adapter.
-        InvalidArgumentError: If it is of another optimizer, or of other parameters.
-    """
+    """Return a state dictionary that fits an optimizer of PyTorch."""
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
         raise TypeError("state_dict must be one of an optimizer of hpcaccum.torch")
     own = type(optimizer).__name__
@@ -93,12 +83,7 @@ def _text(found: Sequence[tuple[str, tuple[int, ...]]], sizes: Sequence[int]) ->
 
 
 def snapshot_of(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the snapshot that a checked state dictionary was made from.
-
-    Args:
-        state: The dictionary.
-        names: Of the parameters.
-    """
+    """Return the snapshot that a checked state dictionary was made from."""
     values = state[_PARAMETERS].values()
     states = state["state"]
     return {

@@ -80,12 +80,7 @@ def numpy_name(dtype: Any) -> Any:
 
 
 def check_optimizer(optimizer: Any, adapter: type) -> None:
-    """Raise unless an adapter can hold an optimizer.
-
-    Raises:
-        TypeError: If it is not an optimizer of PyTorch.
-        InvalidArgumentError: If it is an adapter itself, or needs more than gradients.
-    """
+    """Raise unless an adapter can hold an optimizer."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be one of torch.optim, got {name}")
@@ -110,16 +105,7 @@ def check_module(module: Any) -> None:
 
 
 def named_parameters(optimizer: Any, module: Any) -> dict[str, Any]:
-    """Return the parameters of an optimizer, by the names that messages have.
-
-    Args:
-        optimizer: Of PyTorch.
-        module: The module from which names come, or None: names that the optimizer was
-            given, or numbers. A name that two parameters have gets a number, too.
-
-    Raises:
-        InvalidArgumentError: If a parameter cannot be exchanged.
-    """
+    """Return the parameters of an optimizer, by the names that messages have."""
     names: dict[Any, str] = {}
     if module is not None:
         names = {each: name for name, each in module.named_parameters()}

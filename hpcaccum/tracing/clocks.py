@@ -39,11 +39,7 @@ class Offset(NamedTuple):
 
 
 def measure(group: Group) -> Offset:
-    """Return the offset of this rank's node. Collective.
-
-    Raises:
-        WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
-    """
+    """Return the offset of this rank's node. Collective."""
     first, *leaders = [ranks[0] for ranks in group.nodes]
     mine = Offset(clock(), 0.0, 0.0)
     if group.rank == first:

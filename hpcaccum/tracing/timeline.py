@@ -72,12 +72,7 @@ class Timeline:
                 yield (name if number == 1 else f"{name} ({number})"), lane
 
     def write(self, path: Path) -> None:
-        """Collect the events of all ranks, and write the file. Collective.
-
-        Raises:
-            OSError: On rank 0, if the file cannot be written; the other ranks go on.
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds without an event.
-        """
+        """Collect the events of all ranks, and write the file. Collective."""
         if self._group.rank:
             self._send()
             return

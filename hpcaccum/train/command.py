@@ -40,9 +40,6 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     """Check the options and load the data; return the training. Collective.
 
     All errors that can be found before the training are found here.
-
-    Raises:
-        InvalidArgumentError, DisagreementError: On every rank.
     """
     group = Group.of()
     options = group.agree("options", lambda: _options(args, group))

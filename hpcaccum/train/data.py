@@ -65,10 +65,6 @@ def load(path: Path | None, group: Group) -> Dataset:
 
     Rank 0 reads and broadcasts: the file need not be visible on every node, and
     importing scikit-learn takes longer than the training.
-
-    Raises:
-        InvalidArgumentError: On every rank, if the file or scikit-learn is missing or
-            the data cannot be used.
     """
 
     def read() -> Dataset | None:
@@ -195,18 +191,7 @@ def _from_arrays(name: str, file: Any) -> Dataset:
 def prepare(
     name: str, x: Array, y: Array, test: tuple[Array, Array] | None = None
 ) -> Dataset:
-    """Check the arrays, split off test samples if there are none, scale the features.
-
-    Args:
-        name: Name for output.
-        x: Numbers (n, features).
-        y: Integers (n,), any labels.
-        test: x and y of test samples; by default every fifth sample of each class, so
-            that the split is fixed and contains every class.
-
-    Raises:
-        InvalidArgumentError: If the arrays cannot be used.
-    """
+    """Check the arrays, split off test samples if needed, scale the features."""
     _check(x, y, "")
     if test is None:
         chosen = _every_fifth(y)

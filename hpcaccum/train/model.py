@@ -33,13 +33,7 @@ def widths(options: Options, data: Dataset) -> tuple[int, ...]:
 
 
 def check_memory(sizes: Sequence[int], batch: int, ranks: int) -> None:
-    """Raise InvalidArgumentError if a node has no memory for the ranks' training.
-
-    Args:
-        sizes: Widths of all layers.
-        batch: Number of samples in a batch.
-        ranks: Number of ranks on the node.
-    """
+    """Raise InvalidArgumentError if a node has no memory for the ranks' training."""
     count = sum((one + 1) * other for one, other in itertools.pairwise(sizes))
     free = free_memory()
     for what, numbers in (
@@ -105,14 +99,7 @@ class MLP:
     def loss_and_gradients(
         self, x: Array, y: Array, into: Mapping[str, Array] | None = None
     ) -> tuple[float, list[Array]]:
-        """Return the mean loss of a batch and its gradients, in order of `variables`.
-
-        Args:
-            x: (n, features).
-            y: (n,) class numbers.
-            into: Arrays for the gradients, by the names of the variables; new ones by
-                default.
-        """
+        """Return the mean loss of a batch and its gradients, ordered as `variables`."""
         into = into or {var.name: np.empty_like(var.value) for var in self.variables}
         gradients = [into[var.name] for var in self.variables]
         labels = self._place(y)

@@ -284,12 +284,7 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
 
 
 def resolve(args: argparse.Namespace, ranks: int) -> Options:
-    """Return the options for a number of ranks, on which some defaults depend.
-
-    Raises:
-        InvalidArgumentError: If an option contradicts the number of ranks or another
-            option.
-    """
+    """Return the options for a number of ranks, on which some defaults depend."""
     _check_servers(args.servers, ranks)
     workers = ranks - len(_only_serve(args.servers, args.dedicated))
     strategies = STRATEGIES if args.compare else (args.strategy,)

@@ -24,17 +24,7 @@ _FAR_APART = 5
 
 
 def draw(results: Sequence[Result], title: str, path: Path) -> None:
-    """Plot one or several results.
-
-    Args:
-        results: Results of different strategies.
-        title: Title of the figure.
-        path: File to write; its suffix selects the format.
-
-    Raises:
-        ImportError: If matplotlib is missing.
-        OSError: If the file cannot be written.
-    """
+    """Plot one or several results."""
     # Not pyplot: it needs a backend and keeps references to figures.
     from matplotlib.figure import Figure
 

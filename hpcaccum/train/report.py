@@ -64,12 +64,7 @@ def _forced() -> bool:
 
 
 def describe(facts: dict[str, Any], options: Options) -> str:
-    """Return a few lines that describe the machines, the data and the options.
-
-    Args:
-        facts: From `log.circumstances`.
-        options: Of this job.
-    """
+    """Return a few lines that describe the machines, the data and the options."""
     data, hosts = facts["data"], facts["hosts"]
     where = next(iter(hosts)) if len(hosts) == 1 else f"{len(hosts)} hosts"
     widths = "-".join(map(str, (data["features"], *options.hidden, data["classes"])))

@@ -43,11 +43,7 @@ def _width(output: int) -> int | None:
 
 
 def _launcher() -> int | None:
-    """Return the process id of the launcher, None without one.
-
-    Raises:
-        OSError: If it is on another machine, where its output cannot be seen.
-    """
+    """Return the process id of the launcher, None without one."""
     for process, name in ancestors():
         if name in _DAEMONS:
             raise OSError(f"{name} was started from another machine")
