@@ -1,12 +1,13 @@
-"""Output files of a command, checked before its work begins."""
+"""Output files of a command, checked before its work begins; JSON lines."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import tempfile
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from hpcaccum.errors import InvalidArgumentError
 
@@ -82,6 +83,34 @@ def open_output(option: str, path: Path | None) -> IO[str] | None:
                 os.ftruncate(file.fileno(), 0)
                 os.lseek(file.fileno(), 0, os.SEEK_SET)
     return file
+
+
+class JsonLines:
+    """A file of JSON objects, a line each, flushed at once so that a crash loses none.
+
+    Args:
+        option: That names the file, for messages.
+        path: File to overwrite; None writes nothing.
+
+    Raises:
+        InvalidArgumentError: If the file cannot be written.
+    """
+
+    def __init__(self, option: str, path: Path | None) -> None:
+        self._option, self._path = option, path
+        self._file = open_output(option, path)
+
+    def write(self, facts: Mapping[str, Any]) -> None:
+        """Write one line; end the job if that fails."""
+        if self._file:
+            with ending_the_job(self._option, self._path):
+                self._file.write(json.dumps(facts, default=str) + "\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file:
+            self._file.close()
 
 
 @contextlib.contextmanager

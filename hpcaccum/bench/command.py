@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum import Group, InvalidArgumentError, device
 from hpcaccum.bench import report, scaling, torch_step, wire
-from hpcaccum.bench.circumstances import circumstances, describe
 from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.device_case import describe_device, device_facts
 from hpcaccum.bench.gloo import Gloo, check_usable
@@ -15,13 +14,13 @@ from hpcaccum.bench.links import Links, describe_links
 from hpcaccum.bench.measure import Conditions, Measurement, Row, rows
 from hpcaccum.bench.options import Options, case_of, check_picture, resolve
 from hpcaccum.bench.row_files import RowFiles
+from hpcaccum.machine import circumstances, describe, place_and_date
 from hpcaccum.output_files import (
     check_apart,
     check_new,
     check_writable,
     ending_the_job,
 )
-from hpcaccum.processor import place_and_date
 
 if TYPE_CHECKING:
     import argparse

@@ -16,7 +16,8 @@ from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.report import number_text, size_text, time_text
 from hpcaccum.bench.row_files import read
 from hpcaccum.errors import counted
-from hpcaccum.processor import place_and_date
+from hpcaccum.machine import place_and_date
+from hpcaccum.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,10 +37,7 @@ _SAME = {
     "numpy": "NumPy",
 }
 
-_TITLES = (
-    f"{'size':>7} {'':13} {'old':>8} {'new':>8} {'time':>5} {'ratio':>5} {'noise':>5} "
-    f"reference"
-)
+_TITLES = "size", "", "old", "new", "time", "ratio", "noise", "reference", ""
 _ABOUT = """\
 time: new over old; ratio: relative to the reference's; above 1 is slower
 noise: how much the ratio may vary, from the quartiles of the times
@@ -185,31 +183,30 @@ def _show(
 
 def _table(changes: list[Change], tolerance: float) -> Iterator[str]:
     """Yield the lines of the table, with a title above each benchmark."""
-    yield _TITLES
-    above: tuple[str, int] | None = None
-    for change in changes:
-        benchmark, size = change.new.benchmark, change.new.bytes
-        if above is None or above[0] != benchmark:
-            yield benchmark
-        shown = "" if above == (benchmark, size) else size_text(size)
-        above = benchmark, size
-        yield _line(shown, change, tolerance)
+    heads = [(change.new.benchmark, change.new.bytes) for change in changes]
+    rows = [
+        _cells("" if head == above else size_text(head[1]), change, tolerance)
+        for change, head, above in zip(changes, heads, [None, *heads], strict=False)
+    ]
+    titles, rule, *lines = table(_TITLES, rows, left=(1, 7, 8))
+    yield from (titles, rule)
+    for line, head, above in zip(lines, heads, [None, *heads], strict=False):
+        if above is None or above[0] != head[0]:
+            yield head[0]
+        yield line
     yield _ABOUT
 
 
-def _line(size: str, change: Change, tolerance: float) -> str:
-    """Return a line of the table; without a reference, the ratio is that of times."""
-    old, new = time_text(change.old.median_us), time_text(change.new.median_us)
+def _cells(size: str, change: Change, tolerance: float) -> list[str]:
+    """Return a row of the table; without a reference, the ratio is that of times."""
     ratio, noise, reference = number_text(change.ratio), f"{change.noise:.0%}", "-"
     if change.new.reference:
         ratio = noise = "-"
     else:
         reference = change.reference.new.name if change.reference else "none: times"
-    return (
-        f"{size:>7} {change.new.name:13} {old:>8} {new:>8} "
-        f"{number_text(change.time):>5} {ratio:>5} {noise:>5} {reference:11} "
-        f"{change.verdict(tolerance)}"
-    ).rstrip()
+    times = time_text(change.old.median_us), time_text(change.new.median_us)
+    more = number_text(change.time), ratio, noise, reference
+    return [size, change.new.name, *times, *more, change.verdict(tolerance)]
 
 
 def _machine(changes: list[Change], tolerance: float) -> Iterator[str]:

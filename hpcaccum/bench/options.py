@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import itertools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcaccum import InvalidArgumentError
+from hpcaccum import InvalidArgumentError, option_values
 from hpcaccum.bench.accumulate import Accumulate
 from hpcaccum.bench.allreduce import Allreduce
 from hpcaccum.bench.device import DEVICE_BENCHMARKS
@@ -68,8 +67,6 @@ _DEFAULT_SIZES = {
     **dict.fromkeys(DEVICE_BENCHMARKS, "1G"),
 }
 _SEVERAL = {"all": "4K:256M, progress 4M", _ON_DEVICE: "1G"}
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def _add_measure(parser: argparse.ArgumentParser, name: str) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=_seconds,
+        type=option_values.positive,
         default=2.0,
         help="seconds for each size (2), less if the times settle earlier; at least "
         "three runs",
@@ -186,7 +183,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("new", type=Path, help="written by --json")
     parser.add_argument(
         "--tolerance",
-        type=_tolerance,
+        type=option_values.fraction,
         default=0.1,
         help="allowed slowdown, relative to the reference and beside the noise; more "
         "gives exit status 1 (0.1)",
@@ -206,9 +203,9 @@ def _add_scaling(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_files(parser: argparse.ArgumentParser, text: str) -> None:
-    ends = ", ".join(PICTURES)
+    ends = ", ".join(option_values.PICTURES)
     parser.add_argument(
-        "--plot", type=_picture, metavar="FILE", help=f"{text} ({ends})"
+        "--plot", type=option_values.picture, metavar="FILE", help=f"{text} ({ends})"
     )
     parser.add_argument(
         "--force", action="store_true", help="overwrite files that exist"
@@ -246,30 +243,3 @@ def check_picture(path: Path | None) -> None:
         raise InvalidArgumentError(
             "--plot needs matplotlib, which is not installed: pip install matplotlib"
         ) from None
-
-
-def _seconds(text: str) -> float:
-    return _number(text, 0.0, "a number of seconds above 0")
-
-
-def _tolerance(text: str) -> float:
-    return _number(text, -1.0, "a fraction such as 0.1")
-
-
-def _number(text: str, above: float, what: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not above < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
-    return number
-
-
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in PICTURES:
-        raise argparse.ArgumentTypeError(
-            f"must end in one of {' '.join(PICTURES)}, got {text!r}"
-        )
-    return path

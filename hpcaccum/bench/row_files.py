@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.measure import Row
 from hpcaccum.input_files import json_value, read_lines
-from hpcaccum.output_files import ending_the_job, open_output
+from hpcaccum.output_files import JsonLines, ending_the_job, open_output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,20 +37,16 @@ class RowFiles:
     """
 
     def __init__(self, lines: Path | None, table: Path | None) -> None:
-        self._paths = lines, table
-        self._lines = open_output("--json", lines)
+        self._lines, self._path = JsonLines("--json", lines), table
         self._table = open_output("--csv", table)
         self._writer: csv.DictWriter[str] | None = None
 
     def write(self, row: Row, facts: Mapping[str, Any]) -> None:
         """Write a row and its circumstances, whose names are those of every row."""
         fields = {**facts, **dataclasses.asdict(row)}
-        if self._lines:
-            with ending_the_job("--json", self._paths[0]):
-                self._lines.write(json.dumps(fields) + "\n")
-                self._lines.flush()
+        self._lines.write(fields)
         if self._table:
-            with ending_the_job("--csv", self._paths[1]):
+            with ending_the_job("--csv", self._path):
                 self._write_table(fields)
                 self._table.flush()
 
@@ -63,9 +59,9 @@ class RowFiles:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._lines, self._table):
-            if file:
-                file.close()
+        self._lines.close()
+        if self._table:
+            self._table.close()
 
 
 def _cell(value: Any) -> Any:

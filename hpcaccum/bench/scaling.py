@@ -10,7 +10,8 @@ from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.report import number_text, size_text, time_text
 from hpcaccum.bench.row_files import counting, printable, read
 from hpcaccum.input_files import json_value, read_lines
-from hpcaccum.processor import place_and_date
+from hpcaccum.machine import place_and_date
+from hpcaccum.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -126,15 +127,17 @@ def _rate(number: Any) -> float:
 
 def _show(curves: list[Curve], places: list[str], plot: Path | None) -> None:
     sizes = sorted({size for curve in curves for size in curve.points})
-    heads = "".join(f"{f'{size}':>16}" for size in sizes)
-    print(f"{'':31}ranks on nodes, and efficiency\n{'':26}{heads}")
+    rows = [
+        (f"  {curve.name}", *(_cell(curve, size) for size in sizes)) for curve in curves
+    ]
+    heads, rule, *lines = table(("", *map(str, sizes)), rows)
+    print(f"ranks on nodes, and efficiency\n{heads}\n{rule}")
     shown = ""
-    for curve in curves:
+    for curve, line in zip(curves, lines, strict=True):
         if curve.title != shown:
             shown = curve.title
             print(shown)
-        cells = "".join(f"{_cell(curve, size):>16}" for size in sizes)
-        print(f"  {curve.name:24}{cells}".rstrip())
+        print(line)
     print(_ABOUT)
     if plot:
         from hpcaccum.bench.plot import draw_efficiencies

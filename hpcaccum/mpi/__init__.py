@@ -21,7 +21,6 @@ from hpcaccum.mpi.creation import duplicate, split
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import (
-    ancestors,
     is_rank,
     launched_ranks,
     number_in,
@@ -55,7 +54,6 @@ __all__ = [
     "Region",
     "Tag",
     "abort_job",
-    "ancestors",
     "complete",
     "cuda_awareness",
     "duplicate",

@@ -9,28 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum import Group, InvalidArgumentError, span, trace
 from hpcaccum.device import use_device
+from hpcaccum.machine import place_and_date
 from hpcaccum.optimizers import check_nodes
 from hpcaccum.output_files import (
     check_apart,
     check_writable,
     ending_the_job,
 )
-from hpcaccum.processor import place_and_date
 from hpcaccum.train import saving
 from hpcaccum.train.data import MISSING, load
 from hpcaccum.train.log import Log, circumstances
 from hpcaccum.train.loop import Run
 from hpcaccum.train.model import check_memory, widths
 from hpcaccum.train.options import Options, resolve
-from hpcaccum.train.report import Bar, console, describe, print_all, saved, tables
+from hpcaccum.train.report import Progress, describe, saved, tables
 from hpcaccum.train.stopping import Requests
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    from rich.console import Console
 
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.records import Record, Result
@@ -113,16 +111,16 @@ def _train(
     mark = saving.Mark(options, group.rank)
     facts = circumstances(options, data, group)
     log.write("start", facts)
-    out = console(group.rank == options.reporter)
     title = describe(facts, options)
-    out.print(title, soft_wrap=True)
+    say = _say if group.rank == options.reporter else _be_quiet
+    say(title)
     with _traced(options, group):
-        results = _train_all(options, data, group, requests, found, log, out)
+        results = _train_all(options, data, group, requests, found, log, say)
         log.close()
         diverged = [result.strategy for result in results if result.diverged]
         mark.write(1 if diverged else results[-1].stopped)
         if group.rank == options.reporter:
-            _report(results, options, f"{title}\n{place_and_date(facts)}", out)
+            _report(results, options, f"{title}\n{place_and_date(facts)}")
     if diverged:
         # A rank that exits ends the job, maybe before the picture is drawn.
         group.allgather(None, "the report")
@@ -150,31 +148,40 @@ def _train_all(
     requests: Requests,
     found: Any,
     log: Log,
-    out: Console,
+    say: Callable[[str], None],
 ) -> list[Result]:
     """Train with each strategy, until a request to stop. Collective."""
     results: list[Result] = []
     with requests.listening():
         for strategy in options.strategies:
             with span(strategy):
-                run = _run(strategy, options, data, group, requests, found, log, out)
+                run = _run(strategy, options, data, group, requests, found, log, say)
             results.append(run)
             if run.stopped:
                 break
     return results
 
 
-def _report(results: list[Result], options: Options, title: str, out: Console) -> None:
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _be_quiet(line: str) -> None:
+    pass
+
+
+def _report(results: list[Result], options: Options, title: str) -> None:
     """Print the tables and draw the picture."""
-    print_all(tables(results, options), out)
+    for line in tables(results, options):
+        _say(line)
     if options.save or results[-1].stopped:
-        out.print(saved(results[-1], options), soft_wrap=True)
+        _say(saved(results[-1], options))
     if options.plot:
         from hpcaccum.train.plot import draw
 
         with ending_the_job("--plot", options.plot):
             draw(results, title, options.plot)
-        out.print(f"picture: {options.plot}", soft_wrap=True)
+        _say(f"picture: {options.plot}")
 
 
 def _run(
@@ -185,19 +192,18 @@ def _run(
     requests: Requests,
     found: Any,
     log: Log,
-    out: Console,
+    say: Callable[[str], None],
 ) -> Result:
-    bar = Bar(out, strategy, options.epochs)
+    progress = Progress(say, strategy, options.epochs)
     shown = set()
 
     def show(record: Record) -> None:
         shown.add(record)
         log.record(record)
-        bar.show(record)
+        progress.show(record)
 
     run = Run(strategy, options, data, group, show, requests, found)
     result = run()
-    bar.stop()
     # Records of other shard groups' models, made on other ranks.
     for record in result.records:
         if record not in shown:

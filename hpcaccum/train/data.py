@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import stat
 import zipfile
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.free_memory import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,14 +19,6 @@ if TYPE_CHECKING:
 
 # One in five samples of each class is a test sample.
 _TEST_SHARE = 5
-
-_MEMBERS = ("x.npy", "y.npy", "x_test.npy", "y_test.npy")
-_HEADERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
-# Bit 0 of a zip member's flags.
-_ENCRYPTED = 1
 
 MISSING = "{} is missing: pip install scikit-learn matplotlib"
 
@@ -70,7 +59,7 @@ def load(path: Path | None, group: Group) -> Dataset:
     def read() -> Dataset | None:
         if group.rank != 0:
             return None
-        data = _digits() if path is None else _read(path, group.node.size)
+        data = _digits() if path is None else _read(path)
         _check_shares(data, group.size)
         return data
 
@@ -111,11 +100,12 @@ def _digits() -> Dataset:
     return prepare("digits", x, y)
 
 
-def _read(path: Path, ranks: int) -> Dataset:
+def _read(path: Path) -> Dataset:
     try:
-        _check_kind(path)
+        path.stat()
+        if not zipfile.is_zipfile(path):
+            raise InvalidArgumentError("is not an .npz file")
         with np.load(path, allow_pickle=False) as file:
-            _check_sizes(file.zip, ranks)
             return _from_arrays(path.name, file)
     except OSError as error:
         message = error.strerror or str(error)
@@ -125,55 +115,6 @@ def _read(path: Path, ranks: int) -> Dataset:
         # zipfile, zlib and NumPy raise many types.
         message = f"cannot be read, it may be damaged: {error}"
     raise InvalidArgumentError(f"--data {path}: {' '.join(message.split())}")
-
-
-def _check_kind(path: Path) -> None:
-    # Opening a pipe would block until another process writes to it.
-    regular = stat.S_ISREG(path.stat().st_mode)
-    if regular:
-        path.open("rb").close()
-    if not regular or not zipfile.is_zipfile(path):
-        raise InvalidArgumentError("is not an .npz file")
-
-
-def _check_sizes(archive: zipfile.ZipFile, ranks: int) -> None:
-    """Refuse arrays that do not fit into memory, before unpacking any."""
-    needed = 0
-    members = [each for each in archive.infolist() if each.filename in _MEMBERS]
-    for member in members:
-        if member.flag_bits & _ENCRYPTED:
-            raise InvalidArgumentError(f"{member.filename} is encrypted")
-        # The file's array, a scaled copy in float64, and one in float32 on every rank.
-        needed += member.file_size
-        _check_memory(needed)
-        needed += _elements(archive, member) * (8 + 4 * ranks)
-    _check_memory(needed)
-
-
-def _check_memory(needed: int) -> None:
-    free = free_memory()
-    if needed > free:
-        raise InvalidArgumentError(
-            f"needs {needed / 2**30:.3g} GiB of memory, {free / 2**30:.3g} GiB are free"
-        )
-
-
-def _elements(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
-    """Return the number of elements of an array; check it against the file's size."""
-    with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        if version not in _HEADERS:
-            raise InvalidArgumentError(
-                f"{member.filename} has the unknown format {version}"
-            )
-        shape, _, dtype = _HEADERS[version](file)
-        count, nbytes = math.prod(shape), member.file_size - file.tell()
-    if not dtype.hasobject and count * dtype.itemsize != nbytes:
-        raise InvalidArgumentError(
-            f"{member.filename} is damaged: {dtype} {shape} needs "
-            f"{count * dtype.itemsize} bytes, the file has {nbytes}"
-        )
-    return count
 
 
 def _from_arrays(name: str, file: Any) -> Dataset:

@@ -1,22 +1,15 @@
-"""The log: one JSON object per line, flushed at once so that a crash loses nothing."""
+"""The log: what a training was, an evaluation of the model each, and the results."""
 
 from __future__ import annotations
 
-import datetime
-import json
 import math
 import os
-import platform
-from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-import hpcaccum
+from hpcaccum import machine
 from hpcaccum.device import device_name
-from hpcaccum.mpi import MPI
-from hpcaccum.output_files import ending_the_job, open_output
+from hpcaccum.output_files import JsonLines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Log:
-    """A JSON-lines file.
+    """The file of ``--log``.
 
     Args:
         path: File to overwrite; None writes nothing.
@@ -38,15 +31,11 @@ class Log:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path, self._file = path, open_output("--log", path)
+        self._lines = JsonLines("--log", path)
 
     def write(self, event: str, facts: Any) -> None:
         """Write one line."""
-        if self._file:
-            line = json.dumps({"event": event, **facts}, default=str)
-            with ending_the_job("--log", self._path):
-                self._file.write(line + "\n")
-                self._file.flush()
+        self._lines.write({"event": event, **facts})
 
     def record(self, record: Record) -> None:
         """Write one evaluation of the model."""
@@ -62,8 +51,7 @@ class Log:
 
     def close(self) -> None:
         """Close the file."""
-        if self._file:
-            self._file.close()
+        self._lines.close()
 
 
 def _rounded(fact: Any) -> Any:
@@ -79,19 +67,10 @@ def _rounded(fact: Any) -> Any:
 
 def circumstances(options: Options, data: Dataset, group: Group) -> dict[str, Any]:
     """Return the versions, machines and options of a run. Collective."""
-    hosts = Counter(group.allgather(MPI.Get_processor_name(), "names of the hosts"))
-    name, version = MPI.get_vendor()
     return {
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
-        "ranks": group.size,
-        "hosts": dict(hosts),
-        "cores": os.cpu_count(),
+        **machine.circumstances(group),
         "threads": os.environ.get("OMP_NUM_THREADS"),
-        "mpi": f"{name} {'.'.join(map(str, version))}",
-        "python": platform.python_version(),
-        "numpy": np.__version__,
         "device": device_name() if options.device == "cuda" else None,
-        "hpcaccum": hpcaccum.__version__,
         "data": {
             "name": data.name,
             "train": len(data.y),

@@ -10,17 +10,15 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcaccum import InvalidArgumentError
+from hpcaccum import InvalidArgumentError, option_values
 from hpcaccum.optimizers import check_groups
-from hpcaccum.train import option_values
-from hpcaccum.train.option_values import Every, Groups, Servers
+from hpcaccum.option_values import Every, Groups, Servers
 
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn")
 
 # Each reaches 97 % test accuracy on the digits with every strategy, on 1 to 8 ranks.
 DEFAULT_RATES = {"sgd": 0.2, "momentum": 0.02, "adagrad": 0.1, "adam": 0.003}
 
-PICTURES = (".png", ".pdf", ".svg")
 DEFAULT_PICTURE = "hpcaccum-compare.png"
 
 # Options that the parser checks completely.
@@ -139,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument(
         "--plot",
-        type=Path,
+        type=option_values.picture,
         metavar="FILE.png",
         help="plot accuracy, loss, staleness and samples per rank (default with "
         f"--compare: {DEFAULT_PICTURE})",
@@ -382,10 +380,4 @@ def _stragglers(args: argparse.Namespace, ranks: int) -> dict[int, float]:
 
 def _picture(args: argparse.Namespace) -> Path | None:
     path: Path | None = args.plot or (Path(DEFAULT_PICTURE) if args.compare else None)
-    if path is None or args.no_plot:
-        return None
-    if path.suffix not in PICTURES:
-        raise InvalidArgumentError(
-            f"--plot must end in one of {' '.join(PICTURES)}, got {path}"
-        )
-    return path
+    return None if args.no_plot else path

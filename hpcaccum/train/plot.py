@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.plots import COLORS, make_figure, save_figure
 from hpcaccum.train.options import STRATEGIES
 from hpcaccum.train.records import LAG_NAMES
 
@@ -15,29 +16,17 @@ if TYPE_CHECKING:
 
     from hpcaccum.train.records import Record, Result
 
-# From Okabe and Ito's palette, distinguishable with color blindness.
-_COLORS = dict(
-    zip(STRATEGIES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=True)
-)
+_COLORS = dict(zip(STRATEGIES, COLORS, strict=False))
 # If run times differ by more than this factor, the time axis is logarithmic.
 _FAR_APART = 5
 
 
 def draw(results: Sequence[Result], title: str, path: Path) -> None:
     """Plot one or several results."""
-    # Not pyplot: it needs a backend and keeps references to figures.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    axes = figure.subplots(2, 2)
-    _accuracy(axes[0, 0], results)
-    _loss(axes[0, 1], results)
-    _lags(axes[1, 0], results)
-    _ranks(axes[1, 1], results)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    figure, axes = make_figure(4, title)
+    for axis, draw_panel in zip(axes, (_accuracy, _loss, _lags, _ranks), strict=True):
+        draw_panel(axis, results)
+    save_figure(figure, path)
 
 
 def _lines(result: Result) -> list[list[Record]]:

@@ -1,66 +1,27 @@
-"""Output on the terminal: progress of the runs, and tables at the end."""
+"""What a training prints: progress of the runs, and tables at the end."""
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
-
 from hpcaccum.errors import counted
-from hpcaccum.mpi import number_in
-from hpcaccum.train import terminal
+from hpcaccum.tables import table
 from hpcaccum.train.records import LAG_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hpcaccum.train.options import Options
     from hpcaccum.train.records import Record, Result
 
-# Without a terminal, which has a bar, a line of progress comes when the time since the
-# start has doubled: after this many seconds at first, and at least so often.
+# A line of progress comes when the time since the start has doubled: after this many
+# seconds at first, and at least so often.
 _FIRST_LINE, _LONGEST_PAUSE = 1.0, 600.0
-# Columns without a terminal, unless COLUMNS is set.
-_WIDTH = 100
-# Lines of a terminal, of which the bar needs one.
-_HEIGHT = 25
 # Number of ranks that have their own row.
 _MAX_ROWS = 16
 # Number of shard groups up to which each accuracy is shown.
 _MAX_GROUPS = 4
-
-
-class _Console(Console):
-    """Leaves a pipe that nothing reads to the command, as `print` does."""
-
-    def on_broken_pipe(self) -> None:
-        """Raise the error that is being handled, instead of SystemExit."""
-        raise
-
-
-def console(reports: bool) -> Console:
-    """Return this rank's console, quiet unless the rank reports."""
-    width = terminal.columns()
-    return _Console(
-        quiet=not reports,
-        # FORCE_COLOR and TTY_COMPATIBLE override the detection.
-        force_terminal=True if width else None if _forced() else False,
-        # Rich would read the variables COLUMNS and LINES, and fail for some texts.
-        width=number_in(os.environ, "COLUMNS") or width or _WIDTH,
-        height=_HEIGHT,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
-
-
-def _forced() -> bool:
-    return bool(os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE"))
 
 
 def describe(facts: dict[str, Any], options: Options) -> str:
@@ -70,7 +31,8 @@ def describe(facts: dict[str, Any], options: Options) -> str:
     widths = "-".join(map(str, (data["features"], *options.hidden, data["classes"])))
     delays = ", ".join(f"rank {r} +{ms:g} ms" for r, ms in options.straggler.items())
     return (
-        f"{counted(facts['ranks'], 'rank')} on {where}, {facts['mpi']}"
+        f"{counted(facts['ranks'], 'rank')} on {where}, {facts['mpi']} "
+        f"{facts['mpi_version']}"
         f"{', ' + facts['device'] if facts['device'] else ''}"
         f"{'; delay of each gradient: ' + delays if delays else ''}\n"
         f"{data['name']}: {data['train']} samples to train, {data['test']} to test; "
@@ -97,42 +59,38 @@ def balanced_text(accuracy: float | None) -> str:
     return "" if accuracy is None else f", balanced {accuracy:.1%}"
 
 
-class Bar:
-    """Progress of one run: a bar on a terminal, otherwise lines, ever more seldom."""
+class Progress:
+    """Lines of the progress of one run, ever more seldom.
 
-    def __init__(self, out: Console, strategy: str, epochs: int) -> None:
-        self._out, self._strategy, self._epochs = out, strategy, epochs
+    Args:
+        say: Prints a line.
+        strategy: Its name.
+        epochs: How many the run has.
+    """
+
+    def __init__(self, say: Callable[[str], None], strategy: str, epochs: int) -> None:
+        self._say, self._strategy, self._epochs = say, strategy, epochs
         self._next_line = 0.0
         # The epoch in which the run began, of which a resumed one has passed some.
         self._begin: float | None = None
-        text = TextColumn("{task.fields[text]}")
-        name = TextColumn(f"{strategy:13}")
-        # No drawing thread: it would disturb the measurement.
-        self._bar = Progress(name, BarColumn(), text, console=out, auto_refresh=False)
-        self._task = self._bar.add_task(strategy, total=epochs, text="")
-        if out.is_terminal:
-            self._bar.start()
 
     def show(self, record: Record) -> None:
-        """Show one record."""
+        """Print a line for a record, if it is time for one."""
         if self._begin is None:
             self._begin = record.epoch
+        if record.seconds < self._next_line and record.epoch < self._epochs:
+            return
         loss = "" if record.loss is None else f"loss {record.loss:.3f}, "
         # Gradients that were on their way may have made a few more updates.
         epoch = min(record.epoch, self._epochs)
-        text = (
+        self._say(
+            f"{time.strftime('%H:%M:%S')} {self._strategy}: "
             f"epoch {epoch:.0f} of {self._epochs}, {record.seconds:.1f} s"
             f"{self._left(record)}, {loss}test accuracy {record.accuracy:.1%}"
             f"{balanced_text(record.balanced_accuracy)}"
         )
-        if self._out.is_terminal:
-            self._bar.update(self._task, completed=record.epoch, text=text)
-            self._bar.refresh()
-        elif record.seconds >= self._next_line or record.epoch >= self._epochs:
-            clock = time.strftime("%H:%M:%S")
-            self._out.print(f"{clock} {self._strategy}: {text}", soft_wrap=True)
-            pause = min(max(record.seconds, _FIRST_LINE), _LONGEST_PAUSE)
-            self._next_line = record.seconds + pause
+        pause = min(max(record.seconds, _FIRST_LINE), _LONGEST_PAUSE)
+        self._next_line = record.seconds + pause
 
     def _left(self, record: Record) -> str:
         """Return how long the rest will take at the speed so far."""
@@ -147,32 +105,16 @@ class Bar:
         hours = f"{minutes // 60} h {minutes % 60:02} min"
         return f", {hours if minutes >= 100 else f'{minutes} min'} left"
 
-    def stop(self) -> None:
-        """Stop drawing the bar; it stays visible."""
-        # If the bar was not started, stop would print an empty line.
-        if self._out.is_terminal:
-            self._bar.stop()
 
-
-def tables(results: Sequence[Result], options: Options) -> Iterator[Table | str]:
-    """Yield the tables and the lines between them."""
+def tables(results: Sequence[Result], options: Options) -> Iterator[str]:
+    """Yield the lines of the tables, and those between them."""
     yield ""
-    yield _summary(results)
+    yield from _summary(results)
     yield "\ngradients accepted and dropped, and time waited in the optimizer"
-    yield _per_rank(results, options.straggler)
+    yield from _per_rank(results, options.straggler)
     yield "\nstaleness: gradients by lag, the number of updates since their parameters"
-    yield _staleness(results)
+    yield from _staleness(results)
     yield f"\none gradient: the mean of {_gradient(options)}"
-
-
-def print_all(parts: Iterator[Table | str], out: Console) -> None:
-    """Print tables and lines; on a narrow terminal, too, all numbers are whole."""
-    for part in parts:
-        if isinstance(part, Table):
-            for column in part.columns:
-                words = *str(column.header).split(), *map(str, column.cells)
-                column.min_width = max(map(len, words))
-        out.print(part, crop=False)
 
 
 def _gradient(options: Options) -> str:
@@ -183,23 +125,12 @@ def _gradient(options: Options) -> str:
     return samples + (agn if "agn" in options.strategies else "")
 
 
-def _table(*names: str, texts: int = 1) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    for number, name in enumerate(names):
-        right = number >= texts
-        table.add_column(name, justify="right" if right else "left", no_wrap=not right)
-    return table
-
-
-def _summary(results: Sequence[Result]) -> Table:
+def _summary(results: Sequence[Result]) -> list[str]:
     names = "seconds", "updates/s", "samples/s", "accepted", "dropped"
     uneven = any(result.balanced_accuracy for result in results)
     balanced = ["balanced accuracy"] if uneven else []
-    table = _table("strategy", "test accuracy", *balanced, *names)
-    for result in results:
-        table.add_row(
+    rows = [
+        (
             result.strategy,
             _accuracy(result.accuracy),
             *([_accuracy(result.balanced_accuracy or ())] if uneven else []),
@@ -209,7 +140,9 @@ def _summary(results: Sequence[Result]) -> Table:
             str(sum(result.accepted)),
             str(sum(result.dropped)),
         )
-    return table
+        for result in results
+    ]
+    return table(("strategy", "test accuracy", *balanced, *names), rows)
 
 
 def _rate(number: float) -> str:
@@ -223,29 +156,30 @@ def _accuracy(groups: Sequence[float]) -> str:
     return " ".join(f"{accuracy:.1%}" for accuracy in groups)
 
 
-def _per_rank(results: Sequence[Result], straggler: dict[int, float]) -> Table:
-    table = _table("strategy", "rank", "accepted", "dropped", "waited", texts=2)
+def _per_rank(results: Sequence[Result], straggler: dict[int, float]) -> list[str]:
+    rows: list[Sequence[str]] = []
     for result in results:
         title = result.strategy
-        rows = list(zip(result.accepted, result.dropped, result.waited, strict=True))
-        for rank, row in enumerate(rows[:_MAX_ROWS]):
+        ranks = list(zip(result.accepted, result.dropped, result.waited, strict=True))
+        for rank, each in enumerate(ranks[:_MAX_ROWS]):
             delay = f" (+{straggler[rank]:g} ms)" if straggler.get(rank) else ""
-            table.add_row(title, f"{rank}{delay}", *_cells(row))
+            rows.append((title, f"{rank}{delay}", *_cells(each)))
             title = ""
-        if rest := rows[_MAX_ROWS:]:
-            label = f"{_MAX_ROWS}-{len(rows) - 1}, sum"
+        if rest := ranks[_MAX_ROWS:]:
+            label = f"{_MAX_ROWS}-{len(ranks) - 1}, sum"
             sums = [sum(column) for column in zip(*rest, strict=True)]
-            table.add_row(title, label, *_cells(sums))
-    return table
+            rows.append((title, label, *_cells(sums)))
+    titles = "strategy", "rank", "accepted", "dropped", "waited"
+    return table(titles, rows, left=(0, 1))
 
 
 def _cells(row: Sequence[float]) -> tuple[str, str, str]:
     return f"{row[0]:.0f}", f"{row[1]:.0f}", f"{row[2]:.2f} s"
 
 
-def _staleness(results: Sequence[Result]) -> Table:
-    table = _table("strategy", *LAG_NAMES)
-    for result in results:
-        shares = (f"{share:.1%}" if share else "-" for share in result.lag_shares())
-        table.add_row(result.strategy, *shares)
-    return table
+def _staleness(results: Sequence[Result]) -> list[str]:
+    def shares(result: Result) -> list[str]:
+        return [f"{share:.1%}" if share else "-" for share in result.lag_shares()]
+
+    rows = [(result.strategy, *shares(result)) for result in results]
+    return table(("strategy", *LAG_NAMES), rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import struct
 import subprocess
@@ -89,29 +88,17 @@ def encrypt(path):
     path.write_bytes(whole)
 
 
-def lie(path):
-    """Declare a size that no memory holds."""
-    archive(path, header((1 << 42, 2)) + bytes(100))
-    whole = path.read_bytes()
-    entry = whole.index(b"PK\x01\x02")
-    size = struct.pack("<II", 0xFFFFFFFE, 0xFFFFFFFE)
-    path.write_bytes(whole[: entry + 20] + size + whole[entry + 28 :])
-
-
 BAD_DATA = {
     "truncated": lambda path: path.write_bytes(good(path)[:1000]),
     "damaged": lambda path: damage(path, 500),
     "no zip": lambda path: path.write_bytes(b"PK\x03\x04 and so on"),
     "encrypted": encrypt,
     "claims terabytes": lambda path: archive(path, header((1 << 40, 2)) + bytes(800)),
-    "claims less": lambda path: archive(path, header((200, 2)) + bytes(9999)),
     "negative": lambda path: archive(path, header((-200, 2)) + bytes(1600)),
     "no array": lambda path: archive(path, b"text"),
     "no header": lambda path: archive(path, b"\x93NUMPY\x01\x00\xff\xff{"),
     "objects": lambda path: archive(path, header((200, 2), "|O") + bytes(1600)),
-    "declares too much": lie,
     "a folder": lambda path: path.mkdir(),
-    "a pipe": os.mkfifo,
 }
 
 
@@ -124,29 +111,6 @@ def test_bad_data_is_one_line(refused, tmp_path):
     for kind, shown in zip(BAD_DATA, refused(*commands), strict=True):
         assert f"--data {kind}.npz: " in shown
     assert not (tmp_path / "log.jsonl").exists()
-
-
-def test_a_zip_bomb_is_not_unpacked(refused, tmp_path):
-    # As large as no memory is; the file itself has a few kilobytes.
-    nbytes = 1 << 50
-    bomb = zipfile.ZipFile(tmp_path / "own.npz", "w", zipfile.ZIP_DEFLATED)
-    with bomb as file:
-        file.writestr("x.npy", header((1 << 20, 2)) + bytes(1 << 23))
-        file.writestr("y.npy", header((1 << 20,), "<i8") + bytes(1 << 23))
-    whole = (tmp_path / "own.npz").read_bytes()
-    entry = whole.index(b"PK\x01\x02")
-    extra = struct.pack("<HHQ", 1, 8, nbytes)
-    name = len("x.npy")
-    # The directory says, in the form for large files, that x has that size.
-    fixed = bytearray(whole[entry : entry + 46])
-    fixed[24:28], fixed[30:32] = b"\xff" * 4, struct.pack("<H", len(extra))
-    data = whole[:entry] + fixed + b"x.npy" + extra + whole[entry + 46 + name :]
-    end = data.rindex(b"PK\x05\x06")
-    size = struct.unpack("<I", data[end + 12 : end + 16])[0] + len(extra)
-    data = data[: end + 12] + struct.pack("<I", size) + data[end + 16 :]
-    (tmp_path / "own.npz").write_bytes(data)
-
-    assert "GiB of memory" in refused((*TRAIN, "--data", "own.npz"))[0]
 
 
 def test_data_is_never_written_over(refused, tmp_path):

@@ -24,7 +24,7 @@ LAYERS = [
     ["torch", "jax", "checkpoint"],
     ["tracing"],
     ["hpcaccum"],
-    ["free_memory", "processor"],
+    ["free_memory", "machine", "option_values", "plots", "tables"],
     ["train", "bench"],
     ["launch"],
     ["cli"],

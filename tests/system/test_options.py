@@ -62,7 +62,7 @@ BENCH = [
     (["allreduce", "--sizes", "4X"], "got '4X'"),
     (["allreduce", "--sizes", "100"], "a multiple of 128 bytes, got '100'"),
     (["allreduce", "--sizes", "0"], "a multiple of 128 bytes, got '0'"),
-    (["allreduce", "--seconds", "0"], "a number of seconds above 0, got '0'"),
+    (["allreduce", "--seconds", "0"], "must be more than 0, got '0'"),
     (["allreduce", "--json", "no/rows.json"], "no/rows.json: No such file"),
     (["allreduce", "--plot", "no/rows.png"], "no/rows.png: No such file"),
     (["allreduce", "--plot", "rows.txt"], "must end in one of .png"),

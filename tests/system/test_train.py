@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
-import pty
 import re
 import struct
-import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -92,7 +88,6 @@ def comparison(mpirun, tmp_path_factory):
 
 
 def check_start(start, shown):
-    assert "\x1b" not in shown  # no terminal, no bar
     for title in "test accuracy", "updates/s", "samples/s", "accepted", "waited":
         assert title in shown
     assert start["event"] == "start"
@@ -271,31 +266,6 @@ def test_without_a_launcher(tmp_path, mpi_environment, samples):
 
     assert result.returncode == 0, result.stdout
     assert result.stdout.startswith("1 rank on ")
-
-
-def test_a_terminal_gets_a_bar(mpiexec, mpi_environment, tmp_path, samples):
-    # The terminal of the launcher; the ranks' own output may be a pipe.
-    ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "hpcaccum", "train", "--strategy", "agn"]
-    words += ["--data", samples]
-    with subprocess.Popen(
-        ["timeout", "60", mpiexec, "-n", "2", *words, "--epochs", "2"],
-        stdin=subprocess.DEVNULL,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=tmp_path,
-        env=mpi_environment | {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm"},
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        with contextlib.suppress(OSError):  # raised by Linux when it is closed
-            while piece := os.read(ours, 4096):
-                shown += piece
-    os.close(ours)
-
-    assert process.returncode == 0, shown
-    assert b"\x1b[" in shown
-    assert b"epoch 2 of 2" in shown
 
 
 def test_ranks_with_different_options_are_reported(mpi_environment, mpiexec, tmp_path):

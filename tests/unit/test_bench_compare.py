@@ -27,8 +27,8 @@ def compare(tmp_path, capsys):
         # But for the names of files.
         assert max(len(line) for line in shown if str(tmp_path) not in line) <= 80
         end = next(place for place, line in enumerate(shown) if line[:5] == "time:")
-        # The titles of the table and of a single benchmark come first.
-        return status, [line.split() for line in shown[2:end]], shown[end + 3 :]
+        # The titles of the table, a rule, and that of a single benchmark come first.
+        return status, [line.split() for line in shown[3:end]], shown[end + 3 :]
 
     return run
 

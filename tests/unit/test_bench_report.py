@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcaccum.bench import report, wire
-from hpcaccum.bench.circumstances import describe, oversubscribed
+from hpcaccum.machine import describe, oversubscribed
 
 from .measured import row
 

@@ -50,7 +50,7 @@ def shown(capsys, files):
 def test_a_benchmark_should_take_as_long_on_more_ranks(measured, capsys):
     # Any order of files; the job with the fewest ranks is the reference.
     files = [measured(8, 2, 500.0), measured(2, 1, 200.0), measured(4, 1, 250.0)]
-    _, heads, title, row, *_ = shown(capsys, files)
+    _, heads, _, title, row, *_ = shown(capsys, files)
 
     assert heads.split() == ["2", "on", "1", "4", "on", "1", "8", "on", "2"]
     assert title == "step, 4 KiB"
@@ -59,7 +59,7 @@ def test_a_benchmark_should_take_as_long_on_more_ranks(measured, capsys):
 
 def test_a_training_should_use_as_many_samples_on_each_rank(trained, capsys):
     files = [trained(2, "a", 100.0), trained(8, "ab", 300.0)]
-    _, heads, title, row, *_ = shown(capsys, files)
+    _, heads, _, title, row, *_ = shown(capsys, files)
 
     assert heads.split() == ["2", "on", "1", "8", "on", "2"]
     assert title == "training"

@@ -1,4 +1,4 @@
-"""The values of options of ``hpcaccum train``, as they are typed.
+"""The values of options of commands, as they are typed.
 
 Each function returns the value of a text, or raises ArgumentTypeError.
 """
@@ -8,10 +8,14 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 Groups = list[list[int]]
 # "auto", or ranks.
 Servers = str | tuple[int, ...]
+
+# Formats of pictures.
+PICTURES = (".png", ".svg", ".pdf")
 
 # An hour, in milliseconds.
 _LONGEST_DELAY = 3_600_000
@@ -54,6 +58,29 @@ def positive(text: str) -> float:
     if not 0 < found < math.inf:
         raise argparse.ArgumentTypeError(f"must be more than 0, got {text!r}")
     return found
+
+
+def fraction(text: str) -> float:
+    """Return a finite number above -1."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not -1 < found < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"must be a fraction such as 0.1, got {text!r}"
+        )
+    return found
+
+
+def picture(text: str) -> Path:
+    """Return the name of a file for a picture."""
+    path = Path(text)
+    if path.suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(
+            f"must end in one of {' '.join(PICTURES)}, got {text!r}"
+        )
+    return path
 
 
 def number(text: str, kind: type[int | float], least: int) -> float:

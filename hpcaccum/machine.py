@@ -16,19 +16,20 @@ import numpy as np
 import hpcaccum
 from hpcaccum.errors import counted
 from hpcaccum.mpi import MPI
-from hpcaccum.processor import processor_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpcaccum import Group
 
+# Names of hosts that are shown.
+_MOST_HOSTS = 3
 # Settings of MPI libraries and of the libraries below them.
 _SETTINGS = ("MPIR_CVAR_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", "OMP_NUM_THREADS")
 
 
 def circumstances(group: Group) -> dict[str, Any]:
-    """Return the circumstances of this job, for all its rows. Collective."""
+    """Return the circumstances of this job. Collective."""
     here = MPI.Get_processor_name(), os.sched_getaffinity(0)
     places = group.allgather(here, "names and cores of the hosts")
     vendor, version = MPI.get_vendor()
@@ -113,3 +114,27 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+def processor_name() -> str:
+    """Return the model of the processor, or its architecture if that is all."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, model = line.partition(":")
+        if name.strip() == "model name":
+            return " ".join(model.split())
+    return platform.processor() or platform.machine()
+
+
+def place_and_date(facts: Mapping[str, Any]) -> str:
+    """Return the hosts, the number of nodes and the day of a job, for its pictures."""
+    hosts = [*facts["hosts"]] if isinstance(facts.get("hosts"), dict) else ["?"]
+    where = ", ".join(hosts[:_MOST_HOSTS])
+    if len(hosts) > _MOST_HOSTS:
+        where += f" and {len(hosts) - _MOST_HOSTS} more"
+    nodes = facts.get("nodes", len(hosts))
+    day = str(facts.get("date", "?"))[:10]
+    return f"{where}; {counted(nodes, 'node')}; {day}"
