@@ -28,7 +28,7 @@ from hpcaccum.arguments import fitting, positive_count
 from hpcaccum.device import copyto, is_device, to_host
 from hpcaccum.dtypes import BFLOAT16, Array, check_unmasked
 from hpcaccum.errors import CheckpointError, InvalidArgumentError
-from hpcaccum.input_files import json_value
+from hpcaccum.files import json_value
 from hpcaccum.save_owner import check, unfinished
 
 logger = logging.getLogger("hpcaccum")

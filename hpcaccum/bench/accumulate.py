@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import ConditionalAccumulator
-from hpcaccum.bench import floors
-from hpcaccum.bench.gradients import NEVER_STALE, gradient
-from hpcaccum.bench.measure import Kind, WrongAnswerError, apart, check_equal, repeated
-from hpcaccum.bench.memory import Memory
-from hpcaccum.bench.references import RingExchange, plain_copy
+from hpcaccum.bench.measure import (
+    Kind,
+    Memory,
+    WrongAnswerError,
+    apart,
+    check_equal,
+    repeated,
+    to_or_from_one,
+)
+from hpcaccum.bench.references import NEVER_STALE, RingExchange, gradient, plain_copy
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Region
 from hpcaccum.nodes import NodeParts
@@ -88,7 +93,7 @@ class Accumulate:
         floor: Any = {"moves": (self._group.size + 1) * self._nbytes}
         if not self._shared:
             nodes = len(self._group.nodes)
-            floor = {"crosses": floors.to_or_from_one(nodes) * self._nbytes}
+            floor = {"crosses": to_or_from_one(nodes) * self._nbytes}
         ours, raw = self._on_root(self._round), self._on_root(self._raw_round)
         check = self._check_mean
         return [

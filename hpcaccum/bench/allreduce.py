@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import Layout, Reducer
-from hpcaccum.bench import floors
-from hpcaccum.bench.gradients import gradient, sum_of_gradients
-from hpcaccum.bench.measure import Kind, apart, check_equal, repeated
-from hpcaccum.bench.memory import Memory
-from hpcaccum.bench.references import RingExchange, plain_copy
+from hpcaccum.bench.measure import (
+    Kind,
+    Memory,
+    apart,
+    check_equal,
+    repeated,
+    sum_everywhere,
+)
+from hpcaccum.bench.references import (
+    RingExchange,
+    gradient,
+    plain_copy,
+    sum_of_gradients,
+)
 
 if TYPE_CHECKING:
     from hpcaccum import Group
@@ -81,7 +90,7 @@ class Allreduce:
         least = (n + 1) * nbytes if nodes == 1 else 0
         copied = 2 * n * nbytes if nodes == 1 else 0
         common: Any = {
-            "crosses": floors.sum_everywhere(nodes) * nbytes,
+            "crosses": sum_everywhere(nodes) * nbytes,
             "bus": 2 * (n - 1) / n,
         }
         ours = {

@@ -9,18 +9,18 @@ from hpcaccum import Group, InvalidArgumentError, device
 from hpcaccum.bench import report, scaling, torch_step, wire
 from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.device_case import describe_device, device_facts
-from hpcaccum.bench.gloo import Gloo, check_usable
 from hpcaccum.bench.links import Links, describe_links
 from hpcaccum.bench.measure import Conditions, Measurement, Row, rows
 from hpcaccum.bench.options import Options, case_of, check_picture, resolve
+from hpcaccum.bench.references import Gloo, check_usable
 from hpcaccum.bench.row_files import RowFiles
-from hpcaccum.machine import circumstances, describe, place_and_date
-from hpcaccum.output_files import (
+from hpcaccum.files import (
     check_apart,
     check_new,
     check_writable,
     ending_the_job,
 )
+from hpcaccum.machine import circumstances, describe, place_and_date
 
 if TYPE_CHECKING:
     import argparse

@@ -35,9 +35,8 @@ from hpcaccum.bench.device_kernels import (
     many_arrays,
 )
 from hpcaccum.bench.device_updates import UpdatesOnDevice
-from hpcaccum.bench.gradients import NEVER_STALE, gradient, sum_of_gradients
-from hpcaccum.bench.measure import Kind, check_equal, repeated
-from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.measure import Kind, Memory, check_equal, repeated
+from hpcaccum.bench.references import NEVER_STALE, gradient, sum_of_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.bench.measure import COPY, Kind, check_equal
-from hpcaccum.bench.memory import Memory, first_of, shortage
+from hpcaccum.bench.measure import COPY, Kind, Memory, check_equal, first_of, shortage
 from hpcaccum.device import kernels
 
 if TYPE_CHECKING:

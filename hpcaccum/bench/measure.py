@@ -6,21 +6,24 @@ part in every decision.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from hpcaccum.machine import free_memory
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpcaccum.bench.gloo import Gloo
     from hpcaccum.bench.links import Links
+    from hpcaccum.bench.references import Gloo
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
 
@@ -339,3 +342,95 @@ def rows(
         )
         made.append(row)
     return made
+
+
+def sum_everywhere(nodes: int) -> float:
+    """Return the floor of a sum over all ranks that all need: 2 (N - 1) / N.
+
+    Every node sends what the others sum, (N - 1) / N of its gradients' sum, and
+    receives the sums of the others, (N - 1) / N of the result. So it is for an
+    allreduce, and for an optimizer with a quorum of all ranks whose parameters are
+    divided among the nodes. If one node holds all parameters, N - 1 sums enter it, and
+    as many copies of the parameters leave it: N - 1, which is more from three nodes on.
+
+    Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
+        workstations, 2009.
+    """
+    return 2 * (nodes - 1) / nodes
+
+
+def to_or_from_one(nodes: int) -> float:
+    """Return the floor of a sum that one rank needs, or of its vector for all: 1.
+
+    Every node but one must send its sum, or receive the vector. In a chain of nodes no
+    link carries more.
+    """
+    return float(nodes > 1)
+
+
+def update_each(nodes: int, ranks: int) -> float:
+    """Return the floor if each gradient is an update: (r + 1) (N - 1) / N, r = n / N.
+
+    Rules such as Adam need each gradient separately, in the order of the updates. If
+    the parameters are divided among the nodes, (N - 1) / N of each of the r gradients
+    leaves its node. Then the nodes need the parameters, once if the ranks of a node
+    wait for their updates together: (N - 1) / N. If each rank is sent those of its own
+    update, it is r times as much, in all 2 r (N - 1) / N. For 4 nodes with 2 ranks:
+    2.25 and 3. If one node holds all parameters, (N - 1) r gradients enter it: 6.
+    """
+    return (ranks / nodes + 1) * (nodes - 1) / nodes
+
+
+_SHM = "/dev/shm"
+# The rest is left to other programs and to libraries.
+_SPARE = 0.9
+
+
+class Memory(NamedTuple):
+    """What a benchmark needs, in multiples of its size.
+
+    Attributes:
+        shared: Shared memory of each rank.
+        shared_first: Shared memory of rank 0, in addition.
+        shared_all: Shared memory of rank 0, in addition, times the number of ranks.
+        private: Private memory of each rank.
+    """
+
+    shared: float
+    shared_first: float = 0
+    shared_all: float = 0
+    private: float = 0
+
+    def missing(self, group: Group, nbytes: int) -> str | None:
+        """Return what is missing on a node for this size, or None. Collective."""
+        shared = self.shared * nbytes
+        if group.rank == 0:
+            shared += (self.shared_first + self.shared_all * group.size) * nbytes
+        private = self.private * nbytes
+        needed = group.node.allgather((shared, private))
+        shared, private = map(sum, zip(*needed, strict=True))
+        host = MPI.Get_processor_name()
+        # Shared memory is memory, too.
+        problem = shortage(f"{_SHM} on {host}", shared, _free_shared()) or shortage(
+            f"memory on {host}", shared + private, free_memory()
+        )
+        return first_of(group, problem)
+
+
+def shortage(where: str, wanted: float, free: float) -> str | None:
+    """Return what is missing if ``wanted`` bytes do not fit, or None."""
+    if wanted <= _SPARE * free:
+        return None
+    return f"needs {wanted / 2**30:.1f} GiB of {where}, {free / 2**30:.1f} GiB are free"
+
+
+def first_of(group: Group, problem: str | None) -> str | None:
+    """Return the problem of the first rank that has one, or None. Collective."""
+    return next(filter(None, group.allgather(problem, "memory")), None)
+
+
+def _free_shared() -> float:
+    with contextlib.suppress(OSError):
+        state = os.statvfs(_SHM)
+        return float(state.f_bavail * state.f_frsize)
+    return float("inf")

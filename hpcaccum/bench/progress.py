@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from hpcaccum import ConditionalAccumulator
-from hpcaccum.bench.gradients import NEVER_STALE, gradient
-from hpcaccum.bench.measure import Kind, WrongAnswerError, check_equal
-from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.measure import Kind, Memory, WrongAnswerError, check_equal
+from hpcaccum.bench.references import NEVER_STALE, gradient
 from hpcaccum.mpi import Region
 
 if TYPE_CHECKING:

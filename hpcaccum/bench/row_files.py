@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.measure import Row
-from hpcaccum.input_files import json_value, read_lines
-from hpcaccum.output_files import JsonLines, ending_the_job, open_output
+from hpcaccum.files import (
+    JsonLines,
+    ending_the_job,
+    json_value,
+    open_output,
+    read_lines,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

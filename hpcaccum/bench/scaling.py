@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.report import number_text, size_text, time_text
 from hpcaccum.bench.row_files import counting, printable, read
-from hpcaccum.input_files import json_value, read_lines
+from hpcaccum.files import json_value, read_lines
 from hpcaccum.machine import place_and_date
 from hpcaccum.tables import table
 

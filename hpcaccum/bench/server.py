@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpcaccum import DropStaleGradientOptimizer
-from hpcaccum.bench import floors
-from hpcaccum.bench.gradients import ANY_STALENESS
-from hpcaccum.bench.measure import Kind, WrongAnswerError, apart, check_equal, repeated
-from hpcaccum.bench.memory import Memory
-from hpcaccum.bench.references import RingExchange, plain_copy
+from hpcaccum.bench.measure import (
+    Kind,
+    Memory,
+    WrongAnswerError,
+    apart,
+    check_equal,
+    repeated,
+    to_or_from_one,
+    update_each,
+)
+from hpcaccum.bench.references import ANY_STALENESS, RingExchange, plain_copy
 from hpcaccum.bench.step import RATE, Optimizing
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Region
@@ -72,7 +78,7 @@ class Server:
         floor = nbytes if nodes == 1 else 0
         read: Any = {
             "moves": 2 * n * floor,
-            "crosses": floors.to_or_from_one(nodes) * nbytes,
+            "crosses": to_or_from_one(nodes) * nbytes,
         }
         new = apart(self._publish_first, self._pull, self._nothing)
         get = apart(self._write_first, self._get, self._nothing)
@@ -86,7 +92,7 @@ class Server:
 
     def _updates(self) -> list[Kind]:
         n, nodes = self._group.size, len(self._group.nodes)
-        floor: Any = {"crosses": floors.update_each(nodes, n) * self._nbytes}
+        floor: Any = {"crosses": update_each(nodes, n) * self._nbytes}
         if nodes == 1:
             floor = {"moves": 7 * n * self._nbytes}
         run, raw = self._cycle.run, repeated(self._put_get)

@@ -16,9 +16,7 @@ from hpcaccum import (
     SyncReplicasOptimizer,
     Variable,
 )
-from hpcaccum.bench import floors
-from hpcaccum.bench.measure import Kind, apart, check_equal
-from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.measure import Kind, Memory, apart, check_equal, sum_everywhere
 from hpcaccum.bench.references import RingExchange, plain_copy
 
 if TYPE_CHECKING:
@@ -84,7 +82,7 @@ class Step:
     def _kinds(self, nbytes: int, group: Group) -> list[Kind]:
         n, nodes = group.size, len(group.nodes)
         # Between nodes, the network is the limit, not memory.
-        floor = {"crosses": floors.sum_everywhere(nodes) * nbytes}
+        floor = {"crosses": sum_everywhere(nodes) * nbytes}
         if group.single_node:
             floor = {"moves": (n + 1) * nbytes}
         common: Any = {"raw": "MPI", "bus": 2 * (n - 1) / n, **floor}

@@ -6,8 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hpcaccum.bench.measure import Kind, WrongAnswerError
-from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.measure import Kind, Memory, WrongAnswerError
 from hpcaccum.bench.report import Columns, figure
 
 if TYPE_CHECKING:

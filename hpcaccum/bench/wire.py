@@ -11,11 +11,21 @@ from hpcaccum import (
     DropStaleGradientOptimizer,
     SyncReplicasOptimizer,
 )
-from hpcaccum.bench import floors
-from hpcaccum.bench.gradients import ANY_STALENESS, gradient, sum_of_gradients
-from hpcaccum.bench.measure import Kind, WrongAnswerError, check_equal, repeated
-from hpcaccum.bench.memory import Memory
-from hpcaccum.bench.references import RingExchange
+from hpcaccum.bench.measure import (
+    Kind,
+    Memory,
+    WrongAnswerError,
+    check_equal,
+    repeated,
+    sum_everywhere,
+    update_each,
+)
+from hpcaccum.bench.references import (
+    ANY_STALENESS,
+    RingExchange,
+    gradient,
+    sum_of_gradients,
+)
 from hpcaccum.bench.report import Columns, figure
 from hpcaccum.bench.step import RATE, Optimizing
 
@@ -129,8 +139,8 @@ class Wire:
 
     def _ours(self) -> list[Kind]:
         n, nodes = self._group.size, len(self._group.nodes)
-        least = dict.fromkeys(self._strategies, floors.sum_everywhere(nodes))
-        least["drop-stale"] = floors.update_each(nodes, n)
+        least = dict.fromkeys(self._strategies, sum_everywhere(nodes))
+        least["drop-stale"] = update_each(nodes, n)
         least["drop, sharded"] = least["drop-stale"]
         return [
             self._kind(name, each.run, each.check, least[name])
@@ -138,7 +148,7 @@ class Wire:
         ]
 
     def _references(self) -> list[Kind]:
-        comm, floor = self._group.comm, floors.sum_everywhere(len(self._group.nodes))
+        comm, floor = self._group.comm, sum_everywhere(len(self._group.nodes))
         run = repeated(lambda: comm.Allreduce(self._mine, self._sum))
         kinds = [("MPI", run, self._check_mpi, floor)]
         kinds += [(k.name, k.run, k.check, 1.0) for k in self._exchange.kinds]

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcaccum import Group, InvalidArgumentError, __version__
+from hpcaccum.files import check_writable
 from hpcaccum.launch.probes import BAD, GOOD, NOTE, PROBES, Finding, hosts
 from hpcaccum.mpi import abort_job, launched_ranks, slurm_plugin
-from hpcaccum.output_files import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -18,7 +18,7 @@ import hpcaccum as hpc
 from hpcaccum.device import cupy
 from hpcaccum.dtypes import HALVES
 from hpcaccum.errors import DeviceUnavailableError, counted
-from hpcaccum.free_memory import free_memory
+from hpcaccum.machine import free_memory
 from hpcaccum.mpi import MPI, AtomicWords, cuda_awareness, number_in
 
 if TYPE_CHECKING:

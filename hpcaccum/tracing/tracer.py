@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.files import check_writable
 from hpcaccum.mpi import Group
-from hpcaccum.output_files import check_writable
 from hpcaccum.tracing.clocks import measure
 from hpcaccum.tracing.recorder import Recorder, clock, is_running
 from hpcaccum.tracing.table import installed

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum import Group, InvalidArgumentError, span, trace
 from hpcaccum.device import use_device
-from hpcaccum.machine import place_and_date
-from hpcaccum.optimizers import check_nodes
-from hpcaccum.output_files import (
+from hpcaccum.files import (
     check_apart,
     check_writable,
     ending_the_job,
 )
+from hpcaccum.machine import place_and_date
+from hpcaccum.optimizers import check_nodes
 from hpcaccum.train import saving
 from hpcaccum.train.data import MISSING, load
 from hpcaccum.train.log import Log, circumstances

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum import machine
 from hpcaccum.device import device_name
-from hpcaccum.output_files import JsonLines
+from hpcaccum.files import JsonLines
 
 if TYPE_CHECKING:
     from pathlib import Path

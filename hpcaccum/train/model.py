@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.device import library, to_host
-from hpcaccum.free_memory import free_memory
+from hpcaccum.machine import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
 from hpcaccum.arguments import step_number
-from hpcaccum.output_files import check_directory, ending_the_job
+from hpcaccum.files import check_directory, ending_the_job
 from hpcaccum.save_owner import check, take
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpcaccum import Group
-from hpcaccum.bench.gloo import Gloo
 from hpcaccum.bench.measure import Conditions, Measurement, WrongAnswerError, rows
+from hpcaccum.bench.references import Gloo
 from hpcaccum.bench.torch_step import EXCHANGE, TorchStep
 
 from ..mpi.support import meet

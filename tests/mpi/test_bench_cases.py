@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator, Group, Reducer, SyncReplicasOptimizer
-from hpcaccum.bench.measure import Conditions, Measurement, rows
-from hpcaccum.bench.memory import Memory
+from hpcaccum.bench.measure import Conditions, Measurement, Memory, rows
 from hpcaccum.bench.options import BENCHMARKS, WIRE, case_of
 from hpcaccum.bench.references import RingExchange
 from hpcaccum.server import Parameters

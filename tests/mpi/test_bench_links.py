@@ -7,8 +7,7 @@ import pytest
 
 from hpcaccum import Group
 from hpcaccum.bench import links
-from hpcaccum.bench.interfaces import Traffic
-from hpcaccum.bench.links import Links, describe_links
+from hpcaccum.bench.links import Links, Traffic, describe_links
 from hpcaccum.bench.measure import Conditions, Times, WrongAnswerError, rows
 from hpcaccum.bench.references import RingExchange
 from hpcaccum.bench.wire import COLUMNS, FLOOR, IN, LINK, OTHER_IN, OTHER_OUT, OUT, Wire

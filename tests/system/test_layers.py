@@ -14,7 +14,7 @@ from .conftest import REPOSITORY
 LAYERS = [
     ["errors", "lock", "wake"],
     ["dtypes", "worker_threads"],
-    ["deadline", "summation", "row_sums", "input_files", "output_files", "save_owner"],
+    ["deadline", "summation", "row_sums", "files", "save_owner"],
     ["layout", "row_buffers"],
     ["device", "mpi"],
     ["arguments", "overlap", "nodes", "indexed_slices"],
@@ -24,7 +24,7 @@ LAYERS = [
     ["torch", "jax", "checkpoint"],
     ["tracing"],
     ["hpcaccum"],
-    ["free_memory", "machine", "option_values", "plots", "tables"],
+    ["machine", "option_values", "plots", "tables"],
     ["train", "bench"],
     ["launch"],
     ["cli"],

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from hpcaccum.bench import floors
+from hpcaccum.bench.measure import sum_everywhere, to_or_from_one, update_each
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (4, 2), (5, 8)]
 
@@ -33,26 +33,26 @@ def test_sum_everywhere(nodes, ranks):
     stripes = [(a, b, 1 / nodes) for a, b in pairs(nodes)]  # of sums of the nodes
     sums = [(b, a, 1 / nodes) for a, b in pairs(nodes)]
 
-    assert busiest(stripes + sums) == pytest.approx(floors.sum_everywhere(nodes))
+    assert busiest(stripes + sums) == pytest.approx(sum_everywhere(nodes))
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
 def test_to_or_from_one(nodes, ranks):
     chain = [(node, node + 1, 1.0) for node in range(nodes - 1)]
 
-    assert busiest(chain) == floors.to_or_from_one(nodes)
+    assert busiest(chain) == to_or_from_one(nodes)
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
 def test_update_each(nodes, ranks):
     stripes = [(a, b, 1 / nodes) for a, b in pairs(nodes) for _ in range(ranks)]
     parameters = [(b, a, 1 / nodes) for a, b in pairs(nodes)]
-    floor = floors.update_each(nodes, nodes * ranks)
+    floor = update_each(nodes, nodes * ranks)
 
     assert busiest(stripes + parameters) == pytest.approx(floor)
 
 
 def test_four_nodes_of_two_ranks():
-    assert floors.sum_everywhere(4) == 1.5
-    assert floors.to_or_from_one(4) == 1
-    assert floors.update_each(4, 8) == 2.25
+    assert sum_everywhere(4) == 1.5
+    assert to_or_from_one(4) == 1
+    assert update_each(4, 8) == 2.25

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcaccum.bench.interfaces import Interfaces, Traffic, network
+from hpcaccum.bench.links import Interfaces, Traffic, network
 
 ETHERNET, LOOPBACK = 1, 772
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.output_files import check_new, check_writable
+from hpcaccum.files import check_new, check_writable
 
 
 def test_a_file_that_exists_is_refused(tmp_path):

@@ -129,3 +129,20 @@ def ending_the_job(option: str, path: Path | None) -> Iterator[None]:
         yield
     except OSError as error:
         raise SystemExit(f"{option} {path}: {error.strerror or error}") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file, or raise InvalidArgumentError."""
+    try:
+        return path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise InvalidArgumentError(f"{path}: {reason}") from None
+
+
+def json_value(text: str) -> Any:
+    """Return the value of a JSON text, or raise a ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
