@@ -17,6 +17,7 @@ All calls of MPI windows are in this package. Imports `errors`, `deadline`, `loc
 from __future__ import annotations
 
 from hpcaccum.mpi.atomic_words import AtomicWords, Attempt
+from hpcaccum.mpi.control_messages import Tag
 from hpcaccum.mpi.creation import duplicate, split
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.group import Group
@@ -39,7 +40,6 @@ from hpcaccum.mpi.shutdown import (
     is_ending,
     report_and_abort,
 )
-from hpcaccum.mpi.tags import Tag
 from hpcaccum.mpi.windows import without_signals
 
 __all__ = [

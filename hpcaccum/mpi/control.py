@@ -38,10 +38,10 @@ from hpcaccum.mpi.control_messages import (
     GaveUp,
     Report,
     Seen,
+    Tag,
 )
 from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.shutdown import is_ending
-from hpcaccum.mpi.tags import Tag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,6 +5,7 @@ All these classes are known to every rank, so that each message can be unpickled
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 
@@ -61,3 +62,14 @@ class Failure(NamedTuple):
 
 class Seen(NamedTuple):
     """Rank 0 has received a report; the rank may send the next one."""
+
+
+class Tag(IntEnum):
+    """What a message is for; `NONE` is a tag that no message has."""
+
+    NONE = 0
+    CONTROL = 1
+    HEARTBEAT = 2
+    CLOCK = 3
+    TRACE = 4
+    ARRIVAL = 5

@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.deadline import FIRST_WARNING, Deadline, limit_of_environment
 from hpcaccum.errors import format_ranks
 from hpcaccum.lock import Lock
+from hpcaccum.mpi.control_messages import Tag
 from hpcaccum.mpi.mailbox import Mailbox
-from hpcaccum.mpi.processes import Process
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.shutdown import abort_because, report_and_abort
-from hpcaccum.mpi.tags import Tag
 from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
@@ -317,3 +318,32 @@ class _Thread:
 
 
 _thread = _Thread()
+
+
+class Process(NamedTuple):
+    """A rank's process: its host, its number there and when it was started."""
+
+    host: str
+    number: int
+    started: str
+
+    @classmethod
+    def own(cls) -> Process:
+        """Return that of this rank."""
+        number = os.getpid()
+        return cls(MPI.Get_processor_name(), number, _start_time(number))
+
+    def exists(self) -> bool:
+        """Whether it runs on this rank's node."""
+        return _start_time(self.number) == self.started
+
+
+def _start_time(process: int) -> str:
+    """Return when a process of this node was started, "" if there is none now."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return ""
+    # After the name, which may contain spaces. Source: proc(5), fields 3 and 22.
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state in "ZX" else fields[18]

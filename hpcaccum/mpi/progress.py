@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpcaccum.deadline import MOVING_NAP, Deadline, nap_after
 from hpcaccum.lock import Lock
+from hpcaccum.mpi.control_messages import Tag
 from hpcaccum.mpi.runtime import MPI, lack_of_threads
-from hpcaccum.mpi.tags import Tag
 from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:

@@ -22,10 +22,9 @@ from hpcaccum.optimizers.agn import AGNOptimizer
 from hpcaccum.optimizers.agn_getter import AGNCustomGetter, get_variable
 from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.checks import check_groups
-from hpcaccum.optimizers.cross_shard import CrossShardOptimizer
+from hpcaccum.optimizers.cross_shard import CrossShardOptimizer, Reduction
 from hpcaccum.optimizers.drop_stale import DropStaleGradientOptimizer
 from hpcaccum.optimizers.finite import clip_by_global_norm
-from hpcaccum.optimizers.reduction import Reduction
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
 from hpcaccum.optimizers.servers import check_nodes
 from hpcaccum.optimizers.sync_replicas import SyncReplicasOptimizer

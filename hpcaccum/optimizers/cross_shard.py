@@ -10,15 +10,10 @@ from hpcaccum.arguments import wire_format
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, scaled
-from hpcaccum.optimizers.checks import (
-    check_groups,
-    check_variables,
-    listed,
-)
+from hpcaccum.optimizers.checks import check_groups, check_variables, listed
 from hpcaccum.optimizers.learning_rate import finite
 from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.reducing import ReducingOptimizer
-from hpcaccum.optimizers.reduction import Reduction, check_reduction
 from hpcaccum.optimizers.shard_layout import (
     check_wire_dtype,
     device_sums,
@@ -44,6 +39,22 @@ if TYPE_CHECKING:
 
 # The options that reducers have, too.
 _OF_REDUCERS = ("schedule", "cuda_aware", "wire_dtype")
+
+
+class Reduction:
+    """How the gradients of all ranks are combined; the values are TensorFlow's."""
+
+    MEAN = "weighted_mean"
+    SUM = "weighted_sum"
+
+
+def check_reduction(reduction: str) -> str:
+    """Return a reduction; raise InvalidArgumentError unless it is one."""
+    if reduction not in (Reduction.MEAN, Reduction.SUM):
+        raise InvalidArgumentError(
+            f"reduction must be Reduction.MEAN or Reduction.SUM, got {reduction!r}"
+        )
+    return reduction
 
 
 class CrossShardOptimizer(ReducingOptimizer):

@@ -11,7 +11,13 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
 from hpcaccum.optimizers.center import Center
-from hpcaccum.optimizers.checks import check_variables, listed
+from hpcaccum.optimizers.checks import (
+    capacities,
+    check_sparse,
+    check_variables,
+    declared,
+    listed,
+)
 from hpcaccum.optimizers.drop_watch import DropWatch
 from hpcaccum.optimizers.flat_rule import FlatRule, flat_rule
 from hpcaccum.optimizers.pairs import check_pairs
@@ -19,7 +25,6 @@ from hpcaccum.optimizers.served import ServedOptimizer
 from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spread
 from hpcaccum.optimizers.slices import pushed
 from hpcaccum.optimizers.snapshot import counts_of, set_values
-from hpcaccum.optimizers.sparse_check import capacities, check_sparse, declared
 from hpcaccum.optimizers.start import broadcast, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import one_thread

@@ -9,11 +9,10 @@ Imports `mpi`, `device` and the modules below them; never `accumulator`.
 
 from __future__ import annotations
 
-from hpcaccum.reducer.options import check_schedule
+from hpcaccum.reducer.options import ReducerStatistics, check_schedule
 from hpcaccum.reducer.reducer import Reducer
 from hpcaccum.reducer.row_exchange import RowExchange, RowFormat
 from hpcaccum.reducer.signature import Interruption
-from hpcaccum.reducer.statistics import ReducerStatistics
 
 __all__ = [
     "Interruption",

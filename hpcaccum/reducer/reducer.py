@@ -16,11 +16,10 @@ from hpcaccum.reducer.call_sequence import CallSequence
 from hpcaccum.reducer.device import DeviceCalls
 from hpcaccum.reducer.device_only import DeviceOnlyCalls
 from hpcaccum.reducer.inputs import Inputs
-from hpcaccum.reducer.options import Options
+from hpcaccum.reducer.options import Options, ReducerStatistics
 from hpcaccum.reducer.schedule import Call, Case
 from hpcaccum.reducer.signature import FAILED, canonical, digest, explain
 from hpcaccum.reducer.spin_wait import SpinWait
-from hpcaccum.reducer.statistics import ReducerStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

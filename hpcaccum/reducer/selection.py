@@ -8,9 +8,8 @@ from hpcaccum.arguments import one_of
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import VARIABLE, cuda_awareness
-from hpcaccum.reducer.blocking import Blocking
 from hpcaccum.reducer.buckets import cut
-from hpcaccum.reducer.flat import Flat
+from hpcaccum.reducer.flat import Blocking, Flat
 from hpcaccum.reducer.hierarchical import Hierarchical
 from hpcaccum.reducer.nccl import Nccl
 from hpcaccum.reducer.one_shot import OneShot

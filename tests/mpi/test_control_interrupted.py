@@ -11,11 +11,10 @@ from mpi4py import MPI
 from hpcaccum.errors import DisagreementError, WaitTimeoutError
 from hpcaccum.mpi import Freeable, heartbeat
 from hpcaccum.mpi.control import ControlChannel, Track
-from hpcaccum.mpi.control_messages import Seen
+from hpcaccum.mpi.control_messages import Seen, Tag
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.progress import ProgressThread
-from hpcaccum.mpi.tags import Tag
 
 from ..common import WAIT
 from .acting import at, attempt, until

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers import pieces
+from hpcaccum.optimizers import update_rule
 from hpcaccum.optimizers.base import (
     ExchangeKind,
     Optimizer,
@@ -141,7 +141,7 @@ def test_rules_equal_the_plain_line(rule, dtype, shape):
 @pytest.mark.parametrize("rule", MAKERS)
 def test_rules_equal_the_plain_line_over_several_pieces(rule, dtype):
     random = np.random.default_rng(5)
-    size = 2 * pieces.PIECE + 17
+    size = 2 * update_rule.PIECE + 17
     start = random.normal(size=size).astype(dtype)
     grads = [random.normal(size=size).astype(dtype) for _ in range(2)]
     w = Variable(start.copy(), "w")
@@ -244,7 +244,7 @@ def test_the_array_stays_and_the_gradient_is_not_modified(rule, shape):
 
 @pytest.mark.parametrize("rule", MAKERS)
 def test_a_gradient_may_be_the_variable_itself(rule):
-    array = np.arange(1.0, 2.0 + pieces.PIECE)
+    array = np.arange(1.0, 2.0 + update_rule.PIECE)
     expected = plain(rule, array, [array])
 
     MAKERS[rule]().apply_gradients([(array, Variable(array, "w"))])
@@ -253,7 +253,7 @@ def test_a_gradient_may_be_the_variable_itself(rule):
 
 
 def test_a_gradient_may_lie_across_its_variable():
-    array = np.arange(3.0 * pieces.PIECE)
+    array = np.arange(3.0 * update_rule.PIECE)
     expected = array - array[::-1]
 
     SGD(1).apply_gradients([(array[::-1], Variable(array, "w"))])
@@ -374,7 +374,7 @@ def test_each_variable_counts_its_own_steps():
 
 def test_two_threads_use_one_optimizer():
     opt = Adam(0.5)
-    size = 3 * pieces.PIECE
+    size = 3 * update_rule.PIECE
     pairs = [(np.full(size, i + 1.0), Variable(np.zeros(size), "w")) for i in range(4)]
     failed = []
 

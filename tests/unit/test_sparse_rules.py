@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.optimizers import pieces
+from hpcaccum.optimizers import update_rule
 from hpcaccum.optimizers.base import scaled
 
 from ..common import same_bits
@@ -42,7 +42,7 @@ def random_grads(number=4, rows=7, row=(3,), dtype=np.float64):
 @pytest.mark.parametrize("rule", MAKERS)
 def test_rows_are_updated_by_the_formulas(monkeypatch, rule, dtype, piece):
     # Pieces of less than a row, of two rows, and of all.
-    monkeypatch.setattr(pieces, "PIECE", piece)
+    monkeypatch.setattr(update_rule, "PIECE", piece)
     start = np.random.default_rng(0).normal(size=(7, 3)).astype(dtype)
     w, opt, grads = hpc.Variable(start.copy(), "w"), MAKERS[rule](), random_grads()
     for indices, values in grads:
@@ -131,7 +131,7 @@ def test_gradient_in_the_memory_of_the_variables():
 
 @pytest.mark.parametrize("piece", [1, 1 << 16])
 def test_gradient_in_the_memory_of_its_own_variable(monkeypatch, piece):
-    monkeypatch.setattr(pieces, "PIECE", piece)
+    monkeypatch.setattr(update_rule, "PIECE", piece)
     w = hpc.Variable(np.arange(4.0).reshape(4, 1), "w")
     hpc.SGD(1).apply_gradients([(hpc.IndexedSlices(w.value[:3], [1, 2, 3]), w)])
 
