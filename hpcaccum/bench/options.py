@@ -14,7 +14,6 @@ from hpcaccum.bench.accumulate import Accumulate
 from hpcaccum.bench.allreduce import Allreduce
 from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.device import __doc__ as device_help
-from hpcaccum.bench.progress import Progress
 from hpcaccum.bench.server import Server
 from hpcaccum.bench.sizes import sizes
 from hpcaccum.bench.step import Step
@@ -31,7 +30,6 @@ BENCHMARKS: dict[str, type[Case]] = {
     "allreduce": Allreduce,
     "server": Server,
     "step": Step,
-    "progress": Progress,
 }
 
 # What `all` leaves out, as not every machine has a device or PyTorch, and not every job
@@ -49,7 +47,6 @@ _HELP = {
     "allreduce": "the reducer, compared with the MPI library's Allreduce",
     "server": "the parameter server: pulls, publishing, whole updates",
     "step": "a training step, compared with the reducer in it",
-    "progress": "how long other ranks wait while rank 0 computes",
     "all": f"one after the other: {', '.join(BENCHMARKS)}",
     WIRE: "what each strategy sends between nodes, counted at the links",
     TORCH: "a training step of PyTorch, compared with DistributedDataParallel",
@@ -60,13 +57,12 @@ _HELP = {
 
 _DEFAULT_SIZES = {
     **dict.fromkeys(BENCHMARKS, "4K:256M"),
-    "progress": "4M",
     WIRE: "4K,1M,16M",
     # 1 to 50 million parameters.
     TORCH: "4M:64M,192M",
     **dict.fromkeys(DEVICE_BENCHMARKS, "1G"),
 }
-_SEVERAL = {"all": "4K:256M, progress 4M", _ON_DEVICE: "1G"}
+_SEVERAL = {"all": "4K:256M", _ON_DEVICE: "1G"}
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,6 @@ def test_every_kind_is_verified_and_timed(name, nbytes, comm, size):
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_copies_are_the_measure_of_the_floor(name, comm, size):
-    if name == "progress":
-        pytest.skip("has no floor")
     case = make(name, comm, size)
     copy = next(kind for kind in case.kinds if kind.name == "copy")
     case.free()
@@ -110,7 +108,6 @@ def wrong_gradient(monkeypatch):
         ("allreduce", "copying", wrong_reduce),
         ("allreduce", "32 arrays", wrong_reduce),
         ("allreduce", "flat", wrong_reduce),
-        ("progress", "apply", wrong_take),
         ("server", "pull new", wrong_read),
         ("server", "cycle", wrong_read),
         ("step", "step", wrong_reduce),

@@ -12,7 +12,7 @@ import pytest
 
 from .conftest import REPOSITORY, run_program
 
-BENCHMARKS = ["accumulate", "allreduce", "server", "step", "progress"]
+BENCHMARKS = ["accumulate", "allreduce", "server", "step"]
 QUICK = "--sizes", "4K", "64K", "--seconds", "0.05"
 TIMES = ["min_us", "median_us", "max_us"]
 
@@ -400,5 +400,5 @@ def test_help_has_the_defaults_of_its_benchmark(tmp_path):
 
     assert "has all powers of two (4K,1M,16M) --seconds" in wire
     assert "seconds for each size (2), less if the times settle earlier; at " in wire
-    assert "has all powers of two (4K:256M, progress 4M) --seconds" in several
+    assert "has all powers of two (4K:256M) --seconds" in several
     assert f"one after the other: {', '.join(BENCHMARKS)}" in several

@@ -216,7 +216,7 @@ def test_gpus_that_are_not_used_are_a_warning():
 
 
 def test_between_nodes_is_measured_where_there_are_several():
-    for nodes, end in ("1", "progress)"), ("2", "progress wire)"):
+    for nodes, end in ("1", "step)"), ("2", "step wire)"):
         text = sbatch("--nodes", nodes, "--", "bench").stdout
         assert f"{end}\n" in text
         assert (
