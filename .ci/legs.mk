@@ -4,8 +4,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
 SIZES   := 4 3 2
-SINGLES := test-checks test-device test-1-openmpi test-1 test-newest-cupy \
-           test-oldest-cupy
+SINGLES := test-checks test-device test-1-openmpi test-1 test-oldest \
+           test-newest-cupy test-oldest-cupy
 
 # The longest legs come first. Make passes over this list, and starts what waits for an
 # environment in the next pass only: so legs of MPICH come before those of Open MPI.

@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+
 FOLDER = str(Path(__file__).parent)
 
 
@@ -25,6 +27,8 @@ def skip_reason() -> str:
     Raises:
         RuntimeError: If they cannot, but HPCACCUM_REQUIRE_KERNELS=1.
     """
+    if int(np.__version__.partition(".")[0]) < 2:
+        return "CuPy needs NumPy 2"
     missing: str = importlib.import_module("cpu_cuda").missing()
     if missing and os.environ.get("HPCACCUM_REQUIRE_KERNELS") == "1":
         raise RuntimeError(f"HPCACCUM_REQUIRE_KERNELS=1, but {missing}")

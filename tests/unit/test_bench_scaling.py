@@ -144,9 +144,9 @@ def test_a_picture_says_where_and_when(tmp_path, drawn):
     report([tmp_path / "1", tmp_path / "2"], tmp_path / "x.png")()
     comparison(tmp_path / "1", tmp_path / "1", 0.1, tmp_path / "x.png")()
 
-    assert drawn[0].get_suptitle() == (
+    assert drawn[0].texts[0].get_text() == (
         "efficiency: 1 is perfect\nh1; 1 node; 2026-11-27\n"
         "h1, h2, h3 and 1 more; 4 nodes; 2026-11-28"
     )
     end = "\nold: h1; 1 node; 2026-11-27; new: h1; 1 node; 2026-11-27"
-    assert drawn[1].get_suptitle().endswith(end)
+    assert drawn[1].texts[0].get_text().endswith(end)
