@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
-from safetensors.numpy import save_file
 
 from hpcaccum.arguments import fitting, positive_count
 from hpcaccum.device import copyto, is_device, to_host
@@ -41,10 +39,7 @@ _SUFFIX = ".safetensors"
 _NAME = re.compile(r"checkpoint-([0-9]+)" + re.escape(_SUFFIX))
 _DTYPES = {BFLOAT16, *map(np.dtype, "?bBhHiIlLefd")}
 # What reading contents raises that `save` does not write; NumPy lacks some types.
-_DAMAGE = (
-    safetensors.SafetensorError,
-    *(AttributeError, OverflowError, TypeError, ValueError),
-)
+_DAMAGE = AttributeError, OverflowError, TypeError, ValueError
 
 
 def save(
@@ -278,13 +273,17 @@ def _checksum(text: str, arrays: Mapping[str, Array]) -> str:
 
 
 def _write(place: Path, arrays: Mapping[str, Array], header: dict[str, str]) -> Path:
+    # Here, so that all but checkpoints works without it.
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
     folder = None
     try:
         folder, path = _new(place)
         part = folder / path.name
         try:
             save_file(dict(arrays), part, header)
-        except safetensors.SafetensorError as error:
+        except SafetensorError as error:
             raise OSError(f"{path}: {error}") from None
         # safetensors makes it private; the folder has what the user's umask permits.
         part.chmod(folder.stat().st_mode & 0o666)
@@ -335,11 +334,13 @@ def _synchronize(path: Path) -> None:
 
 
 def _read(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
     # Opening a pipe would wait until another process writes to it.
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{path} is not a checkpoint of hpcaccum: it is no file")
     try:
-        with safetensors.safe_open(path, framework="numpy") as file:
+        with safe_open(path, framework="numpy") as file:
             header = file.metadata() or {}
             if header.get("format") != _FORMAT:
                 raise CheckpointError(
@@ -359,7 +360,7 @@ def _read(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: it has no {error!s:.99}") from None
     except RecursionError:
         raise CheckpointError(f"{path} is damaged: it is nested too deeply") from None
-    except _DAMAGE as error:
+    except (SafetensorError, *_DAMAGE) as error:
         raise CheckpointError(f"{path} is damaged: {error!s:.99}") from None
 
 
