@@ -1,0 +1,63 @@
+"""The short programs of docs/pytorch.md, which the ranks of this test run themselves.
+
+Those that begin with ```python run as programs of their own in tests/examples, where
+each rank has to load PyTorch again.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..mpi.support import meet
+
+PAGE = (Path(__file__).parents[2] / "docs" / "pytorch.md").read_text()
+# By their subjects, in bold print or in a heading.
+PROGRAMS = {
+    re.findall(r"^(?:\*\*|## )(.+?)(?:\.?\*\*.*)?$", PAGE[: found.start()], re.M)[-1]: (
+        found[1]
+    )
+    for found in re.finditer(r"```py\n(.*?)```", PAGE, re.DOTALL)
+    if "__main__" not in found[1]
+}
+
+
+def run(name):
+    torch.manual_seed(0)
+    exec(compile(PROGRAMS[name], name, "exec"), {"__name__": "__main__"})
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Let all ranks run in a folder of the test."""
+    monkeypatch.chdir(meet(str(tmp_path))[0])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_runs_as_printed(name):
+    run(name)
+
+
+def test_there_is_a_program_for_each_subject():
+    assert {*PROGRAMS} == {
+        "Evaluation",
+        "Averages of weights (EMA)",
+        "Half precision",
+        "Compiled functions",
+        "Checkpoints",
+    }
+
+
+def test_a_training_continues_with_its_scheduler(rank):
+    for number in (1, 2):
+        run("Checkpoints")
+        meet()
+        state = torch.load("state.pt")
+        assert state["optimizer"]["global_step"] == 10 * number
+        assert state["scheduler"]["last_epoch"] == 10 * number
+        [group] = state["optimizer"]["param_groups"]
+        assert group["lr"] == 0.1 * 0.5 ** (10 * number // 8)
+        meet()
