@@ -31,13 +31,13 @@ launch | 300 90 360 44 | launch/ | doctor, sbatch
 bench | 120 160 300 44 | bench/ | hpcaccum bench
 train | 540 160 300 44 | train/ | hpcaccum train
 hpcaccum | 380 235 560 44 | hpcaccum/__init__.py | the public names
-jax | 20 310 140 62 | jax/ | optax in front | of the optimizers
+jax | 20 310 140 62 | jax/ | averaging for optax, | optax on a server
 torch | 180 310 180 62 | torch/ | torch.optim as | an update rule
 tracing | 420 310 200 62 | tracing/ | spans of the | methods below
 checkpoint | 720 310 220 62 | checkpoint.py | files; uses device/ and | modules of \
 one file
-optimizers | 20 405 640 62 | optimizers/ | update rules; cross-shard, sync-replicas, \
-drop-stale, AGN | snapshots
+optimizers | 20 405 640 62 | optimizers/ | update rules and snapshots | \
+cross-shard, sync-replicas, drop-stale, AGN
 server | 20 500 300 62 | server/ | admission of single gradients, | updates, parameters
 reducer | 460 500 200 62 | reducer/ | allreduce of named | arrays; schedules
 accumulator | 20 595 300 62 | accumulator/ | rounds: admission, slots, | takes; on a \
@@ -46,7 +46,7 @@ nodes | 20 690 200 62 | nodes/ | agents: messages and | sums between nodes
 device | 250 690 170 62 | device/ | CuPy arrays, kernels, | copies, NCCL
 mpi | 20 785 640 44 | mpi/ | groups, windows, shared memory, heartbeat
 modules | 20 860 920 44 | modules of one file | errors, deadline, dtypes, layout, \
-summation, arguments, ...: all packages may import them
+summation, ...: below all packages; arguments, overlap, indexed_slices: above device/
 """
 IMPORTS = """
 cli launch; launch bench; launch train; bench hpcaccum; train hpcaccum; bench torch
