@@ -338,7 +338,9 @@ def _read(path: Path) -> Any:
 
     # Opening a pipe would wait until another process writes to it.
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"{path} is not a checkpoint of hpcaccum: it is no file")
+        raise CheckpointError(
+            f"{path} is not a checkpoint of hpcaccum: it is not a regular file"
+        )
     try:
         with safe_open(path, framework="numpy") as file:
             header = file.metadata() or {}

@@ -276,7 +276,7 @@ def _seconds(timeout: float | None) -> float:
         return limit_of_environment("HPCACCUM_TIMEOUT", math.inf)
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(
-            f"timeout must be seconds or None, got {type(timeout).__name__}"
+            f"timeout must be a number of seconds or None, got {type(timeout).__name__}"
         )
     if not timeout >= 0:
         raise InvalidArgumentError(f"timeout must be at least 0 s, got {timeout}")

@@ -95,13 +95,13 @@ class IndexedSlices:
         shape = self.dense_shape
         if self.on_device:
             raise InvalidArgumentError(
-                "IndexedSlices on a device cannot become an array; "
+                "IndexedSlices on a device cannot be converted to an array; "
                 "DeviceRowAccumulator sums rows on a device"
             )
         if shape is None or UNKNOWN in shape[:1]:
             lack = "dense_shape" if shape is None else "a number of rows"
             raise InvalidArgumentError(
-                f"IndexedSlices without {lack} cannot become an array"
+                f"IndexedSlices cannot be converted to an array without {lack}"
             )
         if not shape or shape[1:] != self.values.shape[1:]:
             raise InvalidArgumentError(

@@ -73,7 +73,7 @@ def check(directory: Path) -> None:
         raise CheckpointError(
             f"{directory}: another run saves here now "
             f"({', '.join(owner.splitlines())}, since {time.strftime(_TIME, since)}); "
-            f"this one must stop, or their checkpoints would mix"
+            f"this run stops, to keep the checkpoints of both apart"
         )
 
 

@@ -89,7 +89,8 @@ class Freeable:
         """Refuse to be copied or pickled: a copy would be known to this rank only."""
         saved = "; snapshot() returns what can be saved"
         raise TypeError(
-            f"{self._describe()} cannot be copied or pickled: all ranks share it"
+            f"{self._describe()} cannot be copied or pickled, because "
+            f"all ranks share it"
             f"{saved * hasattr(self, 'snapshot')}"
         )
 

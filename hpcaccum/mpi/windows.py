@@ -148,7 +148,7 @@ def _check_communicators(group: Group) -> None:
     except MPI.Exception as error:
         reason = str(error).strip().splitlines()[-1]
         raise RuntimeError(
-            f"MPI can make no window, {count_open()} objects of hpcaccum are "
+            f"MPI cannot create another window: {count_open()} objects of hpcaccum are "
             f"open on this rank; free those that are not needed, or put several arrays "
             f"into one: {reason}"
         ) from None

@@ -70,7 +70,7 @@ def check_snapshot(snapshot: Any, variables: Sequence[Variable]) -> None:
     values, names = snapshot["variables"], [var.name for var in variables]
     if set(values) != set(names):
         raise InvalidArgumentError(
-            f"the snapshot is of other variables: it has {sorted(values)}, the "
+            f"the snapshot has other variables: it has {sorted(values)}, the "
             f"optimizer {sorted(names)}"
         )
     for var in variables:

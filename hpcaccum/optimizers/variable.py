@@ -64,7 +64,8 @@ class Variable:
         self._value = _usable(array, name)
         if self.sparse and (is_device(self._value) or not self.shape):
             raise InvalidArgumentError(
-                f"value of {name!r}, which is sparse, must have rows in CPU memory"
+                f"value of {name!r}, which is sparse, must be an array in CPU memory "
+                f"with rows"
             )
         if capacity is not None and not self.sparse:
             raise InvalidArgumentError(f"capacity of {name!r} needs sparse=True")

@@ -58,8 +58,8 @@ class CallSequence:
         """Raise WaitTimeoutError if a call was given up."""
         if self.given_up:
             raise WaitTimeoutError(
-                f"{self} was given up, and the ranks cannot be paired again; make a "
-                f"new one"
+                f"{self} was interrupted, and its calls no longer match those of other "
+                f"ranks; make a new one"
             )
 
     def wait(

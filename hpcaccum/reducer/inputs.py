@@ -99,7 +99,7 @@ class Inputs:
             own, shape, dtype, bit = self._own(name)
             if started & bit:
                 raise InvalidArgumentError(
-                    f"{self._what}: {name!r} was started already"
+                    f"{self._what}: {name!r} has already been started"
                 )
             members |= bit
             if self._device_only is not None and not is_device(given):
@@ -131,7 +131,7 @@ class Inputs:
             own, shape, _, bit = self._own(name)
             what = f"{self._what}: out {name!r}"
             if not members & bit:
-                raise InvalidArgumentError(f"{what}: this call does not reduce it")
+                raise InvalidArgumentError(f"{what}: it is not an array of this call")
             if is_device(array):
                 plain = False
                 fitting(what, array, own)

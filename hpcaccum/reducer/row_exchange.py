@@ -139,8 +139,8 @@ class RowExchange:
         """Make this rank's rows ready; return arrays that the reduction must sum."""
         if self.given_up:
             raise WaitTimeoutError(
-                f"{self._track} was given up, and the ranks cannot be paired again; "
-                f"make a new one"
+                f"{self._track} was interrupted, and its calls no longer match those "
+                f"of other ranks; make a new one"
             )
         numbers = {name: each.indices.size for name, each in rows.items()}
         size = self._units(numbers) * _UNIT

@@ -52,12 +52,12 @@ def check_direct(direct: bool, schedule: str) -> None:
     if schedule not in taking:
         raise InvalidArgumentError(
             f"cuda_aware=True is for schedule {_listed(taking)}, got {schedule!r}: the "
-            f"others give MPI no device memory"
+            f"others do not pass device memory to MPI"
         )
     answer = cuda_awareness()
     if not answer.aware:
         raise InvalidArgumentError(
-            f"cuda_aware=True, but this MPI cannot take device memory, by "
+            f"cuda_aware=True, but this MPI does not accept device memory, by "
             f"{answer.reason}; {VARIABLE}=1 declares that it can"
         )
 

@@ -81,4 +81,4 @@ def explain(
     if any(note is not None for note in notes):
         raise Interruption(what, notes)
     group.compare(what, [facts for facts, _ in reports])
-    raise RuntimeError(f"{what}: ranks make different calls, but no known fact differs")
+    raise RuntimeError(f"{what}: ranks make different calls, but their arguments agree")

@@ -69,7 +69,7 @@ def load(path: Path | None, group: Group) -> Dataset:
 def _check_shares(data: Dataset, ranks: int) -> None:
     if len(data.y) < ranks:
         raise InvalidArgumentError(
-            f"{data.name}: {len(data.y)} samples are too few for {ranks} ranks"
+            f"{data.name}: {len(data.y)} samples, too few for {ranks} ranks"
         )
 
 

@@ -205,7 +205,9 @@ class Saver:
         assert self._directory is not None
         snapshot = self._snapshot()
         if not all(np.isfinite(each).all() for each in snapshot["variables"].values()):
-            logger.warning("--save: the model is not finite, so it is not saved")
+            logger.warning(
+                "--save: the model has NaN or infinite values and is not saved"
+            )
             return
         # With a server, other ranks may have made updates since.
         step = snapshot.get("global_step", step)

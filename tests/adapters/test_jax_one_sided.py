@@ -517,9 +517,7 @@ def test_a_snapshot_of_other_parameters(make, rank):
     opt = make("DropStale")
     state = opt.snapshot() if rank == 0 else None
 
-    with pytest.raises(
-        InvalidArgumentError, match="the snapshot is of other variables"
-    ):
+    with pytest.raises(InvalidArgumentError, match="the snapshot has other variables"):
         make("DropStale", start={"w": jnp.ones(2)}, snapshot=state)
 
 

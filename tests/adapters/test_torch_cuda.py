@@ -438,7 +438,7 @@ WRONG = {
     "threads": "MPI provides no MPI_THREAD_SERIALIZED",
     "layout": "an array on the device must be contiguous",
     "two devices": "all parameters must be on one device, they are on cpu, ",
-    "sparse": "which is sparse, must have rows in CPU memory",
+    "sparse": "which is sparse, must be an array in CPU memory with rows",
 }
 
 

@@ -222,7 +222,7 @@ def test_a_loss_writes_to_no_array_that_others_may_still_read(make, rank, monkey
             patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
             errors = [raised(opt.minimize, loss) for _ in range(2)]
         assert {type(error) for error in errors} == {hpc.WaitTimeoutError}
-        assert "reduction 1 was given up" in str(errors[1])
+        assert "reduction 1 was interrupted" in str(errors[1])
         assert calls == [0]
     meet()
     go_back(opt, snapshot)

@@ -228,7 +228,7 @@ def test_an_mpi_that_takes_no_device_memory_is_an_error_everywhere(
     cuda_aware.cuda_awareness.cache_clear()
 
     assert type(error) is InvalidArgumentError
-    assert "this MPI cannot take device memory" in str(error)
+    assert "this MPI does not accept device memory" in str(error)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

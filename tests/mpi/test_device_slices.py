@@ -257,5 +257,5 @@ def test_slices_on_a_device(cp):
     assert slices.on_device
     assert not hpc.IndexedSlices(np.ones((2, 3)), [5, 1]).on_device
     assert repr(slices) == "<IndexedSlices: 2 rows of (9, 3), float32 (2, 3)>"
-    with pytest.raises(INVALID, match="on a device cannot become an array"):
+    with pytest.raises(INVALID, match="on a device cannot be converted to an array"):
         slices.to_dense()

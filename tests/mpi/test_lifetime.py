@@ -48,7 +48,7 @@ def test_it_is_not_copied(way):
         way(Thing("one", []))
 
     assert str(caught.value) == (
-        "thing 'one' cannot be copied or pickled: all ranks share it"
+        "thing 'one' cannot be copied or pickled, because all ranks share it"
     )
 
 

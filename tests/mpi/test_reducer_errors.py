@@ -240,7 +240,7 @@ def test_start_refuses_on_this_rank_and_changes_nothing(maker, rank, size):
             if name == "z" or array is not None:
                 with pytest.raises(InvalidArgumentError, match=message):
                     reducer.start(name, array)
-    with pytest.raises(InvalidArgumentError, match="'y' was started already"):
+    with pytest.raises(InvalidArgumentError, match="'y' has already been started"):
         reducer.start("y", np.zeros(300))
     reducer.start("x", ONES["x"])
     assert all((array == 1).all() for array in reducer.wait().values())
@@ -254,7 +254,7 @@ def test_a_started_array_cannot_be_contributed_again(maker, rank, size):
     error = raised(reducer.reduce, ONES)
 
     assert type(error) is InvalidArgumentError
-    assert "'y' was started already" in str(error)
+    assert "'y' has already been started" in str(error)
     works(reducer, size)
 
 

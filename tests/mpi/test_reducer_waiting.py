@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_arrive_is_named(comm, maker, rank, size, which, ca
             rf"reduction 2: waited \S+ s for rank {late} of {size} to make the same"
         )
         assert re.search(wanted, str(error))
-        assert "reduction 2 was given up" in str(again)
+        assert "reduction 2 was interrupted" in str(again)
 
 
 @ALL

@@ -194,7 +194,7 @@ def test_a_model_that_is_not_finite_is_not_saved(train, tmp_path):
     diverging = "--resume", "--rate", "1e20", "--every", "1"
     shown = train(*options, "2", *diverging, status=1)
 
-    assert "the model is not finite, so it is not saved" in shown
+    assert "the model has NaN or infinite values and is not saved" in shown
     found = last(tmp_path)
     assert found["step"] >= step
     assert np.isfinite(np.concatenate([v.ravel() for v in arrays_of(found)])).all()

@@ -117,7 +117,7 @@ def test_timeout_is_not_negative(timeout):
 
 @pytest.mark.parametrize("timeout", ["1", [1], True, 1j])
 def test_timeout_is_a_number(timeout):
-    with pytest.raises(TypeError, match="timeout must be seconds or None"):
+    with pytest.raises(TypeError, match="timeout must be a number of seconds or None"):
         Deadline(timeout, "call")
 
 

@@ -86,8 +86,8 @@ def test_repeated_rows_are_added_in_the_dtype_of_the_array(dtype):
 @pytest.mark.parametrize(
     ("shape", "text"),
     [
-        (None, "without dense_shape cannot become an array"),
-        ((-1, 3), "without a number of rows cannot become an array"),
+        (None, "cannot be converted to an array without dense_shape"),
+        ((-1, 3), "cannot be converted to an array without a number of rows"),
         (
             (9, 2),
             r"values of shape \(2, 3\) are not rows of an array of shape \(9, 2\)",
