@@ -51,13 +51,8 @@ class _BackwardAveraging(CrossShardOptimizer):
     def _is_on_device(self) -> bool:
         return is_device(next(iter(self._values.values())))
 
-    def places(self) -> dict[str, Array]:
-        """Return the memory in which gradients are exchanged; none on a device."""
-        self.check_present()
-        return {} if self._is_on_device() else self.gradient_arrays()
-
-    def start(self, name: str, grad: Array | None) -> None:
-        """Begin to average a gradient; None if it is in its place."""
+    def start(self, name: str, grad: Array) -> None:
+        """Begin to average a gradient."""
         self._any_shard().start(name, grad)
 
     def has_started(self, name: str) -> bool:
@@ -194,7 +189,7 @@ class CrossShard(Adapter):
 
     def _start(self, parameter: Any) -> None:
         if not self._started:
-            self._gradients.use(self._exchange.places())
+            self._exchange.check_present()
             self._started = True
         if parameter.grad is None:
             # A function has returned None for it.
@@ -204,7 +199,7 @@ class CrossShard(Adapter):
             self._discard()
         # How many rows there are is known when all gradients are.
         elif self._gradients.is_final(parameter):
-            self._exchange.start(*self._gradients.move(parameter))
+            self._exchange.start(*self._gradients.dense(parameter))
 
     def _discard(self) -> None:
         """Do not use what a pass has started that an error has ended."""

@@ -56,17 +56,36 @@ def test_a_kept_gradient_does_not_change(kind, way, comm, rank, size):
     assert len({each.tobytes() for each in copies}) > 2
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_memory_of_gradients_that_nobody_keeps_is_used_again(kind, comm, rank):
-    model = torch.nn.Linear(300, 300)
-    places = set()
-    with STRATEGIES[kind](torch.optim.SGD(model.parameters(), 0.1), comm) as opt:
-        for _ in range(8):
-            model(torch.ones(1, 300)).sum().backward()
-            places.add(model.weight.grad.data_ptr())
+@pytest.mark.parametrize("ends", ["in order", "by an error"])
+def test_a_gradient_that_a_hook_takes_does_not_change_later(ends, comm, rank):
+    model, kept = Model(), []
+
+    def take(_):
+        kept.extend(p.grad for p in model.parameters() if p.grad is not None)
+        if ends == "by an error" and len(kept) > 1:
+            raise ValueError("enough")
+
+    # Before ours, which then begin the exchange of each gradient.
+    hooks = [
+        each.register_post_accumulate_grad_hook(take) for each in model.parameters()
+    ]
+    with hpt.CrossShard(torch.optim.SGD(model.parameters(), 0.1), comm=comm) as opt:
+        if ends == "in order":
+            model.backward(rank, 0)
+        else:
+            with pytest.raises(ValueError, match="enough"):
+                model.backward(rank, 0)
+        for hook in hooks:
+            hook.remove()
+        copies = [each.numpy().copy() for each in kept]
+        opt.zero_grad()
+        for step in range(1, 4):
+            model.backward(rank, step)
             opt.step()
             opt.zero_grad()
-    assert kind != "CrossShard" or len(places) == 1
+    assert len(kept) > 2
+    for each, expected in zip(kept, copies, strict=True):
+        np.testing.assert_array_equal(each.numpy(), expected)
 
 
 @pytest.mark.parametrize("how", ["zeroed", "own buffers", "parts of a vector"])
