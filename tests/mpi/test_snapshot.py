@@ -381,7 +381,7 @@ BAD = {
     "missing": (
         lambda s: spoiled(s, variables=without(s["variables"], "w")),
         InvalidArgumentError,
-        "of other variables: it has ['m', 's']",
+        "other variables: it has ['m', 's']",
     ),
     "shape": (
         lambda s: spoiled(s, variables={**s["variables"], "w": np.ones(3, np.float32)}),
