@@ -53,6 +53,8 @@ mpich-4:   OPTIONS := -o mpi_nodes=halves,uneven
 openmpi-4: OPTIONS := -o mpi_nodes=apart,singles,uneven
 mpich-3:   OPTIONS := -o mpi_nodes=apart,singles
 openmpi-3: OPTIONS := -o mpi_nodes=halves
+# Legs of 2 ranks leave out what takes long, which 3 and 4 ranks test.
+no-shared-memory-2 openmpi-2: OPTIONS := -m 'not slow'
 # Gradients of tests are short: once, ranks do not send them at once, as if they were long.
 no-shared-memory-3: OPTIONS := -o mpi_short=0
 
