@@ -37,7 +37,7 @@ _ABOUT_BENCH = """\
 
 _ABOUT_ARRAY = """\
 #
-# One benchmark is one task of an array:  sbatch --array=1,4 FILE
+# One benchmark is one task of an array:  sbatch --array=1,3 FILE
 #
 # Writes, here, for each task: {name}-JOB_TASK.out (the table) and
 # {name}-JOB-BENCHMARK.jsonl.

@@ -375,11 +375,11 @@ def test_the_time_limit(limited):
 
 
 def test_array(submit: Submit):
-    options = ("--array=1,4", "--nodes=2", "--ntasks-per-node=1")
+    options = ("--array=1,3", "--nodes=2", "--ntasks-per-node=1")
     job, states = submit("bench-array.sbatch", *options)
 
     assert states == ["COMPLETED", "COMPLETED"], submit.outputs()
-    for task, benchmark, name in (1, "allreduce", "zero-copy"), (4, "progress", "Put"):
+    for task, benchmark, name in (1, "allreduce", "zero-copy"), (3, "step", "updating"):
         table = (submit.directory / f"hpcaccum-bench-{job}_{task}.out").read_text()
         first, last = submit.log(f"hpcaccum-bench-{job}-{benchmark}.jsonl")
         assert first["benchmark"] == last["benchmark"] == benchmark

@@ -152,7 +152,7 @@ def test_compare_reaches_95_percent_with_each_and_draws_them(comparison):
         assert results[strategy]["seconds"] < results["cross-shard"]["seconds"]
     picture = comparison.picture
     assert picture.startswith(b"\x89PNG")
-    assert struct.unpack(">II", picture[16:24]) == (1320, 900)
+    assert struct.unpack(">II", picture[16:24]) == (1728, 1080)
     assert len(picture) > 30_000
 
 
