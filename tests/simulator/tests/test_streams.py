@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+
 import cupy
 import cupyx
 import numpy as np
