@@ -1,4 +1,4 @@
-"""Output files of a command, checked before its work begins; JSON lines."""
+"""Files of a command: outputs, checked before its work begins; inputs; JSON lines."""
 
 from __future__ import annotations
 

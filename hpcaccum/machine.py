@@ -1,4 +1,4 @@
-"""The machine, the libraries and the version that figures were measured with."""
+"""The machine and the libraries that figures are measured with; its free memory."""
 
 from __future__ import annotations
 

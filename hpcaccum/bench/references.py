@@ -1,4 +1,4 @@
-"""A plain copy and a plain exchange, the measures of memory and of the network."""
+"""What is compared with: a plain copy, a plain exchange, and torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of ranks to rank 0 in a `ControlChannel`, and its answers.
+"""Tags of messages; those of ranks to rank 0 in a `ControlChannel`, and its answers.
 
 All these classes are known to every rank, so that each message can be unpickled.
 """

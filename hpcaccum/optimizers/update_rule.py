@@ -1,6 +1,6 @@
 """The base of the update rules: how they use learning rate, state, and memory.
 
-A rule changes arrays in place: those in CPU memory in `pieces`, those on a device by
+A rule changes arrays in place: those in CPU memory in pieces, those on a device by
 `device_update`. Half precision is computed in float32, and so is its state.
 """
 

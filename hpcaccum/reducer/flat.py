@@ -1,4 +1,4 @@
-"""The MPI library's allreduce."""
+"""The MPI library's allreduce, of CPU memory and of device memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of a `Reducer`, checked."""
+"""The arguments of a `Reducer`, checked, and its statistics."""
 
 from __future__ import annotations
 
