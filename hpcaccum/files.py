@@ -7,13 +7,13 @@ import json
 import os
 import stat
 import tempfile
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 
 def check_apart(
@@ -146,3 +146,11 @@ def json_value(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
+
+
+def shipped(folder: str) -> Path:
+    """Return a folder of the package that has no Python: its kernels, its scripts."""
+    # In a checkout it is beside the package, in an installation inside it.
+    here = Path(__file__).resolve().parent
+    inside = here / folder
+    return inside if inside.is_dir() else here.parent / folder

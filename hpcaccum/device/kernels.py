@@ -17,6 +17,7 @@ import numpy as np
 from hpcaccum.device.arrays import cupy, current_device
 from hpcaccum.dtypes import BFLOAT16
 from hpcaccum.errors import DeviceUnavailableError
+from hpcaccum.files import shipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,14 +152,8 @@ def files() -> list[str]:
     return sorted(_STEMS)
 
 
-@functools.cache
 def _folder() -> Path:
-    # In a checkout it is beside the package, in an installation inside it.
-    here = Path(__file__).resolve().parents[1]
-    for folder in (here / "kernels", here.parent / "kernels"):
-        if (folder / "common.cuh").is_file():
-            return folder
-    raise FileNotFoundError(f"no CUDA kernels in {here} or beside it; reinstall")
+    return shipped("kernels")
 
 
 @functools.cache

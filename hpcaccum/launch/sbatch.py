@@ -1,330 +1,194 @@
-"""``hpcaccum sbatch``: writes a batch script for SLURM. It needs no MPI."""
+"""``hpcaccum sbatch``: fills in a script of the folder ``slurm``. It needs no MPI."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
-import math
 import re
-import sys
-from pathlib import Path
+import shlex
 from typing import TYPE_CHECKING, NoReturn
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench import options as bench_options
 from hpcaccum.bench.command import needs_mpi
-from hpcaccum.launch import doctor, sbatch_warnings
-from hpcaccum.launch.batch_script import MARGIN, Job, script
+from hpcaccum.files import shipped
+from hpcaccum.option_values import count
 from hpcaccum.train import options as train_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
 
-# What the script of a training sets.
-_CHOSEN = ("save", "resume", "log", "plot")
-_NAMES = {"train": "hpcaccum-train", "bench": "hpcaccum-bench"}
-# Commands that are started as any other program.
-_OTHERS = {"doctor": doctor.add_arguments}
-_MODULE = ("python", "-m", "hpcaccum")
-_DEFAULTS = {
-    "nodes": 1,
-    "ranks_per_node": 4,
-    "cpus_per_rank": 1,
-    "gpus_per_node": 0,
-    "time": "1:00:00",
-    "name": None,
-    "launcher": "srun",
-    "sweep": (),
+# What sbatch calls our options.
+_NAMES = {
+    "nodes": "nodes",
+    "ranks_per_node": "ntasks-per-node",
+    "cpus_per_rank": "cpus-per-task",
+    "gpus_per_node": "gpus-per-node",
+    "time": "time",
+    "name": "job-name",
 }
-# Days-hours:minutes:seconds, as sbatch reads them.
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+# A limit of less than four minutes, as sbatch reads it: M, M:S or H:M:S.
+_SHORT = re.compile(r"(0+:)?0*[1-3](:\d+)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to the parser."""
     parser.usage = "%(prog)s [options] -- train ... | bench ... | PROGRAM ..."
-    parser.set_defaults(**_DEFAULTS)
-    _add_size(parser)
-    _add_script(parser)
-    parser.add_argument(
-        "program",
-        nargs=argparse.REMAINDER,
-        help="train or bench with their options, or any other program and its "
-        "arguments. `bench` without a benchmark makes a job array of several",
-    )
-
-
-def _add_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=_count, help="number of nodes (1)")
-    parser.add_argument(
-        "--ranks-per-node", type=_count, metavar="N", help="ranks on each node (4)"
-    )
-    parser.add_argument(
-        "--cpus-per-rank",
-        type=_count,
-        metavar="N",
-        help="cores, and threads of NumPy's linear algebra, of a rank (1)",
-    )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=_count,
-        metavar="N",
-        help="GPUs, which the ranks of a node share (none)",
-    )
+    size = functools.partial(parser.add_argument, type=count, metavar="N")
+    size("--nodes", default=1, help="number of nodes (1)")
+    size("--ranks-per-node", default=4, help="ranks on each node (4)")
+    size("--cpus-per-rank", help="cores, and threads of NumPy's linear algebra (1)")
+    size("--gpus-per-node", help="GPUs (none; 4 with train --device cuda)")
     parser.add_argument(
         "--time",
-        type=_time,
-        help="time limit as sbatch reads it: minutes, H:M:S or D-H:M:S (1:00:00). A "
-        "training is queued again before the time limit",
+        type=_like(r"(\d+-)?\d+(:\d+){0,2}", "be minutes, M:S, H:M:S or D-H[:M[:S]]"),
+        help="time limit: minutes, H:M:S or D-H:M:S (1:00:00; of benchmarks 30)",
     )
     parser.add_argument(
         "--sweep",
         type=_counts,
+        default=[],
         metavar="1,2,4",
-        help="with a benchmark: measure on so many nodes, one after the other, in "
-        "ascending order",
+        help="with bench: measure on so many nodes, one number after the other",
     )
-
-
-def _add_script(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", type=_name, help="of the job (that of the program)")
+    parser.add_argument(
+        "--name",
+        # It begins names of files, which follow options.
+        type=_like(
+            r"[\w.+][\w.+-]*", "have letters, digits and . _ + -, no - at first"
+        ),
+        help="of the job (that of the program)",
+    )
     parser.add_argument(
         "--launcher",
         choices=("srun", "mpiexec"),
+        default="srun",
         help="what starts the ranks; mpiexec where srun does not know the MPI (srun)",
     )
-    parser.add_argument(
+    several = functools.partial(parser.add_argument, action="append", default=[])
+    several(
         "--setup",
-        action="append",
-        default=[],
         metavar="COMMAND",
-        help="shell command before the program, such as 'module load openmpi'; may be "
-        "repeated",
+        help="shell command before the program: 'module load openmpi'; may be repeated",
     )
-    parser.add_argument(
+    several(
         "--sbatch",
-        type=_option,
-        action="append",
-        default=[],
+        type=_like(r"--?\w\S*( \S.*)?", "look like --partition=gpu"),
         metavar="OPTION",
         help="another option of sbatch, as --sbatch=--partition=gpu; may be repeated",
+    )
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        help="train or bench with their options, or any other program",
     )
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], None]:
-    """Check the arguments; return what prints the script.
-
-    Raises:
-        InvalidArgumentError: If an option, or one of the program, is wrong.
-    """
-    return functools.partial(print, script(_job(args)), end="")
-
-
-def _job(args: argparse.Namespace) -> Job:
-    words = _words(args)
-    for each in (*words, *args.setup, *args.sbatch):
-        if "\n" in each:
-            raise InvalidArgumentError(
-                f"{each!r} has a line break, which the first lines of a script cannot "
-                f"have: put it into a file"
-            )
-    nodes = max(args.sweep, default=args.nodes)
-    if args.nodes not in (nodes, _DEFAULTS["nodes"]):
-        raise InvalidArgumentError(
-            f"--nodes {args.nodes}: with --sweep the job asks for {nodes}, the largest "
-            f"of its numbers"
-        )
-    array = words[0] == "bench" and _names_no_benchmark(words)
-    if array and args.sweep:
-        raise InvalidArgumentError("--sweep needs one benchmark: bench step")
-    for text in _check(words, args, nodes * args.ranks_per_node):
-        print(f"hpcaccum sbatch: warning: {text}", file=sys.stderr)
-    return Job(
-        call=_call(args, words),
-        words=words,
-        name=args.name or _NAMES.get(words[0], "hpcaccum"),
-        nodes=nodes,
-        ranks_per_node=args.ranks_per_node,
-        cpus_per_rank=args.cpus_per_rank,
-        gpus_per_node=args.gpus_per_node,
-        time=args.time,
-        launcher=args.launcher,
-        setup=tuple(args.setup),
-        options=tuple(args.sbatch),
-        benchmarks=_array(args) if array else (),
-        sweep=args.sweep,
-    )
-
-
-def _words(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the program and its arguments; commands of hpcaccum without its name."""
-    words = tuple(args.program)
-    words = words[1:] if words[:1] == ("--",) else words
-    words = words[1:] if words[:1] == ("hpcaccum",) else words
+    """Check the arguments, also those of the program; return what prints the script."""
+    words = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not words:
         raise InvalidArgumentError("no program: hpcaccum sbatch [options] -- train ...")
-    if words[0] in _OTHERS:
-        return (*_MODULE, *words)
-    return words
-
-
-def _array(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the benchmarks of an array: of `all`, and that between nodes."""
-    wire = (bench_options.WIRE,) if args.nodes > 1 else ()
-    return (*bench_options.BENCHMARKS, *wire)
-
-
-def _names_no_benchmark(words: tuple[str, ...]) -> bool:
-    return len(words) == 1 or words[1].startswith("-")
-
-
-def _check(
-    words: tuple[str, ...], args: argparse.Namespace, ranks: int
-) -> Iterator[str]:
-    """Check the program's options as it will do when it starts, maybe days later.
-
-    Returns:
-        Warnings about what may be otherwise where the job runs.
-    """
-    if words[0] != "bench" and _seconds(args.time) < 2 * MARGIN:
+    command, *options = words[1:] if words[0] == "hpcaccum" and words[1:] else words
+    if args.sweep and command != "bench":
+        raise InvalidArgumentError("--sweep is for a benchmark: bench step")
+    if command != "bench" and _SHORT.fullmatch(args.time or ""):
         raise InvalidArgumentError(
-            f"--time must be at least {2 * MARGIN // 60} minutes: {MARGIN} s before "
-            f"its end, the ranks are asked to stop"
+            "--time must be at least 4 minutes: the ranks stop 2 minutes before its end"
         )
-    if args.sweep and (words[0] != "bench" or args.launcher != "srun"):
-        raise InvalidArgumentError("--sweep is for a benchmark that srun starts")
-    if words[0] == "train":
-        return _check_train(words, args, ranks)
-    if words[0] == "bench":
-        return _check_bench(words, args)
-    if words[:3] == _MODULE and words[3] in _OTHERS:
-        _parsed(words[3], _OTHERS[words[3]], words[4:])
-    return sbatch_warnings.of_program(words, (*_NAMES, *_OTHERS))
+    args.nodes = max(args.sweep, default=args.nodes)
+    if command == "train":
+        text = _training(args, options)
+    elif command == "bench":
+        text = _benchmark(args, options)
+    else:
+        text = _filled("program", args, words=words)
+    return functools.partial(print, text, end="")
 
 
-def _check_train(
-    words: tuple[str, ...], args: argparse.Namespace, ranks: int
-) -> Iterator[str]:
-    found = _parsed("train", train_options.add_arguments, words[1:])
-    for name in _CHOSEN:
-        if getattr(found, name):
-            raise InvalidArgumentError(f"train --{name}: the script sets it")
-    if found.compare:
-        raise InvalidArgumentError(
-            "train --compare cannot be continued; use --strategy"
-        )
-    # The script adds it.
-    found.save = Path("checkpoints")
-    train_options.resolve(found, ranks)
-    return sbatch_warnings.of_training(found, args)
+def _training(args: argparse.Namespace, words: list[str]) -> str:
+    # The script adds --save.
+    found = _parsed("train", train_options.add_arguments, ["--save", ".", *words])
+    if found.log:
+        raise InvalidArgumentError("train --log: the script has one for each start")
+    train_options.resolve(found, args.nodes * args.ranks_per_node)
+    return _filled("gpu" if found.device == "cuda" else "train", args, words=words)
 
 
-def _check_bench(words: tuple[str, ...], args: argparse.Namespace) -> Iterator[str]:
-    calls = [words[1:]]
-    if _names_no_benchmark(words):
-        calls = [(name, *words[1:]) for name in _array(args)]
-    parsed = [_parsed("bench", bench_options.add_arguments, each) for each in calls]
-    for found in parsed:
-        _check_benchmark(found, args, several=len(calls) > 1 or len(args.sweep) > 1)
-    warnings = (sbatch_warnings.of_benchmark(found, args) for found in parsed)
-    # Each once.
-    return iter(dict.fromkeys(itertools.chain.from_iterable(warnings)))
-
-
-def _check_benchmark(
-    found: argparse.Namespace, args: argparse.Namespace, several: bool
-) -> None:
-    name = found.benchmark
+def _benchmark(args: argparse.Namespace, words: list[str]) -> str:
+    found = _parsed("bench", bench_options.add_arguments, words)
     if not needs_mpi(found):
-        raise InvalidArgumentError(f"bench {name} needs no job")
-    if getattr(found, "json", None):
+        raise InvalidArgumentError(f"bench {found.benchmark} needs no job")
+    if found.json:
         raise InvalidArgumentError("bench --json: the script sets it")
-    for option in ("csv", "plot"):
-        if several and getattr(found, option, None):
-            raise InvalidArgumentError(
-                f"bench --{option}: several runs of this job would write that file"
-            )
-    if name == bench_options.WIRE and min(args.sweep or (args.nodes,)) == 1:
-        raise InvalidArgumentError(f"bench {name} needs at least 2 nodes")
+    if len(args.sweep) > 1 and (found.csv or found.plot):
+        raise InvalidArgumentError(
+            "bench --csv, --plot: with --sweep, several runs would write that file"
+        )
+    if found.benchmark == bench_options.WIRE and min(args.sweep or [args.nodes]) == 1:
+        raise InvalidArgumentError("bench wire needs at least 2 nodes")
+    counts = {"counts": map(str, args.sweep)} if args.sweep else {}
+    return _filled("bench", args, words=words, **counts)
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: --([\w-]+)", message)
-        own = (*_DEFAULTS, "setup", "sbatch")
-        if unknown and unknown[1].replace("-", "_") in own:
-            message += "; options of sbatch come before --"
+        if message.startswith("unrecognized arguments"):
+            message += "; options of hpcaccum sbatch come before --"
         raise InvalidArgumentError(f"{self.prog}: {message}")
 
 
 def _parsed(
-    program: str,
-    add: Callable[[argparse.ArgumentParser], None],
-    words: tuple[str, ...],
+    program: str, add: Callable[[argparse.ArgumentParser], None], words: list[str]
 ) -> argparse.Namespace:
+    """Check options as the program will do when it starts, maybe days later."""
     parser = _Parser(prog=program)
     add(parser)
     return parser.parse_args(words)
 
 
-def _call(args: argparse.Namespace, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words that write the same script again."""
-    given: list[str] = []
-    for name, default in _DEFAULTS.items():
-        value = getattr(args, name)
-        if value != default:
-            text = ",".join(map(str, value)) if name == "sweep" else str(value)
-            given += [f"--{name.replace('_', '-')}", text]
-    for name in ("setup", "sbatch"):
-        given += [f"--{name}={each}" for each in getattr(args, name)]
-    return (*given, "--", *words)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 1, got {text!r}")
-    return int(text)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_count(part) for part in text.split(",")}))
-
-
-def _name(text: str) -> str:
-    # It begins names of files, which follow options, and is part of messages.
-    if not re.fullmatch(r"[\w.+][\w.+-]*", text):
-        raise argparse.ArgumentTypeError(
-            f"must have letters, digits and . _ + - only, no - at first, got {text!r}"
-        )
+def _filled(name: str, args: argparse.Namespace, **arrays: Iterable[str]) -> str:
+    """Return a script with the options of the job and its arrays."""
+    text = (shipped("slurm") / f"{name}.sbatch").read_text()
+    given = {each: getattr(args, option) for option, each in _NAMES.items()}
+    options = [f"--{each}={value}" for each, value in given.items() if value]
+    for option in (*options, *args.sbatch):
+        text = _with_option(text, option)
+    text = _with_value(text, "launcher", args.launcher)
+    # Before `set -u`, as scripts of modules use variables that are not set.
+    setup = "".join(f"{each}\n" for each in args.setup)
+    text = text.replace("\nlauncher=", f"\n{setup}launcher=", 1)
+    for variable, words in arrays.items():
+        text = _with_value(text, variable, f"({shlex.join(words)})")
     return text
 
 
-def _option(text: str) -> str:
-    if not re.fullmatch(r"--?\w\S*( \S.*)?", text):
-        raise argparse.ArgumentTypeError(
-            f"must look like --partition=gpu, got {text!r}"
-        )
-    return text
+def _with_option(text: str, option: str) -> str:
+    """Return a script with an option of sbatch, instead of one with this name."""
+    name, equals, value = option.partition("=")
+    line = f"#SBATCH {name}{equals}{shlex.quote(value) if value else ''}"
+    pattern = rf"(?m)^#SBATCH {re.escape(name)}(=.*)?$"
+    if re.search(pattern, text):
+        return re.sub(pattern, lambda _: line, text)
+    last = r"(?m)^#SBATCH .*\n(?!#SBATCH)"
+    return re.sub(last, lambda found: f"{found[0]}{line}\n", text)
 
 
-def _time(text: str) -> str:
-    if not _TIME.fullmatch(text):
-        raise argparse.ArgumentTypeError(
-            f"must be minutes, M:S, H:M:S or D-H[:M[:S]], got {text!r}"
-        )
-    return text
+def _with_value(text: str, variable: str, value: str) -> str:
+    """Return a script with the value of a variable, which has a line of its own."""
+    return re.sub(rf"(?m)^{variable}=.*$", lambda _: f"{variable}={value}", text)
 
 
-def _seconds(time: str) -> float:
-    """Return a time limit of sbatch in seconds; for SLURM, 0 is none."""
-    found = _TIME.fullmatch(time)
-    assert found
-    days, one, two, three = (int(each or 0) for each in found.groups())
-    if days == one == two == three == 0:
-        return math.inf
-    if found[1]:
-        return ((days * 24 + one) * 60 + two) * 60 + three
-    if found[4]:
-        return (one * 60 + two) * 60 + three
-    return one * 60 + two
+def _counts(text: str) -> list[int]:
+    return sorted({count(part) for part in text.split(",")})
+
+
+def _like(pattern: str, what: str) -> Callable[[str], str]:
+    """Return the type of an option that has a pattern."""
+
+    def checked(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"must {what}, got {text!r}")
+        return text
+
+    return checked

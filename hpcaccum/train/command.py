@@ -23,7 +23,7 @@ from hpcaccum.train.loop import Run
 from hpcaccum.train.model import check_memory, widths
 from hpcaccum.train.options import Options, resolve
 from hpcaccum.train.report import Progress, describe, saved, tables
-from hpcaccum.train.stopping import Requests
+from hpcaccum.train.stopping import STOPPED, Requests
 
 if TYPE_CHECKING:
     import argparse
@@ -108,7 +108,6 @@ def _train(
     log: Log,
 ) -> int:
     """Train with each strategy, show the results, return the status. Collective."""
-    mark = saving.Mark(options, group.rank)
     facts = circumstances(options, data, group)
     log.write("start", facts)
     title = describe(facts, options)
@@ -118,8 +117,9 @@ def _train(
         results = _train_all(options, data, group, requests, found, log, say)
         log.close()
         diverged = [result.strategy for result in results if result.diverged]
-        mark.write(1 if diverged else results[-1].stopped)
         if group.rank == options.reporter:
+            if diverged or results[-1].stopped != STOPPED:
+                saving.queue_again(False)
             _report(results, options, f"{title}\n{place_and_date(facts)}")
     if diverged:
         # A rank that exits ends the job, maybe before the picture is drawn.

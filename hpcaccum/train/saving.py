@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,11 +14,10 @@ import numpy as np
 from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
 from hpcaccum.arguments import step_number
 from hpcaccum.files import check_directory, ending_the_job
-from hpcaccum.save_owner import check, take
+from hpcaccum.save_owner import take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
@@ -43,33 +44,21 @@ def _ending_the_job(path: Path) -> Iterator[None]:
         with ending_the_job("--save", path):
             yield
     except CheckpointError as error:
+        queue_again(False)
         raise SystemExit(f"--save {error}") from None
 
 
-class Mark:
-    """The file ``status`` beside the checkpoints: the exit status, of one rank.
+def queue_again(wanted: bool) -> None:
+    """Tell the batch script whether its job is to be queued again when this run ends.
 
-    It exists only after a job that ended in order, which no launcher reports reliably.
-    From the beginning of this job on, an earlier one that still runs cannot save.
+    It looks for the file that REQUEUE_FILE names, and not at the exit status: launchers
+    do not report that reliably, and a rank that is killed has none.
     """
-
-    def __init__(self, options: Options, rank: int) -> None:
-        keepers = options.keepers(options.strategies[0])
-        self._directory = options.save if rank == keepers[0] else None
-        for place in (self._directory, directory_of(options, rank)):
-            if place:
-                with _ending_the_job(place):
-                    take(place)
-        if self._directory:
-            with _ending_the_job(self._directory):
-                (self._directory / "status").unlink(missing_ok=True)
-
-    def write(self, status: int) -> None:
-        """Write it, after all checkpoints of all ranks."""
-        if self._directory:
-            with _ending_the_job(self._directory):
-                check(self._directory)
-                (self._directory / "status").write_text(f"{status}\n")
+    file = os.environ.get("REQUEUE_FILE")
+    if file and wanted:
+        Path(file).touch()
+    elif file:
+        Path(file).unlink(missing_ok=True)
 
 
 def facts(options: Options, widths: tuple[int, ...]) -> dict[str, Any]:
@@ -172,6 +161,10 @@ class Saver:
         self._directory, self._every = directory_of(options, rank), options.every
         self._facts, self._snapshot = about, snapshot
         self._scaling = scaling(data)
+        if self._directory:
+            # From now on, an earlier job that still runs cannot save.
+            with _ending_the_job(self._directory):
+                take(self._directory)
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -213,3 +206,5 @@ class Saver:
         step = snapshot.get("global_step", step)
         state = {"facts": self._facts, "step": step, "optimizer": snapshot}
         checkpoint.save(self._directory, {**state, "data": self._scaling})
+        # Also if the next error ends this run.
+        queue_again(True)

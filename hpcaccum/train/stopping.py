@@ -55,7 +55,11 @@ class Requests:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals as requests during the block; a second Ctrl-C interrupts it."""
+        """Take signals as requests during the block; a second Ctrl-C interrupts it.
+
+        From then on SIGUSR1 is ignored: it would kill a complete training, whose job
+        had failed then.
+        """
         self._until = time.monotonic() + self._seconds
         before = {each: signal.signal(each, self._note) for each in _STATUS}
         try:
@@ -63,6 +67,7 @@ class Requests:
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _note(self, number: int, _: object) -> None:
         # No more: it may run between any two instructions.

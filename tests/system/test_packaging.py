@@ -78,13 +78,17 @@ def installed(wheel, tmp_path_factory):
     return Installed(wheel, tmp_path_factory.mktemp("elsewhere"))
 
 
-def test_the_wheel_holds_every_module_and_kernel_and_nothing_else(wheel):
+def test_the_wheel_holds_every_module_kernel_and_script_and_nothing_else(wheel):
     package = REPOSITORY / "hpcaccum"
     there = {
         path.relative_to(REPOSITORY).as_posix()
         for path in package.rglob("*")
         if path.suffix == ".py" or path.name == "py.typed"
-    } | {f"hpcaccum/kernels/{path.name}" for path in (REPOSITORY / "kernels").iterdir()}
+    } | {
+        f"hpcaccum/{folder}/{path.name}"
+        for folder in ("kernels", "slurm")
+        for path in (REPOSITORY / folder).iterdir()
+    }
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
 
     assert names == there
@@ -152,6 +156,14 @@ def test_the_command_explains_itself_without_mpi(installed):
     for args in ["--help"], ["train", "--help"]:
         text = run(command, *args, cwd=installed.place, env=installed.environment())
         assert "usage: hpcaccum" in text
+
+
+def test_the_command_fills_in_the_scripts_of_the_package(installed):
+    words = "sbatch", "--", "train", "--strategy", "agn"
+    command = installed.python.with_name("hpcaccum"), *words
+    text = run(*command, cwd=installed.place, env=installed.environment())
+
+    assert "words=(--strategy agn)" in text
 
 
 def test_without_an_mpi_library_import_works_and_the_error_names_the_cure(installed):

@@ -19,6 +19,8 @@ from .conftest import REPOSITORY, run_program
 
 pytestmark = pytest.mark.mpi
 
+# A batch script looks for the file, and queues its job again.
+ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "REQUEUE_FILE": "requeue"}
 README = (REPOSITORY / "README.md").read_text()
 COMMON = "-m", "hpcaccum", "train", "--save", "saved", "--hidden", "8", "--batch", "64"
 
@@ -55,8 +57,7 @@ def train(mpirun, tmp_path, common):
     def run(*options, ranks=2, status=0, directory="."):
         where = tmp_path / directory
         where.mkdir(exist_ok=True)
-        env = {"PYTHONPATH": str(REPOSITORY)}
-        result = mpirun(ranks, *common, *options, cwd=where, env=env)
+        result = mpirun(ranks, *common, *options, cwd=where, env=ENVIRONMENT)
         assert result.returncode == status, result.stdout
         return result.stdout
 
@@ -125,18 +126,15 @@ def test_a_job_continues_one_that_was_killed(train, mpirun, tmp_path, common, op
     slow = ["--straggler", "1:20", "--straggler", "0:20"]
     program = tmp_path / "program.py"
     program.write_text(DYING)
-    env = {"PYTHONPATH": str(REPOSITORY)}
-    job = mpirun(2, program, *common[2:], *words, *slow, cwd=tmp_path, env=env)
-    step = last(tmp_path)["step"]
-    file = tmp_path / "saved" / "status"
-    status = [file.exists()]
+    command = program, *common[2:], *words, *slow
+    job = mpirun(2, *command, cwd=tmp_path, env=ENVIRONMENT)
+    step, asked = last(tmp_path)["step"], (tmp_path / "requeue").exists()
     shown = train(*words, "--resume", "--epochs", "40")
-    status.append(file.read_text() == "0\n")
     found = last(tmp_path)
 
     assert job.returncode != 0
-    # Only a job that ends in order has it.
-    assert status == [False, True]
+    assert asked
+    assert not (tmp_path / "requeue").exists()
     assert step >= 10
     assert f"resumed at {step}" in shown
     assert found["step"] == found["optimizer"]["global_step"] > step
@@ -165,10 +163,10 @@ def test_the_later_of_two_jobs_goes_on(
     words = "--strategy", "drop-stale", "--every", "1"
     slow = "--straggler", "0:100", "--straggler", "1:100", "--epochs", "1000"
     command = [mpiexec, "-n", "2", sys.executable, *common, *words, *slow]
-    env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
+    env = mpi_environment | ENVIRONMENT | {"REQUEUE_FILE": "first"}
     files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     first = subprocess.Popen(command, text=True, cwd=tmp_path, env=env, **files)
-    while not checkpoint.files(tmp_path / "saved"):
+    while not (tmp_path / "first").exists():
         assert first.poll() is None
         time.sleep(0.05)
     shown = train(*words, "--resume", "--epochs", "20")
@@ -179,18 +177,20 @@ def test_the_later_of_two_jobs_goes_on(
     assert "Traceback" not in output
     assert "resumed at" in shown
     assert f"update {last(tmp_path)['step']}, resumed" in shown
-    # Checkpoints of the second job only, and its status.
+    # If it were queued again, it would end the second job in turn.
+    assert not (tmp_path / "first").exists()
+    # Checkpoints of the second job only.
     made = [
         checkpoint.load(each)["step"] for each in checkpoint.files(tmp_path / "saved")
     ]
     assert made == sorted(made)
-    assert (tmp_path / "saved" / "status").read_text() == "0\n"
 
 
 def test_a_model_that_is_not_finite_is_not_saved(train, tmp_path):
     options = "--strategy", "drop-stale", "--epochs"
     train(*options, "1")
     step = last(tmp_path)["step"]
+    (tmp_path / "requeue").touch()  # as after a checkpoint
     diverging = "--resume", "--rate", "1e20", "--every", "1"
     shown = train(*options, "2", *diverging, status=1)
 
@@ -198,7 +198,7 @@ def test_a_model_that_is_not_finite_is_not_saved(train, tmp_path):
     found = last(tmp_path)
     assert found["step"] >= step
     assert np.isfinite(np.concatenate([v.ravel() for v in arrays_of(found)])).all()
-    assert (tmp_path / "saved" / "status").read_text() == "1\n"
+    assert not (tmp_path / "requeue").exists()
 
 
 def arrays_of(state):

@@ -52,6 +52,22 @@ if __name__ == "__main__":
     sys.exit(main())
 """
 
+# Asks one rank when Python has restored its own handlers of signals, at its end.
+LATE = """
+import os, signal, sys
+from mpi4py import MPI
+from hpcaccum.cli import main
+
+class Ask:
+    def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGUSR1):
+        kill(process, number)
+
+if __name__ == "__main__":
+    if MPI.COMM_WORLD.rank == 1:
+        late = Ask()
+    sys.exit(main())
+"""
+
 
 @pytest.fixture
 def train(mpirun, tmp_path, digits):
@@ -63,7 +79,7 @@ def train(mpirun, tmp_path, digits):
             path = tmp_path / "program.py"
             path.write_text(ASKING.format(name=name, rank=rank))
             program = [path]
-        env = {"PYTHONPATH": str(REPOSITORY)}
+        env = {"PYTHONPATH": str(REPOSITORY), "REQUEUE_FILE": "requeue"}
         words = "train", *COMMON, "--data", digits, *options
         result = mpirun(2, *program, *words, cwd=tmp_path, env=env)
         assert result.returncode == status, result.stdout
@@ -110,7 +126,7 @@ def test_any_rank_stops_all(train, tmp_path, strategy, rank):
     tally = found["optimizer"]["tally"]
 
     assert found["step"] == found["optimizer"]["global_step"] > 0
-    assert (tmp_path / "saved" / "status").read_text() == f"{os.EX_TEMPFAIL}\n"
+    assert (tmp_path / "requeue").exists()
     if "sync" not in strategy:
         # All gradients under way were taken.
         assert sum(tally["accepted"]) == found["step"]
@@ -137,6 +153,16 @@ def test_a_request_before_the_training_counts(mpirun, tmp_path, digits):
 
     assert result.returncode == os.EX_TEMPFAIL, result.stdout
     assert "asked to stop: training ends here" in result.stdout
+
+
+def test_a_request_after_the_training_does_not_end_it(mpirun, tmp_path, digits):
+    program = tmp_path / "program.py"
+    program.write_text(LATE)
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    words = "train", "--data", digits, "--strategy", "agn", "--epochs", "1"
+    result = mpirun(2, program, *words, cwd=tmp_path, env=env)
+
+    assert result.returncode == 0, result.stdout
 
 
 def test_a_time_limit_needs_no_checkpoint(train):

@@ -382,15 +382,17 @@ def replace(path, make):
 # Two processes with one directory
 
 
-def test_the_last_process_that_began_to_save_goes_on(tmp_path, another_process):
+def test_the_last_process_that_began_to_save_goes_on(
+    tmp_path, another_process, monkeypatch
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
     checkpoint.save(tmp_path, "first")
     another_process(checkpoint.save, tmp_path, "second")
     with pytest.raises(CheckpointError, match="another run saves here now") as caught:
         checkpoint.save(tmp_path, "late")
 
-    assert f"process {os.getpid()} on {socket.gethostname()}, since 2" in str(
-        caught.value
-    )
+    name = f"process {os.getpid()} on {socket.gethostname()}, job 123, since "
+    assert name in str(caught.value)
     assert checkpoint.load(tmp_path) == "second"
     assert len(names(tmp_path)) == 2
 
@@ -430,20 +432,6 @@ def test_the_files_of_the_owner_are_not_removed(tmp_path, another_process, monke
 
     assert checkpoint.load(tmp_path) == "second"
     assert len(names(tmp_path)) == 2
-
-
-def test_a_job_is_named_as_scripts_look_for_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "123")
-    checkpoint.save(tmp_path, 1)
-    owner = (tmp_path / ".owner").read_text().splitlines()
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    save_owner.take(tmp_path)
-
-    assert owner[1:] == [
-        f"process {os.getpid()} on {socket.gethostname()}",
-        "job 123, restart 0",
-    ]
-    assert (tmp_path / ".owner").read_text().splitlines()[2] == "job 123, restart 2"
 
 
 OWNERS = {
