@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 Groups = list[list[int]]
 # "auto", or ranks.
@@ -24,8 +24,7 @@ _LONGEST_DELAY = 3_600_000
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
-@dataclass(frozen=True)
-class Every:
+class Every(NamedTuple):
     """How often something is done; one of the two is 0.
 
     Attributes:

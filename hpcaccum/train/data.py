@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,7 +63,8 @@ def load(path: Path | None, group: Group) -> Dataset:
         _check_shares(data, group.size)
         return data
 
-    return _broadcast(group.agree("data", read, lambda _: {}), group)
+    data: Dataset = group.comm.bcast(group.agree("data", read, lambda _: {}), 0)
+    return data
 
 
 def _check_shares(data: Dataset, ranks: int) -> None:
@@ -71,23 +72,6 @@ def _check_shares(data: Dataset, ranks: int) -> None:
         raise InvalidArgumentError(
             f"{data.name}: {len(data.y)} samples, too few for {ranks} ranks"
         )
-
-
-def _broadcast(data: Dataset | None, group: Group) -> Dataset:
-    facts: dict[str, Any] = {}
-    if data is not None:
-        facts = {field.name: getattr(data, field.name) for field in fields(data)}
-    kinds = {
-        name: (fact.shape, fact.dtype.str) if isinstance(fact, np.ndarray) else fact
-        for name, fact in facts.items()
-    }
-    for name, kind in group.comm.bcast(kinds, 0).items():
-        if isinstance(kind, tuple):
-            facts.setdefault(name, np.empty(*kind))
-            group.comm.Bcast(facts[name], 0)
-        else:
-            facts[name] = kind
-    return Dataset(**facts)
 
 
 def _digits() -> Dataset:
@@ -109,11 +93,9 @@ def _read(path: Path) -> Dataset:
             return _from_arrays(path.name, file)
     except OSError as error:
         message = error.strerror or str(error)
-    except (ValueError, MemoryError) as error:
-        message = str(error)
     except Exception as error:
-        # zipfile, zlib and NumPy raise many types.
-        message = f"cannot be read, it may be damaged: {error}"
+        # NumPy, zipfile and zlib raise many types.
+        message = str(error)
     raise InvalidArgumentError(f"--data {path}: {' '.join(message.split())}")
 
 

@@ -12,34 +12,22 @@ from hpcaccum.device import device_name
 from hpcaccum.files import JsonLines
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hpcaccum import Group
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
     from hpcaccum.train.records import Record, Result
 
 
-class Log:
-    """The file of ``--log``.
+class Log(JsonLines):
+    """The file of ``--log``."""
 
-    Args:
-        path: File to overwrite; None writes nothing.
-
-    Raises:
-        InvalidArgumentError: If the file cannot be written.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._lines = JsonLines("--log", path)
-
-    def write(self, event: str, facts: Any) -> None:
-        """Write one line."""
-        self._lines.write({"event": event, **facts})
+    def start(self, facts: dict[str, Any]) -> None:
+        """Write the `circumstances` of the training."""
+        self.write({"event": "start", **_rounded(facts)})
 
     def record(self, record: Record) -> None:
         """Write one evaluation of the model."""
-        self.write("look", _rounded(asdict(record)))
+        self.write({"event": "look", **_rounded(asdict(record))})
 
     def result(self, result: Result) -> None:
         """Write the result of a run."""
@@ -47,11 +35,7 @@ class Log:
         del facts["records"]
         facts["updates_per_second"] = result.updates_per_second
         facts["samples_per_second"] = result.samples_per_second
-        self.write("result", _rounded(facts))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
+        self.write({"event": "result", **_rounded(facts)})
 
 
 def _rounded(fact: Any) -> Any:
@@ -78,5 +62,5 @@ def circumstances(options: Options, data: Dataset, group: Group) -> dict[str, An
             "features": data.x.shape[1],
             "classes": data.classes,
         },
-        "options": asdict(options),
+        "options": vars(options),
     }

@@ -65,7 +65,8 @@ class Run:
         sizes = widths(options, data)
         place = cupy().asarray if options.device == "cuda" else np.asarray
         self._model = MLP(sizes, options.seed, self._exchange.variable, place=place)
-        self._target = self._exchange.updates(options.epochs * len(data.y))
+        # The least number of updates that use so many samples.
+        self._target = -(-options.epochs * len(data.y) // self._exchange.samples)
         self._delay = options.straggler.get(group.rank, 0) / 1000
         self._serves = group.rank in options.only_serve and not self._collective
         self._check_at = 0.0
@@ -91,7 +92,7 @@ class Run:
                 show,
             )
 
-    def _evaluate(self) -> tuple[float, float, float | None]:
+    def _evaluate(self) -> tuple[float, float]:
         with span("evaluate"):
             return self._model.evaluate(self._data.x_test, self._data.y_test)
 
@@ -219,28 +220,24 @@ class Run:
             self._observer.evaluate(updates, max(times))
         return self._result(max(times), waits, updates)
 
-    def _records(self) -> list[Record]:
-        """Return the records of all models, in the order of their groups."""
+    def _result(self, seconds: float, waits: tuple[float, ...], updates: int) -> Result:
+        # Of all models, in the order of their groups.
         mine = self._observer.records if self._observer else []
         records = [r for each in self._group.allgather(mine, "records") for r in each]
-        return sorted(records, key=lambda record: record.group)
-
-    def _result(self, seconds: float, waits: tuple[float, ...], updates: int) -> Result:
-        records = self._records()
+        records.sort(key=lambda record: record.group)
         # Models of shard groups may have stopped at different updates.
         steps = self._group.allgather((updates, self._start), "updates")
         made, starts = zip(*steps, strict=True)
-        tally = self._tally(list(made))
         if self._collective:
+            tally = Tally(made, (0,) * len(made), {0: sum(made)})
             self._earlier = sum(starts)
+        else:
+            tally = self._optimizer.statistics()
         # A job of more ranks may have gone before; its other ranks did not wait here.
         waits += (0.0,) * (len(tally.accepted) - len(waits))
         stopped = self._stop.status if min(made) < self._target else 0
         self._stop.free()
         finals = {record.group: record for record in records}.values()
-        balanced = [
-            r.balanced_accuracy for r in finals if r.balanced_accuracy is not None
-        ]
         return Result(
             strategy=self._strategy,
             seconds=seconds,
@@ -255,12 +252,5 @@ class Run:
             lags=tally.lags,
             waited=waits,
             accuracy=tuple(record.accuracy for record in finals),
-            balanced_accuracy=tuple(balanced) or None,
             records=tuple(records),
         )
-
-    def _tally(self, updates: list[int]) -> Tally:
-        """Return the counts, given the updates of each rank's model."""
-        if not self._collective:
-            return self._optimizer.statistics()  # type: ignore[no-any-return]
-        return Tally(tuple(updates), (0,) * len(updates), {0: sum(updates)})

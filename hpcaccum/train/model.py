@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum import InvalidArgumentError
-from hpcaccum.device import library, to_host
-from hpcaccum.machine import free_memory
+from hpcaccum.device import library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
 
 # Number of rows evaluated at once, to limit the memory.
 _CHUNK = 4096
-# Classes are uneven if one has so many times the rows of another one.
-_UNEVEN = 1.5
 # No warning when a training diverges: it shows as a loss that is not finite.
 _quiet = np.errstate(over="ignore", invalid="ignore")
 
@@ -30,23 +26,6 @@ _quiet = np.errstate(over="ignore", invalid="ignore")
 def widths(options: Options, data: Dataset) -> tuple[int, ...]:
     """Return the widths of all layers of the model that the options describe."""
     return (data.x.shape[1], *options.hidden, data.classes)
-
-
-def check_memory(sizes: Sequence[int], batch: int, ranks: int) -> None:
-    """Raise InvalidArgumentError if a node has no memory for the ranks' training."""
-    count = sum((one + 1) * other for one, other in itertools.pairwise(sizes))
-    free = free_memory()
-    for what, numbers in (
-        (f"--hidden: a network of {count} parameters needs", count),
-        # The inputs and outputs of all layers.
-        (f"--batch: batches of {batch} samples need", batch * sum(sizes)),
-    ):
-        needed = ranks * numbers * 4
-        if needed > free:
-            raise InvalidArgumentError(
-                f"{what} more than {needed / 2**30:.1f} GiB of memory on a node, "
-                f"{free / 2**30:.1f} GiB are free"
-            )
 
 
 class MLP:
@@ -118,26 +97,16 @@ class MLP:
         return value, gradients
 
     @_quiet
-    def evaluate(self, x: Array, y: Array) -> tuple[float, float, float | None]:
-        """Return the mean loss, the accuracy, and the balanced accuracy.
-
-        That is the mean over the classes of the accuracy on the rows of each; None if
-        no class has 1.5 times as many rows as another one.
-        """
-        loss, right = 0.0, np.zeros(len(self._layers()[-1][1]))
+    def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
+        """Return the mean loss and the accuracy."""
+        loss, right = 0.0, 0
         for begin in range(0, len(y), _CHUNK):
             rows = slice(begin, begin + _CHUNK)
             losses = _log_softmax(self._forward(self._place(x[rows]))[-1])
             labels = self._place(y[rows])
             loss -= float(losses[library(labels).arange(len(labels)), labels].sum())
-            found = to_host(losses.argmax(axis=1))
-            right += np.bincount(y[rows][found == y[rows]], minlength=len(right))
-        counts = np.bincount(y, minlength=len(right))
-        there = counts > 0
-        balanced = None
-        if counts.max() >= _UNEVEN * counts[there].min():
-            balanced = float(np.mean(right[there] / counts[there]))
-        return loss / len(y), float(right.sum() / len(y)), balanced
+            right += int((losses.argmax(axis=1) == labels).sum())
+        return loss / len(y), right / len(y)
 
 
 def _log_softmax(scores: Array) -> Array:

@@ -34,7 +34,7 @@ class Record:
         epoch: The work that is done, in epochs.
         loss: Mean over this rank's batches since its last record; None if there are
             none.
-        test_loss, accuracy, balanced_accuracy: On the test samples, see `MLP.evaluate`.
+        test_loss, accuracy: On the test samples.
     """
 
     strategy: str
@@ -45,7 +45,6 @@ class Record:
     loss: float | None
     test_loss: float
     accuracy: float
-    balanced_accuracy: float | None
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class Result:
         lags: Lag to number of gradients.
         waited: Seconds that each rank waited in the optimizer, in this job.
         accuracy: Test accuracy of each group's final model.
-        balanced_accuracy: The same, see `MLP.evaluate`; None if the classes are even.
         records: Group by group, each in chronological order.
     """
 
@@ -82,7 +80,6 @@ class Result:
     lags: dict[int, int]
     waited: tuple[float, ...]
     accuracy: tuple[float, ...]
-    balanced_accuracy: tuple[float, ...] | None
     records: tuple[Record, ...]
 
     @property
@@ -115,7 +112,7 @@ class Observer:
 
     Args:
         strategy, group: Copied to the records.
-        measure: Returns what `MLP.evaluate` does, on the test samples.
+        measure: Returns the loss and the accuracy on the test samples.
         target, epochs: Number of updates in the run, and of epochs.
         show: Called with each record.
 
@@ -127,7 +124,7 @@ class Observer:
         self,
         strategy: str,
         group: int,
-        measure: Callable[[], tuple[float, float, float | None]],
+        measure: Callable[[], tuple[float, float]],
         target: int,
         epochs: int,
         show: Callable[[Record], None],
@@ -144,7 +141,7 @@ class Observer:
 
     def passed(self, step: int, seconds: float) -> None:
         """Evaluate the model if the next epoch is reached."""
-        epoch = self._epoch(step)
+        epoch = self._epochs * step / self._target
         if epoch < self._next_epoch or seconds < self._quiet_until:
             return
         # CPU time: other ranks may use the core meanwhile.
@@ -152,24 +149,12 @@ class Observer:
         self.evaluate(step, seconds)
         self._quiet_until = seconds + _PAUSE * (time.thread_time() - begun)
 
-    def _epoch(self, step: int) -> float:
-        return self._epochs * step / self._target
-
     def evaluate(self, step: int, seconds: float) -> None:
         """Evaluate the model and add a record."""
-        self._next_epoch = int(self._epoch(step)) + 1.0
+        epoch = self._epochs * step / self._target
+        self._next_epoch = int(epoch) + 1.0
         loss = float(np.mean(self._losses)) if self._losses else None
         self._losses.clear()
-        test_loss, accuracy, balanced = self._measure()
-        record = Record(
-            *self._names,
-            seconds,
-            step,
-            self._epoch(step),
-            loss,
-            test_loss,
-            accuracy,
-            balanced,
-        )
+        record = Record(*self._names, seconds, step, epoch, loss, *self._measure())
         self.records.append(record)
         self._show(record)

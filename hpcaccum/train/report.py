@@ -54,11 +54,6 @@ def saved(result: Result, options: Options) -> str:
     return f"{place}update {result.updates}, {begun}{end}"
 
 
-def balanced_text(accuracy: float | None) -> str:
-    """Return what follows an accuracy if the classes are uneven."""
-    return "" if accuracy is None else f", balanced {accuracy:.1%}"
-
-
 class Progress:
     """Lines of the progress of one run, ever more seldom.
 
@@ -80,30 +75,27 @@ class Progress:
             self._begin = record.epoch
         if record.seconds < self._next_line and record.epoch < self._epochs:
             return
+        left = ""
+        if self._begin < record.epoch < self._epochs:
+            speed = (record.epoch - self._begin) / record.seconds
+            left = f", {_duration((self._epochs - record.epoch) / speed)} left"
         loss = "" if record.loss is None else f"loss {record.loss:.3f}, "
         # Gradients that were on their way may have made a few more updates.
         epoch = min(record.epoch, self._epochs)
         self._say(
-            f"{time.strftime('%H:%M:%S')} {self._strategy}: "
-            f"epoch {epoch:.0f} of {self._epochs}, {record.seconds:.1f} s"
-            f"{self._left(record)}, {loss}test accuracy {record.accuracy:.1%}"
-            f"{balanced_text(record.balanced_accuracy)}"
+            f"{time.strftime('%H:%M:%S')} {self._strategy}: epoch {epoch:.0f} of "
+            f"{self._epochs}, {record.seconds:.1f} s{left}, {loss}test accuracy "
+            f"{record.accuracy:.1%}"
         )
         pause = min(max(record.seconds, _FIRST_LINE), _LONGEST_PAUSE)
         self._next_line = record.seconds + pause
 
-    def _left(self, record: Record) -> str:
-        """Return how long the rest will take at the speed so far."""
-        assert self._begin is not None
-        done = record.epoch - self._begin
-        if done <= 0 or record.epoch >= self._epochs:
-            return ""
-        seconds = record.seconds / done * (self._epochs - record.epoch)
-        if seconds < 100:
-            return f", {seconds:.0f} s left"
-        minutes = round(seconds / 60)
-        hours = f"{minutes // 60} h {minutes % 60:02} min"
-        return f", {hours if minutes >= 100 else f'{minutes} min'} left"
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"
 
 
 def tables(results: Sequence[Result], options: Options) -> Iterator[str]:
@@ -126,14 +118,11 @@ def _gradient(options: Options) -> str:
 
 
 def _summary(results: Sequence[Result]) -> list[str]:
-    names = "seconds", "updates/s", "samples/s", "accepted", "dropped"
-    uneven = any(result.balanced_accuracy for result in results)
-    balanced = ["balanced accuracy"] if uneven else []
+    titles = "strategy", "test accuracy", "seconds", "updates/s", "samples/s"
     rows = [
         (
             result.strategy,
             _accuracy(result.accuracy),
-            *([_accuracy(result.balanced_accuracy or ())] if uneven else []),
             f"{result.seconds:.2f}",
             _rate(result.updates_per_second),
             _rate(result.samples_per_second),
@@ -142,7 +131,7 @@ def _summary(results: Sequence[Result]) -> list[str]:
         )
         for result in results
     ]
-    return table(("strategy", "test accuracy", *balanced, *names), rows)
+    return table((*titles, "accepted", "dropped"), rows)
 
 
 def _rate(number: float) -> str:

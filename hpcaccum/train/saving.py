@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
 
-_PARTS = {"facts", "step", "optimizer"}
+_PARTS = {"facts", "step", "optimizer", "data"}
 
 logger = logging.getLogger("hpcaccum")
 
@@ -120,10 +120,9 @@ def _check_groups(options: Options) -> None:
 
 
 def _check(found: Any, expected: dict[str, Any], directory: Path) -> None:
-    # Checkpoints of earlier versions have no "data", which a run does not need.
     if (
         not isinstance(found, dict)
-        or found.keys() - {"data"} != _PARTS
+        or found.keys() != _PARTS
         or not isinstance(found["facts"], dict)
         or step_number(found["step"], f"--resume: {directory}: step") < 0
     ):
@@ -131,8 +130,7 @@ def _check(found: Any, expected: dict[str, Any], directory: Path) -> None:
             f"--resume: {directory} has checkpoints of another program"
         )
     for name, value in expected.items():
-        # Checkpoints of earlier versions have fewer facts.
-        saved = found["facts"].get(name, value)
+        saved = found["facts"].get(name)
         if saved != value:
             raise InvalidArgumentError(
                 f"--resume: {directory} has checkpoints of a run with {name} {saved}, "

@@ -29,9 +29,6 @@ _STATUS = {
     signal.SIGUSR1: STOPPED,
     signal.SIGINT: INTERRUPTED,
 }
-# Steps after which the time of a step is roughly known. Seconds between two checks
-# whether to stop; and the most steps between them, as later ones may take longer.
-_TRIAL, _LOOK, _MOST = 16, 0.1, 64
 _NOTES = {
     STOPPED: "asked to stop: training ends here",
     INTERRUPTED: "interrupted: training ends here; Ctrl-C again ends the job at once",
@@ -97,14 +94,10 @@ class Stop:
     def __init__(
         self, group: Group, requests: Requests, models: int, number: int, says: bool
     ) -> None:
-        # The exit status, if any was asked; and for each model, its last step, and how
-        # many steps are between two looks.
-        self._words = AtomicWords(group, 0, 1 + 2 * models)
-        self._single_node = group.single_node
-        self._requests, self._place, self._says = requests, 1 + 2 * number, says
+        # The exit status, if any was asked; and for each model, its last step.
+        self._words = AtomicWords(group, 0, 1 + models)
+        self._requests, self._place, self._says = requests, 1 + number, says
         self._status = 0
-        self._begun: tuple[int, float] | None = None
-        self._next, self._pause = 0, 1
 
     def asked(self) -> bool:
         """Return whether any rank was asked; let the others know."""
@@ -130,32 +123,13 @@ class Stop:
         """Return whether all ranks of the group stop after ``step``.
 
         For ranks that make each step together, and call this before the first and after
-        each of them. All look at the same steps. The first that knows of the request
-        makes the step of the next look the last one, before it contributes to the steps
-        until then; so all others know when they have made that step.
+        each of them. The first that knows of the request makes the next step the last
+        one, before it contributes to that; so all others know when they have made it.
         """
-        if step < self._next:
-            return False
-        self._next = step + self._steps(step)
         if not self.asked():
             return False
-        found = self._words.compare_and_swap(self._place, 0, self._next)
-        return step >= (found or self._next)
-
-    def _steps(self, step: int) -> int:
-        """Return the steps until the next look, the same on all ranks of the model.
-
-        On one node a look is a load. Between nodes it takes as long as a short step, so
-        after some steps a rank chooses for all how often they look.
-        """
-        first, begun = self._begun = self._begun or (step, time.monotonic())
-        made = step - first
-        if made >= _TRIAL and self._pause == 1 and not self._single_node:
-            each = (time.monotonic() - begun) / made
-            mine = int(min(max(_LOOK / each, 1), _MOST))
-            found = self._words.compare_and_swap(self._place + 1, 0, mine)
-            self._pause = found or mine
-        return self._pause
+        found = self._words.compare_and_swap(self._place, 0, step + 1)
+        return step >= (found or step + 1)
 
     def free(self) -> None:
         """Free the memory. Collective."""

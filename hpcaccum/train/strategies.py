@@ -32,10 +32,6 @@ class Exchange:
     gradient_samples: int
     exact: bool = False
 
-    def updates(self, total: int) -> int:
-        """Return the least number of updates that use at least ``total`` samples."""
-        return -(-total // self.samples)
-
 
 def _rule(options: Options) -> hpc.Optimizer:
     return RULES[options.optimizer](options.rate)

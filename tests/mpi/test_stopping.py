@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+import signal
 
 import pytest
 
 from hpcaccum import Group
-from hpcaccum.train import stopping
 from hpcaccum.train.stopping import STOPPED, Requests, Stop
 
-from ..common import every_pair
 from .reducing import made_up
 from .support import meet
 
@@ -27,39 +26,30 @@ def group(request, comm, size):
     return made_up(comm, "singles")
 
 
-def steps(group, asked, start=5, who=-1):
+def steps(group, asked, who):
     """Make steps together until all stop; one rank is asked at one of them."""
     requests = Requests(math.inf)
     stop = Stop(group, requests, 1, 0, says=False)
-    step = start
-    while not stop.is_after(step):
-        if step == asked and group.rank == who % group.size:
-            requests._signaled = STOPPED
-        # The exchange of gradients: nobody ends a step before all have begun it.
-        group.allgather(None, "step")
-        step += 1
+    step = 5
+    with requests.listening():
+        while not stop.is_after(step):
+            if step == asked and group.rank == who % group.size:
+                signal.raise_signal(signal.SIGUSR1)
+            # The exchange of gradients: nobody ends a step before all have begun it.
+            group.allgather(None, "step")
+            step += 1
     found = stop.status
     stop.free()
     return step, found
 
 
-@pytest.mark.parametrize(
-    ("group", "asked", "who"),
-    every_pair(NODES, [5, 6, 20, 21, 22, 23, 40, 170], [0, -1]),
-    indirect=["group"],
-)
-def test_all_stop_after_the_same_step(group, monkeypatch, asked, who):
-    # Left to themselves, some would look seldom and others at each step.
-    monkeypatch.setattr(stopping, "_LOOK", 100.0 * (group.rank % 2))
-    last, status = steps(group, asked, who=who)
+@pytest.mark.parametrize("who", [0, -1])
+@pytest.mark.parametrize("asked", [5, 6, 40])
+def test_all_stop_after_the_same_step(group, asked, who):
+    handler = signal.getsignal(signal.SIGUSR1)
+    last, status = steps(group, asked, who)
+    signal.signal(signal.SIGUSR1, handler)
 
     assert {each for each, _ in meet((last, status))} == {last}
     assert status == STOPPED
-    assert asked < last <= asked + 2 * stopping._MOST + 1
-
-
-def test_ranks_that_look_at_each_step_stop_at_once(group, monkeypatch):
-    # No look is as long as a step.
-    monkeypatch.setattr(stopping, "_LOOK", 0.0)
-
-    assert steps(group, 50)[0] in (51, 52)
+    assert last in (asked + 1, asked + 2)

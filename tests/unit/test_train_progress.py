@@ -17,7 +17,7 @@ def shown(times, epochs):
     lines = []
     progress = Progress(lines.append, "agn", epochs)
     for epoch, seconds in times:
-        progress.show(Record("agn", 0, seconds, epoch, epoch, None, 1.0, 0.5, None))
+        progress.show(Record("agn", 0, seconds, epoch, epoch, None, 1.0, 0.5))
     return lines
 
 
@@ -43,7 +43,7 @@ def test_lines_of_a_long_job_come_every_10_minutes():
     [
         (50, 30.0, "30 s left"),
         (1, 60.0, "99 min left"),
-        (1, 3600.0, "99 h 00 min left"),
+        (1, 3600.0, "99.0 h left"),
     ],
 )
 def test_time_left(done, seconds, text):
