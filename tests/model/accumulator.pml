@@ -18,8 +18,8 @@
  *   SETTER             a process sets the step: to 0, then to 2
  *   OBSERVER           a process reads the number of accumulated gradients
  *   LEAVE              writers leave when they are done, and quorums shrink
- *   GIVE_UP            a writer may fail after it was admitted, while it writes the
- *                      first gradient that it has in a round
+ *   CRASH              a writer may die between any two steps; it is lost some time later
+ *   TAKER_CRASH        so may a taker, but the first one, which is on the root
  *   BUG_...            one planted bug each: search for the name
  *
  * What is proven: the assertions. Those of Monitor hold in every final state. Monitor
@@ -27,7 +27,7 @@
  * gradients, and the takes in line behind it. So there is no deadlock.
  *
  * Not modelled: storage="sum", the number of the round's shape in STATE, quorums of
- * more gradients than writers, overflow of a field, a rank that dies.
+ * more gradients than writers, overflow of a field, a rank that is taken for dead.
  *
  * Abstractions, and why they hide no error:
  *
@@ -72,9 +72,10 @@
  *    gradient only on a fresh read. Between nodes, an agent makes the swap, the mark and
  *    the record of a writer that waits for it: the same steps in the same order, by
  *    another process.
- * 9. A writer that fails has not begun to add to what it has in the round: the code
- *    completes a gradient of which something was added. Exceptions from which the code
- *    recovers without a trace for others are not modelled.
+ * 9. Who finds out that a process is dead is not modelled: that comes at any time after
+ *    it. An exception in a call is the same case: its rank says that it is lost. Only
+ *    the CRASH configurations have intents and the mark `writing`, which nobody reads
+ *    as long as no rank is lost.
  * 10. A place in the line is passed as soon as it is seen to be no obstacle, in any
  *    order. The code requires that it sees all of them at once, which allows less.
  */
@@ -111,7 +112,9 @@
 #define COUNT(word)   ((word) & 15)
 short STATE;
 
-byte CLOSED;                    /* number << 1 | parity, or 0 */
+/* What the taker that has the turn closes, whether or not it has: number << 2 |
+ * reduced << 1 | parity; or 0. */
+byte CLOSED;
 byte TICKET;
 byte LINE[TAKERS];              /* ticket + 1, or: */
 #define ABSENT  0
@@ -119,23 +122,37 @@ byte LINE[TAKERS];              /* ticket + 1, or: */
 byte WANT;                      /* tag << 2 | wanted */
 byte LEFT;
 
-/* Of each rank, by parity: given up << 5 | number << 3 | writing << 2 | buffer (1 or 2),
- * or 0. */
+/* Of each rank: 0, or 1 + the parity of the round that it tries to join. */
+byte INTENT[WRITERS];
+byte LOST;                      /* the set of the lost writers */
+byte LOST_TAKERS;
+
+/* Of each rank, by parity: number << 3 | writing << 2 | buffer (1 or 2), or 0. */
 byte records[WRITERS * 2];
 #define RECORD(rank, parity) records[(rank) * 2 + (parity)]
 #define BUFFER(word)  ((word) & 3)
 #define WRITING(word) ((word) >> 2 & 1)
 #define NUMBER(word)  ((word) >> 3 & 3)
-#define GIVEN_UP(word) ((word) >> 5)
-#define ARRIVED(rank, parity) \
-    (NUMBER(RECORD(rank, parity)) + GIVEN_UP(RECORD(rank, parity)))
+#define ARRIVED(rank, parity) NUMBER(RECORD(rank, parity))
+/* A sum to which a lost rank was adding is left out. */
+#define USABLE(rank, parity) \
+    (NUMBER(RECORD(rank, parity)) && !WRITING(RECORD(rank, parity)))
+#ifdef BUG_LIVING_MISSING
+#define OPEN(rank, parity) false
+#else
+#define OPEN(rank, parity) \
+    (!(LOST >> (rank) & 1) && INTENT[rank] == 1 + (parity))
+#endif
 #if WRITERS == 1
 #define ALL_ARRIVED(parity) ARRIVED(0, parity)
+#define ANY_OPEN(parity) OPEN(0, parity)
 #elif WRITERS == 2
 #define ALL_ARRIVED(parity) (ARRIVED(0, parity) + ARRIVED(1, parity))
+#define ANY_OPEN(parity) (OPEN(0, parity) || OPEN(1, parity))
 #else
 #define ALL_ARRIVED(parity) \
     (ARRIVED(0, parity) + ARRIVED(1, parity) + ARRIVED(2, parity))
+#define ANY_OPEN(parity) (OPEN(0, parity) || OPEN(1, parity) || OPEN(2, parity))
 #endif
 
 /* Of each rank, by buffer: two words. */
@@ -148,6 +165,7 @@ byte step_now;
 bit open_now;                   /* parity of the open round */
 byte admitted[2];               /* gradients of the round of each parity: the set, */
 byte tally[2];                  /* and how many */
+byte lost_in[2];                /* of these, how many a lost writer has not left */
 byte accepted;                  /* all gradients ever admitted */
 byte taken;                     /* all gradients ever returned by takes */
 byte wanted_now;                /* by the take that waits for gradients */
@@ -233,35 +251,36 @@ inline done() {
     next()
 }
 
-#ifdef GIVE_UP
-/* The gradient is in no set any more. */
-inline forget() {
-    accepted = accepted & ~gradient;
-    admitted[p] = admitted[p] & ~gradient
+#ifdef CRASH
+#define MINE (((1 << GRADS) - 1) << (me * GRADS))
+/* The writer dies; what it was admitted with, and has not left, is in no set any more. */
+inline crash_before() {
+    HAPPENS(a writer dies before it is admitted)
 }
 
-inline withdraw() {
-    HAPPENS(a gradient is withdrawn);
-    check_state();
-    STATE = (WAITING(s) -> s + 1 : s - 1);
-    forget();
-    tally[p]--;
-    s = 0;
-#ifndef BUG_WITHDRAW_BLIND
-    check_state();
-#endif
-    next()
+inline crash_writing() {
+    if
+    :: number && WRITING(RECORD(me, p)) ->
+        HAPPENS(a writer dies while it adds);
+        lost_in[p] = lost_in[p] + number + 1;
+        accepted = accepted & ~(admitted[p] & MINE);
+        admitted[p] = admitted[p] & ~MINE
+    :: else ->
+        HAPPENS(a writer dies while it writes);
+        lost_in[p]++;
+        accepted = accepted & ~gradient;
+        admitted[p] = admitted[p] & ~gradient
+    fi
 }
 
-/* Too late: the take must leave it out. */
-inline leave_out() {
-    HAPPENS(a gradient is given up);
-#ifndef BUG_NOT_SAID
-    RECORD(me, p) = 1 << 5;
-#endif
-    forget();
-    s = 0;
-    next()
+inline crash_after() {
+    HAPPENS(a writer dies when it has written)
+}
+
+/* Somebody finds out. */
+inline lose_writer() {
+    LOST = LOST | 1 << me;
+    LEFT++
 }
 #endif
 
@@ -297,6 +316,73 @@ begin:
     fi;
 
 apply:
+#ifdef CRASH
+    if
+    :: d_step {
+           true ->
+           s = STATE;
+#ifndef BUG_LATE_INTENT
+           INTENT[me] = 1 + PARITY(s)
+#endif
+       }
+    fi;
+swap:
+    if
+    :: d_step { STATE == s -> admit() }
+    :: d_step { STATE != s -> s = STATE; HAPPENS(a swap fails) };
+#if !defined(BUG_KEPT_INTENT) && !defined(BUG_LATE_INTENT)
+       INTENT[me] = 1 + PARITY(s);
+#endif
+       goto swap
+    :: d_step { true -> crash_before() } goto dead
+    fi;
+#ifdef BUG_LATE_INTENT
+    if
+    :: INTENT[me] = 1 + p
+    :: d_step { true -> crash_writing() } goto dead
+    fi;
+#endif
+    if
+#if GRADS > 1
+    :: d_step { RECORD(me, p) -> join(RECORD(me, p)) };
+       if
+#ifdef BUG_NOT_MARKED
+       :: true
+#else
+       :: d_step { true -> name(1) }
+#endif
+       :: d_step { true -> crash_writing() } goto dead
+       fi
+#endif
+    :: d_step { !RECORD(me, p) -> choose() }
+    :: d_step { !RECORD(me, p) -> crash_writing() } goto dead
+    fi;
+    if
+    :: d_step { true -> store(0) }
+    :: d_step { number > 0 -> crash_writing() } goto dead
+    fi;
+    if
+    :: d_step { true -> store(1) }
+    :: d_step { true -> crash_writing() } goto dead
+    fi;
+    if
+    :: d_step { true -> name(0) }
+    :: d_step { true -> crash_writing() } goto dead
+    fi;
+    if
+    :: d_step { true -> INTENT[me] = 0; done() }
+    :: d_step { true -> crash_after() } goto dead
+    fi;
+    goto begin;
+dead:
+    if
+    :: d_step {
+           true ->
+           lose_writer();
+           s = 0; i = 0; p = 0; buffer = 0; number = 0; gradient = 0
+       }
+    fi;
+#else
     if
 #ifdef STALE
     :: d_step {
@@ -346,7 +432,6 @@ swap:
 #endif
     :: !RECORD(me, p) ->
        d_step { choose() };
-       d_step { name(1) };
        d_step { store(0) }
 #else
     :: d_step { RECORD(me, p) -> join(RECORD(me, p)); store(0) }
@@ -358,38 +443,12 @@ swap:
     :: d_step { true -> name(0) }
     fi;
 #endif
-    if
-    :: d_step { true -> store(1) }
-#ifdef GIVE_UP
-    :: d_step { !number -> RECORD(me, p) = 0 } goto give_up
-#endif
-    fi;
+    d_step { store(1) };
 #ifdef FINE
     d_step { name(0) };
     d_step { done() };
 #else
     d_step { name(0); done() };
-#endif
-    goto begin;
-
-#ifdef GIVE_UP
-give_up:
-#ifdef FINE
-    s = STATE;
-    if
-#ifdef BUG_WITHDRAW_BLIND
-    :: d_step { true -> withdraw() }
-#else
-    :: d_step { PARITY(s) == p && STATE == s -> withdraw() }
-    :: d_step { PARITY(s) == p && STATE != s -> s = 0 } goto give_up
-    :: d_step { PARITY(s) != p -> leave_out() }
-#endif
-    fi;
-#else
-    if
-    :: d_step { PARITY(STATE) == p -> s = STATE; withdraw() }
-    :: d_step { PARITY(STATE) != p -> leave_out() }
-    fi;
 #endif
     goto begin;
 #endif
@@ -407,7 +466,7 @@ end:
 #endif
 #define PASS(other) \
     d_step { \
-        !(passed >> other & 1) && FREE(LINE[other]) -> \
+        !(passed >> other & 1) && (FREE(LINE[other]) || LOST_TAKERS >> other & 1) -> \
         passed = passed | 1 << other; \
         if \
         :: passed == ALL -> arrive() \
@@ -429,8 +488,13 @@ inline arrive() {
 /* What an earlier take closed and could not finish. */
 inline recall() {
     p = CLOSED & 1;
-    number = CLOSED >> 1;
-    resumed = number > 0
+    number = CLOSED >> 2;
+    reduced = CLOSED >> 1 & 1;
+    resumed = (number && PARITY(STATE) != p);
+    left_waiting = (number && PARITY(STATE) == p && WAITING(STATE));
+    wanted = (left_waiting -> number : 0);
+    p = (resumed -> p : 0);
+    number = (resumed -> number : 0)
 }
 
 inline want() {
@@ -448,6 +512,15 @@ inline announce() {
     assert(!WAITING(s));
 #ifdef OBSERVER
     WANT = (WANT >> 2) + 1 << 2 | wanted
+#endif
+}
+
+/* What this take closes, should another have to resume it. */
+inline intend(count) {
+#ifdef BUG_NOT_ON_RECORD
+    skip
+#else
+    CLOSED = (count) << 2 | PARITY(s)
 #endif
 }
 
@@ -490,41 +563,48 @@ inline withdraw_request() {
 }
 
 inline collect(i) {
-    sum[i] = sum[i] |
-        (NUMBER(RECORD(rank, p)) -> PAYLOAD(rank, BUFFER(RECORD(rank, p)), i) : 0)
+    sum[i] = sum[i] | PAYLOAD(rank, BUFFER(RECORD(rank, p)), i)
 }
 
 inline collect_all() {
     do
-    :: rank < WRITERS && RECORD(rank, p) ->
+    :: rank < WRITERS && USABLE(rank, p) ->
         collect(0); collect(1);
         total = total + ARRIVED(rank, p);
         rank++
-    :: rank < WRITERS && !RECORD(rank, p) -> rank++
+    :: rank < WRITERS && !USABLE(rank, p) -> rank++
     :: rank == WRITERS -> break
     od
 }
 
-/* The sum has everything that was admitted to the round, and nothing else. */
+#ifdef BUG_DIVISOR
+#define DIVISOR number
+#else
+#define DIVISOR total
+#endif
+
+/* The sum has everything that was admitted to the round, but what lost writers have not
+ * left, and nothing else. */
 inline check_sum() {
     assert(sum[0] == admitted[p] && sum[1] == admitted[p]);
-    assert(total == number && number == tally[p]);
+    assert(DIVISOR == number - lost_in[p] && number == tally[p]);
     assert(resumed || number >= wanted);
     assert(!(taken & admitted[p]));
     sum[0] = 0; sum[1] = 0; total = 0; rank = 0;
     read_now[p] = 0
 }
 
-#ifdef GIVE_UP
+#ifdef CRASH
 #define NOTHING_LEFT (!admitted[p])
-/* All gradients were given up: undo the step, and wait again. */
+/* All gradients were lost: undo the step, and wait again. */
 inline step_back() {
     HAPPENS(a round comes to nothing);
     check_state();
     STATE = STATE - (1 << 6);
     step_now--;
     check_state();
-    tally[p] = 0;
+    tally[p] = 0; lost_in[p] = 0;
+    CLOSED = CLOSED | 2;
     nothing = 1
 }
 
@@ -536,11 +616,15 @@ inline go_on() {
 #define NOTHING_LEFT false
 #endif
 
+/* From now on nobody resumes the round. */
 inline hand_out() {
     assert(admitted[p]);
     taken = taken | admitted[p];
     admitted[p] = 0;
-    tally[p] = 0;
+    tally[p] = 0; lost_in[p] = 0;
+#ifndef BUG_RESUMED_TWICE
+    CLOSED = CLOSED | 2;
+#endif
     if
     :: resumed -> HAPPENS(a closed round is resumed)
     :: else
@@ -567,26 +651,28 @@ inline clear_all() {
     CLOSED = 0
 }
 
-/* The next take resumes the round. */
-inline put_closed() {
-#ifdef BUG_NOT_ON_RECORD
-    skip
-#else
-    CLOSED = number << 1 | p
-#endif
-}
-
 inline go() {
     LINE[me] = ABSENT;
     head = 0;
     required = 0; wanted = 0; number = 0; p = 0; resumed = 0; failed = 0; left = 0
 }
 
+#ifdef TAKER_CRASH
+inline lose_taker() {
+    LOST_TAKERS = LOST_TAKERS | 1 << me;
+    head = (head == me + 1 -> 0 : head);
+    HAPPENS(a taker is lost)
+}
+#define OR_DIE  :: me > 0 -> goto dead
+#else
+#define OR_DIE
+#endif
+
 proctype Taker(byte me) {
     short s;
     byte takes, required, wanted, ticket, passed, number, rank, total, left;
     byte sum[2];
-    bit p, resumed, failed, nobody, nothing;
+    bit p, resumed, reduced, left_waiting, failed, nobody, nothing;
 
 begin:
     if
@@ -595,8 +681,14 @@ begin:
     :: d_step { takes == 0 && first_draws == me ->
                 first_draws++; takes++; LINE[me] = DRAWING }
     fi;
-    d_step { ticket = TICKET; TICKET++ };
-    d_step { LINE[me] = ticket + 1; passed = 1 << me };
+    if
+    :: d_step { true -> ticket = TICKET; TICKET++ }
+    OR_DIE
+    fi;
+    if
+    :: d_step { true -> LINE[me] = ticket + 1; passed = 1 << me }
+    OR_DIE
+    fi;
 end_line:
     do
     :: PASS(0)
@@ -616,13 +708,23 @@ end_line:
        }
        goto begin
 #endif
+    OR_DIE
     od;
 
 #ifdef FINE
     if
     :: d_step { true -> recall() }
+    OR_DIE
     fi;
 #endif
+#ifdef TAKER_CRASH
+    if
+    :: left_waiting -> goto withdraw
+    :: resumed && reduced -> passed = 0; goto clearing
+    :: !left_waiting && !(resumed && reduced)
+    fi;
+#endif
+fresh:
     if
     :: resumed -> passed = 0; goto await
     :: !resumed -> passed = 0; required = 1
@@ -639,20 +741,29 @@ look:
     :: d_step { true -> want() }
     fi;
 #if defined(FINE) || defined(OBSERVER)
-    s = STATE;
     if
-    :: d_step { COUNT(s) >= wanted && STATE == s -> close() } goto await
-    :: d_step { COUNT(s) >= wanted && STATE != s -> s = 0 } goto look
-    :: d_step { COUNT(s) < wanted -> announce() }
+    :: s = STATE
+    OR_DIE
+    fi;
+    if
+    :: d_step { COUNT(s) >= wanted -> intend(COUNT(s)) };
+       if
+       :: d_step { STATE == s -> close() } goto await
+       :: d_step { STATE != s -> s = 0 } goto look
+       OR_DIE
+       fi
+    :: d_step { COUNT(s) < wanted -> intend(wanted); announce() }
     fi;
     if
     :: d_step { STATE == s -> request() }
     :: d_step { STATE != s -> s = 0 } goto look
+    OR_DIE
     fi;
 #else
     if
-    :: d_step { COUNT(STATE) >= wanted -> s = STATE; close() } goto await
-    :: d_step { COUNT(STATE) < wanted -> s = STATE; request() }
+    :: d_step { COUNT(STATE) >= wanted -> s = STATE; intend(COUNT(s)); close() }
+       goto await
+    :: d_step { COUNT(STATE) < wanted -> s = STATE; intend(wanted); request() }
     fi;
 #endif
 
@@ -662,6 +773,7 @@ end_quorum:
 #ifdef TIMEOUTS
     :: failed = 1
 #endif
+    OR_DIE
 #ifdef LEAVE
 #ifdef BUG_LEFT_LATE
     :: PARITY(STATE) == PARITY(s) && COUNT(STATE) == wanted ->
@@ -695,6 +807,7 @@ back:
        goto await
 #ifdef FINE
     :: d_step { PARITY(STATE) == PARITY(s) -> s = STATE }
+    OR_DIE
     fi;
     if
 #ifdef BUG_BLIND_GIVE_UP
@@ -702,6 +815,7 @@ back:
 #else
     :: d_step { STATE == s -> withdraw_request() }
     :: STATE != s -> goto back
+    OR_DIE
 #endif
 #else
     :: d_step { PARITY(STATE) == PARITY(s) -> s = STATE; withdraw_request() }
@@ -715,24 +829,62 @@ back:
     fi;
 #endif
 
-await:
+#ifdef TAKER_CRASH
+/* The request of a lost taker. */
+withdraw:
     if
-    :: d_step { ALL_ARRIVED(p) == number -> read_now[p] = 1 }
-#ifdef TIMEOUTS
-    :: d_step { true -> put_closed(); HAPPENS(a take gives up after closing) } goto leave
+    :: d_step {
+           PARITY(STATE) == (CLOSED & 1) ->
+           s = STATE;
+           withdraw_request();
+           HAPPENS(a request of a lost taker is withdrawn);
+           left_waiting = 0; wanted = 0
+       }
+    :: d_step {
+           PARITY(STATE) != (CLOSED & 1) ->
+           left_waiting = 0; wanted = 0;
+           recall()
+       }
+    fi;
+    goto fresh;
 #endif
+
+await:
+#ifdef BUG_EARLY_READ
+    if
+    :: d_step { true -> total = number - ALL_ARRIVED(p) }
+    fi;
+#endif
+    if
+    :: d_step { ALL_ARRIVED(p) == number -> read_now[p] = 1; total = 0 }
+#ifdef CRASH
+    :: !ANY_OPEN(p) && ALL_ARRIVED(p) != number;
+       d_step {
+#ifdef BUG_EARLY_READ
+           assert(total == lost_in[p]);
+           total = 0;
+#endif
+           read_now[p] = 1;
+           if
+           :: ALL_ARRIVED(p) != number -> HAPPENS(a gradient is lost)
+           :: else
+           fi
+       }
+#endif
+#ifdef TIMEOUTS
+    :: d_step { true -> total = 0; HAPPENS(a take gives up after closing) } goto leave
+#endif
+    OR_DIE
     fi;
 #ifdef FINE
     do
-    :: d_step { rank < WRITERS && !RECORD(rank, p) -> rank++ }
+    :: d_step { rank < WRITERS && !USABLE(rank, p) -> rank++ }
     :: d_step {
-           rank < WRITERS && RECORD(rank, p) ->
-           assert(!WRITING(RECORD(rank, p)));
-           total = total + ARRIVED(rank, p)
+           rank < WRITERS && USABLE(rank, p) -> total = total + ARRIVED(rank, p)
        };
        d_step { collect(0) };
        d_step { collect(1); rank++ }
-#ifdef GIVE_UP
+#ifdef CRASH
     :: d_step { rank == WRITERS && NOTHING_LEFT -> check_sum(); step_back() } break
 #endif
     :: d_step { rank == WRITERS && !NOTHING_LEFT -> check_sum(); hand_out() } break
@@ -740,31 +892,41 @@ await:
     :: d_step {
            rank == WRITERS && !NOTHING_LEFT ->
            check_sum();
-           put_closed();
            HAPPENS(the caller fails)
        }
        goto leave
 #endif
+    OR_DIE
     od;
 #ifdef BUG_LEAVE_EARLY
     if
     :: d_step { true -> LINE[me] = ABSENT; head = 0 }
     fi;
 #endif
+clearing:
     do
     :: d_step { rank < WRITERS -> clear() }
     :: d_step { rank == WRITERS -> rank = 0 } break
+    OR_DIE
     od;
     CLOSED = 0;
-#ifdef GIVE_UP
     if
+#ifdef CRASH
     :: d_step { nothing -> go_on() } goto look
-    :: !nothing
-    fi;
 #endif
+#ifdef TAKER_CRASH
+    :: d_step {
+           reduced ->
+           HAPPENS(a take of a lost taker is completed);
+           reduced = 0; resumed = 0; p = 0; number = 0
+       }
+       goto fresh
+#endif
+    :: !nothing && !reduced
+    fi;
 #else
     if
-#ifdef GIVE_UP
+#ifdef CRASH
     :: d_step {
            NOTHING_LEFT ->
            collect_all();
@@ -783,7 +945,6 @@ await:
            !NOTHING_LEFT ->
            collect_all();
            check_sum();
-           put_closed();
            HAPPENS(the caller fails)
        }
 #endif
@@ -792,7 +953,21 @@ await:
 leave:
     if
     :: d_step { true -> go() } goto begin
+    OR_DIE
     fi;
+#ifdef TAKER_CRASH
+dead:
+    if
+    :: d_step {
+           true ->
+           lose_taker();
+           s = 0; takes = 0; required = 0; wanted = 0; ticket = 0; passed = 0;
+           number = 0; rank = 0; total = 0; left = 0; sum[0] = 0; sum[1] = 0; p = 0;
+           resumed = 0; reduced = 0; left_waiting = 0; failed = 0; nobody = 0;
+           nothing = 0
+       }
+    fi;
+#endif
 end:
     skip
 }
@@ -853,26 +1028,25 @@ proctype Observer() {
 inline check_round(parity) {
     found = 0; number = 0; rank = 0;
     do
-    :: rank < WRITERS && RECORD(rank, parity) && !NUMBER(RECORD(rank, parity)) ->
-        number = number + ARRIVED(rank, parity);
-        rank++
-    :: rank < WRITERS && NUMBER(RECORD(rank, parity)) ->
+    :: rank < WRITERS && !USABLE(rank, parity) -> rank++
+    :: rank < WRITERS && USABLE(rank, parity) ->
         assert(!(found & PAYLOAD(rank, BUFFER(RECORD(rank, parity)), 0)));
         found = found | PAYLOAD(rank, BUFFER(RECORD(rank, parity)), 0);
         number = number + ARRIVED(rank, parity);
         rank++
-    :: rank < WRITERS && !RECORD(rank, parity) -> rank++
     :: rank == WRITERS -> break
     od;
     assert(found == admitted[parity]);
-    assert(number == tally[parity])
+    assert(number == tally[parity] - lost_in[parity])
 }
 
 /* No taker is in line. */
 inline check_line() {
     rank = 0;
     do
-    :: rank < TAKERS -> assert(LINE[rank] == ABSENT); rank++
+    :: rank < TAKERS ->
+        assert(LINE[rank] == ABSENT || LOST_TAKERS >> rank & 1);
+        rank++
     :: rank == TAKERS -> break
     od
 }
@@ -887,14 +1061,18 @@ proctype Monitor() {
         :: head ->
             assert(WAITING(STATE) && COUNT(STATE) > 0);
             assert(LEFT < WRITERS)
-        :: !head -> assert(!WAITING(STATE)); check_line()
+        :: !head -> assert(!WAITING(STATE) || LOST_TAKERS); check_line()
         fi;
         assert(!(taken & (admitted[0] | admitted[1])) && !(admitted[0] & admitted[1]));
         assert(accepted == (taken | admitted[0] | admitted[1]));
         check_round(open_now);
-        check_round(1 - open_now);
-        number = tally[1 - open_now];
-        assert(CLOSED == (number -> number << 1 | 1 - open_now : 0))
+        if
+        :: CLOSED & 2 -> assert(LOST_TAKERS)
+        :: else ->
+            check_round(1 - open_now);
+            number = tally[1 - open_now];
+            assert(!number || CLOSED == (number << 2 | 1 - open_now))
+        fi
     }
 }
 

@@ -15,7 +15,8 @@
  *   TORN               each access to a double buffer, and each message, is a separate
  *                      step: see 5
  *   FINE               each access to the words of the inbox is a separate step
- *   GIVE_UP            a rank may fail after its gradient was admitted
+ *   CRASH              a rank may die between any two steps of a push; it is lost some
+ *                      time later
  *   HOPE               a rank may wait for a step that may never come, in vain
  *   TIMEOUTS           a rank may give up any wait for a step
  *   PUSH               with VERSIONS: the root has each version sent to all nodes, and a
@@ -30,7 +31,7 @@
  * Not modelled: how a gradient gets to the root from another node (nodes/parts.py),
  * counters, max_lag=math.inf (an addition in place of the swap), a server that continues
  * from a step, updates that ranks make together, locks that a program holds, errors of
- * the update itself, a rank that dies.
+ * the update itself, the death of an agent.
  *
  * Abstractions, and why they hide no error:
  *
@@ -106,6 +107,20 @@ byte APPLIED;
 #endif
 byte place[PLACES];             /* step + 1 << 3 | rank */
 #define NOBODY 7
+byte INTENT[RANKS];             /* 0, or 1 + the step at which it tries to be admitted */
+byte LOST;                      /* the set of the lost ranks */
+#ifdef BUG_LIVING_MISSING
+#define OPEN(rank, step) false
+#else
+#define OPEN(rank, step) (!(LOST >> (rank) & 1) && INTENT[rank] == 1 + (step))
+#endif
+#if RANKS == 1
+#define ANY_OPEN(step) OPEN(0, step)
+#elif RANKS == 2
+#define ANY_OPEN(step) (OPEN(0, step) || OPEN(1, step))
+#else
+#define ANY_OPEN(step) (OPEN(0, step) || OPEN(1, step) || OPEN(2, step))
+#endif
 #define PLACE(step) place[(step) % PLACES]
 byte slot[RANKS * 2];
 #define SLOT(rank, i) slot[(rank) * 2 + (i)]
@@ -144,7 +159,7 @@ chan data[NODES] = [8] of { byte };
 
 /* Ghosts: the truth, for assertions only. */
 byte step_now;                  /* gradients admitted */
-byte order[STEPS];              /* the gradient of each step; 0: given up */
+byte order[STEPS];              /* the gradient of each step; 0: lost */
 byte applied_now;
 byte sent_now[NODES];           /* the last step sent */
 bit root_done;
@@ -188,6 +203,7 @@ end:
     do
     :: PLACE(step) >> 3 == step + 1 ->
        d_step { rank = PLACE(step) & 7 };
+found:
 #ifdef BUG_APPLIED_EARLY
        APPLIED = step + 1;
 #endif
@@ -249,6 +265,21 @@ end:
 #ifdef VERSIONS
     :: step == VERSIONS && LEFT == RANKS -> break
 #else
+#ifdef CRASH
+#ifdef BUG_EARLY_LOOK
+    :: STEP > step && PLACE(step) >> 3 != step + 1;
+       if
+       :: d_step { !ANY_OPEN(step) -> rank = NOBODY } goto found
+       :: ANY_OPEN(step)
+       fi
+#else
+    :: STEP > step && !ANY_OPEN(step) && PLACE(step) >> 3 != step + 1;
+       if
+       :: d_step { PLACE(step) >> 3 != step + 1 -> rank = NOBODY } goto found
+       :: PLACE(step) >> 3 == step + 1
+       fi
+#endif
+#endif
     :: LEFT == RANKS && PLACE(step) >> 3 != step + 1 && STEP == step -> break
 #endif
     od;
@@ -389,6 +420,38 @@ read:
     SLOT(me, 0) = me * GRADS + i + 1;
     SLOT(me, 1) = me * GRADS + i + 1;
 
+#ifdef CRASH
+    s = STEP;
+swap:
+    if
+    :: d_step { s - local_step > LAG -> HAPPENS(a gradient is dropped); i++; s = 0;
+                local_step = 0; INTENT[me] = 0 }
+       goto pull
+    :: s - local_step <= LAG
+    fi;
+#ifndef BUG_LATE_INTENT
+    if
+    :: INTENT[me] = 1 + s
+    :: d_step { true -> HAPPENS(a rank dies before it is admitted) } goto dead
+    fi;
+#endif
+    if
+    :: d_step { STEP == s -> admit() }
+    :: d_step { STEP != s -> HAPPENS(a swap fails); s = STEP } goto swap
+    :: d_step { true -> HAPPENS(a rank dies before it is admitted) } goto dead
+    fi;
+#ifdef BUG_LATE_INTENT
+    INTENT[me] = 1 + s;
+#endif
+    if
+    :: d_step { true -> put(me) }
+    :: d_step { true -> order[s] = 0; HAPPENS(a rank dies when it is admitted) } goto dead
+    fi;
+    if
+    :: INTENT[me] = 0
+    :: d_step { true -> HAPPENS(a rank dies when its gradient is there) } goto dead
+    fi;
+#else
 swap:
 #ifdef FINE
     s = STEP;
@@ -414,23 +477,14 @@ swap:
     :: d_step { STEP - local_step <= LAG -> s = STEP; admit() }
     fi;
 #endif
-
-    if
-    :: d_step { true -> put(me) }
-#ifdef GIVE_UP
-    :: d_step {
-           true ->
-           order[s] = 0;
-#ifdef BUG_NOT_SAID
-           s = 0; local_step = 0; i++;
-#else
-           put(NOBODY);
+    d_step { put(me) };
 #endif
-           HAPPENS(a gradient is given up)
-       }
-#endif
-    fi;
     goto pull;
+#ifdef CRASH
+dead:
+    s = 0; local_step = 0; i = 0; submitted = 0;
+    LOST = LOST | 1 << me;
+#endif
 #endif
 end:
     LEFT++
