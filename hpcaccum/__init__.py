@@ -25,6 +25,7 @@ from hpcaccum.accumulator import (
     Tally,
 )
 from hpcaccum.errors import (
+    BrokenObjectError,
     CheckpointError,
     DeviceUnavailableError,
     DisagreementError,
@@ -65,6 +66,7 @@ __all__ = [
     "AccumulatorStatistics",
     "Adagrad",
     "Adam",
+    "BrokenObjectError",
     "CheckpointError",
     "ConditionalAccumulator",
     "CrossShardOptimizer",

@@ -39,6 +39,14 @@ class FreedError(RuntimeError):
     """Raised by the use of an object after its ``free()``."""
 
 
+class BrokenObjectError(RuntimeError):
+    """Raised by the use of an object on a rank where an exception has ended a call.
+
+    The rank has left the object, and others go on without it. The cause is the first
+    exception.
+    """
+
+
 class CheckpointError(ValueError):
     """Raised for a file that is damaged, or is not a checkpoint.
 

@@ -6,17 +6,15 @@ after the other.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpcaccum import device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.row_sums import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hpcaccum.dtypes import Array
 
 _INT64 = np.dtype(np.int64)
@@ -79,19 +77,13 @@ def room_in(buffer: Array, number: int, width: int, dtype: np.dtype[Any]) -> Row
     return Rows(indices, counts, buffer[values:end].view(dtype).reshape(number, width))
 
 
-def stores(
-    buffer: Array, rows: Rows, dtype: np.dtype[Any]
-) -> list[Callable[[], object]]:
-    """Return calls, functions of C, that together write rows to a buffer.
-
-    The last one writes the values.
-    """
+def write_rows(buffer: Array, rows: Rows, dtype: np.dtype[Any]) -> None:
+    """Write rows to a buffer; their values may be on a device."""
     number, width = rows.values.shape
-    places = _number(buffer), *room_in(buffer, number, width, dtype)
-    return [
-        functools.partial(place.__setitem__, ..., value)
-        for place, value in zip(places, (number, *rows), strict=True)
-    ]
+    room = room_in(buffer, number, width, dtype)
+    _number(buffer)[...] = number
+    room.indices[...], room.counts[...] = rows.indices, rows.counts
+    device.copyto(room.values, rows.values)
 
 
 def remove_rows(buffer: Array) -> None:

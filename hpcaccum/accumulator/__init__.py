@@ -6,11 +6,11 @@
 A gradient: `writer` has it admitted by the `protocol`, or by an agent if the words are
     on another node (`remote_admission`), and writes it to one of the rank's `buffers`
     in the `storage`, `row_storage` or `vector_storage`. `one_thread` lets the threads
-    of a rank write in turn; `recovery` completes or revokes what was interrupted.
+    of a rank write in turn.
 A take: `taker` closes the round, and a `batch` has the gradients that are summed.
 Words: `membership`, `ticket_lock`, `receipts`, `shapes` and `row_shapes` keep their
     state in words that `word_layout` assigns; `state` packs those of the protocol,
-    without MPI. A `claim` is what one call of a rank has at a time.
+    without MPI.
 
 `DeviceAccumulator` and `DeviceRowAccumulator` accumulate on one CUDA device, in one
 process, with a protocol of their own (`device_protocol`).
@@ -26,8 +26,7 @@ from hpcaccum.accumulator.device_accumulator import DeviceAccumulator
 from hpcaccum.accumulator.device_protocol import DeviceStatistics
 from hpcaccum.accumulator.device_rows import DeviceRowAccumulator
 from hpcaccum.accumulator.membership import Membership
-from hpcaccum.accumulator.receipts import Count, Counters, Receipt, Tally
-from hpcaccum.accumulator.recovery import Recovery
+from hpcaccum.accumulator.receipts import Counters, Receipt, Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics
 from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
 from hpcaccum.accumulator.vectors import VectorAccumulator
@@ -37,14 +36,12 @@ __all__ = [
     "AccumulatorStatistics",
     "Batch",
     "ConditionalAccumulator",
-    "Count",
     "Counters",
     "DeviceAccumulator",
     "DeviceRowAccumulator",
     "DeviceStatistics",
     "Membership",
     "Receipt",
-    "Recovery",
     "SparseConditionalAccumulator",
     "SparseGradient",
     "Tally",

@@ -129,9 +129,10 @@ class ConditionalAccumulator(Accumulator):
                 answer within HPCACCUM_TIMEOUT seconds. It may still accept the
                 gradient, so a slot that contains it must not be changed: the next
                 `apply_grad` or `slot` of this rank waits for the answer first.
-            Exception: Anything else, as a MemoryError or what a signal handler raises:
-                the gradient is withdrawn and counts as ``given_up``, or it was in place
-                already and counts as accepted.
+            BrokenObjectError: If an exception has ended an earlier call.
+            Exception: Anything else, as what a signal handler raises in the middle of
+                the call: this rank has left the accumulator, and the gradient may be
+                lost. The other ranks go on.
         """
         self._check_open()
         step = step_number(local_step, "local_step")

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from hpcaccum import device
-from hpcaccum.accumulator.claim import Claim, Claimant
 from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.receipts import MAX_LAG, Receipt, Tally
 from hpcaccum.arguments import positive_count, step_number
@@ -83,8 +82,8 @@ class AccumulatorOnDevice(Freeable):
         self._name, self._nbytes = name, nbytes
         self._device = device.current_device()
         self._calls = OneThread(name)
-        # Of the take that waits or reduces; others wait for it.
-        self._taking = Claim()
+        # Held by the take that waits or reduces.
+        self._taking = OneThread(name)
         self._state = _State()
         # The event after each turn, and the arrays that it reads or None, oldest first.
         self._reads: deque[tuple[Any, Any]] = deque()
@@ -124,16 +123,12 @@ class AccumulatorOnDevice(Freeable):
         """
         self._check_open()
         new = step_number(new_global_step, "new_global_step")
-        old = self._calls.run("set_global_step", lambda: self._replace_step(new))
+        with self._calls.hold("set_global_step"):
+            self._check_open()
+            old = self._state.step
+            self._state = self._state._replace(step=new)
         if new < old:
             logger.warning("%s: step lowered from %d to %d", self._name, old, new)
-
-    def _replace_step(self, step: int) -> int:
-        """Set the step; return what it was before."""
-        self._check_open()
-        state = self._state
-        self._state = state._replace(step=step)
-        return state.step
 
     def _numbers(self) -> str:
         """Return step and count as text, for a ``repr``."""
@@ -145,14 +140,12 @@ class AccumulatorOnDevice(Freeable):
         self, local_step: int, arrays: Any, prepare: Callable[[bool], Launch]
     ) -> Receipt:
         """Queue the addition of a gradient, unless it is stale."""
-        return self._calls.run(
-            "apply_grad", lambda: self._admit(local_step, arrays, prepare)
-        )
+        with self._calls.hold("apply_grad"):
+            return self._admit(local_step, arrays, prepare)
 
     def _admit(
         self, local_step: int, arrays: Any, prepare: Callable[[bool], Launch]
     ) -> Receipt:
-        """Do as `_submit`, in turn."""
         self._check_here()
         state = self._state
         receipt = Receipt(local_step >= state.step, local_step, state.step)
@@ -173,24 +166,11 @@ class AccumulatorOnDevice(Freeable):
         """
         required = positive_count(num_required, "num_required")
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
-        mine = Claimant(deadline.what)
-        try:
-            deadline.wait(
-                lambda: self._taking.make(mine), lambda: "a take of another thread"
-            )
+        with self._taking.hold("take_grad", deadline):
             self._wait(required, deadline)
-            return self._calls.run("take_grad", lambda: self._reduce_all(reduce))
-        finally:
-            # A signal handler may raise again.
-            try:
-                self._taking.end(mine)
-            except BaseException:
-                self._taking.end(mine)
-                raise
-
-    def _reduce_all(self, reduce: Callable[[int], T]) -> T:
-        self._check_here()
-        return self._in_turn(lambda: reduce(self._state.accumulated))
+            with self._calls.hold("take_grad"):
+                self._check_here()
+                return self._in_turn(lambda: reduce(self._state.accumulated))
 
     def _wait(self, required: int, deadline: Deadline) -> None:
         def enough() -> bool | None:
@@ -253,16 +233,14 @@ class AccumulatorOnDevice(Freeable):
         return f"accumulator {self._name!r}"
 
     def _free(self) -> None:
-        self._calls.run("free", self._free_memory)
-
-    def _free_memory(self) -> None:
-        self._end_turn()
-        # The pool would give the memory away while another stream still uses it.
-        self._last.synchronize()
-        # Before the turn is over: a waiting thread must not launch kernels.
-        self._freed = True
-        self._reads.clear()
-        self._clear()
+        with self._calls.hold("free"):
+            self._end_turn()
+            # The pool would give the memory away while another stream still uses it.
+            self._last.synchronize()
+            # Before the turn is over: a waiting thread must not launch kernels.
+            self._freed = True
+            self._reads.clear()
+            self._clear()
 
     def _clear(self) -> None:
         """Drop all arrays on the device."""

@@ -158,6 +158,8 @@ class Accumulator(Freeable):
             self._protocol.count(),
             self._shared.tally(),
             tuple(self._protocol.membership.left()),
+            tuple(self._protocol.membership.lost()),
+            self._protocol.num_lost(),
             self._storage.name,
             self._storage.window_bytes,
         )

@@ -1,40 +1,40 @@
-"""Which ranks contribute gradients, which have left, and which quorums remain."""
+"""Which ranks contribute gradients, which have left or are lost, and the quorums."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import Attempt
+from hpcaccum.errors import BrokenObjectError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hpcaccum.mpi import AtomicWords
 
-
-# The word of a rank that has left.
-_LEFT, _COMES_BACK = 1, 2
+# The word of a rank. It changes once, from 0; that of a rank that comes back, again.
+_PRESENT, _LEFT, _COMES_BACK, _LOST = range(4)
 
 
 class Membership:
-    """The ranks that contribute gradients, and those of them that have left.
+    """The ranks that contribute gradients, those that have left, and those lost.
 
-    A rank that leaves sets a word of its own, which names it, and increments the number
-    of ranks that have left, which a waiting rank reads. The word also says whether the
-    rank comes back.
+    Each rank has a word. A rank that leaves sets its own. A rank is lost if it can do
+    no more: its call on the object has broken. What it was admitted with and has not
+    written is left out.
+
+    Another word counts the changes, so that a rank that waits reads one word.
 
     Args:
         words: The words of the object.
-        base: Index of the first of ``Membership.words(size)`` words. This one is the
-            number of ranks that have left, to be read together with the words before.
+        base: Index of the first of ``Membership.words(size)`` words. This one counts
+            the changes, to be read together with the words before.
         rank: This rank.
         size: The number of ranks.
         workers: How many of them contribute. If not all, the root does not.
 
     Attributes:
         workers: As given.
-        has_left: Whether this rank has left, or begun to.
+        has_left: Whether this rank has left, or begun to, or is lost.
         comes_back: Whether it left to come back.
     """
 
@@ -45,22 +45,35 @@ class Membership:
         self.workers, self.has_left, self.comes_back = workers, False, False
         # Those that never contribute.
         self._others = {words.root} if workers < size else set()
-        # The increment that `leave` must not make twice.
-        self._increment = Attempt()
+        # How many had left at a count of changes.
+        self._counted = 0, 0
+        self._broken: BaseException | None = None
 
     @staticmethod
     def words(size: int) -> int:
         """Return the number of words for ``size`` ranks."""
         return 1 + size
 
-    def num_left(self) -> int:
-        """Return how many ranks have left."""
+    def changes(self) -> int:
+        """Return how often ranks have left, come back, or been lost."""
         return self._words.read(self._base)
 
+    def num_left(self, changes: int) -> int:
+        """Return how many ranks had left, or were lost, after so many changes."""
+        if self._counted[0] != changes:
+            self._counted = changes, sum(map(bool, self._states()))
+        return self._counted[1]
+
+    def _states(self) -> list[int]:
+        return self._words.read_range(self._base + 1, self._size)
+
     def left(self) -> list[int]:
-        """Return the ranks that have left."""
-        words = self._words.read_range(self._base + 1, self._size)
-        return [rank for rank, word in enumerate(words) if word]
+        """Return the ranks that have left, or are lost."""
+        return [rank for rank, state in enumerate(self._states()) if state]
+
+    def lost(self) -> list[int]:
+        """Return the ranks that are lost."""
+        return [rank for rank, state in enumerate(self._states()) if state == _LOST]
 
     def present(self) -> set[int]:
         """Return the ranks that may still contribute."""
@@ -77,40 +90,42 @@ class Membership:
             return max(1, min(required, present))
         return max(1, -(-required * present // self.workers))
 
-    def all_left(self, num_left: int) -> bool:
-        """Whether no rank will contribute after ``num_left`` ranks have left."""
-        return num_left >= self.workers
+    def all_left(self, changes: int) -> bool:
+        """Whether no rank will contribute, after so many changes."""
+        return changes > 0 and self.num_left(changes) >= self.workers
 
     def check_present(self, verb: str) -> None:
-        """Raise InvalidArgumentError if this rank has left."""
+        """Raise an error if this rank has left, or its object is broken."""
+        if self._broken is not None:
+            raise BrokenObjectError(
+                f"rank {self._rank} can {verb} no more gradients: an exception ended "
+                f"a call, and the rank has left ({self._broken!r})"
+            ) from self._broken
         if self.has_left:
             raise InvalidArgumentError(
                 f"rank {self._rank} has left and can {verb} no more gradients"
             )
 
     def leave(self) -> None:
-        """Promise that this rank contributes no more; only the first call counts.
+        """Promise that this rank contributes no more; only the first call counts."""
+        if not self.has_left:
+            self.has_left = True
+            self._set(_COMES_BACK if self.comes_back else _LEFT)
 
-        An exception does not stop it: the rank has left when this returns or raises.
-        """
-        try:
-            self._leave()
-        except BaseException:
-            # After half of it, takes would still wait for this rank.
-            self._leave()
-            raise
+    def lose(self, error: BaseException) -> None:
+        """Give this rank up, because of an exception in the middle of a call."""
+        self._broken = self._broken or error
+        if not self.has_left:
+            self.has_left = True
+            self._set(_LOST)
 
-    def _leave(self) -> None:
-        self.has_left = True
-        word = _COMES_BACK if self.comes_back else _LEFT
-        self._words.write(self._base + 1 + self._rank, word)
-        self._words.settle()
-        if not self._increment.added:
-            self._words.fetch_add(self._base, 1, self._increment)
+    def _set(self, state: int) -> None:
+        self._words.write(self._base + 1 + self._rank, state)
+        self._words.fetch_add(self._base, 1)
 
     def some_come_back(self) -> bool:
         """Whether a rank has left to come back."""
-        return _COMES_BACK in self._words.read_range(self._base + 1, self._size)
+        return _COMES_BACK in self._states()
 
     def come_back(self) -> None:
         """End an absence, if this rank has left to come back.
@@ -118,8 +133,5 @@ class Membership:
         All ranks that take gradients know that it has left.
         """
         if self.comes_back:
-            self._words.write(self._base + 1 + self._rank, 0)
-            self._words.settle()
-            self._words.fetch_add(self._base, -1, Attempt())
-            self._increment = Attempt()
+            self._set(_PRESENT)
             self.has_left = self.comes_back = False

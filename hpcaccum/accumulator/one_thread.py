@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-T = TypeVar("T")
-
-
-def in_a_handler(call: object) -> InvalidArgumentError:
-    """Return the error of a call that would wait for what it has interrupted."""
-    return InvalidArgumentError(
-        f"{call} in a signal handler, which has interrupted another call: set a flag "
-        f"in the handler, and call it later"
-    )
+    from collections.abc import Iterator
 
 
 class OneThread:
@@ -31,28 +22,32 @@ class OneThread:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        # Reentrant, so that a signal handler gets an error instead of waiting for what
-        # it has interrupted.
-        self._lock, self._busy = threading.RLock(), False
+        self._lock, self._owner = threading.Lock(), 0
 
-    def run(
-        self, call: str, do: Callable[[], T], deadline: Deadline | None = None
-    ) -> T:
-        """Return the result of a function."""
-        held: list[bool] = []
+    @contextlib.contextmanager
+    def hold(self, call: str, deadline: Deadline | None = None) -> Iterator[None]:
+        """Let no other thread make a call during the block.
+
+        Raises:
+            WaitTimeoutError: If another thread does not end its call in time.
+            InvalidArgumentError: In a signal handler that has interrupted a call, for
+                which it would wait without end.
+        """
+        me = threading.get_ident()
+        if self._owner == me:
+            raise InvalidArgumentError(
+                f"{self._what}: {call} in a signal handler, which has interrupted "
+                f"another call: set a flag in the handler, and call it later"
+            )
+        if not self._lock.acquire(blocking=False):
+            deadline = deadline or Deadline(None, f"{self._what}: {call}")
+            deadline.block(self._acquire, lambda: "another thread of this rank")
         try:
-            if not Deadline.try_acquire(self._lock, held):
-                deadline = deadline or Deadline(None, f"{self._what}: {call}")
-                deadline.acquire(
-                    self._lock, held, lambda: "another thread of this rank"
-                )
-            if self._busy:
-                raise in_a_handler(f"{self._what}: {call}")
-            try:
-                self._busy = True
-                return do()
-            finally:
-                self._busy = False
+            self._owner = me
+            yield
         finally:
-            if held:
-                self._lock.release()
+            self._owner = 0
+            self._lock.release()
+
+    def _acquire(self, seconds: float) -> bool | None:
+        return self._lock.acquire(timeout=seconds) or None

@@ -12,11 +12,14 @@ STATE by the number still missing. The writer that decrements it to zero closes 
 round in the same compare-and-swap, so no gradient can be admitted between the last one
 required and the close. TensorFlow's queue behaves in the same way.
 
-An exception may occur at any point: a timeout, a MemoryError, a signal handler that
-raises. A gradient that was admitted and cannot be written is subtracted from the count
-while its round is open. After that, its rank's record marks it as given up, and the
-take leaves it out. A take that fails withdraws its request. If its round is closed by
-then, the round is recorded in CLOSED, and the next take resumes it.
+A rank may be lost at any point: an exception ends its call. Before a rank tries to have
+a gradient admitted, it sets a word, its intent, to the parity that it tries. It clears
+the word when its record says that the gradient has arrived. As soon as no rank but lost
+ones has an open intent for a closed round, what was admitted and has not arrived is
+lost, and the take leaves it out.
+
+A take first writes to CLOSED what it is about to close. If it fails, the next take finds
+there what is left to do: a round that was closed and not reduced is reduced then.
 
 `AdmissionProtocol` has the words and what writers do with them; `taker` has what takes
 do. The protocol is model-checked: tests/model/accumulator.pml.
@@ -39,7 +42,7 @@ from hpcaccum.accumulator.state import Packing, Record, State
 from hpcaccum.accumulator.ticket_lock import TicketLock
 from hpcaccum.accumulator.word_layout import WordLayout
 from hpcaccum.errors import InvalidArgumentError, format_ranks
-from hpcaccum.mpi import AtomicWords, Attempt
+from hpcaccum.mpi import AtomicWords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,12 +58,17 @@ _FIXED = WordLayout()
 STATE = _FIXED.take(own_lines=True)
 # How many gradients the waiting take requires, with a tag; see `announce`.
 WANT = _FIXED.take()
-# The STATE of a closed round whose take failed; 0 if there is none.
+# The STATE that the take which has its turn closes, whether or not it has closed it.
+# If `waiting`, the round is reduced. 0 if there is none.
 CLOSED = _FIXED.take()
+# Gradients that were admitted and lost, in all rounds so far.
+_NUM_LOST = _FIXED.take()
 # The words of `Membership`. The first one follows the others: one read covers them.
 MEMBERS = _FIXED.count
 # Rounds that a rank may have missed since its last gradient.
 _MOST_ROUNDS = 1000
+# The intents of two ranks are on different cache lines.
+_APART = 8
 
 
 class AdmissionProtocol:
@@ -79,7 +87,6 @@ class AdmissionProtocol:
         membership: Which ranks contribute.
         take_lock: Held by the take that has its turn, first come, first served.
         counters: What happened to the gradients of each rank.
-        admission: The compare-and-swap that admits this rank's gradient.
     """
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
@@ -90,37 +97,35 @@ class AdmissionProtocol:
         members = layout.take(Membership.words(n))
         lock = layout.take(TicketLock.words(n))
         self._records = layout.take(2 * n)
+        self._intents = layout.take(_APART * n, own_lines=True)
         counters = layout.take(Counters.words(n))
         limit = self.packing.max_shapes
         table = layout.take(ShapeTable.words(limit))
         self.words = words = AtomicWords(group, settings.host, layout.count)
         self.membership = Membership(words, members, rank, n, settings.workers)
-        self.take_lock = TicketLock(words, lock, rank, n)
+        self.take_lock = TicketLock(words, lock, rank, n, self.membership.lost, what)
         self.counters = Counters(words, counters, rank, n)
         self.shapes = _policy(settings, what, ShapeTable(words, table, limit))
         # Where reading STATE costs a round trip, the first guess is made from the last
         # state seen, and from the one that admitted this rank's last gradient.
         self._seen = self._joined = self.packing.unpack(0)
-        # After an exception in `admit`, these hold the outcome.
-        self.admission, self._shape = Attempt(), 0
+        # This rank's intent: 0, or 1 and the parity of a round.
+        self._intent = 0
 
     def state(self) -> State:
         """Return the state now."""
         return self.packing.unpack(self.words.read(STATE))
 
-    def swap(self, old: State, new: State, attempt: Attempt | None = None) -> bool:
+    def swap(self, old: State, new: State) -> bool:
         """Replace the state if it is ``old``; return whether it was."""
         word = self.packing.pack(old)
-        return (
-            self.words.compare_and_swap(STATE, word, self.packing.pack(new), attempt)
-            == word
-        )
+        return self.words.compare_and_swap(STATE, word, self.packing.pack(new)) == word
 
-    def changed(self, parity: int, num_left: int) -> Callable[[], bool]:
+    def changed(self, parity: int, changes: int) -> Callable[[], bool]:
         """Return what finds out whether another round is open, or ranks have left."""
-        state, left = self.words.watch(STATE), self.words.watch(MEMBERS)
+        state, members = self.words.watch(STATE), self.words.watch(MEMBERS)
         unpack = self.packing.unpack
-        return lambda: unpack(state()).parity != parity or left() != num_left
+        return lambda: unpack(state()).parity != parity or members() != changes
 
     def set_step(self, step: int) -> int:
         """Set the step; return what it was before."""
@@ -145,6 +150,8 @@ class AdmissionProtocol:
     ) -> Admitted | None:
         """Admit a gradient to the open round, or find it stale.
 
+        `end_intent` comes when the gradient has arrived, or if it was not admitted.
+
         Args:
             grad: The gradient, which only the shape policy reads.
             local_step: The step at which the gradient was computed.
@@ -161,10 +168,10 @@ class AdmissionProtocol:
         while True:
             shape = self._shape_if_admissible(grad, local_step, state)
             if shape is not None and only in (None, state.parity):
-                self._shape = shape
+                self._intend(state.parity)
                 word, after = self.packing.pack(state), state.admitted(shape)
                 found = self.words.compare_and_swap(
-                    STATE, word, self.packing.pack(after), self.admission
+                    STATE, word, self.packing.pack(after)
                 )
                 if found == word:
                     self._joined, self._seen = state, after
@@ -229,42 +236,42 @@ class AdmissionProtocol:
             self._seen = self.state()
         return local_step < self._seen.step
 
-    def admitted(self, local_step: int) -> Admitted | None:
-        """Return what `admit` returned, or was about to return, if it admitted.
+    # Intents
 
-        For a caller that did not get the result because of an exception. The caller
-        calls `forget_admission` before each gradient.
-        """
-        self.words.settle()
-        if not self.admission.swapped:
-            return None
-        state = self.packing.unpack(int(self.admission.compare[0]))
-        return Receipt(True, local_step, state.step), state.parity, self._shape
+    def _intend(self, parity: int) -> None:
+        """Publish that this rank tries to join the round of a parity."""
+        if self._intent != 1 + parity:
+            index = self._intents + _APART * self._rank
+            self.words.store_unordered(index, 1 + parity, self._intent)
+            self._intent = 1 + parity
 
-    def forget_admission(self) -> None:
-        """Forget the outcome of the last `admit`, before the next one."""
-        self.admission.reset()
+    def end_intent(self) -> None:
+        """Publish that nothing of this rank is on its way to a round."""
+        if self._intent:
+            index = self._intents + _APART * self._rank
+            self.words.store_unordered(index, 0, self._intent)
+            self._intent = 0
 
-    def withdraw(self, parity: int, record: Record | None, attempt: Attempt) -> bool:
-        """Revoke the admission of this rank's last gradient.
+    def intend_for(self, rank: int, parity: int) -> None:
+        """Publish the intent of another rank; for an agent."""
+        self.words.store_unordered(self._intents + _APART * rank, 1 + parity, 0)
 
-        Args:
-            parity: Of the round. It cannot have been opened again, because the round is
-                not complete without the gradient.
-            record: This rank's record of the round without that gradient.
-            attempt: Holds the outcome after an exception.
+    def end_intent_for(self, rank: int, parity: int) -> None:
+        """Publish the end of an intent of another rank; for an agent."""
+        self.words.store_unordered(self._intents + _APART * rank, 0, 1 + parity)
 
-        Returns:
-            False if the round is closed already.
-        """
-        while True:
-            state = self.state()
-            if state.parity != parity:
-                return False
-            # First: after the swap the round may be taken without this rank.
-            self.put_record(parity, record)
-            if self.swap(state, state.withdrawn(), attempt):
-                return True
+    def note_intent(self, parity: int) -> None:
+        """Note the intent that an agent has published for this rank."""
+        self._intent = 1 + parity
+
+    def open_intents(self, parity: int) -> list[int]:
+        """Return the ranks that are not lost and may join the round of a parity."""
+        words = self.words.read_range(self._intents, _APART * self._size)[::_APART]
+        ranks = [rank for rank, word in enumerate(words) if word == 1 + parity]
+        if ranks:
+            lost = self.membership.lost()
+            ranks = [rank for rank in ranks if rank not in lost]
+        return ranks
 
     # Records
 
@@ -276,29 +283,17 @@ class AdmissionProtocol:
         """Return whether this rank has a record of the round of this parity."""
         return self.words.read(self.record_index(parity, self._rank)) != 0
 
-    def is_writing(self, parity: int) -> bool:
-        """Return whether this rank's record says that it is still writing."""
-        word = self.words.read(self.record_index(parity, self._rank))
-        return bool(Record.of(word).writing)
+    def mark_adding(self, parity: int, record: Record) -> None:
+        """Publish that this rank adds to a sum; before its first store there."""
+        self.words.store(self.record_index(parity, self._rank), [record.word()])
 
-    def mark_writing(self, parity: int, record: Record, before: Record | None) -> None:
-        """Publish that this rank was admitted and begins to write.
-
-        Before, it had ``before`` in the round.
-        """
-        index = self.record_index(parity, self._rank)
-        self.words.store_unordered(index, record.word(), before.word() if before else 0)
-
-    def put_record(
-        self, parity: int, record: Record | None, writing: Record | None = None
-    ) -> None:
+    def put_record(self, parity: int, record: Record, before: Record | None) -> None:
         """Publish what this rank has in the round; its payload is in place.
 
-        ``writing`` is what it published last, if that is known.
+        Before, it had ``before``.
         """
         index = self.record_index(parity, self._rank)
-        was = writing.word() if writing else None
-        self.words.write(index, record.word() if record else 0, was)
+        self.words.write(index, record.word(), before.word() if before else 0)
 
     def read_records(self, parity: int) -> dict[int, Record]:
         """Return the records of the ranks that have one."""
@@ -319,14 +314,28 @@ class AdmissionProtocol:
         tag = (self.words.read(WANT) >> bits) + 1
         self.words.write(WANT, tag << bits | wanted)
 
-    def put_closed(self, closing: State | None) -> None:
-        """Record a closed round that the next take must resume; None: there is none."""
-        self.words.write(CLOSED, self.packing.pack(closing) if closing else 0)
+    def put_closing(self, closing: State, *, reduced: bool = False) -> None:
+        """Record what the take closes; once ``reduced``, no other take does that."""
+        word = self.packing.pack(closing._replace(waiting=int(reduced)))
+        self.words.store_unordered(CLOSED, word, 0)
 
-    def closed(self) -> State | None:
-        """Return the closed round that the next take must resume, if there is one."""
+    def end_closing(self) -> None:
+        """Record that the take is complete."""
+        self.words.write(CLOSED, 0)
+
+    def closing(self) -> State | None:
+        """Return what the last take recorded; None if it is complete."""
         word = self.words.read(CLOSED)
         return self.packing.unpack(word) if word else None
+
+    def add_lost(self, number: int) -> None:
+        """Count gradients that are lost; for the take that has its turn."""
+        if number:
+            self.words.write(_NUM_LOST, self.words.read(_NUM_LOST) + number)
+
+    def num_lost(self) -> int:
+        """Return how many gradients were admitted and lost."""
+        return self.words.read(_NUM_LOST)
 
     def count(self) -> int:
         """Return how many gradients no take has returned yet.
@@ -337,28 +346,24 @@ class AdmissionProtocol:
         bits = self.packing.max_count.bit_length()
         while True:
             want = self.words.read(WANT)
-            resumable = self._count_closed()
+            closing = self.closing()
             state = self.state()
+            resumable = 0
+            if closing and closing.parity != state.parity and not closing.waiting:
+                resumable = closing.number
             if not state.waiting:
                 return resumable + state.number
             if self.words.read(WANT) == want:
                 return resumable + (want & (1 << bits) - 1) - state.number
-
-    def _count_closed(self) -> int:
-        closed = self.closed()
-        if not closed:
-            return 0
-        records = self.read_records(closed.parity).values()
-        return closed.number - sum(record.given_up for record in records)
 
     def awaited(self, required: int, step: int) -> str | None:
         """Return what the round of a step lacks, None if nothing; on any rank."""
         state = self.state()
         if state.step <= step:
             members = self.membership
-            return self.missing(members.quorum(required, members.num_left()))
-        records = self.read_records(1 - state.parity).values()
-        writing = any(record.writing for record in records)
+            num_left = members.num_left(members.changes())
+            return self.missing(members.quorum(required, num_left))
+        writing = self.open_intents(1 - state.parity)
         return self.unfinished(1 - state.parity) if writing else None
 
     def missing(self, wanted: int) -> str:
@@ -374,10 +379,7 @@ class AdmissionProtocol:
 
     def unfinished(self, parity: int) -> str:
         """Return which ranks were admitted and have not written, for messages."""
-        records = self.read_records(parity)
-        slow = [rank for rank, record in records.items() if record.writing]
-        if not slow:
-            return "a rank that was admitted to the round, to begin to write"
+        slow = self.open_intents(parity)
         return f"{format_ranks(slow)}, admitted to the round, to finish writing"
 
 

@@ -73,9 +73,6 @@ class Tally:
         accepted, dropped: One number per rank.
         lags: How many accepted and dropped gradients of all ranks had each lag. A
             negative lag counts as 0, one above `MAX_LAG` as `MAX_LAG`.
-        given_up: One number per rank: gradients that were admitted but could not be
-            written because of an exception during the call. They are part of no mean.
-            Empty for a device, which has none.
         nonfinite: One number per rank: gradients that an optimizer dropped because they
             have a NaN or an infinity. ``dropped`` and ``lags`` do not count them.
     """
@@ -83,7 +80,6 @@ class Tally:
     accepted: tuple[int, ...]
     dropped: tuple[int, ...]
     lags: dict[int, int]
-    given_up: tuple[int, ...] = ()
     nonfinite: tuple[int, ...] = ()
 
     def __add__(self, other: Tally) -> Tally:
@@ -96,7 +92,6 @@ class Tally:
             _added(self.accepted, other.accepted),
             _added(self.dropped, other.dropped),
             lags,
-            _added(self.given_up, other.given_up),
             _added(self.nonfinite, other.nonfinite),
         )
 
@@ -105,7 +100,6 @@ class Tally:
         return {
             "accepted": list(self.accepted),
             "dropped": list(self.dropped),
-            "given_up": list(self.given_up),
             "nonfinite": list(self.nonfinite),
             "lags": [list(pair) for pair in self.lags.items()],
         }
@@ -118,24 +112,16 @@ class Tally:
             InvalidArgumentError: If they are something else.
         """
         try:
-            # A snapshot of an earlier version does not have the last one.
-            rows = (
-                lists["accepted"],
-                lists["dropped"],
-                lists["given_up"],
-                lists.get("nonfinite", ()),
-            )
-            accepted, dropped, given_up, nonfinite = (
-                tuple(map(index, row)) for row in rows
-            )
+            rows = lists["accepted"], lists["dropped"], lists["nonfinite"]
+            accepted, dropped, nonfinite = (tuple(map(index, row)) for row in rows)
             lags = {index(lag): index(count) for lag, count in lists["lags"]}
-            _check_counts(*accepted, *dropped, *given_up, *nonfinite)
+            _check_counts(*accepted, *dropped, *nonfinite)
             _check_counts(*lags, *lags.values())
         except (TypeError, ValueError, KeyError) as error:
             raise InvalidArgumentError(
                 f"the tally of a snapshot cannot be read: {error!r}"
             ) from None
-        return cls(accepted, dropped, lags, given_up, nonfinite)
+        return cls(accepted, dropped, lags, nonfinite)
 
 
 def _check_counts(*numbers: int) -> None:
@@ -148,12 +134,9 @@ def _added(these: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(left + right for left, right in pairs)
 
 
-# A column of a row, and its new value.
-Count = tuple[int, int]
-
 # The first columns of a row: each gradient changes one. That of an accepted or dropped
 # one is further to the right by its lag.
-_GIVEN_UP, _NONFINITE, _ACCEPTED = range(3)
+_NONFINITE, _ACCEPTED = range(2)
 _DROPPED = _ACCEPTED + MAX_LAG + 1
 
 
@@ -164,9 +147,6 @@ def _column(receipt: Receipt) -> int:
 
 class Counters:
     """One row of counters per rank, which it writes, or an agent while it waits.
-
-    Counting has two steps, so that it can be repeated after an exception: `next`
-    computes the new values, `post` sets them.
 
     Args:
         words: The words.
@@ -190,31 +170,23 @@ class Counters:
     def _row_of(self, rank: int) -> int:
         return self._base + rank * self._WIDTH
 
-    def next(self, receipt: Receipt) -> Count:
-        """Return the counter that one more gradient changes."""
-        return self._next(_column(receipt))
-
-    def next_given_up(self) -> Count:
-        """Return the counter that one more gradient changes which was given up."""
-        return self._next(_GIVEN_UP)
+    def count(self, receipt: Receipt) -> None:
+        """Count a gradient; the next call on the words that waits publishes it."""
+        self._add(_column(receipt))
 
     def count_nonfinite(self) -> None:
         """Count a gradient that is not finite, and was not submitted."""
-        self.post(self._next(_NONFINITE))
+        self._add(_NONFINITE)
         self._words.flush()
 
-    def _next(self, column: int) -> Count:
-        return column, self._row[column] + 1
+    def _add(self, column: int) -> None:
+        number = self._row[column]
+        self._row[column] = number + 1
+        self._words.store_unordered(self._index + column, number + 1, number)
 
-    def post(self, count: Count) -> None:
-        """Set a counter; the next call on the words that waits publishes it."""
-        column, number = count
-        self._row[column] = number
-        self._words.store_unordered(self._index + column, number, number - 1)
-
-    def note(self, count: Count) -> None:
-        """Note that a call of `count_for` on another rank has set a counter."""
-        column, self._row[column] = count
+    def note(self, receipt: Receipt) -> None:
+        """Note that `count_for` of another rank has counted a gradient of this one."""
+        self._row[_column(receipt)] += 1
 
     def count_for(self, rank: int, receipt: Receipt) -> None:
         """Count a gradient of another rank, which waits meanwhile."""
@@ -232,6 +204,5 @@ class Counters:
             tuple(accepted.sum(axis=1).tolist()),
             tuple(dropped.sum(axis=1).tolist()),
             {lag: number for lag, number in enumerate(lags) if number},
-            tuple(rows[:, _GIVEN_UP].tolist()),
             tuple(rows[:, _NONFINITE].tolist()),
         )

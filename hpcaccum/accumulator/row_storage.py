@@ -12,16 +12,14 @@ from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
 from hpcaccum.accumulator.storage import NodeBuffers, Slots, Sums
 from hpcaccum.indexed_slices import matrix
-from hpcaccum.mpi import without_signals
 from hpcaccum.row_buffers import (
     RowPlace,
     indices_in,
     nbytes_of,
     number_in,
     overflow,
-    room_in,
     rows_in,
-    stores,
+    write_rows,
 )
 from hpcaccum.row_sums import Rows, distinct, merged, union_size
 
@@ -120,34 +118,17 @@ class RowSlots(NodeBuffers):
         number = union_size(indices_in(self.buffer(index)), grad.rows.indices)
         return overflow(self._what, self._rank, number, self._capacity)
 
-    def write(
-        self,
-        parity: int,
-        index: int,
-        grad: RowGradient,
-        first: bool,
-        in_place: bool,
-        added: list[None],
-    ) -> None:
+    def write(self, parity: int, index: int, grad: RowGradient, first: bool) -> None:
         """Store a gradient in this rank's buffer, or add it to the sum there.
 
         See `Slots.write`.
         """
-        if added:
-            return
         rows, buffer = grad.rows, self.buffer(index)
         if not first:
             held = rows_in(buffer, rows.values.shape[1], self._dtype)
             here = rows._replace(values=device.to_host(rows.values))
             rows = merged([held, here])
-        calls = stores(buffer, rows, self._dtype)
-        if device.is_device(rows.values):
-            # The buffer has nothing yet that this could spoil, if it is interrupted.
-            number, width = rows.values.shape
-            room = room_in(buffer, number, width, self._dtype)
-            device.copyto(room.values, rows.values)
-            calls.pop()
-        without_signals(*calls, functools.partial(added.append, None))
+        write_rows(buffer, rows, self._dtype)
 
     def total(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer."""

@@ -30,7 +30,10 @@ class AccumulatorStatistics:
         global_step: The step now.
         num_accumulated: Gradients that no take has returned yet.
         tally: Gradients accepted and dropped so far, by rank, and their lags.
-        left: Ranks that have left.
+        left: Ranks that have left, or are lost.
+        lost: Ranks that are lost: an exception has ended their call.
+        num_lost: Gradients that were admitted and are in no result: their ranks were
+            lost before these were in place.
         storage: ``"slots"`` or ``"sum"``; ``"rows"`` if it is sparse.
         window_bytes: Bytes of this rank's memory that hold gradients.
     """
@@ -39,6 +42,8 @@ class AccumulatorStatistics:
     num_accumulated: int
     tally: Tally
     left: tuple[int, ...]
+    lost: tuple[int, ...]
+    num_lost: int
     storage: str
     window_bytes: int
 

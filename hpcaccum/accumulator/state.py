@@ -39,19 +39,9 @@ class State(NamedTuple):
         """Return the state after the round is closed."""
         return State(self.step + 1, 0, 1 - self.parity, 0, 0)
 
-    def withdrawn(self) -> State:
-        """Return the state after one gradient was withdrawn."""
-        if self.waiting:
-            return self._replace(number=self.number + 1)
-        return self._replace(number=self.number - 1)._unshaped()
-
     def not_waiting(self, wanted: int) -> State:
         """Return the state after the take that waits for ``wanted`` stops waiting."""
-        number = wanted - self.number
-        return State(self.step, self.shape, self.parity, 0, number)._unshaped()
-
-    def _unshaped(self) -> State:
-        return self if self.number else self._replace(shape=0)
+        return self._replace(waiting=0, number=wanted - self.number)
 
 
 class Packing:
@@ -101,45 +91,42 @@ class Record(NamedTuple):
     Attributes:
         buffer: 0 or 1.
         number: Gradients in the sum.
-        writing: Whether one more was admitted and is not completely written.
+        adding: Whether one more is being added, so that the sum is none.
         shape: Number of the shape; 0 if all rounds have the same one.
-        given_up: Gradients that were admitted and will not be written.
         copied: Whether the agent of the host's node has a copy of the sum.
     """
 
     buffer: int
     number: int
-    writing: int
+    adding: int
     shape: int
-    given_up: int = 0
     copied: int = 0
 
     def word(self) -> int:
-        """Return the record as one word, never 0."""
-        counts = (self.copied << 10 | self.shape) << 20 | self.given_up
-        return ((counts << 20 | self.number) << 1 | self.writing) << 1 | self.buffer
+        """Return the record as one word, never 0 if it has a gradient."""
+        counts = (self.copied << 10 | self.shape) << 20 | self.number
+        return (counts << 1 | self.adding) << 1 | self.buffer
 
     def written(self) -> Record:
-        """Return the record after the gradient that is being written."""
+        """Return the record after one more gradient."""
         return Record(self.buffer, self.number + 1, 0, self.shape)
 
     @classmethod
     def of(cls, word: int) -> Record:
         """Return the record of a word."""
         counts = word >> 2
-        number, given_up = counts & _MAX_NUMBER, counts >> 20 & _MAX_NUMBER
-        shape, copied = counts >> 40 & _MAX_SHAPE, counts >> 50
-        return cls(word & 1, number, word >> 1 & 1, shape, given_up, copied)
+        shape, copied = counts >> 20 & _MAX_SHAPE, counts >> 30
+        return cls(word & 1, counts & _MAX_NUMBER, word >> 1 & 1, shape, copied)
 
 
 @dataclass(frozen=True)
 class Closed:
-    """A closed round, of which all gradients are written.
+    """A closed round, of which all gradients are written, or lost.
 
     Attributes:
         step: At which its gradients were admitted.
         parity: Of the round.
-        count: The gradients in it, without those that were given up.
+        count: The gradients in it, without those that were lost.
         shape: Number of its shape; 0 if all rounds have the same one.
         records: The records of the ranks that have gradients, in rank order.
     """

@@ -7,20 +7,17 @@ be used by several ranks at once if each uses its own buffers only.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
-from hpcaccum.mpi import Region, without_signals
+from hpcaccum.mpi import Region
 from hpcaccum.nodes import NodeParts
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
@@ -39,9 +36,10 @@ class NodeBuffers:
     Attributes:
         parts: The memory of all buffers.
         sends: Whether MPI sends what `write` gets.
+        apart: Whether the gradients of each rank are kept apart.
     """
 
-    sends = False
+    sends, apart = False, True
 
     def __init__(self, group: Group, nbytes: int, what: str) -> None:
         self._rank, self._stride = group.rank, _aligned(nbytes)
@@ -69,7 +67,7 @@ class NodeBuffers:
         records = closed.records.items()
         return [self._place(rank, record.buffer) for rank, record in records]
 
-    def clear(self, parity: int, size: int) -> None:
+    def clear(self, parity: int, size: int | None) -> None:
         """Do nothing: the first gradient of a round overwrites."""
 
     def free(self) -> None:
@@ -124,15 +122,7 @@ class Slots(NodeBuffers):
             self.pin()
         return grad
 
-    def write(
-        self,
-        parity: int,
-        index: int,
-        grad: Array,
-        first: bool,
-        in_place: bool,
-        added: list[None],
-    ) -> None:
+    def write(self, parity: int, index: int, grad: Array, first: bool) -> None:
         """Store a gradient in this rank's buffer, or add it to the sum there.
 
         Args:
@@ -140,26 +130,18 @@ class Slots(NodeBuffers):
             index: The buffer.
             grad: What `prepare` returned.
             first: Whether the buffer has no gradient of this round yet.
-            in_place: Whether ``grad`` is the `buffer` itself.
-            added: Gets an entry for each part that was added to a sum. If it has some
-                after an exception, a second call with the same list adds the rest.
         """
-        if in_place:
-            return
         place = self._view(index, grad.size).reshape(grad.shape)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
             if first:
                 device.copyto(place, grad)
-            elif not added:
-                stores = self._additions(place, device.to_host(grad))
-                without_signals(*stores, functools.partial(added.append, None))
+            else:
+                self._add(place, device.to_host(grad))
 
-    def _additions(self, place: Array, grad: Array) -> list[Callable[[], object]]:
-        """Return calls, functions of C, that together add a gradient to a sum."""
+    def _add(self, place: Array, grad: Array) -> None:
         # Converted before the addition, as a single gradient is.
-        options: Any = {"dtype": self._dtype, "casting": "same_kind"}
-        return [functools.partial(np.add, place, grad, place, **options)]
+        np.add(place, grad, place, dtype=self._dtype, casting="same_kind")
 
     def total(
         self, closed: Closed, divisor: int, out: Array, deadline: Deadline
@@ -203,7 +185,7 @@ class Sums:
     number of ranks. The arguments and attributes are those of `Slots`.
     """
 
-    name, sends = "sum", True
+    name, sends, apart = "sum", True, False
 
     def __init__(
         self,
@@ -236,17 +218,9 @@ class Sums:
             vector = np.ascontiguousarray(device.to_host(grad), self._dtype)
         return vector.reshape(-1)
 
-    def write(
-        self,
-        parity: int,
-        index: int,
-        grad: Array,
-        first: bool,
-        in_place: bool,
-        added: list[None],
-    ) -> None:
+    def write(self, parity: int, index: int, grad: Array, first: bool) -> None:
         """Add a gradient to the sum of a parity; see `Slots.write`."""
-        self._region.accumulate(parity * self._stride, grad, added)
+        self._region.accumulate(parity * self._stride, grad)
 
     def total(
         self, closed: Closed, divisor: int, out: Array, deadline: Deadline
@@ -261,9 +235,9 @@ class Sums:
             self._region.get(offset, total)
         add_in_order([total], out, divisor, self._threads)
 
-    def clear(self, parity: int, size: int) -> None:
-        """Set the sum of a parity to zero."""
-        offset = parity * self._stride
+    def clear(self, parity: int, size: int | None) -> None:
+        """Set the first elements of the sum of a parity to zero; None: all."""
+        offset, size = parity * self._stride, size or self._capacity
         if self._region.direct:
             self._region.view(offset, size, self._dtype)[:] = 0
             self._region.sync()

@@ -10,7 +10,7 @@ from hpcaccum.accumulator.state import Closed
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.remote_admission import RemoteAdmission
@@ -40,11 +40,6 @@ class Taker:
     ) -> None:
         self._protocol, self._storage, self._what = protocol, storage, what
         self._remote = remote
-        # After an exception these say how far a take has come: the round that it means
-        # to close, as it will be then; and what the round has once it is final.
-        self._closing: State | None = None
-        self._complete: Closed | None = None
-        self._empty = False
 
     def take(
         self,
@@ -65,70 +60,66 @@ class Taker:
             reduce: Returns the reduction of a closed round. Its gradients stay as they
                 are until it returns. If it raises, it may be called again with the same
                 round.
-            empty: Whether a round is reduced of which all gradients were given up. If
-                not, another round is closed at its step.
+            empty: Whether a round is reduced of which all gradients were lost. If not,
+                another round is closed at its step.
 
         Raises:
             WaitTimeoutError: Names what is missing.
             EverybodyLeftError: If all ranks have left and no gradient is in the round.
             Exception: What ``reduce`` raises.
         """
-        return self._protocol.take_lock.hold(
-            deadline, lambda: self._take(required, deadline, reduce, empty)
-        )
-
-    def _take(
-        self,
-        required: int,
-        deadline: Deadline,
-        reduce: Callable[[Closed], T],
-        empty: bool,
-    ) -> T:
-        self._closing = self._complete = None
-        self._empty = empty
-        try:
+        with self._protocol.take_lock.hold("take_grad", deadline):
             while True:
-                closing = self._close(required, deadline)
+                closing = self._resume() or self._close(required, deadline)
                 closed = self._await_writers(closing, deadline)
-                if closed.count or empty:
+                reduced = closed.count > 0 or empty
+                if reduced:
                     result = reduce(closed)
-                self._complete = closed
-                self._finish(closing, closed)
-                if closed.count or empty:
+                self._protocol.put_closing(closing, reduced=True)
+                self._protocol.add_lost(closing.number - closed.count)
+                if not reduced:
+                    self._step_back(closing)
+                self._clear(closed)
+                if reduced:
                     return result
-                # All of them were given up: there is nothing to return.
-                self._closing = self._complete = None
-        except BaseException:
-            # A signal handler may raise again, and no other rank can do this.
-            try:
-                self._put_back()
-            except BaseException:
-                self._put_back()
-                raise
-            raise
 
     # Closing
+
+    def _resume(self) -> State | None:
+        """Return the round that an earlier take has closed and not reduced, if any."""
+        closing = self._protocol.closing()
+        if closing is None or not self._is_closed(closing):
+            return None
+        if closing.waiting:
+            self._clear(self._found(closing))
+            return None
+        return closing
+
+    def _is_closed(self, closing: State) -> bool:
+        """Return whether a take has closed its round; withdraw its request if not."""
+        state = self._protocol.state()
+        if state.parity == closing.parity and state.waiting:
+            return self._withdraw_request(closing.parity, closing.number)
+        return state.parity != closing.parity
 
     def _close(self, required: int, deadline: Deadline) -> State:
         """Return a closed round, as it was when it closed."""
         protocol, members = self._protocol, self._protocol.membership
-        if closing := protocol.closed():
-            self._closing = closing
-            return closing
         while True:
-            num_left = members.num_left()
-            wanted = members.quorum(required, num_left)
+            changes = members.changes()
+            wanted = members.quorum(required, members.num_left(changes))
             state = protocol.state()
-            # Before the swap: an exception may hide whether it succeeded.
-            self._closing = closing = state._replace(number=max(wanted, state.number))
+            closing = state._replace(number=max(wanted, state.number), waiting=0)
+            # First: another take must know of it if this one ends here.
+            protocol.put_closing(closing)
             if state.number < wanted:
-                if self._request(state, wanted, num_left, deadline):
+                if self._request(state, wanted, changes, deadline):
                     return closing
             elif protocol.swap(state, state.closed()):
                 return closing
 
     def _request(
-        self, state: State, wanted: int, num_left: int, deadline: Deadline
+        self, state: State, wanted: int, changes: int, deadline: Deadline
     ) -> bool:
         """Have writers close the round at ``wanted`` gradients; wait until they do.
 
@@ -140,15 +131,18 @@ class Taker:
         if not self._protocol.swap(state, request):
             return False
         try:
-            closed = self._await_close(state.parity, wanted, num_left, deadline)
+            closed = self._await_close(state.parity, wanted, changes, deadline)
         except WaitTimeoutError:
             if self._withdraw_request(state.parity, wanted):
                 return True
             raise
+        except BaseException:
+            self._withdraw_request(state.parity, wanted)
+            raise
         return closed or self._withdraw_request(state.parity, wanted)
 
     def _await_close(
-        self, parity: int, wanted: int, num_left: int, deadline: Deadline
+        self, parity: int, wanted: int, changes: int, deadline: Deadline
     ) -> bool:
         """Wait until the requested round is closed; return False if a rank left."""
         protocol, seen = self._protocol, list[int]()
@@ -158,37 +152,19 @@ class Taker:
             if words == seen:
                 return None
             seen[:] = words
-            return self._is_requested_closed(words, parity, wanted, num_left)
+            if protocol.packing.unpack(words[STATE]).parity != parity:
+                return True
+            if protocol.membership.all_left(words[MEMBERS]):
+                self._check_nonempty(parity, wanted)
+            return False if words[MEMBERS] != changes else None
 
         def missing() -> str:
             return protocol.missing(wanted)
 
         if self._remote is None:
             return deadline.wait(closed, missing)
-        changed = protocol.changed(parity, num_left)
+        changed = protocol.changed(parity, changes)
         return self._remote.wait(closed, changed, deadline, missing, soon=False)
-
-    def _is_requested_closed(
-        self, words: Sequence[int], parity: int, wanted: int, num_left: int
-    ) -> bool | None:
-        """Return whether the round is closed, False if a rank left; None: neither.
-
-        Args:
-            words: The first ones, as they are now.
-            parity: Of the round.
-            wanted: Gradients that the request requires.
-            num_left: How many ranks had left before the request.
-        """
-        protocol = self._protocol
-        now = protocol.packing.unpack(words[STATE])
-        if now.parity != parity:
-            return True
-        if now.shape and now.number == wanted:
-            # The gradient that had this shape was given up.
-            protocol.swap(now, now._replace(shape=0))
-        if protocol.membership.all_left(words[MEMBERS]):
-            self._check_nonempty(parity, wanted)
-        return False if words[MEMBERS] != num_left else None
 
     def _check_nonempty(self, parity: int, wanted: int) -> None:
         # Only a STATE that is read after all have left has all of their gradients.
@@ -211,53 +187,49 @@ class Taker:
     # Completing
 
     def _await_writers(self, closing: State, deadline: Deadline) -> Closed:
-        """Return the round once all that were admitted have written, or given up."""
+        """Return the round once all that were admitted have written, or are lost."""
 
         def complete() -> Closed | None:
-            records = self._protocol.read_records(closing.parity)
-            given_up = sum(record.given_up for record in records.values())
-            count = sum(record.number for record in records.values())
-            if count + given_up != closing.number:
+            found = self._found(closing)
+            if found.count == closing.number:
+                return found
+            # In this order: what has arrived is final when no intent is open.
+            if self._protocol.open_intents(closing.parity):
                 return None
-            full = {rank: record for rank, record in records.items() if record.number}
-            shape = max((record.shape for record in full.values()), default=0)
-            return Closed(closing.step, closing.parity, count, shape, full)
+            return self._found(closing)
 
         return deadline.wait(
             complete, lambda: self._protocol.unfinished(closing.parity)
         )
 
-    def _finish(self, closing: State, closed: Closed) -> None:
-        """Make room for the next round of this parity. May be called twice."""
+    def _found(self, closing: State) -> Closed:
+        """Return what of a round has arrived, without sums that are none."""
+        records = self._protocol.read_records(closing.parity)
+        adding = any(record.adding for record in records.values())
+        if adding and not self._storage.apart:
+            # Part of a gradient is in the sum of all.
+            records = {}
+        full = {
+            rank: record
+            for rank, record in records.items()
+            if record.number and not record.adding
+        }
+        count = sum(record.number for record in full.values())
+        shape = max((record.shape for record in full.values()), default=0)
+        return Closed(closing.step, closing.parity, count, shape, full)
+
+    def _clear(self, closed: Closed) -> None:
+        """Make room for the next round of this parity."""
+        size = None
         if closed.count:
-            shape = self._protocol.shapes.shape(closed.shape)
-            self._storage.clear(closed.parity, size_of(shape))
-        elif not self._empty:
-            self._step_back(closing)
+            size = size_of(self._protocol.shapes.shape(closed.shape))
+        self._storage.clear(closed.parity, size)
         # Before the turn is passed on: the next take may open this parity again.
         self._protocol.clear_records(closed.parity)
-        self._protocol.put_closed(None)
+        self._protocol.end_closing()
 
     def _step_back(self, closing: State) -> None:
         """Undo the step of a round without gradients, unless it was set since."""
         while (state := self._protocol.state()).step == closing.step + 1:
             if self._protocol.swap(state, state._replace(step=closing.step)):
                 return
-
-    # After an exception. May be called twice.
-
-    def _put_back(self) -> None:
-        """Restore the state before the take, or complete it if it has its result."""
-        self._protocol.words.settle()
-        closing, complete = self._closing, self._complete
-        if closing and complete:
-            self._finish(closing, complete)
-        elif closing and self._is_closed(closing):
-            self._protocol.put_closed(closing)
-
-    def _is_closed(self, closing: State) -> bool:
-        """Return whether the take has closed its round; withdraw its request if not."""
-        state = self._protocol.state()
-        if state.parity == closing.parity and state.waiting:
-            return self._withdraw_request(closing.parity, closing.number)
-        return state.parity != closing.parity

@@ -2,25 +2,24 @@
 
 Lamport's bakery: a rank draws a ticket and waits until no other has a lower one. The
 place of a rank in the line is a word that only this rank writes. So giving up is one
-store, and a rank that keeps others waiting can be named.
+store, a rank that keeps others waiting can be named, and one that is lost is passed.
 
 Source: L. Lamport, A New Solution of Dijkstra's Concurrent Programming Problem, 1974.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import contextlib
+from typing import TYPE_CHECKING
 
-from hpcaccum.accumulator.claim import Claim, Claimant
+from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.errors import format_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import AtomicWords
-
-T = TypeVar("T")
 
 _ABSENT, _DRAWING = 0, -1
 
@@ -33,39 +32,39 @@ class TicketLock:
         base: Index of the first of ``TicketLock.words(size)`` words.
         rank: This rank.
         size: The number of ranks.
+        lost: Returns the ranks whose places do not count.
+        what: Name for messages.
     """
 
-    def __init__(self, words: AtomicWords, base: int, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        words: AtomicWords,
+        base: int,
+        rank: int,
+        size: int,
+        lost: Callable[[], list[int]],
+        what: str,
+    ) -> None:
         self._words, self._rank, self._size = words, rank, size
         self._ticket, self._places = base, base + 1
+        self._lost = lost
         # Threads of one rank share its place.
-        self._inside = Claim()
+        self._inside = OneThread(what)
 
     @staticmethod
     def words(size: int) -> int:
         """Return the number of words for ``size`` ranks."""
         return 1 + size
 
-    def hold(self, deadline: Deadline, do: Callable[[], T]) -> T:
-        """Wait for this rank's turn, call ``do``, and pass the turn on afterwards."""
-        me = Claimant(deadline.what)
-        try:
-            missing = "another thread of this rank to pass its turn on"
-            deadline.wait(lambda: self._inside.make(me), lambda: missing)
-            self._wait_in_line(deadline)
-            return do()
-        finally:
-            # A signal handler may raise again, and no other rank can do this.
+    @contextlib.contextmanager
+    def hold(self, call: str, deadline: Deadline) -> Iterator[None]:
+        """Wait for this rank's turn; pass the turn on after the block."""
+        with self._inside.hold(call, deadline):
             try:
-                self._leave(me)
-            except BaseException:
-                self._leave(me)
-                raise
-
-    def _leave(self, me: Claimant) -> None:
-        if self._inside.is_of(me):
-            self._words.write(self._places + self._rank, _ABSENT)
-            self._inside.end(me)
+                self._wait_in_line(deadline)
+                yield
+            finally:
+                self._words.write(self._places + self._rank, _ABSENT)
 
     def _wait_in_line(self, deadline: Deadline) -> None:
         place = self._places + self._rank
@@ -81,8 +80,12 @@ class TicketLock:
     def _before(self, ticket: int) -> list[int]:
         """Return the ranks that come before ``ticket``, or may do so."""
         places = self._words.read_range(self._places, self._size)
-        return [
+        before = [
             rank
             for rank, place in enumerate(places)
             if rank != self._rank and (place == _DRAWING or _ABSENT < place < ticket)
         ]
+        if before:
+            lost = self._lost()
+            before = [rank for rank in before if rank not in lost]
+        return before

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.accumulator.storage import Slots
-from hpcaccum.row_buffers import RowPlace, indices_in, number_in, overflow, stores
+from hpcaccum.row_buffers import (
+    RowPlace,
+    indices_in,
+    number_in,
+    overflow,
+    write_rows,
+)
 from hpcaccum.row_sums import merged, union_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.errors import InvalidArgumentError
@@ -60,11 +66,10 @@ class VectorSlots(Slots):
                 return error
         return None
 
-    def _additions(self, place: Array, grad: Array) -> list[Callable[[], object]]:
-        """Return calls that add a vector to a sum, which has room for its rows."""
+    def _add(self, place: Array, grad: Array) -> None:
+        """Add a vector to a sum, which has room for its rows."""
         end = self._rows[0].begin
-        added = super()._additions(place[:end], grad[:end])
+        super()._add(place[:end], grad[:end])
         for each in self._rows:
             rows = merged([each.rows(place), each.rows(grad)])
-            added += stores(each.buffer(place), rows, self._dtype)
-        return added
+            write_rows(each.buffer(place), rows, self._dtype)

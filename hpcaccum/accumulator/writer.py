@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from hpcaccum.accumulator.buffers import OTHER_THREAD, RankBuffers
 from hpcaccum.accumulator.one_thread import OneThread
-from hpcaccum.accumulator.recovery import Recovery
 from hpcaccum.accumulator.state import Record
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import is_device
-from hpcaccum.mpi import Attempt
+from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
-    from hpcaccum.accumulator.receipts import Count, Receipt
-    from hpcaccum.accumulator.remote_admission import AdmissionAnswer, RemoteAdmission
+    from hpcaccum.accumulator.receipts import Receipt
+    from hpcaccum.accumulator.remote_admission import (
+        AdmissionAnswer,
+        Fresh,
+        RemoteAdmission,
+    )
     from hpcaccum.accumulator.row_storage import Storage
     from hpcaccum.dtypes import Array
-
-_NOTHING = np.empty(0)
-# What is written, whether it is in its buffer already, and the record afterwards.
-Job = tuple[Any, bool, Record]
 
 
 class Writer:
@@ -50,33 +46,19 @@ class Writer:
         self._wake_agent = remote.wake if remote is not None else lambda: None
         self._buffers = RankBuffers(protocol, storage)
         self._turn, self._call = OneThread(what), f"{what}: apply_grad"
-        self._recovery = Recovery(self._complete_or_revoke, self._remote, self._call)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Reset what an exception in the next gradient is recovered from."""
-        self._protocol.forget_admission()
-        if self._remote is not None:
-            self._remote.forget()
-        # What is to be written, and this rank's record after it.
-        self._job: Job | None = None
-        # The parts that were added to a sum, which cannot be undone.
-        self._added: list[None] = []
-        self._stored = False
-        self._counted: Count | None = None
-        # For a gradient that cannot be written.
-        self._withdrawal: Attempt | None = None
-        self._given_up: Record | None = None
+        # The step and the slot of a gradient to which an agent has not answered.
+        self._unanswered: tuple[int, int | None] | None = None
 
     def submit(self, array: Any, local_step: int) -> Receipt:
         """Add a gradient to the open round unless it is stale.
 
-        If it raises, nothing was added; except that a signal handler may raise when the
-        gradient is in place already, and that an agent may still admit it.
-
         Raises:
-            WaitTimeoutError: If an agent does not answer in time; also if it has not
-                answered to the gradient before, and nothing was done with this one.
+            InvalidArgumentError: If it does not fit; nothing was added.
+            WaitTimeoutError: If an agent does not answer in time, and may still admit
+                it; also if it has not answered to the gradient before, and nothing was
+                done with this one.
+            BrokenObjectError: If an exception has ended an earlier call.
+            Exception: Anything else: this rank has left the accumulator.
         """
         source = None
         if not (self._storage.sends and self._is_stale(array, local_step)):
@@ -84,9 +66,8 @@ class Writer:
             source = self._storage.prepare(array)
 
         def attempt() -> Receipt | None:
-            return self._turn.run(
-                "apply_grad", lambda: self._try(array, source, local_step)
-            )
+            with self._turn.hold("apply_grad"):
+                return self._try(array, source, local_step)
 
         receipt = attempt()
         if receipt is None:
@@ -102,13 +83,21 @@ class Writer:
     def _try(self, array: Any, source: Any, local_step: int) -> Receipt | None:
         """Submit; None if slots of other threads leave no buffer at the moment."""
         self._protocol.membership.check_present("apply")
-        self._recovery.finish()
+        if self._unanswered:
+            self._settle(Deadline(None, self._call))
         slot = self._buffers.slot_of(array)
-        self._begin()
         submit = self._submit_remotely if self._fits_remote(array) else self._submit
-        return self._recovery.run(
-            functools.partial(submit, array, source, local_step, slot), local_step, slot
-        )
+        try:
+            return submit(array, source, local_step, slot)
+        except InvalidArgumentError:
+            # Raised before the gradient was admitted.
+            raise
+        except BaseException as error:
+            if not self._unanswered:
+                self._protocol.membership.lose(error)
+            raise
+        finally:
+            self._protocol.end_intent()
 
     def _admit(self, array: Any, local_step: int, slot: int | None) -> Admitted | None:
         """Admit a gradient; None if there is no buffer for it at the moment.
@@ -141,49 +130,37 @@ class Writer:
             return None
         receipt, parity, shape = admitted
         if not receipt:
-            self._count(self._protocol.counters.next(receipt))
+            self._protocol.counters.count(receipt)
             self._protocol.words.flush()
             return receipt
         if source is None:
             # It seemed stale, but the step was lowered since.
             source = self._storage.prepare(array)
-        before = self._buffers.record(parity)
+        before, in_place = self._buffers.record(parity), False
         if before:
-            writing, in_place = Record(before.buffer, before.number, 1, shape), False
+            done = before.written()._replace(shape=shape)
         else:
             buffer, in_place = self._buffers.choose(array, slot, parity)
-            writing = Record(buffer, 0, 1, shape)
-        self._protocol.mark_writing(parity, writing, before)
-        self._job = source, in_place, writing.written()
-        self._write(receipt, parity, slot, writing)
+            done = Record(buffer, 1, 0, shape)
+        if before or not self._storage.apart:
+            before = done._replace(number=done.number - 1, adding=1)
+            self._protocol.mark_adding(parity, before)
+        if not in_place:
+            self._storage.write(parity, done.buffer, source, done.number == 1)
+        self._protocol.counters.count(receipt)
+        self._end(receipt, parity, done, before, slot)
         return receipt
 
-    def _write(
-        self, receipt: Receipt, parity: int, slot: int | None, writing: Record | None
+    def _end(
+        self,
+        receipt: Receipt,
+        parity: int,
+        done: Record,
+        before: Record | None,
+        slot: int | None,
     ) -> None:
-        """Write the gradient of `_job`, count it, and publish its record.
-
-        It does what is left of this if an exception has ended the first call.
-
-        Args:
-            receipt: Of the gradient.
-            parity: Of its round.
-            slot: As for `RankBuffers.choose`.
-            writing: What this rank has published, if that is known.
-        """
-        assert self._job is not None
-        source, in_place, done = self._job
-        if not self._stored:
-            first = done.number == 1
-            self._storage.write(
-                parity, done.buffer, source, first, in_place, self._added
-            )
-            self._stored = True
-            # The caller's array is not needed any more, and not kept.
-            self._job = (_NOTHING, in_place, done)
-        self._count(self._counted or self._protocol.counters.next(receipt))
-        if writing or self._protocol.is_writing(parity):
-            self._protocol.put_record(parity, done, writing)
+        """Publish a gradient that is in place."""
+        self._protocol.put_record(parity, done, before)
         self._buffers.settle(parity, done, slot, receipt.global_step)
 
     # By the agent of the host's node, if the words are out of this rank's reach
@@ -204,114 +181,96 @@ class Writer:
             return None
         placed = slot if self._buffers.is_in(array, slot) else None
         fresh = self._fresh(placed, slot, 0), self._fresh(placed, slot, 1)
+        self._remote.forget()
+        self._unanswered = local_step, slot
         answer = self._remote.admit(local_step, only, fresh, placed)
+        self._unanswered = None
         if answer.accepted is None:
             # Rare: there is an error to raise, or the round is another one by now.
             return self._submit(array, source, local_step, slot)
-        receipt, writing = answer.receipt(local_step), Record.of(answer.record)
-        if not self._note(answer, local_step, slot):
-            self._buffers.take_back(writing.buffer)
-            self._job = source, False, writing.written()
-            self._write(receipt, answer.parity, slot, writing)
+        receipt = answer.receipt(local_step)
+        if self._note(answer, receipt, slot):
+            return receipt
+        self._protocol.note_intent(answer.parity)
+        before, done = answer.held, Record.of(answer.record)
+        self._buffers.take_back(done.buffer)
+        self._storage.write(answer.parity, done.buffer, source, before is None)
+        self._protocol.counters.count(receipt)
+        self._end(receipt, answer.parity, done, before, slot)
         return receipt
 
-    def _fresh(self, placed: int | None, slot: int | None, parity: int) -> int:
-        """Return the word of the first record in a round, 0 if it has no buffer."""
+    def _fresh(self, placed: int | None, slot: int | None, parity: int) -> Fresh | None:
+        """Return the first buffer in a round, and whether the gradient is there."""
         if placed is not None:
-            return Record(placed, 1, 0, 0).word()
+            return placed, True
         free = self._buffers.free_for(slot, parity)
-        return Record(free[0], 0, 1, 0).word() if free else 0
+        return (free[0], False) if free else None
 
-    def _note(self, answer: AdmissionAnswer, local_step: int, slot: int | None) -> bool:
+    def _note(
+        self, answer: AdmissionAnswer, receipt: Receipt, slot: int | None
+    ) -> bool:
         """Note what an agent has done; return whether nothing is left to do."""
-        if answer.accepted:
+        if receipt:
             self._buffers.note(answer.parity, answer.held)
             if not answer.complete:
                 return False
-        counters = self._protocol.counters
-        self._counted = self._counted or counters.next(answer.receipt(local_step))
-        counters.note(self._counted)
-        if answer.accepted:
             done = Record.of(answer.record)
             self._buffers.settle(answer.parity, done, slot, answer.step)
+        self._protocol.counters.note(receipt)
         return True
 
-    def _count(self, count: Count) -> None:
-        self._counted = count
-        self._protocol.counters.post(count)
-
-    # After an exception. All of this may be called twice.
-
-    def _complete_or_revoke(self, local_step: int, slot: int | None) -> None:
-        """Complete a gradient that is in place, or revoke its admission."""
-        # Also of a withdrawal, when this is called again.
-        self._protocol.words.settle()
-        answer = self._remote and self._remote.settled()
-        if answer and answer.accepted is not None:
-            if self._note(answer, local_step, slot):
-                return
-            admitted: Admitted | None = answer.receipt(local_step), answer.parity, 0
-        else:
-            admitted = self._protocol.admitted(local_step)
-        if admitted is None:
-            if self._counted:
-                self._protocol.counters.post(self._counted)
-        elif self._stored or self._added:
-            receipt, parity, _ = admitted
-            self._write(receipt, parity, slot, None)
-        else:
-            self._give_up(*admitted[1:])
-        self._protocol.words.flush()
-
-    def _give_up(self, parity: int, shape: int) -> None:
-        self._count(self._counted or self._protocol.counters.next_given_up())
-        if self._given_up is None:
-            before = self._buffers.record(parity)
-            back = self._withdrawal = self._withdrawal or Attempt()
-            if back.swapped or self._protocol.withdraw(parity, before, back):
-                return
-            # Too late. A take waits for this rank, so the record stays what it is.
-            record = before or Record(0, 0, 0, shape)
-            self._protocol.mark_writing(parity, record._replace(writing=1), before)
+    def _settle(self, deadline: Deadline) -> None:
+        """Wait for the answer to a gradient whose call has ended before."""
+        assert self._remote is not None
+        assert self._unanswered is not None
+        local_step, slot = self._unanswered
+        self._remote.extend(deadline)
+        answer = self._remote.settled()
+        self._unanswered = None
+        if answer is None or answer.accepted is None:
+            return
+        if not self._note(answer, answer.receipt(local_step), slot):
+            # The caller may have changed the gradient since: it is left out.
+            if answer.held:
+                self._protocol.put_record(answer.parity, answer.held, None)
+            self._protocol.note_intent(answer.parity)
+            self._protocol.end_intent()
             self._protocol.words.flush()
-            self._given_up = record._replace(given_up=1)
-        if self._protocol.is_writing(parity):
-            self._protocol.put_record(parity, self._given_up)
 
     def slot(self, shape: tuple[int, ...], deadline: Deadline) -> Array:
         """Return a buffer that no round holds; wait until there is one."""
 
         def lend() -> Array | None:
-            # The gradient before may be in a slot.
-            self._recovery.finish(deadline)
-            return self._buffers.lend(shape)
+            with self._turn.hold("slot", deadline):
+                # The gradient before may be in a slot.
+                if self._unanswered:
+                    self._settle(deadline)
+                return self._buffers.lend(shape)
 
-        return deadline.wait(
-            lambda: self._turn.run("slot", lend, deadline), self._buffers.missing
-        )
+        return deadline.wait(lend, self._buffers.missing)
 
     def finish(self, deadline: Deadline | None = None) -> None:
-        """Complete a gradient whose `submit` has raised, or give it up.
-
-        If an agent did not answer in time, this was not possible until now.
+        """Wait for the answer to a gradient whose `submit` has raised.
 
         Raises:
-            WaitTimeoutError: If it does not answer this time, either.
+            WaitTimeoutError: If it does not come this time, either.
         """
-        if self._recovery.pending:
-            finish = functools.partial(self._recovery.finish, deadline)
-            self._turn.run("apply_grad", finish, deadline)
+        if self._unanswered:
+            with self._turn.hold("apply_grad", deadline):
+                if self._unanswered:
+                    self._settle(deadline or Deadline(None, self._call))
 
     def note_finished(self, step: int) -> None:
         """Note that the takes of all rounds of steps below ``step`` have returned."""
-        self._turn.run("slot", lambda: self._buffers.note_finished(step))
+        with self._turn.hold("slot"):
+            self._buffers.note_finished(step)
 
     def leave(self) -> None:
         """Promise that this rank contributes no more gradients."""
         self.finish()
-        self._turn.run("leave", self._protocol.membership.leave)
+        with self._turn.hold("leave"):
+            self._protocol.membership.leave()
 
     def free(self) -> None:
-        """Drop the references to the memory of slots and of the last gradient."""
+        """Drop the references to the memory of slots."""
         self._buffers.free()
-        self._job = None

@@ -324,7 +324,7 @@ class Averager(Freeable):
         jax.effects_barrier()
         if self._shard is None:
             none = (0,) * self._group.size
-            return Tally(none, none, {}, none, none)
+            return Tally(none, none, {}, none)
         return self._shard.tally()
 
     def _describe(self) -> str:

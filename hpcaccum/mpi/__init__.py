@@ -16,7 +16,7 @@ All calls of MPI windows are in this package. Imports `errors`, `deadline`, `loc
 
 from __future__ import annotations
 
-from hpcaccum.mpi.atomic_words import AtomicWords, Attempt
+from hpcaccum.mpi.atomic_words import AtomicWords
 from hpcaccum.mpi.control_messages import Tag
 from hpcaccum.mpi.creation import duplicate, split
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
@@ -46,7 +46,6 @@ __all__ = [
     "MPI",
     "VARIABLE",
     "AtomicWords",
-    "Attempt",
     "Freeable",
     "Group",
     "Mailbox",

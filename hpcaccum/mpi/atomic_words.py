@@ -29,46 +29,15 @@ _NEVER = -(1 << 63)
 _PATIENT = 1.0
 
 
-class Attempt:
-    """One atomic change of a word, whose outcome an exception does not hide.
-
-    A signal handler may raise after MPI has changed the word and before Python has the
-    result. MPI writes the result to this object, where it can be read after
-    `AtomicWords.settle`.
-
-    Attributes:
-        origin, compare, result: One word each: the operand, the expected value, and the
-            value before the change.
-    """
-
-    __slots__ = ("compare", "origin", "result")
-
-    def __init__(self) -> None:
-        self.origin, self.compare, self.result = np.full((3, 1), _NEVER, np.int64)
-
-    def reset(self) -> None:
-        """Forget the outcome."""
-        self.result[0] = _NEVER
-
-    @property
-    def added(self) -> bool:
-        """Whether `fetch_add` was carried out since the last reset."""
-        return bool(self.result[0] != _NEVER)
-
-    @property
-    def swapped(self) -> bool:
-        """Whether `compare_and_swap` changed the word since the last reset."""
-        return self.added and bool(self.result[0] == self.compare[0])
-
-
 class _Scratch(threading.local):
     """Buffers of one thread: a server thread may use the words that the user uses."""
 
     def __init__(self) -> None:
-        self.attempt = Attempt()
+        # One word each: the operand, the expected value, the value before the change.
+        self.origin, self.compare, self.result = np.full((3, 1), _NEVER, np.int64)
         # MPI reads these until the next flush.
         self.posted: list[Array] = []
-        # Whether MPI may still write to an attempt: a signal handler raised meanwhile.
+        # Whether MPI may still write to `result`: a signal handler raised meanwhile.
         self.pending = False
 
 
@@ -149,32 +118,30 @@ class AtomicWords:
         self._barrier()
         return word
 
-    def fetch_add(self, index: int, value: int, attempt: Attempt | None = None) -> int:
+    def fetch_add(self, index: int, value: int) -> int:
         """Add to one word; return its value before."""
-        return self._fetch(index, value, MPI.SUM, attempt or self._local.attempt)
+        return self._fetch(index, value, MPI.SUM)
 
     def exchange(self, index: int, value: int) -> int:
         """Set one word, which other ranks may change; return its value before."""
-        return self._fetch(index, value, MPI.REPLACE, self._local.attempt)
+        return self._fetch(index, value, MPI.REPLACE)
 
-    def _fetch(self, index: int, value: int, operation: Any, attempt: Attempt) -> int:
+    def _fetch(self, index: int, value: int, operation: Any) -> int:
         self._begin()
-        result = attempt.result
-        result[0], attempt.origin[0] = _NEVER, value
+        local = self._local
+        local.result[0], local.origin[0] = _NEVER, value
         place = self._first + index
-        self._window.Fetch_and_op(attempt.origin, result, self.root, place, operation)
-        return self._outcome(result)
+        self._window.Fetch_and_op(
+            local.origin, local.result, self.root, place, operation
+        )
+        return self._outcome(local.result)
 
-    def compare_and_swap(
-        self, index: int, expected: int, new: int, attempt: Attempt | None = None
-    ) -> int:
+    def compare_and_swap(self, index: int, expected: int, new: int) -> int:
         """Set a word to ``new`` if it is ``expected``; return its value before."""
-        attempt = attempt or self._local.attempt
         self._begin()
-        origin, compare, result = attempt.origin, attempt.compare, attempt.result
-        # In this order: an earlier outcome must not pass for that of this swap.
-        result[0] = _NEVER
-        origin[0], compare[0] = new, expected
+        local = self._local
+        origin, compare, result = local.origin, local.compare, local.result
+        result[0], origin[0], compare[0] = _NEVER, new, expected
         place = self._first + index
         self._window.Compare_and_swap(origin, compare, result, self.root, place)
         return self._outcome(result)
@@ -319,10 +286,6 @@ class AtomicWords:
             # Stores have no outcome for which this rank could nap. This read has one,
             # which comes after them, and the flush after it needs no time.
             self.compare_and_swap(0, _NEVER, _NEVER)
-
-    def settle(self) -> None:
-        """Complete a change that an exception interrupted; it may not have begun."""
-        self._complete()
 
     def _complete(self) -> None:
         self._window.Flush(self.root)

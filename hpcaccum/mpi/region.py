@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.mpi.runtime import MPI
-from hpcaccum.mpi.windows import FREED, allocate, make_progress, without_signals
+from hpcaccum.mpi.windows import FREED, allocate, make_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,29 +90,21 @@ class Region:
             # Also after an exception: MPI must not read memory that is freed.
             self._window.Flush(self._root)
 
-    def accumulate(
-        self, offset: int, data: Array, added: list[None] | None = None
-    ) -> None:
+    def accumulate(self, offset: int, data: Array) -> None:
         """Add a contiguous float32 or float64 vector; each element is added atomically.
 
         Args:
             offset: Byte where the vector begins.
             data: The vector; MPI reads it until this returns.
-            added: Gets an entry for each piece that was added. After an exception, a
-                second call with the same list adds the remaining pieces.
         """
-        added = [] if added is None else added
         kind = MPI.FLOAT if data.dtype.itemsize == 4 else MPI.DOUBLE
         announced = not self.direct and data.nbytes > _SHORT
         try:
             if announced:
                 self._announce(_ADDING)
-            for start, piece in list(_pieces(data))[len(added) :]:
+            for start, piece in _pieces(data):
                 target = (offset + start, piece.size, kind)
-                add = functools.partial(
-                    self._window.Accumulate, [piece, kind], self._root, target, MPI.SUM
-                )
-                without_signals(add, functools.partial(added.append, None))
+                self._window.Accumulate([piece, kind], self._root, target, MPI.SUM)
         finally:
             self._window.Flush(self._root)
             if announced:

@@ -329,7 +329,7 @@ class ShardReducer:
         """Return how many gradients of each rank were part of an update."""
         accepted, none = tuple(self._accepted), (0,) * self._group.size
         lags = {0: sum(accepted)} if any(accepted) else {}
-        own = Tally(accepted, none, lags, none, tuple(self._nonfinite))
+        own = Tally(accepted, none, lags, tuple(self._nonfinite))
         return own + self._earlier if self._earlier else own
 
     def counts(self) -> dict[str, Any]:

@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.accumulator import Batch, Receipt, Recovery
+from hpcaccum.accumulator import Batch, Receipt
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
-from hpcaccum.mpi import Attempt
 from hpcaccum.nodes import Calls, NodeParts
 from hpcaccum.server.update_queue import COPIED, NOBODY, UpdateQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from hpcaccum.accumulator import Count, Membership, Tally
+    from hpcaccum.accumulator import Membership, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
 
@@ -41,8 +40,8 @@ class BoundedStalenessInbox:
     Between nodes, the agent of the root's node admits a gradient, puts it in its place
     and counts it: a rank sends one message and waits for the answer.
 
-    If `submit` fails after its gradient was admitted and before it is in its place, the
-    gradient is given up: its update changes nothing.
+    If an exception ends `submit`, its rank has left. A gradient that was admitted and
+    is not in its place then is lost: its update changes nothing.
 
     Args:
         group: The ranks.
@@ -86,17 +85,14 @@ class BoundedStalenessInbox:
         self._found: dict[int, int] = {}
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0
-        # What `submit` has done, for the recovery from an exception; and what an agent
-        # does for other ranks.
-        self._admission, self._others = Attempt(), Attempt()
-        self._counted: Count | None = None
+        # The step of a gradient to which an agent has not answered.
+        self._unanswered: int | None = None
         # Last, as other ranks may call at once; and those of this rank, if it cannot
         # submit alone.
         self._calls: Calls | None = None
         if not group.single_node:
             self._calls = Calls(group, root, self._submit_for, submit)
         self._remote = None if self.words.unaided else self._calls
-        self._recovery = Recovery(self._note_or_give_up, self._remote, submit)
 
     def _view(self, rank: int) -> Array:
         return self.parts.view((rank, 0), self._size, self._dtype)
@@ -130,7 +126,7 @@ class BoundedStalenessInbox:
         Waits until the last one is applied, which a rank may not have waited for. If
         ``known`` says so, it asks nobody; see `Inbox.slot`.
         """
-        self._recovery.finish()
+        self._settle()
         Deadline(None, f"{self._what}: slot").wait(
             lambda: (
                 known >= self._submitted
@@ -154,11 +150,13 @@ class BoundedStalenessInbox:
         If it is accepted, its update makes step ``receipt.global_step + 1``.
         """
         self.check_present()
-        self._admission.reset()
-        if self._remote is not None:
-            self._remote.forget()
-        self._counted = None
-        return self._recovery.run(lambda: self._submit(local_step), local_step)
+        self._settle()
+        try:
+            return self._submit(local_step)
+        except BaseException as error:
+            if self._unanswered is None:
+                self.membership.lose(error)
+            raise
 
     def count_nonfinite(self) -> None:
         """Count a gradient of this rank that is not finite, and was not submitted."""
@@ -169,13 +167,17 @@ class BoundedStalenessInbox:
             # The answer may lead other ranks to what is in the slot.
             self.words.sync()
             contents = None if self.words.near else self._contents()
-            return self._note(local_step, *self._remote.call(local_step, contents))
-        receipt = self._queue.admit(local_step, self._admission)
+            self._remote.forget()
+            self._unanswered = local_step
+            return self._note(*self._remote.call(local_step, contents))
+        rank = self._group.rank
+        receipt = self._queue.admit(rank, local_step)
         if receipt:
             self._submitted = receipt.global_step + 1
             # The store of the word orders it after all stores to the slot.
-            self._queue.put(receipt.global_step, self._group.rank)
-        self._count(self.counters.next(receipt))
+            self._queue.put(receipt.global_step, rank)
+        self._queue.end_intent(rank)
+        self.counters.count(receipt)
         self.words.flush()
         return receipt
 
@@ -187,49 +189,36 @@ class BoundedStalenessInbox:
         Returns:
             Whether it was accepted, and the step when it arrived.
         """
-        receipt = self._queue.admit(local_step, self._others)
+        receipt, whose = self._queue.admit(rank, local_step), rank
         if receipt and contents is not None:
             self.parts.keep((rank, 0), contents)
-            rank |= COPIED
+            whose |= COPIED
         # First: a gradient that was applied is in the counts.
-        self.counters.count_for(rank & NOBODY, receipt)
+        self.counters.count_for(rank, receipt)
         if receipt:
-            self._queue.put(receipt.global_step, rank)
+            self._queue.put(receipt.global_step, whose)
+        self._queue.end_intent(rank)
         self.words.flush()
         return receipt.accepted, receipt.global_step
 
-    def _note(self, local_step: int, accepted: bool, step: int) -> Receipt:
+    def _note(self, accepted: bool, step: int) -> Receipt:
         """Note what an agent has done for this rank; return the receipt."""
-        receipt = Receipt(accepted, local_step, step)
+        assert self._unanswered is not None
+        receipt = Receipt(accepted, self._unanswered, step)
+        self._unanswered = None
         if receipt:
             self._submitted = step + 1
-        self._counted = self._counted or self.counters.next(receipt)
-        self.counters.note(self._counted)
+        self.counters.note(receipt)
         return receipt
 
-    def _count(self, count: Count) -> None:
-        self._counted = count
-        self.counters.post(count)
-
-    def _note_or_give_up(self, local_step: int) -> None:
-        """Give up an admitted gradient unless the root can see it. Idempotent."""
-        if self._remote is not None:
+    def _settle(self) -> None:
+        """Wait for the answer to a gradient whose call has ended before."""
+        if self._unanswered is not None:
+            assert self._remote is not None
+            self._remote.extend()
             if answer := self._remote.settle():
-                self._note(local_step, *answer)
-            return
-        self.words.settle()
-        step = self._queue.admitted(self._admission)
-        if step is not None:
-            self._submitted = step + 1
-            if self._queue.was_put(step):
-                accepted = self.counters.next(Receipt(True, local_step, step))
-                self._count(self._counted or accepted)
-            else:
-                self._count(self._counted or self.counters.next_given_up())
-                self._queue.put(step, NOBODY)
-        elif self._counted:
-            self.counters.post(self._counted)
-        self.words.flush()
+                self._note(*answer)
+            self._unanswered = None
 
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step.
@@ -285,6 +274,10 @@ class BoundedStalenessInbox:
     def _find(self, step: int) -> int | None:
         """Return whose gradient was admitted at a step; None: none yet."""
         whose = self._look(step)
+        if whose is None and self._queue.is_lost(step):
+            # It may have come since, which is final then.
+            whose = self._look(step)
+            return NOBODY if whose is None else whose
         if whose is None:
             self._queue.check_comes(step)
         return whose
@@ -303,7 +296,7 @@ class BoundedStalenessInbox:
 
     def leave(self) -> None:
         """Promise that this rank submits no more gradients."""
-        self._recovery.finish()
+        self._settle()
         self.membership.leave()
 
     def check_present(self) -> None:

@@ -12,7 +12,7 @@ from hpcaccum.mpi import AtomicWords
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum.mpi import Attempt, Group
+    from hpcaccum.mpi import Group
 
 # On a cache line of its own: swaps of _STEP must not slow down reads of other words.
 _FIXED = WordLayout()
@@ -20,11 +20,13 @@ _STEP = _FIXED.take(own_lines=True)
 _APPLIED = _FIXED.take()
 # One place per rank, followed by the words of `Membership`.
 _HEAD = _FIXED.count
-# A place has the step that an update makes, and whose gradient it is: its rank, NOBODY
-# for one that was given up, and COPIED if the agent of the root's node has a copy. It
-# is 0 before the first gradient.
+# A place has the step that an update makes, and whose gradient it is: its rank, and
+# COPIED if the agent of the root's node has a copy. It is 0 before the first gradient.
+# NOBODY stands for the rank of a gradient that is lost.
 NOBODY = (1 << 20) - 1
 COPIED, _WHOSE_BITS = NOBODY + 1, 21
+# The intents of two ranks are on different cache lines.
+_APART = 8
 
 
 class UpdateQueue:
@@ -32,6 +34,11 @@ class UpdateQueue:
 
     Gradients that are admitted and not applied have consecutive steps, at most as many
     as there are ranks, and each has a place of its own: that of its step.
+
+    Before a rank tries to have a gradient admitted, it sets a word, its intent, to the
+    least step at which it may be, and clears it when the gradient is in its place. A
+    step that was made, whose place is empty and for which no rank that is present has
+    an open intent, is that of a rank that is lost.
 
     Args:
         group: The ranks.
@@ -52,6 +59,7 @@ class UpdateQueue:
         # The first of these words follows the places, so that one read returns both.
         self._members = layout.take(Membership.words(group.size))
         counters = layout.take(Counters.words(group.size))
+        self._intents = layout.take(_APART * group.size, own_lines=True)
         self.words = words = AtomicWords(group, root, layout.count)
         self.membership = Membership(
             words, self._members, group.rank, group.size, workers
@@ -79,35 +87,30 @@ class UpdateQueue:
 
     # Admission
 
-    def admit(self, local_step: int, attempt: Attempt) -> Receipt:
-        """Admit a gradient, unless it is stale."""
-        if self._max_lag == math.inf:
-            step = self.words.fetch_add(_STEP, 1, attempt)
-            return Receipt(True, local_step, step)
+    def admit(self, rank: int, local_step: int) -> Receipt:
+        """Admit a gradient of a rank, unless it is stale. `end_intent` comes later."""
         step = self.step
+        if self._max_lag == math.inf:
+            self._set_intent(rank, 1 + step)
+            return Receipt(True, local_step, self.words.fetch_add(_STEP, 1))
         while step - local_step <= self._max_lag:
-            found = self.words.compare_and_swap(_STEP, step, step + 1, attempt)
+            self._set_intent(rank, 1 + step)
+            found = self.words.compare_and_swap(_STEP, step, step + 1)
             if found == step:
                 return Receipt(True, local_step, step)
             step = found
         return Receipt(False, local_step, step)
 
-    def admitted(self, attempt: Attempt) -> int | None:
-        """Return the step at which `admit` admitted a gradient; None: it did not."""
-        every = self._max_lag == math.inf
-        admitted = attempt.added if every else attempt.swapped
-        return int(attempt.result[0]) if admitted else None
+    def _set_intent(self, rank: int, word: int) -> None:
+        self.words.store_unordered(self._intents + _APART * rank, word, 0)
+
+    def end_intent(self, rank: int) -> None:
+        """Say that the last gradient of a rank is in its place, or not admitted."""
+        self._set_intent(rank, 0)
 
     def put(self, step: int, whose: int) -> None:
         """Say whose gradient was admitted at a step."""
         self.words.store(self._place(step), [(step + 1) << _WHOSE_BITS | whose])
-
-    def was_put(self, step: int) -> bool:
-        """Whether this rank has put its gradient in the place for a step."""
-        word = self.words.read(self._place(step))
-        made, rank = word >> _WHOSE_BITS, word & NOBODY
-        # If a later one has the place, this one has been applied.
-        return made > step + 1 or (made == step + 1 and rank == self._rank)
 
     def _place(self, step: int) -> int:
         """Return the word for the gradient that is admitted at a step."""
@@ -120,6 +123,18 @@ class UpdateQueue:
         word = self.words.read(self._place(step))
         whose = word & ((1 << _WHOSE_BITS) - 1)
         return whose if word >> _WHOSE_BITS == step + 1 else None
+
+    def is_lost(self, step: int) -> bool:
+        """Whether the gradient of a step was admitted and cannot come any more.
+
+        The caller has found its place empty. If it is true, it may have come since.
+        """
+        if self.step <= step or not (lost := self.membership.lost()):
+            return False
+        words = self.words.read_range(self._intents, _APART * self._size)[::_APART]
+        return all(
+            not 0 < word <= 1 + step or rank in lost for rank, word in enumerate(words)
+        )
 
     def check_comes(self, step: int) -> None:
         """Raise EverybodyLeftError if no gradient can be admitted at a step."""
@@ -134,11 +149,12 @@ class UpdateQueue:
         On the root's node it reads memory only.
         """
         words = self._place(step), self._members, _STEP
-        place, left, newest = map(self.words.watch, words)
-        all_left = self.membership.all_left
+        place, changes, newest = map(self.words.watch, words)
+        all_left, lost = self.membership.all_left, self.membership.lost
         return lambda: (
             place() >> _WHOSE_BITS == step + 1
-            or (all_left(left()) and newest() == step)
+            or (all_left(changes()) and newest() == step)
+            or (changes() > 0 and newest() > step and bool(lost()))
         )
 
     # Messages

@@ -13,7 +13,7 @@ from hpcaccum.device import copy_quietly, copyto
 from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.layout import ALIGNMENT, Layout
 from hpcaccum.overlap import overlap, same_elements
-from hpcaccum.row_buffers import RowPlace, nbytes_of, remove_rows, stores
+from hpcaccum.row_buffers import RowPlace, nbytes_of, remove_rows, write_rows
 from hpcaccum.row_sums import Rows, merged
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ class WireFormat:
             if place.name not in grads:
                 remove_rows(buffer)
                 continue
-            for store in stores(buffer, grads[place.name], flat.dtype):
-                store()
+            write_rows(buffer, grads[place.name], flat.dtype)
 
     def read_rows(
         self, rows: Mapping[str, Sequence[Rows]], total: Array, divisor: int
