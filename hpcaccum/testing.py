@@ -198,7 +198,7 @@ def noted_copies() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def noted_rows() -> Iterator[list[Any]]:
-    """Yield a list of the number of rows of each copy of a table; None for all.
+    """Yield a list of the number of rows of each copy of a table; "all" for all.
 
     Those of agents, between the two copies of a node, are not noted.
     """
@@ -206,16 +206,40 @@ def noted_rows() -> Iterator[list[Any]]:
 
     def noted(source: Any, target: Any, rows: Any) -> None:
         if not threading.current_thread().name.startswith("agent"):
-            copied.append(rows if rows is None else rows.size)
+            copied.append("all" if rows is None else rows.size)
         copy(source, target, rows)
 
     with mock.patch.object(parameter_copies, "copy_rows", noted):
         yield copied
 
 
+def interrupt_pulls(name: str) -> Any:
+    """Have pulls end with a KeyboardInterrupt, and spoil a variable, in a block."""
+    read = parameter_copies.SparseCopier.read
+
+    def interrupted(copier: Any, flat: Any, into: Any, *which: Any) -> None:
+        read(copier, flat, into, *which)
+        into[name][...] = 77
+        raise KeyboardInterrupt
+
+    return mock.patch.object(parameter_copies.SparseCopier, "read", interrupted)
+
+
+def fail_when_accepted(optimizer: Any, error: type[BaseException]) -> Any:
+    """Have gradients of this rank be accepted, and then raise, in the block."""
+    inbox = optimizer._server._inbox
+    submit = inbox.submit
+
+    def failing(step: int) -> None:
+        assert submit(step)
+        raise error
+
+    return mock.patch.object(inbox, "submit", failing)
+
+
 @contextlib.contextmanager
 def noted_row_messages() -> Iterator[list[int]]:
-    """Yield a list of the bytes of the messages with rows that this rank's agent sends."""
+    """Yield a list of the bytes of each message with rows that this rank sends."""
     sizes, message = list[int](), row_draft.RowDraft.message
 
     def noted(draft: Any) -> Any:
