@@ -17,7 +17,7 @@ import numpy as np
 
 from hpcaccum.accumulator.protocol import CLOSED
 from hpcaccum.accumulator.state import Record
-from hpcaccum.mpi import control
+from hpcaccum.mpi import Attempt, control
 from hpcaccum.nodes import Agent, transfer
 from hpcaccum.server import node_update, parameter_copies, row_draft, wire_format
 
@@ -119,6 +119,23 @@ def left(optimizer: Any) -> list[int]:
 def gradient_bytes(optimizer: Any) -> int:
     """Return the memory of this rank that holds gradients."""
     return int(optimizer._server._inbox.window_bytes)
+
+
+def shared_bytes(optimizer: Any) -> int:
+    """Return the memory of this rank that holds gradients and parameters for others."""
+    return int(optimizer._server.window_bytes)
+
+
+def admit_update(optimizer: Any) -> Callable[[], None]:
+    """Have a gradient of DropStaleGradientOptimizer admitted; return what puts it."""
+    queue = optimizer._server._inbox._queue
+    assert queue.admit(0, Attempt())
+
+    def put() -> None:
+        queue.put(0, optimizer._group.rank)
+        queue.words.flush()
+
+    return put
 
 
 def push(optimizer: Any, grads: Mapping[str, Any], step: int) -> Any:
@@ -255,8 +272,8 @@ def noted_row_messages() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def hold_agent(group: Group, node: int) -> Iterator[None]:
-    """Have the agent of a node do nothing in the block. Collective, at its begin."""
+def hold_agent(group: Group, node: int) -> Iterator[Callable[[], None]]:
+    """Have the agent of a node do nothing; yield what ends that. Collective."""
     begun, go = threading.Event(), threading.Event()
 
     class Held:
@@ -269,11 +286,11 @@ def hold_agent(group: Group, node: int) -> Iterator[None]:
     number = agent.add(Held())
     group.comm.Barrier()
     if group.rank == agent.leaders[node]:
-        agent.request(node, number)
+        agent.request(agent.node, number)
         begun.wait()
     group.comm.Barrier()
     try:
-        yield
+        yield go.set
     finally:
         go.set()
         agent.remove(number, "held")
