@@ -153,6 +153,19 @@ def missing(optimizer: Any, step: int) -> str:
     return str(optimizer._server._missing(step))
 
 
+def before_updates(optimizer: Any, call: Callable[[], object]) -> None:
+    """Call something before each update of this rank's part of the center."""
+    role = optimizer._server._role
+    shard = getattr(role, "shard", role)
+    update = shard.update
+
+    def late(*args: Any) -> Any:
+        call()
+        return update(*args)
+
+    shard.update = late
+
+
 def note_pieces(
     optimizer: Any, before: Callable[[int], object] = lambda piece: None
 ) -> list[int]:
@@ -180,11 +193,14 @@ def update_threads(optimizer: Any) -> int:
 
 
 @contextlib.contextmanager
-def short_pieces(elements: int = 96) -> Iterator[None]:
-    """Divide also updates of so many elements, in optimizers made in the block."""
-    names = {"_CHUNK": elements // 2}
-    names |= dict.fromkeys(("_LEAST", "_MOST", "_THREAD"), elements)
-    with mock.patch.multiple(node_update, **names):
+def short_pieces(elements: int = 96, thread: int | None = None) -> Iterator[None]:
+    """Divide also updates of so many elements, of which ``thread`` wake a thread.
+
+    In optimizers that are initialized in the block.
+    """
+    sizes = dict.fromkeys(("_LEAST", "_MOST"), elements)
+    sizes |= {"_CHUNK": elements // 2, "_THREAD": thread or elements}
+    with mock.patch.multiple(node_update, **sizes):
         yield
 
 

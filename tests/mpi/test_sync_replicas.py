@@ -161,6 +161,19 @@ def test_a_fast_worker_may_contribute_more_than_its_part(make, size):
     assert opt.statistics().accepted == (*[0] * (size - 1), 4)
 
 
+@pytest.mark.ranks(min=2)
+def test_all_that_are_there_are_in_the_mean(comm, rank, size):
+    w = variable()
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, comm=comm, dedicated=True) as opt:
+        opt.initialize([w])
+        if rank:
+            testing.push(opt, {"w": np.array(float(rank))}, 0)
+        meet()
+        opt.leave() if rank else opt.serve()
+    assert w.value == -size / 2
+    assert opt.global_step == 1
+
+
 # A quorum larger than the number of workers
 
 
