@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 
+from hpcaccum.accumulator import recovery
 from hpcaccum.accumulator.protocol import CLOSED
 from hpcaccum.accumulator.state import Record
 from hpcaccum.mpi import Attempt, control
@@ -89,6 +90,11 @@ def before_writes(owner: Any, call: Callable[[], object]) -> Any:
         return write(*args, **options)
 
     return mock.patch.object(storage, "write", late)
+
+
+def grace(seconds: float) -> Any:
+    """Have an interrupted call wait for the answer of an agent for so long."""
+    return mock.patch.object(recovery, "_GRACE", seconds)
 
 
 # Optimizers with a server

@@ -53,6 +53,8 @@ class Harness:
         self.exchange = world("outcomes")
         # Of the tests not marked `own_comm`, if one has run and none has failed since.
         self.shared_comm: MPI.Intracomm | None = None
+        # Whether a phase of this test has failed.
+        self.failed = False
         self.kept: Kept | None = None
         world("tests")  # made here, where all ranks come by
         node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
@@ -81,7 +83,7 @@ class Harness:
             outcomes = self.exchange.gather(outcome)
         merge(report, outcomes)
         if report.failed:
-            self.shared_comm = None
+            self.shared_comm, self.failed = None, True
         if report.failed and MPI.COMM_WORLD.rank == 0:
             self.failures.append(f"{title}{report.longrepr}")
 
@@ -244,8 +246,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
                 harness.shared_comm = harness.exchange.dup()
                 harness.kept = Kept(Group.of(harness.shared_comm))
             item.stash[COMM] = harness.shared_comm
+    harness.failed = False
     result = yield
-    if own is not None:
+    # A test that fails leaves threads that use it.
+    if own is not None and not harness.failed:
         own.Free()
     harness.watchdog.disarm()
     return result
