@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 
-from hpcaccum.accumulator import recovery
+from hpcaccum.accumulator import batch, recovery
 from hpcaccum.accumulator.protocol import CLOSED
 from hpcaccum.accumulator.state import Record
 from hpcaccum.mpi import Attempt, control
@@ -95,6 +95,11 @@ def before_writes(owner: Any, call: Callable[[], object]) -> Any:
 def grace(seconds: float) -> Any:
     """Have an interrupted call wait for the answer of an agent for so long."""
     return mock.patch.object(recovery, "_GRACE", seconds)
+
+
+def least_time_of_sums(seconds: float) -> Any:
+    """Have takes wait for sums of other nodes for so long, also with less time left."""
+    return mock.patch.object(batch, "_LEAST_SECONDS", seconds)
 
 
 # Optimizers with a server
