@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -20,7 +21,13 @@ from hpcaccum.accumulator.protocol import CLOSED
 from hpcaccum.accumulator.state import Record
 from hpcaccum.mpi import Attempt, control
 from hpcaccum.nodes import Agent, transfer
-from hpcaccum.server import node_update, parameter_copies, row_draft, wire_format
+from hpcaccum.server import (
+    node_update,
+    parameter_copies,
+    row_draft,
+    server_orders,
+    wire_format,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -321,6 +328,20 @@ def hold_agent(group: Group, node: int) -> Iterator[Callable[[], None]]:
     finally:
         go.set()
         agent.remove(number, "held")
+
+
+def slow_parts(seconds: float, rank: int | None = None) -> Any:
+    """Have servers pause before each piece of parameters they send, to one leader."""
+    send = server_orders.send_pieces
+
+    def slowly(comm: Any, to: int, *args: Any) -> Iterator[bool]:
+        for done in send(comm, to, *args):
+            end = time.monotonic() + seconds
+            while rank in (None, to) and time.monotonic() < end:
+                yield False
+            yield done
+
+    return mock.patch.object(server_orders, "send_pieces", slowly)
 
 
 def piece_bytes(nbytes: int) -> Any:
