@@ -305,6 +305,23 @@ def noted_row_messages() -> Iterator[list[int]]:
 # Nodes
 
 
+def agent_of(group: Group) -> Any:
+    """Return the agent of this rank's node, whose ``comm`` sends its messages."""
+    return Agent.of(group)
+
+
+def late_services(seconds: float) -> Any:
+    """Have this rank go on late when its agent has a new object, in the block."""
+    add = Agent.add
+
+    def late(agent: Agent, service: Any) -> int:
+        number = add(agent, service)
+        time.sleep(seconds)
+        return number
+
+    return mock.patch.object(Agent, "add", late)
+
+
 @contextlib.contextmanager
 def hold_agent(group: Group, node: int) -> Iterator[Callable[[], None]]:
     """Have the agent of a node do nothing; yield what ends that. Collective."""

@@ -25,9 +25,8 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum
-from hpcaccum import Group
+from hpcaccum import Group, testing
 from hpcaccum.mpi import shutdown
-from hpcaccum.nodes import transfer
 
 from ..common import WAIT
 from . import watchdog
@@ -114,7 +113,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "mpi_short",
         "bytes of vectors that ranks of other nodes send at once",
-        default=str(transfer.SHORT),
+        default="8192",
     )
     parser.addini(
         "mpi_nodes",
@@ -137,7 +136,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # the reporter exists by then
 def pytest_configure(config: pytest.Config) -> None:
     # Those of tests are short: with 0, agents ask for them as for long ones.
-    transfer.SHORT = int(config.getini("mpi_short"))
+    testing.short_bytes(int(config.getini("mpi_short"))).start()
     harness = config.stash[HARNESS] = Harness(config)
     config.pluginmanager.register(harness)
     atexit.register(_finalize, harness)

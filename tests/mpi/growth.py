@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from hpcaccum import Group
+from hpcaccum import Group, testing
 from hpcaccum.mpi import atomic_words, region, windows, word_window
-from hpcaccum.nodes import Agent
 
 # Elements of a gradient of float32; so many that no rank sends it at once, and one
 # piece.
@@ -66,7 +65,7 @@ class CountedWindow:
 class CountedComm:
     """The communicator of agents, whose messages to other nodes are counted."""
 
-    def __init__(self, agent: Agent, counts: Counter[str]) -> None:
+    def __init__(self, agent: Any, counts: Counter[str]) -> None:
         self._comm, self._counts = agent.comm, counts
         self._home = agent.leaders[agent.node]
 
@@ -114,5 +113,5 @@ def counted_windows(counts: Counter[str]) -> Iterator[None]:
 
 def count_messages(group: Group, counts: Counter[str]) -> None:
     """Count the messages that this rank and its agent send to other nodes."""
-    agent: Any = Agent.of(group)
+    agent = testing.agent_of(group)
     agent.comm = CountedComm(agent, counts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import ConditionalAccumulator, WaitTimeoutError, deadline, testing
 from hpcaccum.deadline import current_wait
-from hpcaccum.nodes import Agent
 
 from ..common import every_pair
 from .acting import (
@@ -212,16 +210,10 @@ def test_an_update_counts_when_the_answer_comes(held, limit, group, caller, host
 
 
 @pytest.fixture
-def late_agent(group, rank, monkeypatch):
+def late_agent(group, rank):
     """Let the rank whose agent answers return late when it adds a service."""
-    add = Agent.add
-
-    def add_late(self, service):
-        number = add(self, service)
-        time.sleep(0.05 if rank == group.nodes[-1][0] else 0)
-        return number
-
-    monkeypatch.setattr(Agent, "add", add_late)
+    with testing.late_services(0.05 * (rank == group.nodes[-1][0])):
+        yield
 
 
 def test_a_rank_may_apply_at_once(late_agent, group, rank, host):
