@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from hpcaccum.accumulator import batch, recovery
+from hpcaccum.accumulator import batch, recovery, sparse
 from hpcaccum.accumulator.protocol import CLOSED
 from hpcaccum.accumulator.state import Record
 from hpcaccum.mpi import Attempt, control
@@ -75,6 +75,11 @@ def is_left(accumulator: Any) -> bool:
 def fail_to_sum(accumulator: Any, error: type[Exception]) -> Any:
     """Have takes of this rank raise in the block, when their round is closed."""
     return mock.patch.object(accumulator._storage, "total", side_effect=error)
+
+
+def fail_to_deliver(error: type[Exception]) -> Any:
+    """Have takes of rows raise in the block, before the rows are on the device."""
+    return mock.patch.object(sparse, "_to_device", side_effect=error)
 
 
 def limit_rounds(accumulator: Any, count: int) -> Any:
@@ -137,6 +142,17 @@ def left(optimizer: Any) -> list[int]:
 def gradient_bytes(optimizer: Any) -> int:
     """Return the memory of this rank that holds gradients."""
     return int(optimizer._server._inbox.window_bytes)
+
+
+def after_pushes(optimizer: Any, call: Callable[[Any], object]) -> None:
+    """Call something with each receipt, before this rank waits for the update."""
+    after = optimizer._after
+
+    def late(server: Any, receipt: Any) -> None:
+        call(receipt)
+        after(server, receipt)
+
+    optimizer._after = late
 
 
 def shared_bytes(optimizer: Any) -> int:

@@ -439,7 +439,7 @@ class Model:
         return union, total[union] / counts[union, None]
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.lists(operations, min_size=5, max_size=25))
 @together
 def test_accumulator_does_what_the_model_does(drawn):
