@@ -12,9 +12,12 @@ import hpcaccum.torch as hpt
 from hpcaccum.torch.rule import TorchRule
 
 from ..mpi.on_nodes import group_on_nodes  # noqa: F401
-from ..mpi.row_copies import copies_fixture  # noqa: F401
 from ..mpi.support import meet
-from ..mpi.training import raised, turns
+from ..mpi.training import (
+    copies_fixture,  # noqa: F401
+    raised,
+    turns,
+)
 from .torch_rows import (
     OPTIMIZERS,
     ROWS,

@@ -7,6 +7,7 @@ or raised is returned or raised on all: all ranks check the same, and fail toget
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,8 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.accumulator.protocol import CLOSED
+from hpcaccum import testing
+from hpcaccum.testing import is_left as is_left
 
 from ..common import VAIN as VAIN
 from ..common import same_bits as same_bits
@@ -49,6 +51,21 @@ def attempt(do: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any
         return do(*args, **kwargs), None
     except Exception as error:
         return None, error
+
+
+def interrupted(do: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Have a call end with a KeyboardInterrupt while it waits."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, VAIN)
+        with pytest.raises(KeyboardInterrupt):
+            do(*args, **kwargs)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def until(fact: Callable[[], Any]) -> Any:
@@ -101,25 +118,35 @@ class Take(Background):
     ) -> None:
         super().__init__(rank, lambda: acc.take_grad(required, timeout=timeout))
         if MPI.COMM_WORLD.rank == self.rank:
-            until(lambda: self.outcome or in_line(acc, self.rank))
+            until(lambda: self.outcome or testing.is_in_line(acc, self.rank))
         meet()
         settle(acc)
 
 
-def in_line(acc: hpc.ConditionalAccumulator, rank: int) -> bool:
-    """Return whether a rank has a place in the line of takes."""
-    lock = acc._protocol.take_lock
-    return lock._words.read(lock._places + rank) > 0
-
-
 def settle(acc: hpc.ConditionalAccumulator) -> None:
     """Wait until every take that can be served has been. Collective."""
-    ranks = range(acc._shared.group.size)
+    ranks = range(MPI.COMM_WORLD.size)
 
     def settled() -> bool:
-        return acc._protocol.state().waiting or not any(in_line(acc, r) for r in ranks)
+        return testing.take_waits(acc) or not any(
+            testing.is_in_line(acc, rank) for rank in ranks
+        )
 
-    at(0, until, lambda: bool(settled()))
+    at(0, until, settled)
+
+
+class Admitted:
+    """A gradient of a rank that was admitted and is not written. Collective."""
+
+    def __init__(self, acc: hpc.ConditionalAccumulator, rank: int) -> None:
+        self._rank = rank % MPI.COMM_WORLD.size
+        if MPI.COMM_WORLD.rank == self._rank:
+            self._write = testing.admit(acc)
+        meet()
+
+    def write(self, gradient: Any) -> None:
+        """Write it. Collective."""
+        at(self._rank, lambda: self._write(gradient))
 
 
 class Broken(Exception):
@@ -128,15 +155,8 @@ class Broken(Exception):
 
 def close_unreduced(acc: hpc.ConditionalAccumulator) -> None:
     """Close a round and fail to reduce it, so that it stays on record."""
-
-    def fail(*_: Any) -> None:
-        raise Broken
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acc._storage, "total", fail)
-        patch.setattr(acc._storage, "clear", pytest.fail)
-        with pytest.raises(Broken):
-            acc.take_grad(1, timeout=WAIT)
+    with testing.fail_to_sum(acc, Broken), pytest.raises(Broken):
+        acc.take_grad(1, timeout=WAIT)
 
 
 class Makers:
@@ -187,16 +207,11 @@ class Makers:
         self._ruined.clear()
 
 
-def is_left(acc: hpc.ConditionalAccumulator) -> bool:
-    """Return whether a take would return something, or resume a closed round."""
-    return bool(acc.num_accumulated() or acc._protocol.words.read(CLOSED))
-
-
 def renew(acc: hpc.ConditionalAccumulator) -> None:
     """Empty an accumulator and set its step to 0; a closed round may be left over."""
     while is_left(acc):
         acc.take_grad(1, timeout=1.0)
-    acc._protocol.set_step(0)
+    acc.set_global_step(0)
 
 
 MAKERS = Makers()

@@ -25,9 +25,8 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum
-from hpcaccum import Group
+from hpcaccum import Group, testing
 from hpcaccum.mpi import shutdown
-from hpcaccum.nodes import transfer
 
 from ..common import WAIT
 from . import watchdog
@@ -53,6 +52,8 @@ class Harness:
         self.exchange = world("outcomes")
         # Of the tests not marked `own_comm`, if one has run and none has failed since.
         self.shared_comm: MPI.Intracomm | None = None
+        # Whether a phase of this test has failed.
+        self.failed = False
         self.kept: Kept | None = None
         world("tests")  # made here, where all ranks come by
         node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
@@ -81,7 +82,7 @@ class Harness:
             outcomes = self.exchange.gather(outcome)
         merge(report, outcomes)
         if report.failed:
-            self.shared_comm = None
+            self.shared_comm, self.failed = None, True
         if report.failed and MPI.COMM_WORLD.rank == 0:
             self.failures.append(f"{title}{report.longrepr}")
 
@@ -112,7 +113,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "mpi_short",
         "bytes of vectors that ranks of other nodes send at once",
-        default=str(transfer.SHORT),
+        default="8192",
     )
     parser.addini(
         "mpi_nodes",
@@ -135,7 +136,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # the reporter exists by then
 def pytest_configure(config: pytest.Config) -> None:
     # Those of tests are short: with 0, agents ask for them as for long ones.
-    transfer.SHORT = int(config.getini("mpi_short"))
+    testing.short_bytes(int(config.getini("mpi_short"))).start()
     harness = config.stash[HARNESS] = Harness(config)
     config.pluginmanager.register(harness)
     atexit.register(_finalize, harness)
@@ -244,8 +245,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
                 harness.shared_comm = harness.exchange.dup()
                 harness.kept = Kept(Group.of(harness.shared_comm))
             item.stash[COMM] = harness.shared_comm
+    harness.failed = False
     result = yield
-    if own is not None:
+    # A test that fails leaves threads that use it.
+    if own is not None and not harness.failed:
         own.Free()
     harness.watchdog.disarm()
     return result

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
 import pytest
 from mpi4py import MPI
 
-from hpcaccum import Group
-from hpcaccum.nodes import Agent
+from hpcaccum import Group, testing
 
 from .reducing import NODES, made_up
-from .support import WAIT, meet
+from .support import meet
 
 
 @pytest.fixture(name="group", params=["real", *NODES])
@@ -71,38 +71,18 @@ def named(leader: int) -> str:
     return f"node {MPI.Get_processor_name()} (leader rank {leader})"
 
 
-class Held:
-    """A service whose requests hold up the agent until it is released."""
-
-    def __init__(self) -> None:
-        self.begun, self.released = threading.Event(), threading.Event()
-
-    def handle(self, source: int) -> Iterator[bool]:
-        self.begun.set()
-        self.released.wait(WAIT)
-        yield True
-
-
 @pytest.fixture(name="held")
 def held_agent(group: Group) -> Iterator:
     """Yield a context in which the agent of the last node does nothing."""
-    agent, service = Agent.of(group), Held()
-    number = agent.add(service)
-    last = len(group.nodes) - 1
+    with contextlib.ExitStack() as end:
 
-    class Context:
-        def __enter__(self):
-            meet()
-            if group.rank == agent.leaders[last]:
-                agent.request(last, number)
-                service.begun.wait(WAIT)
-            meet()
+        class Context:
+            def __enter__(self):
+                self.go = end.enter_context(testing.hold_agent(group, -1))
 
-        def __exit__(self, *error):
-            meet()
-            service.released.set()
+            def __exit__(self, *error):
+                meet()
+                self.go()
 
-    yield Context()
-    service.released.set()
-    meet()
-    agent.remove(number, "held")
+        yield Context()
+        meet()

@@ -189,6 +189,22 @@ def test_a_shape_has_at_most_16_dimensions(make):
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.ones((1,) * 16))
 
 
+def test_ranks_use_up_to_1023_shapes():
+    with hpc.ConditionalAccumulator("float32", None, capacity=1024) as acc:
+
+        def use(lengths):
+            for length in lengths:
+                assert acc.apply_grad(np.ones(length), acc.global_step)
+                assert acc.take_grad(1, timeout=WAIT).shape == (length,)
+
+        at(0, use, range(600))
+        # Each has one number, whichever rank has used it first.
+        at(1, use, range(1022, 500, -1))
+        at(-1, use, [0, 7, 1022])
+        with pytest.raises(INVALID, match="1023 different shapes"):
+            at(0, acc.apply_grad, np.ones(1023), 9999)
+
+
 def test_take_in_vain_does_not_change_the_shape_of_the_round(make):
     acc = make(shape=None, capacity=4)
     with pytest.raises(hpc.WaitTimeoutError):
@@ -349,11 +365,3 @@ def test_large_gradients_arrive_whole(make, storage, size):
 
     mean = at(1, acc.take_grad, size, timeout=WAIT)
     same_bits(mean, np.full((300, 1000), 0.5, "f"))
-
-
-def test_gradient_that_is_no_longer_stale_is_added(acc, monkeypatch):
-    # The step was lowered after the first check.
-    with monkeypatch.context() as patch:
-        patch.setattr(acc._protocol, "is_stale", lambda *_, **__: True)
-        assert at(-1, acc.apply_grad, [2, 4])
-    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [2.0, 4.0])

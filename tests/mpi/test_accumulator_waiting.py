@@ -14,6 +14,7 @@ from .acting import (  # noqa: F401
     acc_fixture,
     at,
     everywhere,
+    interrupted,
     make_fixture,
     same_bits,
     settle,
@@ -98,6 +99,17 @@ def test_takes_are_served_in_order_of_arrival(acc, size):
     assert means == list(range(size))
 
 
+@pytest.mark.ranks(min=3)
+def test_place_in_line_that_is_given_up_delays_no_rank(acc):
+    first = Take(acc, 0, 1)
+    with pytest.raises(hpc.WaitTimeoutError, match="for rank 0, before this rank in"):
+        at(1, acc.take_grad, 1, timeout=VAIN)
+    last = Take(acc, 2, 1)
+    for step in range(2):
+        at(1, acc.apply_grad, [step, 0], step)
+    assert [take.result()[0] for take in (first, last)] == [0, 1]
+
+
 @pytest.mark.ranks(min=2)
 def test_take_that_gives_up_lets_the_next_one_through(acc):
     first = Take(acc, 0, 5, timeout=0.3)
@@ -119,6 +131,14 @@ def test_take_that_gave_up_takes_nothing(acc):
     assert at(0, acc.num_accumulated) == 4
 
     same_bits(at(2, acc.take_grad, 3, timeout=WAIT), [4.0, 0.0])
+
+
+def test_interrupted_take_takes_nothing(acc):
+    at(0, acc.apply_grad, [1, 0])
+    at(1, interrupted, acc.take_grad, 3, timeout=WAIT)
+    at(2, acc.apply_grad, [3, 0])
+
+    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [2.0, 0.0])
 
 
 def test_timeout_0_looks_once(acc):
@@ -245,8 +265,6 @@ def test_take_wants_no_more_than_ranks_are_left(rank, size):
         with pytest.raises(hpc.InvalidArgumentError, match=f"rank {size - 1} has left"):
             at(size - 1, acc.apply_grad, 1, 1)
         at(size - 1, acc.leave)
-        members = acc._protocol.membership
-        assert at(0, lambda: members.quorum(size, members.num_left())) == size - 1
         # It may still take.
         everywhere(lambda: acc.apply_grad(rank, 1) if rank < size - 1 else None)
         same_bits(at(-1, acc.take_grad, size, timeout=WAIT), np.array((size - 2) / 2))
@@ -286,18 +304,21 @@ def test_who_has_left_is_not_missing(size):
     )
 
 
-def test_quorums_shrink_with_the_workers(make, monkeypatch):
-    members = make()._protocol.membership
-    monkeypatch.setattr(members, "workers", 4)
-
-    def quorums(required):
-        return [members.quorum(required, left) for left in range(5)]
-
-    assert quorums(1) == [1, 1, 1, 1, 1]
-    assert quorums(3) == [3, 3, 2, 1, 1]
-    assert quorums(4) == [4, 3, 2, 1, 1]
+@pytest.mark.parametrize(
+    ("wanted", "quorums"), [(1, (1, 1)), (3, (2, 1)), (10, (7, 4))]
+)
+@pytest.mark.ranks(min=3)
+def test_quorums_shrink_with_the_workers(wanted, quorums):
     # More than one per worker: in proportion.
-    assert quorums(10) == [10, 8, 5, 3, 1]
+    with hpc.ConditionalAccumulator("float64", (), workers=3) as acc:
+        for left, quorum in enumerate(quorums, 1):
+            at(-left, acc.leave)
+            for _ in range(quorum - 1):
+                at(0, acc.apply_grad, 1, 9)
+            with pytest.raises(hpc.WaitTimeoutError):
+                at(1, acc.take_grad, wanted, timeout=0)
+            at(0, acc.apply_grad, 1, 9)
+            assert at(1, acc.take_grad, wanted, timeout=WAIT) == 1
 
 
 @pytest.mark.ranks(min=2)

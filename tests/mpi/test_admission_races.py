@@ -8,14 +8,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hpcaccum import ConditionalAccumulator
-from hpcaccum.nodes import transfer
-from hpcaccum.server import BoundedStalenessInbox
+import hpcaccum as hpc
+from hpcaccum import ConditionalAccumulator, testing
 
-from .acting import Take, at, everywhere, same_bits
+from .acting import Take, at, everywhere, meet, same_bits
 from .growth import count_messages, counted_windows
 from .on_nodes import group_on_nodes  # noqa: F401
-from .serving import next_total
 from .support import WAIT
 
 # Operations of all windows are counted.
@@ -98,22 +96,19 @@ def test_admission_is_one_message_in_any_order(
     assert acc.statistics().tally.accepted == (4,) * size
 
 
-def test_a_stale_gradient_is_one_message_and_is_not_copied(
-    acc, group, counts, monkeypatch
-):
+def test_a_stale_gradient_is_one_message_and_is_not_copied(acc, group, counts):
     at(0, acc.set_global_step, 3)
-    monkeypatch.setattr(acc._storage, "write", None)
-    for rank in (0, far(group)):
-        receipt, *cost = costs(counts, rank, copied, acc, 1)
-        assert (receipt.accepted, receipt.lag) == (False, 2)
-        assert cost == ([0, 1] if rank else [0, 0])
+    with testing.before_writes(acc, pytest.fail):
+        for rank in (0, far(group)):
+            receipt, *cost = costs(counts, rank, copied, acc, 1)
+            assert (receipt.accepted, receipt.lag) == (False, 2)
+            assert cost == ([0, 1] if rank else [0, 0])
     assert acc.statistics().tally.dropped[far(group)] == 1
 
 
-@pytest.mark.parametrize("local_step", [2**40, 2**63 - 1])
-def test_a_step_far_ahead_is_admitted(acc, group, counts, local_step):
+def test_a_step_far_ahead_is_admitted(acc, group, counts):
     for step in range(3):
-        receipt, *cost = costs(counts, far(group), in_slot, acc, local_step)
+        receipt, *cost = costs(counts, far(group), in_slot, acc, 2**63 - 1)
         assert (receipt.accepted, receipt.global_step) == (True, step)
         assert cost == [0, 1]
         same_bits(at(0, acc.take_grad, 1, timeout=WAIT), GRADIENT)
@@ -158,11 +153,15 @@ def test_without_an_agent_a_rank_admits_itself(acc, group, counts):
 LONGEST = 1 << 13  # bytes
 
 
+@pytest.fixture
+def longest():
+    """Vectors of up to so many bytes are sent with the request."""
+    with testing.short_bytes(LONGEST):
+        yield
+
+
 @pytest.mark.parametrize("length", [LONGEST // 4, LONGEST // 4 + 1])
-def test_nobody_asks_for_a_short_gradient(
-    group, counts, rank, size, length, monkeypatch
-):
-    monkeypatch.setattr(transfer, "SHORT", LONGEST)
+def test_nobody_asks_for_a_short_gradient(group, counts, rank, size, length, longest):
     acc = ConditionalAccumulator("float32", (length,), comm=group)
     count_messages(group, counts)
     asks = 0 if length * 4 <= LONGEST else len(group.nodes) - 1
@@ -204,10 +203,7 @@ def test_a_node_is_asked_if_one_of_its_gradients_is_not_copied(acc, group, rank,
 
 
 @pytest.mark.parametrize("length", [LONGEST // 4, LONGEST // 4 + 1])
-def test_a_stale_gradient_is_only_sent_if_it_is_short(
-    group, counts, length, monkeypatch
-):
-    monkeypatch.setattr(transfer, "SHORT", LONGEST)
+def test_a_stale_gradient_is_only_sent_if_it_is_short(group, counts, length, longest):
     acc = ConditionalAccumulator("float32", (length,), comm=group)
     count_messages(group, counts)
     at(0, acc.set_global_step, 3)
@@ -219,64 +215,44 @@ def test_a_stale_gradient_is_only_sent_if_it_is_short(
     acc.free()
 
 
-@pytest.mark.parametrize("length", [LONGEST // 4, LONGEST // 4 + 1])
-def test_nobody_asks_for_a_short_update(group, counts, rank, size, length, monkeypatch):
-    monkeypatch.setattr(transfer, "SHORT", LONGEST)
-    inbox = BoundedStalenessInbox(group, 0, length, "float32")
+def drop_stale(group, counts, staleness, length):
+    """Return an optimizer whose messages are counted, and its variable."""
+    w = hpc.Variable(np.zeros(length, np.float32), "w")
+    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1), staleness, comm=group)
+    opt.initialize([w])
     count_messages(group, counts)
-    base, there = np.arange(length, dtype=np.float32), group.nodes[0]
-
-    def submit():
-        inbox.slot()[:] = base + rank
-        return inbox.submit(0)
-
-    for step in range(2 * size):
-        submitter = step % size
-        assert at(submitter, submit).global_step == step
-        apply = functools.partial(next_total, inbox, step, length)
-        total, _, messages = costs(counts, 0, lambda apply=apply: apply)
-        np.testing.assert_array_equal(total, base + submitter)
-        asks = submitter not in there and length * 4 > LONGEST
-        assert messages == asks
-    inbox.free()
+    return opt, w
 
 
-@pytest.fixture
-def inbox(request, group, counts):
-    """Make an inbox to which all ranks but `far` have submitted.
+@pytest.mark.parametrize("length", [LONGEST // 4 - 32, LONGEST // 4])
+def test_nobody_asks_for_a_short_update(group, counts, length, longest):
+    opt, w = drop_stale(group, counts, 99, length)
+    base = np.arange(length, dtype=np.float32)
 
-    Its largest lag is that of the test; None: too small by one for one more gradient.
-    """
-    with counted_windows(counts):
-        max_lag = group.size - 2 if request.param is None else request.param
-        made = BoundedStalenessInbox(group, 0, 2, "float32", max_lag=max_lag)
-    count_messages(group, counts)
-    for rank in set(range(group.size)) - {far(group)}:
-        assert at(rank, submit, made)
-    yield made
-    made.free()
-
-
-def submission(inbox):
-    inbox.slot()[:] = 1
-    return functools.partial(inbox.submit, 0)
+    meet()
+    counts.clear()
+    # A vector of gradients also has a number, which says that it has this one.
+    assert at(far(group), testing.push, opt, {"w": base}, 0)
+    at(0, testing.wait_for, opt, 1)
+    # The answer, and a request for the vector.
+    assert at(0, lambda: counts["requests"]) == 1 + (length * 4 >= LONGEST)
+    np.testing.assert_array_equal(-opt.center(w), base)
+    meet()
+    opt.free()
 
 
-def submit(inbox):
-    return submission(inbox)()
-
-
-@pytest.mark.parametrize("inbox", [3, float("inf")], indirect=True)
-def test_submission_is_one_message_in_any_order(inbox, group, counts, size):
-    receipt, *cost = costs(counts, far(group), submission, inbox)
-    # The step that `far` has is not that of the inbox.
-    assert (receipt.accepted, receipt.global_step) == (True, size - 1)
-    assert cost == [0, 1]
-    assert inbox.tally().accepted == (1,) * size
-
-
-@pytest.mark.parametrize("inbox", [None], indirect=True)
-def test_a_submission_beyond_the_bound_is_refused(inbox, group, size):
-    receipt = at(far(group), submit, inbox)
-    assert (receipt.accepted, receipt.lag) == (False, size - 1)
-    assert at(0, lambda: inbox.step) == size - 1
+@pytest.mark.parametrize("staleness", [3, None])
+def test_submission_is_one_message_in_any_order(group, counts, size, staleness):
+    # The step that `far` has is not that of the host; None: the bound is too small.
+    limit = size - 2 if staleness is None else staleness
+    opt, w = drop_stale(group, counts, limit, 2)
+    push = functools.partial(testing.push, opt, {"w": GRADIENT}, 0)
+    for rank in set(range(size)) - {far(group)}:
+        assert at(rank, push)
+    receipt, *cost = costs(counts, far(group), lambda: push)
+    accepted = staleness is not None
+    assert (receipt.accepted, receipt.lag, cost) == (accepted, size - 1, [0, 1])
+    assert opt.global_step <= size - 1 + accepted
+    meet()
+    opt.free()
+    assert (-w.value == size - 1 + accepted).all()

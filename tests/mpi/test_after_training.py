@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
+from hpcaccum import testing
 
 from .acting import until
 from .reducing import made_up
@@ -185,7 +186,7 @@ def test_a_rate_may_ask_for_the_step_to_the_last_update(
     elif rank > 0:
         if not dedicated:
             # The host has called free() by now.
-            until(lambda: 0 in opt._server._inbox.left())
+            until(lambda: 0 in testing.left(opt))
         for _ in range(4):
             opt.minimize(gives(1.0))
     opt.free()
@@ -222,7 +223,7 @@ def test_a_rank_that_left_early_gets_all_that_came_later(comm, kind, rank, size)
     if rank == 0:
         opt.leave()
     else:
-        until(lambda: 0 in opt._server._inbox.left())
+        until(lambda: 0 in testing.left(opt))
         for _ in range(3):
             opt.minimize(gives(1.0))
     opt.free()

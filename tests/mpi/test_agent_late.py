@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
-import signal
 
 import numpy as np
 import pytest
 
-from hpcaccum import ConditionalAccumulator, WaitTimeoutError
-from hpcaccum.accumulator import recovery
-from hpcaccum.deadline import Deadline, current_wait
-from hpcaccum.nodes import Calls
-from hpcaccum.server import BoundedStalenessInbox
+import hpcaccum as hpc
+from hpcaccum import ConditionalAccumulator, WaitTimeoutError, deadline, testing
+from hpcaccum.deadline import current_wait
 
-from .acting import VAIN, Background, at, attempt, everywhere, same_bits, until
-from .interrupting import at_each_point, interrupt
+from ..common import every_pair
+from .acting import (
+    VAIN,
+    Background,
+    at,
+    attempt,
+    everywhere,
+    interrupted,
+    same_bits,
+    until,
+)
 from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
-from .serving import next_total
 from .support import WAIT, meet
 
 ELEMENTS = 6
@@ -53,13 +58,6 @@ def limit(monkeypatch):
 @pytest.fixture
 def acc(group, host):
     made = ConditionalAccumulator("float32", (ELEMENTS,), comm=group, host=host)
-    yield made
-    made.free()
-
-
-@pytest.fixture
-def inbox(group, host):
-    made = BoundedStalenessInbox(group, host, ELEMENTS, "float32")
     yield made
     made.free()
 
@@ -119,31 +117,6 @@ def test_a_take_of_the_rank_completes_its_gradient(held, limit, acc, caller, siz
 def test_free_completes_a_gradient(held, limit, acc, caller):
     late(held, limit, caller, copied, acc, 4)
     everywhere(acc.free)
-    assert not any(meet(acc._shared.writer._recovery.pending))
-
-
-def test_a_free_that_waits_in_vain_fails_on_all_ranks(held, acc, caller, monkeypatch):
-    finish = acc._shared.writer.finish
-
-    def finish_soon():
-        # The other ranks wait longer for this one than it waits for the agent.
-        finish(Deadline(0.05, "free"))
-
-    def apply():
-        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.02")
-        try:
-            return copied(acc, 4)
-        finally:
-            monkeypatch.delenv("HPCACCUM_TIMEOUT")
-
-    with held:
-        with pytest.raises(WaitTimeoutError):
-            at(caller, apply)
-        monkeypatch.setattr(acc._shared.writer, "finish", finish_soon)
-        for _, error in meet(attempt(acc.free)):
-            assert "the answer of the agent of" in str(error)
-    monkeypatch.undo()
-    everywhere(acc.free)
 
 
 def test_a_slot_has_its_own_limit(held, limit, acc, caller):
@@ -165,42 +138,15 @@ def test_another_thread_does_not_wait_longer_than_its_limit(held, acc, caller):
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.full(ELEMENTS, 4, "f4"))
 
 
-@pytest.mark.parametrize("call", ["apply_grad", "submit"])
-def test_an_interruption_ends_the_wait(held, acc, inbox, caller, monkeypatch, call):
-    monkeypatch.setattr(recovery, "_GRACE", VAIN)
-
-    def interrupted():
-        def stop(*args):
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGALRM, stop)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, VAIN)
-            with pytest.raises(KeyboardInterrupt):
-                copied(acc, 4) if call == "apply_grad" else submit(inbox, 4)
-        finally:
-            signal.signal(signal.SIGALRM, before)
-
-    with held:
-        at(caller, interrupted)
-    if call == "apply_grad":
-        at(caller, acc.slot, timeout=WAIT)
-        assert acc.statistics().tally.given_up[caller] == 1
-    else:
-        at(caller, inbox._recovery.finish)
-        assert inbox.tally().accepted[caller] == 1
-
-
 # What a rank calls next, and which gradients it adds.
 GO_ON = {
     "slot": (lambda acc: acc.slot(timeout=WAIT).fill(9), []),
     "apply_grad": (lambda acc: copied(acc, 6), [6]),
-    "leave": (lambda acc: acc._shared.leave(), []),
+    "leave": (lambda acc: acc.leave(), []),
 }
 
 
-@pytest.mark.parametrize("go_on", GO_ON)
-@pytest.mark.parametrize("apply", [in_slot, copied])
+@pytest.mark.parametrize(("go_on", "apply"), every_pair(GO_ON, [in_slot, copied]))
 def test_only_what_is_in_a_slot_counts_when_the_answer_comes(
     held, limit, acc, caller, size, apply, go_on
 ):
@@ -219,77 +165,73 @@ def test_only_what_is_in_a_slot_counts_when_the_answer_comes(
     assert acc.num_accumulated() == 0
 
 
-def submit(inbox, value):
-    inbox.slot()[:] = value
-    return inbox.submit(0)
+def test_an_interruption_ends_the_wait(held, acc, caller):
+    with held, testing.grace(VAIN):
+        at(caller, interrupted, copied, acc, 4)
+    at(caller, acc.slot, timeout=WAIT)
+    assert acc.statistics().tally.given_up[caller] == 1
 
 
-def test_a_submission_counts_when_the_answer_comes(held, limit, inbox, caller, host):
-    with held, limit:
-        for call in (functools.partial(submit, inbox, 5), inbox.slot, inbox.leave):
-            with pytest.raises(
-                WaitTimeoutError, match=r"gradients: submit: .* answer of"
-            ):
-                at(caller, call)
-    # This waits for the answer, and no longer: the first one is not applied.
-    at(caller, inbox._recovery.finish)
-    assert inbox.tally().accepted[caller] == 1
-    with limit, pytest.raises(WaitTimeoutError, match="update 1, this rank's last"):
-        at(caller, submit, inbox, 6)
-    same_bits(at(host, next_total, inbox, 0, ELEMENTS), np.full(ELEMENTS, 5.0))
-    assert at(caller, submit, inbox, 6)
-    same_bits(at(host, next_total, inbox, 1, ELEMENTS), np.full(ELEMENTS, 6.0))
-    at(caller, inbox.leave)
-    assert inbox.left() == [caller]
-
-
-@pytest.mark.parametrize("apply", [in_slot, copied])
-def test_a_recovery_may_be_interrupted(acc, caller, apply, monkeypatch):
-    receive = Calls._receive
-
-    def receive_no_more(calls):
-        return receive(calls) if calls._answers else None
-
-    def count():
-        tally = acc.statistics().tally
-        return tally.accepted[caller], tally.given_up[caller]
-
-    def trial(number):
-        accepted, given_up = count()
-        with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", "1e-9")
-            # The agent may answer before the first look.
-            patch.setattr(Calls, "_receive", receive_no_more)
-            with pytest.raises(WaitTimeoutError):
-                apply(acc, 4)
-        more = interrupt(lambda: acc.slot(timeout=WAIT), number)
-        acc.slot(timeout=WAIT)
-        if apply is in_slot:
-            same_bits(acc.take_grad(1, timeout=WAIT), np.full(ELEMENTS, 4, "f4"))
-        there = apply is in_slot
-        assert count() == (accepted + there, given_up + (not there))
-        assert acc.num_accumulated() == 0
-        return more, None
-
-    at(caller, at_each_point, trial, 11)
-
-
-def test_free_waits_for_the_answer(held, group, host, caller, monkeypatch):
-    calls = Calls(group, host, lambda rank, word: word, "calls")
-
-    def extend():
-        calls._deadline = Deadline(0.05, "calls")
-
-    def ask():
-        # The other ranks wait longer for this one than it waits for the agent.
-        monkeypatch.setattr(calls, "extend", extend)
-        calls.forget()
-        return calls.call(7)
-
+def test_a_free_that_waits_in_vain_fails_on_all_ranks(
+    held, acc, caller, rank, monkeypatch
+):
     with held:
-        with pytest.raises(WaitTimeoutError):
-            at(caller, ask)
-        for each, (_, error) in enumerate(meet(attempt(calls.free))):
+        with monkeypatch.context() as patch:
+            patch.setenv("HPCACCUM_TIMEOUT", "0.02")
+            with pytest.raises(WaitTimeoutError):
+                at(caller, copied, acc, 4)
+            # The other ranks wait longer for this one than it waits for the agent.
+            patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+            patch.delenv("HPCACCUM_TIMEOUT") if rank != caller else None
+            outcomes = meet(attempt(acc.free))
+        for _, error in outcomes:
             assert "the answer of the agent of" in str(error)
-            assert f"rank {caller}: waited" in str(error) or each == caller
-    everywhere(calls.free)
+    everywhere(acc.free)
+
+
+def test_an_update_counts_when_the_answer_comes(held, limit, group, caller, host):
+    w = hpc.Variable(np.zeros(ELEMENTS), "w")
+    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group, host=host)
+    opt.initialize([w])
+
+    def push(value):
+        return testing.push(opt, {"w": np.full(ELEMENTS, value)}, 0)
+
+    with held, limit:
+        for call in (lambda: push(5.0), opt.gradient_arrays, opt.leave):
+            with pytest.raises(WaitTimeoutError, match=r"submit: .* answer of"):
+                at(caller, call)
+    # This waits for the answer; the first gradient counts.
+    assert at(caller, push, 6.0)
+    at(caller, opt.leave)
+    assert opt.statistics().accepted[caller] == 2
+    opt.free()
+    same_bits(w.value, np.full(ELEMENTS, -11.0))
+
+
+@pytest.fixture
+def late_agent(group, rank):
+    """Let the rank whose agent answers return late when it adds a service."""
+    with testing.late_services(0.05 * (rank == group.nodes[-1][0])):
+        yield
+
+
+def test_a_rank_may_apply_at_once(late_agent, group, rank, host):
+    made = hpc.ConditionalAccumulator("float32", (2,), comm=group, host=host)
+    if rank not in group.nodes[-1]:
+        assert made.apply_grad([1, 1])
+    meet()
+    made.free()
+
+
+def test_a_rank_that_waits_warns_and_names_the_agent(
+    held, acc, group, caller, caplog, monkeypatch
+):
+    monkeypatch.setattr(deadline, "FIRST_WARNING", VAIN)
+    with caplog.at_level("WARNING", "hpcaccum"), held:
+        waiting = Background(caller, lambda: copied(acc, 4))
+        at(caller, until, lambda: "waited" in caplog.text)
+    assert waiting.result()
+    message = at(caller, lambda: caplog.text)
+    assert "conditional_accumulator: apply_grad: waited" in message
+    assert f"for the answer of the agent of {named(group.nodes[-1][0])}" in message

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError
+from hpcaccum import InvalidArgumentError, testing
 
 from ..common import same_bits
-from .training import gives, meet, raised, turns, variable, watch_copies
+from .training import gives, meet, raised, turns, variable
 
 
 @pytest.fixture
@@ -230,13 +230,13 @@ def test_the_sum_of_one_left_out_of_a_push_goes_on(make, size):
     assert found == [(-2, -4, 0), (-2, -4, 0), (-4, -12, 0), (-4, -14, -14)]
 
 
-def test_the_mean_is_formed_where_it_is_sent_from(make, rank, size, monkeypatch):
+def test_the_mean_is_formed_where_it_is_sent_from(make, rank, size):
     opt, x = make(3, [np.zeros(3)])
-    copied = watch_copies(monkeypatch)
-    for call in range(6):
-        grad = opt.gradient_arrays()["v0"]
-        grad[:] = [1, call, rank]
-        opt.minimize(lambda grad=grad: (0.0, [grad]))
+    with testing.noted_copies() as copied:
+        for call in range(6):
+            grad = opt.gradient_arrays()["v0"]
+            grad[:] = [1, call, rank]
+            opt.minimize(lambda grad=grad: (0.0, [grad]))
     meet()
     mean = [1 + 1, 1 + 4]
 
@@ -403,19 +403,9 @@ def test_a_push_that_raises_after_it_was_accepted_is_not_repeated(comm, rank, si
     getter.register(w)
     opt = hpc.AGNOptimizer(hpc.SGD(1.0), size, getter, 1)
     opt.initialize([w])
-    submit = opt._server._inbox.submit
-
-    def accepted(step):
-        assert submit(step)
-        raise MemoryError
-
     if rank == 0:
-        opt._server._inbox.submit = accepted
-        arrays = opt._server.gradient_arrays()
-        assert type(raised(opt.minimize, gives(-np.ones(3)))) is MemoryError
-        # It is on its way: a write to it would change the update.
-        assert not arrays["w"].flags.writeable
-        opt._server._inbox.submit = submit
+        with testing.fail_when_accepted(opt, MemoryError):
+            assert type(raised(opt.minimize, gives(-np.ones(3)))) is MemoryError
         opt.minimize(gives(-2 * np.ones(3)))
     meet()
     assert opt.global_step == 2

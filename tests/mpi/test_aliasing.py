@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from hpcaccum import InvalidArgumentError, Layout
 
+from ..common import every_pair
 from .reducing import (
     ALL,
     KINDS,
@@ -132,7 +132,7 @@ def reducers(makers):
 
 
 # Not parametrized: to draw an example takes longer than to reduce.
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(drawn=drawn_calls())
 def test_any_aliasing_is_right_or_refused(reducers, comm, rank, drawn):
     for maker, reducer in reducers:
@@ -163,7 +163,7 @@ def right_or_refused(maker, comm, reducer, memory, places, targets, first=0):
 # The order of the inputs matters in memory of the reducer. That of the user takes one
 # way whatever the order is: each of both with each reducer is enough.
 PLACES = [
-    *itertools.product(KINDS, ["own", "results"], [0, 1, 2]),
+    *every_pair(KINDS, ["own", "results"], [0, 1, 2]),
     *((kind, "user", number % 3) for number, kind in enumerate(KINDS)),
 ]
 

@@ -75,12 +75,19 @@ SERVERS = {
 }
 
 
-@pytest.mark.parametrize("variables", ["alike", "dtypes", "sparse"])
-@pytest.mark.parametrize("servers", SERVERS)
-@pytest.mark.parametrize("kind", ONE_SIDED)
+@pytest.mark.parametrize(
+    ("kind", "servers", "variables"),
+    [
+        ("SyncReplicas", "one", "sparse"),
+        ("SyncReplicas", "each node", "dtypes"),
+        ("DropStale", "last", "dtypes"),
+        ("DropStale", "each node", "alike"),
+        ("AGN", "one", "alike"),
+        ("AGN", "last", "sparse"),
+        ("AGN", "each node", "dtypes"),
+    ],
+)
 def test_the_values_of_the_host_are_assigned(kind, servers, variables, group, size):
-    if servers == "each node" and variables == "sparse":
-        pytest.skip("sparse variables need one server")
     own = made(variables == "sparse", variables == "dtypes")
     chosen = SERVERS[servers](group)
     host = chosen[0] if chosen else 0
@@ -132,8 +139,10 @@ SERVERS_ALONE = {
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("servers", SERVERS_ALONE)
-@pytest.mark.parametrize("kind", ONE_SIDED)
+@pytest.mark.parametrize(
+    ("kind", "servers"),
+    [("SyncReplicas", "each node"), ("DropStale", "last"), ("AGN", "first")],
+)
 def test_dedicated_servers_take_the_values_of_the_first_rank_that_trains(
     kind, servers, group, rank, size
 ):

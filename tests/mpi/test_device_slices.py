@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.accumulator import sparse
+from hpcaccum import testing
 from hpcaccum.dtypes import accumulation_dtype
 
 from .on_device import device_library, pinned  # noqa: F401
@@ -148,20 +148,13 @@ def test_means_may_be_returned_on_the_device(cp, make, rank, size):
         meet()
 
 
-def test_a_mean_that_cannot_be_copied_to_the_device_is_not_lost(
-    cp, make, rank, size, monkeypatch
-):
-    def fails(taken):
-        raise MemoryError("device")
-
+def test_a_mean_that_cannot_be_copied_to_the_device_is_not_lost(cp, make, rank, size):
     acc = make()
     acc.apply_grad(*drawn("any", "float32", rank))
     meet()
     if rank == 0:
-        with monkeypatch.context() as patch:
-            patch.setattr(sparse, "_to_device", fails)
-            with pytest.raises(MemoryError):
-                acc.take_grad(size, timeout=WAIT, on_device=True)
+        with testing.fail_to_deliver(MemoryError), pytest.raises(MemoryError):
+            acc.take_grad(size, timeout=WAIT, on_device=True)
         gradients = [drawn("any", "float32", other) for other in range(size)]
         check(acc.take_grad(size, timeout=WAIT), gradients, "float32")
     meet()

@@ -14,6 +14,7 @@ from hpcaccum.reducer import device as device_exchange
 from .on_device import FEW_RANKS, empty_like, to_device
 from .reducing import (
     ALL,
+    KINDS,
     drawn,
     maker_fixture,  # noqa: F401
     works,
@@ -59,8 +60,11 @@ def check(maker, found, parts):
         maker.check(array.get() if hasattr(array, "get") else array, expected)
 
 
-@ALL
-@pytest.mark.parametrize("pinned_from", [0, 1 << 20])
+@pytest.mark.parametrize(
+    ("maker", "pinned_from"),
+    [*zip(KINDS, [0, 1 << 20, 0, 0, 1 << 20], strict=True)],
+    indirect=["maker"],
+)
 def test_start_does_not_wait_for_the_device(
     cp, waits, maker, rank, size, monkeypatch, pinned_from
 ):

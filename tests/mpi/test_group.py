@@ -396,12 +396,12 @@ def test_group_of_something_else_is_refused():
 
 def test_accumulator_outlives_the_communicator_it_was_made_on(comm, size):
     part = comm.Dup()
+    group = Group.of(part)
     acc = hpc.ConditionalAccumulator("float64", (), comm=part)
     part.Free()
 
     everywhere(acc.apply_grad, 2)
     same_bits(at(1, acc.take_grad, size, timeout=WAIT), np.array(2.0))
-    group = acc._shared.group
     acc.free()
     assert group.comm == MPI.COMM_NULL
 

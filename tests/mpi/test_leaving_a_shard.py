@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import Reduction
+from hpcaccum import Reduction, testing
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 
+from ..common import every_pair
 from .acting import meet
 from .expiring import times_out_without
 from .training import gives, raised, variable
@@ -239,15 +240,21 @@ def test_before_initialize_each_call_says_so(comm):
 # Ranks that forget to leave
 
 
+@pytest.fixture
+def impatient():
+    with testing.patience(0.03):
+        yield
+
+
 @pytest.mark.own_comm
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("which", ["first", "last"])
-@pytest.mark.parametrize("schedule", ["auto", "flat"])
-@pytest.mark.parametrize("call", ["free", "another"])
+@pytest.mark.parametrize(
+    ("which", "schedule", "call"),
+    every_pair(["first", "last"], ["auto", "flat"], ["free", "another"]),
+)
 def test_a_rank_that_ends_its_loop_early_is_told_to_leave(
-    comm, rank, size, which, schedule, call, monkeypatch
+    comm, rank, size, which, schedule, call, impatient
 ):
-    monkeypatch.setattr("hpcaccum.mpi.control._PATIENCE", 0.03)
     w, early = variable(np.zeros(3)), 0 if which == "first" else size - 1
     opt = hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, schedule=schedule)
     opt.initialize([w])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 
@@ -11,14 +10,12 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import Group
-from hpcaccum.deadline import Deadline
+from hpcaccum import Group, testing
 from hpcaccum.mpi import MPI
-from hpcaccum.server import node_update
 
 from ..common import same_bits
-from .support import WAIT, add_often, meet
-from .training import gives, raised
+from .acting import until
+from .support import meet
 
 SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
 RULES = {
@@ -31,11 +28,10 @@ RULES = {
 
 
 @pytest.fixture(autouse=True)
-def short_pieces(monkeypatch):
+def short_pieces():
     """Divide short vectors, too."""
-    short = {"_CHUNK": 48, "_LEAST": 96, "_MOST": 96, "_THREAD": 96}
-    for name, elements in short.items():
-        monkeypatch.setattr(node_update, name, elements)
+    with testing.short_pieces():
+        yield
 
 
 @pytest.fixture
@@ -87,8 +83,10 @@ def modelled(rule, dtype, size, calls, lacks=lambda rank, call: ()):
     return variables, rule
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=str)
-@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(kind, np.float32) for kind in RULES] + [("Momentum", np.float64)],
+)
 def test_all_bits_are_those_of_the_rule(comm, size, kind, dtype):
     variables = made(dtype)
     with hpc.SyncReplicasOptimizer(RULES[kind](), size, comm=comm) as opt:
@@ -169,10 +167,6 @@ def test_an_optimizer_that_is_no_rule_makes_the_updates_itself(comm, size):
         same_bits(own.value, var.value)
 
 
-def test_rules_of_the_package_are_elementwise():
-    assert all(make().elementwise for make in RULES.values())
-
-
 def test_a_learning_rate_is_called_once_for_an_update(comm, rank, size):
     calls = []
 
@@ -187,21 +181,6 @@ def test_a_learning_rate_is_called_once_for_an_update(comm, rank, size):
     assert len(calls) == (3 if rank == 0 else 0)
 
 
-def watched(opt, before=lambda rank, piece: None):
-    """Return a list of the pieces that this rank works on, from now on. Collective."""
-    update, pieces = opt._server._node_update, []
-    work_on = update._work_on
-
-    def work(piece, given):
-        before(MPI.COMM_WORLD.rank, piece)
-        pieces.append(piece)
-        work_on(piece, given)
-
-    update._work_on = work
-    meet()
-    return pieces
-
-
 def start(comm, rule, size, **options):
     variables = made()
     opt = hpc.SyncReplicasOptimizer(rule, size, comm=comm, **options)
@@ -214,18 +193,17 @@ def start(comm, rule, size, **options):
 def test_ranks_that_wait_work_on_the_update(comm, rank, size):
     opt, variables = start(comm, hpc.SGD(0.1), size)
     helped = threading.Event()
-    words = opt._server._node_update._words
 
-    def before(rank, piece):
+    def before(piece):
         # The host goes on when another rank has completed a piece.
-        if rank == 0 and not helped.wait(0):
-            deadline = Deadline(WAIT, "help")
-            deadline.wait(lambda: words.read(node_update._DONE) or None, str)
+        if rank == 0 and not helped.is_set():
+            until(lambda: testing.pieces_done(opt))
             helped.set()
         # The update must not end without the pieces of a slow rank.
         time.sleep(0.02 * (rank > 0))
 
-    pieces = watched(opt, before)
+    pieces = testing.note_pieces(opt, before)
+    meet()
     train(opt, variables, 1)
     pulled = [var.value.copy() for var in variables]
     every = sorted(piece for found in meet(list(pieces)) for piece in found)
@@ -243,7 +221,8 @@ def test_the_host_needs_no_help(comm, rank, size):
     variables = made()
     opt = hpc.DropStaleGradientOptimizer(hpc.SGD(0.1), 0, comm=comm)
     opt.initialize(variables)
-    pieces = watched(opt)
+    pieces = testing.note_pieces(opt)
+    meet()
     if rank == size - 1:
         # The others wait in a barrier.
         train(opt, variables, 3)
@@ -258,89 +237,12 @@ def test_the_host_needs_no_help(comm, rank, size):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.usefixtures("one_node")
-def test_ranks_that_look_for_pieces_hide_no_update(comm, rank):
-    """A rank still looks for a piece of an update when the next one is announced."""
-    calls, variables = 300, made()
-    with hpc.DropStaleGradientOptimizer(hpc.SGD(0.1), 0, comm=comm) as opt:
-        opt.initialize(variables)
-        words = opt._server._node_update._words
-        meet()
-        if rank == 0:
-            train(opt, variables, calls)
-        else:
-            # It takes no piece, but MPI loads the word and stores it again.
-            server = opt._server
-            add_often(words, node_update._NEXT, 0, until=lambda: server.step == calls)
-        meet()
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.usefixtures("one_node")
-def test_numbers_of_updates_begin_again(comm, rank, size):
-    opt, variables = start(comm, hpc.SGD(0.1), size)
-    update = opt._server._node_update
-    if rank == 0:
-        last = (node_update._NUMBERED - 1) << node_update._BITS
-        update._words.write(node_update._NEXT, last | update._pieces)
-    meet()
-    train(opt, variables, 2)
-    meet()
-    opt.free()
-    expected, _ = modelled(hpc.SGD(0.1), np.float32, size, 2)
-    for own, var in zip(variables, expected, strict=True):
-        same_bits(own.value, var.value)
-
-
-class Stopped(Exception):
-    """What a signal handler raises."""
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.usefixtures("one_node")
-def test_an_interrupted_wait_ends_no_piece(comm, rank, size):
-    opt, variables = start(comm, hpc.Momentum(0.1, 0.9), size)
-    handled = threading.Event()
-
-    def handler(*_):
-        if not handled.is_set():
-            handled.set()
-            raise Stopped
-
-    def before(rank, piece):
-        if rank == 0:
-            # Others must get a piece.
-            deadline = Deadline(WAIT, "help")
-            words = opt._server._node_update._words
-            deadline.wait(lambda: words.read(node_update._DONE) or None, str)
-        # One that comes just before the main thread blocks does not wake it.
-        while rank and not handled.wait(0.05):
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    old = signal.signal(signal.SIGUSR1, handler)
-    try:
-        watched(opt, before)
-        grads = drawn(rank, 0, np.float32)
-        failure = raised(opt.minimize, gives(*grads), var_list=variables)
-        failures = meet(type(failure).__name__)
-        # The update is complete.
-        opt._pull_all()
-    finally:
-        signal.signal(signal.SIGUSR1, old)
-    opt.free()
-
-    assert "Stopped" in failures
-    expected, _ = modelled(hpc.Momentum(0.1, 0.9), np.float32, size, 1)
-    for own, var in zip(variables, expected, strict=True):
-        same_bits(own.value, var.value)
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.usefixtures("one_node")
 def test_without_threads_of_mpi_a_rank_does_not_help(comm, rank, size, monkeypatch):
     if rank != 0:
-        monkeypatch.setattr(node_update.MPI, "Query_thread", lambda: 0)
+        monkeypatch.setattr(MPI, "Query_thread", lambda: 0)
     opt, variables = start(comm, hpc.SGD(0.1), size - 1, dedicated=True)
-    pieces = watched(opt)
+    pieces = testing.note_pieces(opt)
+    meet()
     if rank == 0:
         opt.serve()
     else:
@@ -362,13 +264,10 @@ def test_cores_of_a_rank_work_if_there_is_enough_for_each(
     """``worth``: for how many threads of each rank the elements are enough."""
     cores = set(range(3 * rank, 3 * rank + 3))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    elements = hpc.Layout(SHAPES, np.float32).size
-    monkeypatch.setattr(
-        node_update, "_THREAD", int(elements // (size * (worth or 0.5)))
-    )
-    part = comm.Dup()
-    opt, variables = start(part, hpc.SGD(0.1), size)
-    threads = opt._server._node_update._threads
+    elements, part = hpc.Layout(SHAPES, np.float32).size, comm.Dup()
+    with testing.short_pieces(thread=int(elements // (size * (worth or 0.5)))):
+        opt, variables = start(part, hpc.SGD(0.1), size)
+    threads = testing.update_threads(opt)
     train(opt, variables, 3)
     meet()
     opt.free()

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, InvalidArgumentError
-from hpcaccum.nodes import Agent
-from hpcaccum.server import BoundedStalenessInbox, QuorumInbox, node_copy
+from hpcaccum import DisagreementError, InvalidArgumentError, WaitTimeoutError, testing
 
-from .acting import at, everywhere, until
-from .on_nodes import group_on_nodes  # noqa: F401
-from .serving import next_total
+from .acting import VAIN, at, everywhere
+from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
 from .support import WAIT, meet
 from .training import ONE_SIDED, gives, raised, variable
 
@@ -146,76 +141,42 @@ def test_variables_of_another_shape_are_an_error_on_all_nodes(group, rank, name)
     assert w.value[0] < 0
 
 
-@pytest.mark.parametrize("kind", [QuorumInbox, BoundedStalenessInbox])
-@pytest.mark.parametrize("last", [0, -1])
-def test_a_host_that_waits_for_gradients_leaves_it_to_its_agent(
-    group, kind, last, monkeypatch
-):
-    size, waits, wait = group.size, [], Agent.wait
+def in_vain(monkeypatch, opt, step):
+    """Wait for a step that does not come; return the message."""
+    with monkeypatch.context() as patch:
+        patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+        error = raised(testing.wait_for, opt, step)
+    assert type(error) is WaitTimeoutError
+    return str(error)
 
-    def noted(*args):
-        waits.append(args)
-        wait(*args)
 
-    monkeypatch.setattr(Agent, "wait", noted)
-    needs = (size, size) if kind is QuorumInbox else ()
-    inbox = kind(group, 0, 3, np.float64, *needs)
-
-    def submit():
-        inbox.slot()[:] = 3
-        assert inbox.submit(0)
-
-    if kind is QuorumInbox and group.rank != last % size:
-        submit()
-    meet()
-    with ThreadPoolExecutor(1) as pool:
-        if group.rank == 0:
-            total = pool.submit(next_total, inbox, 0, 3)
-            until(lambda: waits)
+def test_ranks_of_a_node_may_wait_for_different_steps(group, rank, monkeypatch):
+    w = variable()
+    with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group) as opt:
+        opt.initialize([w])
+        # It never comes: that must not keep a step that is there from the node.
+        assert "for update 9 by rank 0" in in_vain(monkeypatch, opt, 9)
         meet()
-        # By the host itself, or by an agent.
-        if group.rank == last % size:
-            submit()
-        if group.rank == 0:
-            assert total.result(WAIT).tolist() == [3, 3, 3]
-    assert len(waits) == (group.rank == 0)
-    meet()
-    inbox.free()
+        for step in (1, 2):
+            if rank == 0:
+                opt.minimize(gives(1.0))
+            testing.wait_for(opt, step)
+            assert opt.center(w) == -step
+            meet()
 
 
-@pytest.mark.parametrize("all_give", [True, False])
-def test_a_rank_asks_for_the_newest_step_if_others_may_have_made_it(
-    group, all_give, monkeypatch
-):
-    # As if it had computed for a while.
-    monkeypatch.setattr(node_copy, "_RECENT", 0.0)
-    var, quorum = variable(), group.size if all_give else 1
-    with hpc.SyncReplicasOptimizer(hpc.SGD(1), quorum, comm=group) as opt:
-        opt.initialize([var])
-        asked, newest = [], opt._server._parameters.newest
-        monkeypatch.setattr(
-            opt._server._parameters, "newest", lambda: asked.append(1) or newest()
-        )
-        for _ in range(3):
-            opt.minimize(gives(1.0))
-        meet()
-        if all_give:
-            assert not asked
-            assert var.value == -3
-        else:
-            assert len(asked) >= 3
-
-
-def test_a_rank_that_calls_or_has_the_words_wakes_its_own_agent(
-    group, rank, monkeypatch
-):
-    woken, var, wake = [], variable(), Agent.wake
-    monkeypatch.setattr(Agent, "wake", lambda self: woken.append(1) or wake(self))
-    with hpc.SyncReplicasOptimizer(hpc.SGD(1), group.size, comm=group) as opt:
-        opt.initialize([var])
-        meet()
-        woken.clear()
-        opt._server.push({"w": np.ones(())}, 0)
-        # Others of the host's node need no agent, except with Open MPI.
-        assert woken or (group.node_number == 0 and rank != 0)
+def test_a_node_that_parameters_do_not_reach_is_named(group, rank, held, monkeypatch):
+    w, first, last = variable(), group.nodes[0][0], group.nodes[-1]
+    with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group) as opt:
+        opt.initialize([w])
+        with held:
+            if rank == 0:
+                opt.minimize(gives(1.0))
+            meet()
+            late = in_vain(monkeypatch, opt, 1) if rank in last else ""
+            here = [] if rank in last else [testing.wait_for(opt, 1)]
+        way = f"step 1, on its way from {named(first)} to {named(last[0])}"
+        assert late.endswith(f" s for {way}") or here
+        testing.wait_for(opt, 1)
+        assert opt.center(w) == -1
         meet()

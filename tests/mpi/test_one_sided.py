@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, InvalidArgumentError
+from hpcaccum import DisagreementError, Group, InvalidArgumentError, testing
+from hpcaccum.mpi.runtime import MPI
 
+from .support import WAIT
 from .training import ONE_SIDED, computed, gives, meet, raised, turns, variable
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -91,7 +93,7 @@ def test_a_host_that_does_not_call_serve_serves_at_the_end(make, kind, rank, siz
     assert w.value == -opt.global_step
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[::3], ids=str)
 def test_gradients_may_be_computed_where_they_are_sent_from(
     make, kind, comm, rank, size, dtype
 ):
@@ -152,6 +154,55 @@ def test_a_host_that_trains_is_not_told_to_serve(make):
     assert "dedicated=True was not given: rank 0 serves beside its tr" in str(error)
 
 
+@pytest.mark.ranks(min=2)
+def test_a_server_that_idles_has_no_limit(make, kind, rank, size, monkeypatch):
+    opt = make([variable()], dedicated=True)
+    if rank == 0:
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.05")
+        opt.serve()
+        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+    else:
+        time.sleep(0.2)
+        for _ in range(2):
+            opt.minimize(gives(1.0))
+        opt.leave()
+    meet()
+    assert opt.global_step == updates(kind, size - 1, 2)
+
+
+def test_without_threads_the_host_must_be_dedicated(comm, size, monkeypatch):
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    one_node, w = Group.of(comm).single_node, variable()
+    with ONE_SIDED["DropStale"](hpc.SGD(1), [w], comm) as opt:
+        error = raised(opt.initialize, [w])
+    if size > 1 and one_node:
+        with ONE_SIDED["DropStale"](hpc.SGD(1), [w], comm, dedicated=True) as opt:
+            opt.initialize([w])
+
+    assert type(error) is InvalidArgumentError
+    assert "MPI_THREAD_MULTIPLE" in str(error)
+    assert ("dedicated=True" in str(error)) == one_node
+
+
+@pytest.mark.parametrize("kind", ["DropStale"])
+def test_memory_is_that_of_gradients_and_parameters(make, comm, size):
+    opt = make([variable(np.zeros(1000))], Own("own"))
+    held = sum(meet(testing.shared_bytes(opt)))
+
+    # On each node two copies of the center; a gradient of each rank; on the host's node
+    # a gradient of other nodes.
+    nodes = len(Group.of(comm).nodes)
+    least = 8000 * (2 * nodes + size + (nodes > 1))
+    assert least <= held < least + 1024 * (1 + size)
+
+
+class Own(hpc.Optimizer):
+    """An optimizer of the user, whose center is in memory of its own."""
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        """It makes no update."""
+
+
 @pytest.mark.ranks(1)
 def test_one_rank_cannot_be_dedicated(make):
     with pytest.raises(InvalidArgumentError, match="needs 2 ranks"):
@@ -196,14 +247,6 @@ def test_several_at_once_do_not_disturb_each_other(comm, size):
         opt.free()
 
 
-def admission_step(opt):
-    """Return the step of admission, which may be ahead of the applied updates."""
-    inbox = opt._server._inbox
-    return (
-        inbox._accumulator.global_step if "Sync" in type(opt).__name__ else inbox.step
-    )
-
-
 @pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
 @pytest.mark.ranks(min=2)
 def test_after_a_drop_no_rank_computes_what_must_be_dropped(comm, kind, rank, size):
@@ -222,7 +265,7 @@ def test_after_a_drop_no_rank_computes_what_must_be_dropped(comm, kind, rank, si
     if rank == 0:
         opt.apply_gradients(pairs)
     elif rank == size - 1:
-        while not admission_step(opt):
+        while not testing.admitted_step(opt):
             time.sleep(0)
         # Rank 0's gradient is admitted but not applied: this rank's parameters are
         # stale, and no newer ones exist.

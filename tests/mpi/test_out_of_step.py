@@ -8,13 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, Group
+from hpcaccum import DisagreementError, Group, testing
 
-from ..common import every_pair
 from .expiring import times_out_without
 from .reducing import (
     ALL,
-    KINDS,
     ONES,
     SHAPES,
     maker_fixture,  # noqa: F401
@@ -27,9 +25,17 @@ pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm]
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch):
+def _soon():
     """Let ranks report early that they wait: those that move data keep cores busy."""
-    monkeypatch.setattr("hpcaccum.mpi.control._PATIENCE", 0.03)
+    with testing.patience(0.03):
+        yield
+
+
+@pytest.fixture
+def at_once():
+    """Let ranks report every wait."""
+    with testing.patience(0.0):
+        yield
 
 
 def copying(reducer):
@@ -57,7 +63,13 @@ def checked(error, *calls):
 
 @pytest.mark.parametrize(
     ("maker", "call", "which"),
-    every_pair(KINDS, [copying, starting], ["first", "last"]),
+    [
+        ("one-shot", copying, "first"),
+        ("shared", starting, "last"),
+        ("staged", copying, "last"),
+        ("flat", starting, "first"),
+        ("hierarchical", copying, "first"),
+    ],
     indirect=["maker"],
 )
 def test_rank_that_frees_while_others_reduce(maker, rank, size, call, which):
@@ -118,13 +130,12 @@ def test_rank_that_initializes_while_others_construct(comm, rank, size):
 
 
 @ALL
-def test_threads_may_call_in_different_order(maker, rank, monkeypatch):
-    monkeypatch.setattr("hpcaccum.mpi.control._PATIENCE", 0.0)
+def test_threads_may_call_in_different_order(maker, rank, at_once):
     reducers = [maker(SHAPES, name="one"), maker(SHAPES, name="two")]
     order = [0, 1] if rank else [1, 0]
     results = []
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
-        for pause in (0.0, 0.1):
+        for pause in (0.0, 0.05):
             for number in order:
                 pool = (one, two)[number]
                 results.append(pool.submit(copying, reducers[number]))
@@ -142,7 +153,7 @@ def test_rank_that_gave_up_a_reduction_waits_in_no_call(comm, maker, rank, size)
             assert type(raised(copying, reducer)) is hpc.WaitTimeoutError
     meet()
     if rank > 0:
-        late(0.1)
+        late(0.05)
     assert group.allgather(rank, "lunch") == list(range(size))
 
 
@@ -156,16 +167,14 @@ def test_call_of_an_exchange_that_failed_is_forgotten(maker, rank, size, monkeyp
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     if rank > 0:
         assert type(raised(group.allgather, rank, "lunch")) is hpc.WaitTimeoutError
-        late(0.1)
+        late(0.05)
     works(reducer, size)
 
 
 @ALL
-def test_rank_that_is_only_late_is_no_error(maker, rank, size, monkeypatch):
+def test_rank_that_is_only_late_is_no_error(maker, rank, size, at_once):
     reducer = maker(SHAPES)
     group = Group.of(maker.group)
-    # Every wait is reported at once.
-    monkeypatch.setattr("hpcaccum.mpi.control._PATIENCE", 0.0)
     for odd in range(size):
         for turn in range(3):
             if rank == odd:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.accumulator.state import Record
-from hpcaccum.deadline import Deadline
+from hpcaccum import testing
 
 from .acting import (  # noqa: F401
     VAIN,
+    Admitted,
     Background,
     Broken,
     Take,
@@ -24,25 +23,10 @@ from .acting import (  # noqa: F401
 from .support import WAIT
 
 
-def admit(acc, local_step=0):
-    """Be admitted and do not write; return the parity of the round."""
-    receipt, parity, _ = acc._protocol.admit(np.zeros(2), local_step)
-    assert receipt
-    acc._protocol.mark_writing(parity, Record(0, 0, 1, 0), None)
-    acc._protocol.words.flush()
-    return parity
-
-
-def finish(acc, parity, gradient):
-    array = np.array(gradient, float)
-    acc._storage.write(parity, 0, array, True, False, [])
-    acc._protocol.put_record(parity, Record(0, 1, 0, 0))
-
-
 @pytest.mark.ranks(min=2)
 def test_round_that_was_closed_is_finished_by_a_later_take(acc):
     at(0, acc.apply_grad, [1, 0])
-    parity = at(1, admit, acc)
+    late = Admitted(acc, 1)
     assert at(0, acc.num_accumulated) == 2
 
     expected = r"waited \S+ s for rank 1, admitted to the round, to finish writing"
@@ -55,7 +39,7 @@ def test_round_that_was_closed_is_finished_by_a_later_take(acc):
     at(0, acc.apply_grad, [5, 6], 1)
     assert at(1, acc.num_accumulated) == 3
 
-    at(1, finish, acc, parity, [3, 0])
+    late.write([3, 0])
     same_bits(at(1, acc.take_grad, 9, timeout=WAIT), [2.0, 0.0])
     assert at(0, lambda: acc.global_step) == 1
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [5.0, 6.0])
@@ -63,22 +47,22 @@ def test_round_that_was_closed_is_finished_by_a_later_take(acc):
 
 @pytest.mark.ranks(min=2)
 def test_take_waits_for_writers_that_were_admitted(acc):
-    parity = at(1, admit, acc)
+    late = Admitted(acc, 1)
     take = Background(0, lambda: acc.take_grad(1, timeout=WAIT))
     at(1, until, lambda: acc.global_step == 1)
     assert not take.over()
 
-    at(1, finish, acc, parity, [3, 4])
+    late.write([3, 4])
     same_bits(take.result(), [3.0, 4.0])
 
 
 @pytest.mark.ranks(min=2)
 def test_writer_does_not_wait_for_another(acc):
-    parity = at(1, admit, acc)
+    late = Admitted(acc, 1)
 
     for _ in range(3):
         assert at(0, acc.apply_grad, [1, 1])
-    at(1, finish, acc, parity, [5, 1])
+    late.write([5, 1])
     same_bits(at(0, acc.take_grad, 4, timeout=WAIT), [2.0, 1.0])
 
 
@@ -92,55 +76,16 @@ def test_reduction_that_fails_leaves_the_round_to_the_next_take(acc):
     same_bits(at(1, acc.take_grad, 1, timeout=WAIT), [9.0, 9.0])
 
 
-@pytest.mark.parametrize("storage", ["slots", "sum"])
-def test_result_that_cannot_be_made_is_not_lost(make, storage, monkeypatch):
-    acc = make(storage=storage)
-    at(0, acc.apply_grad, [1, 2])
-    at(1, acc.apply_grad, [3, 4])
-    with monkeypatch.context() as patch:
-
-        def fail(parts, out, divisor, threads):
-            raise Broken
-
-        for module in ("batch", "storage"):
-            patch.setattr(f"hpcaccum.accumulator.{module}.add_in_order", fail)
-        with pytest.raises(Broken):
-            at(1, acc.take_grad, 1, timeout=WAIT)
-
-    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [2.0, 3.0])
-
-
-class Interrupted(Deadline):
-    """Raises KeyboardInterrupt in the third wait, which is for gradients."""
-
-    waits = 0
-
-    def wait(self, ready, missing):
-        self.waits += 1
-        if self.waits == 3:
-            assert ready() is None
-            raise KeyboardInterrupt
-        return super().wait(ready, missing)
-
-
-def test_interrupted_take_leaves_no_trace(acc):
-    at(0, acc.apply_grad, [1, 0])
-
-    def interrupt():
-        try:
-            deadline = Interrupted(WAIT, "interrupted")
-            acc._shared.taker.take(3, deadline, None)
-        except KeyboardInterrupt:
-            return acc._protocol.state()
-
-    assert at(1, interrupt)._replace(parity=0) == (0, 0, 0, 0, 1)
-    at(2, acc.apply_grad, [3, 0])
-    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [2.0, 0.0])
-
-
-def test_full_round_takes_no_more(make, monkeypatch):
+@pytest.fixture
+def full(make):
+    """An accumulator whose rounds hold 3 gradients."""
     acc = make()
-    monkeypatch.setattr(acc._protocol.packing, "max_count", 3)
+    with testing.limit_rounds(acc, 3):
+        yield acc
+
+
+def test_full_round_takes_no_more(full):
+    acc = full
     for step in range(3):
         for _ in range(3):
             at(1, acc.apply_grad, [step, 0], step)
@@ -155,12 +100,10 @@ def test_full_round_takes_no_more(make, monkeypatch):
         at(0, acc.take_grad, 4, timeout=WAIT)
 
 
-def test_take_of_a_full_round_can_be_waited_for(make, monkeypatch):
-    acc = make()
-    monkeypatch.setattr(acc._protocol.packing, "max_count", 3)
-    take = Take(acc, 0, 3)
+def test_take_of_a_full_round_can_be_waited_for(full):
+    take = Take(full, 0, 3)
     for value in (1, 2, 6):
-        assert at(1, acc.apply_grad, [value, 0])
+        assert at(1, full.apply_grad, [value, 0])
 
     same_bits(take.result(), [3.0, 0.0])
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, WaitTimeoutError, deadline
-from hpcaccum.deadline import Deadline
-from hpcaccum.server.update_lock import UpdateLock
+from hpcaccum import InvalidArgumentError, WaitTimeoutError, deadline, testing
 
 from .acting import VAIN, until
-from .interrupting import at_each_point, interrupt
 from .support import WAIT
-from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
+from .training import ONE_SIDED, WRAPPERS, Gate, gives, meet, raised, variable
 
 
 @pytest.fixture(params=ONE_SIDED)
@@ -24,23 +20,26 @@ def kind(request):
     return request.param
 
 
+@pytest.mark.parametrize("length", [3, 100_000])
 @pytest.mark.ranks(min=2)
-def test_centers_of_several_variables_are_of_one_step(comm, rank, size):
-    variables = [variable(np.zeros(3), kind, kind) for kind in ("f2", "f4", "f8")]
+def test_centers_of_several_variables_are_of_one_step(comm, rank, size, length):
+    kinds, calls = ("f2", "f4", "f8"), 50 if length == 3 else 20
+    variables = [variable(np.zeros(length), kind, kind) for kind in kinds]
     with ONE_SIDED["DropStale"](hpc.SGD(1), variables, comm) as opt:
         opt.initialize(variables)
         meet()
         if rank == size - 1:
-            while opt.global_step < 50 * (size - 1):
-                for read in (opt.center(variables), opt.center(tuple(variables))):
-                    dtypes = [str(array.dtype) for array in read]
-                    assert dtypes == ["float16", "float32", "float64"]
-                    assert len({float(x) for array in read for x in array}) == 1
+            while opt.global_step < calls * (size - 1):
+                read = opt.center(tuple(variables))
+                assert [array.dtype for array in read] == [*kinds]
+                assert len({*map(float, np.unique(np.concatenate(read)))}) == 1
         else:
-            for _ in range(50):
-                opt.minimize(gives(*(np.ones(3, var.dtype) for var in variables)))
+            ones = [np.ones(var.shape, var.dtype) for var in variables]
+            for _ in range(calls):
+                opt.minimize(gives(*ones))
         meet()
-    assert [array[0] for array in opt.center(variables)] == [-50 * (size - 1)] * 3
+    expected = [-calls * (size - 1)] * 3
+    assert [array[0] for array in opt.center(variables)] == expected
 
 
 def test_the_center_of_an_unknown_variable_is_refused(comm, kind):
@@ -162,112 +161,41 @@ def test_an_update_may_read_what_it_changes(comm, rank):
         assert seen == [(0, 0.0, None), (1, -1.0, 1.0)]
 
 
-def waits(lock):
-    """Whether a reader waits for an update to end."""
-    if lock._gate.acquire(blocking=False):
-        lock._gate.release()
-        return False
-    return True
-
-
-def test_a_reader_comes_before_the_next_update():
-    lock, updates, found = UpdateLock("test"), [], []
-
-    def read():
-        with lock.reading(Deadline(WAIT, "read")):
-            found.append(len(updates))
-            assert lock.is_read_by_this_thread()
-
-    reader = threading.Thread(target=read, daemon=True)
-    for number in range(1000):
-        with lock.updating():
-            updates.append(number)
-            if number == 0:
-                reader.start()
-                until(lambda: waits(lock))
-    reader.join(WAIT)
-
-    assert found == [1]
-    assert not lock.is_read_by_this_thread()
-
-
-def test_a_read_that_waits_too_long_names_what_it_waits_for():
-    lock, begun, over = UpdateLock("test"), threading.Event(), threading.Event()
+def test_a_read_that_waits_too_long_names_what_it_waits_for(comm, rank, monkeypatch):
+    w, begun, go = variable(), threading.Event(), threading.Event()
 
     def update():
-        with lock.updating():
-            begun.set()
-            assert over.wait(WAIT)
+        begun.set()
+        assert go.wait(WAIT)
 
-    def read():
-        with lock.reading(Deadline(WAIT, "first")):
-            pass
-
-    server = threading.Thread(target=update, daemon=True)
-    server.start()
-    assert begun.wait(WAIT)
-    errors = [raised(lock.reading(Deadline(VAIN, "w: paused")).__enter__)]
-    first = threading.Thread(target=read)
-    first.start()
-    until(lambda: waits(lock))
-    errors.append(raised(lock.reading(Deadline(VAIN, "w: paused")).__enter__))
-    over.set()
-    server.join(WAIT)
-    first.join(WAIT)
-
-    assert [type(error) for error in errors] == [WaitTimeoutError] * 2
-    assert "for an update of this rank to end" in str(errors[0])
-    assert "for a read by another thread of this rank" in str(errors[1])
+    with ONE_SIDED["DropStale"](Gate(update), [w], comm) as opt:
+        opt.initialize([w])
+        meet()
+        if rank == 0:
+            testing.push(opt, {"w": np.ones(())}, 0)
+            assert begun.wait(WAIT)
+            with monkeypatch.context() as patch:
+                patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+                error = raised(opt.paused().__enter__)
+            go.set()
+            assert type(error) is WaitTimeoutError
+            assert "for an update of this rank to end" in str(error)
+            with opt.paused() as step:
+                assert opt.center(w) == -step
 
 
-def test_an_update_that_waits_for_a_reader_is_reported(monkeypatch, caplog):
+def test_an_update_that_waits_for_a_reader_is_reported(comm, rank, monkeypatch, caplog):
     monkeypatch.setattr(deadline, "FIRST_WARNING", VAIN)
-    lock, entered = UpdateLock("w"), threading.Event()
-
-    def update():
-        with lock.updating():
-            entered.set()
-
-    server = threading.Thread(target=update, daemon=True)
-    with lock.reading(Deadline(WAIT, "w: paused")):
-        server.start()
-        until(lambda: caplog.messages)
-        assert not entered.is_set()
-    server.join(WAIT)
-
-    assert entered.is_set()
-    assert caplog.messages[0].startswith("w: update: waited ")
-    assert caplog.messages[0].endswith(" for a read of this rank to end")
-
-
-@pytest.mark.parametrize("hold", ["updating", "reading"])
-@pytest.mark.parametrize("busy", [False, True], ids=["free", "busy"])
-def test_an_interrupted_hold_leaves_the_lock_free(hold, busy):
-    lock = UpdateLock("w")
-
-    def take():
-        limit = [Deadline(WAIT, "w: paused")] * (hold == "reading")
-        with getattr(lock, hold)(*limit):
-            pass
-
-    def trial(point):
-        other = threading.Thread(target=hold_for_a_moment, args=[lock], daemon=True)
-        if busy:
-            other.start()
-            until(lambda: lock._reader or not other.is_alive())
-        more = interrupt(take, point)
-        if busy:
-            other.join(WAIT)
-        later = threading.Thread(target=hold_for_a_moment, args=[lock], daemon=True)
-        later.start()
-        later.join(WAIT)
-        assert not later.is_alive()
-        assert not lock.is_read_by_this_thread()
-        return more, None
-
-    at_each_point(trial)
-
-
-def hold_for_a_moment(lock):
-    with lock.reading(Deadline(WAIT, "other")):
-        time.sleep(0.003)
+    w = variable()
+    with ONE_SIDED["DropStale"](hpc.SGD(1), [w], comm, name="mine") as opt:
+        opt.initialize([w])
+        meet()
+        if rank == 0:
+            push = threading.Thread(target=opt.minimize, args=(gives(1.0),))
+            with opt.paused():
+                push.start()
+                until(lambda: "mine: update: waited " in caplog.text)
+                assert opt.center(w) == 0
+            push.join(WAIT)
+            assert " for a read of this rank to end" in caplog.text
+            assert opt.center(w) == -1

@@ -180,9 +180,7 @@ def test_integers_and_booleans_are_converted_to_floats(maker, rank, size):
 )
 # Elements: of one bucket and of several, with and without a short one, and stripes
 # that are empty or short.
-@pytest.mark.parametrize(
-    "length", [1, 16, 17, 256, 257, 512, 3 * 256, 4 * 256 - 1, 1700]
-)
+@pytest.mark.parametrize("length", [1, 17, 256, 257, 3 * 256, 4 * 256 - 1])
 def test_any_number_of_buckets(maker, rank, size, length):
     shapes = {"x": (length,)}
     reducer = maker(shapes)
@@ -351,7 +349,7 @@ def delayed(reducer, seed):
     def slow(call):
         def run(*args, **kwargs):
             if (number := chance.random()) < 0.25:
-                time.sleep(0.02 if number < 0.02 else 0.002 * number)
+                time.sleep(0.01 if number < 0.02 else 0.002 * number)
             return call(*args, **kwargs)
 
         return run
@@ -372,32 +370,32 @@ def test_late_ranks_do_not_change_a_sum(maker, rank, size):
     reducer = maker({"x": (1500,), "y": (40,)})
     delayed(reducer, rank)
     chance = random.Random(rank + 50)
-    for call in range(25):
+    for call in range(12):
         parts = parts_of({"x": (1500,), "y": (40,)}, size, call, dtype=np.float32)
         found = chance.choice(WAYS)(reducer, parts[rank])
         check(maker, found, parts, np.float32)
-        time.sleep(chance.choice([0, 0, 0.001, 0.01]))
+        time.sleep(chance.choice([0, 0, 0.001, 0.005]))
         # Other ranks may have begun the next call.
         check(maker, found, parts, np.float32)
 
 
 @ALL
-@pytest.mark.parametrize("first", [in_place, copied, one_by_one])
-def test_results_stay_until_this_rank_begins_again(maker, rank, size, first):
+def test_results_stay_until_this_rank_begins_again(maker, rank, size):
     reducer = maker(SHAPES)
     before, after = (parts_of(SHAPES, size, n, dtype=np.float32) for n in (1, 2))
-    found = first(reducer, before[rank])
-    for late in range(size):
-        if rank != late:
-            for name, array in reversed(after[rank].items()):
-                reducer.start(name, array)
-        meet()
-        if rank == late:
-            check(maker, found, before, np.float32)
-            for name, array in after[rank].items():
-                reducer.start(name, array)
-        check(maker, reducer.wait(), after, np.float32)
+    for first in (in_place, copied, one_by_one):
         found = first(reducer, before[rank])
+        for late in {0, size - 1}:
+            if rank != late:
+                for name, array in reversed(after[rank].items()):
+                    reducer.start(name, array)
+            meet()
+            if rank == late:
+                check(maker, found, before, np.float32)
+                for name, array in after[rank].items():
+                    reducer.start(name, array)
+            check(maker, reducer.wait(), after, np.float32)
+            found = first(reducer, before[rank])
 
 
 @ALL

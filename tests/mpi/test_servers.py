@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, Group, InvalidArgumentError, WaitTimeoutError
-from hpcaccum.deadline import Deadline
+from hpcaccum import (
+    DisagreementError,
+    Group,
+    InvalidArgumentError,
+    WaitTimeoutError,
+    testing,
+)
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi.runtime import MPI
-from hpcaccum.nodes import Agent, NodeParts, send_pieces, transfer
-from hpcaccum.server import node_copy, order_words, server_orders
-from hpcaccum.server.node_copy import version_of
-from hpcaccum.server.server_orders import ServerOrders
-from hpcaccum.server.sharded import ShardedParameters
 
 from ..common import same_bits
-from .acting import at, until
+from .acting import VAIN, until
 from .on_nodes import group_on_nodes as group_on_nodes
 from .on_nodes import leads, named
 from .support import meet
@@ -83,7 +83,7 @@ def train(group, rule, servers, *, calls=3, dtypes=(np.float32,), lacks=()):
 
 def found_slots(opt, variables):
     found = []
-    if opt._group.rank == opt._root:
+    if MPI.COMM_WORLD.rank == testing.servers(opt)[0]:
         for var in variables:
             slots = [opt.get_slot(var, name) for name in opt.get_slot_names()]
             assert all(slot is None or slot.name.startswith(var.name) for slot in slots)
@@ -142,6 +142,8 @@ def push_in_turn(group, opt, variables, calls):
         for rank in range(group.size):
             if rank == group.rank:
                 grads = drawn(rank, call, variables)
+                # A turn may take less time than a rank takes its parameters for new.
+                opt.center(variables)
                 opt.minimize(lambda grads=grads: (0.0, grads), var_list=variables)
             meet()
 
@@ -160,9 +162,7 @@ def agn(group, variables, servers):
 
 
 @pytest.mark.parametrize("make", [drop_stale, agn])
-def test_single_gradients_are_applied_in_order(group, monkeypatch, make):
-    # A turn may take less time than a rank takes its parameters for new.
-    monkeypatch.setattr(node_copy, "_RECENT", 0.0)
+def test_single_gradients_are_applied_in_order(group, make):
     found = []
     for servers in (None, leaders(group)):
         variables = made()
@@ -180,81 +180,64 @@ def test_single_gradients_are_applied_in_order(group, monkeypatch, make):
     compare(found[1], found[0])
 
 
-def send_slowly(*args):
-    """Send as an agent does, but later: meanwhile the server goes on."""
-    end = time.monotonic() + 0.005
-    while time.monotonic() < end:
-        yield False
-    yield from send_pieces(*args)
-
-
 @pytest.mark.parametrize("slow", [False, True], ids=["at_once", "slowly"])
-def test_all_parts_are_of_one_step(group, monkeypatch, slow):
-    if slow:
-        monkeypatch.setattr(server_orders, "send_pieces", send_slowly)
+def test_all_parts_are_of_one_step(group, slow):
     # All elements of step k are k.
     variables = made()
     for var in variables:
         var.value[...] = 0
+    servers, step = last_ranks(group), hpc.Variable(0, "step")
     opt = hpc.DropStaleGradientOptimizer(
-        hpc.SGD(1.0), 1000, comm=group, servers=last_ranks(group)
+        hpc.SGD(1.0), 1000, comm=group, servers=servers
     )
     opt.initialize(variables)
-    steps = []
-    for _ in range(20):
-        opt.minimize(lambda: (0.0, [-np.ones(var.shape) for var in variables]))
-        values = flat(var.value for var in variables)
-        assert (values == opt._step).all()
-        steps.append(values[0])
-        if group.rank == opt._root:
-            with opt.paused() as step:
-                center = flat(opt.center(variables))
-            assert (center == step).all()
-    assert steps == sorted(steps)
-    assert len(set(steps)) == len(steps)
-    meet()
-    opt.free()
+    steps, grads = [], [-np.ones(var.shape) for var in variables]
+    # Meanwhile the server goes on.
+    with testing.slow_parts(0.005 * slow):
+        for _ in range(20 if not slow else 5):
+            opt.minimize(lambda: (0.0, grads), step)
+            values = flat(var.value for var in variables)
+            assert (values == step.value).all()
+            steps.append(values[0])
+            if group.rank == servers[0]:
+                with opt.paused() as now:
+                    center = flat(opt.center(variables))
+                assert (center == now).all()
+        meet()
+        opt.free()
+    assert steps == sorted({*steps})
     assert (variables[0].value == opt.global_step).all()
-    assert opt.global_step == 20 * group.size
+    assert opt.global_step == len(steps) * group.size
 
 
 @pytest.mark.ranks(min=3)
-def test_steps_on_their_way_to_a_slow_node_do_not_mix(group, monkeypatch):
+def test_steps_on_their_way_to_a_slow_node_do_not_mix(group):
     slow, last = group.nodes[-1][0], group.size - 1
-
-    def send(comm, rank, *args):
-        for done in send_pieces(comm, rank, *args):
-            end = time.monotonic() + 0.005
-            while rank == slow and time.monotonic() < end:
-                yield False
-            yield done
-
-    monkeypatch.setattr(server_orders, "send_pieces", send)
-    # Each server sends several pieces.
-    monkeypatch.setattr(transfer, "_PIECE", 64)
     # All elements of step k are k.
     var, servers = hpc.Variable(np.zeros(600, np.float32), "w"), leaders(group)
-    opt = hpc.SyncReplicasOptimizer(
-        hpc.SGD(1.0), group.size + 1, comm=group, servers=servers
-    )
-    opt.initialize([var])
-    grad = -np.ones(600, np.float32)
-    if group.rank == last:
-        # The first of two for one update: this rank does not wait for it.
-        opt.minimize(gives(grad))
-    # The others can make updates without this one.
-    meet()
-    if group.rank == last:
-        until(lambda: opt.global_step >= 2)
-        # Stale, so this rank waits, while its node receives step 1.
-        assert not opt.apply_gradients([(grad, var)])
-    else:
-        while opt._step < 2:
-            opt.minimize(gives(grad))
-    assert opt._step >= 2
-    assert (var.value == opt._step).all()
-    opt.leave()
-    opt.free()
+    step, grad = hpc.Variable(0, "step"), -np.ones(600, np.float32)
+    # Each server sends several pieces.
+    with testing.slow_parts(0.005, slow), testing.piece_bytes(64):
+        opt = hpc.SyncReplicasOptimizer(
+            hpc.SGD(1.0), group.size + 1, comm=group, servers=servers
+        )
+        opt.initialize([var])
+        if group.rank == last:
+            # The first of two for one update: this rank does not wait for it.
+            opt.minimize(gives(grad), step)
+        # The others can make updates without this one.
+        meet()
+        if group.rank == last:
+            until(lambda: opt.global_step >= 2)
+            # Stale, so this rank waits, while its node receives step 1.
+            assert not opt.apply_gradients([(grad, var)], step)
+        else:
+            while step.value < 2:
+                opt.minimize(gives(grad), step)
+        assert step.value >= 2
+        assert (var.value == step.value).all()
+        opt.leave()
+        opt.free()
 
 
 def test_a_learning_rate_set_on_the_host_is_that_of_all_servers(group):
@@ -298,7 +281,7 @@ def test_servers_may_only_serve(group):
         opt.serve()
         assert (var.value == -5).all()
     else:
-        rank, those = group.rank, hpc.errors.format_ranks(opt._server._servers)
+        rank, those = group.rank, hpc.errors.format_ranks(leaders(group))
         error = str(raised(opt.serve))
         assert f"rank {rank} is not a server ({those} " in error
         assert error.endswith("); it must train")
@@ -322,38 +305,6 @@ def test_servers_that_do_not_call_serve_do_so_at_the_end(group):
     assert opt.global_step == 5
 
 
-def test_an_interrupted_server_goes_on(group):
-    var, opt, servers = dedicated(group, hpc.Momentum(1.0, 0.5))
-    if group.rank == servers[-1]:
-        interrupt_orders(opt._server._parameters, after=2)
-        with pytest.raises(KeyboardInterrupt):
-            opt.serve()
-    if group.rank in servers:
-        opt.serve()
-        # There is nothing left to do.
-        opt.serve()
-    else:
-        for _ in range(4):
-            opt.minimize(gives(np.ones(300)))
-        opt.leave()
-    meet()
-    opt.free()
-    assert (var.value == -(1 + 1.5 + 1.75 + 1.875)).all()
-
-
-def interrupt_orders(parameters, after):
-    """Interrupt the wait for an order once, after some orders."""
-    next_order, left = parameters.next_order, [after]
-
-    def interrupted(last, deadline):
-        left[0] -= 1
-        if left[0] == -1:
-            raise KeyboardInterrupt
-        return next_order(last, deadline)
-
-    parameters.next_order = interrupted
-
-
 def test_memory_is_divided(group):
     servers, var = leaders(group), hpc.Variable(np.zeros(1 << 16), "w")
     opt = hpc.SyncReplicasOptimizer(hpc.Adam(), group.size, comm=group, servers=servers)
@@ -366,68 +317,6 @@ def test_memory_is_divided(group):
     assert slots <= 1.1 * share if leads(group) else slots == 0
 
 
-def test_slots_are_asked_for_while_the_last_ones_are_collected(group):
-    var = hpc.Variable(np.zeros(300), "w")
-    rule, servers = hpc.Momentum(1.0, 0.5), leaders(group)
-    opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers=servers)
-    opt.initialize([var])
-    opt.minimize(gives(np.ones(300)))
-    meet()
-    if leads(group):
-        role = opt._server._role
-        shard = getattr(role, "shard", role)
-        answer = shard.answer
-        shard.answer = lambda asked: (time.sleep(0.1), answer(asked))[1]
-    meet()
-    opt.leave()
-    if group.rank == 0:
-        until(lambda: opt._server._parameters.questions._waiting or role.last_answers)
-        same_bits(opt.get_slot(var, "momentum").value, np.ones(300))
-        same_bits(opt.get_slot(var, "momentum").value, np.ones(300))
-    meet()
-    opt.free()
-
-
-def test_messages_of_a_step(group, monkeypatch):
-    """As in docs/growth.md."""
-    var, nodes = hpc.Variable(np.zeros(300), "w"), len(group.nodes)
-    opt = hpc.SyncReplicasOptimizer(
-        hpc.SGD(1.0), group.size, comm=group, servers=leaders(group)
-    )
-    opt.initialize([var])
-    meet()
-    counts = {"request": 0, "sending": 0, "_send_to": 0}
-
-    def count(owner, name, counts_it=lambda *args: True):
-        call = getattr(owner, name)
-
-        def counted(self, *args):
-            counts[name] += counts_it(self, *args)
-            return call(self, *args)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    count(Agent, "request", lambda agent, node, *args: node != agent.node)
-    count(NodeParts, "sending")
-    count(ServerOrders, "_send_to")
-    meet()
-    opt.minimize(gives(np.ones(300)))
-    # Afterwards, all agents have sent what belongs to the step.
-    until(
-        lambda: opt._server._parameters._under_way(version_of(1)).startswith(
-            "step 1, on its way"
-        )
-    )
-    meet()
-    monkeypatch.undo()
-    totals = {name: sum(each[name] for each in meet(counts)) for name in counts}
-    opt.free()
-    links = nodes * (nodes - 1)
-    # A node that gets the order early does not ask for the parameters.
-    assert 2 * (nodes - 1) <= totals.pop("request") <= 3 * (nodes - 1)
-    assert totals == {"sending": links, "_send_to": links}
-
-
 def test_auto_is_one_rank_of_each_node_for_large_variables(group):
     for size, rule, expected in (
         (1 << 17, hpc.SGD(1.0), leaders(group)),
@@ -437,7 +326,7 @@ def test_auto_is_one_rank_of_each_node_for_large_variables(group):
         var = hpc.Variable(np.zeros(size, np.float64), "w")
         opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers="auto")
         opt.initialize([var])
-        assert opt._server._servers == tuple(expected)
+        assert testing.servers(opt) == tuple(expected)
         opt.free()
 
 
@@ -447,7 +336,7 @@ def test_auto_on_one_node_is_the_host(comm):
     var = hpc.Variable(np.zeros(1 << 17), "w")
     opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), comm.size, comm=comm, servers="auto")
     opt.initialize([var])
-    assert opt._server._servers == (0,)
+    assert testing.servers(opt) == (0,)
     opt.free()
 
 
@@ -518,13 +407,13 @@ def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
         opt.serve()
     elif group.rank != late:
         with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", "0.2")
+            patch.setenv("HPCACCUM_TIMEOUT", "0.1")
             error = raised(opt.minimize, gives(np.ones(300)))
         assert type(error) is WaitTimeoutError
         assert f"update 1 by rank {late}, servers of {named(late)}" in str(error)
         opt.leave()
     else:
-        time.sleep(1)
+        time.sleep(0.4)
         opt.serve()
     meet()
     opt.free()
@@ -532,7 +421,7 @@ def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["sync", "single"])
-def test_servers_are_not_among_the_missing_ranks(group, kind):
+def test_servers_are_not_among_the_missing_ranks(group, kind, monkeypatch):
     servers = leaders(group)
     workers = [rank for rank in range(group.size) if rank not in servers]
     if not workers:
@@ -545,10 +434,11 @@ def test_servers_are_not_among_the_missing_ranks(group, kind):
         opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 100, **options)
     opt.initialize([var])
     meet()
-    if group.rank == servers[0]:
-        wait = Deadline(0, "test")
-        error = raised(opt._server._inbox.next, 0, wait, lambda batch: None)
-        assert format_ranks(workers) in str(error)
+    if group.rank == workers[0]:
+        with monkeypatch.context() as patch:
+            patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+            error = raised(testing.wait_for, opt, 1)
+        assert f"from {format_ranks(workers)}" in str(error)
     meet()
     opt.serve() if group.rank in servers else opt.leave()
     meet()
@@ -568,83 +458,3 @@ def test_a_wait_that_was_given_up_is_ended_by_free(group, monkeypatch):
     opt.free()
     # One gradient is the mean of those that remain.
     assert (var.value == -1).all()
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_no_rank_asks_for_the_update_of_its_gradient(group, several, monkeypatch):
-    servers, w = leaders(group) if several else 0, hpc.Variable(np.zeros(3), "w")
-    opt = hpc.SyncReplicasOptimizer(
-        hpc.SGD(1.0), group.size, comm=group, servers=servers
-    )
-    opt.initialize([w])
-    monkeypatch.setattr(opt._server._parameters, "_ask_for", None)
-    for _ in range(3):
-        assert opt.minimize(gives(np.ones(3)), var_list=[w])
-    assert (w.value == -3).all()
-    monkeypatch.undo()
-    meet()
-    opt.free()
-
-
-def test_a_server_waits_for_the_host_with_a_limit(group, monkeypatch):
-    servers, w = leaders(group), hpc.Variable(np.zeros(3), "w")
-    opt = hpc.SyncReplicasOptimizer(
-        hpc.SGD(1.0), group.size, comm=group, servers=servers
-    )
-    opt.initialize([w])
-    sharded = opt._server._parameters
-
-    def wait():
-        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.01")
-        return sharded._message(sharded._service.tag(order_words.QUESTIONS))
-
-    with pytest.raises(WaitTimeoutError, match=r"start of servers: .* host rank 0"):
-        at(servers[-1], wait)
-    monkeypatch.undo()
-    opt.free()
-
-
-def test_each_node_sends_first_to_the_next_one(group, monkeypatch):
-    given, sent = [], []
-    give, send = NodeParts.sending, ServerOrders._send_to
-
-    def giving(self, rank, *args):
-        given.append(rank)
-        return give(self, rank, *args)
-
-    def sending(self, node, *args):
-        sent.append(node)
-        return send(self, node, *args)
-
-    monkeypatch.setattr(NodeParts, "sending", giving)
-    monkeypatch.setattr(ServerOrders, "_send_to", sending)
-    variables = made()
-    with hpc.SyncReplicasOptimizer(
-        hpc.SGD(0.1), group.size, comm=group, servers=leaders(group)
-    ) as opt:
-        opt.minimize(lambda: (0.0, drawn(0, 0, variables)), var_list=variables)
-        meet()
-    if leads(group):
-        here, count = group.node_number, len(group.nodes)
-        others = [(here + distance) % count for distance in range(1, count)]
-        assert given == [leaders(group)[node] for node in others]
-        # Before that, nodes have asked for the first parameters, in any order.
-        assert sent[-len(others) :] == others
-
-
-def test_no_part_is_sent_before_its_server_has_it(group, monkeypatch):
-    late, scatter = leaders(group)[-1], ShardedParameters._scatter
-
-    def comes_late(self, *args):
-        time.sleep(0.3 * (group.rank == late))
-        scatter(self, *args)
-
-    monkeypatch.setattr(ShardedParameters, "_scatter", comes_late)
-    variables = made()
-    with hpc.SyncReplicasOptimizer(
-        hpc.SGD(0.1), group.size, comm=group, servers=leaders(group)
-    ) as opt:
-        opt.initialize(variables)
-        meet()
-    for each in variables:
-        assert (each.value == 1).all()

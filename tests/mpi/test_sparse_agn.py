@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.server import parameter_copies
+from hpcaccum import testing
 
 from ..common import every_pair, same_bits
 from ..lazy_rules import MAKERS, LazyRule
-from .row_copies import copies_fixture  # noqa: F401
 from .support import meet
-from .training import Gate, gives, raised, turns, variable
+from .training import (
+    copies_fixture,  # noqa: F401
+    gives,
+    raised,
+    turns,
+    variable,
+)
 
 ROWS, OFTEN, ROW = 400, 10, (2, 3)
 INVALID = hpc.InvalidArgumentError
@@ -67,15 +72,18 @@ GIVEN = {
 }
 
 
+@pytest.fixture
+def long_log():
+    """The log is long enough for most pulls."""
+    with testing.short_row_log(1):
+        yield
+
+
 @pytest.mark.parametrize(
     ("rule", "dtypes", "given"),
     every_pair(["SGD", "Adagrad"], ["f2 f2", "f4 f4", "f8 f8", "f4 f8"], GIVEN),
 )
-def test_bits_are_those_of_whole_gradients(
-    make, rank, rule, dtypes, given, monkeypatch
-):
-    # The log is long enough for most pulls.
-    monkeypatch.setattr(parameter_copies, "_SHARE", 1)
+def test_bits_are_those_of_whole_gradients(make, rank, rule, dtypes, given, long_log):
     dtype, wider = dtypes.split()
     # Six gradients of the table have fewer different rows, but more in all.
     w, x = table(dtype, capacity=12), table(dtype, "x", sparse=False)
@@ -169,8 +177,8 @@ def test_arrays_of_a_gradient_may_be_written_afterwards(make, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("number", [400, 20_000])
-def test_only_rows_are_copied_and_have_memory(make, rank, size, copies, number):
+def test_only_rows_are_copied_and_have_memory(make, rank, size, copies):
+    number = 20_000
     w = hpc.Variable(np.zeros((number, 4), "f4"), "w", sparse=True, capacity=3)
     u = hpc.Variable(np.zeros((number, 4), "f4"), "u", sparse=True, capacity=3)
     opt = make(2, [w, u], hpc.Adam(0.1))
@@ -198,7 +206,7 @@ def test_only_rows_are_copied_and_have_memory(make, rank, size, copies, number):
         # Rows of this rank, and of those that have pushed since its last pull.
         others = size if turn >= 2 * size else turn % size + 1
         assert each[-2 if pushed else -1 :] == ([2 + others] if pushed else []) + [2]
-    assert opt._server._inbox.window_bytes < 2000
+    assert testing.gradient_bytes(opt) < 2000
 
 
 def test_the_sum_has_room_for_the_rows_of_a_period(make, rank, size):
@@ -280,22 +288,14 @@ def test_after_an_interrupted_step_all_rows_are_pulled(make, rank, size):
     assert found == [[-turn - 1, 0] for turn in range(size)]
 
 
-def test_an_interrupted_pull_is_repeated_as_a_whole(make, rank, size, monkeypatch):
+def test_an_interrupted_pull_is_repeated_as_a_whole(make, size):
     w = table()
     opt = make(1, [w])
     opt.initialize()
-    read = parameter_copies.SparseCopier.read
-
-    def interrupted(self, flat, into, *which):
-        read(self, flat, into, *which)
-        into["w"][...] = 77
-        raise KeyboardInterrupt
 
     def act(_):
-        with monkeypatch.context() as patch:
-            patch.setattr(parameter_copies.SparseCopier, "read", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                opt.minimize(gives(rows(1)))
+        with testing.interrupt_pulls("w"), pytest.raises(KeyboardInterrupt):
+            opt.minimize(gives(rows(1)))
         opt.minimize(gives(rows(2)))
         return w.value[:4, 0, 0].tolist(), float(w.value.sum())
 
@@ -329,7 +329,7 @@ def test_all_push_and_nothing_is_lost(make, rank, size, host):
         receipt = opt.minimize(gives(rows(3, 7, 10 + rank)))
         assert receipt.sent == (call % 2 == 1)
         if receipt.sent:
-            assert w.value[3, 0, 0] == w.value[7, 1, 2] == -opt._step
+            assert w.value[3, 0, 0] == w.value[7, 1, 2] == -testing.own_step(opt)
             assert w.value[10 + rank, 0, 0] == -(call + 1) / 2
     meet()
     opt.free()
@@ -396,12 +396,6 @@ def test_a_getter_makes_sparse_variables(comm, rank, size):
         error = raised(opt.minimize, gives(rows(1, 2, 3)))
     assert "has 3 different rows, at most 2" in str(error)
     assert w.value[4, 0, 0] == -size
-
-
-def test_a_rule_of_the_user_is_refused(make, rank):
-    opt = make(1, [table()], Gate(lambda: None))
-    with pytest.raises(INVALID, match="'w' needs an inner optimizer that is a"):
-        opt.initialize()
 
 
 @pytest.mark.ranks(min=2)

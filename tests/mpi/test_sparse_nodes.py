@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.server import parameter_copies
-from hpcaccum.server.row_draft import RowDraft
+from hpcaccum import testing
 
 from ..common import same_bits
 from ..lazy_rules import LazyRule
@@ -41,8 +40,9 @@ def update(model, slices, divisor=1):
     model.update(rows, total[rows] / divisor)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
+@pytest.mark.parametrize(
+    ("kind", "width"), [*zip(["SyncReplicas", "DropStale"], WIDTHS, strict=True)]
+)
 def test_all_nodes_have_the_results_of_plain_formulas(group, rank, size, kind, width):
     w, v, b = table(width), table(3, "v", "f4"), variable(np.zeros(2), name="b")
     models = LazyRule("Momentum", w.value), LazyRule("Momentum", v.value)
@@ -76,25 +76,13 @@ def test_all_nodes_have_the_results_of_plain_formulas(group, rank, size, kind, w
             meet()
 
 
-@pytest.fixture
-def messages(monkeypatch):
-    """The bytes of each message with parameters, on the rank that sends them."""
-    found, message = [], RowDraft.message
-
-    def note(self):
-        made = message(self)
-        found.append(made.size)
-        return made
-
-    monkeypatch.setattr(RowDraft, "message", note)
-    return found
-
-
-@pytest.mark.parametrize("number", [200, 20_000])
-def test_messages_have_the_rows_that_changed(group, rank, size, messages, number):
-    w = table(4, rows=number, dtype="f4", capacity=3)
+def test_messages_have_the_rows_that_changed(group, rank, size):
+    w = table(4, rows=20_000, dtype="f4", capacity=3)
     b = variable(np.zeros(5), "f4", "b")
-    with ONE_SIDED["SyncReplicas"](hpc.Adam(0.1), [w, b], group) as opt:
+    with (
+        ONE_SIDED["SyncReplicas"](hpc.Adam(0.1), [w, b], group) as opt,
+        testing.noted_row_messages() as messages,
+    ):
         opt.initialize([w, b])
         slices = hpc.IndexedSlices(np.ones((3, 4), "f4"), [0, 5, 9 + rank])
         loss = gives(slices, np.ones(5, "f4"))
@@ -113,10 +101,14 @@ def test_messages_have_the_rows_that_changed(group, rank, size, messages, number
         assert messages
 
 
-@pytest.mark.parametrize("share", [1, ROWS // 40, ROWS * 9])
-def test_nodes_may_be_behind_by_any_number_of_updates(group, rank, share, monkeypatch):
-    # The log is as long as the table, too short for some updates, or has one entry.
-    monkeypatch.setattr(parameter_copies, "_SHARE", share)
+@pytest.fixture(params=[1, ROWS // 40, ROWS * 9])
+def log(request):
+    """The log is as long as the table, too short for some updates, or has one entry."""
+    with testing.short_row_log(request.param):
+        yield
+
+
+def test_nodes_may_be_behind_by_any_number_of_updates(group, rank, log):
     w, b = table(6), variable(np.zeros(1), name="b")
     with ONE_SIDED["DropStale"](hpc.SGD(0.5), [w, b], group) as opt:
         opt.initialize([w, b])
@@ -141,11 +133,3 @@ def test_nodes_may_be_behind_by_any_number_of_updates(group, rank, share, monkey
         np.testing.assert_array_equal(found, model.value)
         np.testing.assert_array_equal(w.value, model.value)
         assert b.value == -6
-
-
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_auto_is_one_server(group, rank, kind):
-    w = table(1000, rows=200, capacity=1)
-    with ONE_SIDED[kind](hpc.SGD(1.0), [w], group, servers="auto") as opt:
-        opt.initialize([w])
-        assert opt._server.is_server == (rank == 0)

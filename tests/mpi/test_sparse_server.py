@@ -7,13 +7,19 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.server import parameter_copies
+from hpcaccum import testing
 
-from ..common import same_bits
+from ..common import every_pair, same_bits
 from ..lazy_rules import MAKERS, LazyRule
-from .row_copies import copies_fixture  # noqa: F401
 from .support import meet
-from .training import Gate, gives, turns, variable
+from .training import (
+    Gate,
+    copies_fixture,  # noqa: F401
+    gives,
+    raised,
+    turns,
+    variable,
+)
 
 # Gradients have the first rows only, so that most pulls find all of them in the log.
 ROWS, USED, ROW = 200, 40, (2, 3)
@@ -69,8 +75,9 @@ def close(found, expected):
     np.testing.assert_allclose(found.astype("f8"), expected, rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
-@pytest.mark.parametrize("rule", MAKERS)
+@pytest.mark.parametrize(
+    ("rule", "dtype"), [*zip(MAKERS, 2 * ["f2", "f4", "f8"], strict=False)]
+)
 def test_updates_with_the_mean_of_all_ranks(make, rank, size, rule, dtype):
     w, b = table(dtype, capacity=12), variable(np.zeros(3), dtype, "b")
     opt, model, dense = (
@@ -93,8 +100,7 @@ def test_updates_with_the_mean_of_all_ranks(make, rank, size, rule, dtype):
             assert opt.get_slot(w, name).shape == w.shape
 
 
-@pytest.mark.parametrize("staleness", [1, 100])
-@pytest.mark.parametrize("rule", MAKERS)
+@pytest.mark.parametrize(("rule", "staleness"), every_pair(["SGD", "Adam"], [1, 100]))
 def test_updates_with_each_gradient_in_time(make, rank, rule, staleness):
     w, model = table(capacity=12), LazyRule(rule, np.zeros((ROWS, *ROW)))
     opt = make("stale", MAKERS[rule](), staleness)
@@ -135,8 +141,7 @@ def test_a_stale_gradient_changes_no_variable(make, rank, size):
     assert opt.center(b) == -1
 
 
-@pytest.mark.parametrize("rule", ["SGD", "Adagrad"])
-@pytest.mark.parametrize("kind", ["sync", "stale"])
+@pytest.mark.parametrize(("rule", "kind"), [("SGD", "stale"), ("Adagrad", "sync")])
 def test_bits_are_those_of_whole_gradients(make, rank, size, rule, kind):
     w, v = table("f4"), table("f4", "v", sparse=False)
     opt = make(kind, MAKERS[rule](), size if kind == "sync" else 10**6)
@@ -185,10 +190,9 @@ def test_steps_count_updates_without_rows_but_not_without_gradients(make, rank, 
     assert b.value.all()
 
 
-@pytest.mark.parametrize("rule", ["SGD", "Adam"])
-def test_several_gradients_of_a_rank_in_one_update(make, rank, size, rule):
-    w, model = table(capacity=12), LazyRule(rule, np.zeros((ROWS, *ROW)))
-    opt = make("sync", MAKERS[rule](), 2 * size)
+def test_several_gradients_of_a_rank_in_one_update(make, rank, size):
+    w, model = table(capacity=12), LazyRule("Adam", np.zeros((ROWS, *ROW)))
+    opt = make("sync", MAKERS["Adam"](), 2 * size)
     for step in range(3):
         for call in (2 * step, 2 * step + 1):
             assert opt.minimize(gives(drawn(rank, call)), var_list=[w])
@@ -199,7 +203,7 @@ def test_several_gradients_of_a_rank_in_one_update(make, rank, size, rule):
 
 
 @pytest.mark.ranks(min=2)
-def test_too_many_rows_in_one_update_are_refused(make, rank, size, monkeypatch):
+def test_too_many_rows_in_one_update_are_refused(make, rank, size):
     w, opt = table(capacity=3), make("sync", hpc.SGD(1.0), size)
     opt.initialize([w])
 
@@ -207,13 +211,15 @@ def test_too_many_rows_in_one_update_are_refused(make, rank, size, monkeypatch):
         return hpc.IndexedSlices(np.ones((3, *ROW)), range(first, first + 3))
 
     if rank == 0:
-        with monkeypatch.context() as patch:
-            # As if the wait for the update were interrupted.
-            patch.setattr(type(opt), "_after", lambda *_: None)
-            assert opt.apply_gradients([(slices(0), w)])
-            text = "gradients of 'w': the gradients of a rank in one round have at most"
-            with pytest.raises(INVALID, match=f"{text} 3 .* rank 0 would have 4"):
-                opt.apply_gradients([(slices(1), w)])
+        # Interrupted when it has been accepted.
+        with (
+            testing.fail_when_accepted(opt, KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            opt.apply_gradients([(slices(0), w)])
+        text = "gradients of 'w': the gradients of a rank in one round have at most"
+        with pytest.raises(INVALID, match=f"{text} 3 .* rank 0 would have 4"):
+            opt.apply_gradients([(slices(1), w)])
     meet()
     if rank:
         opt.minimize(gives(slices(0)))
@@ -225,8 +231,9 @@ def test_too_many_rows_in_one_update_are_refused(make, rank, size, monkeypatch):
     assert list(opt.statistics().accepted) == [1] * size
 
 
-@pytest.mark.parametrize("kind", ["sync", "stale"])
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (4,)])
+@pytest.mark.parametrize(
+    ("kind", "shape"), every_pair(["sync", "stale"], [(0, 3), (3, 0), (4,)])
+)
 def test_tables_without_elements_and_vectors(make, rank, size, kind, shape):
     w = hpc.Variable(np.zeros(shape, "f4"), "w", sparse=True)
     opt = make(kind, hpc.Adagrad(1.0), size if kind == "sync" else 99)
@@ -242,9 +249,8 @@ def test_tables_without_elements_and_vectors(make, rank, size, kind, shape):
         assert (w.value < 0).tolist() == [True, False, True, False]
 
 
-@pytest.mark.parametrize("number", [200, 20_000])
-def test_only_rows_that_changed_are_copied(make, rank, size, copies, number):
-    w = hpc.Variable(np.zeros((number, 4), "f4"), "w", sparse=True, capacity=3)
+def test_only_rows_that_changed_are_copied(make, rank, size, copies):
+    w = hpc.Variable(np.zeros((20_000, 4), "f4"), "w", sparse=True, capacity=3)
     opt = make("sync", hpc.Adam(0.1), size)
     opt.initialize([w])
     loss = gives(hpc.IndexedSlices(np.ones((3, 4), "f4"), [0, 5, 9 + rank]))
@@ -260,7 +266,7 @@ def test_only_rows_that_changed_are_copied(make, rank, size, copies, number):
     assert counted == [[2 + size] * (1 + (rank == 0))] * 4
     assert np.count_nonzero(w.value.any(axis=1)) == 2 + size
     # Of two buffers with 3 rows each.
-    assert opt._server._inbox.window_bytes < 1000
+    assert testing.gradient_bytes(opt) < 1000
 
 
 @pytest.mark.ranks(min=2)
@@ -278,11 +284,15 @@ def test_reads_of_the_center_do_not_make_pulls_longer(make, rank, copies):
     assert copies == ["all", 2] if rank else ["all"]
 
 
-@pytest.mark.parametrize("share", [1, ROWS // 15, ROWS * 9])
+@pytest.fixture(params=[1, ROWS // 15, ROWS * 9])
+def log(request):
+    """The log is as long as the table, or too short for the last updates, or all."""
+    with testing.short_row_log(request.param):
+        yield
+
+
 @pytest.mark.ranks(min=2)
-def test_a_rank_that_is_behind_gets_all_rows(make, rank, size, share, monkeypatch):
-    # The log is as long as the table, too short for the last updates, or has one entry.
-    monkeypatch.setattr(parameter_copies, "_SHARE", share)
+def test_a_rank_that_is_behind_gets_all_rows(make, rank, size, log):
     w, opt = table(), make("stale", hpc.SGD(1.0), 10**6)
     opt.initialize([w])
     meet()
@@ -317,8 +327,8 @@ def test_no_rank_sees_half_an_update(make, comm, rank, size):
             opt.compute_gradients(nothing)
             assert (w.value == w.value[:, :1]).all()
             same_bits(w.value[:half], w.value[half:])
-            assert -w.value[:half, 0].sum() == opt._step
-            seen.add(opt._step)
+            assert -w.value[:half, 0].sum() == testing.own_step(opt)
+            seen.add(testing.own_step(opt))
         enough = [comm.isend(None, other) for other in range(rank)]
         MPI.Request.waitall(enough)
     else:
@@ -330,29 +340,20 @@ def test_no_rank_sees_half_an_update(make, comm, rank, size):
         comm.recv(source=size - 1)
 
 
-def test_an_interrupted_pull_is_repeated_as_a_whole(make, rank, size, monkeypatch):
+def test_an_interrupted_pull_is_repeated_as_a_whole(make, size):
     w, opt = table(), make("sync", hpc.SGD(1.0), size)
     opt.minimize(gives(drawn(0, 2)), var_list=[w])
     expected = LazyRule("SGD", np.zeros((ROWS, *ROW)))
     for call in (2, 3):
         expected.update(*mean_of([drawn(0, call)]))
 
-    read = parameter_copies.SparseCopier.read
-
-    def interrupted(self, flat, into, *which):
-        read(self, flat, into, *which)
-        into["w"][...] = 77
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(parameter_copies.SparseCopier, "read", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            opt.minimize(gives(drawn(0, 3)), var_list=[w])
+    with testing.interrupt_pulls("w"), pytest.raises(KeyboardInterrupt):
+        opt.minimize(gives(drawn(0, 3)), var_list=[w])
     opt.compute_gradients(gives(drawn(0, 3)))
     close(w.value, 2 * expected.value)
 
 
-def test_reading_the_center_does_not_disturb_pulls(make, rank, size, monkeypatch):
+def test_reading_the_center_does_not_disturb_pulls(make, rank, size):
     w, b = table(), variable(np.zeros(2), name="b")
     opt = make("sync", hpc.Momentum(0.5, 0.75), size)
     model = LazyRule("Momentum", np.zeros((ROWS, *ROW)))
@@ -471,8 +472,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("problem", WRONG)
-@pytest.mark.parametrize("kind", ["sync", "stale"])
+@pytest.mark.parametrize(("problem", "kind"), every_pair(WRONG, ["sync", "stale"]))
 def test_a_wrong_gradient_is_not_sent(make, rank, size, kind, problem):
     wrong, error, text = WRONG[problem]
     w, opt = (
@@ -497,7 +497,7 @@ def test_a_rule_of_the_user_is_refused(make, rank):
         w, opt = table(), make(kind, Gate(lambda: None), 1)
         with pytest.raises(INVALID, match="'w' needs an inner optimizer that is a"):
             opt.initialize([w])
-        assert opt._server is None
+        assert "initialize" in str(raised(opt.statistics))
 
 
 @pytest.mark.ranks(min=2)

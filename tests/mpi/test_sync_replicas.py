@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import Group, InvalidArgumentError
-from hpcaccum.deadline import Deadline
-from hpcaccum.server.quorum import QuorumInbox
+from hpcaccum import InvalidArgumentError, testing
 
-from .serving import next_total
 from .support import WAIT, for_some_pause
 from .training import Gate, computed, gives, meet, raised, turns, variable
 
@@ -149,7 +146,7 @@ def test_a_quorum_of_one_takes_every_gradient(make, rank, size):
     accepted = sum(bool(opt.minimize(gives(1.0))) for _ in range(calls))
     total = sum(meet(accepted))
 
-    # Two gradients that arrive together make one update.
+    # All that are there when an update begins are in its mean.
     assert 1 <= opt.global_step <= total
     assert -opt.center(w) == opt.global_step
 
@@ -164,63 +161,17 @@ def test_a_fast_worker_may_contribute_more_than_its_part(make, size):
     assert opt.statistics().accepted == (*[0] * (size - 1), 4)
 
 
+@pytest.mark.ranks(min=2)
 def test_all_that_are_there_are_in_the_mean(comm, rank, size):
-    inbox = QuorumInbox(Group.of(comm), 0, 3, np.float64, 1, size)
-    inbox.slot()[:] = [1, 2, 6, 3][rank]
-    receipt = inbox.submit(0)
-    meet()
-    if rank == 0:
-        assert (next_total(inbox, 0, 3) == [1, 1.5, 3, 3][size - 1]).all()
-    meet()
-    inbox.free()
-
-    assert receipt == hpc.Receipt(True, 0, 0)
-
-
-def test_waiting_for_a_mean_ends_when_it_should(comm, rank, size):
-    inbox = QuorumInbox(Group.of(comm), 0, 3, np.float64, size, size)
-    if rank == 0:
-        begun = time.monotonic()
-        with pytest.raises(hpc.WaitTimeoutError):
-            next_total(inbox, 0, 3, timeout=0)
-        assert time.monotonic() - begun < WAIT / 2, "that was another limit"
-    meet()
-    for step in range(3):
-        inbox.slot()[:] = step
-        assert inbox.submit(step)
-        if rank == 0:
-            assert (next_total(inbox, step, 3) == step).all()
+    w = variable()
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, comm=comm, dedicated=True) as opt:
+        opt.initialize([w])
+        if rank:
+            testing.push(opt, {"w": np.array(float(rank))}, 0)
         meet()
-    inbox.free()
-
-
-def test_a_rank_that_knows_the_step_asks_nobody_for_a_slot(
-    comm, rank, size, monkeypatch
-):
-    inbox = QuorumInbox(Group.of(comm), 0, 3, np.float64, size, size)
-    monkeypatch.setattr(inbox._accumulator._protocol, "holds_gradient", None)
-    deadline, total = Deadline(WAIT, "test"), np.zeros(3)
-
-    def begin_next(step):
-        # The step is known before its take returns: it must not get that buffer.
-        meet()
-        inbox.slot(step)[:] = step
-        meet()
-
-    def use(batch):
-        begin_next(step + 1)
-        batch.total(total, deadline, threads=1)
-
-    inbox.slot()[:] = 0
-    for step in range(4):
-        assert inbox.submit(step)
-        if rank == 0:
-            inbox.next(step, deadline, use)
-            assert (total == step).all()
-        else:
-            begin_next(step + 1)
-    meet()
-    inbox.free()
+        opt.leave() if rank else opt.serve()
+    assert w.value == -size / 2
+    assert opt.global_step == 1
 
 
 # A quorum larger than the number of workers
@@ -376,26 +327,23 @@ def test_a_round_whose_gradients_were_given_up_is_an_empty_update(make, rank):
     opt.compute_gradients(gives(-1.0))
     # What writes gradients itself; those of other nodes are in place when admitted.
     host = rank == 0
-    storage = opt._server._inbox._accumulator._storage
-    write = storage.write
 
-    def fail(*args):
+    def fail():
         # The round is closed.
         meet()
         meet()
-        storage.write = write
         raise MemoryError
 
     meet()
     if host:
-        storage.write = fail
-        assert type(raised(opt.apply_gradients, [(np.float64(-1), w)])) is MemoryError
+        with testing.before_writes(opt, fail), pytest.raises(MemoryError):
+            opt.apply_gradients([(np.float64(-1), w)])
         opt.leave()
     else:
         meet()
         assert not opt.apply_gradients([(np.float64(-1), w)])
         meet()
         assert opt.minimize(gives(-1.0)) is not None
-        assert opt._step > before
+        assert testing.own_step(opt) > before
     meet()
     opt.free()

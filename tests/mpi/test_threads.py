@@ -164,8 +164,8 @@ def test_at_the_end_all_ranks_free_what_threads_made_in_one_order(comm, rank, ow
 
 
 def test_a_heartbeat_may_end_while_another_one_begins(comm, monkeypatch):
-    one, other = (hpc.ConditionalAccumulator("f4", (2,), comm=comm.Dup()) for _ in "ab")
-    groups = [each._shared.group for each in (one, other)]
+    groups = [Group.of(comm.Dup()) for _ in "ab"]
+    one, other = (hpc.ConditionalAccumulator("f4", (2,), comm=g) for g in groups)
     thread, second = heartbeat._thread, groups[1]._heartbeat
     thread.remove(second)
 

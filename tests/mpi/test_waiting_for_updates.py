@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import WaitTimeoutError
-from hpcaccum.server.update_queue import _STEP
+from hpcaccum import WaitTimeoutError, testing
 
 from .acting import VAIN, Background, until
 from .support import WAIT
@@ -33,9 +32,9 @@ def in_vain(monkeypatch):
 def push_in_vain(opt, step, brings, in_vain):
     """Let some ranks push, and when all have, pull what is missing; return why."""
     if brings:
-        opt._server.push({"w": np.ones(())}, step)
+        testing.push(opt, {"w": np.ones(())}, step)
     meet()
-    message = in_vain(opt._server.pull, {}, at_least=step + 1) if brings else ""
+    message = in_vain(testing.wait_for, opt, step + 1) if brings else ""
     meet()
     return message
 
@@ -75,7 +74,7 @@ def test_ranks_that_left_are_not_missing(comm, rank, size, in_vain):
         opt.initialize([w])
         if rank == 1:
             opt.leave()
-        until(lambda: opt._server._inbox.left() == [1])
+        until(lambda: testing.left(opt) == [1])
         message = push_in_vain(opt, 0, rank not in (1, late), in_vain)
         if rank == late:
             opt.minimize(gives(1.0))
@@ -95,7 +94,7 @@ def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
         meet()
         # Also a busy agent answers in that time.
         message = in_vain(
-            lambda: [opt.minimize(gives(1.0)) for _ in range(2)], seconds=10 * VAIN
+            lambda: [opt.minimize(gives(1.0)) for _ in range(2)], seconds=4 * VAIN
         )
         meet()
         go.set()
@@ -104,31 +103,22 @@ def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_that_does_not_finish_writing_is_named(
-    comm, rank, size, in_vain, monkeypatch
-):
+def test_a_rank_that_does_not_finish_writing_is_named(comm, rank, size, in_vain):
     # The host: gradients of other nodes are in place when they are admitted.
     w, slow, go = variable(np.zeros(2)), 0, threading.Event()
     with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
         opt.initialize([w])
-        storage = opt._server._inbox._accumulator._storage
-        write = storage.write
-
-        def write_late(*args, **kwargs):
-            assert go.wait(WAIT)
-            write(*args, **kwargs)
-
-        if rank == slow:
-            monkeypatch.setattr(storage, "write", write_late)
-        push = Background(slow, lambda: opt.minimize(gives(np.ones(2))))
-        message = in_vain(opt.minimize, gives(np.ones(2))) if rank != slow else ""
-        # All are admitted, which closes the round, and all but one have written.
-        until(lambda: opt._server._inbox._accumulator.global_step == 1)
-        meet()
-        seen = opt._server._missing(1)
-        meet()
-        go.set()
-        push.result()
+        late = testing.before_writes(opt, lambda: rank != slow or go.wait(WAIT))
+        with late:
+            push = Background(slow, lambda: opt.minimize(gives(np.ones(2))))
+            message = in_vain(opt.minimize, gives(np.ones(2))) if rank != slow else ""
+            # All are admitted, which closes the round, and all but one have written.
+            until(lambda: testing.admitted_step(opt) == 1)
+            meet()
+            seen = testing.missing(opt, 1)
+            meet()
+            go.set()
+            push.result()
     assert f"waits for rank {slow}, admitted to the round, to finish writing" in seen
     assert rank == slow or "for update 1 by rank 0, which is at step 0;" in message
 
@@ -140,17 +130,13 @@ def test_a_gradient_that_was_admitted_and_not_written_is_reported(
     w = variable()
     with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=comm) as opt:
         opt.initialize([w])
-        inbox = opt._server._inbox
         meet()
-        if rank == 1:
-            # As `submit` does, with a stop before the gradient is written.
-            assert inbox.words.compare_and_swap(_STEP, 0, 1) == 0
+        write = testing.admit_update(opt) if rank == 1 else None
         meet()
-        message = in_vain(opt._server.pull, {}, at_least=1)
+        message = in_vain(testing.wait_for, opt, 1)
         meet()
-        if rank == 1:
-            inbox._queue.put(0, rank)
-            inbox.words.flush()
+        if write is not None:
+            write()
     everybody = ranks(*range(size))
     assert f"one of {everybody}, whose gradient was admitted, to write it" in message
     assert opt.global_step == 1
@@ -161,6 +147,38 @@ def test_a_gradient_that_no_rank_submits_is_reported(comm, rank, size, in_vain):
     w = variable()
     with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=comm) as opt:
         opt.initialize([w])
-        message = in_vain(opt._server.pull, {}, at_least=1)
+        message = in_vain(testing.wait_for, opt, 1)
         meet()
     assert f"a gradient, which may come from {ranks(*range(size))}" in message
+
+
+@pytest.mark.ranks(min=2)
+def test_a_host_that_only_serves_is_not_missing(comm, rank, size, in_vain):
+    w, message = variable(), ""
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1), 9, comm=comm, dedicated=True) as opt:
+        opt.initialize([w])
+        if rank:
+            message = in_vain(testing.wait_for, opt, 1)
+        meet()
+    assert not rank or f"(nothing from {ranks(*range(1, size))})" in message
+
+
+def test_a_last_update_that_takes_too_long_is_named(comm, rank, monkeypatch):
+    w, go = variable(), threading.Event()
+    opt = hpc.DropStaleGradientOptimizer(Gate(lambda: go.wait(WAIT)), 9, comm=comm)
+    opt.initialize([w])
+    if rank == 0:
+        testing.push(opt, {"w": np.ones(())}, 0)
+    opt.leave()
+    meet()
+    with monkeypatch.context() as patch:
+        if rank == 0:
+            # The others may be late.
+            patch.setenv("HPCACCUM_TIMEOUT", str(10 * VAIN))
+        error = raised(opt.free)
+    go.set()
+    opt.free()
+
+    assert type(error) is (WaitTimeoutError if rank == 0 else RuntimeError)
+    assert "for the last updates of this rank, at step 0, which waits for" in str(error)
+    assert opt.global_step == 1

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.server import wire_format
+from hpcaccum import testing
 
 from .support import meet as meet
 
@@ -45,27 +45,6 @@ def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
     except Exception as error:
         return error
-
-
-def watch_copies(monkeypatch: Any) -> list[str]:
-    """Return a list to which each push appends the names of the arrays it copies."""
-    copied: list[str] = []
-    copy = wire_format._copy_gradients
-
-    def watched(grads, places, slot):
-        names = {id(view): name for name, view in places.items()}
-
-        def copy_one(place, array):
-            copied.append(names[id(place)])
-            copy_quietly(place, array)
-
-        copy_quietly = wire_format.copy_quietly
-        with monkeypatch.context() as patch:
-            patch.setattr(wire_format, "copy_quietly", copy_one)
-            copy(grads, places, slot)
-
-    monkeypatch.setattr(wire_format, "_copy_gradients", watched)
-    return copied
 
 
 class Namespace:
@@ -140,3 +119,10 @@ def cross_shard_fixture(comm: MPI.Intracomm) -> Any:
     yield make
     for optimizer in made:
         optimizer.free()
+
+
+@pytest.fixture(name="copies")
+def copies_fixture() -> Any:
+    """The number of rows of each copy of a table; "all" for a whole one."""
+    with testing.noted_rows() as copied:
+        yield copied

@@ -20,3 +20,12 @@ def test_a_receipt_is_printed_in_a_line():
         "accepted, not sent, lag 0, step 3",
         "accepted, lag 2, step 2",
     ]
+
+
+def test_a_receipt_is_true_if_accepted():
+    accepted, dropped = Receipt(True, 7, 5), Receipt(False, 2, 5)
+
+    assert accepted
+    assert not dropped
+    assert (accepted.lag, dropped.lag) == (-2, 3)
+    assert (accepted.reason, dropped.reason) == ("", "stale")
