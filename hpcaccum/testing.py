@@ -16,10 +16,9 @@ from unittest import mock
 
 import numpy as np
 
-from hpcaccum.accumulator import batch, recovery, sparse
-from hpcaccum.accumulator.protocol import CLOSED
+from hpcaccum.accumulator import batch, sparse
 from hpcaccum.accumulator.state import Record
-from hpcaccum.mpi import Attempt, control
+from hpcaccum.mpi import control
 from hpcaccum.nodes import Agent, transfer
 from hpcaccum.server import (
     node_update,
@@ -45,12 +44,12 @@ def admit(accumulator: Any, local_step: int = 0) -> Callable[[Any], None]:
     protocol, storage = accumulator._protocol, accumulator._storage
     receipt, parity, _ = protocol.admit(np.zeros(2), local_step)
     assert receipt
-    protocol.mark_writing(parity, Record(0, 0, 1, 0), None)
     protocol.words.flush()
 
     def write(gradient: Any) -> None:
-        storage.write(parity, 0, np.array(gradient, float), True, False, [])
-        protocol.put_record(parity, Record(0, 1, 0, 0))
+        storage.write(parity, 0, np.array(gradient, float), True)
+        protocol.put_record(parity, Record(0, 1, 0, 0), None)
+        protocol.end_intent()
 
     return write
 
@@ -64,12 +63,6 @@ def is_in_line(accumulator: Any, rank: int) -> bool:
 def take_waits(accumulator: Any) -> bool:
     """Return whether a take has its turn, and waits for gradients."""
     return bool(accumulator._protocol.state().waiting)
-
-
-def is_left(accumulator: Any) -> bool:
-    """Return whether a take would return something, or resume a closed round."""
-    closed = accumulator._protocol.words.read(CLOSED)
-    return bool(accumulator.num_accumulated() or closed)
 
 
 def fail_to_sum(accumulator: Any, error: type[Exception]) -> Any:
@@ -87,26 +80,36 @@ def limit_rounds(accumulator: Any, count: int) -> Any:
     return mock.patch.object(accumulator._protocol.packing, "max_count", count)
 
 
-def before_writes(owner: Any, call: Callable[[], object]) -> Any:
-    """Call something before this rank writes an admitted gradient, in the block.
+def before_records(owner: Any, call: Callable[[], object]) -> Any:
+    """Call something before this rank publishes an admitted gradient, in the block.
 
     Args:
         owner: An accumulator, or an initialized SyncReplicasOptimizer.
-        call: Makes the write fail if it raises.
+        call: Has the gradient be lost if it raises.
     """
-    inside = owner._server._inbox._accumulator if hasattr(owner, "_server") else owner
-    storage, write = inside._storage, inside._storage.write
+    protocol = _accumulator(owner)._protocol
+    put_record = protocol.put_record
 
-    def late(*args: Any, **options: Any) -> Any:
+    def late(*args: Any) -> Any:
         call()
-        return write(*args, **options)
+        return put_record(*args)
 
-    return mock.patch.object(storage, "write", late)
+    return mock.patch.object(protocol, "put_record", late)
 
 
-def grace(seconds: float) -> Any:
-    """Have an interrupted call wait for the answer of an agent for so long."""
-    return mock.patch.object(recovery, "_GRACE", seconds)
+def _accumulator(owner: Any) -> Any:
+    return owner._server._inbox._accumulator if hasattr(owner, "_server") else owner
+
+
+def fail_to_admit(owner: Any, error: type[Exception]) -> Any:
+    """Have gradients of this rank raise in the block, before they are admitted."""
+    writer = _accumulator(owner)._shared.writer
+    return mock.patch.object(writer, "_possible", side_effect=error)
+
+
+def fail_to_put(optimizer: Any, error: type[BaseException]) -> Any:
+    """Have gradients of DropStaleGradientOptimizer be admitted, and then raise."""
+    return mock.patch.object(optimizer._server._inbox._queue, "put", side_effect=error)
 
 
 def least_time_of_sums(seconds: float) -> Any:
@@ -162,11 +165,12 @@ def shared_bytes(optimizer: Any) -> int:
 
 def admit_update(optimizer: Any) -> Callable[[], None]:
     """Have a gradient of DropStaleGradientOptimizer admitted; return what puts it."""
-    queue = optimizer._server._inbox._queue
-    assert queue.admit(0, Attempt())
+    queue, rank = optimizer._server._inbox._queue, optimizer._group.rank
+    assert queue.admit(rank, 0)
 
     def put() -> None:
-        queue.put(0, optimizer._group.rank)
+        queue.put(0, rank)
+        queue.end_intent(rank)
         queue.words.flush()
 
     return put

@@ -22,7 +22,9 @@ class OneThread:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._lock, self._owner = threading.Lock(), 0
+        # Reentrant: a signal handler gets an error instead of waiting for what it has
+        # interrupted, and a thread does not wait for what an exception has left locked.
+        self._lock, self._busy = threading.RLock(), False
 
     @contextlib.contextmanager
     def hold(self, call: str, deadline: Deadline | None = None) -> Iterator[None]:
@@ -33,20 +35,20 @@ class OneThread:
             InvalidArgumentError: In a signal handler that has interrupted a call, for
                 which it would wait without end.
         """
-        me = threading.get_ident()
-        if self._owner == me:
+        if not self._lock.acquire(blocking=False):
+            deadline = deadline or Deadline(None, f"{self._what}: {call}")
+            deadline.block(self._acquire, lambda: "another thread of this rank")
+        if self._busy:
+            self._lock.release()
             raise InvalidArgumentError(
                 f"{self._what}: {call} in a signal handler, which has interrupted "
                 f"another call: set a flag in the handler, and call it later"
             )
-        if not self._lock.acquire(blocking=False):
-            deadline = deadline or Deadline(None, f"{self._what}: {call}")
-            deadline.block(self._acquire, lambda: "another thread of this rank")
         try:
-            self._owner = me
+            self._busy = True
             yield
         finally:
-            self._owner = 0
+            self._busy = False
             self._lock.release()
 
     def _acquire(self, seconds: float) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.accumulator.buffers import OTHER_THREAD, RankBuffers
@@ -9,7 +10,7 @@ from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.state import Record
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import is_device
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     )
     from hpcaccum.accumulator.row_storage import Storage
     from hpcaccum.dtypes import Array
+
+# After an interruption, seconds to wait for the answer of an agent, which usually is on
+# its way. A user who presses Ctrl-C must get the program back.
+_GRACE = 1.0
 
 
 class Writer:
@@ -95,6 +100,10 @@ class Writer:
         except BaseException as error:
             if not self._unanswered:
                 self._protocol.membership.lose(error)
+            elif not isinstance(error, WaitTimeoutError):
+                # Others may wait for this gradient.
+                with contextlib.suppress(WaitTimeoutError):
+                    self._settle(Deadline(_GRACE, self._call))
             raise
         finally:
             self._protocol.end_intent()
@@ -142,10 +151,11 @@ class Writer:
         else:
             buffer, in_place = self._buffers.choose(array, slot, parity)
             done = Record(buffer, 1, 0, shape)
-        if before or not self._storage.apart:
+        apart = self._storage.apart
+        if before or not apart:
             before = done._replace(number=done.number - 1, adding=1)
             self._protocol.mark_adding(parity, before)
-        if not in_place:
+        if not (in_place and apart):
             self._storage.write(parity, done.buffer, source, done.number == 1)
         self._protocol.counters.count(receipt)
         self._end(receipt, parity, done, before, slot)
@@ -193,6 +203,8 @@ class Writer:
             return receipt
         self._protocol.note_intent(answer.parity)
         before, done = answer.held, Record.of(answer.record)
+        if before:
+            before = before._replace(adding=1)
         self._buffers.take_back(done.buffer)
         self._storage.write(answer.parity, done.buffer, source, before is None)
         self._protocol.counters.count(receipt)

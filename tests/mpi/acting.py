@@ -18,7 +18,6 @@ from mpi4py import MPI
 
 import hpcaccum as hpc
 from hpcaccum import testing
-from hpcaccum.testing import is_left as is_left
 
 from ..common import VAIN as VAIN
 from ..common import same_bits as same_bits
@@ -209,7 +208,7 @@ class Makers:
 
 def renew(acc: hpc.ConditionalAccumulator) -> None:
     """Empty an accumulator and set its step to 0; a closed round may be left over."""
-    while is_left(acc):
+    while acc.num_accumulated():
         acc.take_grad(1, timeout=1.0)
     acc.set_global_step(0)
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.errors
+import numpy as np
 import pytest
 
-from hpcaccum.mpi import MPI, AtomicWords, Attempt
+from hpcaccum.mpi import MPI, AtomicWords
 
 from ..common import WAIT as WAIT
 from .exchange import world
@@ -37,15 +38,12 @@ def add_often(
 
     A call of `AtomicWords` yields the core after each, so two of them rarely overlap.
     """
-    attempts, place = [Attempt() for _ in range(500)], words._first + index
-    for each in attempts:
-        each.origin[0] = value
+    origin, results = np.array([value]), np.empty((500, 1), np.int64)
+    place = words._first + index
     while not until():
-        for each in attempts:
-            words._window.Fetch_and_op(
-                each.origin, each.result, words.root, place, MPI.SUM
-            )
-        words.settle()
+        for result in results:
+            words._window.Fetch_and_op(origin, result, words.root, place, MPI.SUM)
+        words.flush()
 
 
 def together(test: Callable[..., None]) -> Callable[..., None]:

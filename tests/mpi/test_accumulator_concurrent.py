@@ -19,7 +19,6 @@ from .acting import (
     at,
     attempt,
     everywhere,
-    is_left,
     make_fixture,  # noqa: F401
     same_bits,
     until,
@@ -41,7 +40,7 @@ def gradient(rank, value):
 def drain(acc):
     """Take the remaining gradients; return their sum."""
     total = np.zeros((5, WIDTH))
-    while is_left(acc):
+    while acc.num_accumulated():
         total += acc.take_grad(1, timeout=WAIT)
     return total
 

@@ -256,7 +256,7 @@ def at_end(which, size):
 )
 def test_a_bad_snapshot_is_refused_on_all_ranks(rank, snapshot, error, text):
     if isinstance(snapshot, dict) and snapshot.get("global_step") == 2**62:
-        tally = {"accepted": [], "dropped": [], "given_up": [], "lags": []}
+        tally = {"accepted": [], "dropped": [], "nonfinite": [], "lags": []}
         snapshot = {**snapshot, "tally": tally}
     with hpc.ConditionalAccumulator("float64", ()) as acc:
         found = raised(acc.restore, snapshot if rank == 0 else None)

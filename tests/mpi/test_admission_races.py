@@ -98,7 +98,7 @@ def test_admission_is_one_message_in_any_order(
 
 def test_a_stale_gradient_is_one_message_and_is_not_copied(acc, group, counts):
     at(0, acc.set_global_step, 3)
-    with testing.before_writes(acc, pytest.fail):
+    with testing.before_records(acc, pytest.fail):
         for rank in (0, far(group)):
             receipt, *cost = costs(counts, rank, copied, acc, 1)
             assert (receipt.accepted, receipt.lag) == (False, 2)

@@ -159,17 +159,19 @@ def test_only_what_is_in_a_slot_counts_when_the_answer_comes(
     values = [4] * (apply is in_slot) + more + [8]
     mean = at(0, acc.take_grad, len(values), timeout=WAIT)
     same_bits(mean, np.full(ELEMENTS, np.mean(values), "f4"))
-    tally = acc.statistics().tally
-    assert tally.accepted[caller] == len(values) - 1
-    assert tally.given_up[caller] == (apply is copied)
+    found = acc.statistics()
+    assert found.tally.accepted[caller] == len(values) - 1
+    assert found.num_lost == (apply is copied)
     assert acc.num_accumulated() == 0
 
 
-def test_an_interruption_ends_the_wait(held, acc, caller):
-    with held, testing.grace(VAIN):
+def test_an_interruption_ends_the_wait(held, acc, caller, size):
+    with held:
         at(caller, interrupted, copied, acc, 4)
     at(caller, acc.slot, timeout=WAIT)
-    assert acc.statistics().tally.given_up[caller] == 1
+    assert at((caller + 1) % size, copied, acc, 8)
+    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.full(ELEMENTS, 8, "f4"))
+    assert (acc.statistics().num_lost, acc.statistics().lost) == (1, ())
 
 
 def test_a_free_that_waits_in_vain_fails_on_all_ranks(

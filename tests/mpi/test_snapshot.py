@@ -466,7 +466,7 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(comm, rank, kind):
 
 
 def tally(accepted, lags):
-    return {"accepted": accepted, "dropped": [0], "given_up": [0], "lags": lags}
+    return {"accepted": accepted, "dropped": [0], "nonfinite": [0], "lags": lags}
 
 
 def test_counts_that_cannot_be_read_are_refused(comm, rank):

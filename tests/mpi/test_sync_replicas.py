@@ -317,7 +317,7 @@ def test_the_number_of_replicas_is_only_checked(make, comm, size):
 
 
 @pytest.mark.ranks(min=2)
-def test_a_round_whose_gradients_were_given_up_is_an_empty_update(make, rank):
+def test_a_round_whose_gradients_are_lost_is_an_empty_update(make, rank):
     # Its step may be known before: ranks wait for it.
     w = variable()
     opt = make(1, [w])
@@ -336,7 +336,7 @@ def test_a_round_whose_gradients_were_given_up_is_an_empty_update(make, rank):
 
     meet()
     if host:
-        with testing.before_writes(opt, fail), pytest.raises(MemoryError):
+        with testing.before_records(opt, fail), pytest.raises(MemoryError):
             opt.apply_gradients([(np.float64(-1), w)])
         opt.leave()
     else:

@@ -108,7 +108,7 @@ def test_a_rank_that_does_not_finish_writing_is_named(comm, rank, size, in_vain)
     w, slow, go = variable(np.zeros(2)), 0, threading.Event()
     with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
         opt.initialize([w])
-        late = testing.before_writes(opt, lambda: rank != slow or go.wait(WAIT))
+        late = testing.before_records(opt, lambda: rank != slow or go.wait(WAIT))
         with late:
             push = Background(slow, lambda: opt.minimize(gives(np.ones(2))))
             message = in_vain(opt.minimize, gives(np.ones(2))) if rank != slow else ""
