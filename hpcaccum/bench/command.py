@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+import contextlib
+import functools
+from typing import TYPE_CHECKING
 
 from hpcaccum import Group, InvalidArgumentError, device
-from hpcaccum.bench import report, scaling, torch_step, wire
+from hpcaccum.bench import report, scaling, torch_step
 from hpcaccum.bench.compare import comparison
-from hpcaccum.bench.device_case import describe_device, device_facts
-from hpcaccum.bench.links import Links, describe_links
-from hpcaccum.bench.measure import Conditions, Measurement, Row, rows
-from hpcaccum.bench.options import Options, case_of, check_picture, resolve
-from hpcaccum.bench.references import Gloo, check_usable
-from hpcaccum.bench.row_files import RowFiles
-from hpcaccum.files import (
-    check_apart,
-    check_new,
-    check_writable,
-    ending_the_job,
-)
+from hpcaccum.bench.device import describe_device, device_facts
+from hpcaccum.bench.links import Links
+from hpcaccum.bench.measure import measure
+from hpcaccum.bench.options import CASES, DEVICE, TORCH, WIRE, benchmarks_of, sizes_of
+from hpcaccum.bench.rows import Row, RowFiles, rows
+from hpcaccum.files import check_apart, check_new, check_writable, ending_the_job
 from hpcaccum.machine import circumstances, describe, place_and_date
 
 if TYPE_CHECKING:
@@ -27,10 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hpcaccum.bench.measure import Case
-
-# Options that name a file to write; a comparison has only a picture.
-_OUTPUTS = ("json", "csv", "plot")
 _ONE_NODE = (
     "all ranks are on one node, and nothing crosses a wire: use hpcaccum bench step or "
     "hpcaccum bench server, or start ranks on several nodes"
@@ -51,23 +42,28 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
     if args.benchmark == "compare":
         _check_outputs(args, {"old": args.old, "new": args.new})
         return comparison(args.old, args.new, args.tolerance, args.plot)
-    group, options = Group.of(), resolve(args)
+    group = Group.of()
+    group.agree("options", lambda: vars(args))
+    files = group.agree(
+        "hpcaccum bench", lambda: _open_files(args, group), facts=lambda _: {}
+    )
+    return functools.partial(_run, args, group, files)
 
-    def open_files() -> RowFiles | None:
-        if options.gloo:
-            check_usable("bench torch" if options.with_torch else "--against gloo")
-        if options.on_device:
-            device.use_device(group.node.rank)
-        if options.on_wire and group.single_node:
-            raise InvalidArgumentError(_ONE_NODE)
-        if group.rank != 0:
-            return None
-        _check_outputs(args, {})
-        return RowFiles(options.json, options.csv)
 
-    group.agree("options", lambda: asdict(options))
-    files = group.agree("hpcaccum bench", open_files, facts=lambda _: {})
-    return Bench(group, options, files)
+def _open_files(args: argparse.Namespace, group: Group) -> RowFiles | None:
+    """Check what the benchmark needs; return what rank 0 writes."""
+    if args.benchmark == TORCH:
+        torch_step.check_usable("bench torch")
+    if getattr(args, "against", None):
+        torch_step.check_usable("--against gloo")
+    if args.benchmark == DEVICE:
+        device.use_device(group.node.rank)
+    if args.benchmark == WIRE and group.single_node:
+        raise InvalidArgumentError(_ONE_NODE)
+    if group.rank != 0:
+        return None
+    _check_outputs(args, {})
+    return RowFiles(args.json, args.csv)
 
 
 def _check_outputs(args: argparse.Namespace, inputs: dict[str, Path]) -> None:
@@ -75,106 +71,87 @@ def _check_outputs(args: argparse.Namespace, inputs: dict[str, Path]) -> None:
 
     Nothing is created or changed.
     """
-    outputs = {f"--{each}": getattr(args, each, None) for each in _OUTPUTS}
+    # A comparison has only a picture.
+    names = "json", "csv", "plot"
+    outputs = {f"--{each}": getattr(args, each, None) for each in names}
     check_apart(outputs, inputs)
     if not args.force:
         check_new(outputs)
-    check_picture(args.plot)
+    if args.plot:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise InvalidArgumentError(
+                "--plot needs matplotlib, which is not installed: pip install "
+                "matplotlib"
+            ) from None
     for name, path in outputs.items():
         if path is not None:
             check_writable(name, path)
 
 
-class Bench:
-    """All benchmarks of one call.
+def _run(args: argparse.Namespace, group: Group, files: RowFiles | None) -> int:
+    """Measure and write; return the exit status. Collective."""
+    facts = circumstances(group)
+    title, links = describe(facts), None
+    if args.benchmark == DEVICE:
+        facts.update(device_facts())
+        title += f"\n{describe_device(facts)}"
+    if args.benchmark == WIRE:
+        links = Links(group)
+        facts["links"] = links.about
+        title += f"\n{links.about}"
+    names = benchmarks_of(args.benchmark)
+    usual = report.HOST if group.single_node else report.BETWEEN_NODES
+    columns = CASES[names[0]].columns or usual
+    _print(group, f"{title}\n{columns.legend}\n{_ROWS}")
+    against = args.benchmark == TORCH or bool(getattr(args, "against", None))
+    measured: list[Row] = []
+    with torch_step.gloo(group) if against else contextlib.nullcontext():
+        for name in names:
+            _print(group, report.head(name, columns))
+            for nbytes in sizes_of(args.sizes, name):
+                found = _measure(name, nbytes, args.seconds, group, against, links)
+                for line in report.lines(found, columns):
+                    _print(group, line)
+                for row in found:
+                    if files:
+                        files.write(row, facts)
+                measured += found
+    if files:
+        files.close()
+    if args.plot and group.rank == 0 and measured:
+        from hpcaccum.bench.plot import draw
 
-    Args:
-        group: The ranks.
-        options: The same on all.
-        files: What rank 0 writes; None on the others.
-    """
+        with ending_the_job("--plot", args.plot):
+            draw(measured, f"{title}\n{place_and_date(facts)}", args.plot)
+        print(f"\npicture: {args.plot}", flush=True)
+    return 0
 
-    def __init__(self, group: Group, options: Options, files: RowFiles | None) -> None:
-        self._group, self._options, self._files = group, options, files
-        self._facts: dict[str, Any] = {}
-        self._columns = self._choose_columns()
 
-    def _choose_columns(self) -> report.Columns:
-        if self._options.on_device:
-            return report.DEVICE
-        if self._options.on_wire:
-            return wire.COLUMNS
-        if self._options.with_torch:
-            return torch_step.COLUMNS
-        return report.HOST if self._group.single_node else report.BETWEEN_NODES
+def _print(group: Group, text: str) -> None:
+    if group.rank == 0:
+        print(text, flush=True)
 
-    def __call__(self) -> int:
-        """Measure and write; return the exit status. Collective."""
-        options, group = self._options, self._group
-        self._facts = circumstances(group)
-        title = describe(self._facts)
-        if options.on_device:
-            self._facts.update(device_facts())
-            title += f"\n{describe_device(self._facts)}"
-        links = Links(group) if options.on_wire else None
-        if links:
-            self._facts["links"] = describe_links(links)
-            title += f"\n{self._facts['links']}"
-        self._print(f"{title}\n{self._columns.legend}\n{_ROWS}")
-        gloo = Gloo(group) if options.gloo else None
-        conditions = Conditions(options.seconds, gloo, links)
-        measured = [
-            row for name in options.benchmarks for row in self._run(name, conditions)
-        ]
-        if gloo:
-            gloo.free()
-        if self._files:
-            self._files.close()
-        if options.plot and group.rank == 0 and measured:
-            from hpcaccum.bench.plot import draw
 
-            with ending_the_job("--plot", options.plot):
-                draw(measured, f"{title}\n{place_and_date(self._facts)}", options.plot)
-            self._print(f"\npicture: {options.plot}")
-        return 0
-
-    def _print(self, text: str) -> None:
-        if self._group.rank == 0:
-            print(text, flush=True)
-
-    def _run(self, name: str, conditions: Conditions) -> list[Row]:
-        self._print(report.head(name, self._columns))
-        kind, measured = case_of(name), []
-        for nbytes in self._options.sizes_of(name):
-            what = f"{name} {report.size_text(nbytes)}"
-            reason = self._obstacle(kind, nbytes)
-            if reason:
-                self._print(f"{report.size_text(nbytes):>7} skipped: {reason}")
-                continue
-            found = self._measure(name, what, nbytes, conditions)
-            measured += found
-            self._show(found)
-        return measured
-
-    def _obstacle(self, case: type[Case], nbytes: int) -> str | None:
-        """Return why this size cannot be measured; None if it can. Collective."""
-        if self._group.size < case.least_ranks:
-            return f"needs {case.least_ranks} ranks"
-        missing: str | None = case.memory.missing(self._group, nbytes)
-        return missing
-
-    def _measure(
-        self, name: str, what: str, nbytes: int, conditions: Conditions
-    ) -> list[Row]:
-        case = case_of(name)(self._group, nbytes, conditions)
-        times = Measurement(self._group, what, case, conditions.seconds)()
-        found = rows(name, nbytes, self._group.size, case.kinds, times)
-        case.free()
-        return found
-
-    def _show(self, found: list[Row]) -> None:
-        for line in report.lines(found, self._columns):
-            self._print(line)
-        if self._files:
-            for row in found:
-                self._files.write(row, self._facts)
+def _measure(
+    name: str,
+    nbytes: int,
+    seconds: float,
+    group: Group,
+    against: bool,
+    links: Links | None,
+) -> list[Row]:
+    """Return the rows of one size; none, with a line that says why, if it cannot be."""
+    kind, size = CASES[name], report.size_text(nbytes)
+    if group.size < kind.least_ranks:
+        reason: str | None = f"needs {kind.least_ranks} ranks"
+    else:
+        reason = kind.memory.missing(group, nbytes)
+    if reason:
+        _print(group, f"{size:>7} skipped: {reason}")
+        return []
+    case = kind(group, nbytes, against, links if links and not links.obstacle else None)
+    found = rows(name, case, measure(case, f"{name} {size}", seconds))
+    case.free()
+    return found

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.report import number_text, size_text, time_text
-from hpcaccum.bench.row_files import read
+from hpcaccum.bench.rows import read
 from hpcaccum.errors import counted
 from hpcaccum.machine import place_and_date
 from hpcaccum.tables import table
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from hpcaccum.bench.measure import Row
-    from hpcaccum.bench.row_files import Key, Rows
+    from hpcaccum.bench.rows import Key, Row, Rows
 
 # Circumstances that must be the same for times to be comparable, and their names.
 _SAME = {
@@ -73,24 +72,16 @@ class Change(NamedTuple):
         rows = [self.old, self.new]
         if self.reference:
             rows += [self.reference.old, self.reference.new]
-        return math.hypot(*(_spread(row) for row in rows))
+        return math.hypot(*((row.spread_us or 0) / row.median_us for row in rows))
 
     def verdict(self, tolerance: float) -> str:
-        """Return "slower", "not slower" or "undecided"; "" for references.
-
-        It is undecided if the ratio may be above 1 + tolerance, or may not.
-        """
+        """Return "slower", "not slower" or "undecided"; "" for references."""
         if self.new.reference:
             return ""
         if self.ratio / (1 + self.noise) > 1 + tolerance:
             return "slower"
         certain = self.ratio * (1 + self.noise) <= 1 + tolerance
         return "not slower" if certain else "undecided"
-
-
-def _spread(row: Row) -> float:
-    """Return the distance of the quartiles over the median."""
-    return (row.spread_us or 0) / row.median_us
 
 
 def comparison(
@@ -109,51 +100,39 @@ def comparison(
             f"{old} and {new} have no benchmark, name, size, number of ranks and MPI "
             f"in common"
         )
-    notes = [
-        *_differences(before, after, common),
-        *_alone(before, after, old),
-        *_alone(after, before, new),
-    ]
     changes = _changes(before, after, common)
-    places = [place_and_date(rows[common[0]].facts) for rows in (before, after)]
+    facts = before[common[0]].facts, after[common[0]].facts
+    notes = [
+        f"other {name}: {facts[0].get(fact)} before, {facts[1].get(fact)} now"
+        for fact, name in _SAME.items()
+        if facts[0].get(fact) != facts[1].get(fact)
+    ]
+    for path, found in (old, before), (new, after):
+        if len(found) > len(common):
+            alone = counted(len(found) - len(common), "row")
+            notes.append(f"only in {path}: {alone}")
+    places = [place_and_date(each) for each in facts]
     return functools.partial(_show, changes, notes, tolerance, plot, places)
 
 
 def _changes(before: Rows, after: Rows, common: list[Key]) -> list[Change]:
     plain = {key: Change(before[key].row, after[key].row) for key in common}
-    references = [key for key in common if plain[key].new.reference]
 
-    def reference(key: Key) -> Change | None:
+    def reference(key: Key, change: Change) -> Change | None:
         """Return that of the raw call, or else the first one of the size."""
-        benchmark, _, *rest = key
-        raw = plain[key].new.raw
-        for other in references:
-            fits = other[0] == benchmark and [*other[2:]] == rest
-            if fits and raw in (None, other[1]):
-                return plain[other]
+        for other, candidate in plain.items():
+            fits = (other[0], *other[2:]) == (key[0], *key[2:])
+            named = change.new.raw in (None, candidate.new.name)
+            if fits and named and candidate.new.reference:
+                return candidate
         return None
 
     return [
-        change if change.new.reference else change._replace(reference=reference(key))
+        change
+        if change.new.reference
+        else change._replace(reference=reference(key, change))
         for key, change in plain.items()
     ]
-
-
-def _differences(before: Rows, after: Rows, common: list[Key]) -> Iterator[str]:
-    """Yield circumstances that differ."""
-    for fact, name in _SAME.items():
-        pairs = {
-            (str(before[key].facts.get(fact)), str(after[key].facts.get(fact)))
-            for key in common
-        }
-        for old, new in sorted(pairs):
-            if old != new:
-                yield f"other {name}: {old} before, {new} now"
-
-
-def _alone(here: Rows, there: Rows, path: Path) -> Iterator[str]:
-    if missing := len(here.keys() - there.keys()):
-        yield f"only in {path}: {counted(missing, 'row')}"
 
 
 def _show(
@@ -163,10 +142,10 @@ def _show(
     plot: Path | None,
     places: list[str],
 ) -> int:
-    for line in _table(changes, tolerance):
-        print(line)
-    for note in [*notes, *_machine(changes, tolerance)]:
-        print(note)
+    print(*_table(changes, tolerance), *notes, sep="\n")
+    times = [change.time for change in changes if change.new.reference]
+    if times:
+        print(_machine(float(np.median(times)), tolerance))
     verdicts = [change.verdict(tolerance) for change in changes]
     slower, undecided = map(verdicts.count, ("slower", "undecided"))
     print(
@@ -184,14 +163,15 @@ def _show(
 def _table(changes: list[Change], tolerance: float) -> Iterator[str]:
     """Yield the lines of the table, with a title above each benchmark."""
     heads = [(change.new.benchmark, change.new.bytes) for change in changes]
-    rows = [
-        _cells("" if head == above else size_text(head[1]), change, tolerance)
-        for change, head, above in zip(changes, heads, [None, *heads], strict=False)
+    above = [None, *heads]
+    cells = [
+        _cells("" if head == last else size_text(head[1]), change, tolerance)
+        for change, head, last in zip(changes, heads, above, strict=False)
     ]
-    titles, rule, *lines = table(_TITLES, rows, left=(1, 7, 8))
+    titles, rule, *lines = table(_TITLES, cells, left=(1, 7, 8))
     yield from (titles, rule)
-    for line, head, above in zip(lines, heads, [None, *heads], strict=False):
-        if above is None or above[0] != head[0]:
+    for line, head, last in zip(lines, heads, above, strict=False):
+        if last is None or last[0] != head[0]:
             yield head[0]
         yield line
     yield _ABOUT
@@ -209,14 +189,10 @@ def _cells(size: str, change: Change, tolerance: float) -> list[str]:
     return [size, change.new.name, *times, *more, change.verdict(tolerance)]
 
 
-def _machine(changes: list[Change], tolerance: float) -> Iterator[str]:
-    """Yield how the times of the references changed, if there are any."""
-    times = [change.time for change in changes if change.new.reference]
-    if not times:
-        return
-    median = float(np.median(times))
-    text = f"the references took {number_text(median)} times as long"
-    if not 1 / (1 + tolerance) <= median <= 1 + tolerance:
-        word = "slower" if median > 1 else "faster"
-        text += f": the machine was {word} as a whole"
-    yield text
+def _machine(times: float, tolerance: float) -> str:
+    """Return how the times of the references changed."""
+    text = f"the references took {number_text(times)} times as long"
+    if 1 / (1 + tolerance) <= times <= 1 + tolerance:
+        return text
+    word = "slower" if times > 1 else "faster"
+    return f"{text}: the machine was {word} as a whole"

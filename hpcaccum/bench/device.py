@@ -12,8 +12,7 @@ the copy's rate, and "vsCuPy" the speedup over the best expression in plain CuPy
 - device rows: gradients of rows of 128 numbers. ``scatter`` into twice as many rows;
   ``mean rows``: by the number of contributions.
 - device updates: ``sgd`` and ``adam`` of one variable.
-- device rounds: of a DeviceAccumulator. ``apply`` of one array, ``apply 161``, and
-  ``round``, ``round 161``: an apply and a take.
+- device rounds: of a DeviceAccumulator. ``apply`` of one array, ``apply 161``.
 - device exchange: ``exchange``: a reducer, from the device and back to it; ``out`` and
   ``back``: the bytes over the bus, from and to pinned memory; ``host``: the reducer
   alone, in CPU memory.
@@ -21,192 +20,549 @@ the copy's rate, and "vsCuPy" the speedup over the best expression in plain CuPy
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpcaccum import DeviceAccumulator, Layout, Reducer, device
-from hpcaccum.bench.device_case import Contest, DeviceCase, DeviceMemory, check_same
-from hpcaccum.bench.device_kernels import (
-    ArraysOnDevice,
-    RowsOnDevice,
-    SumsOnDevice,
-    elements,
-    many_arrays,
+from hpcaccum.bench.measure import (
+    COPY,
+    NEVER_STALE,
+    Case,
+    Memory,
+    check_equal,
+    gradient,
+    repeated,
+    sum_of_gradients,
 )
-from hpcaccum.bench.device_updates import UpdatesOnDevice
-from hpcaccum.bench.measure import Kind, Memory, check_equal, repeated
-from hpcaccum.bench.references import NEVER_STALE, gradient, sum_of_gradients
+from hpcaccum.bench.report import Column, Columns
+from hpcaccum.device import PointerTable, kernels
+from hpcaccum.optimizers import SGD, Adam, Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
 
-    from hpcaccum import Group
-    from hpcaccum.bench.device_case import Buffers
-    from hpcaccum.bench.measure import Case, Conditions
+    from hpcaccum.bench.measure import Run
 
+# The buffers used in rotation together are so many times as large as the cache.
+_CACHES, _MOST_TURNS = 3, 32
+# Relative sizes of 161 arrays: roughly those of ResNet-50.
+_SHARES = [64 * 64 * 9] * 120 + [2048 * 512] * 20 + [256] * 21
+_WIDTH = 128
+_CLIP = 1.0
+_RATE, _BETA1, _BETA2, _EPSILON = 1e-3, 0.9, 0.999, 1e-8
+# With the bias correction of the first update.
+_FIRST_RATE = _RATE * math.sqrt(1 - _BETA2) / (1 - _BETA1)
+_THREE = np.float32(3)
 
-class RoundsOnDevice(DeviceCase):
-    """The DeviceAccumulator."""
-
-    memory: ClassVar[DeviceMemory] = DeviceMemory(12)
-
-    def make(self, count: int) -> Buffers:
-        """Return gradients and accumulators."""
-        cupy, layout, source = device.cupy(), many_arrays(count), self.normal(count)
-        return {
-            "source": source,
-            "target": cupy.empty_like(source),
-            "sum": cupy.empty_like(source),
-            "out": cupy.empty_like(source),
-            "one": DeviceAccumulator("float32", (count,)),
-            "arrays": {n: self.normal(s[0]) for n, s in layout.shapes.items()},
-            "many": DeviceAccumulator("float32", layout.shapes),
-        }
-
-    def spoil(self, buffers: Buffers) -> None:
-        """Leave one gradient in each accumulator."""
-        for which, given in ("one", "source"), ("many", "arrays"):
-            accumulator = buffers[which]
-            if accumulator.num_accumulated():
-                accumulator.take_grad(1)
-            accumulator.apply_grad(buffers[given], NEVER_STALE)
-        buffers["out"].fill(np.nan)
-        buffers["taken"] = {}
-
-    def compete(self, nbytes: int) -> list[Contest]:
-        """Return the contests to measure."""
-        moved = 4 * elements(many_arrays(nbytes // 4))
-        return [
-            Contest("apply", _apply, None, 3 * nbytes, _check_apply),
-            Contest("apply 161", _apply_161, None, 3 * moved, _check_apply_161),
-            Contest("round", _round, _cupy_round, 4 * nbytes, _check_round),
-            Contest("round 161", _round_161, None, 4 * moved, _check_round_161),
-        ]
-
-    def free(self) -> None:
-        """Free the accumulators."""
-        for each in self._sets:
-            each["one"].free()
-            each["many"].free()
-        super().free()
+COLUMNS = Columns(
+    "one operation; n: samples; p99: from 100 samples on\n"
+    "GB/s: the size over the median; moved: the same of all bytes that must move\n"
+    "vsCuPy: times faster than plain CuPy; copy: fraction of the rate of a plain copy",
+    (
+        Column("GB/s", 5, lambda row: row.algbw),
+        Column("moved", 5, lambda row: row.busbw),
+        Column("vsCuPy", 6, lambda row: row.vs_mpi),
+        Column("copy", 5, lambda row: 1 / row.vs_floor if row.vs_floor else None),
+    ),
+)
 
 
-def _apply(b: Buffers) -> None:
-    b["one"].apply_grad(b["source"], NEVER_STALE)
+def device_facts() -> dict[str, Any]:
+    """Return the properties of the device that figures depend on."""
+    cupy = device.cupy()
+    runtime, current = cupy.cuda.runtime, cupy.cuda.Device()
+    name = runtime.getDeviceProperties(current.id)["name"]
+    driver = runtime.driverGetVersion()
+    return {
+        "device": name.decode() if isinstance(name, bytes) else str(name),
+        "devices": runtime.getDeviceCount(),
+        "device_memory": current.mem_info[1],
+        # 13000 is 13.0.
+        "driver": f"{driver // 1000}.{driver % 1000 // 10}",
+        "cupy": cupy.__version__,
+    }
 
 
-def _check_apply(b: Buffers) -> None:
-    _check_count(b["one"])
-    check_same(b["one"].take_grad(2), b["source"])
+def describe_device(facts: dict[str, Any]) -> str:
+    """Return these facts and their date in one line."""
+    return (
+        f"{facts['device']}, {facts['device_memory'] / 2**30:.0f} GiB; CUDA driver "
+        f"{facts['driver']}; CuPy {facts['cupy']}; {facts['date']}"
+    )
 
 
-def _check_count(accumulator: DeviceAccumulator) -> None:
-    """Two gradients were applied: one by `spoil`, one by the benchmark."""
-    check_equal(np.array([accumulator.num_accumulated()]), 2)
+def timed(operation: Callable[[], object]) -> Run:
+    """Return a `Kind.run` that measures time on the device, between two events."""
+
+    def run(inner: int) -> list[float]:
+        cuda = device.cupy().cuda
+        begin, end = cuda.Event(), cuda.Event()
+        begin.record()
+        for _ in range(inner):
+            operation()
+        end.record()
+        end.synchronize()
+        seconds = cuda.get_elapsed_time(begin, end) / 1e3
+        return [max(seconds / inner, 1e-9)]
+
+    return run
 
 
-def _apply_161(b: Buffers) -> None:
-    b["many"].apply_grad(b["arrays"], NEVER_STALE)
+def turns_of(nbytes: int) -> int:
+    """Return how many buffers to use in rotation so that none stays in the cache."""
+    attributes = device.cupy().cuda.Device().attributes
+    cache = _CACHES * int(attributes.get("L2CacheSize", 0))
+    return min(max(-(-cache // nbytes), 1), _MOST_TURNS)
 
 
-def _check_apply_161(b: Buffers) -> None:
-    _check_count(b["many"])
-    b["taken"] = b["many"].take_grad(2)
-    _check_round_161(b)
+def check_same(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
+    """Raise WrongAnswerError unless device arrays are equal, within a tolerance.
+
+    Both may also be mappings of arrays.
+    """
+    if isinstance(actual, dict):
+        for name, array in expected.items():
+            check_same(actual[name], array, tolerance)
+        return
+    off = abs(actual - expected)
+    # Not `off > ...`, which is false for NaN.
+    good = off <= tolerance * abs(expected)
+    if not bool(good.all()):
+        host = actual.get()
+        check_equal(host, np.where(good.get(), host, expected.get()))
 
 
-def _round(b: Buffers) -> None:
-    _apply(b)
-    b["one"].take_grad(1, out=b["out"])
+def _launch(name: str, count: int, *arguments: Any) -> None:
+    """Launch a kernel over ``count`` elements."""
+    grid = (kernels.blocks(count),)
+    kernels.kernel(name)(grid, (kernels.THREADS,), arguments)
 
 
-def _cupy_round(b: Buffers) -> None:
-    device.cupy().copyto(b["sum"], b["source"])
-    device.cupy().divide(b["sum"], np.float32(1), out=b["out"])
+class Contest(NamedTuple):
+    """One task, done by the package and by the best expression in plain CuPy.
+
+    Attributes:
+        name: Name of the package's.
+        moves: Bytes that must be read and written, over the size.
+        ours, cupy: None if CuPy has no such expression.
+        check: Raises WrongAnswerError if the result is wrong.
+        check_cupy: The same for CuPy's, if its result is elsewhere.
+    """
+
+    name: str
+    moves: float
+    ours: Callable[[], object]
+    cupy: Callable[[], object] | None
+    check: Callable[[], None]
+    check_cupy: Callable[[], None] | None = None
 
 
-def _check_round(b: Buffers) -> None:
-    check_same(b["out"], b["source"])
+def _ours(contest: Contest) -> tuple[Any, Any]:
+    return contest.ours, contest.check
 
 
-def _round_161(b: Buffers) -> None:
-    _apply_161(b)
-    b["taken"] = b["many"].take_grad(1)
+def _rival(contest: Contest) -> tuple[Any, Any]:
+    return contest.cupy, contest.check_cupy or contest.check
 
 
-def _check_round_161(b: Buffers) -> None:
-    for name, array in b["arrays"].items():
-        check_same(b["taken"][name], array)
+class DeviceCase(Case):
+    """Contests at one size, and a copy of that size, which is the floor of all."""
 
+    sizes = "1G"
+    columns = COLUMNS
 
-class ExchangeOnDevice:
-    """Gradients of the device, reduced over all ranks and back on the device."""
+    def _prepare(self) -> None:
+        self.turn = 0
+        self._spoils: list[Callable[[], None]] = []
+        self._random = device.cupy().random.default_rng(self.rank)
+        self.sets = [self._make() for _ in range(turns_of(self.nbytes))]
+        for number, each in enumerate(self.sets[0]):
+            rival = f"{each.name} CuPy" if each.cupy else None
+            more = {"raw": rival, "reference": each.name == COPY}
+            self._add_timed(each.name, number, _ours, **more)
+            if rival:
+                self._add_timed(rival, number, _rival, reference=True)
 
-    least_ranks: ClassVar[int] = 1
-    memory: ClassVar[DeviceMemory] = DeviceMemory(6, host=Memory(shared=6, private=6))
+    def _make(self) -> list[Contest]:
+        """Return contests with buffers of their own, and keep how to spoil results."""
+        raise NotImplementedError
 
-    def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
-        cupy, count = device.cupy(), nbytes // 4
-        mine = gradient(group.rank, count)
-        self._expected = cupy.asarray(sum_of_gradients(group.size, count))
-        self._mine, self._out = cupy.asarray(mine), cupy.empty(count, np.float32)
-        layout = Layout({"all": (count,)}, np.float32)
-        sums: dict[str, Any] = {"reduction_type": "SUM"}
-        self._reducer = Reducer(layout, group, "bench", **sums)
-        self._host = Reducer(layout, group, "bench host", **sums)
-        self._host.arrays()["all"][:] = mine
-        # A row for bytes from the device, a row of bytes for it.
-        self._memory = np.empty((2, count), np.float32)
-        self._memory[1] = self._expected.get()
-        self._pinned = device.Pinned(self._memory)
-        self.kinds = [
-            Kind("exchange", repeated(self._exchange), self._check, figures=_figures),
-            Kind("out", repeated(self._to_host), self._check_memory, reference=True),
-            Kind("back", repeated(self._to_device), self._check, reference=True),
-            Kind("host", repeated(self._reduce), reference=True),
-        ]
+    def _add_timed(
+        self, name: str, number: int, select: Callable[[Contest], Any], **more: Any
+    ) -> None:
+        """Add what is selected of a contest: an operation, and its check."""
+        sides = [select(each[number]) for each in self.sets]
 
-    def _exchange(self) -> None:
-        self._reducer.reduce({"all": self._mine}, out={"all": self._out})
-        device.current_stream().synchronize()
+        def run() -> None:
+            self.turn = (self.turn + 1) % len(sides)
+            sides[self.turn][0]()
 
-    def _to_host(self) -> None:
-        self._mine.get(out=self._memory[0])
+        def check() -> None:
+            sides[self.turn][1]()
 
-    def _check_memory(self) -> None:
-        check_same(device.cupy().asarray(self._memory[0]), self._mine)
+        moves = self.sets[0][number].moves
+        # The bus bandwidth is that of all bytes moved.
+        self._add(name, timed(run), check, floor=(COPY, moves / 2), bus=moves, **more)
 
-    def _to_device(self) -> None:
-        self._out.set(self._memory[1])
-        device.current_stream().synchronize()
+    def _copy(self, source: Any, target: Any) -> Contest:
+        self._spoils.append(lambda: target.fill(np.nan))
+        return Contest(
+            COPY,
+            2,
+            lambda: device.cupy().copyto(target, source),
+            None,
+            lambda: check_same(target, source),
+        )
 
-    def _reduce(self) -> None:
-        self._host.reduce()
+    def _normal(self, count: int) -> Any:
+        return self._random.standard_normal(count, dtype=np.float32)
 
-    def _check(self) -> None:
-        check_same(self._out, self._expected)
+    def _normal_arrays(self, layout: Layout) -> dict[str, Any]:
+        return {name: self._normal(size) for name, (size,) in layout.shapes.items()}
 
     def forget(self) -> None:
-        """Overwrite the results."""
-        self._out.fill(np.nan)
-        self._memory[0] = np.nan
+        """Overwrite all results."""
+        for spoil in self._spoils:
+            spoil()
 
     def free(self) -> None:
-        """Free the reducers. Collective."""
-        self._pinned.free()
-        self._reducer.free()
-        self._host.free()
+        """Release the memory."""
+        super().free()
+        self.sets, self._spoils = [], []
+        device.cupy().get_default_memory_pool().free_all_blocks()
 
 
-def _figures(medians: Mapping[str, float]) -> dict[str, float]:
-    """Compare with pipelines that overlap no transfers, or all of them."""
-    parts = [medians[name] for name in ("out", "back", "host")]
-    whole = medians["exchange"]
-    return {
-        "times out, back and host one after the other": whole / sum(parts),
-        "times the longest of them": whole / max(parts),
-    }
+class SumsOnDevice(DeviceCase):
+    """One array added to a sum, and the reductions of the sum."""
+
+    memory = Memory(device=12)
+
+    def _make(self) -> list[Contest]:
+        cupy, count, size = device.cupy(), self.count, np.int64(self.count)
+        source = self._normal(count)
+        half = source.astype(np.float16)
+        total, target = cupy.empty_like(source), cupy.empty_like(source)
+        partial, square = cupy.empty(4096, np.float64), cupy.zeros(1, np.float64)
+        ticket = cupy.zeros(1, np.int64)
+        self._spoils.append(lambda: total.fill(3))
+
+        def add(kernel: str, array: Any) -> None:
+            more = np.float32(1), size, np.int32(0)
+            _launch(f"accumulate_{kernel}", count, total, array, *more)
+
+        def mean() -> None:
+            _launch("mean_f32", count, target, total, size, np.int64(3))
+
+        def clip() -> None:
+            norm = source, size, partial, ticket, square
+            _launch("square_norm_f32", count, *norm)
+            clipped = target, source, size, np.int64(1), square, np.float64(_CLIP)
+            _launch("mean_clip_f32", count, *clipped)
+
+        def cupy_clip() -> None:
+            # One pass of cuBLAS: linalg.norm makes a temporary array.
+            norm = cupy.sqrt(cupy.dot(source, source))
+            cupy.multiply(source, cupy.minimum(_CLIP / norm, 1), out=target)
+
+        def check_clip() -> None:
+            factor = min(1, _CLIP / float(cupy.linalg.norm(source)))
+            check_same(target, source * np.float32(factor), 1e-3)
+
+        return [
+            Contest(
+                "add f32",
+                3,
+                lambda: add("f32", source),
+                lambda: cupy.add(total, source, out=total),
+                lambda: check_same(total, source + _THREE),
+            ),
+            Contest(
+                "add f16",
+                2.5,
+                lambda: add("f16", half),
+                lambda: cupy.add(total, half, out=total),
+                lambda: check_same(total, half.astype(np.float32) + _THREE),
+            ),
+            Contest(
+                "mean",
+                2,
+                mean,
+                lambda: cupy.divide(total, _THREE, out=target),
+                lambda: check_same(target, total / _THREE),
+            ),
+            Contest("clip", 3, clip, cupy_clip, check_clip),
+            self._copy(source, target),
+        ]
+
+
+class ArraysOnDevice(DeviceCase):
+    """Many small arrays, in one launch."""
+
+    memory = Memory(device=8)
+
+    def _make(self) -> list[Contest]:
+        cupy, layout, elements = device.cupy(), *_many_arrays(self.count)
+        share = 4 * elements / self.nbytes
+        packed, flat = self._normal(layout.size), cupy.zeros(layout.size, np.float32)
+        parts, sums = layout.views(packed), layout.views(flat)
+        arrays, outs = self._normal_arrays(layout), self._normal_arrays(layout)
+        dense, table = cupy.empty(elements, np.float32), PointerTable(layout)
+
+        def spoil() -> None:
+            flat.fill(3)
+            for each in (*outs.values(), dense):
+                each.fill(np.nan)
+
+        def cupy_add() -> None:
+            for name, array in arrays.items():
+                cupy.add(sums[name], array, out=sums[name])
+
+        def check_added() -> None:
+            check_same(sums, {name: each + _THREE for name, each in arrays.items()})
+
+        def cupy_unpack() -> None:
+            for name, out in outs.items():
+                cupy.copyto(out, parts[name])
+
+        self._spoils.append(spoil)
+        return [
+            Contest(
+                "add",
+                3 * share,
+                lambda: table.accumulate(flat, arrays),
+                cupy_add,
+                check_added,
+            ),
+            Contest(
+                "pack",
+                2 * share,
+                lambda: table.pack(flat, arrays),
+                lambda: cupy.concatenate(list(arrays.values()), out=dense),
+                lambda: check_same(sums, arrays),
+                lambda: check_same(dense, cupy.concatenate(list(arrays.values()))),
+            ),
+            Contest(
+                "unpack",
+                2 * share,
+                lambda: table.unpack(packed, outs),
+                cupy_unpack,
+                lambda: check_same(outs, parts),
+            ),
+            self._copy(self._normal(self.count), cupy.empty(self.count, np.float32)),
+        ]
+
+
+def _many_arrays(count: int) -> tuple[Layout, int]:
+    """Return the layout of 161 arrays of about ``count`` elements, and their number."""
+    part = count / sum(_SHARES)
+    sizes = [max(1, int(share * part)) for share in _SHARES]
+    shapes = {f"array{number}": (size,) for number, size in enumerate(sizes)}
+    return Layout(shapes, np.float32), sum(sizes)
+
+
+class RowsOnDevice(DeviceCase):
+    """Rows of a matrix."""
+
+    memory = Memory(device=14)
+
+    def _make(self) -> list[Contest]:
+        cupy, number = device.cupy(), max(1, self.count // _WIDTH)
+        source = self._normal(number * _WIDTH)
+        # Small integers: sums are exact in any order.
+        values = cupy.floor(source * np.float32(4)).reshape(number, _WIDTH)
+        rows = self._random.integers(0, 2 * number, number)
+        total = cupy.empty((2 * number, _WIDTH), np.float32)
+        counts, refused = cupy.zeros(2 * number, np.int32), cupy.zeros(1, np.int64)
+        given = self._random.integers(0, 4, 2 * number).astype(np.int32)
+        divisors = cupy.maximum(given, 1).astype(np.float32)[:, None]
+        # Values and indices are read; sums and counts are read and written.
+        added = 12 * values.size + 16 * number
+        divided = 4 * given.size + 8 * _WIDTH * int((given > 1).sum())
+
+        def spoil() -> None:
+            total.fill(6)
+            counts.fill(0)
+
+        def scatter() -> None:
+            arrays = total, counts, values, rows
+            sizes = map(np.int64, (number, _WIDTH, 2 * number))
+            _launch("scatter_add_rows_f32", values.size, *arrays, *sizes, refused)
+
+        def cupy_scatter(total: Any = total, counts: Any = counts) -> None:
+            cupy.add.at(total, rows, values)
+            cupy.add.at(counts, rows, 1)
+
+        def check_scatter() -> None:
+            expected = cupy.full_like(total, 6), cupy.zeros_like(counts)
+            cupy_scatter(*expected)
+            check_same(total, expected[0])
+            check_same(counts, expected[1])
+
+        def mean() -> None:
+            sizes = map(np.int64, (2 * number, _WIDTH))
+            _launch("mean_rows_f32", total.size, total, given, *sizes)
+
+        def cupy_mean() -> None:
+            divisors = cupy.maximum(given, 1).astype(np.float32)
+            cupy.divide(total, divisors[:, None], out=total)
+
+        self._spoils.append(spoil)
+        return [
+            Contest(
+                "scatter",
+                added / self.nbytes,
+                scatter,
+                cupy_scatter,
+                check_scatter,
+            ),
+            Contest(
+                "mean rows",
+                divided / self.nbytes,
+                mean,
+                cupy_mean,
+                lambda: check_same(total, cupy.full_like(total, 6) / divisors),
+            ),
+            self._copy(source, cupy.empty_like(source)),
+        ]
+
+
+class UpdatesOnDevice(DeviceCase):
+    """One variable, updated once."""
+
+    memory = Memory(device=12)
+
+    def _make(self) -> list[Contest]:
+        cupy, source = device.cupy(), self._normal(self.count)
+        target, value, scratch = (cupy.empty_like(source) for _ in range(3))
+        pairs = [(source, Variable(value, "value"))]
+        sgd, adam = SGD(1), Adam(_RATE, _BETA1, _BETA2, _EPSILON)
+        adam.apply_gradients(pairs)
+        m, v, step = (each.value for each in adam.variables())
+
+        def spoil() -> None:
+            value.fill(3)
+            for each in (m, v, step):
+                each.fill(0)
+
+        def cupy_adam() -> None:
+            cupy.multiply(m, _BETA1, out=m)
+            cupy.multiply(source, 1 - _BETA1, out=scratch)
+            cupy.add(m, scratch, out=m)
+            cupy.multiply(v, _BETA2, out=v)
+            cupy.multiply(source, source, out=scratch)
+            cupy.multiply(scratch, 1 - _BETA2, out=scratch)
+            cupy.add(v, scratch, out=v)
+            cupy.sqrt(v, out=scratch)
+            cupy.add(scratch, _EPSILON, out=scratch)
+            cupy.divide(m, scratch, out=scratch)
+            cupy.multiply(scratch, _FIRST_RATE, out=scratch)
+            cupy.subtract(value, scratch, out=value)
+
+        def check_adam() -> None:
+            """Check m, v and the variable after one gradient."""
+            check_same(m, source * np.float32(1 - _BETA1), 1e-6)
+            check_same(v, source * source * np.float32(1 - _BETA2), 1e-5)
+            root = cupy.sqrt(v) + np.float32(_EPSILON)
+            check_same(value, 3 - np.float32(_FIRST_RATE) * m / root, 1e-6)
+
+        self._spoils.append(spoil)
+        return [
+            Contest(
+                "sgd",
+                3,
+                lambda: sgd.apply_gradients(pairs),
+                # Complete only with a rate of 1: any other needs a second pass.
+                lambda: cupy.subtract(value, source, out=value),
+                lambda: check_same(value, _THREE - source),
+            ),
+            Contest(
+                "adam", 7, lambda: adam.apply_gradients(pairs), cupy_adam, check_adam
+            ),
+            self._copy(source, target),
+        ]
+
+
+class AppliesOnDevice(DeviceCase):
+    """The DeviceAccumulator."""
+
+    memory = Memory(device=12)
+
+    def _make(self) -> list[Contest]:
+        layout, elements = _many_arrays(self.count)
+        source, arrays = self._normal(self.count), self._normal_arrays(layout)
+        return [
+            self._applying("apply", 3, source, (self.count,)),
+            self._applying(
+                "apply 161", 12 * elements / self.nbytes, arrays, layout.shapes
+            ),
+            self._copy(source, device.cupy().empty_like(source)),
+        ]
+
+    def _applying(self, name: str, moves: float, grad: Any, shapes: Any) -> Contest:
+        accumulator = self._hold(DeviceAccumulator("float32", shapes))
+
+        def spoil() -> None:
+            """Leave one gradient in the accumulator."""
+            if accumulator.num_accumulated():
+                accumulator.take_grad(1)
+            apply()
+
+        def apply() -> None:
+            accumulator.apply_grad(grad, NEVER_STALE)
+
+        def check() -> None:
+            check_equal(np.array([accumulator.num_accumulated()]), 2)
+            check_same(accumulator.take_grad(2), grad)
+
+        self._spoils.append(spoil)
+        return Contest(name, moves, apply, None, check)
+
+
+class ExchangeOnDevice(Case):
+    """Gradients of the device, reduced over all ranks and back on the device."""
+
+    sizes = "1G"
+    columns = COLUMNS
+    memory = Memory(shared=6, private=6, device=6)
+
+    def _prepare(self) -> None:
+        cupy, count = device.cupy(), self.count
+        mine = gradient(self.rank, count)
+        expected = cupy.asarray(sum_of_gradients(self.n, count))
+        on_device, out = cupy.asarray(mine), cupy.empty(count, np.float32)
+        layout = Layout({"all": (count,)}, np.float32)
+        sums: Any = {"reduction_type": "SUM"}
+        reducer = self._hold(Reducer(layout, self.group, "bench", **sums))
+        host = self._hold(Reducer(layout, self.group, "bench host", **sums))
+        host.arrays()["all"][:] = mine
+        # A row for bytes from the device, a row of bytes for it.
+        memory = np.empty((2, count), np.float32)
+        memory[1] = expected.get()
+        self._hold(device.Pinned(memory))
+        self._results += [out, memory[0]]
+
+        def exchange() -> None:
+            reducer.reduce({"all": on_device}, out={"all": out})
+            device.current_stream().synchronize()
+
+        def back() -> None:
+            out.set(memory[1])
+            device.current_stream().synchronize()
+
+        def check() -> None:
+            check_same(out, expected)
+
+        self._add("exchange", repeated(exchange), check)
+        self._add(
+            "out",
+            repeated(lambda: on_device.get(out=memory[0])),
+            lambda: check_same(cupy.asarray(memory[0]), on_device),
+            reference=True,
+        )
+        self._add("back", repeated(back), check, reference=True)
+        self._add("host", repeated(host.reduce), reference=True)
 
 
 DEVICE_BENCHMARKS: dict[str, type[Case]] = {
@@ -214,6 +570,6 @@ DEVICE_BENCHMARKS: dict[str, type[Case]] = {
     "device arrays": ArraysOnDevice,
     "device rows": RowsOnDevice,
     "device updates": UpdatesOnDevice,
-    "device rounds": RoundsOnDevice,
+    "device rounds": AppliesOnDevice,
     "device exchange": ExchangeOnDevice,
 }

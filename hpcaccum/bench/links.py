@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import platform
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from hpcaccum.bench.references import RingExchange
+from hpcaccum.bench.measure import RingExchange
 from hpcaccum.bench.report import number_text
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import MPI
@@ -28,6 +26,10 @@ _PROBE, _LEAST, _MOST = 1 << 20, 0.95, 1.5
 # Other programs may send in between.
 _ATTEMPTS = 5
 
+CLASS_NET = Path("/sys/class/net")
+# ARPHRD_LOOPBACK of the kernel.
+_LOOPBACK = "772"
+
 
 class Links:
     """Counts what crosses the links of the nodes during an operation. Collective.
@@ -37,8 +39,8 @@ class Links:
         interfaces: Of this rank's host.
 
     Attributes:
-        names: The interfaces of each node.
         obstacle: Why nothing can be counted, the same on all ranks; None if it can.
+        about: Where bytes are counted, or why not.
     """
 
     def __init__(self, group: Group, interfaces: Interfaces | None = None) -> None:
@@ -50,8 +52,11 @@ class Links:
         mine = network(), MPI.Get_processor_name(), self._interfaces.names
         everybody = group.allgather(mine, "interfaces of the hosts")
         found = [everybody[rank] for rank in self._leaders]
-        self.names = [names for _, _, names in found]
         self.obstacle = self._unusable(found) or self._probe()
+        names = ", ".join(sorted({name for *_, names in found for name in names}))
+        self.about = f"bytes counted by {names} of each of {len(found)} nodes"
+        if self.obstacle:
+            self.about = f"no bytes: {self.obstacle}"
 
     def _unusable(self, found: Sequence[tuple[str, str, list[str]]]) -> str | None:
         seen: dict[str, int] = {}
@@ -65,7 +70,7 @@ class Links:
                     f"passes none of its interfaces"
                 )
             seen[name] = leader
-        return "all ranks are on one node" if len(seen) == 1 else None
+        return None
 
     def _probe(self) -> str | None:
         """Count a known number of bytes; return what is wrong."""
@@ -91,8 +96,7 @@ class Links:
     def during(self, operation: Callable[[], T]) -> tuple[T, Array]:
         """Return what an operation returns, and the bytes that it sent. Collective.
 
-        Returns:
-            The bytes have a row for each node: out of it, and into it.
+        The bytes have a row for each node: out of it, and into it.
         """
         before = self._read()
         result = operation()
@@ -110,26 +114,6 @@ class Links:
         return counts[self._leaders]
 
 
-def describe_links(links: Links) -> str:
-    """Return a line or two: where bytes are counted, or why not."""
-    if links.obstacle:
-        return f"no bytes: {links.obstacle}"
-    names = sorted({name for each in links.names for name in each})
-    return f"bytes counted by {', '.join(names)} of each of {len(links.names)} nodes"
-
-
-CLASS_NET = Path("/sys/class/net")
-# ARPHRD_LOOPBACK of the kernel.
-_LOOPBACK = "772"
-
-
-class Traffic(NamedTuple):
-    """Bytes since the host started."""
-
-    sent: int
-    received: int
-
-
 class Interfaces:
     """The interfaces of this host that lead to other hosts.
 
@@ -142,17 +126,21 @@ class Interfaces:
     """
 
     def __init__(self, root: Path = CLASS_NET) -> None:
-        found = sorted(root.iterdir()) if root.is_dir() else []
-        self._paths = [path for path in found if _counts(path)]
+        self._paths = [
+            path.parent
+            for path in sorted(root.glob("*/statistics"))
+            if not any(path.parent.glob("lower_*"))
+            and (path.parent / "type").read_text().strip() != _LOOPBACK
+        ]
         self.names = [path.name for path in self._paths]
 
-    def read(self) -> Traffic:
-        """Return the bytes of all interfaces together."""
+    def read(self) -> tuple[int, int]:
+        """Return the bytes since the host started, of all together: sent, received."""
         sent, received = (
-            sum(_number(path / "statistics" / name) or 0 for path in self._paths)
+            sum(int((path / "statistics" / name).read_text()) for path in self._paths)
             for name in ("tx_bytes", "rx_bytes")
         )
-        return Traffic(sent, received)
+        return sent, received
 
 
 def network() -> str:
@@ -161,27 +149,5 @@ def network() -> str:
     Processes have the same name if and only if they share their interfaces: containers
     of one host may have interfaces of their own.
     """
-    try:
-        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{started} {Path('/proc/self/ns/net').stat().st_ino}"
-    except OSError:
-        return platform.node()
-
-
-def _counts(path: Path) -> bool:
-    if any(path.glob("lower_*")) or _text(path / "type") == _LOOPBACK:
-        return False
-    counters = path / "statistics"
-    return None not in (_number(counters / "tx_bytes"), _number(counters / "rx_bytes"))
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path)
-    return int(text) if text.isdigit() else None
-
-
-def _text(path: Path) -> str:
-    # An interface may vanish at any time.
-    with contextlib.suppress(OSError):
-        return path.read_text().strip()
-    return ""
+    started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{started} {Path('/proc/self/ns/net').stat().st_ino}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,19 +12,18 @@ from hpcaccum import (
     SyncReplicasOptimizer,
 )
 from hpcaccum.bench.measure import (
-    Kind,
+    ANY_STALENESS,
+    EXCHANGE,
+    Case,
     Memory,
     WrongAnswerError,
     check_equal,
+    gradient,
+    last_of,
     repeated,
     sum_everywhere,
-    update_each,
-)
-from hpcaccum.bench.references import (
-    ANY_STALENESS,
-    RingExchange,
-    gradient,
     sum_of_gradients,
+    update_each,
 )
 from hpcaccum.bench.report import Columns, figure
 from hpcaccum.bench.step import RATE, Optimizing
@@ -32,8 +31,8 @@ from hpcaccum.bench.step import RATE, Optimizing
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hpcaccum import Group, Optimizer
-    from hpcaccum.bench.measure import Conditions, Run
+    from hpcaccum import Optimizer
+    from hpcaccum.bench.measure import Run
     from hpcaccum.dtypes import Array
 
 _BASE = "cross-shard"
@@ -48,25 +47,8 @@ OUT, IN, OTHER_OUT, OTHER_IN, LINK, FLOOR, TIME = (
     f"times the time of {_BASE}",
 )
 
-COLUMNS = Columns(
-    "a step of all ranks; n: samples; bytes at the links, in units of the gradient:\n"
-    "host: out of and into the host's node; another: the most of any other node\n"
-    "most: the most of all; need: must cross one; time: over that of cross-shard",
-    (
-        figure("out", 4, OUT),
-        figure("in", 4, IN),
-        figure("out", 4, OTHER_OUT),
-        figure("in", 4, OTHER_IN),
-        figure("most", 4, LINK),
-        figure("need", 4, FLOOR),
-        figure("time", 4, TIME),
-    ),
-    above="    host    another",
-    times=("min", "median"),
-)
 
-
-class Wire:
+class Wire(Case):
     """Steps over several nodes: every rank contributes one gradient of the size.
 
     - ``cross-shard``: the cross-shard optimizer, a reduction and an update.
@@ -84,77 +66,78 @@ class Wire:
     ranks: 2 (N - 1) / N, and (r + 1) (N - 1) / N for drop-stale, or 2 r (N - 1) / N if
     each rank is sent the parameters of its own update. If one node holds the
     parameters, it is N - 1, and (N - 1) r. ``time`` is over that of cross-shard.
-
-    Args:
-        group: The ranks.
-        nbytes: Of a gradient.
-        conditions: What counts the bytes.
     """
 
-    least_ranks: ClassVar[int] = 1
-    memory: ClassVar[Memory] = Memory(
-        shared=16, shared_first=12, shared_all=4, private=22
+    help = "what each strategy sends between nodes, counted at the links"
+    sizes = "4K,1M,16M"
+    memory = Memory(shared=16, shared_first=12, shared_all=4, private=22)
+    columns = Columns(
+        "a step of all ranks; n: samples; bytes at the links, in units of the "
+        "gradient:\n"
+        "host: out of and into the host's node; another: the most of any other node\n"
+        "most: the most of all; need: must cross one; time: over that of cross-shard",
+        (
+            figure("out", 4, OUT),
+            figure("in", 4, IN),
+            figure("out", 4, OTHER_OUT),
+            figure("in", 4, OTHER_IN),
+            figure("most", 4, LINK),
+            figure("need", 4, FLOOR),
+            figure("time", 4, TIME),
+        ),
+        above="    host    another",
+        times=("min", "median"),
     )
 
-    def __init__(self, group: Group, nbytes: int, conditions: Conditions) -> None:
-        links = conditions.links
-        self._links = None if links is None or links.obstacle else links
-        self._group, self._nbytes = group, nbytes
+    def _prepare(self) -> None:
+        n, group, nodes, count = self.n, self.group, self.nodes, self.count
         # Of each kind, the bytes of each node in a step, out and in.
         self._counts: dict[str, list[Array]] = {}
-        self._mine = gradient(group.rank, nbytes // 4)
-        self._sum = np.zeros_like(self._mine)
-        self._exchange = RingExchange(group, nbytes)
-        count = nbytes // 4
-        self._strategies = {
-            _BASE: _Mean(group, count, lambda r: CrossShardOptimizer(r, comm=group)),
-            **self._one_sided("sync-replicas", "drop-stale", count, 0),
-            **self._one_sided(
-                "sync, sharded",
-                "drop, sharded",
-                count,
-                [ranks[0] for ranks in group.nodes],
-            ),
-        }
-        self.kinds = [*self._ours(), *self._references()]
+        mean = sum_everywhere(nodes)
+        self._add_steps(_BASE, lambda rule: CrossShardOptimizer(rule, comm=group))
+        firsts = [ranks[0] for ranks in group.nodes]
+        self._add_one_sided("sync-replicas", "drop-stale", 0)
+        self._add_one_sided("sync, sharded", "drop, sharded", firsts)
+        mine, total = gradient(self.rank, count), self._result()
+        self._add_counted(
+            "MPI",
+            repeated(lambda: self.comm.Allreduce(mine, total)),
+            lambda: check_equal(total, sum_of_gradients(n, count)),
+            mean,
+            reference=True,
+        )
+        ring = self._ring()
+        self._add_counted(EXCHANGE, repeated(ring), ring.check, 1, reference=True)
 
-    def _one_sided(
-        self, sync: str, stale: str, count: int, servers: int | list[int]
-    ) -> dict[str, _Mean]:
-        """Return the steps of both one-sided optimizers, by the given names."""
-        group = self._group
+    def _add_one_sided(self, sync: str, drop: str, servers: int | list[int]) -> None:
+        """Add both one-sided optimizers, by the given names."""
+        where: Any = {"comm": self.group, "servers": servers}
 
         def make_sync(rule: Optimizer) -> SyncReplicasOptimizer:
-            return SyncReplicasOptimizer(rule, group.size, comm=group, servers=servers)
+            return SyncReplicasOptimizer(rule, self.n, **where)
 
-        def make_stale(rule: Optimizer) -> DropStaleGradientOptimizer:
-            return DropStaleGradientOptimizer(
-                rule, ANY_STALENESS, comm=group, servers=servers
-            )
+        def make_drop(rule: Optimizer) -> DropStaleGradientOptimizer:
+            return DropStaleGradientOptimizer(rule, ANY_STALENESS, **where)
 
-        return {
-            sync: _Mean(group, count, make_sync),
-            stale: _Each(group, count, make_stale),
-        }
+        self._add_steps(sync, make_sync)
+        self._add_steps(drop, make_drop, each=True)
 
-    def _ours(self) -> list[Kind]:
-        n, nodes = self._group.size, len(self._group.nodes)
-        least = dict.fromkeys(self._strategies, sum_everywhere(nodes))
-        least["drop-stale"] = update_each(nodes, n)
-        least["drop, sharded"] = least["drop-stale"]
-        return [
-            self._kind(name, each.run, each.check, least[name])
-            for name, each in self._strategies.items()
-        ]
+    def _add_steps(
+        self, name: str, make: Callable[[Optimizer], Any], *, each: bool = False
+    ) -> None:
+        """Add steps of an optimizer that updates with the mean, or each gradient."""
+        steps = Optimizing(self.count, make, gradient=self._gradient)
+        self._hold(steps.optimizer)
+        floor = sum_everywhere(self.nodes)
+        if each:
+            floor = update_each(self.nodes, self.n)
+        check = self._check_each if each else self._check_mean
+        self._add_counted(name, steps.run, lambda: check(steps), floor)
 
-    def _references(self) -> list[Kind]:
-        comm, floor = self._group.comm, sum_everywhere(len(self._group.nodes))
-        run = repeated(lambda: comm.Allreduce(self._mine, self._sum))
-        kinds = [("MPI", run, self._check_mpi, floor)]
-        kinds += [(k.name, k.run, k.check, 1.0) for k in self._exchange.kinds]
-        return [self._kind(*each, reference=True) for each in kinds]
+    def _gradient(self, count: int) -> Array:
+        return gradient(self.rank, count)
 
-    def _kind(
+    def _add_counted(
         self,
         name: str,
         run: Run,
@@ -162,96 +145,52 @@ class Wire:
         floor: float,
         *,
         reference: bool = False,
-    ) -> Kind:
+    ) -> None:
+        def counted(inner: int) -> list[float]:
+            if self.links is None:
+                return run(inner)
+            seconds, sent = self.links.during(lambda: run(inner))
+            self._counts.setdefault(name, []).append(sent / inner)
+            return seconds
+
         def figures(medians: Mapping[str, float]) -> dict[str, float]:
             found = {FLOOR: floor, TIME: medians[name] / medians[_BASE]}
             return {**self._bytes(name), **found}
 
-        return Kind(
+        self._add(
             name,
-            lambda inner: self._counted(name, run, inner),
+            last_of(self.group, counted),
             check,
-            crosses=floor * self._nbytes,
+            floor=(EXCHANGE, floor),
             figures=figures,
             reference=reference,
         )
 
-    def _counted(self, name: str, run: Run, inner: int) -> list[float]:
-        """Run some steps; return the time of one on the last rank, on rank 0."""
-        if self._links is None:
-            seconds = run(inner)
-        else:
-            seconds, sent = self._links.during(lambda: run(inner))
-            self._counts.setdefault(name, []).append(sent / inner)
-        longest = max(self._group.comm.allgather(seconds[0]))
-        return [longest] if self._group.rank == 0 else []
-
     def _bytes(self, name: str) -> dict[str, float]:
         """Return the medians of the bytes of a step, in units of the size."""
-        if self._links is None:
+        if self.links is None:
             return {}
         # Also of steps that only warm up: they send the same.
-        each = np.median(np.stack(self._counts[name]), axis=0) / self._nbytes
+        each = np.median(np.stack(self._counts[name]), axis=0) / self.nbytes
         numbers = [*each[0], *each[1:].max(axis=0), each.max()]
         names = (OUT, IN, OTHER_OUT, OTHER_IN, LINK)
         return dict(zip(names, map(float, numbers), strict=True))
 
-    def _check_mpi(self) -> None:
-        check_equal(self._sum, sum_of_gradients(self._group.size, self._sum.size))
+    def _check_mean(self, steps: Optimizing) -> None:
+        for variable in steps.variables:
+            mean = gradient(0, variable.value.size) + (self.n - 1) / 2
+            check_equal(variable.value, -np.float32(RATE * steps.taken) * mean)
 
-    def forget(self) -> None:
-        """Overwrite the results, except those of the optimizers."""
-        self._sum[:] = np.nan
-        self._exchange.forget()
-
-    def free(self) -> None:
-        """Free everything. Collective."""
-        for each in self._strategies.values():
-            each.free()
-        self._exchange.free()
-
-
-class _Mean:
-    """Steps of an optimizer that updates with the mean of all gradients."""
-
-    def __init__(
-        self, group: Group, count: int, make: Callable[[Optimizer], Any]
-    ) -> None:
-        self._group, self._steps = group, 0
-        self._optimizing = Optimizing(
-            count, make, gradient=lambda size: gradient(group.rank, size)
-        )
-        self._variables = self._optimizing.variables
-
-    def run(self, inner: int) -> list[float]:
-        self._steps += inner
-        return self._optimizing.run(inner)
-
-    def check(self) -> None:
-        """Compare this rank's variables with those expected after its steps."""
-        rate = np.float32(RATE * self._steps)
-        for variable in self._variables:
-            mean = gradient(0, variable.value.size) + (self._group.size - 1) / 2
-            check_equal(variable.value, -rate * mean)
-
-    def free(self) -> None:
-        self._optimizing.optimizer.free()
-
-
-class _Each(_Mean):
-    """Steps of an optimizer that updates with each gradient."""
-
-    def check(self) -> None:
+    def _check_each(self, steps: Optimizing) -> None:
         """Compare the center with all updates, this rank's variables with some."""
-        n, steps = self._group.size, self._steps
-        updates = int(self._optimizing.step.value)
-        if not steps <= updates <= n * steps:
-            raise WrongAnswerError(f"{updates} updates after {steps} steps")
-        center = self._optimizing.optimizer.center(self._variables)
-        for variable, total in zip(self._variables, center, strict=True):
+        n, taken, updates = self.n, steps.taken, int(steps.step.value)
+        if not taken <= updates <= n * taken:
+            raise WrongAnswerError(f"{updates} updates after {taken} steps")
+        center = steps.optimizer.center(steps.variables)
+        for variable, total in zip(steps.variables, center, strict=True):
             pattern = gradient(0, variable.value.size)
-            ranks = steps * n * (n - 1) / 2
-            check_equal(total, np.float32(-RATE) * (n * steps * pattern + ranks))
+            ranks = taken * n * (n - 1) / 2
+            check_equal(total, np.float32(-RATE) * (n * taken * pattern + ranks))
             # Whose gradients they contain is open, but it is the same everywhere.
             rest = variable.value / np.float32(-RATE) - updates * pattern
             check_equal(rest, rest[0])
