@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -61,55 +61,41 @@ class Accumulate(Case):
     memory = Memory(shared=3, shared_all=1, private=6)
 
     def _prepare(self) -> None:
-        self._grad, self._mean = gradient(self.rank, self.count), self._result()
-        self._expected = gradient(0, self.count) + np.float32((self.n - 1) / 2)
+        n, group, grad = self.n, self.group, gradient(self.rank, self.count)
+        self._grad, self._next, self._mean = grad, grad, self._result()
+        self._pattern = gradient(0, self.count)
         self._accumulator = self._hold(
-            ConditionalAccumulator("float32", (self.count,), comm=self.group)
+            ConditionalAccumulator("float32", (self.count,), comm=group)
         )
         # For the raw calls: rank 0 has one part for each rank.
-        self._raw = self._hold(Region(self.group, 0, self.nbytes * self.n))
+        self._raw = self._hold(Region(group, 0, self.nbytes * n))
         self._step, self._dropped = 0, False
-        self._next: Array = self._grad
-        self._add_rounds()
-        self._add_applies()
-        self._add_loads()
+        mean, some = self._check_mean, self._check_some
 
-    def _add_rounds(self) -> None:
-        floor = self._floor(self.n + 1, 1)
-        ours, raw = (
-            of_first(self.group, repeated(each))
-            for each in (self._round, self._raw_round)
+        ours, raw = repeated(self._round), repeated(self._raw_round)
+        floor = self._floor(n + 1, 1)
+        self._add("round", of_first(group, ours), mean, raw="Accumulate", **floor)
+        self._add("Accumulate", of_first(group, raw), mean, reference=True, **floor)
+
+        floor = self._floor(2 * n, 0)
+        anywhere = apart(lambda: self._ready(grad), self._apply, self._turn)
+        in_slot = apart(
+            lambda: self._ready(self._accumulator.slot()), self._apply, self._turn
         )
-        check = self._check_mean
-        self._add("round", ours, check, raw="Accumulate", **floor)
-        self._add("Accumulate", raw, check, reference=True, **floor)
-
-    def _add_applies(self) -> None:
-        check, floor = self._check_mean, self._floor(2 * self.n, 0)
-        anywhere = apart(self._no_slot, self._apply, self._turn)
-        in_slot = apart(self._slot, self._apply, self._turn)
-        put = repeated(lambda: self._raw.put(self.rank * self.nbytes, self._grad))
-        self._add("apply", anywhere, check, raw="Put", **floor)
+        put = repeated(lambda: self._raw.put(self.rank * self.nbytes, grad))
+        self._add("apply", anywhere, mean, raw="Put", **floor)
         self._add("Put", put, self._check_put, reference=True, **floor)
-        self._add_plain(self._result(), self._grad)
-        self._add("in slot", in_slot, check, raw="Put", bus=0)
+        self._add_plain(self._result(), grad)
+        self._add("in slot", in_slot, mean, raw="Put", bus=0)
         self._add("stale", repeated(self._drop), self._check_dropped, bus=0)
 
-    def _add_loads(self) -> None:
-        n, check = self.n, self._check_some
-        self._add("writers", self._writers, check, raw="Accumulate", bus=0)
+        self._add("writers", self._writers, some, raw="Accumulate", bus=0)
         for quorum in (n, n - 1) if n > 1 else ():
             late = functools.partial(self._late, quorum)
-            self._add(f"{quorum} of {n}", late, check, bus=0)
+            self._add(f"{quorum} of {n}", late, some, bus=0)
 
-    # What is applied, and how a round ends.
-
-    def _no_slot(self) -> None:
-        self._next = self._grad
-        self.comm.Barrier()
-
-    def _slot(self) -> None:
-        self._next = self._accumulator.slot()
+    def _ready(self, grad: Array) -> None:
+        self._next = grad
         self.comm.Barrier()
 
     def _apply(self) -> None:
@@ -149,17 +135,13 @@ class Accumulate(Case):
             total[:] = 0
         self.comm.Barrier()
 
-    def _hosted(self, rank: int) -> Array:
+    def _hosted(self, rank: int) -> Any:
         self._raw.sync()
-        view: Array = self._raw.view(
-            rank * self.nbytes, self.count, np.dtype(np.float32)
-        )
-        return view
+        where = rank * self.nbytes
+        return self._raw.view(where, self.count, np.dtype(np.float32))
 
     def _drop(self) -> None:
         self._dropped = not self._accumulator.apply_grad(self._grad, _STALE)
-
-    # Many gradients at once.
 
     def _finish(self) -> None:
         """Empty the accumulator, and bring all ranks to its step."""
@@ -193,22 +175,20 @@ class Accumulate(Case):
         # The time of rank 0, which does not wait for the late rank's last gradient.
         return [seconds / rounds] if self.rank == 0 else []
 
-    # Expected results.
-
     def _check_mean(self) -> None:
         if self.rank == 0:
-            check_equal(self._mean, self._expected)
+            check_equal(self._mean, self._pattern + np.float32((self.n - 1) / 2))
 
     def _check_some(self) -> None:
         """Check the mean of some of the gradients, which differ by a constant."""
         if self.rank == 0:
-            rest = self._mean - gradient(0, self.count)
+            rest = self._mean - self._pattern
             if not 0 <= rest.min() <= rest.max() <= self.n - 1:
                 raise WrongAnswerError(f"a mean is off by {rest.min()} to {rest.max()}")
 
     def _check_put(self) -> None:
         for rank in range(self.n) if self.rank == 0 else ():
-            check_equal(self._hosted(rank), gradient(rank, self.count))
+            check_equal(self._hosted(rank), self._pattern + np.float32(rank))
 
     def _check_dropped(self) -> None:
         if not self._dropped:

@@ -13,29 +13,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.report import number_text, size_text, time_text
+from hpcaccum.bench.report import number_text, print_groups, size_text, time_text
 from hpcaccum.bench.rows import read
 from hpcaccum.errors import counted
 from hpcaccum.machine import place_and_date
-from hpcaccum.tables import table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from hpcaccum.bench.rows import Key, Row, Rows
 
-# Circumstances that must be the same for times to be comparable, and their names.
-_SAME = {
-    "hosts": "hosts",
-    "ranks_per_node": "ranks per node",
-    "cpu": "CPU",
-    "cores": "cores",
-    "mpi_version": "MPI version",
-    "settings": "settings",
-    "numpy": "NumPy",
-}
-
+# Circumstances that must be the same for times to be comparable.
+_SAME = "hosts", "ranks_per_node", "cpu", "cores", "mpi_version", "settings", "numpy"
 _TITLES = "size", "", "old", "new", "time", "ratio", "noise", "reference", ""
 _ABOUT = """\
 time: new over old; ratio: relative to the reference's; above 1 is slower
@@ -44,44 +34,19 @@ undecided: within this noise, the row may be slower, or not"""
 
 
 class Change(NamedTuple):
-    """A row of the old file, and that of the new one.
+    """A row of both files, judged by the ratio to its reference.
 
-    Attributes:
-        old, new: The rows.
-        reference: The same of the row that they are compared with; None if this is a
-            reference, or there is none in both files.
+    `time` is the new time over the old one, `ratio` the same relative to the
+    reference's, and `noise` how much that may vary. A reference is not judged.
     """
 
     old: Row
     new: Row
-    reference: Change | None = None
-
-    @property
-    def time(self) -> float:
-        """The new median time over the old one."""
-        return self.new.median_us / self.old.median_us
-
-    @property
-    def ratio(self) -> float:
-        """The new time over the old one, each relative to the reference's."""
-        return self.time / (self.reference.time if self.reference else 1)
-
-    @property
-    def noise(self) -> float:
-        """How much the ratio may vary, as a fraction; 0 if no spread is known."""
-        rows = [self.old, self.new]
-        if self.reference:
-            rows += [self.reference.old, self.reference.new]
-        return math.hypot(*((row.spread_us or 0) / row.median_us for row in rows))
-
-    def verdict(self, tolerance: float) -> str:
-        """Return "slower", "not slower" or "undecided"; "" for references."""
-        if self.new.reference:
-            return ""
-        if self.ratio / (1 + self.noise) > 1 + tolerance:
-            return "slower"
-        certain = self.ratio * (1 + self.noise) <= 1 + tolerance
-        return "not slower" if certain else "undecided"
+    time: float
+    ratio: float
+    noise: float = 0.0
+    reference: str = ""
+    verdict: str = ""
 
 
 def comparison(
@@ -100,39 +65,40 @@ def comparison(
             f"{old} and {new} have no benchmark, name, size, number of ranks and MPI "
             f"in common"
         )
-    changes = _changes(before, after, common)
-    facts = before[common[0]].facts, after[common[0]].facts
+    facts = before[common[0]][1], after[common[0]][1]
     notes = [
-        f"other {name}: {facts[0].get(fact)} before, {facts[1].get(fact)} now"
-        for fact, name in _SAME.items()
-        if facts[0].get(fact) != facts[1].get(fact)
+        f"other {name}: {facts[0].get(name)} before, {facts[1].get(name)} now"
+        for name in _SAME
+        if facts[0].get(name) != facts[1].get(name)
     ]
     for path, found in (old, before), (new, after):
-        if len(found) > len(common):
-            alone = counted(len(found) - len(common), "row")
-            notes.append(f"only in {path}: {alone}")
+        if alone := len(found) - len(common):
+            notes.append(f"only in {path}: {counted(alone, 'row')}")
+    changes = [_change(key, before, after, tolerance) for key in common]
     places = [place_and_date(each) for each in facts]
     return functools.partial(_show, changes, notes, tolerance, plot, places)
 
 
-def _changes(before: Rows, after: Rows, common: list[Key]) -> list[Change]:
-    plain = {key: Change(before[key].row, after[key].row) for key in common}
-
-    def reference(key: Key, change: Change) -> Change | None:
-        """Return that of the raw call, or else the first one of the size."""
-        for other, candidate in plain.items():
-            fits = (other[0], *other[2:]) == (key[0], *key[2:])
-            named = change.new.raw in (None, candidate.new.name)
-            if fits and named and candidate.new.reference:
-                return candidate
-        return None
-
-    return [
-        change
-        if change.new.reference
-        else change._replace(reference=reference(key, change))
-        for key, change in plain.items()
-    ]
+def _change(key: Key, before: Rows, after: Rows, tolerance: float) -> Change:
+    old, new = before[key][0], after[key][0]
+    time = new.median_us / old.median_us
+    if new.reference:
+        return Change(old, new, time, time)
+    rows, ratio, reference = [old, new], time, "none: times"
+    # The raw call, or else the first one of the size.
+    for other, (row, _) in after.items():
+        fits = row.reference and other[:-1] == key[:-1] and other in before
+        if fits and new.raw in (None, row.name):
+            rows += [before[other][0], row]
+            ratio, reference = time * rows[2].median_us / row.median_us, row.name
+            break
+    noise = math.hypot(*((each.spread_us or 0) / each.median_us for each in rows))
+    verdict = "undecided"
+    if ratio / (1 + noise) > 1 + tolerance:
+        verdict = "slower"
+    elif ratio * (1 + noise) <= 1 + tolerance:
+        verdict = "not slower"
+    return Change(old, new, time, ratio, noise, reference, verdict)
 
 
 def _show(
@@ -142,11 +108,19 @@ def _show(
     plot: Path | None,
     places: list[str],
 ) -> int:
-    print(*_table(changes, tolerance), *notes, sep="\n")
+    cells, above = [], None
+    for change in changes:
+        head = change.new.benchmark, change.new.bytes
+        size = "" if head == above else size_text(change.new.bytes)
+        cells.append([size, *_cells(change), change.verdict])
+        above = head
+    groups = [change.new.benchmark for change in changes]
+    print_groups(_TITLES, cells, groups, left=(1, 7, 8))
+    print(_ABOUT, *notes, sep="\n")
     times = [change.time for change in changes if change.new.reference]
     if times:
         print(_machine(float(np.median(times)), tolerance))
-    verdicts = [change.verdict(tolerance) for change in changes]
+    verdicts = [change.verdict for change in changes]
     slower, undecided = map(verdicts.count, ("slower", "undecided"))
     print(
         f"{counted(len(changes), 'row')} compared, {slower} slower by more than "
@@ -160,33 +134,13 @@ def _show(
     return 1 if slower else 2 if undecided else 0
 
 
-def _table(changes: list[Change], tolerance: float) -> Iterator[str]:
-    """Yield the lines of the table, with a title above each benchmark."""
-    heads = [(change.new.benchmark, change.new.bytes) for change in changes]
-    above = [None, *heads]
-    cells = [
-        _cells("" if head == last else size_text(head[1]), change, tolerance)
-        for change, head, last in zip(changes, heads, above, strict=False)
-    ]
-    titles, rule, *lines = table(_TITLES, cells, left=(1, 7, 8))
-    yield from (titles, rule)
-    for line, head, last in zip(lines, heads, above, strict=False):
-        if last is None or last[0] != head[0]:
-            yield head[0]
-        yield line
-    yield _ABOUT
-
-
-def _cells(size: str, change: Change, tolerance: float) -> list[str]:
-    """Return a row of the table; without a reference, the ratio is that of times."""
-    ratio, noise, reference = number_text(change.ratio), f"{change.noise:.0%}", "-"
-    if change.new.reference:
-        ratio = noise = "-"
-    else:
-        reference = change.reference.new.name if change.reference else "none: times"
+def _cells(change: Change) -> list[str]:
     times = time_text(change.old.median_us), time_text(change.new.median_us)
-    more = number_text(change.time), ratio, noise, reference
-    return [size, change.new.name, *times, *more, change.verdict(tolerance)]
+    cells = [change.new.name, *times, number_text(change.time)]
+    if change.new.reference:
+        return [*cells, "-", "-", "-"]
+    noise = f"{change.noise:.0%}"
+    return [*cells, number_text(change.ratio), noise, change.reference]
 
 
 def _machine(times: float, tolerance: float) -> str:

@@ -21,7 +21,7 @@ the copy's rate, and "vsCuPy" the speedup over the best expression in plain CuPy
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -140,33 +140,6 @@ def _launch(name: str, count: int, *arguments: Any) -> None:
     kernels.kernel(name)(grid, (kernels.THREADS,), arguments)
 
 
-class Contest(NamedTuple):
-    """One task, done by the package and by the best expression in plain CuPy.
-
-    Attributes:
-        name: Name of the package's.
-        moves: Bytes that must be read and written, over the size.
-        ours, cupy: None if CuPy has no such expression.
-        check: Raises WrongAnswerError if the result is wrong.
-        check_cupy: The same for CuPy's, if its result is elsewhere.
-    """
-
-    name: str
-    moves: float
-    ours: Callable[[], object]
-    cupy: Callable[[], object] | None
-    check: Callable[[], None]
-    check_cupy: Callable[[], None] | None = None
-
-
-def _ours(contest: Contest) -> tuple[Any, Any]:
-    return contest.ours, contest.check
-
-
-def _rival(contest: Contest) -> tuple[Any, Any]:
-    return contest.cupy, contest.check_cupy or contest.check
-
-
 class DeviceCase(Case):
     """Contests at one size, and a copy of that size, which is the floor of all."""
 
@@ -174,47 +147,63 @@ class DeviceCase(Case):
     columns = COLUMNS
 
     def _prepare(self) -> None:
-        self.turn = 0
-        self._spoils: list[Callable[[], None]] = []
         self._random = device.cupy().random.default_rng(self.rank)
-        self.sets = [self._make() for _ in range(turns_of(self.nbytes))]
-        for number, each in enumerate(self.sets[0]):
-            rival = f"{each.name} CuPy" if each.cupy else None
-            more = {"raw": rival, "reference": each.name == COPY}
-            self._add_timed(each.name, number, _ours, **more)
-            if rival:
-                self._add_timed(rival, number, _rival, reference=True)
+        self._spoils: list[Callable[[], None]] = []
+        # Of each kind, an operation and its check for each turn.
+        self._turns: dict[str, list[tuple[Any, Any]]] = {}
+        self.turn = 0
+        for _ in range(turns_of(self.nbytes)):
+            self._make()
 
-    def _make(self) -> list[Contest]:
-        """Return contests with buffers of their own, and keep how to spoil results."""
+    def _make(self) -> None:
+        """Add contests with buffers of their own, and how to spoil their results."""
         raise NotImplementedError
 
-    def _add_timed(
-        self, name: str, number: int, select: Callable[[Contest], Any], **more: Any
+    def _contest(
+        self,
+        name: str,
+        moves: float,
+        ours: Any,
+        cupy: Any,
+        check: Any,
+        check_cupy: Any = None,
     ) -> None:
-        """Add what is selected of a contest: an operation, and its check."""
-        sides = [select(each[number]) for each in self.sets]
+        """Add a task, done by the package and by the best expression of plain CuPy.
 
-        def run() -> None:
-            self.turn = (self.turn + 1) % len(sides)
-            sides[self.turn][0]()
+        It must read and write ``moves`` times the size.
+        """
+        self._add_turn(name, moves, ours, check, raw=f"{name} CuPy" if cupy else None)
+        if cupy:
+            cupy_check = check_cupy or check
+            self._add_turn(f"{name} CuPy", moves, cupy, cupy_check, reference=True)
 
-        def check() -> None:
-            sides[self.turn][1]()
-
-        moves = self.sets[0][number].moves
-        # The bus bandwidth is that of all bytes moved.
-        self._add(name, timed(run), check, floor=(COPY, moves / 2), bus=moves, **more)
-
-    def _copy(self, source: Any, target: Any) -> Contest:
+    def _add_copy(self, source: Any, target: Any) -> None:
         self._spoils.append(lambda: target.fill(np.nan))
-        return Contest(
+        self._add_turn(
             COPY,
             2,
             lambda: device.cupy().copyto(target, source),
-            None,
             lambda: check_same(target, source),
+            reference=True,
         )
+
+    def _add_turn(
+        self, name: str, moves: float, operation: Any, check: Any, **more: Any
+    ) -> None:
+        turns = self._turns.setdefault(name, [])
+        turns.append((operation, check))
+        if len(turns) > 1:
+            return
+
+        def run() -> None:
+            self.turn = (self.turn + 1) % len(turns)
+            turns[self.turn][0]()
+
+        def checked() -> None:
+            turns[self.turn][1]()
+
+        # The bus bandwidth is that of all bytes moved.
+        self._add(name, timed(run), checked, floor=(COPY, moves / 2), bus=moves, **more)
 
     def _normal(self, count: int) -> Any:
         return self._random.standard_normal(count, dtype=np.float32)
@@ -230,7 +219,7 @@ class DeviceCase(Case):
     def free(self) -> None:
         """Release the memory."""
         super().free()
-        self.sets, self._spoils = [], []
+        self._turns, self._spoils = {}, []
         device.cupy().get_default_memory_pool().free_all_blocks()
 
 
@@ -239,7 +228,7 @@ class SumsOnDevice(DeviceCase):
 
     memory = Memory(device=12)
 
-    def _make(self) -> list[Contest]:
+    def _make(self) -> None:
         cupy, count, size = device.cupy(), self.count, np.int64(self.count)
         source = self._normal(count)
         half = source.astype(np.float16)
@@ -270,31 +259,29 @@ class SumsOnDevice(DeviceCase):
             factor = min(1, _CLIP / float(cupy.linalg.norm(source)))
             check_same(target, source * np.float32(factor), 1e-3)
 
-        return [
-            Contest(
-                "add f32",
-                3,
-                lambda: add("f32", source),
-                lambda: cupy.add(total, source, out=total),
-                lambda: check_same(total, source + _THREE),
-            ),
-            Contest(
-                "add f16",
-                2.5,
-                lambda: add("f16", half),
-                lambda: cupy.add(total, half, out=total),
-                lambda: check_same(total, half.astype(np.float32) + _THREE),
-            ),
-            Contest(
-                "mean",
-                2,
-                mean,
-                lambda: cupy.divide(total, _THREE, out=target),
-                lambda: check_same(target, total / _THREE),
-            ),
-            Contest("clip", 3, clip, cupy_clip, check_clip),
-            self._copy(source, target),
-        ]
+        self._contest(
+            "add f32",
+            3,
+            lambda: add("f32", source),
+            lambda: cupy.add(total, source, out=total),
+            lambda: check_same(total, source + _THREE),
+        )
+        self._contest(
+            "add f16",
+            2.5,
+            lambda: add("f16", half),
+            lambda: cupy.add(total, half, out=total),
+            lambda: check_same(total, half.astype(np.float32) + _THREE),
+        )
+        self._contest(
+            "mean",
+            2,
+            mean,
+            lambda: cupy.divide(total, _THREE, out=target),
+            lambda: check_same(target, total / _THREE),
+        )
+        self._contest("clip", 3, clip, cupy_clip, check_clip)
+        self._add_copy(source, target)
 
 
 class ArraysOnDevice(DeviceCase):
@@ -302,7 +289,7 @@ class ArraysOnDevice(DeviceCase):
 
     memory = Memory(device=8)
 
-    def _make(self) -> list[Contest]:
+    def _make(self) -> None:
         cupy, layout, elements = device.cupy(), *_many_arrays(self.count)
         share = 4 * elements / self.nbytes
         packed, flat = self._normal(layout.size), cupy.zeros(layout.size, np.float32)
@@ -327,31 +314,29 @@ class ArraysOnDevice(DeviceCase):
                 cupy.copyto(out, parts[name])
 
         self._spoils.append(spoil)
-        return [
-            Contest(
-                "add",
-                3 * share,
-                lambda: table.accumulate(flat, arrays),
-                cupy_add,
-                check_added,
-            ),
-            Contest(
-                "pack",
-                2 * share,
-                lambda: table.pack(flat, arrays),
-                lambda: cupy.concatenate(list(arrays.values()), out=dense),
-                lambda: check_same(sums, arrays),
-                lambda: check_same(dense, cupy.concatenate(list(arrays.values()))),
-            ),
-            Contest(
-                "unpack",
-                2 * share,
-                lambda: table.unpack(packed, outs),
-                cupy_unpack,
-                lambda: check_same(outs, parts),
-            ),
-            self._copy(self._normal(self.count), cupy.empty(self.count, np.float32)),
-        ]
+        self._contest(
+            "add",
+            3 * share,
+            lambda: table.accumulate(flat, arrays),
+            cupy_add,
+            check_added,
+        )
+        self._contest(
+            "pack",
+            2 * share,
+            lambda: table.pack(flat, arrays),
+            lambda: cupy.concatenate(list(arrays.values()), out=dense),
+            lambda: check_same(sums, arrays),
+            lambda: check_same(dense, cupy.concatenate(list(arrays.values()))),
+        )
+        self._contest(
+            "unpack",
+            2 * share,
+            lambda: table.unpack(packed, outs),
+            cupy_unpack,
+            lambda: check_same(outs, parts),
+        )
+        self._add_copy(self._normal(self.count), cupy.empty(self.count, np.float32))
 
 
 def _many_arrays(count: int) -> tuple[Layout, int]:
@@ -367,7 +352,7 @@ class RowsOnDevice(DeviceCase):
 
     memory = Memory(device=14)
 
-    def _make(self) -> list[Contest]:
+    def _make(self) -> None:
         cupy, number = device.cupy(), max(1, self.count // _WIDTH)
         source = self._normal(number * _WIDTH)
         # Small integers: sums are exact in any order.
@@ -409,23 +394,21 @@ class RowsOnDevice(DeviceCase):
             cupy.divide(total, divisors[:, None], out=total)
 
         self._spoils.append(spoil)
-        return [
-            Contest(
-                "scatter",
-                added / self.nbytes,
-                scatter,
-                cupy_scatter,
-                check_scatter,
-            ),
-            Contest(
-                "mean rows",
-                divided / self.nbytes,
-                mean,
-                cupy_mean,
-                lambda: check_same(total, cupy.full_like(total, 6) / divisors),
-            ),
-            self._copy(source, cupy.empty_like(source)),
-        ]
+        self._contest(
+            "scatter",
+            added / self.nbytes,
+            scatter,
+            cupy_scatter,
+            check_scatter,
+        )
+        self._contest(
+            "mean rows",
+            divided / self.nbytes,
+            mean,
+            cupy_mean,
+            lambda: check_same(total, cupy.full_like(total, 6) / divisors),
+        )
+        self._add_copy(source, cupy.empty_like(source))
 
 
 class UpdatesOnDevice(DeviceCase):
@@ -433,7 +416,7 @@ class UpdatesOnDevice(DeviceCase):
 
     memory = Memory(device=12)
 
-    def _make(self) -> list[Contest]:
+    def _make(self) -> None:
         cupy, source = device.cupy(), self._normal(self.count)
         target, value, scratch = (cupy.empty_like(source) for _ in range(3))
         pairs = [(source, Variable(value, "value"))]
@@ -468,20 +451,18 @@ class UpdatesOnDevice(DeviceCase):
             check_same(value, 3 - np.float32(_FIRST_RATE) * m / root, 1e-6)
 
         self._spoils.append(spoil)
-        return [
-            Contest(
-                "sgd",
-                3,
-                lambda: sgd.apply_gradients(pairs),
-                # Complete only with a rate of 1: any other needs a second pass.
-                lambda: cupy.subtract(value, source, out=value),
-                lambda: check_same(value, _THREE - source),
-            ),
-            Contest(
-                "adam", 7, lambda: adam.apply_gradients(pairs), cupy_adam, check_adam
-            ),
-            self._copy(source, target),
-        ]
+        self._contest(
+            "sgd",
+            3,
+            lambda: sgd.apply_gradients(pairs),
+            # Complete only with a rate of 1: any other needs a second pass.
+            lambda: cupy.subtract(value, source, out=value),
+            lambda: check_same(value, _THREE - source),
+        )
+        self._contest(
+            "adam", 7, lambda: adam.apply_gradients(pairs), cupy_adam, check_adam
+        )
+        self._add_copy(source, target)
 
 
 class AppliesOnDevice(DeviceCase):
@@ -489,18 +470,14 @@ class AppliesOnDevice(DeviceCase):
 
     memory = Memory(device=12)
 
-    def _make(self) -> list[Contest]:
+    def _make(self) -> None:
         layout, elements = _many_arrays(self.count)
         source, arrays = self._normal(self.count), self._normal_arrays(layout)
-        return [
-            self._applying("apply", 3, source, (self.count,)),
-            self._applying(
-                "apply 161", 12 * elements / self.nbytes, arrays, layout.shapes
-            ),
-            self._copy(source, device.cupy().empty_like(source)),
-        ]
+        self._applying("apply", 3, source, (self.count,))
+        self._applying("apply 161", 12 * elements / self.nbytes, arrays, layout.shapes)
+        self._add_copy(source, device.cupy().empty_like(source))
 
-    def _applying(self, name: str, moves: float, grad: Any, shapes: Any) -> Contest:
+    def _applying(self, name: str, moves: float, grad: Any, shapes: Any) -> None:
         accumulator = self._hold(DeviceAccumulator("float32", shapes))
 
         def spoil() -> None:
@@ -517,7 +494,7 @@ class AppliesOnDevice(DeviceCase):
             check_same(accumulator.take_grad(2), grad)
 
         self._spoils.append(spoil)
-        return Contest(name, moves, apply, None, check)
+        self._contest(name, moves, apply, None, check)
 
 
 class ExchangeOnDevice(Case):

@@ -26,7 +26,7 @@ _PROBE, _LEAST, _MOST = 1 << 20, 0.95, 1.5
 # Other programs may send in between.
 _ATTEMPTS = 5
 
-CLASS_NET = Path("/sys/class/net")
+_CLASS_NET = Path("/sys/class/net")
 # ARPHRD_LOOPBACK of the kernel.
 _LOOPBACK = "772"
 
@@ -34,13 +34,7 @@ _LOOPBACK = "772"
 class Links:
     """Counts what crosses the links of the nodes during an operation. Collective.
 
-    Args:
-        group: The ranks.
-        interfaces: Of this rank's host.
-
-    Attributes:
-        obstacle: Why nothing can be counted, the same on all ranks; None if it can.
-        about: Where bytes are counted, or why not.
+    `obstacle` is why nothing can be counted, or None; `about` tells it to users.
     """
 
     def __init__(self, group: Group, interfaces: Interfaces | None = None) -> None:
@@ -81,12 +75,10 @@ class Links:
             self._idle += np.median(np.stack(empty), axis=0).astype(np.int64)
             ratios = self.during(exchange)[1] / _PROBE
             low, high = float(ratios.min()), float(ratios.max())
-            fits = low >= _LEAST and high <= _MOST
-            if fits:
-                break
+            if low >= _LEAST and high <= _MOST:
+                exchange.free()
+                return None
         exchange.free()
-        if fits:
-            return None
         return (
             f"a plain exchange changed the counters by {number_text(low)} to "
             f"{number_text(high)} times its bytes;\nMPI uses another network, or the "
@@ -94,10 +86,7 @@ class Links:
         )
 
     def during(self, operation: Callable[[], T]) -> tuple[T, Array]:
-        """Return what an operation returns, and the bytes that it sent. Collective.
-
-        The bytes have a row for each node: out of it, and into it.
-        """
+        """Return what an operation returns, and the bytes out of and into each node."""
         before = self._read()
         result = operation()
         return result, self._read() - before - self._idle
@@ -115,17 +104,13 @@ class Links:
 
 
 class Interfaces:
-    """The interfaces of this host that lead to other hosts.
+    """The interfaces of this host that lead to other hosts, listed by the kernel.
 
-    Args:
-        root: Where the kernel lists them.
-
-    Attributes:
-        names: All but loopback, and but those that pass their bytes on to others, such
-            as a bridge: bytes would be counted twice.
+    They are all but loopback, and but those that pass their bytes on to others, such as
+    a bridge: bytes would be counted twice.
     """
 
-    def __init__(self, root: Path = CLASS_NET) -> None:
+    def __init__(self, root: Path = _CLASS_NET) -> None:
         self._paths = [
             path.parent
             for path in sorted(root.glob("*/statistics"))
@@ -144,10 +129,9 @@ class Interfaces:
 
 
 def network() -> str:
-    """Return a name of the interfaces that this process uses.
+    """Return the same name in processes that share their interfaces, else another.
 
-    Processes have the same name if and only if they share their interfaces: containers
-    of one host may have interfaces of their own.
+    Containers of one host may have interfaces of their own.
     """
     started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{started} {Path('/proc/self/ns/net').stat().st_ino}"

@@ -50,16 +50,13 @@ class WrongAnswerError(RuntimeError):
 class Kind:
     """One variant of an operation.
 
-    Attributes:
-        name: Short, for a table.
-        run: Performs the operation a number of times. Returns samples, each in seconds
-            per operation; none on a rank that only assists. Collective.
-        check: Raises WrongAnswerError on this rank if the last result was wrong.
-        raw: The name of the kind that does the same with a single MPI call.
-        reference: Whether this is not hpcaccum, but what it is compared with.
-        floor: The kind whose time defines it, and the factor; None for no floor.
-        bus: Bus bandwidth over algorithm bandwidth; 0 where they have no meaning.
-        figures: Returns more numbers, from the medians of all kinds.
+    `run` performs it a number of times, on all ranks, and returns samples in seconds
+    per operation: none on a rank that only assists. `check` raises WrongAnswerError if
+    the last result was wrong. `raw` names the kind that does the same with one call of
+    MPI. A `reference` is not hpcaccum, but compared with it. `floor` is the kind whose
+    time defines it, and a factor. `bus` is the bus bandwidth over the algorithm
+    bandwidth, 0 if they have no meaning. `figures` returns more numbers, from the
+    medians of all kinds.
     """
 
     name: str
@@ -73,14 +70,10 @@ class Kind:
 
 
 class Memory(NamedTuple):
-    """What a benchmark needs, in multiples of its size.
+    """What each rank of a benchmark needs, in multiples of its size.
 
-    Attributes:
-        shared: Shared memory of each rank.
-        shared_first: Shared memory of rank 0, in addition.
-        shared_all: Shared memory of rank 0, in addition, times the number of ranks.
-        private: Private memory of each rank.
-        device: Device memory of each rank; all ranks of a node share a device.
+    Rank 0 needs more shared memory: `shared_first`, and `shared_all` for each rank. All
+    ranks of a node share a device.
     """
 
     shared: float = 0
@@ -118,15 +111,8 @@ class Memory(NamedTuple):
 class Case:
     """The kinds of one benchmark at one size; the base of all benchmarks. Collective.
 
-    The docstring of a subclass describes its rows to users.
-
-    Attributes:
-        help: One line for users.
-        sizes: Those that are measured by default.
-        memory: How much it needs.
-        least_ranks: Minimum number of ranks.
-        columns: Those of its table; None for the usual ones.
-        kinds: In the order of the table.
+    The docstring of a subclass describes its rows to users, `help` is one line for
+    them, `sizes` are the default, and `columns` those of its table, if not the usual.
     """
 
     help: ClassVar[str]
@@ -161,21 +147,14 @@ class Case:
         self._results.append(np.zeros(self.count, np.float32))
         return self._results[-1]
 
-    def _add(
-        self,
-        name: str,
-        run: Run,
-        check: Callable[[], None] = lambda: None,
-        **more: Any,
-    ) -> None:
-        self.kinds.append(Kind(name, run, check, **more))
+    def _add(self, *what: Any, **more: Any) -> None:
+        self.kinds.append(Kind(*what, **more))
 
     def _floor(self, moves: float, crosses: float) -> dict[str, Any]:
         """Return the floor of memory on one node, or that of the links between nodes.
 
-        Args:
-            moves: What all ranks together must read and write, over the size.
-            crosses: What must cross the busiest link in one direction, over the size.
+        In units of the size: what all ranks together must read and write; what must
+        cross the busiest link in one direction.
         """
         if self.nodes == 1:
             # A copy reads and writes each byte.
@@ -216,9 +195,9 @@ class Case:
 class RingExchange:
     """Every node sends a vector to the next one, and receives one. Collective.
 
-    So every link is in use in both directions at once, whether the number of nodes is
-    even or odd. The ranks of a node send one stripe each: one rank may be slower than
-    the link. Ranks that the smallest node does not have send nothing.
+    So every link is in use in both directions at once. The ranks of a node send one
+    stripe each: one rank may be slower than the link. Ranks that the smallest node does
+    not have send nothing.
     """
 
     def __init__(self, group: Group, nbytes: int) -> None:
@@ -268,18 +247,14 @@ def sum_of_gradients(ranks: int, count: int) -> Array:
 def sum_everywhere(nodes: int) -> float:
     """Return the floor of a sum that all ranks need, in units of the gradient.
 
-    Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
-        workstations, 2009.
+    Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
+    workstations, 2009.
     """
     return 2 * (nodes - 1) / nodes
 
 
 def update_each(nodes: int, ranks: int) -> float:
-    """Return the floor if each gradient is an update, as docs/benchmarks.md explains.
-
-    (r + 1) (N - 1) / N: parts of the gradients of r ranks leave a node, then its part
-    of the new parameters.
-    """
+    """Return the floor if each gradient is an update; see docs/benchmarks.md."""
     return (ranks / nodes + 1) * (nodes - 1) / nodes
 
 
@@ -348,12 +323,7 @@ def check_equal(actual: Array, expected: Any) -> None:
 
 
 def measure(case: Case, what: str, seconds: float) -> dict[str, list[float]]:
-    """Verify all kinds, then time them in turns. Collective.
-
-    Args:
-        case: Has the kinds.
-        what: Begins the messages.
-        seconds: Approximate time; at least three turns are taken.
+    """Verify all kinds, then time them in turns, three at least. Collective.
 
     Returns:
         The seconds of each sample of all ranks, by the name of the kind.

@@ -41,7 +41,7 @@ _SEVERAL = {"all": tuple(BENCHMARKS), DEVICE: tuple(DEVICE_BENCHMARKS)}
 # A vector is cut into 32 arrays of 4-byte numbers.
 _GRAIN = 128
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
-_FACTOR = "4"
+_SIZE = "([0-9]+)([KMG]?)(?:i?B)?"
 
 
 def benchmarks_of(name: str) -> tuple[str, ...]:
@@ -143,48 +143,32 @@ def sizes_of(words: list[list[int]] | None, benchmark: str) -> list[int]:
 def sizes(text: str) -> list[int]:
     """Return the bytes that a word such as ``1K,4K:1M:2`` stands for.
 
-    Args:
-        text: Sizes and ranges, separated by commas. A range ``FIRST:LAST`` or
-            ``FIRST:LAST:FACTOR`` is multiplied by the factor, 4 by default, as long as
-            the last size is not exceeded.
-
-    Raises:
-        argparse.ArgumentTypeError: If it means something else.
+    A range ``FIRST:LAST:FACTOR`` is multiplied by the factor, 4 by default, as long as
+    the last size is not exceeded.
     """
     return [size for part in text.split(",") for size in _range(part)]
 
 
 def _range(text: str) -> list[int]:
-    first, *rest = text.split(":")
-    if len(rest) > 2:
-        raise argparse.ArgumentTypeError(
-            f"must be a range such as 4K:256M or 4K:256M:2, got {text!r}"
-        )
-    size = _size(first)
-    last, factor = [*rest, *(first, _FACTOR)[len(rest) :]]
-    if size > _size(last):
-        raise argparse.ArgumentTypeError(
-            f"must be a range from a smaller to a larger size, got {text!r}"
-        )
-    if not factor.isdecimal() or int(factor) < 2:
-        raise argparse.ArgumentTypeError(
-            f"must have a factor from 2 on as the third part of a range, got {factor!r}"
-        )
-    found = [size]
-    while found[-1] * int(factor) <= _size(last):
-        found.append(found[-1] * int(factor))
-    return found
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(f"{_SIZE}(?::{_SIZE}(?::([0-9]+))?)?", text.strip(), re.I)
     if not found:
         raise argparse.ArgumentTypeError(
-            f"must be a number, optionally with K, M or G, got {text!r}"
+            "must be a number, optionally with K, M or G, or a range such as 4K:256M "
+            f"or 4K:256M:2, got {text!r}"
         )
-    size = int(found[1]) << _UNITS[found[2].upper()]
+    first, unit, end, end_unit, factor = found.groups()
+    size, by = int(first) << _UNITS[unit.upper()], int(factor or 4)
+    last = int(end) << _UNITS[end_unit.upper()] if end else size
     if size == 0 or size % _GRAIN:
         raise argparse.ArgumentTypeError(
             f"must be a multiple of {_GRAIN} bytes, got {text!r}"
         )
-    return size
+    if size > last or by < 2:
+        raise argparse.ArgumentTypeError(
+            "must be a range from a smaller to a larger size, with a factor from 2 on, "
+            f"got {text!r}"
+        )
+    several = [size]
+    while several[-1] * by <= last:
+        several.append(several[-1] * by)
+    return several

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 _MARKERS = "osD^vPX*"
 _RAW_COLOR, _COPY_COLOR, _FLOOR_COLOR = "0.15", "0.6", "0.88"
 _PANELS = 6
-
-
 _POWERS = [10.0**power for power in range(-6, 9)]
 
 
@@ -43,33 +41,29 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             _bandwidths(axis, others)
         else:
             _times(axis, found)
-        _finish(axis, found)
+        _label_sizes(axis, found)
     save_figure(figure, path)
 
 
 def _times(axis: Any, rows: Sequence[Row]) -> None:
-    _lines(axis, rows, [row.median_us for row in rows])
+    _lines(axis, [(row, row.bytes, row.median_us) for row in rows])
+    axis.set_yscale("log")
     low, high = axis.get_ylim()
     floor = _floor(rows)
-    if floor:
-        x, y = [row.bytes for row in floor], [row.floor_us for row in floor]
-        label = f"floor of\n{floor[0].name}"
-        axis.fill_between(x, low, y, color=_FLOOR_COLOR, label=label, zorder=0)
+    _shade(axis, floor, [row.floor_us for row in floor], low, "floor of\n")
     axis.set_ylim(low, high)
     set_ticks(axis.yaxis, _POWERS, _time_tick)
     axis.set_title(f"{rows[0].benchmark}: median time")
 
 
 def _bandwidths(axis: Any, rows: Sequence[Row]) -> None:
-    _lines(axis, rows, [row.busbw for row in rows])
+    _lines(axis, [(row, row.bytes, row.busbw) for row in rows if row.busbw])
+    axis.set_yscale("log")
     low, high = axis.get_ylim()
     floor = _floor(rows)
-    if floor:
-        x = [row.bytes for row in floor]
-        y = [(row.busbw or 0) * (row.vs_floor or 0) for row in floor]
-        high = max(high, 1.5 * max(y))
-        label = f"beyond the\nfloor of {floor[0].name}"
-        axis.fill_between(x, y, high, color=_FLOOR_COLOR, label=label, zorder=0)
+    limits = [(row.busbw or 0) * (row.vs_floor or 0) for row in floor]
+    high = max([high, *(1.5 * limit for limit in limits)])
+    _shade(axis, floor, limits, high, "beyond the\nfloor of ")
     axis.set_ylim(low, high)
     set_ticks(axis.yaxis, _POWERS, "{:g}".format)
     axis.set_title("allreduce: bus bandwidth, GB/s")
@@ -79,6 +73,12 @@ def _floor(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the first name that has a floor."""
     with_floor = [row for row in rows if row.vs_floor]
     return [row for row in with_floor if row.name == with_floor[0].name]
+
+
+def _shade(axis: Any, rows: list[Row], y: list[Any], end: float, label: str) -> None:
+    if rows:
+        x, label = [row.bytes for row in rows], f"{label}{rows[0].name}"
+        axis.fill_between(x, y, end, color=_FLOOR_COLOR, label=label, zorder=0)
 
 
 def draw_changes(
@@ -98,8 +98,9 @@ def draw_changes(
     figure, axes = make_figure(len(panels), title)
     for axis, (benchmark, found) in zip(axes, panels.items(), strict=False):
         rows = [change.new for change in found]
-        _lines(axis, rows, [change.ratio for change in found])
-        slower = [each for each in found if each.verdict(tolerance) == "slower"]
+        _lines(axis, [(each.new, each.new.bytes, each.ratio) for each in found])
+        axis.set_yscale("log")
+        slower = [each for each in found if each.verdict == "slower"]
         x, y = [each.new.bytes for each in slower], [each.ratio for each in slower]
         axis.plot(x, y, "o", markersize=11, color="black", markerfacecolor="none")
         axis.axhspan(1 / (1 + tolerance), 1 + tolerance, color=_FLOOR_COLOR, zorder=0)
@@ -109,7 +110,7 @@ def draw_changes(
         values = (0.01, 0.1, 0.25, 0.5, 1, 2, 4, 10, 100)
         set_ticks(axis.yaxis, values, "{:g}".format)
         axis.set_title(f"{benchmark}: new over old")
-        _finish(axis, rows)
+        _label_sizes(axis, rows)
     save_figure(figure, path)
 
 
@@ -123,55 +124,43 @@ def draw_efficiencies(
         len(titles), "\n".join(["efficiency: 1 is perfect", *dict.fromkeys(places)])
     )
     for axis, title in zip(axes, titles, strict=False):
-        looks = _looks(panels[title])
-        for curve in panels[title]:
-            sizes = sorted(curve.points)
-            y = [curve.efficiency(size) for size in sizes]
-            axis.plot([size.ranks for size in sizes], y, **looks[curve.name])
-        ranks = sorted({size.ranks for each in panels[title] for size in each.points})
+        points = [
+            (curve, size.ranks, curve.efficiency(size))
+            for curve in panels[title]
+            for size in sorted(curve.points)
+        ]
+        _lines(axis, points)
+        ranks = sorted({x for _, x, _ in points})
         axis.axhline(1, color="0.5", linewidth=1)
         axis.set_ylim(0, max(1.1, axis.get_ylim()[1]))
         axis.set_xlabel("ranks")
         axis.set_title(title)
-        _finish_axis(axis, ranks, [str(each) for each in ranks])
+        _label(axis, ranks, [str(each) for each in ranks])
     save_figure(figure, path)
 
 
-def _lines(axis: Any, rows: Sequence[Row], values: Sequence[float | None]) -> None:
-    """Draw the values of rows over their sizes, a line for each name."""
-    looks = _looks(rows)
-    pairs = group_by(zip(rows, values, strict=True), lambda pair: pair[0].name)
-    for name, found in pairs.items():
-        points = [(row.bytes, value) for row, value in found if value is not None]
-        if points:
-            axis.plot(*zip(*points, strict=True), **looks[name])
-    axis.set_yscale("log")
-
-
-def _looks(rows: Iterable[Row | Curve]) -> dict[str, dict[str, Any]]:
-    """Return how to draw each name: hpcaccum, references, plain copies."""
-    looks: dict[str, dict[str, Any]] = {}
+def _lines(axis: Any, points: Iterable[tuple[Row | Curve, int, float]]) -> None:
+    """Draw a line for each name: hpcaccum, references, plain copies."""
     ours = itertools.cycle(zip(COLORS, _MARKERS, strict=True))
     others = itertools.cycle("sDv^")
-    for row in rows:
-        if row.name in looks:
-            continue
-        if row.name == COPY:
+    for name, found in group_by(points, lambda point: point[0].name).items():
+        if name == COPY:
             color, marker, style = _COPY_COLOR, ".", ":"
-        elif row.reference:
+        elif found[0][0].reference:
             color, marker, style = _RAW_COLOR, next(others), "--"
         else:
             color, marker, style = *next(ours), "-"
-        looks[row.name] = {
-            "color": color,
-            "marker": marker,
-            "markersize": 4.5,
-            "markerfacecolor": "white" if style == "--" else color,
-            "linestyle": style,
-            "linewidth": 1.4,
-            "label": row.name,
-        }
-    return looks
+        axis.plot(
+            [x for _, x, _ in found],
+            [y for _, _, y in found],
+            color=color,
+            marker=marker,
+            markersize=4.5,
+            markerfacecolor="white" if style == "--" else color,
+            linestyle=style,
+            linewidth=1.4,
+            label=name,
+        )
 
 
 def _time_tick(microseconds: float) -> str:
@@ -180,15 +169,15 @@ def _time_tick(microseconds: float) -> str:
     return f"{float(number):g} {unit}"
 
 
-def _finish(axis: Any, rows: Sequence[Row]) -> None:
-    """Make the horizontal axis that of the sizes of some rows."""
+def _label_sizes(axis: Any, rows: Sequence[Row]) -> None:
     sizes = sorted({row.bytes for row in rows})
     # Every other label if all would overlap.
     shown = sizes[:: -(-len(sizes) // 6)]
-    _finish_axis(axis, shown, [size_text(size) for size in shown])
+    _label(axis, shown, [size_text(size) for size in shown])
 
 
-def _finish_axis(axis: Any, ticks: Sequence[int], labels: Sequence[str]) -> None:
+def _label(axis: Any, ticks: Sequence[int], labels: Sequence[str]) -> None:
+    """Label the horizontal axis and the lines."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, labels, fontsize=8)
     axis.set_xticks([], minor=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpcaccum.tables import table
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -116,3 +118,16 @@ def lines(rows: Sequence[Row], columns: Columns = HOST) -> Iterator[str]:
         cells.append(f"{unit:2}")
         cells += [f"{number_text(c.value(row)):>{c.width}}" for c in columns.last]
         yield " ".join(cells)
+
+
+def print_groups(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    groups: Sequence[str],
+    left: Sequence[int] = (0,),
+) -> None:
+    """Print a table of cells, with the name of each group above its rows."""
+    heads, rule, *shown = table(titles, rows, left)
+    print(heads, rule, sep="\n")
+    for group, line, above in zip(groups, shown, ["", *groups], strict=False):
+        print(*([] if group == above else [group]), line, sep="\n")

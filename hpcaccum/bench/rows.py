@@ -6,7 +6,7 @@ import contextlib
 import csv
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from hpcaccum.bench.measure import Case
 
-    Key = tuple[str, str, int, int, str]
-    Rows = dict[Key, "Measured"]
+    Key = tuple[str, int, int, str, str]
+    # Rows, and the circumstances of each.
+    Rows = dict[Key, tuple["Row", Mapping[str, Any]]]
 
 # Samples from which the 99th percentile is not simply the maximum.
 _P99_SAMPLES = 100
@@ -36,20 +37,10 @@ _P99_SAMPLES = 100
 class Row:
     """One kind at one size: a line of the table, and of the JSON file.
 
-    Attributes:
-        benchmark, name, bytes: What was measured.
-        raw: What ``vs_mpi`` compares with.
-        reference: Whether this is not hpcaccum, but what it is compared with.
-        samples: Over all ranks.
-        min_us, median_us, max_us: Of one operation, over ranks and repeats.
-        p99_us: The 99th percentile; None of fewer than 100 samples.
-        algbw, busbw: In GB/s: bytes over the median; that times nccl-tests' factor.
-        floor_us: Time to move the bytes at the rate of a copy by all ranks or, between
-            nodes, at that of a plain exchange.
-        vs_mpi: Time of the raw call over this time; above 1 is faster.
-        vs_floor: This time over the floor; 1 is optimal.
-        figures: More numbers, by name.
-        spread_us: The upper quartile of the times minus the lower one; None if unknown.
+    Times are those of one operation, over all ranks and repeats, in microseconds.
+    `floor_us` is the time to move the bytes at the rate of a copy by all ranks or,
+    between nodes, of a plain exchange; `vs_floor` is the median over it. `vs_mpi` is
+    the time of `raw` over this one. `spread_us` is the distance of the quartiles.
     """
 
     benchmark: str
@@ -109,20 +100,12 @@ def rows(benchmark: str, case: Case, samples: Mapping[str, list[float]]) -> list
 
 
 class RowFiles:
-    """The files of one run. Each row is written when it is measured.
-
-    Args:
-        lines: Gets a JSON line for each row; None writes none.
-        table: Gets the same fields as CSV. Lists and mappings are JSON in a cell.
-
-    Raises:
-        InvalidArgumentError: If a file cannot be opened, or the disk is full.
-    """
+    """The files of ``--json`` and ``--csv``. Rows are written at once."""
 
     def __init__(self, lines: Path | None, table: Path | None) -> None:
         self._lines, self._path = JsonLines("--json", lines), table
         self._table = open_output("--csv", table)
-        self._writer: Any = None
+        self._titles: list[str] = []
 
     def write(self, row: Row, facts: Mapping[str, Any]) -> None:
         """Write a row and its circumstances, whose names are those of every row."""
@@ -131,12 +114,15 @@ class RowFiles:
         if self._table is None:
             return
         with ending_the_job("--csv", self._path):
-            if self._writer is None:
-                self._writer = csv.DictWriter(
-                    self._table, [*fields], lineterminator="\n"
-                )
-                self._writer.writeheader()
-            self._writer.writerow({name: _cell(each) for name, each in fields.items()})
+            writer = csv.writer(self._table, lineterminator="\n")
+            if not self._titles:
+                self._titles = [*fields]
+                writer.writerow(self._titles)
+            # Lists and mappings are JSON in a cell.
+            writer.writerow(
+                json.dumps(each) if isinstance(each, (dict, list)) else each
+                for each in fields.values()
+            )
             self._table.flush()
 
     def close(self) -> None:
@@ -146,29 +132,19 @@ class RowFiles:
             self._table.close()
 
 
-def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, (dict, list)) else value
-
-
-class Measured(NamedTuple):
-    """A row of a file, and its circumstances."""
-
-    row: Row
-    facts: Mapping[str, Any]
-
-
 def read(path: Path) -> Rows:
     """Return the rows of a file that ``--json`` wrote; of equal ones the last."""
     found: Rows = {}
+    names = [each.name for each in dataclasses.fields(Row)]
     for number, line in enumerate(read_lines(path), 1):
         with reading(path, number, "bench --json"):
             facts = json_value(line)
-            names = [each.name for each in dataclasses.fields(Row)]
             row = Row(**{name: facts[name] for name in names if name in facts})
             if not row.median_us > 0:
                 raise ValueError(line)
-            key = row.benchmark, row.name, row.bytes, facts["ranks"], facts["mpi"]
-            found[key] = Measured(row, facts)
+            job = facts["ranks"], facts["mpi"]
+            key = (row.benchmark, row.bytes, *job, row.name)
+            found[key] = row, facts
     if not found:
         raise InvalidArgumentError(f"{path}: empty")
     return found

@@ -6,11 +6,10 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.report import number_text, size_text, time_text
+from hpcaccum.bench.report import number_text, print_groups, size_text, time_text
 from hpcaccum.bench.rows import read, reading
 from hpcaccum.files import json_value, read_lines
 from hpcaccum.machine import place_and_date
-from hpcaccum.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,18 +28,12 @@ class Size(NamedTuple):
     ranks: int
     nodes: int
 
-    def __str__(self) -> str:
-        return f"{self.ranks} on {self.nodes}"
-
 
 class Curve(NamedTuple):
     """One operation, or the training with one strategy, in jobs of several sizes.
 
-    Attributes:
-        title: The benchmark and the size of its arrays.
-        name: Of the operation or strategy.
-        points: Microseconds, or samples per second, of each job.
-        reference: Whether this is a call of MPI or a plain copy.
+    `title` is the benchmark and the size of its arrays, `name` that of the operation or
+    strategy. `points` are microseconds, or samples per second.
     """
 
     title: str
@@ -111,14 +104,9 @@ def _show(curves: list[Curve], places: list[str], plot: Path | None) -> None:
     rows = [
         (f"  {curve.name}", *(curve.cell(size) for size in sizes)) for curve in curves
     ]
-    heads, rule, *lines = table(("", *map(str, sizes)), rows)
-    print(f"ranks on nodes, and efficiency\n{heads}\n{rule}")
-    shown = ""
-    for curve, line in zip(curves, lines, strict=True):
-        if curve.title != shown:
-            shown = curve.title
-            print(shown)
-        print(line)
+    titles = ["", *(f"{size.ranks} on {size.nodes}" for size in sizes)]
+    print("ranks on nodes, and efficiency")
+    print_groups(titles, rows, [curve.title for curve in curves])
     print(_ABOUT)
     if plot:
         from hpcaccum.bench.plot import draw_efficiencies

@@ -101,16 +101,14 @@ class Step(Case):
 class Optimizing:
     """Steps of an optimizer, without the user's part of the time. Collective.
 
-    The variables are 0 at first.
+    The variables have ``count`` elements in all, and are 0 at first. `taken` is the
+    number of steps.
 
     Args:
         count: Elements of all variables.
         make: Returns the optimizer for a rule.
         without_rule: Whether to leave out the time of the rule, too.
         gradient: Returns this rank's gradient of a variable, from its elements.
-
-    Attributes:
-        taken: The number of steps.
     """
 
     def __init__(

@@ -59,21 +59,14 @@ class TorchStep(Case):
         import hpcaccum.torch
 
         train = functools.partial(_Training, self.rank, self.count)
-        alone = train()
         # Without a copy from its buckets to the gradients.
-        ddp = train(
-            wrap=lambda model: DistributedDataParallel(
-                model, gradient_as_bucket_view=True
-            )
-        )
-        ours = train(
-            hold=lambda optimizer: hpcaccum.torch.CrossShard(
-                optimizer, comm=self.group, module=None
-            )
-        )
+        views = {"gradient_as_bucket_view": True}
+        ddp = train(wrap=functools.partial(DistributedDataParallel, **views))
+        cross_shard = hpcaccum.torch.CrossShard
+        ours = train(hold=functools.partial(cross_shard, comm=self.group, module=None))
         self._hold(ours.optimizer)
         self._trainings = ddp, ours
-        self._add("alone", repeated(alone), reference=True, bus=0)
+        self._add("alone", repeated(train()), reference=True, bus=0)
         for name, training, more in (
             ("DDP", ddp, {"reference": True}),
             ("cross-shard", ours, {"raw": "DDP", "check": self._check}),
@@ -101,12 +94,7 @@ def _figures(name: str, medians: Mapping[str, float]) -> dict[str, float]:
 
 
 class _Training:
-    """A model, its data and its optimizer; the same model on all ranks. Collective.
-
-    Attributes:
-        optimizer: What `hold` returned.
-        losses: Of this rank, one for each step.
-    """
+    """A model, the same on all ranks, its data and its optimizer. Collective."""
 
     def __init__(
         self,
@@ -119,8 +107,9 @@ class _Training:
 
         torch.manual_seed(0)
         width = max(1, math.isqrt(parameters // _LAYERS))
-        layers = [torch.nn.Linear(width, width) for _ in range(_LAYERS)]
-        model = torch.nn.Sequential(*layers)
+        model = torch.nn.Sequential(
+            *(torch.nn.Linear(width, width) for _ in range(_LAYERS))
+        )
         self._model = wrap(model)
         self.optimizer = hold(torch.optim.SGD(model.parameters(), _RATE))
         # Each rank has its own data.
@@ -130,7 +119,6 @@ class _Training:
         self.losses: list[float] = []
 
     def __call__(self) -> None:
-        """Make one step."""
         loss = self._criterion(self._model(self._x), self._y)
         loss.backward()
         self.optimizer.step()

@@ -158,7 +158,7 @@ def test_what_is_not_the_same_is_reported(tmp_path, capsys):
     shown = capsys.readouterr().out
 
     assert status == 0
-    assert "other CPU: old one before, new one now\n" in shown
+    assert "other cpu: old one before, new one now\n" in shown
     assert f"only in {tmp_path / 'b'}: 2 rows\n" in shown
     assert "cores" not in shown
 
