@@ -10,10 +10,10 @@ from hpcaccum import Group, InvalidArgumentError, device
 from hpcaccum.bench import report, scaling, torch_step
 from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.device import describe_device, device_facts
-from hpcaccum.bench.links import Links
 from hpcaccum.bench.measure import measure
 from hpcaccum.bench.options import CASES, DEVICE, TORCH, WIRE, benchmarks_of, sizes_of
 from hpcaccum.bench.rows import Row, RowFiles, rows
+from hpcaccum.bench.wire import Links
 from hpcaccum.files import check_apart, check_new, check_writable, ending_the_job
 from hpcaccum.machine import circumstances, describe, place_and_date
 
@@ -52,10 +52,11 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
 
 def _open_files(args: argparse.Namespace, group: Group) -> RowFiles | None:
     """Check what the benchmark needs; return what rank 0 writes."""
-    if args.benchmark == TORCH:
-        torch_step.check_usable("bench torch")
-    if getattr(args, "against", None):
-        torch_step.check_usable("--against gloo")
+    if _uses_torch(args):
+        what = "bench torch" if args.benchmark == TORCH else "--against gloo"
+        torch_step.check_usable(what)
+    if args.benchmark == TORCH and group.size == 1:
+        raise InvalidArgumentError("bench torch needs 2 ranks")
     if args.benchmark == DEVICE:
         device.use_device(group.node.rank)
     if args.benchmark == WIRE and group.single_node:
@@ -101,22 +102,32 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles | None) -> int:
         links = Links(group)
         facts["links"] = links.about
         title += f"\n{links.about}"
-    names = benchmarks_of(args.benchmark)
+    names, against = benchmarks_of(args.benchmark), _uses_torch(args)
     usual = report.HOST if group.single_node else report.BETWEEN_NODES
     columns = CASES[names[0]].columns or usual
-    _print(group, f"{title}\n{columns.legend}\n{_ROWS}")
-    against = args.benchmark == TORCH or bool(getattr(args, "against", None))
+
+    def show(*lines: str) -> None:
+        if group.rank == 0:
+            print(*lines, sep="\n", flush=True)
+
+    show(title, columns.legend, _ROWS)
     measured: list[Row] = []
     with torch_step.gloo(group) if against else contextlib.nullcontext():
         for name in names:
-            _print(group, report.head(name, columns))
+            show(report.head(name, columns))
             for nbytes in sizes_of(args.sizes, name):
-                found = _measure(name, nbytes, args.seconds, group, against, links)
-                for line in report.lines(found, columns):
-                    _print(group, line)
-                for row in found:
-                    if files:
-                        files.write(row, facts)
+                size = report.size_text(nbytes)
+                if reason := CASES[name].memory.missing(group, nbytes):
+                    show(f"{size:>7} skipped: {reason}")
+                    continue
+                case = CASES[name](group, nbytes, against, links)
+                found = rows(name, case, measure(case, f"{name} {size}", args.seconds))
+                case.free()
+                # Else its arrays remain beside those of the next size.
+                del case
+                show(*report.lines(found, columns))
+                if files:
+                    files.write(found, facts)
                 measured += found
     if files:
         files.close()
@@ -125,33 +136,9 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles | None) -> int:
 
         with ending_the_job("--plot", args.plot):
             draw(measured, f"{title}\n{place_and_date(facts)}", args.plot)
-        print(f"\npicture: {args.plot}", flush=True)
+        show(f"\npicture: {args.plot}")
     return 0
 
 
-def _print(group: Group, text: str) -> None:
-    if group.rank == 0:
-        print(text, flush=True)
-
-
-def _measure(
-    name: str,
-    nbytes: int,
-    seconds: float,
-    group: Group,
-    against: bool,
-    links: Links | None,
-) -> list[Row]:
-    """Return the rows of one size; none, with a line that says why, if it cannot be."""
-    kind, size = CASES[name], report.size_text(nbytes)
-    if group.size < kind.least_ranks:
-        reason: str | None = f"needs {kind.least_ranks} ranks"
-    else:
-        reason = kind.memory.missing(group, nbytes)
-    if reason:
-        _print(group, f"{size:>7} skipped: {reason}")
-        return []
-    case = kind(group, nbytes, against, links if links and not links.obstacle else None)
-    found = rows(name, case, measure(case, f"{name} {size}", seconds))
-    case.free()
-    return found
+def _uses_torch(args: argparse.Namespace) -> bool:
+    return args.benchmark == TORCH or getattr(args, "against", None) is not None

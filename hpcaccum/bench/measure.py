@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hpcaccum import Group
-    from hpcaccum.bench.links import Links
     from hpcaccum.bench.report import Columns
+    from hpcaccum.bench.wire import Links
     from hpcaccum.dtypes import Array
 
     Run = Callable[[int], list[float]]
@@ -118,7 +118,6 @@ class Case:
     help: ClassVar[str]
     sizes: ClassVar[str] = "4K:256M"
     memory: ClassVar[Memory]
-    least_ranks: ClassVar[int] = 1
     columns: ClassVar[Columns | None] = None
 
     def __init__(

@@ -26,13 +26,10 @@ def figure(title: str, width: int, name: str) -> Column:
 
 
 class Columns(NamedTuple):
-    """The columns of a table, after the size, the name and the number of samples.
+    """The columns of a table: `times`, then `last`.
 
-    Attributes:
-        legend: Explains them, in three lines.
-        last: The columns after the times.
-        above: A line above the last ones, which divides them into groups.
-        times: Which times are shown.
+    `legend` explains them, in three lines; `above` is a line that divides the last ones
+    into groups.
     """
 
     legend: str

@@ -20,7 +20,7 @@ from hpcaccum.files import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from hpcaccum.bench.measure import Case
@@ -107,23 +107,24 @@ class RowFiles:
         self._table = open_output("--csv", table)
         self._titles: list[str] = []
 
-    def write(self, row: Row, facts: Mapping[str, Any]) -> None:
-        """Write a row and its circumstances, whose names are those of every row."""
-        fields = {**facts, **dataclasses.asdict(row)}
-        self._lines.write(fields)
-        if self._table is None:
-            return
-        with ending_the_job("--csv", self._path):
-            writer = csv.writer(self._table, lineterminator="\n")
-            if not self._titles:
-                self._titles = [*fields]
-                writer.writerow(self._titles)
-            # Lists and mappings are JSON in a cell.
-            writer.writerow(
-                json.dumps(each) if isinstance(each, (dict, list)) else each
-                for each in fields.values()
-            )
-            self._table.flush()
+    def write(self, rows: Sequence[Row], facts: Mapping[str, Any]) -> None:
+        """Write rows, each with its circumstances, which always have the same names."""
+        for row in rows:
+            fields = {**facts, **dataclasses.asdict(row)}
+            self._lines.write(fields)
+            if self._table is None:
+                continue
+            with ending_the_job("--csv", self._path):
+                writer = csv.writer(self._table, lineterminator="\n")
+                if not self._titles:
+                    self._titles = [*fields]
+                    writer.writerow(self._titles)
+                # Lists and mappings are JSON in a cell.
+                writer.writerow(
+                    json.dumps(each) if isinstance(each, (dict, list)) else each
+                    for each in fields.values()
+                )
+                self._table.flush()
 
     def close(self) -> None:
         """Close the files."""

@@ -44,7 +44,6 @@ class TorchStep(Case):
     # 1 to 50 million parameters.
     sizes = "4M:64M,192M"
     memory = Memory(shared=1, shared_first=1, private=10)
-    least_ranks = 2
     columns = Columns(
         "a step of all ranks; n: samples\n"
         "exchange: how many ms longer than a step of a rank alone\n"

@@ -1,8 +1,9 @@
-"""Bytes that each strategy sends between nodes, beside those of the cross-shard one."""
+"""Bytes that each strategy sends between nodes, counted at their interfaces."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from hpcaccum.bench.measure import (
     EXCHANGE,
     Case,
     Memory,
+    RingExchange,
     WrongAnswerError,
     check_equal,
     gradient,
@@ -25,15 +27,19 @@ from hpcaccum.bench.measure import (
     sum_of_gradients,
     update_each,
 )
-from hpcaccum.bench.report import Columns, figure
+from hpcaccum.bench.report import Columns, figure, number_text
 from hpcaccum.bench.step import RATE, Optimizing
+from hpcaccum.errors import format_ranks
+from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-    from hpcaccum import Optimizer
+    from hpcaccum import Group, Optimizer
     from hpcaccum.bench.measure import Run
     from hpcaccum.dtypes import Array
+
+T = TypeVar("T")
 
 _BASE = "cross-shard"
 # Names of figures.
@@ -46,6 +52,16 @@ OUT, IN, OTHER_OUT, OTHER_IN, LINK, FLOOR, TIME = (
     "bytes that must cross a link",
     f"times the time of {_BASE}",
 )
+
+# An exchange of so many bytes between nodes must show in the counters, and not much
+# else: bytes over their number. Headers and acknowledgements of TCP take 5 to 10 %.
+_PROBE, _LEAST, _MOST = 1 << 20, 0.95, 1.5
+# Other programs may send in between.
+_ATTEMPTS = 5
+
+_CLASS_NET = Path("/sys/class/net")
+# ARPHRD_LOOPBACK of the kernel.
+_LOOPBACK = "772"
 
 
 class Wire(Case):
@@ -147,7 +163,7 @@ class Wire(Case):
         reference: bool = False,
     ) -> None:
         def counted(inner: int) -> list[float]:
-            if self.links is None:
+            if not self.links or self.links.obstacle:
                 return run(inner)
             seconds, sent = self.links.during(lambda: run(inner))
             self._counts.setdefault(name, []).append(sent / inner)
@@ -168,7 +184,7 @@ class Wire(Case):
 
     def _bytes(self, name: str) -> dict[str, float]:
         """Return the medians of the bytes of a step, in units of the size."""
-        if self.links is None:
+        if not self.links or self.links.obstacle:
             return {}
         # Also of steps that only warm up: they send the same.
         each = np.median(np.stack(self._counts[name]), axis=0) / self.nbytes
@@ -194,3 +210,109 @@ class Wire(Case):
             # Whose gradients they contain is open, but it is the same everywhere.
             rest = variable.value / np.float32(-RATE) - updates * pattern
             check_equal(rest, rest[0])
+
+
+class Links:
+    """Counts what crosses the links of the nodes during an operation. Collective.
+
+    `obstacle` is why nothing can be counted, or None; `about` tells it to users.
+    """
+
+    def __init__(self, group: Group, interfaces: Interfaces | None = None) -> None:
+        self._group = group
+        self._interfaces = interfaces or Interfaces()
+        self._leaders = [ranks[0] for ranks in group.nodes]
+        # What the counting itself sends.
+        self._idle = np.zeros((len(self._leaders), 2), np.int64)
+        mine = network(), MPI.Get_processor_name(), self._interfaces.names
+        everybody = group.allgather(mine, "interfaces of the hosts")
+        found = [everybody[rank] for rank in self._leaders]
+        self.obstacle = self._unusable(found) or self._probe()
+        names = ", ".join(sorted({name for *_, names in found for name in names}))
+        self.about = f"bytes counted by {names} of each of {len(found)} nodes"
+        if self.obstacle:
+            self.about = f"no bytes: {self.obstacle}"
+
+    def _unusable(self, found: Sequence[tuple[str, str, list[str]]]) -> str | None:
+        seen: dict[str, int] = {}
+        for leader, (name, host, names) in zip(self._leaders, found, strict=True):
+            if not names:
+                return f"{host} has no interface but loopback that can be read"
+            if name in seen:
+                both = format_ranks([seen[name], leader])
+                return (
+                    f"the nodes of {both} are one host, {host};\nwhat they exchange "
+                    f"passes none of its interfaces"
+                )
+            seen[name] = leader
+        return None
+
+    def _probe(self) -> str | None:
+        """Count a known number of bytes; return what is wrong."""
+        exchange = RingExchange(self._group, _PROBE)
+        exchange()
+        for _ in range(_ATTEMPTS):
+            empty = [self.during(lambda: None)[1] for _ in range(_ATTEMPTS)]
+            self._idle += np.median(np.stack(empty), axis=0).astype(np.int64)
+            ratios = self.during(exchange)[1] / _PROBE
+            low, high = float(ratios.min()), float(ratios.max())
+            if low >= _LEAST and high <= _MOST:
+                exchange.free()
+                return None
+        exchange.free()
+        return (
+            f"a plain exchange changed the counters by {number_text(low)} to "
+            f"{number_text(high)} times its bytes;\nMPI uses another network, or the "
+            f"interfaces are busy, or update them late"
+        )
+
+    def during(self, operation: Callable[[], T]) -> tuple[T, Array]:
+        """Return what an operation returns, and the bytes out of and into each node."""
+        before = self._read()
+        result = operation()
+        return result, self._read() - before - self._idle
+
+    def _read(self) -> Array:
+        comm = self._group.comm
+        # Ranks that are done nap here. In a barrier of MPI they would take the cores
+        # from those that are not.
+        self._group.allgather(None, "counting bytes")
+        mine = np.array(self._interfaces.read(), np.int64)
+        counts = np.empty((comm.size, 2), np.int64)
+        # No rank begins before all have read.
+        comm.Allgather(mine, counts)
+        return counts[self._leaders]
+
+
+class Interfaces:
+    """The interfaces of this host that lead to other hosts, listed by the kernel.
+
+    They are all but loopback, and but those that pass their bytes on to others, such as
+    a bridge: bytes would be counted twice.
+    """
+
+    def __init__(self, root: Path = _CLASS_NET) -> None:
+        self._paths = [
+            path.parent
+            for path in sorted(root.glob("*/statistics"))
+            if not any(path.parent.glob("lower_*"))
+            and (path.parent / "type").read_text().strip() != _LOOPBACK
+        ]
+        self.names = [path.name for path in self._paths]
+
+    def read(self) -> tuple[int, int]:
+        """Return the bytes since the host started, of all together: sent, received."""
+        sent, received = (
+            sum(int((path / "statistics" / name).read_text()) for path in self._paths)
+            for name in ("tx_bytes", "rx_bytes")
+        )
+        return sent, received
+
+
+def network() -> str:
+    """Return the same name in processes that share their interfaces, else another.
+
+    Containers of one host may have interfaces of their own.
+    """
+    started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{started} {Path('/proc/self/ns/net').stat().st_ino}"

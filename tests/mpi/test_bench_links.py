@@ -6,10 +6,19 @@ import numpy as np
 import pytest
 
 from hpcaccum import Group
-from hpcaccum.bench import links
-from hpcaccum.bench.links import Links
+from hpcaccum.bench import wire
 from hpcaccum.bench.measure import RingExchange, WrongAnswerError
-from hpcaccum.bench.wire import FLOOR, IN, LINK, OTHER_IN, OTHER_OUT, OUT, TIME, Wire
+from hpcaccum.bench.wire import (
+    FLOOR,
+    IN,
+    LINK,
+    OTHER_IN,
+    OTHER_OUT,
+    OUT,
+    TIME,
+    Links,
+    Wire,
+)
 
 
 class Counters:
@@ -38,7 +47,7 @@ def group(comm, size, rank):
 @pytest.fixture
 def apart(monkeypatch, rank):
     """Every rank has a network interface of its own."""
-    monkeypatch.setattr(links, "network", lambda: f"network of {rank}")
+    monkeypatch.setattr(wire, "network", lambda: f"network of {rank}")
 
 
 @pytest.fixture
