@@ -20,6 +20,7 @@ the copy's rate, and "vsCuPy" the speedup over the best expression in plain CuPy
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
     from hpcaccum.bench.measure import Run
 
-# The buffers used in rotation together are so many times as large as the cache.
-_CACHES, _MOST_TURNS = 3, 32
 # Relative sizes of 161 arrays: roughly those of ResNet-50.
 _SHARES = [64 * 64 * 9] * 120 + [2048 * 512] * 20 + [256] * 21
 _WIDTH = 128
@@ -110,13 +109,6 @@ def timed(operation: Callable[[], object]) -> Run:
     return run
 
 
-def turns_of(nbytes: int) -> int:
-    """Return how many buffers to use in rotation so that none stays in the cache."""
-    attributes = device.cupy().cuda.Device().attributes
-    cache = _CACHES * int(attributes.get("L2CacheSize", 0))
-    return min(max(-(-cache // nbytes), 1), _MOST_TURNS)
-
-
 def check_same(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
     """Raise WrongAnswerError unless device arrays are equal, within a tolerance.
 
@@ -146,19 +138,6 @@ class DeviceCase(Case):
     sizes = "1G"
     columns = COLUMNS
 
-    def _prepare(self) -> None:
-        self._random = device.cupy().random.default_rng(self.rank)
-        self._spoils: list[Callable[[], None]] = []
-        # Of each kind, an operation and its check for each turn.
-        self._turns: dict[str, list[tuple[Any, Any]]] = {}
-        self.turn = 0
-        for _ in range(turns_of(self.nbytes)):
-            self._make()
-
-    def _make(self) -> None:
-        """Add contests with buffers of their own, and how to spoil their results."""
-        raise NotImplementedError
-
     def _contest(
         self,
         name: str,
@@ -172,38 +151,26 @@ class DeviceCase(Case):
 
         It must read and write ``moves`` times the size.
         """
-        self._add_turn(name, moves, ours, check, raw=f"{name} CuPy" if cupy else None)
+        # The bus bandwidth is that of all bytes moved.
+        more: Any = {"floor": (COPY, moves / 2), "bus": moves}
+        rival = f"{name} CuPy" if cupy else None
+        self._add(name, timed(ours), check, raw=rival, **more)
         if cupy:
-            cupy_check = check_cupy or check
-            self._add_turn(f"{name} CuPy", moves, cupy, cupy_check, reference=True)
+            self._add(rival, timed(cupy), check_cupy or check, reference=True, **more)
 
     def _add_copy(self, source: Any, target: Any) -> None:
-        self._spoils.append(lambda: target.fill(np.nan))
-        self._add_turn(
+        self._add(
             COPY,
-            2,
-            lambda: device.cupy().copyto(target, source),
+            timed(lambda: device.cupy().copyto(target, source)),
             lambda: check_same(target, source),
             reference=True,
+            floor=(COPY, 1),
+            bus=2,
         )
 
-    def _add_turn(
-        self, name: str, moves: float, operation: Any, check: Any, **more: Any
-    ) -> None:
-        turns = self._turns.setdefault(name, [])
-        turns.append((operation, check))
-        if len(turns) > 1:
-            return
-
-        def run() -> None:
-            self.turn = (self.turn + 1) % len(turns)
-            turns[self.turn][0]()
-
-        def checked() -> None:
-            turns[self.turn][1]()
-
-        # The bus bandwidth is that of all bytes moved.
-        self._add(name, timed(run), checked, floor=(COPY, moves / 2), bus=moves, **more)
+    @functools.cached_property
+    def _random(self) -> Any:
+        return device.cupy().random.default_rng(self.rank)
 
     def _normal(self, count: int) -> Any:
         return self._random.standard_normal(count, dtype=np.float32)
@@ -211,31 +178,20 @@ class DeviceCase(Case):
     def _normal_arrays(self, layout: Layout) -> dict[str, Any]:
         return {name: self._normal(size) for name, (size,) in layout.shapes.items()}
 
-    def forget(self) -> None:
-        """Overwrite all results."""
-        for spoil in self._spoils:
-            spoil()
-
-    def free(self) -> None:
-        """Release the memory."""
-        super().free()
-        self._turns, self._spoils = {}, []
-        device.cupy().get_default_memory_pool().free_all_blocks()
-
 
 class SumsOnDevice(DeviceCase):
     """One array added to a sum, and the reductions of the sum."""
 
     memory = Memory(device=12)
 
-    def _make(self) -> None:
+    def _prepare(self) -> None:
         cupy, count, size = device.cupy(), self.count, np.int64(self.count)
         source = self._normal(count)
         half = source.astype(np.float16)
-        total, target = cupy.empty_like(source), cupy.empty_like(source)
+        total = self._result(cupy.empty_like(source), 3)
+        target = self._result(cupy.empty_like(source))
         partial, square = cupy.empty(4096, np.float64), cupy.zeros(1, np.float64)
         ticket = cupy.zeros(1, np.int64)
-        self._spoils.append(lambda: total.fill(3))
 
         def add(kernel: str, array: Any) -> None:
             more = np.float32(1), size, np.int32(0)
@@ -289,18 +245,18 @@ class ArraysOnDevice(DeviceCase):
 
     memory = Memory(device=8)
 
-    def _make(self) -> None:
+    def _prepare(self) -> None:
         cupy, layout, elements = device.cupy(), *_many_arrays(self.count)
         share = 4 * elements / self.nbytes
-        packed, flat = self._normal(layout.size), cupy.zeros(layout.size, np.float32)
+        packed = self._normal(layout.size)
+        flat = self._result(cupy.zeros(layout.size, np.float32), 3)
         parts, sums = layout.views(packed), layout.views(flat)
         arrays, outs = self._normal_arrays(layout), self._normal_arrays(layout)
-        dense, table = cupy.empty(elements, np.float32), PointerTable(layout)
-
-        def spoil() -> None:
-            flat.fill(3)
-            for each in (*outs.values(), dense):
-                each.fill(np.nan)
+        dense = self._result(cupy.empty(elements, np.float32))
+        target = self._result(cupy.empty(self.count, np.float32))
+        table = PointerTable(layout)
+        for out in outs.values():
+            self._result(out)
 
         def cupy_add() -> None:
             for name, array in arrays.items():
@@ -313,7 +269,6 @@ class ArraysOnDevice(DeviceCase):
             for name, out in outs.items():
                 cupy.copyto(out, parts[name])
 
-        self._spoils.append(spoil)
         self._contest(
             "add",
             3 * share,
@@ -336,7 +291,7 @@ class ArraysOnDevice(DeviceCase):
             cupy_unpack,
             lambda: check_same(outs, parts),
         )
-        self._add_copy(self._normal(self.count), cupy.empty(self.count, np.float32))
+        self._add_copy(self._normal(self.count), target)
 
 
 def _many_arrays(count: int) -> tuple[Layout, int]:
@@ -352,23 +307,20 @@ class RowsOnDevice(DeviceCase):
 
     memory = Memory(device=14)
 
-    def _make(self) -> None:
+    def _prepare(self) -> None:
         cupy, number = device.cupy(), max(1, self.count // _WIDTH)
         source = self._normal(number * _WIDTH)
         # Small integers: sums are exact in any order.
         values = cupy.floor(source * np.float32(4)).reshape(number, _WIDTH)
         rows = self._random.integers(0, 2 * number, number)
-        total = cupy.empty((2 * number, _WIDTH), np.float32)
-        counts, refused = cupy.zeros(2 * number, np.int32), cupy.zeros(1, np.int64)
+        total = self._result(cupy.empty((2 * number, _WIDTH), np.float32), 6)
+        counts = self._result(cupy.zeros(2 * number, np.int32), 0)
+        target, refused = cupy.empty_like(source), cupy.zeros(1, np.int64)
         given = self._random.integers(0, 4, 2 * number).astype(np.int32)
         divisors = cupy.maximum(given, 1).astype(np.float32)[:, None]
         # Values and indices are read; sums and counts are read and written.
         added = 12 * values.size + 16 * number
         divided = 4 * given.size + 8 * _WIDTH * int((given > 1).sum())
-
-        def spoil() -> None:
-            total.fill(6)
-            counts.fill(0)
 
         def scatter() -> None:
             arrays = total, counts, values, rows
@@ -393,7 +345,6 @@ class RowsOnDevice(DeviceCase):
             divisors = cupy.maximum(given, 1).astype(np.float32)
             cupy.divide(total, divisors[:, None], out=total)
 
-        self._spoils.append(spoil)
         self._contest(
             "scatter",
             added / self.nbytes,
@@ -408,7 +359,7 @@ class RowsOnDevice(DeviceCase):
             cupy_mean,
             lambda: check_same(total, cupy.full_like(total, 6) / divisors),
         )
-        self._add_copy(source, cupy.empty_like(source))
+        self._add_copy(source, self._result(target))
 
 
 class UpdatesOnDevice(DeviceCase):
@@ -416,18 +367,15 @@ class UpdatesOnDevice(DeviceCase):
 
     memory = Memory(device=12)
 
-    def _make(self) -> None:
+    def _prepare(self) -> None:
         cupy, source = device.cupy(), self._normal(self.count)
-        target, value, scratch = (cupy.empty_like(source) for _ in range(3))
+        target = self._result(cupy.empty_like(source))
+        value = self._result(cupy.empty_like(source), 3)
+        scratch = cupy.empty_like(source)
         pairs = [(source, Variable(value, "value"))]
         sgd, adam = SGD(1), Adam(_RATE, _BETA1, _BETA2, _EPSILON)
         adam.apply_gradients(pairs)
-        m, v, step = (each.value for each in adam.variables())
-
-        def spoil() -> None:
-            value.fill(3)
-            for each in (m, v, step):
-                each.fill(0)
+        m, v, _ = (self._result(each.value, 0) for each in adam.variables())
 
         def cupy_adam() -> None:
             cupy.multiply(m, _BETA1, out=m)
@@ -450,7 +398,6 @@ class UpdatesOnDevice(DeviceCase):
             root = cupy.sqrt(v) + np.float32(_EPSILON)
             check_same(value, 3 - np.float32(_FIRST_RATE) * m / root, 1e-6)
 
-        self._spoils.append(spoil)
         self._contest(
             "sgd",
             3,
@@ -470,31 +417,39 @@ class AppliesOnDevice(DeviceCase):
 
     memory = Memory(device=12)
 
-    def _make(self) -> None:
+    def _prepare(self) -> None:
         layout, elements = _many_arrays(self.count)
         source, arrays = self._normal(self.count), self._normal_arrays(layout)
-        self._applying("apply", 3, source, (self.count,))
-        self._applying("apply 161", 12 * elements / self.nbytes, arrays, layout.shapes)
-        self._add_copy(source, device.cupy().empty_like(source))
+        share = elements / self.count
+        self._ready: list[Callable[[], None]] = []
+        self._add_applies("apply", 3, source, (self.count,))
+        self._add_applies("apply 161", 3 * share, arrays, layout.shapes)
+        self._add_copy(source, self._result(device.cupy().empty_like(source)))
 
-    def _applying(self, name: str, moves: float, grad: Any, shapes: Any) -> None:
+    def _add_applies(self, name: str, moves: float, grad: Any, shapes: Any) -> None:
         accumulator = self._hold(DeviceAccumulator("float32", shapes))
 
-        def spoil() -> None:
+        def apply() -> None:
+            accumulator.apply_grad(grad, NEVER_STALE)
+
+        def ready() -> None:
             """Leave one gradient in the accumulator."""
             if accumulator.num_accumulated():
                 accumulator.take_grad(1)
             apply()
 
-        def apply() -> None:
-            accumulator.apply_grad(grad, NEVER_STALE)
-
         def check() -> None:
             check_equal(np.array([accumulator.num_accumulated()]), 2)
             check_same(accumulator.take_grad(2), grad)
 
-        self._spoils.append(spoil)
+        self._ready.append(ready)
         self._contest(name, moves, apply, None, check)
+
+    def forget(self) -> None:
+        """Overwrite the results."""
+        super().forget()
+        for ready in self._ready:
+            ready()
 
 
 class ExchangeOnDevice(Case):
@@ -518,7 +473,8 @@ class ExchangeOnDevice(Case):
         memory = np.empty((2, count), np.float32)
         memory[1] = expected.get()
         self._hold(device.Pinned(memory))
-        self._results += [out, memory[0]]
+        self._result(out)
+        self._result(memory[0])
 
         def exchange() -> None:
             reducer.reduce({"all": on_device}, out={"all": out})

@@ -129,7 +129,7 @@ class Case:
         self.gloo, self.links = gloo, links
         self.kinds: list[Kind] = []
         self._held = contextlib.ExitStack()
-        self._results: list[Array] = []
+        self._results: list[tuple[Any, float]] = []
         self._prepare()
 
     def _prepare(self) -> None:
@@ -141,10 +141,11 @@ class Case:
         self._held.callback(thing.free)
         return thing
 
-    def _result(self) -> Array:
-        """Return an array of the size, which `forget` overwrites."""
-        self._results.append(np.zeros(self.count, np.float32))
-        return self._results[-1]
+    def _result(self, array: Any = None, value: float = np.nan) -> Any:
+        """Return an array, one of the size if none is given, that `forget` fills."""
+        array = np.zeros(self.count, np.float32) if array is None else array
+        self._results.append((array, value))
+        return array
 
     def _add(self, *what: Any, **more: Any) -> None:
         self.kinds.append(Kind(*what, **more))
@@ -162,7 +163,7 @@ class Case:
 
     def _ring(self) -> RingExchange:
         ring: RingExchange = self._hold(RingExchange(self.group, self.nbytes))
-        self._results.append(ring.got)
+        self._result(ring.got)
         return ring
 
     def _add_plain(self, target: Array, source: Array) -> None:
@@ -181,8 +182,8 @@ class Case:
 
     def forget(self) -> None:
         """Overwrite all results, so that only a new one is right. Collective."""
-        for result in self._results:
-            result.fill(np.nan)
+        for array, value in self._results:
+            array.fill(value)
 
     def free(self) -> None:
         """Free everything. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +51,10 @@ class Step(Case):
     def _prepare(self) -> None:
         n, group, count = self.n, self.group, self.count
 
-        def cross_shard(rule: Optimizer) -> CrossShardOptimizer:
-            return CrossShardOptimizer(rule, comm=group)
-
-        def quorum(rule: Optimizer) -> SyncReplicasOptimizer:
-            return SyncReplicasOptimizer(rule, n, comm=group)
-
+        cross_shard = functools.partial(CrossShardOptimizer, comm=group)
+        quorum = functools.partial(
+            SyncReplicasOptimizer, replicas_to_aggregate=n, comm=group
+        )
         common = self._floor(n + 1, sum_everywhere(self.nodes))
         common["bus"] = 2 * (n - 1) / n
         for name, steps in (
@@ -67,13 +66,9 @@ class Step(Case):
             self._add(name, steps.run, steps.check, raw="MPI", **common)
         self._add("reducer", *self._reducer_alone(), raw="MPI", **common)
         mine, out = np.ones(count, np.float32), self._result()
-        self._add(
-            "MPI",
-            apart(lambda: mine.fill(1), lambda: self.comm.Allreduce(mine, out)),
-            lambda: check_equal(out, np.float32(n)),
-            reference=True,
-            **common,
-        )
+        mpi = apart(lambda: mine.fill(1), lambda: self.comm.Allreduce(mine, out))
+        check = functools.partial(check_equal, out, np.float32(n))
+        self._add("MPI", mpi, check, reference=True, **common)
         self._add_plain(out, mine)
 
     def _reducer_alone(self) -> tuple[Any, Callable[[], None]]:
@@ -157,14 +152,10 @@ class Optimizing:
 
 
 def _variables(count: int) -> list[Variable]:
-    """Return the variables of two layers, ``count`` elements in all."""
-    biases = min(1024, count // 16)
-    first = count // 2 - biases
-    sizes = first, biases, count - first - 2 * biases, biases
-    names = "weights0", "biases0", "weights1", "biases1"
+    """Return four variables, ``count`` elements in all."""
     return [
-        Variable(np.zeros(size, np.float32), name)
-        for name, size in zip(names, sizes, strict=True)
+        Variable(np.zeros(count // 4, np.float32), f"weights{number}")
+        for number in range(4)
     ]
 
 

@@ -56,7 +56,6 @@ OUT, IN, OTHER_OUT, OTHER_IN, LINK, FLOOR, TIME = (
 # An exchange of so many bytes between nodes must show in the counters, and not much
 # else: bytes over their number. Headers and acknowledgements of TCP take 5 to 10 %.
 _PROBE, _LEAST, _MOST = 1 << 20, 0.95, 1.5
-# Other programs may send in between.
 _ATTEMPTS = 5
 
 _CLASS_NET = Path("/sys/class/net")
@@ -128,15 +127,12 @@ class Wire(Case):
     def _add_one_sided(self, sync: str, drop: str, servers: int | list[int]) -> None:
         """Add both one-sided optimizers, by the given names."""
         where: Any = {"comm": self.group, "servers": servers}
-
-        def make_sync(rule: Optimizer) -> SyncReplicasOptimizer:
-            return SyncReplicasOptimizer(rule, self.n, **where)
-
-        def make_drop(rule: Optimizer) -> DropStaleGradientOptimizer:
-            return DropStaleGradientOptimizer(rule, ANY_STALENESS, **where)
-
-        self._add_steps(sync, make_sync)
-        self._add_steps(drop, make_drop, each=True)
+        self._add_steps(sync, lambda rule: SyncReplicasOptimizer(rule, self.n, **where))
+        self._add_steps(
+            drop,
+            lambda rule: DropStaleGradientOptimizer(rule, ANY_STALENESS, **where),
+            each=True,
+        )
 
     def _add_steps(
         self, name: str, make: Callable[[Optimizer], Any], *, each: bool = False
@@ -223,7 +219,7 @@ class Links:
         self._interfaces = interfaces or Interfaces()
         self._leaders = [ranks[0] for ranks in group.nodes]
         # What the counting itself sends.
-        self._idle = np.zeros((len(self._leaders), 2), np.int64)
+        self._idle = np.zeros((len(self._leaders), 2))
         mine = network(), MPI.Get_processor_name(), self._interfaces.names
         everybody = group.allgather(mine, "interfaces of the hosts")
         found = [everybody[rank] for rank in self._leaders]
@@ -251,20 +247,23 @@ class Links:
         """Count a known number of bytes; return what is wrong."""
         exchange = RingExchange(self._group, _PROBE)
         exchange()
-        for _ in range(_ATTEMPTS):
-            empty = [self.during(lambda: None)[1] for _ in range(_ATTEMPTS)]
-            self._idle += np.median(np.stack(empty), axis=0).astype(np.int64)
-            ratios = self.during(exchange)[1] / _PROBE
-            low, high = float(ratios.min()), float(ratios.max())
-            if low >= _LEAST and high <= _MOST:
-                exchange.free()
-                return None
+        self._idle = self._median(lambda: None)
+        ratios = self._median(exchange) / _PROBE
         exchange.free()
+        low, high = float(ratios.min()), float(ratios.max())
+        if low >= _LEAST and high <= _MOST:
+            return None
         return (
             f"a plain exchange changed the counters by {number_text(low)} to "
             f"{number_text(high)} times its bytes;\nMPI uses another network, or the "
             f"interfaces are busy, or update them late"
         )
+
+    def _median(self, operation: Callable[[], None]) -> Array:
+        # Other programs may send in between.
+        each = [self.during(operation)[1] for _ in range(_ATTEMPTS)]
+        median: Array = np.median(np.stack(each), axis=0)
+        return median
 
     def during(self, operation: Callable[[], T]) -> tuple[T, Array]:
         """Return what an operation returns, and the bytes out of and into each node."""

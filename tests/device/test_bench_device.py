@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpcaccum import Group
-from hpcaccum.bench.device import DEVICE_BENCHMARKS, check_same, turns_of
+from hpcaccum.bench.device import DEVICE_BENCHMARKS, check_same
 from hpcaccum.bench.measure import WrongAnswerError, measure
 from hpcaccum.bench.rows import rows
 from hpcaccum.device import kernels
@@ -113,28 +113,6 @@ def test_answers_must_be_the_same(bad):
     check_same(good + 1.01, good + 1, 0.02)
     with pytest.raises(WrongAnswerError, match="5 of 5"):
         check_same(good + 1.03, good + 1, 0.02)
-
-
-def test_buffers_take_turns_unless_the_cache_is_too_small_for_one():
-    cache = cupy.cuda.Device().attributes.get("L2CacheSize", 0)
-
-    assert turns_of(1 << 40) == 1
-    assert turns_of(128) == (32 if cache > 2048 else 1)
-
-
-def test_all_buffers_that_take_turns_are_measured(make, monkeypatch):
-    monkeypatch.setattr("hpcaccum.bench.device.turns_of", lambda nbytes: 3)
-    for name in DEVICE_BENCHMARKS:
-        measure(make(name), name, SECONDS)
-    case, seen = make("device sums"), set()
-    kind = case.kinds[0]
-    for _ in range(3):
-        case.forget()
-        kind.run(1)
-        kind.check()
-        seen.add(case.turn)
-
-    assert len(seen) == 3
 
 
 @pytest.fixture
