@@ -55,18 +55,6 @@ _RATE, _BETA1, _BETA2, _EPSILON = 1e-3, 0.9, 0.999, 1e-8
 _FIRST_RATE = _RATE * math.sqrt(1 - _BETA2) / (1 - _BETA1)
 _THREE = np.float32(3)
 
-COLUMNS = Columns(
-    "one operation; n: samples; p99: from 100 samples on\n"
-    "GB/s: the size over the median; moved: the same of all bytes that must move\n"
-    "vsCuPy: times faster than plain CuPy; copy: fraction of the rate of a plain copy",
-    (
-        Column("GB/s", 5, lambda row: row.algbw),
-        Column("moved", 5, lambda row: row.busbw),
-        Column("vsCuPy", 6, lambda row: row.vs_mpi),
-        Column("copy", 5, lambda row: 1 / row.vs_floor if row.vs_floor else None),
-    ),
-)
-
 
 def device_facts() -> dict[str, Any]:
     """Return the properties of the device that figures depend on."""
@@ -136,37 +124,38 @@ class DeviceCase(Case):
     """Contests at one size, and a copy of that size, which is the floor of all."""
 
     sizes = "1G"
-    columns = COLUMNS
+    columns = Columns(
+        "one operation; n: samples; p99: from 100 samples on\n"
+        "GB/s: the size over the median; moved: the same of all bytes that must move\n"
+        "vsCuPy: times faster than plain CuPy; copy: fraction of the rate of a plain "
+        "copy",
+        (
+            Column("GB/s", 5, lambda row: row.algbw),
+            Column("moved", 5, lambda row: row.busbw),
+            Column("vsCuPy", 6, lambda row: row.vs_mpi),
+            Column("copy", 5, lambda row: 1 / row.vs_floor if row.vs_floor else None),
+        ),
+    )
 
     def _contest(
-        self,
-        name: str,
-        moves: float,
-        ours: Any,
-        cupy: Any,
-        check: Any,
-        check_cupy: Any = None,
+        self, name: str, moves: float, ours: Any, cupy: Any, *checks: Any
     ) -> None:
         """Add a task, done by the package and by the best expression of plain CuPy.
 
-        It must read and write ``moves`` times the size.
+        It must read and write ``moves`` times the size. A second check is CuPy's.
         """
         # The bus bandwidth is that of all bytes moved.
         more: Any = {"floor": (COPY, moves / 2), "bus": moves}
         rival = f"{name} CuPy" if cupy else None
-        self._add(name, timed(ours), check, raw=rival, **more)
+        plain = name == COPY
+        self._add(name, timed(ours), checks[0], raw=rival, reference=plain, **more)
         if cupy:
-            self._add(rival, timed(cupy), check_cupy or check, reference=True, **more)
+            self._add(rival, timed(cupy), checks[-1], reference=True, **more)
 
-    def _add_copy(self, source: Any, target: Any) -> None:
-        self._add(
-            COPY,
-            timed(lambda: device.cupy().copyto(target, source)),
-            lambda: check_same(target, source),
-            reference=True,
-            floor=(COPY, 1),
-            bus=2,
-        )
+    def _add_copy(self, source: Any) -> None:
+        target = self._result(device.cupy().empty_like(source))
+        copy = functools.partial(device.cupy().copyto, target, source)
+        self._contest(COPY, 2, copy, None, lambda: check_same(target, source))
 
     @functools.cached_property
     def _random(self) -> Any:
@@ -237,7 +226,7 @@ class SumsOnDevice(DeviceCase):
             lambda: check_same(target, total / _THREE),
         )
         self._contest("clip", 3, clip, cupy_clip, check_clip)
-        self._add_copy(source, target)
+        self._add_copy(source)
 
 
 class ArraysOnDevice(DeviceCase):
@@ -253,7 +242,6 @@ class ArraysOnDevice(DeviceCase):
         parts, sums = layout.views(packed), layout.views(flat)
         arrays, outs = self._normal_arrays(layout), self._normal_arrays(layout)
         dense = self._result(cupy.empty(elements, np.float32))
-        target = self._result(cupy.empty(self.count, np.float32))
         table = PointerTable(layout)
         for out in outs.values():
             self._result(out)
@@ -291,7 +279,7 @@ class ArraysOnDevice(DeviceCase):
             cupy_unpack,
             lambda: check_same(outs, parts),
         )
-        self._add_copy(self._normal(self.count), target)
+        self._add_copy(self._normal(self.count))
 
 
 def _many_arrays(count: int) -> tuple[Layout, int]:
@@ -315,7 +303,7 @@ class RowsOnDevice(DeviceCase):
         rows = self._random.integers(0, 2 * number, number)
         total = self._result(cupy.empty((2 * number, _WIDTH), np.float32), 6)
         counts = self._result(cupy.zeros(2 * number, np.int32), 0)
-        target, refused = cupy.empty_like(source), cupy.zeros(1, np.int64)
+        refused = cupy.zeros(1, np.int64)
         given = self._random.integers(0, 4, 2 * number).astype(np.int32)
         divisors = cupy.maximum(given, 1).astype(np.float32)[:, None]
         # Values and indices are read; sums and counts are read and written.
@@ -346,11 +334,7 @@ class RowsOnDevice(DeviceCase):
             cupy.divide(total, divisors[:, None], out=total)
 
         self._contest(
-            "scatter",
-            added / self.nbytes,
-            scatter,
-            cupy_scatter,
-            check_scatter,
+            "scatter", added / self.nbytes, scatter, cupy_scatter, check_scatter
         )
         self._contest(
             "mean rows",
@@ -359,7 +343,7 @@ class RowsOnDevice(DeviceCase):
             cupy_mean,
             lambda: check_same(total, cupy.full_like(total, 6) / divisors),
         )
-        self._add_copy(source, self._result(target))
+        self._add_copy(source)
 
 
 class UpdatesOnDevice(DeviceCase):
@@ -369,7 +353,6 @@ class UpdatesOnDevice(DeviceCase):
 
     def _prepare(self) -> None:
         cupy, source = device.cupy(), self._normal(self.count)
-        target = self._result(cupy.empty_like(source))
         value = self._result(cupy.empty_like(source), 3)
         scratch = cupy.empty_like(source)
         pairs = [(source, Variable(value, "value"))]
@@ -409,7 +392,7 @@ class UpdatesOnDevice(DeviceCase):
         self._contest(
             "adam", 7, lambda: adam.apply_gradients(pairs), cupy_adam, check_adam
         )
-        self._add_copy(source, target)
+        self._add_copy(source)
 
 
 class AppliesOnDevice(DeviceCase):
@@ -424,7 +407,7 @@ class AppliesOnDevice(DeviceCase):
         self._ready: list[Callable[[], None]] = []
         self._add_applies("apply", 3, source, (self.count,))
         self._add_applies("apply 161", 3 * share, arrays, layout.shapes)
-        self._add_copy(source, self._result(device.cupy().empty_like(source)))
+        self._add_copy(source)
 
     def _add_applies(self, name: str, moves: float, grad: Any, shapes: Any) -> None:
         accumulator = self._hold(DeviceAccumulator("float32", shapes))
@@ -452,11 +435,9 @@ class AppliesOnDevice(DeviceCase):
             ready()
 
 
-class ExchangeOnDevice(Case):
+class ExchangeOnDevice(DeviceCase):
     """Gradients of the device, reduced over all ranks and back on the device."""
 
-    sizes = "1G"
-    columns = COLUMNS
     memory = Memory(shared=6, private=6, device=6)
 
     def _prepare(self) -> None:

@@ -111,9 +111,7 @@ def _add_measure(parser: argparse.ArgumentParser, name: str) -> None:
     )
     if name in ("allreduce", "all"):
         parser.add_argument(
-            "--against",
-            choices=("gloo",),
-            help="measure torch.distributed as well",
+            "--against", choices=("gloo",), help="measure torch.distributed as well"
         )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write a JSON line for each row"

@@ -76,8 +76,7 @@ class Server(Case):
         read = self._floor(2 * n, 1)
         new = apart(lambda: self._on_root(self._publish), self._pull)
         get = apart(
-            lambda: self._on_root(lambda: raw.put(0, source)),
-            lambda: raw.get(0, into),
+            lambda: self._on_root(lambda: raw.put(0, source)), lambda: raw.get(0, into)
         )
         self._add("pull new", new, check, raw="Get", **read)
         self._add("Get", get, check, reference=True, **read)

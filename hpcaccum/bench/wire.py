@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -105,10 +106,9 @@ class Wire(Case):
     )
 
     def _prepare(self) -> None:
-        n, group, nodes, count = self.n, self.group, self.nodes, self.count
+        n, group, count = self.n, self.group, self.count
         # Of each kind, the bytes of each node in a step, out and in.
         self._counts: dict[str, list[Array]] = {}
-        mean = sum_everywhere(nodes)
         self._add_steps(_BASE, lambda rule: CrossShardOptimizer(rule, comm=group))
         firsts = [ranks[0] for ranks in group.nodes]
         self._add_one_sided("sync-replicas", "drop-stale", 0)
@@ -118,7 +118,7 @@ class Wire(Case):
             "MPI",
             repeated(lambda: self.comm.Allreduce(mine, total)),
             lambda: check_equal(total, sum_of_gradients(n, count)),
-            mean,
+            sum_everywhere(self.nodes),
             reference=True,
         )
         ring = self._ring()
@@ -138,25 +138,16 @@ class Wire(Case):
         self, name: str, make: Callable[[Optimizer], Any], *, each: bool = False
     ) -> None:
         """Add steps of an optimizer that updates with the mean, or each gradient."""
-        steps = Optimizing(self.count, make, gradient=self._gradient)
+        mine = functools.partial(gradient, self.rank)
+        steps = Optimizing(self.count, make, gradient=mine)
         self._hold(steps.optimizer)
-        floor = sum_everywhere(self.nodes)
+        floor, check = sum_everywhere(self.nodes), self._check_mean
         if each:
-            floor = update_each(self.nodes, self.n)
-        check = self._check_each if each else self._check_mean
+            floor, check = update_each(self.nodes, self.n), self._check_each
         self._add_counted(name, steps.run, lambda: check(steps), floor)
 
-    def _gradient(self, count: int) -> Array:
-        return gradient(self.rank, count)
-
     def _add_counted(
-        self,
-        name: str,
-        run: Run,
-        check: Callable[[], None],
-        floor: float,
-        *,
-        reference: bool = False,
+        self, name: str, run: Run, check: Callable[[], None], floor: float, **more: Any
     ) -> None:
         def counted(inner: int) -> list[float]:
             if not self.links or self.links.obstacle:
@@ -167,26 +158,16 @@ class Wire(Case):
 
         def figures(medians: Mapping[str, float]) -> dict[str, float]:
             found = {FLOOR: floor, TIME: medians[name] / medians[_BASE]}
-            return {**self._bytes(name), **found}
+            if name in self._counts:
+                # Also of steps that only warm up: they send the same.
+                each = np.median(np.stack(self._counts[name]), axis=0) / self.nbytes
+                numbers = *each[0], *each[1:].max(axis=0), each.max()
+                names = OUT, IN, OTHER_OUT, OTHER_IN, LINK
+                found |= dict(zip(names, map(float, numbers), strict=True))
+            return found
 
-        self._add(
-            name,
-            last_of(self.group, counted),
-            check,
-            floor=(EXCHANGE, floor),
-            figures=figures,
-            reference=reference,
-        )
-
-    def _bytes(self, name: str) -> dict[str, float]:
-        """Return the medians of the bytes of a step, in units of the size."""
-        if not self.links or self.links.obstacle:
-            return {}
-        # Also of steps that only warm up: they send the same.
-        each = np.median(np.stack(self._counts[name]), axis=0) / self.nbytes
-        numbers = [*each[0], *each[1:].max(axis=0), each.max()]
-        names = (OUT, IN, OTHER_OUT, OTHER_IN, LINK)
-        return dict(zip(names, map(float, numbers), strict=True))
+        more |= {"floor": (EXCHANGE, floor), "figures": figures}
+        self._add(name, last_of(self.group, counted), check, **more)
 
     def _check_mean(self, steps: Optimizing) -> None:
         for variable in steps.variables:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcaccum.bench import device, report
+from hpcaccum.bench import report
+from hpcaccum.bench.device import DeviceCase
 from hpcaccum.bench.torch_step import TorchStep
 from hpcaccum.bench.wire import Wire
 from hpcaccum.machine import describe, oversubscribed
@@ -14,7 +15,7 @@ from .measured import row
 ALL = [
     report.HOST,
     report.BETWEEN_NODES,
-    device.COLUMNS,
+    DeviceCase.columns,
     Wire.columns,
     TorchStep.columns,
 ]
