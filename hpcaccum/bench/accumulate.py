@@ -17,7 +17,7 @@ from hpcaccum.bench.measure import (
     apart,
     check_equal,
     gradient,
-    of_first,
+    of_one,
     repeated,
 )
 from hpcaccum.deadline import Deadline
@@ -74,8 +74,8 @@ class Accumulate(Case):
 
         ours, raw = repeated(self._round), repeated(self._raw_round)
         floor = self._floor(n + 1, 1)
-        self._add("round", of_first(group, ours), mean, raw="Accumulate", **floor)
-        self._add("Accumulate", of_first(group, raw), mean, reference=True, **floor)
+        self._add("round", of_one(group, ours), mean, raw="Accumulate", **floor)
+        self._add("Accumulate", of_one(group, raw), mean, reference=True, **floor)
 
         floor = self._floor(2 * n, 0)
         anywhere = apart(lambda: self._ready(grad), self._apply, self._turn)

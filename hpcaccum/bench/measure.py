@@ -170,7 +170,7 @@ class Case:
         """Add what defines the floors."""
         if self.nodes > 1:
             ring = self._ring()
-            run = last_of(self.group, repeated(ring))
+            run = of_one(self.group, repeated(ring), last=True)
             self._add(EXCHANGE, run, ring.check, reference=True, floor=(EXCHANGE, 1))
         self._add(
             COPY,
@@ -290,24 +290,16 @@ def apart(
     return run
 
 
-def of_first(group: Group, run: Run) -> Run:
-    """Return a `Kind.run` whose time is that of rank 0."""
+def of_one(group: Group, run: Run, *, last: bool = False) -> Run:
+    """Return a `Kind.run` whose time is that of rank 0, or that of the last rank."""
 
-    def first(inner: int) -> list[float]:
+    def one(inner: int) -> list[float]:
         seconds = run(inner)
+        if last:
+            seconds = [max(group.comm.allgather(seconds[0]))]
         return seconds if group.rank == 0 else []
 
-    return first
-
-
-def last_of(group: Group, run: Run) -> Run:
-    """Return a `Kind.run` whose time is that of the last rank, on rank 0."""
-
-    def last(inner: int) -> list[float]:
-        seconds = max(group.comm.allgather(run(inner)[0]))
-        return [seconds] if group.rank == 0 else []
-
-    return last
+    return one
 
 
 def check_equal(actual: Array, expected: Any) -> None:

@@ -97,13 +97,9 @@ class Optimizing:
     """Steps of an optimizer, without the user's part of the time. Collective.
 
     The variables have ``count`` elements in all, and are 0 at first. `taken` is the
-    number of steps.
-
-    Args:
-        count: Elements of all variables.
-        make: Returns the optimizer for a rule.
-        without_rule: Whether to leave out the time of the rule, too.
-        gradient: Returns this rank's gradient of a variable, from its elements.
+    number of steps. ``make`` returns the optimizer for a rule, whose time is left out,
+    too, if ``without_rule``. ``gradient`` returns this rank's gradient of a variable,
+    from its number of elements.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from hpcaccum.bench.measure import (
     WrongAnswerError,
     check_equal,
     gradient,
-    last_of,
+    of_one,
     repeated,
     sum_everywhere,
     sum_of_gradients,
@@ -167,7 +167,7 @@ class Wire(Case):
             return found
 
         more |= {"floor": (EXCHANGE, floor), "figures": figures}
-        self._add(name, last_of(self.group, counted), check, **more)
+        self._add(name, of_one(self.group, counted, last=True), check, **more)
 
     def _check_mean(self, steps: Optimizing) -> None:
         for variable in steps.variables:
