@@ -77,7 +77,7 @@ def report(files: Sequence[Path], plot: Path | None) -> Callable[[], None]:
 def _measured(path: Path) -> Iterator[Curve]:
     """Yield what was measured in one job: curves of one point."""
     lines = read_lines(path)
-    if '"event"' in lines[0]:
+    if lines and '"event"' in lines[0]:
         yield from _trained(path, lines)
         return
     for row, facts in read(path).values():

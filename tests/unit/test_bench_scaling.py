@@ -96,6 +96,9 @@ def test_files_with_nothing_in_common_are_an_error(measured, tmp_path):
     other.write_text("{}\n")
     with pytest.raises(InvalidArgumentError, match="other: line 1 is not what"):
         report([other], None)
+    other.write_text("")
+    with pytest.raises(InvalidArgumentError, match="other: empty"):
+        report([other], None)
 
 
 def test_a_picture(measured, tmp_path):
