@@ -161,8 +161,8 @@ def _array_of(name: str, each: Any) -> Array:
     array: Array = _state_of(each)
     if not isinstance(array, np.ndarray) and not is_device(array):
         raise TypeError(
-            f"{name!r}, of type {type(each).__name__}, cannot be changed; it is in "
-            f"what load returns"
+            f"{name!r}, of type {type(each).__name__}, cannot be restored in place; "
+            f"take it from what load returns"
         )
     return array
 

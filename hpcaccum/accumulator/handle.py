@@ -116,7 +116,7 @@ class Accumulator(Freeable):
         limit = self._protocol.packing.max_count
         if required > limit:
             raise InvalidArgumentError(
-                f"num_required is at most {limit}, got {required}"
+                f"num_required must be at most {limit}, got {required}"
             )
         return required
 
@@ -243,6 +243,6 @@ def _counts(snapshot: Any) -> tuple[int, Tally]:
     """Return the step and the tally of a snapshot."""
     if not isinstance(snapshot, Mapping) or "global_step" not in snapshot:
         found = "None" if snapshot is None else f"a {type(snapshot).__name__}"
-        raise TypeError(f"snapshot must be one of an accumulator, got {found}")
+        raise TypeError(f"snapshot must come from an accumulator, got {found}")
     step = step_number(snapshot["global_step"], "global_step")
     return step, Tally.of_lists(snapshot.get("tally", {}))

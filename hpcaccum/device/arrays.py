@@ -122,7 +122,7 @@ def check_current(what: str, number: int) -> None:
     if number != current:
         raise InvalidArgumentError(
             f"{what} is on device {number}, the current one is {current}; "
-            f"cupy.cuda.Device({number}).use() changes that"
+            f"call cupy.cuda.Device({number}).use() first"
         )
 
 
@@ -200,7 +200,7 @@ def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:
     if array.dtype not in floats:
         names = ", ".join(str(each) for each in floats)
         raise InvalidArgumentError(
-            f"{what}: an array on the device must be of {names}, got {array.dtype}"
+            f"{what}: an array on the device must have dtype {names}, got {array.dtype}"
         )
     if not array.flags.c_contiguous:
         raise InvalidArgumentError(

@@ -70,7 +70,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             quorum = positive_count(replicas_to_aggregate, "replicas_to_aggregate")
             if quorum > (most := VectorAccumulator.most):
                 raise InvalidArgumentError(
-                    f"replicas_to_aggregate is at most {most}, got {quorum}"
+                    f"replicas_to_aggregate must be at most {most}, got {quorum}"
                 )
             total = total_num_replicas
             if total is not None:

@@ -61,8 +61,8 @@ def one_thread(
             [acquired] = map(self._in_call.acquire, (False,))
             if not acquired:
                 raise InvalidArgumentError(
-                    f"{self.get_name()}: {call.__name__}, while another thread of this "
-                    f"rank uses the optimizer: only one thread at a time may"
+                    f"{self.get_name()}: {call.__name__} was called while another "
+                    f"thread of this rank used the optimizer: only one at a time may"
                 )
             return call(self, *args, **kwargs)
         finally:
@@ -205,7 +205,7 @@ class Wrapper(Freeable, Optimizer):
             if self._values.get(var.name) is not var.value:
                 raise InvalidArgumentError(
                     f"{self.get_name()}: the optimizer was initialized without this "
-                    f"variable {var.name!r}, with {sorted(self._values)}"
+                    f"variable {var.name!r}; it has {sorted(self._values)}"
                 )
 
     def _checked_step(self, global_step: Any) -> Variable | None:

@@ -62,9 +62,9 @@ def in_stream(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 def _warn_of_no_module() -> None:
     """Warn, once in a process."""
     logger.warning(
-        "hpcaccum.torch: without module=model, buffers (as of a batch norm) and "
-        "parameters outside the optimizer (as of frozen layers) are not synchronized, "
-        "and may differ between ranks; module=None says that there are none"
+        "hpcaccum.torch: without module=model, buffers (such as those of a batch norm) "
+        "and parameters outside the optimizer (such as those of frozen layers) are not "
+        "synchronized, and may differ between ranks; pass module=None if there are none"
     )
 
 

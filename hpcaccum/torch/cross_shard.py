@@ -239,7 +239,7 @@ class CrossShard(Adapter):
             )
         except DisagreementError as error:
             if "gradient of " in str(error):
-                error.args = (f"{error}; find_unused=True takes zeros instead of none",)
+                error.args = (f"{error}; find_unused=True uses zeros instead of none",)
             raise
         finally:
             self._gradients.clear(lacks.difference(means or ()))

@@ -149,7 +149,7 @@ def test_a_host_that_trains_is_not_told_to_serve(make):
     error = raised(opt.serve)
 
     assert type(error) is InvalidArgumentError
-    assert "dedicated=True was not given: rank 0 serves beside its tr" in str(error)
+    assert "dedicated=True was not given: rank 0 serves while it tr" in str(error)
 
 
 @pytest.mark.ranks(1)
