@@ -200,7 +200,7 @@ def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:
     if array.dtype not in floats:
         names = ", ".join(str(each) for each in floats)
         raise InvalidArgumentError(
-            f"{what}: an array on the device must have dtype {names}, got {array.dtype}"
+            f"{what}: an array on the device must be of {names}, got {array.dtype}"
         )
     if not array.flags.c_contiguous:
         raise InvalidArgumentError(

@@ -154,7 +154,7 @@ def test_a_host_that_trains_is_not_told_to_serve(make):
 
 @pytest.mark.ranks(1)
 def test_one_rank_cannot_be_dedicated(make):
-    with pytest.raises(InvalidArgumentError, match="needs 2 ranks"):
+    with pytest.raises(InvalidArgumentError, match="needs at least 2 ranks"):
         make([variable()], dedicated=True)
 
 
