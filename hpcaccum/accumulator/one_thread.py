@@ -17,8 +17,8 @@ T = TypeVar("T")
 def in_a_handler(call: object) -> InvalidArgumentError:
     """Return the error of a call that would wait for what it has interrupted."""
     return InvalidArgumentError(
-        f"{call} in a signal handler, which has interrupted another call: set a flag "
-        f"in the handler, and call it later"
+        f"{call} was called in a signal handler that interrupted another call: set a "
+        f"flag in the handler, and make the call later"
     )
 
 

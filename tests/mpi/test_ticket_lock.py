@@ -97,7 +97,7 @@ def test_a_place_that_is_given_up_delays_no_rank(line, words):
     first = Holder(line, words, 0)
 
     def give_up():
-        expected = "call: waited .* s for rank 0, before this rank in line"
+        expected = "call: waited .* s for rank 0, ahead of this rank"
         with pytest.raises(hpc.WaitTimeoutError, match=expected):
             line.hold(Deadline(VAIN, "call"), lambda: pytest.fail("had the turn"))
 
