@@ -198,8 +198,8 @@ def draw_packages() -> None:
 
 
 def draw_gradient() -> None:
-    """Draw the way of a gradient."""
-    picture = Picture(1000, 805, "The way of a gradient: rank, node, server, and back")
+    """Draw the path of a gradient."""
+    picture = Picture(1000, 805, "The path of a gradient: rank, node, server, and back")
     boxes = draw_boxes(picture, GRADIENT)
     for line in WAYS.strip().splitlines():
         pair, ends, label = (cell.strip() for cell in line.split("|"))

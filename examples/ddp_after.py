@@ -1,4 +1,4 @@
-"""Train a network with CrossShard of hpcaccum: ddp_before.py with other lines.
+"""Train the network of ddp_before.py with CrossShard of hpcaccum.
 
 mpiexec -n 2 python examples/ddp_after.py weights.pt
 """

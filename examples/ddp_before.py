@@ -1,4 +1,4 @@
-"""Train a network with DistributedDataParallel of PyTorch.
+"""Train a network with PyTorch's DistributedDataParallel.
 
 torchrun --nproc-per-node 2 examples/ddp_before.py weights.pt
 """

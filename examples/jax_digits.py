@@ -1,4 +1,4 @@
-"""Train a small network on handwritten digits, with gradients averaged over the ranks.
+"""Train a small network on handwritten digits, averaging gradients over the ranks.
 
 mpiexec -n 4 python examples/jax_digits.py
 """

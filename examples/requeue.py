@@ -4,8 +4,8 @@
     sbatch requeue.sbatch
 
 SLURM sends a signal to each rank, which then leaves its loop. The ranks need not stop
-at the same step: the optimizer has a parameter server, and the end of the block waits
-for all ranks. Without SLURM, send SIGUSR1 to the ranks, and start the program again.
+at the same step, because the optimizer has a parameter server, and the end of the block
+waits for all ranks. Without SLURM, send SIGUSR1 to the ranks and restart the program.
 """
 
 import os
@@ -38,16 +38,16 @@ saved = hpc.checkpoint.load(DIRECTORY) if rank == 0 else None
 with hpc.DropStaleGradientOptimizer(hpc.SGD(0.01), staleness=2 * size) as opt:
     first = comm.bcast(saved["global_step"] if saved else 0)
     if first:
-        opt.restore(saved, [w])  # that of rank 0, the host
+        opt.restore(saved, [w])  # uses the snapshot of rank 0, the host
     else:
         opt.initialize([w])
-    rng = np.random.default_rng([rank, first])  # other data than before
+    rng = np.random.default_rng([rank, first])  # different data than before
     while not stops and opt.global_step < UPDATES:
         opt.minimize(loss)
 
-# All ranks have left the block: there are no more updates.
+# All ranks have left the block, so there are no more updates.
 if rank == 0:
     hpc.checkpoint.save(DIRECTORY, opt.snapshot())
     print(f"updates {first} to {opt.global_step}")
     if opt.global_step < UPDATES and "REQUEUE_FILE" in os.environ:
-        Path(os.environ["REQUEUE_FILE"]).touch()  # the script then queues the job
+        Path(os.environ["REQUEUE_FILE"]).touch()  # the script then requeues the job

@@ -1,4 +1,4 @@
-"""Train a linear model with a parameter server and two workers of TensorFlow 1.
+"""Train a linear model with TensorFlow 1, a parameter server and two workers.
 
 Start it three times: tf1_before.py ps 0, worker 0 and worker 1.
 """

@@ -1,4 +1,4 @@
-"""Train a PyTorch model on handwritten digits with a strategy of hpcaccum.
+"""Train a PyTorch model on handwritten digits with hpcaccum's DropStale strategy.
 
 mpiexec -n 4 python examples/torch_digits.py
 """
@@ -15,8 +15,8 @@ torch.set_num_threads(1)  # ranks share the cores
 images, labels = map(torch.tensor, load_digits(return_X_y=True))
 images = images.float() / 16
 test, train = slice(300), TensorDataset(images[300:], labels[300:])
-# Each rank draws from all data, in an order of its own: if gradients of a slow rank are
-# dropped, no data are missing.
+# Each rank draws from all data, in its own order, so no data are lost if the gradients
+# of a slow rank are dropped.
 draws = RandomSampler(
     train, num_samples=len(train) // size, generator=torch.Generator().manual_seed(rank)
 )

@@ -1,7 +1,7 @@
 """Train a PyTorch model with each strategy while one rank is late.
 
-Every strategy uses the same number of gradients; the last rank takes 20 ms more for
-each of its own.
+Every strategy uses the same number of gradients. The last rank delays each of its
+gradients by 20 ms.
 
     mpiexec -n 4 python examples/torch_stragglers.py
 """
@@ -19,7 +19,7 @@ comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
 torch.set_num_threads(1)  # ranks share the cores
 quorum = max(1, size - 1)
-# A strategy, its options, and the number of gradients in one of its updates.
+# The strategy, its options, and the number of gradients in one update.
 STRATEGIES = {
     "cross-shard": (hpt.CrossShard, {}, size),
     "sync-replicas": (hpt.SyncReplicas, {"replicas_to_aggregate": quorum}, quorum),
@@ -29,13 +29,13 @@ STRATEGIES = {
 
 
 def batch():
-    """Return inputs, and a function of them to learn."""
+    """Return inputs and targets."""
     x = torch.randn(32, 8)
     return x, x[:, :4].sum(1, keepdim=True).sin()
 
 
 def train(strategy, options, gradients):
-    """Train a model; return it with the optimizer."""
+    """Train a model; return it and the optimizer."""
     torch.manual_seed(rank)
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)
@@ -54,7 +54,7 @@ def train(strategy, options, gradients):
 
 
 if rank == 0:
-    print("strategy       seconds  updates  accepted of each rank")
+    print("strategy       seconds  updates  accepted gradients by rank")
 for name, (strategy, options, gradients) in STRATEGIES.items():
     comm.Barrier()
     began = time.perf_counter()

@@ -1,6 +1,6 @@
 """Gradient exchange for clusters that run MPI.
 
-The way of a gradient through the packages:
+The path of a gradient through the packages:
 
 - It enters through `optimizers`, or through `ConditionalAccumulator.apply_grad`.
 - It is admitted by `accumulator.protocol`; where each gradient is an update, by

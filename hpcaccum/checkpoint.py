@@ -1,9 +1,10 @@
 """Checkpoints: the state of a job in files that survive its end.
 
-A checkpoint is one file in the format of safetensors: arrays as such, all else as JSON
-in its header. Nothing is pickled, so reading a file runs no code of it. A file is
-written under another name, synchronized with the disk, and renamed: an interrupted
-`save` leaves the earlier checkpoints as they were. A checksum reveals damaged files.
+A checkpoint is one file in the safetensors format: arrays are stored as such,
+everything else as JSON in its header. Nothing is pickled, so reading a file runs no
+code from it. A file is written under another name, synchronized with the disk, and
+renamed: an interrupted `save` leaves the earlier checkpoints as they were. A checksum
+reveals damaged files.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def save(
     disk.
 
     A directory belongs to the last process that began to save to it, so that two runs
-    do not mix their checkpoints: an earlier one can save there no more. Within a
+    do not mix their checkpoints: an earlier process can no longer save there. Within a
     process, a signal handler or another thread may save during a call.
 
     Args:
@@ -75,7 +76,7 @@ def save(
         The file. Files are numbered; a larger number is that of a later call.
 
     Raises:
-        InvalidArgumentError, TypeError: If ``state`` contains something else.
+        InvalidArgumentError, TypeError: If ``state`` contains anything else.
         CheckpointError: If another process has begun to save to the directory since
             this one has, or the name of its file ``.owner`` is taken by something else.
             Its checkpoints are left as they are.
@@ -102,13 +103,13 @@ def load(path: str | os.PathLike[str], /, **objects: Any) -> Any:
     """Read a checkpoint; restore objects from it.
 
     Every rank may read. Not collective, unless an object is an optimizer or an
-    accumulator: its `restore` is, so that all ranks must find the same checkpoint. One
-    that needs the variables, or a file that only the host rank sees, needs a call of
-    `restore`.
+    accumulator: its `restore` is collective, so all ranks must find the same
+    checkpoint. If an optimizer needs the variables, or only the host rank sees the
+    file, call `restore` instead.
 
     Args:
         path: A file, or a directory of which the latest checkpoint is read. If that is
-            damaged, a warning says so, and the one before it is read.
+            damaged, a warning is logged, and the previous one is read.
         objects: By the name with which they were saved: optimizers and accumulators,
             Variables, or arrays, which are overwritten.
 
@@ -120,7 +121,7 @@ def load(path: str | os.PathLike[str], /, **objects: Any) -> Any:
         CheckpointError: If the file, or every checkpoint of the directory, is damaged
             or was not written by `save`.
         InvalidArgumentError, TypeError: If it has no state of an object, or an array
-            does not fit; none is changed. Also what `restore` raises.
+            does not fit; no object is changed. Also what `restore` raises.
         OSError: If it cannot be read.
     """
     state = _newest(Path(path))
@@ -161,8 +162,8 @@ def _array_of(name: str, each: Any) -> Array:
     array: Array = _state_of(each)
     if not isinstance(array, np.ndarray) and not is_device(array):
         raise TypeError(
-            f"{name!r}, of type {type(each).__name__}, cannot be changed; it is in "
-            f"what load returns"
+            f"{name!r}, of type {type(each).__name__}, cannot be restored in place; "
+            f"take it from what load returns"
         )
     return array
 

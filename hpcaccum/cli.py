@@ -57,7 +57,7 @@ COMMANDS = {
         train.prepare,
     ),
     "bench": Command(
-        "measure the cost of gradient exchange, beside MPI's own calls",
+        "measure the cost of gradient exchange, compared with MPI's own calls",
         bench_options.add_arguments,
         bench.prepare,
         bench.needs_mpi,

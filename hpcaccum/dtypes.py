@@ -43,6 +43,6 @@ def check_unmasked(what: str, given: Any) -> None:
     """Raise InvalidArgumentError for a masked array: the mask would be lost."""
     if isinstance(given, np.ma.MaskedArray):
         raise InvalidArgumentError(
-            f"{what} must have no mask, got a masked array; its filled(0) has zeros in "
-            f"place of masked elements"
+            f"{what} must have no mask, got a masked array; pass its filled(0) to use "
+            f"zeros for masked elements"
         )

@@ -1,6 +1,6 @@
 """The error types of the package, and the format of ranks and numbers in messages.
 
-Each type is also the builtin type that fits best, so that callers may catch that.
+Each type is also the closest builtin type, so callers may catch that.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class IndexedSlices:
     ) -> None:
         if is_device(indices) and not is_device(values):
             raise InvalidArgumentError(
-                "indices are on the device, values in CPU memory; cupy.asnumpy or "
-                "cupy.asarray copies one of them"
+                "indices are on the device, values in CPU memory; copy one of them "
+                "with cupy.asnumpy or cupy.asarray"
             )
         self.indices = _vector(indices)
         self.values = _array("values", values)

@@ -39,8 +39,10 @@ class Layout:
         nbytes: Number of bytes of the buffer.
 
     Raises:
-        TypeError: If ``shapes`` is no mapping, or a shape is not integers.
-        InvalidArgumentError: If a dimension is negative, or a dtype no float.
+        TypeError: If ``shapes`` is not a mapping, or a shape does not consist of
+            integers.
+        InvalidArgumentError: If a dimension is negative, or the dtype is not
+            floating-point.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: DTypeLike) -> None:

@@ -119,9 +119,8 @@ class RankBuffers:
                 if index in self._lent:
                     return index
                 raise InvalidArgumentError(
-                    "the gradient lies in a slot of this rank that is no longer the "
-                    "caller's, because a gradient was applied since: call slot() again "
-                    "for each gradient"
+                    "the gradient is in a slot that was already applied: call slot() "
+                    "again for each gradient"
                 )
         return None
 

@@ -31,10 +31,10 @@ class ConditionalAccumulator(Accumulator):
     """Accumulates gradients of any rank, if they are not stale. Collective.
 
     The accumulator has a step, 0 at first. A gradient whose ``local_step`` is less than
-    that step is dropped, others are added. Taking waits for a number of gradients,
+    that step is dropped; any other is added. A take waits for a number of gradients,
     returns the reduction of *all* accumulated ones, and advances the step by one.
 
-    Applying and taking are not collective: any rank calls them at any time. An apply
+    Applying and taking are not collective: any rank may call them at any time. An apply
     never waits for another writer, and a stale gradient of more than 8 KiB is never
     sent.
 
@@ -57,15 +57,15 @@ class ConditionalAccumulator(Accumulator):
             the order in which that rank applied them; its threads must fix that order
             themselves. ``"sum"``: two sums on the host rank, which take less memory, in
             the order of arrival; between nodes every gradient is sent.
-        workers: How many ranks contribute gradients, all by default. If not all, the
-            host rank does not. Quorums shrink when ranks leave; after so many have
-            left, takes raise EverybodyLeftError.
+        workers: How many ranks contribute gradients, all by default. If not all do, the
+            host rank does not. Quorums shrink when ranks leave; after this number of
+            ranks has left, takes raise EverybodyLeftError.
 
     Raises:
         InvalidArgumentError, TypeError: On every rank, for an invalid argument.
         DisagreementError: On every rank, if the ranks' arguments differ.
 
-    Source: the behaviour of TensorFlow's ``tf.compat.v1.ConditionalAccumulator``.
+    Source: the behavior of TensorFlow's ``tf.compat.v1.ConditionalAccumulator``.
     """
 
     def __init__(
@@ -202,8 +202,8 @@ class ConditionalAccumulator(Accumulator):
             InvalidArgumentError, TypeError: For a ``num_required`` that is not an
                 integer of at least 1, a ``timeout`` that is not a number of at least 0,
                 or an ``out`` that does not fit; nothing is lost.
-            WaitTimeoutError: Names what was missing. Nothing is lost: gradients stay,
-                and the next take returns a round that was closed already. The same
+            WaitTimeoutError: States what was missing. Nothing is lost: gradients stay,
+                and the next take returns a round that was already closed. The same
                 holds for any other exception, except one that a signal handler raises
                 when the result is complete.
             EverybodyLeftError: At once, if all ranks have left and the round has no

@@ -57,7 +57,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
         DeviceUnavailableError: If there is no device.
         InvalidArgumentError, TypeError: For an unusable argument.
 
-    Source: the behaviour of TensorFlow's ``tf.compat.v1.ConditionalAccumulator``.
+    Source: the behavior of TensorFlow's ``tf.compat.v1.ConditionalAccumulator``.
     """
 
     def __init__(

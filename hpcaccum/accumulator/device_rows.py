@@ -40,7 +40,7 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         DeviceUnavailableError: If there is no device.
         InvalidArgumentError, TypeError: For an unusable argument.
 
-    Source: the behaviour of TensorFlow's ``tf.compat.v1.SparseConditionalAccumulator``.
+    Source: the behavior of TensorFlow's ``tf.compat.v1.SparseConditionalAccumulator``.
     """
 
     def __init__(

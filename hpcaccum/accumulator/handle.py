@@ -116,7 +116,7 @@ class Accumulator(Freeable):
         limit = self._protocol.packing.max_count
         if required > limit:
             raise InvalidArgumentError(
-                f"num_required is at most {limit}, got {required}"
+                f"num_required must be at most {limit}, got {required}"
             )
         return required
 
@@ -144,8 +144,9 @@ class Accumulator(Freeable):
         """Promise that this rank contributes no more gradients. Not collective.
 
         Quorums shrink: a take that requires more gradients than there are present ranks
-        waits for one of each; or, if it requires several of each worker, for as many of
-        each as before. On a host that is not a worker, this call has no effect.
+        waits for one gradient of each; or, if it requires several of each worker, for
+        as many of each as before. On a host that is not a worker, this call has no
+        effect.
         """
         self._check_open()
         self._shared.leave()
@@ -182,13 +183,13 @@ class Accumulator(Freeable):
     def restore(self, snapshot: Mapping[str, Any] | None) -> None:
         """Continue at the step and with the counts of a snapshot. Collective.
 
-        Call it before gradients are applied. The number of ranks may be another one.
+        Call it before gradients are applied. The number of ranks may be different.
 
         Args:
             snapshot: On the host rank; others may pass None.
 
         Raises:
-            TypeError, InvalidArgumentError: On every rank, if it is none.
+            TypeError, InvalidArgumentError: On every rank, if it is not a snapshot.
         """
         self._check_open()
         group, host = self._shared.group, self._settings.host
@@ -245,6 +246,6 @@ def _counts(snapshot: Any) -> tuple[int, Tally]:
     """Return the step and the tally of a snapshot."""
     if not isinstance(snapshot, Mapping) or "global_step" not in snapshot:
         found = "None" if snapshot is None else f"a {type(snapshot).__name__}"
-        raise TypeError(f"snapshot must be one of an accumulator, got {found}")
+        raise TypeError(f"snapshot must come from an accumulator, got {found}")
     step = step_number(snapshot["global_step"], "global_step")
     return step, Tally.of_lists(snapshot.get("tally", {}))

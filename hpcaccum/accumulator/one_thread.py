@@ -41,8 +41,8 @@ class OneThread:
         if self._busy:
             self._lock.release()
             raise InvalidArgumentError(
-                f"{self._what}: {call} in a signal handler, which has interrupted "
-                f"another call: set a flag in the handler, and call it later"
+                f"{self._what}: {call} was called in a signal handler that interrupted "
+                f"another call: set a flag in the handler, and make the call later"
             )
         try:
             self._busy = True

@@ -18,8 +18,8 @@ the word when its record says that the gradient has arrived. As soon as no rank 
 ones has an open intent for a closed round, what was admitted and has not arrived is
 lost, and the take leaves it out.
 
-A take first writes to CLOSED what it is about to close. If it fails, the next take finds
-there what is left to do: a round that was closed and not reduced is reduced then.
+A take first writes to CLOSED what it is about to close. If it fails, the next take
+finds there what is left to do: a round that was closed and not reduced is reduced then.
 
 `AdmissionProtocol` has the words and what writers do with them; `taker` has what takes
 do. The protocol is model-checked: tests/model/accumulator.pml.

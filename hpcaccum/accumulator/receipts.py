@@ -29,10 +29,10 @@ class Receipt:
         local_step: The step at which it was computed.
         global_step: The step of the accumulator or optimizer when it arrived.
         sent: False for a local step of `AGNOptimizer`, whose gradient is part of a
-            later push; else true.
-        nonfinite: Whether it was dropped because it has a NaN or an infinity.
-        loss: What the loss returned as its value, from ``minimize``; else None. It is
-            not compared.
+            later push; otherwise True.
+        nonfinite: Whether it was dropped because it contains a NaN or an infinity.
+        loss: What the loss returned as its value, from ``minimize``; otherwise None. It
+            is not compared.
     """
 
     accepted: bool
@@ -74,7 +74,7 @@ class Tally:
         lags: How many accepted and dropped gradients of all ranks had each lag. A
             negative lag counts as 0, one above `MAX_LAG` as `MAX_LAG`.
         nonfinite: One number per rank: gradients that an optimizer dropped because they
-            have a NaN or an infinity. ``dropped`` and ``lags`` do not count them.
+            contain a NaN or an infinity. ``dropped`` and ``lags`` do not count them.
     """
 
     accepted: tuple[int, ...]

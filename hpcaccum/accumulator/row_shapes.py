@@ -67,7 +67,7 @@ class RowShapes(ShapePolicy):
         shape = grad.slices.dense_shape
         if shape is None or self._begins_as_declared(shape):
             return None
-        return f"dense_shape must begin as {self._declared}, got {shape}"
+        return f"dense_shape must begin with {self._declared}, got {shape}"
 
     def _begins_as_declared(self, shape: Shape) -> bool:
         return compatible(shape[: len(self._declared)], self._declared)
@@ -85,9 +85,9 @@ class RowShapes(ShapePolicy):
             expected = self._table.shape(of_round)
             if row == expected:
                 return None
-            return f"rows must be {expected}, as the others of this round, got {row}"
+            return f"rows must be {expected}, like the others of this round, got {row}"
         if not compatible(row[: len(declared)], declared):
-            return f"rows must begin as {declared}, got {row}"
+            return f"rows must begin with {declared}, got {row}"
         if len(row) > MAX_DIMS:
             return f"rows must have at most {MAX_DIMS} dimensions, got {row}"
         return None
@@ -101,7 +101,7 @@ class RowShapes(ShapePolicy):
             )
         if number > settings.capacity:
             return (
-                f"a gradient has at most {settings.capacity} different rows "
-                f"(capacity=), got {number}"
+                f"a gradient must have at most {settings.capacity} different "
+                f"rows (capacity=), got {number}"
             )
         return None

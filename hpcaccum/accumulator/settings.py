@@ -82,8 +82,8 @@ def check_settings(
     name = _shared_name(shared_name)
     if not is_fixed(declared) and capacity is None:
         raise InvalidArgumentError(
-            f"shape {declared} is not fixed: capacity=, the maximum number of elements "
-            f"of a gradient, is needed"
+            f"shape {declared} is not fixed: pass capacity=, the maximum number of "
+            f"elements of a gradient"
         )
     number = _workers(workers, size)
     return Settings(
@@ -127,7 +127,7 @@ def check_sparse_settings(
     kind, declared = float_dtype(dtype), declared_shape(shape)
     if capacity is None:
         raise InvalidArgumentError(
-            "capacity=, the maximum number of rows of a rank in one round, is needed"
+            "pass capacity=, the maximum number of rows of a rank in one round"
         )
     return Settings(
         kind,
@@ -157,8 +157,8 @@ def _row_size(row_size: Any, declared: PartialShape | None) -> int:
         return size
     if least is None:
         raise InvalidArgumentError(
-            f"shape {declared} has rows of unknown size: row_size=, the maximum number "
-            f"of elements of a row, is needed"
+            f"shape {declared} has rows of unknown size: pass row_size=, the maximum "
+            f"number of elements of a row"
         )
     return least
 

@@ -32,13 +32,13 @@ def declared_shape(shape: Any) -> PartialShape | None:
     try:
         dims = tuple(None if dim is None else operator.index(dim) for dim in shape)
     except TypeError:
-        text = f"shape must have integers and None, got {shape!r}"
+        text = f"shape must have only integers and None, got {shape!r}"
         raise TypeError(text) from None
     if any(dim is not None and dim < 0 for dim in dims):
         raise InvalidArgumentError(f"shape must have no negative dimension, got {dims}")
     if len(dims) > MAX_DIMS:
         raise InvalidArgumentError(
-            f"shape has {len(dims)} dimensions, at most {MAX_DIMS}"
+            f"shape must have at most {MAX_DIMS} dimensions, got {len(dims)}"
         )
     return dims
 
@@ -114,8 +114,8 @@ class ShapePolicy:
         settings, wanted = self._settings, declared_shape(shape)
         if wanted is None or not is_fixed(wanted):
             raise InvalidArgumentError(
-                f"{self._what}: slot needs a shape, as that of the accumulator is "
-                f"{settings.shape}"
+                f"{self._what}: slot needs a shape, because that of the accumulator "
+                f"is {settings.shape}"
             )
         fits = compatible(known(wanted), settings.shape)
         if not fits or size_of(wanted) > settings.capacity:
@@ -188,7 +188,7 @@ class ShapePerRound(ShapePolicy):
     def _expected(self, grad: Any, of_round: int) -> str:
         if of_round:
             shape = self._table.shape(of_round)
-            return f"shape {shape}, as the others of this round"
+            return f"shape {shape}, like the others of this round"
         if not compatible(grad.shape, self._settings.shape):
             return super()._expected(grad, of_round)
         if grad.ndim > MAX_DIMS:

@@ -107,15 +107,15 @@ class SharedAccumulator(Freeable):
         kinds = [_kind(each) for each in (self.settings, settings)]
         if kinds[0] != kinds[1]:
             raise InvalidArgumentError(
-                f"accumulator with shared_name {settings.shared_name!r} exists and is "
-                f"{kinds[0]}, not {kinds[1]}"
+                f"accumulator with shared_name {settings.shared_name!r} already exists "
+                f"and is {kinds[0]}, not {kinds[1]}"
             )
         for field, value in vars(settings).items():
             old = getattr(self.settings, field)
             if old != value:
                 raise InvalidArgumentError(
-                    f"accumulator with shared_name {settings.shared_name!r} exists "
-                    f"with {field} {old}, got {value}"
+                    f"accumulator with shared_name {settings.shared_name!r} already "
+                    f"exists with {field} {old}, got {value}"
                 )
 
     def detach(self) -> None:

@@ -49,9 +49,9 @@ class SparseConditionalAccumulator(Accumulator):
 
     Collective. Steps, receipts, takes and timeouts are those of
     `ConditionalAccumulator`. A gradient is a list of rows with their indices, in any
-    order; rows that it repeats are added. A take returns each row that a gradient has
-    once. With ``"MEAN"`` it divides a row by the number of gradients that have it, so
-    that a row that few gradients have is not made smaller by the others.
+    order; repeated rows are added. A take returns each row that a gradient contains
+    once. With ``"MEAN"`` it divides a row by the number of gradients that contain it,
+    so the other gradients do not reduce rows that few gradients contain.
 
     Each rank stores its rows on its own node, in two buffers, until they are taken.
     They are added in rank order: the same gradients give the same bits in any order of
@@ -78,7 +78,7 @@ class SparseConditionalAccumulator(Accumulator):
         InvalidArgumentError, TypeError: On every rank, for an invalid argument.
         DisagreementError: On every rank, if the ranks' arguments differ.
 
-    Source: the behaviour of TensorFlow's ``tf.compat.v1.SparseConditionalAccumulator``,
+    Source: the behavior of TensorFlow's ``tf.compat.v1.SparseConditionalAccumulator``,
     which adds unsorted and repeated rows incorrectly.
     """
 

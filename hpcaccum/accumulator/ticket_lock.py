@@ -74,7 +74,7 @@ class TicketLock:
         self._words.write(place, ticket)
         deadline.wait(
             lambda: None if self._before(ticket) else True,
-            lambda: f"{format_ranks(self._before(ticket))}, before this rank in line",
+            lambda: f"{format_ranks(self._before(ticket))}, ahead of this rank",
         )
 
     def _before(self, ticket: int) -> list[int]:

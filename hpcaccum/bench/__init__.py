@@ -5,7 +5,4 @@ with two others of the same run, measured in turns: the raw MPI call that does t
 and the floor. On one node, that is the bytes that must move in memory, at the rate of a
 plain copy; between nodes, those that must cross a link, at the rate of a plain
 exchange.
-
-Each benchmark is a `measure.Case`: one file, and one line in `options`. Imports
-everything below, also internal modules; nothing but the command line imports it.
 """

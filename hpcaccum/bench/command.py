@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+import contextlib
+import functools
+from typing import TYPE_CHECKING
 
 from hpcaccum import Group, InvalidArgumentError, device
-from hpcaccum.bench import report, scaling, torch_step, wire
+from hpcaccum.bench import report, scaling, torch_step
 from hpcaccum.bench.compare import comparison
-from hpcaccum.bench.device_case import describe_device, device_facts
-from hpcaccum.bench.links import Links, describe_links
-from hpcaccum.bench.measure import Conditions, Measurement, Row, rows
-from hpcaccum.bench.options import Options, case_of, check_picture, resolve
-from hpcaccum.bench.references import Gloo, check_usable
-from hpcaccum.bench.row_files import RowFiles
-from hpcaccum.files import (
-    check_apart,
-    check_new,
-    check_writable,
-    ending_the_job,
-)
+from hpcaccum.bench.device import describe_device, device_facts
+from hpcaccum.bench.measure import measure
+from hpcaccum.bench.options import CASES, DEVICE, TORCH, WIRE, benchmarks_of, sizes_of
+from hpcaccum.bench.rows import Row, RowFiles, rows
+from hpcaccum.bench.wire import Links
+from hpcaccum.files import check_apart, check_new, check_writable, ending_the_job
 from hpcaccum.machine import circumstances, describe, place_and_date
 
 if TYPE_CHECKING:
@@ -27,10 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hpcaccum.bench.measure import Case
-
-# Options that name a file to write; a comparison has only a picture.
-_OUTPUTS = ("json", "csv", "plot")
 _ONE_NODE = (
     "all ranks are on one node, and nothing crosses a wire: use hpcaccum bench step or "
     "hpcaccum bench server, or start ranks on several nodes"
@@ -51,23 +42,29 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
     if args.benchmark == "compare":
         _check_outputs(args, {"old": args.old, "new": args.new})
         return comparison(args.old, args.new, args.tolerance, args.plot)
-    group, options = Group.of(), resolve(args)
+    group = Group.of()
+    group.agree("options", lambda: vars(args))
+    files = group.agree(
+        "hpcaccum bench", lambda: _open_files(args, group), facts=lambda _: {}
+    )
+    return functools.partial(_run, args, group, files)
 
-    def open_files() -> RowFiles | None:
-        if options.gloo:
-            check_usable("bench torch" if options.with_torch else "--against gloo")
-        if options.on_device:
-            device.use_device(group.node.rank)
-        if options.on_wire and group.single_node:
-            raise InvalidArgumentError(_ONE_NODE)
-        if group.rank != 0:
-            return None
-        _check_outputs(args, {})
-        return RowFiles(options.json, options.csv)
 
-    group.agree("options", lambda: asdict(options))
-    files = group.agree("hpcaccum bench", open_files, facts=lambda _: {})
-    return Bench(group, options, files)
+def _open_files(args: argparse.Namespace, group: Group) -> RowFiles | None:
+    """Check what the benchmark needs; return what rank 0 writes."""
+    if _uses_torch(args):
+        what = "bench torch" if args.benchmark == TORCH else "--against gloo"
+        torch_step.check_usable(what)
+    if args.benchmark == TORCH and group.size == 1:
+        raise InvalidArgumentError("bench torch needs 2 ranks")
+    if args.benchmark == DEVICE:
+        device.use_device(group.node.rank)
+    if args.benchmark == WIRE and group.single_node:
+        raise InvalidArgumentError(_ONE_NODE)
+    if group.rank != 0:
+        return None
+    _check_outputs(args, {})
+    return RowFiles(args.json, args.csv)
 
 
 def _check_outputs(args: argparse.Namespace, inputs: dict[str, Path]) -> None:
@@ -75,106 +72,73 @@ def _check_outputs(args: argparse.Namespace, inputs: dict[str, Path]) -> None:
 
     Nothing is created or changed.
     """
-    outputs = {f"--{each}": getattr(args, each, None) for each in _OUTPUTS}
+    # A comparison has only a picture.
+    names = "json", "csv", "plot"
+    outputs = {f"--{each}": getattr(args, each, None) for each in names}
     check_apart(outputs, inputs)
     if not args.force:
         check_new(outputs)
-    check_picture(args.plot)
+    if args.plot:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise InvalidArgumentError(
+                "--plot needs matplotlib, which is not installed: pip install "
+                "matplotlib"
+            ) from None
     for name, path in outputs.items():
         if path is not None:
             check_writable(name, path)
 
 
-class Bench:
-    """All benchmarks of one call.
+def _run(args: argparse.Namespace, group: Group, files: RowFiles | None) -> int:
+    """Measure and write; return the exit status. Collective."""
+    facts = circumstances(group)
+    title, links = describe(facts), None
+    if args.benchmark == DEVICE:
+        facts.update(device_facts())
+        title += f"\n{describe_device(facts)}"
+    if args.benchmark == WIRE:
+        links = Links(group)
+        facts["links"] = links.about
+        title += f"\n{links.about}"
+    names, against = benchmarks_of(args.benchmark), _uses_torch(args)
+    usual = report.HOST if group.single_node else report.BETWEEN_NODES
+    columns = CASES[names[0]].columns or usual
 
-    Args:
-        group: The ranks.
-        options: The same on all.
-        files: What rank 0 writes; None on the others.
-    """
+    def show(*lines: str) -> None:
+        if group.rank == 0:
+            print(*lines, sep="\n", flush=True)
 
-    def __init__(self, group: Group, options: Options, files: RowFiles | None) -> None:
-        self._group, self._options, self._files = group, options, files
-        self._facts: dict[str, Any] = {}
-        self._columns = self._choose_columns()
+    show(title, columns.legend, _ROWS)
+    measured: list[Row] = []
+    with torch_step.gloo(group) if against else contextlib.nullcontext():
+        for name in names:
+            show(report.head(name, columns))
+            for nbytes in sizes_of(args.sizes, name):
+                size = report.size_text(nbytes)
+                if reason := CASES[name].memory.missing(group, nbytes):
+                    show(f"{size:>7} skipped: {reason}")
+                    continue
+                case = CASES[name](group, nbytes, against, links)
+                found = rows(name, case, measure(case, f"{name} {size}", args.seconds))
+                case.free()
+                # Else its arrays remain beside those of the next size.
+                del case
+                show(*report.lines(found, columns))
+                if files:
+                    files.write(found, facts)
+                measured += found
+    if files:
+        files.close()
+    if args.plot and group.rank == 0 and measured:
+        from hpcaccum.bench.plot import draw
 
-    def _choose_columns(self) -> report.Columns:
-        if self._options.on_device:
-            return report.DEVICE
-        if self._options.on_wire:
-            return wire.COLUMNS
-        if self._options.with_torch:
-            return torch_step.COLUMNS
-        return report.HOST if self._group.single_node else report.BETWEEN_NODES
+        with ending_the_job("--plot", args.plot):
+            draw(measured, f"{title}\n{place_and_date(facts)}", args.plot)
+        show(f"\npicture: {args.plot}")
+    return 0
 
-    def __call__(self) -> int:
-        """Measure and write; return the exit status. Collective."""
-        options, group = self._options, self._group
-        self._facts = circumstances(group)
-        title = describe(self._facts)
-        if options.on_device:
-            self._facts.update(device_facts())
-            title += f"\n{describe_device(self._facts)}"
-        links = Links(group) if options.on_wire else None
-        if links:
-            self._facts["links"] = describe_links(links)
-            title += f"\n{self._facts['links']}"
-        self._print(f"{title}\n{self._columns.legend}\n{_ROWS}")
-        gloo = Gloo(group) if options.gloo else None
-        conditions = Conditions(options.seconds, gloo, links)
-        measured = [
-            row for name in options.benchmarks for row in self._run(name, conditions)
-        ]
-        if gloo:
-            gloo.free()
-        if self._files:
-            self._files.close()
-        if options.plot and group.rank == 0 and measured:
-            from hpcaccum.bench.plot import draw
 
-            with ending_the_job("--plot", options.plot):
-                draw(measured, f"{title}\n{place_and_date(self._facts)}", options.plot)
-            self._print(f"\npicture: {options.plot}")
-        return 0
-
-    def _print(self, text: str) -> None:
-        if self._group.rank == 0:
-            print(text, flush=True)
-
-    def _run(self, name: str, conditions: Conditions) -> list[Row]:
-        self._print(report.head(name, self._columns))
-        kind, measured = case_of(name), []
-        for nbytes in self._options.sizes_of(name):
-            what = f"{name} {report.size_text(nbytes)}"
-            reason = self._obstacle(kind, nbytes)
-            if reason:
-                self._print(f"{report.size_text(nbytes):>7} skipped: {reason}")
-                continue
-            found = self._measure(name, what, nbytes, conditions)
-            measured += found
-            self._show(found)
-        return measured
-
-    def _obstacle(self, case: type[Case], nbytes: int) -> str | None:
-        """Return why this size cannot be measured; None if it can. Collective."""
-        if self._group.size < case.least_ranks:
-            return f"needs {case.least_ranks} ranks"
-        missing: str | None = case.memory.missing(self._group, nbytes)
-        return missing
-
-    def _measure(
-        self, name: str, what: str, nbytes: int, conditions: Conditions
-    ) -> list[Row]:
-        case = case_of(name)(self._group, nbytes, conditions)
-        times = Measurement(self._group, what, case, conditions.seconds)()
-        found = rows(name, nbytes, self._group.size, case.kinds, times)
-        case.free()
-        return found
-
-    def _show(self, found: list[Row]) -> None:
-        for line in report.lines(found, self._columns):
-            self._print(line)
-        if self._files:
-            for row in found:
-                self._files.write(row, self._facts)
+def _uses_torch(args: argparse.Namespace) -> bool:
+    return args.benchmark == TORCH or getattr(args, "against", None) is not None

@@ -12,8 +12,7 @@ the copy's rate, and "vsCuPy" the speedup over the best expression in plain CuPy
 - device rows: gradients of rows of 128 numbers. ``scatter`` into twice as many rows;
   ``mean rows``: by the number of contributions.
 - device updates: ``sgd`` and ``adam`` of one variable.
-- device rounds: of a DeviceAccumulator. ``apply`` of one array, ``apply 161``, and
-  ``round``, ``round 161``: an apply and a take.
+- device rounds: of a DeviceAccumulator. ``apply`` of one array, ``apply 161``.
 - device exchange: ``exchange``: a reducer, from the device and back to it; ``out`` and
   ``back``: the bytes over the bus, from and to pinned memory; ``host``: the reducer
   alone, in CPU memory.
@@ -21,192 +20,463 @@ the copy's rate, and "vsCuPy" the speedup over the best expression in plain CuPy
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+import functools
+import math
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum import DeviceAccumulator, Layout, Reducer, device
-from hpcaccum.bench.device_case import Contest, DeviceCase, DeviceMemory, check_same
-from hpcaccum.bench.device_kernels import (
-    ArraysOnDevice,
-    RowsOnDevice,
-    SumsOnDevice,
-    elements,
-    many_arrays,
+from hpcaccum.bench.measure import (
+    COPY,
+    NEVER_STALE,
+    Case,
+    Memory,
+    check_equal,
+    gradient,
+    repeated,
+    sum_of_gradients,
 )
-from hpcaccum.bench.device_updates import UpdatesOnDevice
-from hpcaccum.bench.measure import Kind, Memory, check_equal, repeated
-from hpcaccum.bench.references import NEVER_STALE, gradient, sum_of_gradients
+from hpcaccum.bench.report import Column, Columns
+from hpcaccum.device import PointerTable, kernels
+from hpcaccum.optimizers import SGD, Adam, Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
 
-    from hpcaccum import Group
-    from hpcaccum.bench.device_case import Buffers
-    from hpcaccum.bench.measure import Case, Conditions
+    from hpcaccum.bench.measure import Run
+
+# Relative sizes of 161 arrays: roughly those of ResNet-50.
+_SHARES = [64 * 64 * 9] * 120 + [2048 * 512] * 20 + [256] * 21
+_WIDTH = 128
+_CLIP = 1.0
+_RATE, _BETA1, _BETA2, _EPSILON = 1e-3, 0.9, 0.999, 1e-8
+# With the bias correction of the first update.
+_FIRST_RATE = _RATE * math.sqrt(1 - _BETA2) / (1 - _BETA1)
+_THREE = np.float32(3)
 
 
-class RoundsOnDevice(DeviceCase):
+def device_facts() -> dict[str, Any]:
+    """Return the properties of the device that figures depend on."""
+    cupy = device.cupy()
+    runtime, current = cupy.cuda.runtime, cupy.cuda.Device()
+    name = runtime.getDeviceProperties(current.id)["name"]
+    driver = runtime.driverGetVersion()
+    return {
+        "device": name.decode() if isinstance(name, bytes) else str(name),
+        "devices": runtime.getDeviceCount(),
+        "device_memory": current.mem_info[1],
+        # 13000 is 13.0.
+        "driver": f"{driver // 1000}.{driver % 1000 // 10}",
+        "cupy": cupy.__version__,
+    }
+
+
+def describe_device(facts: dict[str, Any]) -> str:
+    """Return these facts and their date in one line."""
+    return (
+        f"{facts['device']}, {facts['device_memory'] / 2**30:.0f} GiB; CUDA driver "
+        f"{facts['driver']}; CuPy {facts['cupy']}; {facts['date']}"
+    )
+
+
+def timed(operation: Callable[[], object]) -> Run:
+    """Return a `Kind.run` that measures time on the device, between two events."""
+
+    def run(inner: int) -> list[float]:
+        cuda = device.cupy().cuda
+        begin, end = cuda.Event(), cuda.Event()
+        begin.record()
+        for _ in range(inner):
+            operation()
+        end.record()
+        end.synchronize()
+        seconds = cuda.get_elapsed_time(begin, end) / 1e3
+        return [max(seconds / inner, 1e-9)]
+
+    return run
+
+
+def check_same(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
+    """Raise WrongAnswerError unless device arrays are equal, within a tolerance.
+
+    Both may also be mappings of arrays.
+    """
+    if isinstance(actual, dict):
+        for name, array in expected.items():
+            check_same(actual[name], array, tolerance)
+        return
+    off = abs(actual - expected)
+    # Not `off > ...`, which is false for NaN.
+    good = off <= tolerance * abs(expected)
+    if not bool(good.all()):
+        host = actual.get()
+        check_equal(host, np.where(good.get(), host, expected.get()))
+
+
+def _launch(name: str, count: int, *arguments: Any) -> None:
+    """Launch a kernel over ``count`` elements."""
+    grid = (kernels.blocks(count),)
+    kernels.kernel(name)(grid, (kernels.THREADS,), arguments)
+
+
+class DeviceCase(Case):
+    """Contests at one size, and a copy of that size, which is the floor of all."""
+
+    sizes = "1G"
+    columns = Columns(
+        "one operation; n: samples; p99: from 100 samples on\n"
+        "GB/s: the size over the median; moved: the same of all bytes that must move\n"
+        "vsCuPy: times faster than plain CuPy; copy: fraction of the rate of a plain "
+        "copy",
+        (
+            Column("GB/s", 5, lambda row: row.algbw),
+            Column("moved", 5, lambda row: row.busbw),
+            Column("vsCuPy", 6, lambda row: row.vs_mpi),
+            Column("copy", 5, lambda row: 1 / row.vs_floor if row.vs_floor else None),
+        ),
+    )
+
+    def _contest(
+        self, name: str, moves: float, ours: Any, cupy: Any, *checks: Any
+    ) -> None:
+        """Add a task, done by the package and by the best expression of plain CuPy.
+
+        It must read and write ``moves`` times the size. A second check is CuPy's.
+        """
+        # The bus bandwidth is that of all bytes moved.
+        more: Any = {"floor": (COPY, moves / 2), "bus": moves}
+        rival = f"{name} CuPy" if cupy else None
+        plain = name == COPY
+        self._add(name, timed(ours), checks[0], raw=rival, reference=plain, **more)
+        if cupy:
+            self._add(rival, timed(cupy), checks[-1], reference=True, **more)
+
+    def _add_copy(self, source: Any) -> None:
+        target = self._result(device.cupy().empty_like(source))
+        copy = functools.partial(device.cupy().copyto, target, source)
+        self._contest(COPY, 2, copy, None, lambda: check_same(target, source))
+
+    @functools.cached_property
+    def _random(self) -> Any:
+        return device.cupy().random.default_rng(self.rank)
+
+    def _normal(self, count: int) -> Any:
+        return self._random.standard_normal(count, dtype=np.float32)
+
+    def _normal_arrays(self, layout: Layout) -> dict[str, Any]:
+        return {name: self._normal(size) for name, (size,) in layout.shapes.items()}
+
+
+class SumsOnDevice(DeviceCase):
+    """One array added to a sum, and the reductions of the sum."""
+
+    memory = Memory(device=12)
+
+    def _prepare(self) -> None:
+        cupy, count, size = device.cupy(), self.count, np.int64(self.count)
+        source = self._normal(count)
+        half = source.astype(np.float16)
+        total = self._result(cupy.empty_like(source), 3)
+        target = self._result(cupy.empty_like(source))
+        partial, square = cupy.empty(4096, np.float64), cupy.zeros(1, np.float64)
+        ticket = cupy.zeros(1, np.int64)
+
+        def add(kernel: str, array: Any) -> None:
+            more = np.float32(1), size, np.int32(0)
+            _launch(f"accumulate_{kernel}", count, total, array, *more)
+
+        def mean() -> None:
+            _launch("mean_f32", count, target, total, size, np.int64(3))
+
+        def clip() -> None:
+            norm = source, size, partial, ticket, square
+            _launch("square_norm_f32", count, *norm)
+            clipped = target, source, size, np.int64(1), square, np.float64(_CLIP)
+            _launch("mean_clip_f32", count, *clipped)
+
+        def cupy_clip() -> None:
+            # One pass of cuBLAS: linalg.norm makes a temporary array.
+            norm = cupy.sqrt(cupy.dot(source, source))
+            cupy.multiply(source, cupy.minimum(_CLIP / norm, 1), out=target)
+
+        def check_clip() -> None:
+            factor = min(1, _CLIP / float(cupy.linalg.norm(source)))
+            check_same(target, source * np.float32(factor), 1e-3)
+
+        self._contest(
+            "add f32",
+            3,
+            lambda: add("f32", source),
+            lambda: cupy.add(total, source, out=total),
+            lambda: check_same(total, source + _THREE),
+        )
+        self._contest(
+            "add f16",
+            2.5,
+            lambda: add("f16", half),
+            lambda: cupy.add(total, half, out=total),
+            lambda: check_same(total, half.astype(np.float32) + _THREE),
+        )
+        self._contest(
+            "mean",
+            2,
+            mean,
+            lambda: cupy.divide(total, _THREE, out=target),
+            lambda: check_same(target, total / _THREE),
+        )
+        self._contest("clip", 3, clip, cupy_clip, check_clip)
+        self._add_copy(source)
+
+
+class ArraysOnDevice(DeviceCase):
+    """Many small arrays, in one launch."""
+
+    memory = Memory(device=8)
+
+    def _prepare(self) -> None:
+        cupy, layout, elements = device.cupy(), *_many_arrays(self.count)
+        share = 4 * elements / self.nbytes
+        packed = self._normal(layout.size)
+        flat = self._result(cupy.zeros(layout.size, np.float32), 3)
+        parts, sums = layout.views(packed), layout.views(flat)
+        arrays, outs = self._normal_arrays(layout), self._normal_arrays(layout)
+        dense = self._result(cupy.empty(elements, np.float32))
+        table = PointerTable(layout)
+        for out in outs.values():
+            self._result(out)
+
+        def cupy_add() -> None:
+            for name, array in arrays.items():
+                cupy.add(sums[name], array, out=sums[name])
+
+        def check_added() -> None:
+            check_same(sums, {name: each + _THREE for name, each in arrays.items()})
+
+        def cupy_unpack() -> None:
+            for name, out in outs.items():
+                cupy.copyto(out, parts[name])
+
+        self._contest(
+            "add",
+            3 * share,
+            lambda: table.accumulate(flat, arrays),
+            cupy_add,
+            check_added,
+        )
+        self._contest(
+            "pack",
+            2 * share,
+            lambda: table.pack(flat, arrays),
+            lambda: cupy.concatenate(list(arrays.values()), out=dense),
+            lambda: check_same(sums, arrays),
+            lambda: check_same(dense, cupy.concatenate(list(arrays.values()))),
+        )
+        self._contest(
+            "unpack",
+            2 * share,
+            lambda: table.unpack(packed, outs),
+            cupy_unpack,
+            lambda: check_same(outs, parts),
+        )
+        self._add_copy(self._normal(self.count))
+
+
+def _many_arrays(count: int) -> tuple[Layout, int]:
+    """Return the layout of 161 arrays of about ``count`` elements, and their number."""
+    part = count / sum(_SHARES)
+    sizes = [max(1, int(share * part)) for share in _SHARES]
+    shapes = {f"array{number}": (size,) for number, size in enumerate(sizes)}
+    return Layout(shapes, np.float32), sum(sizes)
+
+
+class RowsOnDevice(DeviceCase):
+    """Rows of a matrix."""
+
+    memory = Memory(device=14)
+
+    def _prepare(self) -> None:
+        cupy, number = device.cupy(), max(1, self.count // _WIDTH)
+        source = self._normal(number * _WIDTH)
+        # Small integers: sums are exact in any order.
+        values = cupy.floor(source * np.float32(4)).reshape(number, _WIDTH)
+        rows = self._random.integers(0, 2 * number, number)
+        total = self._result(cupy.empty((2 * number, _WIDTH), np.float32), 6)
+        counts = self._result(cupy.zeros(2 * number, np.int32), 0)
+        refused = cupy.zeros(1, np.int64)
+        given = self._random.integers(0, 4, 2 * number).astype(np.int32)
+        divisors = cupy.maximum(given, 1).astype(np.float32)[:, None]
+        # Values and indices are read; sums and counts are read and written.
+        added = 12 * values.size + 16 * number
+        divided = 4 * given.size + 8 * _WIDTH * int((given > 1).sum())
+
+        def scatter() -> None:
+            arrays = total, counts, values, rows
+            sizes = map(np.int64, (number, _WIDTH, 2 * number))
+            _launch("scatter_add_rows_f32", values.size, *arrays, *sizes, refused)
+
+        def cupy_scatter(total: Any = total, counts: Any = counts) -> None:
+            cupy.add.at(total, rows, values)
+            cupy.add.at(counts, rows, 1)
+
+        def check_scatter() -> None:
+            expected = cupy.full_like(total, 6), cupy.zeros_like(counts)
+            cupy_scatter(*expected)
+            check_same(total, expected[0])
+            check_same(counts, expected[1])
+
+        def mean() -> None:
+            sizes = map(np.int64, (2 * number, _WIDTH))
+            _launch("mean_rows_f32", total.size, total, given, *sizes)
+
+        def cupy_mean() -> None:
+            divisors = cupy.maximum(given, 1).astype(np.float32)
+            cupy.divide(total, divisors[:, None], out=total)
+
+        self._contest(
+            "scatter", added / self.nbytes, scatter, cupy_scatter, check_scatter
+        )
+        self._contest(
+            "mean rows",
+            divided / self.nbytes,
+            mean,
+            cupy_mean,
+            lambda: check_same(total, cupy.full_like(total, 6) / divisors),
+        )
+        self._add_copy(source)
+
+
+class UpdatesOnDevice(DeviceCase):
+    """One variable, updated once."""
+
+    memory = Memory(device=12)
+
+    def _prepare(self) -> None:
+        cupy, source = device.cupy(), self._normal(self.count)
+        value = self._result(cupy.empty_like(source), 3)
+        scratch = cupy.empty_like(source)
+        pairs = [(source, Variable(value, "value"))]
+        sgd, adam = SGD(1), Adam(_RATE, _BETA1, _BETA2, _EPSILON)
+        adam.apply_gradients(pairs)
+        m, v, _ = (self._result(each.value, 0) for each in adam.variables())
+
+        def cupy_adam() -> None:
+            cupy.multiply(m, _BETA1, out=m)
+            cupy.multiply(source, 1 - _BETA1, out=scratch)
+            cupy.add(m, scratch, out=m)
+            cupy.multiply(v, _BETA2, out=v)
+            cupy.multiply(source, source, out=scratch)
+            cupy.multiply(scratch, 1 - _BETA2, out=scratch)
+            cupy.add(v, scratch, out=v)
+            cupy.sqrt(v, out=scratch)
+            cupy.add(scratch, _EPSILON, out=scratch)
+            cupy.divide(m, scratch, out=scratch)
+            cupy.multiply(scratch, _FIRST_RATE, out=scratch)
+            cupy.subtract(value, scratch, out=value)
+
+        def check_adam() -> None:
+            """Check m, v and the variable after one gradient."""
+            check_same(m, source * np.float32(1 - _BETA1), 1e-6)
+            check_same(v, source * source * np.float32(1 - _BETA2), 1e-5)
+            root = cupy.sqrt(v) + np.float32(_EPSILON)
+            check_same(value, 3 - np.float32(_FIRST_RATE) * m / root, 1e-6)
+
+        self._contest(
+            "sgd",
+            3,
+            lambda: sgd.apply_gradients(pairs),
+            # Complete only with a rate of 1: any other needs a second pass.
+            lambda: cupy.subtract(value, source, out=value),
+            lambda: check_same(value, _THREE - source),
+        )
+        self._contest(
+            "adam", 7, lambda: adam.apply_gradients(pairs), cupy_adam, check_adam
+        )
+        self._add_copy(source)
+
+
+class AppliesOnDevice(DeviceCase):
     """The DeviceAccumulator."""
 
-    memory: ClassVar[DeviceMemory] = DeviceMemory(12)
+    memory = Memory(device=12)
 
-    def make(self, count: int) -> Buffers:
-        """Return gradients and accumulators."""
-        cupy, layout, source = device.cupy(), many_arrays(count), self.normal(count)
-        return {
-            "source": source,
-            "target": cupy.empty_like(source),
-            "sum": cupy.empty_like(source),
-            "out": cupy.empty_like(source),
-            "one": DeviceAccumulator("float32", (count,)),
-            "arrays": {n: self.normal(s[0]) for n, s in layout.shapes.items()},
-            "many": DeviceAccumulator("float32", layout.shapes),
-        }
+    def _prepare(self) -> None:
+        layout, elements = _many_arrays(self.count)
+        source, arrays = self._normal(self.count), self._normal_arrays(layout)
+        share = elements / self.count
+        self._ready: list[Callable[[], None]] = []
+        self._add_applies("apply", 3, source, (self.count,))
+        self._add_applies("apply 161", 3 * share, arrays, layout.shapes)
+        self._add_copy(source)
 
-    def spoil(self, buffers: Buffers) -> None:
-        """Leave one gradient in each accumulator."""
-        for which, given in ("one", "source"), ("many", "arrays"):
-            accumulator = buffers[which]
+    def _add_applies(self, name: str, moves: float, grad: Any, shapes: Any) -> None:
+        accumulator = self._hold(DeviceAccumulator("float32", shapes))
+
+        def apply() -> None:
+            accumulator.apply_grad(grad, NEVER_STALE)
+
+        def ready() -> None:
+            """Leave one gradient in the accumulator."""
             if accumulator.num_accumulated():
                 accumulator.take_grad(1)
-            accumulator.apply_grad(buffers[given], NEVER_STALE)
-        buffers["out"].fill(np.nan)
-        buffers["taken"] = {}
+            apply()
 
-    def compete(self, nbytes: int) -> list[Contest]:
-        """Return the contests to measure."""
-        moved = 4 * elements(many_arrays(nbytes // 4))
-        return [
-            Contest("apply", _apply, None, 3 * nbytes, _check_apply),
-            Contest("apply 161", _apply_161, None, 3 * moved, _check_apply_161),
-            Contest("round", _round, _cupy_round, 4 * nbytes, _check_round),
-            Contest("round 161", _round_161, None, 4 * moved, _check_round_161),
-        ]
+        def check() -> None:
+            check_equal(np.array([accumulator.num_accumulated()]), 2)
+            check_same(accumulator.take_grad(2), grad)
 
-    def free(self) -> None:
-        """Free the accumulators."""
-        for each in self._sets:
-            each["one"].free()
-            each["many"].free()
-        super().free()
-
-
-def _apply(b: Buffers) -> None:
-    b["one"].apply_grad(b["source"], NEVER_STALE)
-
-
-def _check_apply(b: Buffers) -> None:
-    _check_count(b["one"])
-    check_same(b["one"].take_grad(2), b["source"])
-
-
-def _check_count(accumulator: DeviceAccumulator) -> None:
-    """Two gradients were applied: one by `spoil`, one by the benchmark."""
-    check_equal(np.array([accumulator.num_accumulated()]), 2)
-
-
-def _apply_161(b: Buffers) -> None:
-    b["many"].apply_grad(b["arrays"], NEVER_STALE)
-
-
-def _check_apply_161(b: Buffers) -> None:
-    _check_count(b["many"])
-    b["taken"] = b["many"].take_grad(2)
-    _check_round_161(b)
-
-
-def _round(b: Buffers) -> None:
-    _apply(b)
-    b["one"].take_grad(1, out=b["out"])
-
-
-def _cupy_round(b: Buffers) -> None:
-    device.cupy().copyto(b["sum"], b["source"])
-    device.cupy().divide(b["sum"], np.float32(1), out=b["out"])
-
-
-def _check_round(b: Buffers) -> None:
-    check_same(b["out"], b["source"])
-
-
-def _round_161(b: Buffers) -> None:
-    _apply_161(b)
-    b["taken"] = b["many"].take_grad(1)
-
-
-def _check_round_161(b: Buffers) -> None:
-    for name, array in b["arrays"].items():
-        check_same(b["taken"][name], array)
-
-
-class ExchangeOnDevice:
-    """Gradients of the device, reduced over all ranks and back on the device."""
-
-    least_ranks: ClassVar[int] = 1
-    memory: ClassVar[DeviceMemory] = DeviceMemory(6, host=Memory(shared=6, private=6))
-
-    def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
-        cupy, count = device.cupy(), nbytes // 4
-        mine = gradient(group.rank, count)
-        self._expected = cupy.asarray(sum_of_gradients(group.size, count))
-        self._mine, self._out = cupy.asarray(mine), cupy.empty(count, np.float32)
-        layout = Layout({"all": (count,)}, np.float32)
-        sums: dict[str, Any] = {"reduction_type": "SUM"}
-        self._reducer = Reducer(layout, group, "bench", **sums)
-        self._host = Reducer(layout, group, "bench host", **sums)
-        self._host.arrays()["all"][:] = mine
-        # A row for bytes from the device, a row of bytes for it.
-        self._memory = np.empty((2, count), np.float32)
-        self._memory[1] = self._expected.get()
-        self._pinned = device.Pinned(self._memory)
-        self.kinds = [
-            Kind("exchange", repeated(self._exchange), self._check, figures=_figures),
-            Kind("out", repeated(self._to_host), self._check_memory, reference=True),
-            Kind("back", repeated(self._to_device), self._check, reference=True),
-            Kind("host", repeated(self._reduce), reference=True),
-        ]
-
-    def _exchange(self) -> None:
-        self._reducer.reduce({"all": self._mine}, out={"all": self._out})
-        device.current_stream().synchronize()
-
-    def _to_host(self) -> None:
-        self._mine.get(out=self._memory[0])
-
-    def _check_memory(self) -> None:
-        check_same(device.cupy().asarray(self._memory[0]), self._mine)
-
-    def _to_device(self) -> None:
-        self._out.set(self._memory[1])
-        device.current_stream().synchronize()
-
-    def _reduce(self) -> None:
-        self._host.reduce()
-
-    def _check(self) -> None:
-        check_same(self._out, self._expected)
+        self._ready.append(ready)
+        self._contest(name, moves, apply, None, check)
 
     def forget(self) -> None:
         """Overwrite the results."""
-        self._out.fill(np.nan)
-        self._memory[0] = np.nan
-
-    def free(self) -> None:
-        """Free the reducers. Collective."""
-        self._pinned.free()
-        self._reducer.free()
-        self._host.free()
+        super().forget()
+        for ready in self._ready:
+            ready()
 
 
-def _figures(medians: Mapping[str, float]) -> dict[str, float]:
-    """Compare with pipelines that overlap no transfers, or all of them."""
-    parts = [medians[name] for name in ("out", "back", "host")]
-    whole = medians["exchange"]
-    return {
-        "times out, back and host one after the other": whole / sum(parts),
-        "times the longest of them": whole / max(parts),
-    }
+class ExchangeOnDevice(DeviceCase):
+    """Gradients of the device, reduced over all ranks and back on the device."""
+
+    memory = Memory(shared=6, private=6, device=6)
+
+    def _prepare(self) -> None:
+        cupy, count = device.cupy(), self.count
+        mine = gradient(self.rank, count)
+        expected = cupy.asarray(sum_of_gradients(self.n, count))
+        on_device, out = cupy.asarray(mine), cupy.empty(count, np.float32)
+        layout = Layout({"all": (count,)}, np.float32)
+        sums: Any = {"reduction_type": "SUM"}
+        reducer = self._hold(Reducer(layout, self.group, "bench", **sums))
+        host = self._hold(Reducer(layout, self.group, "bench host", **sums))
+        host.arrays()["all"][:] = mine
+        # A row for bytes from the device, a row of bytes for it.
+        memory = np.empty((2, count), np.float32)
+        memory[1] = expected.get()
+        self._hold(device.Pinned(memory))
+        self._result(out)
+        self._result(memory[0])
+
+        def exchange() -> None:
+            reducer.reduce({"all": on_device}, out={"all": out})
+            device.current_stream().synchronize()
+
+        def back() -> None:
+            out.set(memory[1])
+            device.current_stream().synchronize()
+
+        def check() -> None:
+            check_same(out, expected)
+
+        self._add("exchange", repeated(exchange), check)
+        self._add(
+            "out",
+            repeated(lambda: on_device.get(out=memory[0])),
+            lambda: check_same(cupy.asarray(memory[0]), on_device),
+            reference=True,
+        )
+        self._add("back", repeated(back), check, reference=True)
+        self._add("host", repeated(host.reduce), reference=True)
 
 
 DEVICE_BENCHMARKS: dict[str, type[Case]] = {
@@ -214,6 +484,6 @@ DEVICE_BENCHMARKS: dict[str, type[Case]] = {
     "device arrays": ArraysOnDevice,
     "device rows": RowsOnDevice,
     "device updates": UpdatesOnDevice,
-    "device rounds": RoundsOnDevice,
+    "device rounds": AppliesOnDevice,
     "device exchange": ExchangeOnDevice,
 }

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import itertools
-from dataclasses import dataclass
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcaccum import InvalidArgumentError, option_values
+from hpcaccum import option_values
 from hpcaccum.bench.accumulate import Accumulate
 from hpcaccum.bench.allreduce import Allreduce
 from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.device import __doc__ as device_help
 from hpcaccum.bench.server import Server
-from hpcaccum.bench.sizes import sizes
 from hpcaccum.bench.step import Step
 from hpcaccum.bench.torch_step import TorchStep
 from hpcaccum.bench.wire import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hpcaccum.bench.measure import Case
 
 BENCHMARKS: dict[str, type[Case]] = {
@@ -31,85 +27,26 @@ BENCHMARKS: dict[str, type[Case]] = {
     "server": Server,
     "step": Step,
 }
-
 # What `all` leaves out, as not every machine has a device or PyTorch, and not every job
 # several nodes.
-_ON_DEVICE, WIRE, TORCH = "device", "wire", "torch"
-_CASES: dict[str, type[Case]] = {
+DEVICE, WIRE, TORCH = "device", "wire", "torch"
+CASES: dict[str, type[Case]] = {
     **BENCHMARKS,
-    **DEVICE_BENCHMARKS,
     WIRE: Wire,
     TORCH: TorchStep,
+    **DEVICE_BENCHMARKS,
 }
+_SEVERAL = {"all": tuple(BENCHMARKS), DEVICE: tuple(DEVICE_BENCHMARKS)}
 
-_HELP = {
-    "accumulate": "the accumulator: applies, rounds, many writers, a late rank",
-    "allreduce": "the reducer, compared with the MPI library's Allreduce",
-    "server": "the parameter server: pulls, publishing, whole updates",
-    "step": "a training step, compared with the reducer in it",
-    "all": f"one after the other: {', '.join(BENCHMARKS)}",
-    WIRE: "what each strategy sends between nodes, counted at the links",
-    TORCH: "a training step of PyTorch, compared with DistributedDataParallel",
-    _ON_DEVICE: "kernels, accumulator and exchange on a CUDA device, vs CuPy",
-    "compare": "what became slower between two --json files",
-    "scaling": "how times grow with ranks and nodes, from files of several jobs",
-}
-
-_DEFAULT_SIZES = {
-    **dict.fromkeys(BENCHMARKS, "4K:256M"),
-    WIRE: "4K,1M,16M",
-    # 1 to 50 million parameters.
-    TORCH: "4M:64M,192M",
-    **dict.fromkeys(DEVICE_BENCHMARKS, "1G"),
-}
-_SEVERAL = {"all": "4K:256M", _ON_DEVICE: "1G"}
+# A vector is cut into 32 arrays of 4-byte numbers.
+_GRAIN = 128
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+_SIZE = "([0-9]+)([KMG]?)(?:i?B)?"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What one call of ``hpcaccum bench`` measures; the same on all ranks.
-
-    Attributes:
-        benchmarks: Names, in order.
-        sizes: In bytes; None selects the default of each benchmark.
-        seconds: Approximate time for each size.
-        gloo: Whether to measure torch.distributed, too.
-        json, csv, plot: Files to write, or None.
-        force: Whether these files may be overwritten.
-    """
-
-    benchmarks: tuple[str, ...]
-    sizes: tuple[int, ...] | None
-    seconds: float
-    gloo: bool
-    json: Path | None
-    csv: Path | None
-    plot: Path | None
-    force: bool
-
-    @property
-    def on_device(self) -> bool:
-        """Whether a device is measured instead of the host."""
-        return self.benchmarks[0] in DEVICE_BENCHMARKS
-
-    @property
-    def with_torch(self) -> bool:
-        """Whether PyTorch is measured."""
-        return self.benchmarks == (TORCH,)
-
-    @property
-    def on_wire(self) -> bool:
-        """Whether bytes between nodes are counted."""
-        return self.benchmarks == (WIRE,)
-
-    def sizes_of(self, benchmark: str) -> tuple[int, ...]:
-        """Return the sizes at which to measure a benchmark."""
-        return self.sizes or sizes(_DEFAULT_SIZES[benchmark])
-
-
-def case_of(benchmark: str) -> type[Case]:
-    """Return the class that measures a benchmark at one size."""
-    return _CASES[benchmark]
+def benchmarks_of(name: str) -> tuple[str, ...]:
+    """Return the benchmarks that a word of the command line stands for."""
+    return _SEVERAL.get(name, (name,))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,29 +54,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(
         dest="benchmark", required=True, metavar="benchmark"
     )
-    for name, text in _HELP.items():
-        each = benchmarks.add_parser(
+
+    def add(name: str, text: str, description: str | None) -> argparse.ArgumentParser:
+        return benchmarks.add_parser(
             name,
             help=text,
-            description=_description(name, text),
+            description=(description or text).replace("``", "").strip(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if name == "compare":
-            _add_compare(each)
-        elif name == "scaling":
-            _add_scaling(each)
-        else:
-            _add_measure(each, name)
 
+    for name in (*BENCHMARKS, WIRE, TORCH):
+        case = CASES[name]
+        _add_measure(add(name, case.help, inspect.getdoc(case)), name)
+    _add_measure(add("all", f"one after the other: {', '.join(BENCHMARKS)}", ""), "all")
+    text = "kernels, accumulator and exchange on a CUDA device, vs CuPy"
+    _add_measure(add(DEVICE, text, device_help), DEVICE)
 
-def _description(name: str, text: str) -> str:
-    """Return what the rows of a benchmark mean, as its docstring says."""
-    if name == _ON_DEVICE:
-        return (device_help or "").replace("``", "").strip()
-    if name not in _CASES:
-        return text
-    text = inspect.cleandoc(_CASES[name].__doc__ or "")
-    return text.partition("\nArgs:")[0].replace("``", "").strip()
+    compare = add("compare", "what became slower between two --json files", "")
+    compare.add_argument("old", type=Path, help="written by --json")
+    compare.add_argument("new", type=Path, help="written by --json")
+    compare.add_argument(
+        "--tolerance",
+        type=option_values.fraction,
+        default=0.1,
+        help="allowed slowdown, relative to the reference and beside the noise; more "
+        "gives exit status 1 (0.1)",
+    )
+    _add_picture(compare, "draw the ratios over sizes")
+    text = "how times grow with ranks and nodes, from files of several jobs"
+    scaling = add("scaling", text, "")
+    scaling.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="written by bench --json or train --log, on different numbers of ranks",
+    )
+    _add_picture(scaling, "draw the efficiency over ranks")
 
 
 def _add_measure(parser: argparse.ArgumentParser, name: str) -> None:
@@ -150,20 +101,17 @@ def _add_measure(parser: argparse.ArgumentParser, name: str) -> None:
         metavar="SIZE",
         help="bytes of a gradient, such as 4K,1M, and ranges: 4K:256M is 4K, 16K and "
         "so on, 4K:256M:2 has all powers of two "
-        f"({_SEVERAL.get(name) or _DEFAULT_SIZES[name]})",
+        f"({CASES[benchmarks_of(name)[0]].sizes})",
     )
     parser.add_argument(
         "--seconds",
         type=option_values.positive,
         default=2.0,
-        help="seconds for each size (2), less if the times settle earlier; at least "
-        "three runs",
+        help="seconds for each size (2); at least three runs",
     )
     if name in ("allreduce", "all"):
         parser.add_argument(
-            "--against",
-            choices=("gloo",),
-            help="measure torch.distributed as well",
+            "--against", choices=("gloo",), help="measure torch.distributed as well"
         )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write a JSON line for each row"
@@ -171,34 +119,10 @@ def _add_measure(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="write the same fields as a table"
     )
-    _add_files(parser, "draw times over sizes")
+    _add_picture(parser, "draw times over sizes")
 
 
-def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("old", type=Path, help="written by --json")
-    parser.add_argument("new", type=Path, help="written by --json")
-    parser.add_argument(
-        "--tolerance",
-        type=option_values.fraction,
-        default=0.1,
-        help="allowed slowdown, relative to the reference and beside the noise; more "
-        "gives exit status 1 (0.1)",
-    )
-    _add_files(parser, "draw the ratios over sizes")
-
-
-def _add_scaling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="written by bench --json or train --log, on different numbers of ranks",
-    )
-    _add_files(parser, "draw the efficiency over ranks")
-
-
-def _add_files(parser: argparse.ArgumentParser, text: str) -> None:
+def _add_picture(parser: argparse.ArgumentParser, text: str) -> None:
     ends = ", ".join(option_values.PICTURES)
     parser.add_argument(
         "--plot", type=option_values.picture, metavar="FILE", help=f"{text} ({ends})"
@@ -208,34 +132,41 @@ def _add_files(parser: argparse.ArgumentParser, text: str) -> None:
     )
 
 
-def resolve(args: argparse.Namespace) -> Options:
-    """Return the options of a parsed command line."""
-    name = args.benchmark
-    several = {"all": tuple(BENCHMARKS), _ON_DEVICE: tuple(DEVICE_BENCHMARKS)}
-    return Options(
-        benchmarks=several.get(name, (name,)),
-        sizes=_union(args.sizes) if args.sizes else None,
-        seconds=args.seconds,
-        gloo=name == TORCH or getattr(args, "against", None) == "gloo",
-        json=args.json,
-        csv=args.csv,
-        plot=args.plot,
-        force=args.force,
-    )
+def sizes_of(words: list[list[int]] | None, benchmark: str) -> list[int]:
+    """Return the sizes of all words of ``--sizes`` in order, each once."""
+    chosen = words or [sizes(CASES[benchmark].sizes)]
+    return list(dict.fromkeys(size for word in chosen for size in word))
 
 
-def _union(words: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the sizes of all words in order, each once."""
-    return tuple(dict.fromkeys(itertools.chain.from_iterable(words)))
+def sizes(text: str) -> list[int]:
+    """Return the bytes that a word such as ``1K,4K:1M:2`` stands for.
+
+    A range ``FIRST:LAST:FACTOR`` is multiplied by the factor, 4 by default, as long as
+    the last size is not exceeded.
+    """
+    return [size for part in text.split(",") for size in _range(part)]
 
 
-def check_picture(path: Path | None) -> None:
-    """Raise InvalidArgumentError if a picture is wanted and matplotlib is missing."""
-    if path is None:
-        return
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise InvalidArgumentError(
-            "--plot needs matplotlib, which is not installed: pip install matplotlib"
-        ) from None
+def _range(text: str) -> list[int]:
+    found = re.fullmatch(f"{_SIZE}(?::{_SIZE}(?::([0-9]+))?)?", text.strip(), re.I)
+    if not found:
+        raise argparse.ArgumentTypeError(
+            "must be a number, optionally with K, M or G, or a range such as 4K:256M "
+            f"or 4K:256M:2, got {text!r}"
+        )
+    first, unit, end, end_unit, factor = found.groups()
+    size, by = int(first) << _UNITS[unit.upper()], int(factor or 4)
+    last = int(end) << _UNITS[end_unit.upper()] if end else size
+    if size == 0 or size % _GRAIN:
+        raise argparse.ArgumentTypeError(
+            f"must be a multiple of {_GRAIN} bytes, got {text!r}"
+        )
+    if size > last or by < 2:
+        raise argparse.ArgumentTypeError(
+            "must be a range from a smaller to a larger size, with a factor from 2 on, "
+            f"got {text!r}"
+        )
+    several = [size]
+    while several[-1] * by <= last:
+        several.append(several[-1] * by)
+    return several

@@ -4,49 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpcaccum.tables import table
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from hpcaccum.bench.measure import Row
+    from hpcaccum.bench.rows import Row
 
 
 class Column(NamedTuple):
-    """A column of a table: its title, width, and the value for a row.
-
-    Attributes:
-        figure: The name of the figure that is the value; "" if it is none.
-    """
+    """A column of a table: its title, width, and the value for a row."""
 
     title: str
     width: int
     value: Callable[[Row], float | None]
-    figure: str = ""
 
 
 def figure(title: str, width: int, name: str) -> Column:
     """Return the column of one of the figures of a row."""
-    return Column(title, width, lambda row: row.figures.get(name), name)
+    return Column(title, width, lambda row: row.figures.get(name))
 
 
 class Columns(NamedTuple):
-    """The columns of a table, after the size, the name and the number of samples.
+    """The columns of a table: `times`, then `last`.
 
-    Attributes:
-        legend: Explains them, in three lines.
-        last: The columns after the times.
-        above: A line above the last ones, which divides them into groups.
-        times: Which times are shown.
+    `legend` explains them, in three lines; `above` is a line that divides the last ones
+    into groups.
     """
 
     legend: str
     last: tuple[Column, ...]
     above: str = ""
     times: tuple[str, ...] = ("min", "median", "p99", "max")
-
-    @property
-    def figures(self) -> set[str]:
-        """Names of figures that are in columns."""
-        return {column.figure for column in self.last} - {""}
 
 
 def _host(limit: str) -> Columns:
@@ -66,21 +55,9 @@ def _host(limit: str) -> Columns:
 HOST = _host("memory")
 # The floor of a copy is still that of memory, and 1.
 BETWEEN_NODES = _host("a link")
-DEVICE = Columns(
-    "one operation; n: samples; p99: from 100 samples on\n"
-    "GB/s: the size over the median; moved: the same of all bytes that must move\n"
-    "vsCuPy: times faster than plain CuPy; copy: fraction of the rate of a plain copy",
-    (
-        Column("GB/s", 5, lambda row: row.algbw),
-        Column("moved", 5, lambda row: row.busbw),
-        Column("vsCuPy", 6, lambda row: row.vs_mpi),
-        Column("copy", 5, lambda row: 1 / row.vs_floor if row.vs_floor else None),
-    ),
-)
 
 # No minimum is longer than 999 of the unit of its median.
 _WIDTHS = {"min": 4, "median": 6, "p99": 5, "max": 5}
-_UNITS = ((1.0, "us"), (1e3, "ms"), (1e6, "s"))
 
 
 def size_text(nbytes: int) -> str:
@@ -98,8 +75,10 @@ def time_text(microseconds: float) -> str:
 
 
 def _unit(microseconds: float) -> tuple[float, str]:
-    fitting = [pair for pair in _UNITS if microseconds >= pair[0] * 0.9995]
-    return fitting[-1] if fitting else _UNITS[0]
+    for scale, unit in ((1e6, "s"), (1e3, "ms")):
+        if microseconds >= 0.9995 * scale:
+            return scale, unit
+    return 1.0, "us"
 
 
 def number_text(number: float | None) -> str:
@@ -123,27 +102,29 @@ def head(benchmark: str, columns: Columns = HOST) -> str:
 
 
 def lines(rows: Sequence[Row], columns: Columns = HOST) -> Iterator[str]:
-    """Yield the lines of one size, then its other figures."""
+    """Yield the lines of one size."""
     for number, row in enumerate(rows):
-        size = size_text(row.bytes) if number == 0 else ""
-        yield _line(row, size, columns)
-    for row in rows:
-        for what, figure in row.figures.items():
-            if what not in columns.figures:
-                yield f"{'':7} {row.name}: {number_text(figure)} {what}"
+        size = "" if number else size_text(row.bytes)
+        scale, unit = _unit(row.median_us)
+        count = str(row.samples) if row.samples < 1e5 else f"{row.samples:.0e}"
+        cells = [f"{size:>7} {row.name:13} {count:>5}"]
+        for name in columns.times:
+            time = getattr(row, f"{name}_us")
+            text = number_text(None if time is None else time / scale)
+            cells.append(f"{text:>{_WIDTHS[name]}}")
+        cells.append(f"{unit:2}")
+        cells += [f"{number_text(c.value(row)):>{c.width}}" for c in columns.last]
+        yield " ".join(cells)
 
 
-def _line(row: Row, size: str, columns: Columns) -> str:
-    scale, unit = _unit(row.median_us)
-    shown = [f"{_count_text(row.samples):>5}"]
-    for name in columns.times:
-        time = getattr(row, f"{name}_us")
-        text = number_text(None if time is None else time / scale)
-        shown.append(f"{text:>{_WIDTHS[name]}}")
-    shown.append(f"{unit:2}")
-    shown += [f"{number_text(c.value(row)):>{c.width}}" for c in columns.last]
-    return f"{size:>7} {row.name:13} {' '.join(shown)}"
-
-
-def _count_text(count: int) -> str:
-    return str(count) if count < 1e5 else f"{count:.0e}"
+def print_groups(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    groups: Sequence[str],
+    left: Sequence[int] = (0,),
+) -> None:
+    """Print a table of cells, with the name of each group above its rows."""
+    heads, rule, *shown = table(titles, rows, left)
+    print(heads, rule, sep="\n")
+    for group, line, above in zip(groups, shown, ["", *groups], strict=False):
+        print(*([] if group == above else [group]), line, sep="\n")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.report import number_text, size_text, time_text
-from hpcaccum.bench.row_files import counting, printable, read
+from hpcaccum.bench.report import number_text, print_groups, size_text, time_text
+from hpcaccum.bench.rows import read, reading
 from hpcaccum.files import json_value, read_lines
 from hpcaccum.machine import place_and_date
-from hpcaccum.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,18 +28,12 @@ class Size(NamedTuple):
     ranks: int
     nodes: int
 
-    def __str__(self) -> str:
-        return f"{self.ranks} on {self.nodes}"
-
 
 class Curve(NamedTuple):
     """One operation, or the training with one strategy, in jobs of several sizes.
 
-    Attributes:
-        title: The benchmark and the size of its arrays.
-        name: Of the operation or strategy.
-        points: Microseconds, or samples per second, of each job.
-        reference: Whether this is a call of MPI or a plain copy.
+    `title` is the benchmark and the size of its arrays, `name` that of the operation or
+    strategy. `points` are microseconds, or samples per second.
     """
 
     title: str
@@ -55,15 +47,14 @@ class Curve(NamedTuple):
         ratio = self.points[first] / self.points[size]
         return first.ranks / size.ranks / ratio if self.title == _TRAINING else ratio
 
-    def efficiencies(self) -> list[tuple[int, float]]:
-        """Return the numbers of ranks, in order, and the efficiency of each."""
-        return [(size.ranks, self.efficiency(size)) for size in sorted(self.points)]
-
-    def text(self, size: Size) -> str:
-        """Return what was measured."""
-        if self.title == _TRAINING:
-            return f"{number_text(self.points[size])}/s"
-        return time_text(self.points[size])
+    def cell(self, size: Size) -> str:
+        """Return what was measured, and the efficiency."""
+        if size not in self.points:
+            return "-"
+        found = self.points[size]
+        training = self.title == _TRAINING
+        text = f"{number_text(found)}/s" if training else time_text(found)
+        return f"{text} {self.efficiency(size):5.2f}"
 
 
 def report(files: Sequence[Path], plot: Path | None) -> Callable[[], None]:
@@ -85,9 +76,9 @@ def report(files: Sequence[Path], plot: Path | None) -> Callable[[], None]:
 
 def _measured(path: Path) -> Iterator[Curve]:
     """Yield what was measured in one job: curves of one point."""
-    training = _log(path)
-    if training is not None:
-        yield from training
+    lines = read_lines(path)
+    if lines and '"event"' in lines[0]:
+        yield from _trained(path, lines)
         return
     for row, facts in read(path).values():
         title = f"{row.benchmark}, {size_text(row.bytes)}"
@@ -95,58 +86,30 @@ def _measured(path: Path) -> Iterator[Curve]:
         yield Curve(title, row.name, points, row.reference)
 
 
-def _log(path: Path) -> list[Curve] | None:
-    """Return what a log of a training says; None if the file is something else."""
-    lines = read_lines(path)
-    try:
-        if json_value(lines[0])["event"] != "start":
-            return None
-    except (ValueError, TypeError, LookupError):
-        return None
-    rates: dict[str, float] = {}
+def _trained(path: Path, lines: Sequence[str]) -> Iterator[Curve]:
+    """Yield what a log of a training says."""
     for number, line in enumerate(lines, 1):
-        try:
+        with reading(path, number, "train --log"):
             facts = json_value(line)
             if number == 1:
-                size = Size(counting(facts["ranks"]), len(facts["hosts"]))
-            if facts["event"] == "result":
-                rates[printable(facts["strategy"])] = _rate(facts["samples_per_second"])
-        except (ValueError, TypeError, LookupError, OverflowError):
-            raise InvalidArgumentError(
-                f"{path}: line {number} is not what hpcaccum train --log writes"
-            ) from None
-    # It is 0 if the training was asked to stop at once, or had been complete before.
-    return [Curve(_TRAINING, name, {size: r}) for name, r in rates.items() if r]
-
-
-def _rate(number: Any) -> float:
-    if not 0 <= float(number) < math.inf:
-        raise ValueError(number)
-    return float(number)
+                size = Size(facts["ranks"], len(facts["hosts"]))
+            # It is 0 if the training was asked to stop at once, or had been complete.
+            if facts["event"] == "result" and facts["samples_per_second"]:
+                points = {size: float(facts["samples_per_second"])}
+                yield Curve(_TRAINING, facts["strategy"], points)
 
 
 def _show(curves: list[Curve], places: list[str], plot: Path | None) -> None:
     sizes = sorted({size for curve in curves for size in curve.points})
     rows = [
-        (f"  {curve.name}", *(_cell(curve, size) for size in sizes)) for curve in curves
+        (f"  {curve.name}", *(curve.cell(size) for size in sizes)) for curve in curves
     ]
-    heads, rule, *lines = table(("", *map(str, sizes)), rows)
-    print(f"ranks on nodes, and efficiency\n{heads}\n{rule}")
-    shown = ""
-    for curve, line in zip(curves, lines, strict=True):
-        if curve.title != shown:
-            shown = curve.title
-            print(shown)
-        print(line)
+    titles = ["", *(f"{size.ranks} on {size.nodes}" for size in sizes)]
+    print("ranks on nodes, and efficiency")
+    print_groups(titles, rows, [curve.title for curve in curves])
     print(_ABOUT)
     if plot:
         from hpcaccum.bench.plot import draw_efficiencies
 
         draw_efficiencies(curves, places, plot)
         print(f"picture: {plot}")
-
-
-def _cell(curve: Curve, size: Size) -> str:
-    if size not in curve.points:
-        return "-"
-    return f"{curve.text(size)} {curve.efficiency(size):5.2f}"

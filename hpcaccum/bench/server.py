@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum import DropStaleGradientOptimizer
 from hpcaccum.bench.measure import (
-    Kind,
+    ANY_STALENESS,
+    Case,
     Memory,
     WrongAnswerError,
     apart,
     check_equal,
     repeated,
-    to_or_from_one,
     update_each,
 )
-from hpcaccum.bench.references import ANY_STALENESS, RingExchange, plain_copy
 from hpcaccum.bench.step import RATE, Optimizing
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Region
@@ -26,12 +25,8 @@ from hpcaccum.server import BoundedStalenessInbox, Parameters, ParameterServer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum import Group, Optimizer
-    from hpcaccum.bench.measure import Conditions
-    from hpcaccum.dtypes import Array
 
-
-class Server:
+class Server(Case):
     """Parameters on rank 0, and their updates.
 
     - ``pull new``: all ranks read parameters that rank 0 has just published: 2 n times
@@ -46,111 +41,76 @@ class Server:
     - ``exchange``: between N nodes, each sends the bytes to the next one. Parameters
       must cross each link once; a cycle sends (n / N + 1) (N - 1) / N times the bytes.
     - ``copy``: a plain copy by all ranks at once.
-
-    Args:
-        group: The ranks.
-        nbytes: Of the parameters.
     """
 
-    least_ranks: ClassVar[int] = 1
-    memory: ClassVar[Memory] = Memory(shared=3, shared_first=6, shared_all=1, private=9)
+    help = "the parameter server: pulls, publishing, whole updates"
+    memory = Memory(shared=3, shared_first=6, shared_all=1, private=9)
 
-    def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
-        self._group, self._nbytes = group, nbytes
-        self._count = count = nbytes // 4
-        self._source, self._into = np.ones(count, np.float32), np.zeros(count, "f4")
-        self._raw = Region(group, 0, nbytes * group.size)
-        self._parameters = Parameters(group, 0, count, np.float32, "pull new")
-        self._step = 0
-        self._publish_first()
-        self._idle = ParameterServer(
-            group, 0, {"w": self._into}, self._queue, dedicated=False, what="pull old"
+    def _prepare(self) -> None:
+        n, group, count = self.n, self.group, self.count
+        source, into = np.ones(count, np.float32), self._result()
+        raw = self._hold(Region(group, 0, self.nbytes * n))
+        self._parameters = self._hold(
+            Parameters(group, 0, count, np.float32, "pull new")
         )
-        self._cycle = Optimizing(count, lambda rule: _drop_stale(rule, group))
-        self._exchange = RingExchange(group, nbytes)
-        self.kinds = [*self._reads(), *self._updates()]
+        self._source, self._into, self._step = source, into, 0
+        self._on_root(self._publish)
+        idle = self._hold(
+            ParameterServer(
+                group, 0, {"w": into}, self._queue, dedicated=False, what="pull old"
+            )
+        )
+        self._cycle = Optimizing(
+            count,
+            lambda rule: DropStaleGradientOptimizer(rule, ANY_STALENESS, comm=group),
+        )
+        self._hold(self._cycle.optimizer)
+
+        def put_get() -> None:
+            raw.put(self.rank * self.nbytes, source)
+            raw.get(0, into)
+
+        def check() -> None:
+            check_equal(into, np.float32(1))
+
+        read = self._floor(2 * n, 1)
+        new = apart(lambda: self._on_root(self._publish), self._pull)
+        get = apart(
+            lambda: self._on_root(lambda: raw.put(0, source)), lambda: raw.get(0, into)
+        )
+        self._add("pull new", new, check, raw="Get", **read)
+        self._add("Get", get, check, reference=True, **read)
+        old = repeated(lambda: idle.pull({"w": into}, known=0))
+        self._add("pull old", old, bus=0)
+        self._add("publish", self._publish_alone, **self._floor(2, 0))
+        floor = self._floor(7 * n, update_each(self.nodes, n))
+        run = self._cycle.run
+        self._add("cycle", run, self._check_cycle, raw="Put Get", **floor)
+        self._add("Put Get", repeated(put_get), reference=True)
+        self._add_plain(into, source)
 
     def _queue(self, size: int, dtype: Any, rows: Any) -> BoundedStalenessInbox:
-        return BoundedStalenessInbox(self._group, 0, size, dtype)
-
-    def _reads(self) -> list[Kind]:
-        n, nodes, nbytes = self._group.size, len(self._group.nodes), self._nbytes
-        floor = nbytes if nodes == 1 else 0
-        read: Any = {
-            "moves": 2 * n * floor,
-            "crosses": to_or_from_one(nodes) * nbytes,
-        }
-        new = apart(self._publish_first, self._pull, self._nothing)
-        get = apart(self._write_first, self._get, self._nothing)
-        old = repeated(lambda: self._idle.pull({"w": self._into}, known=0))
-        return [
-            Kind("pull new", new, self._check_pulled, raw="Get", **read),
-            Kind("Get", get, self._check_pulled, reference=True, **read),
-            Kind("pull old", old, bus=0),
-            Kind("publish", self._publish_timed, moves=2 * floor),
-        ]
-
-    def _updates(self) -> list[Kind]:
-        n, nodes = self._group.size, len(self._group.nodes)
-        floor: Any = {"crosses": update_each(nodes, n) * self._nbytes}
-        if nodes == 1:
-            floor = {"moves": 7 * n * self._nbytes}
-        run, raw = self._cycle.run, repeated(self._put_get)
-        return [
-            Kind("cycle", run, self._check_cycle, raw="Put Get", **floor),
-            Kind("Put Get", raw, reference=True),
-            *self._exchange.kinds,
-            plain_copy(self._into, self._source, n),
-        ]
-
-    def _nothing(self) -> None:
-        pass
-
-    # Parameters on rank 0.
-
-    def _fill(self, flat: Array) -> None:
-        np.copyto(flat, self._source)
-
-    def _publish_first(self) -> None:
-        self._on_root(self._publish)
+        return BoundedStalenessInbox(self.group, 0, size, dtype)
 
     def _publish(self) -> None:
-        self._parameters.publish(self._fill, self._step)
+        self._parameters.publish(lambda flat: np.copyto(flat, self._source), self._step)
         self._step += 1
 
-    def _write_first(self) -> None:
-        self._on_root(lambda: self._raw.put(0, self._source))
+    def _publish_alone(self, inner: int) -> list[float]:
+        return repeated(self._publish)(inner) if self.rank == 0 else []
 
     def _on_root(self, write: Callable[[], object]) -> None:
-        comm = self._group.comm
         # No rank still reads what is overwritten now.
-        comm.Barrier()
-        if comm.rank == 0:
+        self.comm.Barrier()
+        if self.rank == 0:
             write()
-        comm.Barrier()
-
-    def _publish_timed(self, inner: int) -> list[float]:
-        if self._group.rank != 0:
-            return []
-        return repeated(self._publish)(inner)
+        self.comm.Barrier()
 
     def _pull(self) -> None:
         deadline = Deadline(None, "pull")
         newest = self._parameters.newest()
         self._parameters.wait(newest, deadline, lambda: "the newest parameters")
         self._parameters.read(lambda flat: np.copyto(self._into, flat), deadline)
-
-    def _get(self) -> None:
-        self._raw.get(0, self._into)
-
-    def _put_get(self) -> None:
-        self._raw.put(self._group.rank * self._nbytes, self._source)
-        self._raw.get(0, self._into)
-
-    # Expected results.
-
-    def _check_pulled(self) -> None:
-        check_equal(self._into, np.float32(1))
 
     def _check_cycle(self) -> None:
         """Compare this rank's variables with those expected at its step."""
@@ -159,20 +119,3 @@ class Server:
             raise WrongAnswerError(f"step {step} of {optimizer.global_step}")
         for variable in self._cycle.variables:
             check_equal(variable.value, np.float32(-RATE * step))
-
-    def forget(self) -> None:
-        """Overwrite the result of a pull."""
-        self._into[:] = np.nan
-        self._exchange.forget()
-
-    def free(self) -> None:
-        """Free the windows, and stop the server. Collective."""
-        self._cycle.optimizer.free()
-        self._idle.free()
-        self._parameters.free()
-        self._raw.free()
-        self._exchange.free()
-
-
-def _drop_stale(rule: Optimizer, group: Group) -> DropStaleGradientOptimizer:
-    return DropStaleGradientOptimizer(rule, ANY_STALENESS, comm=group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,21 +16,19 @@ from hpcaccum import (
     SyncReplicasOptimizer,
     Variable,
 )
-from hpcaccum.bench.measure import Kind, Memory, apart, check_equal, sum_everywhere
-from hpcaccum.bench.references import RingExchange, plain_copy
+from hpcaccum.bench.measure import Case, Memory, apart, check_equal, sum_everywhere
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from hpcaccum import Group, Optimizer
-    from hpcaccum.bench.measure import Conditions
+    from hpcaccum import Optimizer
     from hpcaccum.dtypes import Array
 
 # A power of two: sums of many steps stay exact.
 RATE = 2.0**-10
 
 
-class Step:
+class Step(Case):
     """Steps of the cross-shard optimizer, without the user's part.
 
     - ``step``: `minimize`, less the time inside the loss function and the inner
@@ -45,127 +43,63 @@ class Step:
     - ``exchange``: between N nodes, each sends the bytes to the next one. A step must
       send 2 (N - 1) / N times the bytes over each link.
     - ``copy``: a plain copy by all ranks at once.
-
-    Args:
-        group: The ranks.
-        nbytes: Of the parameters, in four arrays.
     """
 
-    least_ranks: ClassVar[int] = 1
-    memory: ClassVar[Memory] = Memory(shared=6, shared_first=6, private=13)
+    help = "a training step, compared with the reducer in it"
+    memory = Memory(shared=6, shared_first=6, private=13)
 
-    def __init__(self, group: Group, nbytes: int, _: Conditions) -> None:
-        self._comm = group.comm
-        self._mine = np.zeros(nbytes // 4, np.float32)
-        self._out = np.zeros_like(self._mine)
-        self._optimizing = Optimizing(
-            self._mine.size,
-            lambda rule: CrossShardOptimizer(rule, comm=group),
-            without_rule=True,
+    def _prepare(self) -> None:
+        n, group, count = self.n, self.group, self.count
+
+        cross_shard = functools.partial(CrossShardOptimizer, comm=group)
+        quorum = functools.partial(
+            SyncReplicasOptimizer, replicas_to_aggregate=n, comm=group
         )
-        n, count = group.size, self._mine.size
-        self._updating = Optimizing(
-            count, lambda rule: CrossShardOptimizer(rule, comm=group)
-        )
-        self._quorum = Optimizing(
-            count, lambda rule: SyncReplicasOptimizer(rule, n, comm=group)
-        )
-        variables = self._optimizing.variables
+        common = self._floor(n + 1, sum_everywhere(self.nodes))
+        common["bus"] = 2 * (n - 1) / n
+        for name, steps in (
+            ("step", Optimizing(count, cross_shard, without_rule=True)),
+            ("updating", Optimizing(count, cross_shard)),
+            ("quorum", Optimizing(count, quorum)),
+        ):
+            self._hold(steps.optimizer)
+            self._add(name, steps.run, steps.check, raw="MPI", **common)
+        self._add("reducer", *self._reducer_alone(), raw="MPI", **common)
+        mine, out = np.ones(count, np.float32), self._result()
+        mpi = apart(lambda: mine.fill(1), lambda: self.comm.Allreduce(mine, out))
+        check = functools.partial(check_equal, out, np.float32(n))
+        self._add("MPI", mpi, check, reference=True, **common)
+        self._add_plain(out, mine)
+
+    def _reducer_alone(self) -> tuple[Any, Callable[[], None]]:
+        """Return the steps written by hand, and the check of their last result."""
+        variables, rule = _variables(self.count), SGD(RATE)
         layout = Layout({v.name: v.shape for v in variables}, np.float32)
-        self._reducer = Reducer(layout, group, "bench")
-        self._means: Mapping[str, Array] = {}
-        self._rule = SGD(RATE)
-        self._others = [Variable(np.zeros_like(v.value), v.name) for v in variables]
-        self._exchange = RingExchange(group, nbytes)
-        self.kinds = self._kinds(nbytes, group)
+        reducer = self._hold(Reducer(layout, self.group, "bench"))
+        means: dict[str, Array] = {}
 
-    def _kinds(self, nbytes: int, group: Group) -> list[Kind]:
-        n, nodes = group.size, len(group.nodes)
-        # Between nodes, the network is the limit, not memory.
-        floor = {"crosses": sum_everywhere(nodes) * nbytes}
-        if group.single_node:
-            floor = {"moves": (n + 1) * nbytes}
-        common: Any = {"raw": "MPI", "bus": 2 * (n - 1) / n, **floor}
-        reduce = apart(self._write, self._reduce, self._update)
-        allreduce = apart(self._write_mine, self._allreduce, lambda: None)
+        def write() -> None:
+            for array in reducer.arrays().values():
+                array[:] = 1
 
-        def ratio(medians: Mapping[str, float]) -> dict[str, float]:
-            return {"times the reducer's time": medians["step"] / medians["reducer"]}
+        def update() -> None:
+            # Ranks finish it at different times; the next reduction waits for the last.
+            rule.apply_gradients([(means[v.name], v) for v in variables])
 
-        def price(medians: Mapping[str, float]) -> dict[str, float]:
-            return {
-                "times the time of updating": medians["quorum"] / medians["updating"]
-            }
+        def check() -> None:
+            for mean in means.values():
+                check_equal(mean, np.float32(1))
 
-        def steps(name: str, optimizing: Optimizing, **more: Any) -> Kind:
-            check = functools.partial(_check_steps, optimizing)
-            return Kind(name, optimizing.run, check, **common, **more)
-
-        return [
-            steps("step", self._optimizing, figures=ratio),
-            steps("updating", self._updating),
-            steps("quorum", self._quorum, figures=price),
-            Kind("reducer", reduce, self._check_reduced, **common),
-            Kind(
-                "MPI",
-                allreduce,
-                self._check_allreduce,
-                reference=True,
-                **{**common, "raw": None},
-            ),
-            *self._exchange.kinds,
-            plain_copy(self._out, self._mine, n),
-        ]
-
-    def _write(self) -> None:
-        for array in self._reducer.arrays().values():
-            array[:] = 1
-
-    def _reduce(self) -> None:
-        self._means = self._reducer.reduce()
-
-    def _update(self) -> None:
-        # Ranks finish it at different times; the next reduction waits for the last.
-        self._rule.apply_gradients([(self._means[v.name], v) for v in self._others])
-
-    def _write_mine(self) -> None:
-        self._mine[:] = 1
-
-    def _allreduce(self) -> None:
-        self._comm.Allreduce(self._mine, self._out)
-
-    def _check_reduced(self) -> None:
-        for mean in self._means.values():
-            check_equal(mean, np.float32(1))
-
-    def _check_allreduce(self) -> None:
-        check_equal(self._out, np.float32(self._comm.size))
-
-    def forget(self) -> None:
-        """Overwrite the results, except those of the optimizer."""
-        self._out[:] = np.nan
-        self._means = {"": self._out}
-        self._exchange.forget()
-
-    def free(self) -> None:
-        """Free the windows. Collective."""
-        self._means = {}
-        for each in (self._optimizing, self._updating, self._quorum):
-            each.optimizer.free()
-        self._reducer.free()
-        self._exchange.free()
+        return apart(write, lambda: means.update(reducer.reduce()), update), check
 
 
 class Optimizing:
     """Steps of an optimizer, without the user's part of the time. Collective.
 
-    The variables are 0 at first.
-
-    Args:
-        count: Elements of all variables.
-        make: Returns the optimizer for a rule.
-        without_rule: Whether to leave out the time of the rule, too.
-        gradient: Returns this rank's gradient of a variable, from its elements.
+    The variables have ``count`` elements in all, and are 0 at first. `taken` is the
+    number of steps. ``make`` returns the optimizer for a rule, whose time is left out,
+    too, if ``without_rule``. ``gradient`` returns this rank's gradient of a variable,
+    from its number of elements.
     """
 
     def __init__(
@@ -179,14 +113,11 @@ class Optimizing:
         # A rule that measures itself is not divided among ranks.
         self._timed = _TimedSGD(RATE) if without_rule else None
         self.optimizer = make(self._timed or SGD(RATE))
-        self.variables = [
-            Variable(np.zeros(size, np.float32), name)
-            for name, size in _network(count).items()
-        ]
+        self.variables = _variables(count)
         self._grads = {v.name: gradient(v.value.size) for v in self.variables}
         self.step = Variable(np.zeros((), np.int64), "global_step")
         self.optimizer.initialize(self.variables)
-        self._loss_seconds = 0.0
+        self.taken, self._loss_seconds = 0, 0.0
 
     def _loss(self) -> tuple[float, dict[str, Array]]:
         begun = time.perf_counter()
@@ -198,6 +129,7 @@ class Optimizing:
 
     def run(self, inner: int) -> list[float]:
         """Return the seconds of a step outside the loss, and outside the rule."""
+        self.taken += inner
         self._loss_seconds = 0.0
         if self._timed is not None:
             self._timed.seconds = 0.0
@@ -209,35 +141,29 @@ class Optimizing:
             seconds -= self._timed.seconds
         return [seconds / inner]
 
+    def check(self) -> None:
+        """Compare the variables with what they are if all gradients are 1."""
+        for variable in self.variables:
+            check_equal(variable.value, np.float32(-RATE * self.taken))
 
-def _check_steps(optimizing: Optimizing) -> None:
-    steps = int(optimizing.step.value)
-    for variable in optimizing.variables:
-        check_equal(variable.value, np.float32(-RATE * steps))
 
-
-def _network(count: int) -> dict[str, int]:
-    """Return elements of the variables of two layers, ``count`` in all."""
-    biases = min(1024, count // 16)
-    first = count // 2 - biases
-    rest = count - first - 2 * biases
-    sizes = (first, biases, rest, biases)
-    return dict(zip(("weights0", "biases0", "weights1", "biases1"), sizes, strict=True))
+def _variables(count: int) -> list[Variable]:
+    """Return four variables, ``count`` elements in all."""
+    return [
+        Variable(np.zeros(count // 4, np.float32), f"weights{number}")
+        for number in range(4)
+    ]
 
 
 class _TimedSGD(SGD):
     """Measures the time of its updates."""
 
-    def __init__(self, rate: float) -> None:
-        super().__init__(rate)
-        self.seconds = 0.0
+    seconds = 0.0
 
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> Any:
-        """Change the variables by their gradients."""
         begun = time.perf_counter()
-        try:
-            return super().apply_gradients(grads_and_vars, global_step, name)
-        finally:
-            self.seconds += time.perf_counter() - begun
+        updated = super().apply_gradients(grads_and_vars, global_step, name)
+        self.seconds += time.perf_counter() - begun
+        return updated

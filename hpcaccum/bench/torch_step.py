@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import math
-import time
-from typing import TYPE_CHECKING, Any, ClassVar
+import socket
+from typing import TYPE_CHECKING, Any
 
-from hpcaccum.bench.measure import Kind, Memory, WrongAnswerError
+from hpcaccum import InvalidArgumentError
+from hpcaccum.bench.measure import Case, Memory, WrongAnswerError, repeated
 from hpcaccum.bench.report import Columns, figure
+from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from hpcaccum import Group
-    from hpcaccum.bench.measure import Conditions
 
 _LAYERS, _SAMPLES = 3, 8
 # A power of two.
@@ -24,15 +28,8 @@ _COMPARED, _ROUNDING = 3, 1e-4
 # Milliseconds, and the ratio to them of DDP.
 EXCHANGE, RATIO = "ms in the exchange", "times less than DDP"
 
-COLUMNS = Columns(
-    "a step of all ranks; n: samples\n"
-    "exchange: how many ms longer than a step of a rank alone\n"
-    "vs DDP: times less time in the exchange than DistributedDataParallel with gloo",
-    (figure("exchange", 8, EXCHANGE), figure("vs DDP", 6, RATIO)),
-)
 
-
-class TorchStep:
+class TorchStep(Case):
     """Steps of a model of PyTorch: forward, backward, and an update by SGD.
 
     - ``alone``: every rank without the others.
@@ -41,74 +38,49 @@ class TorchStep:
 
     The exchange overlaps with the backward pass. Its time is therefore that of a step,
     less the time of one of ``alone``.
-
-    Args:
-        group: The ranks.
-        nbytes: Of the parameters, in three layers.
-        conditions: Has a process group of gloo.
     """
 
-    least_ranks: ClassVar[int] = 2
-    memory: ClassVar[Memory] = Memory(shared=1, shared_first=1, private=10)
+    help = "a training step of PyTorch, compared with DistributedDataParallel"
+    # 1 to 50 million parameters.
+    sizes = "4M:64M,192M"
+    memory = Memory(shared=1, shared_first=1, private=10)
+    columns = Columns(
+        "a step of all ranks; n: samples\n"
+        "exchange: how many ms longer than a step of a rank alone\n"
+        "vs DDP: times less time in the exchange than DistributedDataParallel with "
+        "gloo",
+        (figure("exchange", 8, EXCHANGE), figure("vs DDP", 6, RATIO)),
+    )
 
-    def __init__(self, group: Group, nbytes: int, conditions: Conditions) -> None:
-        assert conditions.gloo is not None
-        import torch
+    def _prepare(self) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
         import hpcaccum.torch
 
-        parameters = nbytes // 4
-
-        def distributed(model: Any) -> Any:
-            # Without a copy from its buckets to the gradients.
-            return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-        self._alone = _Training(torch, group.rank, parameters)
-        self._ddp = _Training(torch, group.rank, parameters, wrap=distributed)
-        self._ours = _Training(
-            torch,
-            group.rank,
-            parameters,
-            hold=lambda optimizer: hpcaccum.torch.CrossShard(
-                optimizer, comm=group, module=None
-            ),
-        )
-        common: Any = {"bus": 0.0}
-        self.kinds = [
-            Kind("alone", self._alone.run, reference=True, **common),
-            Kind(
-                "DDP",
-                self._ddp.run,
-                reference=True,
-                figures=lambda medians: _figures("DDP", medians),
-                **common,
-            ),
-            Kind(
-                "cross-shard",
-                self._ours.run,
-                self._check,
-                raw="DDP",
-                figures=lambda medians: _figures("cross-shard", medians),
-                **common,
-            ),
-        ]
+        train = functools.partial(_Training, self.rank, self.count)
+        # Without a copy from its buckets to the gradients.
+        views = {"gradient_as_bucket_view": True}
+        ddp = train(wrap=functools.partial(DistributedDataParallel, **views))
+        cross_shard = hpcaccum.torch.CrossShard
+        ours = train(hold=functools.partial(cross_shard, comm=self.group, module=None))
+        self._hold(ours.optimizer)
+        self._trainings = ddp, ours
+        self._add("alone", repeated(train()), reference=True, bus=0)
+        for name, training, more in (
+            ("DDP", ddp, {"reference": True}),
+            ("cross-shard", ours, {"raw": "DDP", "check": self._check}),
+        ):
+            figures = functools.partial(_figures, name)
+            self._add(name, repeated(training), bus=0, figures=figures, **more)
 
     def _check(self) -> None:
-        for training in (self._ddp, self._ours):
-            training.run(max(0, _COMPARED - len(training.losses)))
-        found = self._ours.losses[:_COMPARED]
-        wanted = self._ddp.losses[:_COMPARED]
+        for training in self._trainings:
+            while len(training.losses) < _COMPARED:
+                training()
+        wanted, found = (each.losses[:_COMPARED] for each in self._trainings)
         pairs = zip(found, wanted, strict=True)
         if not all(math.isclose(a, b, rel_tol=_ROUNDING) for a, b in pairs):
             raise WrongAnswerError(f"the losses are {found}, those of DDP {wanted}")
-
-    def forget(self) -> None:
-        """Do nothing: each step changes the parameters."""
-
-    def free(self) -> None:
-        """Free the exchange. Collective."""
-        self._ours.optimizer.free()
 
 
 def _figures(name: str, medians: Mapping[str, float]) -> dict[str, float]:
@@ -121,46 +93,63 @@ def _figures(name: str, medians: Mapping[str, float]) -> dict[str, float]:
 
 
 class _Training:
-    """A model, its data and its optimizer; the same model on all ranks. Collective.
-
-    Args:
-        torch: The module.
-        rank: Each rank has its own data.
-        parameters: Of the model, about.
-        wrap: Returns what computes the output in place of the model.
-        hold: Returns what takes the place of the optimizer.
-
-    Attributes:
-        optimizer: What `hold` returned.
-        losses: Of this rank, one for each step.
-    """
+    """A model, the same on all ranks, its data and its optimizer. Collective."""
 
     def __init__(
         self,
-        torch: Any,
         rank: int,
         parameters: int,
         wrap: Callable[[Any], Any] = lambda model: model,
         hold: Callable[[Any], Any] = lambda optimizer: optimizer,
     ) -> None:
+        import torch
+
         torch.manual_seed(0)
         width = max(1, math.isqrt(parameters // _LAYERS))
-        layers = [torch.nn.Linear(width, width) for _ in range(_LAYERS)]
-        model = torch.nn.Sequential(*layers)
+        model = torch.nn.Sequential(
+            *(torch.nn.Linear(width, width) for _ in range(_LAYERS))
+        )
         self._model = wrap(model)
         self.optimizer = hold(torch.optim.SGD(model.parameters(), _RATE))
+        # Each rank has its own data.
         torch.manual_seed(1 + rank)
         self._x, self._y = torch.randn(2, _SAMPLES, width)
         self._criterion = torch.nn.MSELoss()
         self.losses: list[float] = []
 
-    def run(self, inner: int) -> list[float]:
-        """Return the seconds of a step."""
-        begun = time.perf_counter()
-        for _ in range(inner):
-            loss = self._criterion(self._model(self._x), self._y)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.losses.append(loss.item())
-        return [(time.perf_counter() - begun) / max(1, inner)]
+    def __call__(self) -> None:
+        loss = self._criterion(self._model(self._x), self._y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+
+def check_usable(what: str) -> None:
+    """Raise InvalidArgumentError if torch is missing, or cannot be loaded."""
+    try:
+        importlib.import_module("torch.distributed")
+    except (ImportError, OSError) as error:
+        raise InvalidArgumentError(
+            f"{what} needs PyTorch: {error} (pip install torch)"
+        ) from None
+
+
+@contextlib.contextmanager
+def gloo(group: Group) -> Iterator[None]:
+    """Have a process group of gloo, of all ranks, inside the block. Collective."""
+    import torch
+    import torch.distributed as distributed
+
+    # As many as the other kinds use.
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    host = "127.0.0.1" if group.single_node else MPI.Get_processor_name()
+    address = group.comm.bcast(f"tcp://{host}:{port}")
+    distributed.init_process_group(
+        "gloo", init_method=address, rank=group.rank, world_size=group.size
+    )
+    yield
+    distributed.destroy_process_group()

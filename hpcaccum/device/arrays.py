@@ -122,7 +122,7 @@ def check_current(what: str, number: int) -> None:
     if number != current:
         raise InvalidArgumentError(
             f"{what} is on device {number}, the current one is {current}; "
-            f"cupy.cuda.Device({number}).use() changes that"
+            f"call cupy.cuda.Device({number}).use() first"
         )
 
 

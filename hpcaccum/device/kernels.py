@@ -69,17 +69,17 @@ _CAUSES = (
     (
         r"could not open source file|cannot open source file|CUDA headers",
         "CUDA's headers are missing: install a CUDA toolkit and set CUDA_PATH, or "
-        "pip install 'cupy-cuda13x[ctk]', or 12x",
+        "pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x for CUDA 12)",
     ),
     (
         r"gpu-architecture|INVALID_OPTION|unsupported architecture|sm_\d+ is not",
-        "this device's architecture is not one that the installed NVRTC compiles for: "
-        "install a CuPy of another CUDA version",
+        "the installed NVRTC does not support this device's architecture: install a "
+        "CuPy for another CUDA version",
     ),
     (
         r"nvrtc.*(load|find|open|import)|(load|find|open|import)\w*.*nvrtc",
         "NVRTC, with which CuPy compiles, cannot be loaded: install a CUDA toolkit, or "
-        "pip install 'cupy-cuda13x[ctk]', or 12x",
+        "pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x for CUDA 12)",
     ),
 )
 

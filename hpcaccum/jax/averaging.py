@@ -87,10 +87,10 @@ def average(
 ) -> Average:
     """Return a transformation that averages updates over the ranks. Collective.
 
-    In front of a rule, it averages gradients:
+    Before a rule, it averages gradients:
     ``optax.chain(average(), optax.adam(1e-3))``. It can be compiled by `jax.jit`: the
-    exchange is an ordered callback. All ranks must call its ``update`` equally often
-    and in the same order.
+    exchange is an ordered callback. All ranks must call its ``update`` the same number
+    of times and in the same order.
 
     All ranks must start with the same parameters; `broadcast` makes them the same. The
     first ``update`` of a state compares their bits, if it is given ``params``, and so
@@ -103,11 +103,11 @@ def average(
     Args:
         comm: Communicator of the ranks; COMM_WORLD by default.
         on_nonfinite: What happens to updates with a NaN or an infinity: "accept"
-            averages them, so that the mean is not finite on any rank. "drop" takes the
-            mean over the other ranks; if no rank remains, it is zero, with which the
-            rest of the chain is called all the same. "raise" is an error on all ranks.
-        wire_dtype: A narrower dtype, such as `jax.numpy.bfloat16`, in which sums travel
-            between nodes. They are formed in the wider dtype.
+            averages them, so the mean is not finite on any rank. "drop" takes the mean
+            over the other ranks; if no rank remains, it is zero, and the rest of the
+            chain is still called with it. "raise" raises an error on all ranks.
+        wire_dtype: A narrower dtype, such as `jax.numpy.bfloat16`, in which sums are
+            sent between nodes. They are computed in the wider dtype.
 
     Returns:
         A GradientTransformation. Its ``free()`` releases the memory and the
@@ -121,9 +121,9 @@ def average(
         DisagreementError: On every rank, if an option differs.
 
     The first ``update`` raises such errors, too, and DisagreementError. An error of a
-    later call, and that of parameters that differ, is a `jax.errors.JaxRuntimeError` on
-    every rank, whose message has it. Inside of `jax.vmap`, `jax.pmap` or
-    `jax.shard_map`, each call is an InvalidArgumentError.
+    later call, and the error for parameters that differ, is a
+    `jax.errors.JaxRuntimeError` on every rank, whose message contains it. Inside
+    `jax.vmap`, `jax.pmap` or `jax.shard_map`, each call raises InvalidArgumentError.
     """
     averager = Averager(Group.of(comm), _NAME, on_nonfinite, wire_dtype)
     made = Average(averager.init, averager.update)
@@ -134,10 +134,10 @@ def average(
 def mean(value: Any, comm: mpi4py_MPI.Comm | Group | None = None) -> Any:
     """Return the mean of a value over the ranks. Collective.
 
-    For what a rank computes from its own data and a rule of optax then uses, such as
-    the loss: ``rule.update(grads, state, params, value=mean(loss))``. It can be used
-    where `average` can, also compiled. For each structure of a communicator, it keeps
-    some memory until the end of the program.
+    Use it for values that a rank computes from its own data and an optax rule then
+    uses, such as the loss: ``rule.update(grads, state, params, value=mean(loss))``. It
+    can be used where `average` can, including compiled code. For each structure and
+    communicator, it keeps some memory until the end of the program.
 
     Args:
         value: A float, or a pytree of floats and float arrays, of the same structure,

@@ -136,13 +136,14 @@ class OneSided(Freeable):
 
         Args:
             grads: A pytree with the structure of the parameters, computed with the last
-                that this rank got.
+                parameters that this rank got.
             extra: The arguments of the rule that the constructor's ``extra`` names. A
-                rule gets the mean of those whose gradients are in an update.
+                rule gets the mean of the values that came with the gradients of an
+                update.
 
         Returns:
-            The new parameters, in arrays that later calls do not change, and what
-            became of the gradients.
+            The new parameters, in arrays that later calls do not change, and a receipt
+            for the gradients.
 
         Raises:
             InvalidArgumentError, TypeError: On this rank; nothing is sent.
@@ -158,8 +159,8 @@ class OneSided(Freeable):
     def assign(self, params: Any) -> Any:
         """Set the parameters of all ranks, and of the server, to those given.
 
-        Collective: all ranks call it, also those that have left, between two updates of
-        the server. The rule's state and the counts stay; see
+        Collective: all ranks call it, including those that have left, between two
+        updates of the server. The rule's state and the counts do not change; see
         `OneSidedOptimizer.assign`. A dedicated server takes part in `serve`.
 
         Args:

@@ -110,7 +110,7 @@ class OptaxRule(Optimizer):
                 state = jax.eval_shape(init, params)
                 updated, _ = jax.eval_shape(update, params, state, params, more)
             if Structure.of(updated) != structure:
-                raise ValueError("its updates have other shapes than the parameters")
+                raise ValueError("its updates and parameters differ in shape")
         except InvalidArgumentError:
             raise
         except Exception as error:

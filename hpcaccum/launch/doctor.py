@@ -74,18 +74,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launcher",
         metavar="COMMAND",
-        help="what starts the small jobs, such as 'srun --mpi=pmix -N 2 -n 4' (in a "
-        "job of SLURM: srun; else mpiexec with 2 ranks)",
+        help="command that starts the small jobs, such as 'srun --mpi=pmix -N 2 -n 4' "
+        "(in a SLURM job: srun; otherwise mpiexec with 2 ranks)",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="for each probe; one that takes longer is a problem (60)",
+        help="limit for each probe (60); a probe that takes longer is a problem",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the findings as JSON, too"
+        "--json", type=Path, metavar="FILE", help="also write the findings as JSON"
     )
     # What the small jobs run.
     parser.add_argument("--probe", choices=PROBES, help=argparse.SUPPRESS)
@@ -205,7 +205,7 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
 
 def _noted(finding: Finding) -> Finding:
     """Say how to silence an error that Open MPI prints although windows work."""
-    text = f"{finding.text}; Open MPI prints {_UCX!r}, and does without UCX"
+    text = f"{finding.text}; Open MPI prints {_UCX!r} and works without UCX"
     return Finding(NOTE, text, "export OMPI_MCA_osc=^ucx")
 
 

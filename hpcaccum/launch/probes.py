@@ -58,7 +58,7 @@ def find_each_other(group: Group) -> Finding:
     tasks = tasks or number_in(os.environ, "SLURM_NTASKS")
     where = f"{group.size} ranks on {counted(len(group.nodes), 'node')}"
     if group.size == 1:
-        return Finding(NOTE, "only one rank, so nothing between ranks is tried")
+        return Finding(NOTE, "only one rank: nothing between ranks is tested")
     if tasks and tasks != group.size:
         return Finding(NOTE, f"{where}, but SLURM has {tasks} tasks")
     return Finding(GOOD, where)
@@ -73,7 +73,7 @@ def thread_level(group: Group) -> Finding:
         BAD,
         "less than MPI_THREAD_MULTIPLE: optimizers with a server need dedicated=True, "
         "and groups of several nodes do not work",
-        "unset MPI4PY_RC_THREADS MPI4PY_RC_THREAD_LEVEL, or another MPI library",
+        "unset MPI4PY_RC_THREADS MPI4PY_RC_THREAD_LEVEL, or use another MPI library",
     )
 
 
@@ -94,8 +94,8 @@ def atomic_operations(group: Group) -> Finding:
         return Finding(GOOD, f"{2 * expected} atomic operations, none of them lost")
     return Finding(
         BAD,
-        f"of {expected} additions {added} are there, of as many swaps {swapped}",
-        "Open MPI: export OMPI_MCA_osc=^rdma, or another MPI library",
+        f"{added} of {expected} additions and {swapped} of as many swaps were made",
+        "Open MPI: export OMPI_MCA_osc=^rdma, or use another MPI library",
     )
 
 
@@ -168,7 +168,7 @@ def progress(group: Group) -> Finding:
         NOTE,
         f"a rank that computes for {_BUSY * 1e3:.0f} ms answers after "
         f"{worst * 1e3:.0f} ms: others wait for it",
-        "give the server a rank of its own: dedicated=True; or more cores than ranks",
+        "use dedicated=True, so that the server has its own rank, or more cores",
     )
 
 
@@ -176,13 +176,13 @@ def large_messages(group: Group) -> Finding:
     """A message of more than 2 GiB."""
     free = min(group.allgather(free_memory(), "memory"))
     if free < 2 * _LARGE * group.node.size:
-        return Finding(NOTE, f"not tried, as only {free / _GIB:.1f} GiB are free")
+        return Finding(NOTE, f"not tested: only {free / _GIB:.1f} GiB are free")
     failed = ""
     try:
         if not _arrives(group):
-            failed = "a message of 2 GiB is cut off"
+            failed = "a message of 2 GiB is truncated"
     except MPI.Exception as error:
-        failed = f"a message of 2 GiB is refused: {error}"
+        failed = f"a message of 2 GiB fails: {error}"
     failed = max(group.allgather(failed, "large message"))
     if not failed:
         return Finding(GOOD, "a message of 2 GiB arrives")
@@ -260,7 +260,7 @@ def cores(group: Group) -> Finding:
     where = f"{counted(ranks, 'rank')} on {counted(usable, 'core')}"
     if shared:
         return Finding(
-            NOTE, f"{where}: ranks wait for each other's cores", "fewer ranks"
+            NOTE, f"{where}: ranks wait for each other's cores", "use fewer ranks"
         )
     if ranks * wanted > usable:
         return Finding(
@@ -279,10 +279,10 @@ def device_memory(group: Group) -> Finding:
         return Finding(GOOD, f"none: {_first_line(error)}")
     answer = cuda_awareness()
     if not answer.aware:
-        return Finding(NOTE, f"MPI takes no device memory: {answer.reason}")
+        return Finding(NOTE, f"MPI does not accept device memory: {answer.reason}")
     group.comm.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
     if float(array[0]) == group.size * (group.size - 1) / 2:
-        return Finding(GOOD, f"MPI takes device memory ({answer.reason})")
+        return Finding(GOOD, f"MPI accepts device memory ({answer.reason})")
     return Finding(
         BAD, "MPI adds device memory wrongly", "export HPCACCUM_CUDA_AWARE=0"
     )

@@ -42,28 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time",
         type=_like(r"(\d+-)?\d+(:\d+){0,2}", "be minutes, M:S, H:M:S or D-H[:M[:S]]"),
-        help="time limit: minutes, H:M:S or D-H:M:S (1:00:00; of benchmarks 30)",
+        help="time limit: minutes, H:M:S or D-H:M:S (1:00:00; 30 for benchmarks)",
     )
     parser.add_argument(
         "--sweep",
         type=_counts,
         default=[],
         metavar="1,2,4",
-        help="with bench: measure on so many nodes, one number after the other",
+        help="with bench: measure on each of these numbers of nodes in turn",
     )
     parser.add_argument(
         "--name",
         # It begins names of files, which follow options.
         type=_like(
-            r"[\w.+][\w.+-]*", "have letters, digits and . _ + -, no - at first"
+            r"[\w.+][\w.+-]*", "have only letters, digits and . _ + -, not - first"
         ),
-        help="of the job (that of the program)",
+        help="name of the job (the name of the program)",
     )
     parser.add_argument(
         "--launcher",
         choices=("srun", "mpiexec"),
         default="srun",
-        help="what starts the ranks; mpiexec where srun does not know the MPI (srun)",
+        help="what starts the ranks (srun); mpiexec if srun does not support the MPI",
     )
     several = functools.partial(parser.add_argument, action="append", default=[])
     several(
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sbatch",
         type=_like(r"--?\w\S*( \S.*)?", "look like --partition=gpu"),
         metavar="OPTION",
-        help="another option of sbatch, as --sbatch=--partition=gpu; may be repeated",
+        help="another sbatch option: --sbatch=--partition=gpu; may be repeated",
     )
     parser.add_argument(
         "program",
@@ -91,7 +91,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], None]:
         raise InvalidArgumentError("no program: hpcaccum sbatch [options] -- train ...")
     command, *options = words[1:] if words[0] == "hpcaccum" and words[1:] else words
     if args.sweep and command != "bench":
-        raise InvalidArgumentError("--sweep is for a benchmark: bench step")
+        raise InvalidArgumentError("--sweep needs a benchmark, such as bench step")
     if command != "bench" and _SHORT.fullmatch(args.time or ""):
         raise InvalidArgumentError(
             "--time must be at least 4 minutes: the ranks stop 2 minutes before its end"
@@ -110,7 +110,9 @@ def _training(args: argparse.Namespace, words: list[str]) -> str:
     # The script adds --save.
     found = _parsed("train", train_options.add_arguments, ["--save", ".", *words])
     if found.log:
-        raise InvalidArgumentError("train --log: the script has one for each start")
+        raise InvalidArgumentError(
+            "train --log cannot be used: the script writes a log for each start"
+        )
     train_options.resolve(found, args.nodes * args.ranks_per_node)
     return _filled("gpu" if found.device == "cuda" else "train", args, words=words)
 
@@ -118,9 +120,11 @@ def _training(args: argparse.Namespace, words: list[str]) -> str:
 def _benchmark(args: argparse.Namespace, words: list[str]) -> str:
     found = _parsed("bench", bench_options.add_arguments, words)
     if not needs_mpi(found):
-        raise InvalidArgumentError(f"bench {found.benchmark} needs no job")
+        raise InvalidArgumentError(
+            f"bench {found.benchmark} needs no job: run it directly"
+        )
     if found.json:
-        raise InvalidArgumentError("bench --json: the script sets it")
+        raise InvalidArgumentError("bench --json cannot be used: the script sets it")
     if len(args.sweep) > 1 and (found.csv or found.plot):
         raise InvalidArgumentError(
             "bench --csv, --plot: with --sweep, several runs would write that file"

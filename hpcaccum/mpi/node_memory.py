@@ -50,7 +50,7 @@ _PIECE = 1 << 18
 _WHAT = "allocating shared memory"
 _OPEN = os.O_RDWR | os.O_NOFOLLOW
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
-_ONE_FOLDER = f"ranks of one node must have one {_SHM} (containers: --ipc=host)"
+_ONE_FOLDER = f"the ranks of a node must share one {_SHM} (containers: --ipc=host)"
 
 
 class NodeMemory:

@@ -65,7 +65,7 @@ class AGNOptimizer(OneSidedOptimizer):
             gradients are dropped makes no local step and does not count.
 
     Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
-        behaviour of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
+        behavior of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
         parameter differences. One deviation: Adam's bias correction of the center
         counts the center's updates.
     """
@@ -282,7 +282,7 @@ class AGNOptimizer(OneSidedOptimizer):
     def gradient_arrays(self) -> dict[str, Array]:
         """Return arrays in which a loss can compute its next gradients, by name.
 
-        They are not those in which gradients are summed.
+        They are not the arrays in which gradients are summed.
 
         Raises:
             InvalidArgumentError: Before `initialize`, or on a dedicated server.

@@ -124,7 +124,7 @@ class Optimizer(abc.ABC):
             Pairs; a gradient is what ``loss`` returned unless ``grad_loss`` is given.
 
         Raises:
-            TypeError: If ``loss`` is not callable, or its result has another form.
+            TypeError: If ``loss`` is not callable, or its result has a different form.
             InvalidArgumentError: If there are no variables, or a gradient does not fit,
                 or a mapping lacks a variable.
         """
@@ -229,7 +229,8 @@ class Optimizer(abc.ABC):
     def elementwise(self) -> bool:
         """Whether an update changes each element independently of the others.
 
-        If a `Rule` is, a server may divide its updates among ranks at any element.
+        If a `Rule` is elementwise, a server may divide its updates among ranks at any
+        element.
         """
         return False
 

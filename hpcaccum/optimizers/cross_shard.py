@@ -61,31 +61,32 @@ class CrossShardOptimizer(ReducingOptimizer):
     """Sums gradients over the ranks of a shard group before the update. Collective.
 
     With `Reduction.MEAN`, `compute_gradients` divides the gradients by the size of the
-    group and `apply_gradients` only sums. Code between the two calls, such as
-    clipping, therefore sees gradients that are already divided. Every rank calls both,
-    equally often.
+    group and `apply_gradients` only sums them. Code between the two calls, such as
+    clipping, therefore sees gradients that are already divided. Every rank calls both
+    the same number of times.
 
     All ranks of a group start with the variables of the rank that the group's list
     names first: `initialize` broadcasts them, once. Variables may have different
     dtypes, but gradients are exchanged in the widest of them; a warning then lists the
     variables of that dtype.
 
-    Of a variable with ``sparse=True``, only the rows of the gradients are exchanged:
-    each rank gets those of all ranks, and the inner optimizer gets an `IndexedSlices`.
-    An `IndexedSlices` of another variable becomes an array. A mean is that of whole
-    gradients: rows that some ranks do not have are zero there.
+    For a variable with ``sparse=True``, only the rows of the gradients are exchanged:
+    each rank gets the rows of all ranks, and the inner optimizer gets an
+    `IndexedSlices`. For any other variable, an `IndexedSlices` is converted to an
+    array. A mean is the mean of whole gradients: rows that a rank does not have count
+    as zero.
 
     Args:
         opt: Makes the updates, the same on every rank of a group.
         reduction: ``Reduction.MEAN`` or ``Reduction.SUM``.
         name: Name for messages.
-        group_assignment: Lists of ranks, one list a group. Together they contain each
+        group_assignment: Lists of ranks, one list per group. Together they contain each
             rank once, and all have the same length. None: one group of all ranks.
         comm: Communicator of the ranks; COMM_WORLD by default.
         schedule: See `Reducer`; "nccl" needs variables on a device.
         cuda_aware: Whether to pass device memory to MPI, by schedule "flat".
         wire_dtype: A narrower dtype, such as ``"bfloat16"``, in which sums of gradients
-            travel between nodes; see `Reducer`. Rows travel in their own dtype.
+            are sent between nodes; see `Reducer`. Rows are sent in their own dtype.
         sync: Whether to broadcast. If False, `initialize` compares checksums of the
             variables and raises unless they are the same on all ranks of a group.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
@@ -95,7 +96,7 @@ class CrossShardOptimizer(ReducingOptimizer):
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
 
-    Source: the behaviour of ``tf.compat.v1.tpu.CrossShardOptimizer``.
+    Source: the behavior of ``tf.compat.v1.tpu.CrossShardOptimizer``.
     """
 
     exchange = ExchangeKind.COLLECTIVE
@@ -145,7 +146,7 @@ class CrossShardOptimizer(ReducingOptimizer):
         """Set a group's variables to those of its first rank. Collective.
 
         The first `compute_gradients` or `apply_gradients` calls it if the user does
-        not. A second call has no effect, and must name no other variables.
+        not. A second call has no effect, and must not pass other variables.
 
         Raises:
             TypeError, InvalidArgumentError: On every rank, if ``var_list`` does not
@@ -228,10 +229,10 @@ class CrossShardOptimizer(ReducingOptimizer):
     def gradient_arrays(self) -> dict[str, Array]:
         """Return the arrays that gradients are exchanged in, by name.
 
-        `minimize` does not copy what the loss writes to them, and may write to them.
-        They have the dtype in which gradients are summed, and are the same until a rank
-        leaves, or until `restore` after an interrupted call. For variables on a device
-        they are device memory, which is copied.
+        `minimize` does not copy what the loss writes to these arrays, and may write to
+        them. They have the dtype in which gradients are summed, and are the same until
+        a rank leaves, or until `restore` after an interrupted call. For variables on a
+        device they are device memory, which is copied.
 
         Raises:
             InvalidArgumentError: Before `initialize`.

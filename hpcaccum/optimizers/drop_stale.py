@@ -40,7 +40,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         name: Name for messages.
         comm, host, dedicated, servers, on_nonfinite: See `OneSidedOptimizer`.
 
-    Source: the behaviour of ``tf.contrib.opt``'s optimizer of this name, whose check
+    Source: the behavior of ``tf.contrib.opt``'s optimizer of this name, whose check
         and update are not atomic.
     """
 

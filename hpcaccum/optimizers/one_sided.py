@@ -53,16 +53,17 @@ class OneSidedOptimizer(ServedOptimizer):
 
     If all ranks share a node, the inner optimizer is an `elementwise` rule, and all
     variables have one dtype that is not half precision, ranks that wait for an update
-    help to make it. The center and its slots are in shared memory then.
+    help to compute it. The center and its slots are then in shared memory.
 
     Variables may have different dtypes, but gradients and parameters are sent in the
     widest of them; a warning then lists the variables of that dtype.
 
-    Of a variable with ``sparse=True``, the rows of gradients are sent, and only these
-    rows are updated and pulled: time grows with the rows, not with the variable. It
-    needs one server, and an inner optimizer that surely changes no other rows: a rule
-    of this package, or a torch optimizer that `hpcaccum.torch` accepts. Do not write to
-    its array, unless you call `assign` then: a pull does not restore other rows.
+    For a variable with ``sparse=True``, only the rows of gradients are sent, and only
+    these rows are updated and pulled: time grows with the number of rows, not with the
+    size of the variable. This needs one server, and an inner optimizer that changes no
+    other rows: a rule of this package, or a torch optimizer that `hpcaccum.torch`
+    accepts. Do not write to the array unless you call `assign` afterwards: a pull does
+    not restore other rows.
 
     A value that the program gives a variable is lost at the next pull, without an
     error, unless all ranks call `assign`.
@@ -75,13 +76,14 @@ class OneSidedOptimizer(ServedOptimizer):
         comm: Communicator of the ranks; COMM_WORLD by default.
         host: The rank that holds the center.
         dedicated: Whether servers only serve; they then call `serve` after
-            `initialize`. Otherwise they serve in threads beside their own training.
-        servers: The ranks that hold the center, each a part, and update it: one rank,
-            or several on different nodes, of which the first is the host. By default
-            the host alone. "auto" takes one rank of each node if the variables have
-            1 MiB or more and none is sparse, the inner optimizer is `elementwise`, and
-            servers also train; else the host. Several servers share the traffic, the
-            memory and the work of updates; but each update waits for all of them.
+            `initialize`. Otherwise they serve in threads while their ranks train.
+        servers: The ranks that hold the center, each a part of it, and update it: one
+            rank, or several on different nodes, of which the first is the host. By
+            default, only the host. "auto" uses one rank of each node if the variables
+            have 1 MiB or more and none is sparse, the inner optimizer is `elementwise`,
+            and servers also train; otherwise the host. Several servers share the
+            traffic, the memory and the work of updates, but each update waits for all
+            of them.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             sends them, "drop" drops all gradients of the call on this rank, "raise"
             raises InvalidArgumentError on this rank.
@@ -147,7 +149,7 @@ class OneSidedOptimizer(ServedOptimizer):
         """Set the center and all ranks' variables to the host rank's. Collective.
 
         The first `compute_gradients` calls it if the user does not. A second call has
-        no effect; it must pass the same variables.
+        no effect, and must pass the same variables.
 
         Raises:
             TypeError, InvalidArgumentError, DisagreementError: On every rank, if
@@ -287,9 +289,10 @@ class OneSidedOptimizer(ServedOptimizer):
     ) -> Pairs:
         """Pull parameters, then compute the gradients with them.
 
-        They are the newest that this node has. It gets newer ones first if a gradient
-        of these would certainly be dropped; only then does this call wait. Within a
-        millisecond after parameters for which this rank has waited, it does not ask.
+        The parameters are the newest that this node has. It gets newer ones first if a
+        gradient computed with these would certainly be dropped; only then does this
+        call wait. Within a millisecond after it received parameters that this rank
+        waited for, it does not ask for the step.
 
         Raises:
             InvalidArgumentError, TypeError: On this rank, as
@@ -355,9 +358,8 @@ class OneSidedOptimizer(ServedOptimizer):
     def restore(self, snapshot: Any, var_list: Variables | None = None) -> None:
         """Begin with a snapshot instead of the host's variables. Collective.
 
-        Call it instead of `initialize`, or later: then the server ends, and another one
-        begins. Ranks, nodes, servers and their numbers may be others than those of the
-        snapshot.
+        Call it instead of `initialize`, or later: then the server ends, and a new one
+        starts. The ranks, nodes and servers may differ from those of the snapshot.
 
         Args:
             snapshot: On the host rank; others may pass None.
@@ -401,16 +403,17 @@ class OneSidedOptimizer(ServedOptimizer):
     def assign(self) -> None:
         """Set the center to the host's variables, between two updates. Collective.
 
-        All ranks call it, also those that have left, after the host has changed the
-        values of its variables. Then all ranks' variables have them. If the host only
-        serves, the values are those of the first rank that trains; in `serve`, a
-        dedicated server takes part without a call, after the updates of all gradients
-        that were accepted, even if they are fewer than a quorum.
+        All ranks call it, including those that have left, after the host has changed
+        the values of its variables. Afterwards the variables of all ranks have these
+        values. If the host only serves, the values are those of the first rank that
+        trains; a dedicated server in `serve` takes part without a call, after the
+        updates of all gradients that were accepted, even if they are fewer than a
+        quorum.
 
-        Slots, the step and the counts stay. No gradient is lost: one that was accepted
-        before, and is not applied yet, changes the new values. One that a rank has
-        computed before, and sends later, counts as computed with them; so do the
-        gradients that AGN has added up since its last push.
+        Slots, the step and the counts do not change. No gradient is lost: one that was
+        accepted before, and is not applied yet, changes the new values. One that a rank
+        computed before, and sends later, counts as computed with the new values; so do
+        the gradients that AGN has added up since its last push.
 
         Raises:
             InvalidArgumentError: Before `initialize`; on every rank, in a block of

@@ -129,9 +129,9 @@ class ReducingOptimizer(Wrapper):
     def assign(self) -> None:
         """Set a group's variables to those of its first rank. Collective.
 
-        All ranks of the group call it, also those that have left, after the first rank
-        has changed the values of its variables. The state and the counts stay. Values
-        that all ranks change alike need no call.
+        All ranks of the group call it, including those that have left, after the first
+        rank has changed the values of its variables. The state and the counts do not
+        change. If all ranks set the same values, no call is needed.
 
         Raises:
             InvalidArgumentError: Before `initialize`.

@@ -20,7 +20,7 @@ from hpcaccum.optimizers.update_rule import Rule
 class SGD(Rule):
     """Gradient descent: ``value -= learning_rate * grad``.
 
-    An `IndexedSlices` has the effect of the array that is zero elsewhere.
+    An `IndexedSlices` has the same effect as an array that is zero elsewhere.
 
     Args:
         learning_rate: As in `Rule`.
@@ -50,8 +50,8 @@ class Momentum(Rule):
     with Nesterov's, ``value -= learning_rate * (grad + momentum * accum)``. The slot is
     "momentum".
 
-    With an `IndexedSlices`, the momentum of other rows neither decays nor moves them;
-    with an array that is zero there, it does both.
+    With an `IndexedSlices`, the momentum of other rows neither decays nor changes their
+    values; with an array that is zero there, it does both.
 
     Args:
         learning_rate: As in `Rule`.
@@ -106,7 +106,7 @@ class Adagrad(Rule):
     ``accum += grad ** 2; value -= learning_rate * grad / sqrt(accum)``. The slot is
     "accumulator".
 
-    An `IndexedSlices` has the effect of the array that is zero elsewhere.
+    An `IndexedSlices` has the same effect as an array that is zero elsewhere.
 
     Args:
         learning_rate: As in `Rule`.

@@ -38,8 +38,8 @@ def server_ranks(
         )
     if dedicated and ranks is not None and len(ranks) == size:
         raise InvalidArgumentError(
-            f"dedicated=True needs {size + 1} ranks, {size} to serve and others to "
-            f"train; got {size}"
+            f"dedicated=True needs at least {size + 1} ranks, {size} to serve and the "
+            f"others to train; got {size}"
         )
     return ranks[0] if ranks else host, ranks
 

@@ -28,7 +28,7 @@ def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
     if grad.on_device and not variable.sparse:
         raise InvalidArgumentError(
             f"gradient of {name!r} is an IndexedSlices on the device, the variable is "
-            f"in CPU memory; with sparse=True it accepts one"
+            f"in CPU memory; make the variable with sparse=True to accept it"
         )
     if not shape or rows != shape[1:]:
         raise InvalidArgumentError(

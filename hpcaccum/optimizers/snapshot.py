@@ -66,12 +66,12 @@ def check_snapshot(snapshot: Any, variables: Sequence[Variable]) -> None:
         "variables",
         "state",
     }:
-        raise TypeError(f"snapshot must be one of an optimizer, got {_kind(snapshot)}")
+        raise TypeError(f"snapshot must come from an optimizer, got {_kind(snapshot)}")
     values, names = snapshot["variables"], [var.name for var in variables]
     if set(values) != set(names):
         raise InvalidArgumentError(
-            f"the snapshot has other variables: it has {sorted(values)}, the "
-            f"optimizer {sorted(names)}"
+            f"the snapshot has different variables: it has {sorted(values)}, the "
+            f"optimizer has {sorted(names)}"
         )
     for var in variables:
         _check_array(f"variable {var.name!r}", values[var.name], var.value)

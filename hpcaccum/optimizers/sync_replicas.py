@@ -30,9 +30,9 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
     """Updates with the mean of ``replicas_to_aggregate`` gradients of one step.
 
     A gradient computed before the last update is dropped. If the quorum is smaller than
-    the number of workers, the others are backups: the first gradients are used, and
-    stragglers are not waited for. A gradient is accepted or dropped for all variables
-    together.
+    the number of workers, the others are backups: the update uses the first gradients
+    and does not wait for stragglers. A gradient is accepted or dropped for all
+    variables together.
 
     After an accepted gradient a worker waits for the update that contains it. If the
     quorum is larger than the number of workers, each worker first contributes its share
@@ -48,7 +48,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         comm, host, dedicated, servers, on_nonfinite: See `OneSidedOptimizer`.
 
     Source: Chen et al., Revisiting Distributed Synchronous SGD, 2016
-        (arXiv:1604.00981); the behaviour of ``tf.compat.v1.train``'s optimizer of this
+        (arXiv:1604.00981); the behavior of ``tf.compat.v1.train``'s optimizer of this
         name, except that no round is wasted after the start.
     """
 
@@ -70,7 +70,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             quorum = positive_count(replicas_to_aggregate, "replicas_to_aggregate")
             if quorum > (most := VectorAccumulator.most):
                 raise InvalidArgumentError(
-                    f"replicas_to_aggregate is at most {most}, got {quorum}"
+                    f"replicas_to_aggregate must be at most {most}, got {quorum}"
                 )
             total = total_num_replicas
             if total is not None:

@@ -44,15 +44,15 @@ Given = Sequence[tuple[Gradient, Variable]]
 class Rule(Optimizer):
     """An optimizer that changes each variable by its own gradient, on this rank.
 
-    A gradient may be an `IndexedSlices`. Only its rows are then updated, and those of
-    the slots: time grows with them, not with the variable. Rows that it repeats are
-    added first.
+    A gradient may be an `IndexedSlices`. Then only its rows are updated in the variable
+    and the slots: time grows with the number of rows, not with the size of the
+    variable. Repeated rows are added first.
 
-    Variables are independent: two threads may apply gradients to different variables
-    at the same time. The slots of half-precision variables are float32.
+    Variables are independent: two threads may apply gradients to different variables at
+    the same time. The slots of half-precision variables are float32.
 
     Only the learning rate can be changed later. Setting another attribute raises
-    AttributeError, which reveals misspelt names.
+    AttributeError, which reveals misspelled names.
 
     Args:
         learning_rate: A number of at least 0; or a callable that returns one. It is
@@ -61,7 +61,7 @@ class Rule(Optimizer):
         name: Part of the names of its state.
 
     Raises:
-        InvalidArgumentError: If an argument is not a number or out of its range.
+        InvalidArgumentError: If an argument is not a number or is out of range.
     """
 
     __slots__ = ("_on_device", "_rate", "_scratch", "_states")

@@ -30,10 +30,10 @@ class Variable:
             name is found by it on ranks that do not pass it to their optimizer.
         trainable: Whether `get_variable` registers it with its getter, for AGN.
         sparse: Whether all of its gradients are `IndexedSlices`. Optimizers then
-            exchange their rows, and have no memory for a whole gradient.
-        capacity: Maximum number of different rows of a gradient of a sparse variable;
-            all rows by default. Optimizers with a parameter server have memory for so
-            many; `CrossShardOptimizer` needs none, and accepts more.
+            exchange their rows, and allocate no memory for a whole gradient.
+        capacity: Maximum number of different rows in a gradient of a sparse variable;
+            all rows by default. Optimizers with a parameter server allocate memory for
+            this number of rows; `CrossShardOptimizer` does not, and accepts more.
 
     Attributes:
         name, trainable, sparse: As given.

@@ -61,8 +61,8 @@ def one_thread(
             [acquired] = map(self._in_call.acquire, (False,))
             if not acquired:
                 raise InvalidArgumentError(
-                    f"{self.get_name()}: {call.__name__}, while another thread of this "
-                    f"rank uses the optimizer: only one thread at a time may"
+                    f"{self.get_name()}: {call.__name__} was called while another "
+                    f"thread of this rank used the optimizer: only one at a time may"
                 )
             return call(self, *args, **kwargs)
         finally:
@@ -129,10 +129,9 @@ class Wrapper(Freeable, Optimizer):
         """The learning rate of the inner optimizer; may be set.
 
         With a one-sided optimizer, set it on the host, which updates the center; on
-        other ranks it has no effect on the center, but on the local steps of
-        `AGNOptimizer`. With a collective optimizer, set it
-        to the same value on all ranks of a group: numbers that differ are an error of
-        its next update, results of callables are not compared.
+        other ranks it affects only the local steps of `AGNOptimizer`. With a collective
+        optimizer, set it to the same value on all ranks of a group: different numbers
+        raise an error at its next update, but results of callables are not compared.
 
         Raises:
             AttributeError: If the inner optimizer has none.
@@ -205,7 +204,7 @@ class Wrapper(Freeable, Optimizer):
             if self._values.get(var.name) is not var.value:
                 raise InvalidArgumentError(
                     f"{self.get_name()}: the optimizer was initialized without this "
-                    f"variable {var.name!r}, with {sorted(self._values)}"
+                    f"variable {var.name!r}; it has {sorted(self._values)}"
                 )
 
     def _checked_step(self, global_step: Any) -> Variable | None:
@@ -238,11 +237,12 @@ class Wrapper(Freeable, Optimizer):
         """Return whether training has reached a multiple of n. Not collective.
 
         True if `global_step` has reached or passed a multiple of ``n`` since the last
-        call with this ``n`` on this rank that returned True; before there is one, since
-        the step of `initialize` or `restore`. Several multiples are one True. So ``if
-        rank == 0 and opt.every(100):`` saves or prints once for each 100 updates, while
-        ``global_step % 100 == 0`` misses those at which this rank makes no update. Two
-        conditions of a loop need different ``n``, or share the result of one call.
+        call with this ``n`` on this rank that returned True; before the first such
+        call, since the step of `initialize` or `restore`. Passing several multiples
+        gives True once. So ``if rank == 0 and opt.every(100):`` saves or prints once
+        every 100 updates, while ``global_step % 100 == 0`` misses those at which this
+        rank makes no update. Two conditions in a loop need different ``n``, or must
+        share the result of one call.
 
         With a collective optimizer, it is the same on all ranks of a group that make
         the same calls.
@@ -251,7 +251,7 @@ class Wrapper(Freeable, Optimizer):
             n: Number of updates, at least 1.
 
         Raises:
-            TypeError, InvalidArgumentError: If ``n`` is no such number, or before
+            TypeError, InvalidArgumentError: If ``n`` is not such a number, or before
                 `initialize`.
         """
         n = positive_count(n, "n")
@@ -297,7 +297,8 @@ class Wrapper(Freeable, Optimizer):
     def center(self, var: Variable | Sequence[Variable]) -> Array | list[Array]:
         """Return a copy of the newest value of a variable. Not collective.
 
-        A one-sided optimizer copies the center's value, a collective one this rank's.
+        A one-sided optimizer copies the value of the center, a collective one the value
+        of this rank.
 
         Args:
             var: A variable; or a list or tuple of variables, copied at the same step.
@@ -307,8 +308,8 @@ class Wrapper(Freeable, Optimizer):
             values of the last update.
 
         Raises:
-            InvalidArgumentError, TypeError: Before `initialize`, or for something else
-                than its variables.
+            InvalidArgumentError, TypeError: Before `initialize`, or if ``var`` is not
+                one of its variables.
         """
         read = self._reader()
         several = isinstance(var, (list, tuple))

@@ -125,7 +125,7 @@ def _check_apart(cards: tuple[str, ...]) -> None:
         if len(sharing) > 1:
             raise InvalidArgumentError(
                 f"{_WHAT} needs a GPU for each rank, {format_ranks(sharing)} use "
-                f"{each}; call hpcaccum.device.use_device before, with the number of "
+                f"{each}; call hpcaccum.device.use_device first, with the number of "
                 f"the rank on its node"
             )
 

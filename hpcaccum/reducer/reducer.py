@@ -50,9 +50,9 @@ class Reducer(Freeable):
     | schedule | the ranks | how | same ranks, same bits |
     |---|---|---|---|
     | ``"shared"`` | on one node | each sums a stripe of all | in order |
-    | ``"hierarchical"`` | anywhere | so on each node, then between nodes | in order |
-    | ``"flat"`` | anywhere | the MPI library's allreduce | no promise |
-    | ``"nccl"`` | on one node, a GPU each | NCCL's allreduce | no promise |
+    | ``"hierarchical"`` | anywhere | the same per node, then between nodes | in order |
+    | ``"flat"`` | anywhere | the MPI library's allreduce | no guarantee |
+    | ``"nccl"`` | on one node, a GPU each | NCCL's allreduce | no guarantee |
 
     ``"auto"`` selects ``"shared"`` if all ranks are on one node. Otherwise it selects
     ``"hierarchical"`` if a node has several ranks and the arrays have 512 KiB or more,
@@ -66,11 +66,11 @@ class Reducer(Freeable):
     call or none. They are copied to CPU memory, reduced and copied back in a pipeline
     of buckets. MPI is given device memory only if ``cuda_aware=True``.
 
-    With ``"nccl"`` they never enter CPU memory, and arrays in CPU memory are an error.
-    Half precision is sent in float32, too. ``"auto"`` never selects it, because it has
-    run on a simulated device only. NCCL is called when all ranks have arrived and agree
-    about the call. If it fails on one rank, that is an error on all, and the reducer is
-    unusable. Select the device of each rank before.
+    With ``"nccl"``, gradients never enter CPU memory, and arrays in CPU memory raise an
+    error. Half precision is sent in float32, too. ``"auto"`` never selects it, because
+    it has run on a simulated device only. NCCL is called when all ranks have arrived
+    and agree about the call. If it fails on one rank, all ranks get an error, and the
+    reducer is unusable. Select the device of each rank first.
 
     Calls of different ranks are paired in their order. Each call checks that all ranks
 
@@ -81,11 +81,11 @@ class Reducer(Freeable):
     - and have the same numbers in `compare`.
 
     So if an exception such as KeyboardInterrupt ends a call that a rank has begun, the
-    next call finds it. A call that a rank skips entirely can only be found by ``step``:
-    a count that the rank also increases when it skips a call. Without it, later calls
-    of that rank are paired with earlier calls of the others. In the end the others wait
-    for a call that it never makes. That is an error on all of them if the rank waits in
-    another collective call.
+    next call detects it. A call that a rank skips entirely can only be detected by
+    ``step``: a count that the rank also increases when it skips a call. Without it,
+    later calls of that rank are paired with earlier calls of the others, and at the end
+    the others wait for a call that the rank never makes. They get an error if that rank
+    waits in another collective call.
 
     Args:
         layout: Of the arrays.
@@ -94,9 +94,9 @@ class Reducer(Freeable):
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         schedule: A name in the table, or ``"auto"``.
         wire_dtype: A narrower dtype, such as ``"float16"`` or ``"bfloat16"``, in which
-            sums travel between nodes. They are formed in the wider dtype.
-        bucket_bytes: Largest size of the pieces in which data travel; None selects the
-            schedule's default.
+            sums are sent between nodes. They are computed in the wider dtype.
+        bucket_bytes: Largest size of the pieces in which data are sent; None selects
+            the schedule's default.
         cuda_aware: Whether MPI is given device memory. Requires schedule ``"flat"``,
             which then makes blocking calls, without a timeout, after all ranks have
             arrived.
@@ -211,8 +211,8 @@ class Reducer(Freeable):
             out: Arrays to copy results to, by name, of any float dtype. They may be
                 inputs or share memory with `arrays`, but not with each other or with
                 `results`.
-            step: This rank's count of calls, which it also increases when it skips one;
-                nothing else finds a skipped call.
+            step: This rank's count of calls, which it also increases when it skips a
+                call; nothing else detects a skipped call.
             reduction_type: For this call, if no array was started; None is the
                 reducer's.
 
@@ -284,8 +284,7 @@ class Reducer(Freeable):
     def fail(self, error: Exception) -> NoReturn:
         """Take part in a call only to raise ``error`` on every rank. Collective.
 
-        For a rank that alone finds that it cannot contribute, while the others wait for
-        it.
+        For a rank that cannot contribute, while the others wait for it.
         """
         self._begin()
         self._fail(error)

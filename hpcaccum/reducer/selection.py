@@ -57,8 +57,8 @@ def check_direct(direct: bool, schedule: str) -> None:
     answer = cuda_awareness()
     if not answer.aware:
         raise InvalidArgumentError(
-            f"cuda_aware=True, but this MPI does not accept device memory, by "
-            f"{answer.reason}; {VARIABLE}=1 declares that it can"
+            f"cuda_aware=True, but this MPI does not accept device memory: "
+            f"{answer.reason}; if it does, set {VARIABLE}=1"
         )
 
 

@@ -39,8 +39,7 @@ class Background(Role):
         if self._begun == number:
             raise RuntimeError(
                 "an update failed or was interrupted while it changed the parameters, "
-                "which are neither the old nor the new ones now: continue from a "
-                "checkpoint"
+                "which are now partly updated: continue from a checkpoint"
             )
         change = prepare()
         if change is None:

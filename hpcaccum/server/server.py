@@ -218,11 +218,8 @@ class ParameterServer(Client):
             are = "are" if self.is_sharded else "is"
             rank = self._group.rank
             return f"rank {rank} is not a server ({servers} {are}); it must train"
-        how = "serve beside their" if self.is_sharded else "serves beside its"
-        return (
-            f"dedicated=True was not given: {servers} {how} training; do not call "
-            f"serve()"
-        )
+        how = "serve while they train" if self.is_sharded else "serves while it trains"
+        return f"dedicated=True was not given: {servers} {how}; do not call serve()"
 
     def ask(self, question: Any) -> list[Any]:
         """Return the answers of several servers, all of one step; the root only.
@@ -400,8 +397,8 @@ def _check_server(
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE and (several or beside):
         needs, instead = "each of several servers needs", []
         if beside:
-            needs = "a server beside the host's own training needs"
-            instead = ["give it a rank of its own: dedicated=True"]
+            needs = "a server needs while the host trains"
+            instead = ["use dedicated=True, so that the host only serves"]
         raise InvalidArgumentError(lack_of_threads(needs, *instead))
     check_first_step(step, "step")
 

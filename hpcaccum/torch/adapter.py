@@ -62,22 +62,24 @@ def in_stream(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 def _warn_of_no_module() -> None:
     """Warn, once in a process."""
     logger.warning(
-        "hpcaccum.torch: without module=model, buffers (as of a batch norm) and "
-        "parameters outside the optimizer (as of frozen layers) are not synchronized, "
-        "and may differ between ranks; module=None says that there are none"
+        "hpcaccum.torch: without module=model, buffers (such as those of a batch norm) "
+        "and parameters outside the optimizer (such as those of frozen layers) are not "
+        "synchronized, and may differ between ranks; pass module=None if there are none"
     )
 
 
 class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     """Takes the place of a torch optimizer in a training loop. Collective.
 
-    It has the parameter groups of that optimizer, so a scheduler may be given either.
+    It has the parameter groups of that optimizer, so a scheduler accepts either of
+    them.
 
     Args:
         optimizer: Of `torch.optim`.
-        module: The model. Its buffers, and parameters that are not trained, start with
-            the values of rank 0, too; and messages use its names. None if there are
-            none. If it is not given, a warning says that they remain different.
+        module: The model. Its buffers, and parameters that are not trained, also start
+            with the values of rank 0, and messages use its names. Pass None if there
+            are no such values. If it is omitted, a warning states that they are not
+            synchronized.
         buffers: ``"average"`` or ``"broadcast"``: what `sync_buffers` does.
         sparse: The parameters whose gradients are sparse.
         capacity: Maximum number of rows of such a gradient that a server gets.
@@ -187,10 +189,10 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
             ``closure``.
 
         Raises:
-            InvalidArgumentError: If there is no gradient, or one is sparse that should
-                not be, or the reverse; or parameters were added to the optimizer. With
-                a server also, before anything is sent, if the program has changed the
-                values of a parameter: see `assign`.
+            InvalidArgumentError: If there is no gradient, or a gradient is sparse or
+                dense when it must not be, or parameters were added to the optimizer.
+                With a server also, before anything is sent, if the program has changed
+                the values of a parameter: see `assign`.
         """
         loss = None
         if closure is not None:
@@ -231,8 +233,8 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     def no_sync(self) -> Iterator[None]:
         """Only add up gradients in backward passes of the block, for micro-batches.
 
-        They are exchanged by the next backward pass outside of such a block, or by
-        `step`. The sum is not divided by the number of passes.
+        They are exchanged by the next backward pass outside such a block, or by `step`.
+        The sum is not divided by the number of passes.
         """
         before, self._syncs = self._syncs, False
         try:
@@ -258,7 +260,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         load this dictionary, too.
 
         Raises:
-            InvalidArgumentError: With a server, on other ranks than the host.
+            InvalidArgumentError: With a server, on any rank except the host.
         """
         self._rule.reclaim()
         for owner in (self.optimizer, self):
@@ -319,11 +321,11 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     def assign(self) -> None:
         """Set those of all ranks, and of a server, to the values of one. Collective.
 
-        All ranks call it, also those that have left, after rank 0, or the host of a
-        server, has changed the values of its parameters. With a dedicated server, they
-        are those of the first rank that trains, and the server takes part in `serve`.
-        The state and the counts stay. See `assign` of the optimizer of the same
-        strategy.
+        All ranks call it, including those that have left, after rank 0, or the host of
+        a server, has changed the values of its parameters. With a dedicated server, the
+        values are those of the first rank that trains, and the server takes part in
+        `serve`. The state and the counts do not change. See `assign` of the optimizer
+        of the same strategy.
 
         Raises:
             InvalidArgumentError: On every rank, if a parameter has another shape, dtype
@@ -388,8 +390,8 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     def sync_buffers(self) -> None:
         """Average or broadcast the buffers of the module. Collective.
 
-        Buffers of floats are averaged over all ranks, or set to those of rank 0, as
-        ``buffers=`` says; others are set to those of rank 0.
+        Floating-point buffers are averaged over all ranks, or set to those of rank 0,
+        as ``buffers=`` states; others are set to those of rank 0.
         """
         self._check_open()
         self._buffers.sync(self._group, self._what)

@@ -109,22 +109,22 @@ class CrossShard(Adapter):
 
     Args:
         optimizer: Of `torch.optim`; makes the updates.
-        module, buffers, comm: See `Adapter`. For groups of ranks that train apart, give
-            each its communicator.
+        module, buffers, comm: See `Adapter`. For groups of ranks that train separately,
+            give each group its own communicator.
         sparse: The parameters whose gradients are sparse, such as the weights of
             `torch.nn.Embedding(sparse=True)`; the same on all ranks. Only the rows of
             these gradients are exchanged. ``grad`` is the sparse mean: rows that a rank
-            does not have are zero there. All others have dense gradients.
+            does not have count as zero. All other parameters have dense gradients.
         find_unused: Whether a parameter may have a gradient on some ranks only. Its
-            mean is that over all ranks, with zeros for the ranks that have none, as in
-            DistributedDataParallel; ``grad`` is None if no rank has one. By default
-            this is an error on all ranks.
+            mean is taken over all ranks, with zeros for the ranks that have no
+            gradient, as in DistributedDataParallel; ``grad`` is None if no rank has
+            one. By default this raises an error on all ranks.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             averages them, "drop" takes the mean over the other ranks, "raise" raises
             InvalidArgumentError on all ranks.
         wire_dtype: A narrower dtype, such as `torch.bfloat16`, in which sums of
-            gradients travel between nodes. They are formed in the wider dtype, and each
-            ``grad`` has that of its parameter. On one node nothing travels.
+            gradients are sent between nodes. They are computed in the wider dtype, and
+            each ``grad`` has the dtype of its parameter. On one node nothing is sent.
         schedule: How gradients are reduced; see `hpcaccum.Reducer`. "nccl" sums those
             of parameters on a device by NCCL, on one node.
     """
@@ -239,7 +239,7 @@ class CrossShard(Adapter):
             )
         except DisagreementError as error:
             if "gradient of " in str(error):
-                error.args = (f"{error}; find_unused=True takes zeros instead of none",)
+                error.args = (f"{error}; find_unused=True uses zeros instead of none",)
             raise
         finally:
             self._gradients.clear(lacks.difference(means or ()))

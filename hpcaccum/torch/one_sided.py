@@ -60,18 +60,18 @@ class OneSided(Adapter):
         host: The rank that holds the center.
         dedicated: Whether servers only serve; they then call `serve`.
         servers: The ranks that hold the center, and update it: one rank, or several on
-            different nodes, of which the first is the host. Each has whole parameters,
-            and a copy of the torch optimizer for these, which must update each
-            parameter independently of the others, as all of `torch.optim` do. By
-            default, and with "auto", the host alone.
+            different nodes, of which the first is the host. Each holds whole
+            parameters, and a copy of the torch optimizer for them, which must update
+            each parameter independently of the others, as all of `torch.optim` do. By
+            default, and with "auto", only the host.
         sparse: The parameters whose gradients are sparse, such as the weights of
             `torch.nn.Embedding(sparse=True)`; the same on all ranks. Only the rows of
-            these gradients are sent, updated and pulled. So there must be one server,
-            and an optimizer that surely changes no other rows: `SparseAdam`, `SGD`
-            without momentum and weight decay, or `Adagrad` without weight decay. Do not
-            change such parameters in other ways.
-        capacity: Maximum number of different rows of one such gradient; by default all
-            rows. The server has memory for so many rows of each rank.
+            these gradients are sent, updated and pulled. This needs one server, and an
+            optimizer that changes no other rows: `SparseAdam`, `SGD` without momentum
+            and weight decay, or `Adagrad` without weight decay. Do not change such
+            parameters in other ways.
+        capacity: Maximum number of different rows in one such gradient; by default all
+            rows. The server allocates memory for this number of rows for each rank.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             sends them, "drop" drops all gradients of the step on this rank, "raise"
             raises InvalidArgumentError on this rank.
@@ -200,7 +200,7 @@ class OneSided(Adapter):
 
         Raises:
             InvalidArgumentError: On every rank, if the program has changed parameters
-                of one since its last `step`; call `assign` before.
+                of one rank since its last `step`; call `assign` first.
         """
         super().free()
         self._noted.remove()

@@ -142,9 +142,9 @@ class TorchRule(Optimizer):
         for (name, parameter), version in found:
             if parameter._version != version:
                 raise InvalidArgumentError(
-                    f"the program has changed the values of {name!r}, which those of "
-                    f"the server would replace; to set these, call opt.assign() on all "
-                    f"ranks after the change"
+                    f"the program has changed the values of {name!r}, but the server "
+                    f"would replace them; to keep them, call opt.assign() on all ranks "
+                    f"after the change"
                 )
 
     def initialize(self, var_list: Any) -> None:

@@ -55,7 +55,7 @@ def check_state(
 ) -> Mapping[str, Any]:
     """Return a state dictionary that fits an optimizer of PyTorch."""
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
-        raise TypeError("state_dict must be one of an optimizer of hpcaccum.torch")
+        raise TypeError("state_dict must come from an optimizer of hpcaccum.torch")
     own = type(optimizer).__name__
     if state[_OPTIMIZER] != own:
         raise InvalidArgumentError(
@@ -67,8 +67,8 @@ def check_state(
     groups = [len(group["params"]) for group in optimizer.param_groups]
     if (found, sizes) != (wanted, groups):
         raise InvalidArgumentError(
-            f"the state is of other parameters: {_text(found, sizes)}; the optimizer "
-            f"has {_text(wanted, groups)}"
+            f"the state is of different parameters: {_text(found, sizes)}; the "
+            f"optimizer has {_text(wanted, groups)}"
         )
     return state
 

@@ -86,7 +86,7 @@ def check_optimizer(optimizer: Any, adapter: type) -> None:
         raise TypeError(f"optimizer must be one of torch.optim, got {name}")
     if isinstance(optimizer, adapter):
         raise InvalidArgumentError(
-            f"{name} exchanges gradients already; pass the optimizer that it holds"
+            f"{name} already exchanges gradients; pass the optimizer that it wraps"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -162,7 +162,7 @@ def _check_cuda(number: int) -> None:
 def _check_parameter(name: str, parameter: Any) -> None:
     if parameter.dtype not in _DTYPES:
         raise InvalidArgumentError(
-            f"{name!r} is of {parameter.dtype}, and must be of one of "
+            f"{name!r} has dtype {parameter.dtype}, and not one of "
             f"{', '.join(map(str, _DTYPES))}"
         )
     if parameter.layout != torch.strided:

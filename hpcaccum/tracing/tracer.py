@@ -27,9 +27,9 @@ def trace(
 ) -> Iterator[None]:
     """Record what every rank does during the block; rank 0 writes it to a file.
 
-    The beginning and the end are collective. Objects may be made before the block or in
-    it. Open the file in https://ui.perfetto.dev or in ``chrome://tracing``: it has a
-    row for each rank, and one for each thread that serves other ranks. Add blocks of
+    The beginning and the end are collective. Objects may be created before or in the
+    block. Open the file in https://ui.perfetto.dev or in ``chrome://tracing``: it has a
+    row for each rank, and one for each thread that serves other ranks. Mark blocks of
     your program with `span`.
 
     If the block raises an exception, nothing is written: the other ranks may not have
@@ -43,7 +43,7 @@ def trace(
         TypeError, InvalidArgumentError: On every rank, before the block, if the file
             cannot be written or a trace is running.
         OSError: After the block, on rank 0, if the file cannot be written; the other
-            ranks go on.
+            ranks continue.
     """
     group = Group.of(comm)
     file = group.agree("trace", lambda: _checked(path, group.rank), lambda _: {})

@@ -146,7 +146,7 @@ def test_a_state_that_does_not_fit_changes_nothing(kind, comm, rank, size):
         assert isinstance(error, hpc.InvalidArgumentError)
         assert "is of Adam, the optimizer is AdamW" in str(error)
         error = refused(parameters={"w": torch.zeros(2)})
-        assert "is of other parameters: float32 (2,) in groups of 1, 1;" in str(error)
+        assert "different parameters: float32 (2,) in groups of 1, 1;" in str(error)
         error = raised(opt.load_state_dict, {"state": {}} if rank == 0 else None)
         assert isinstance(error, TypeError)
         assert np.array_equal(model.values()["w"], before["w"])

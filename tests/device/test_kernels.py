@@ -27,7 +27,7 @@ TEXTS = {
         cupy.cuda.compiler.CompileException(
             "nvrtc: error: invalid value for --gpu-architecture (-arch)\n", "", "", ()
         ),
-        "this device's architecture is not one that the installed NVRTC compiles for",
+        "the installed NVRTC does not support this device's architecture",
     ),
     "a fault of ours": (
         cupy.cuda.compiler.CompileException("error: expected a ';'\n", "", "", ()),

@@ -153,7 +153,7 @@ def test_first_gradient_fixes_the_shape_of_its_round_only(make, storage):
     acc = make(shape=None, capacity=6, storage=storage)
     at(0, acc.apply_grad, np.ones((2, 3)))
     for wrong in (np.ones((3, 2)), np.ones(6), np.ones((2, 3, 1)), 1.0):
-        with pytest.raises(INVALID, match=r"\(2, 3\), as the others of this round"):
+        with pytest.raises(INVALID, match=r"\(2, 3\), like the others of this round"):
             at(1, acc.apply_grad, wrong)
     assert at(2, acc.num_accumulated) == 1
     at(1, acc.apply_grad, np.full((2, 3), 3))
@@ -172,7 +172,7 @@ def test_dimensions_that_are_known_must_be_right(make):
             at(1, acc.apply_grad, wrong)
     at(0, acc.apply_grad, np.ones((2, 4)))
     # The shape of the round is checked before the declared one.
-    with pytest.raises(INVALID, match=r"\(2, 4\), as the others"):
+    with pytest.raises(INVALID, match=r"\(2, 4\), like the others"):
         at(1, acc.apply_grad, np.ones(7))
 
     same_bits(at(1, acc.take_grad, 1, timeout=WAIT), np.ones((2, 4)))
@@ -213,7 +213,7 @@ def test_take_in_vain_does_not_change_the_shape_of_the_round(make):
     with pytest.raises(hpc.WaitTimeoutError):
         at(2, acc.take_grad, 2, timeout=0)
 
-    with pytest.raises(INVALID, match="as the others"):
+    with pytest.raises(INVALID, match="like the others"):
         at(0, acc.apply_grad, np.ones(2))
 
 

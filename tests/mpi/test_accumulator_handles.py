@@ -122,7 +122,9 @@ def test_shared_name_is_one_object(make):
 def test_shared_name_with_other_arguments_is_an_error_everywhere(field, value):
     options = {"dtype": "float64", "shape": (2,), "shared_name": "strict"}
     with hpc.ConditionalAccumulator(**options) as acc:
-        with pytest.raises(hpc.InvalidArgumentError, match="'strict' exists with"):
+        with pytest.raises(
+            hpc.InvalidArgumentError, match="'strict' already exists with"
+        ):
             hpc.ConditionalAccumulator(**{**options, field: value})
 
         assert everywhere(acc.apply_grad, [1, 2])
@@ -247,7 +249,7 @@ def at_end(which, size):
 @pytest.mark.parametrize(
     ("snapshot", "error", "text"),
     [
-        (None, TypeError, "must be one of an accumulator, got None"),
+        (None, TypeError, "must come from an accumulator, got None"),
         ({"step": 1}, TypeError, "got a dict"),
         ({"global_step": "x"}, hpc.InvalidArgumentError, "global_step must be"),
         ({"global_step": 2**62}, hpc.InvalidArgumentError, "within +-"),

@@ -167,7 +167,7 @@ def test_taking_in_vain_says_who_is_missing(make, size):
 @pytest.mark.ranks(min=2)
 def test_waiting_in_line_in_vain_says_who_is_before(acc):
     first = Take(acc, 1, 2)
-    with pytest.raises(hpc.WaitTimeoutError, match="for rank 1, before this rank in"):
+    with pytest.raises(hpc.WaitTimeoutError, match="for rank 1, ahead of this rank"):
         at(0, acc.take_grad, 1, timeout=VAIN)
     with pytest.raises(hpc.WaitTimeoutError, match="another thread of this rank"):
         at(1, acc.take_grad, 1, timeout=VAIN)
@@ -206,7 +206,7 @@ def test_shape_is_fixed_while_a_take_waits(make):
     acc = make(shape=None, capacity=4)
     take = Take(acc, 0, 2)
     at(1, acc.apply_grad, np.ones(3))
-    with pytest.raises(hpc.InvalidArgumentError, match="as the others"):
+    with pytest.raises(hpc.InvalidArgumentError, match="like the others"):
         at(2, acc.apply_grad, np.ones(2))
     at(2, acc.apply_grad, np.ones(3))
 

@@ -6,27 +6,24 @@ import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator, Group, Reducer, SyncReplicasOptimizer
-from hpcaccum.bench.measure import Conditions, Measurement, Memory, rows
-from hpcaccum.bench.options import BENCHMARKS, WIRE, case_of
-from hpcaccum.bench.references import RingExchange
+from hpcaccum.bench.measure import Memory, RingExchange, measure
+from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
+from hpcaccum.bench.rows import rows
 from hpcaccum.server import Parameters
 
 SIZE = 4096
-QUICK = Conditions(seconds=0.01)
+SECONDS = 0.01
 
 
-def make(name, comm, size, nbytes=SIZE):
-    if size < case_of(name).least_ranks:
-        pytest.skip(f"{name} needs {case_of(name).least_ranks} ranks")
-    return case_of(name)(Group.of(comm), nbytes, QUICK)
+def make(name, comm, nbytes=SIZE):
+    return CASES[name](Group.of(comm), nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [128, 1 << 20])
 @pytest.mark.parametrize("name", [*BENCHMARKS, WIRE])
 def test_every_kind_is_verified_and_timed(name, nbytes, comm, size):
-    case = make(name, comm, size, nbytes)
-    times = Measurement(Group.of(comm), name, case, QUICK.seconds)()
-    found = rows(name, nbytes, size, case.kinds, times)
+    case = make(name, comm, nbytes)
+    found = rows(name, case, measure(case, name, SECONDS))
     case.free()
 
     names = [row.name for row in found]
@@ -41,15 +38,6 @@ def test_every_kind_is_verified_and_timed(name, nbytes, comm, size):
         assert row.raw is None or row.raw in names
     assert any(row.reference for row in found)
     assert not all(row.reference for row in found)
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_copies_are_the_measure_of_the_floor(name, comm, size):
-    case = make(name, comm, size)
-    copy = next(kind for kind in case.kinds if kind.name == "copy")
-    case.free()
-
-    assert copy.moves == 2 * size * SIZE
 
 
 def off(array):
@@ -121,18 +109,18 @@ def wrong_gradient(monkeypatch):
 def test_a_planted_fault_is_found_before_anything_is_timed(
     name, kind, plant, comm, rank, size, monkeypatch
 ):
-    case = make(name, comm, size)
+    case = make(name, comm)
     case.kinds = [each for each in case.kinds if each.name == kind]
     if rank in (0, size - 1):
         plant(monkeypatch)
     with pytest.raises(RuntimeError, match=f"bench, {kind}: .*(wrong|off by)"):
-        Measurement(Group.of(comm), "bench", case, QUICK.seconds)()
+        measure(case, "bench", SECONDS)
     case.free()
 
 
 @pytest.mark.ranks(min=2)
 def test_a_gradient_that_arrives_halved_is_found(comm, size, rank, monkeypatch):
-    case = make("accumulate", comm, size)
+    case = make("accumulate", comm)
     case.kinds = [kind for kind in case.kinds if kind.name == "apply"]
     apply = ConditionalAccumulator.apply_grad
 
@@ -142,21 +130,21 @@ def test_a_gradient_that_arrives_halved_is_found(comm, size, rank, monkeypatch):
     if rank == size - 1:
         monkeypatch.setattr(ConditionalAccumulator, "apply_grad", half)
     with pytest.raises(RuntimeError, match=r"apply: .*elements are wrong"):
-        Measurement(Group.of(comm), "bench", case, QUICK.seconds)()
+        measure(case, "bench", SECONDS)
     case.free()
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", ["accumulate", "allreduce", "server", "step", WIRE])
 def test_between_nodes_the_exchange_is_verified(name, comm, rank, size, monkeypatch):
-    case = make(name, comm, size)
+    case = make(name, comm)
     exchanges = [kind for kind in case.kinds if kind.name == "exchange"]
-    assert len(exchanges) == (not Group.of(comm).single_node)
+    assert exchanges or Group.of(comm).single_node
     call = RingExchange.__call__
 
     def wrong(self):
         call(self)
-        self._got[-1:] += 1
+        self.got[-1:] += 1
 
     if rank == size - 1:
         monkeypatch.setattr(RingExchange, "__call__", wrong)
@@ -164,22 +152,20 @@ def test_between_nodes_the_exchange_is_verified(name, comm, rank, size, monkeypa
     if exchanges:
         pattern = r"exchange: (rank \d: )?1 of .* elements are wrong"
         with pytest.raises(RuntimeError, match=pattern):
-            Measurement(Group.of(comm), "bench", case, QUICK.seconds)()
+            measure(case, "bench", SECONDS)
     case.free()
 
 
 @pytest.mark.parametrize("name", ["accumulate", "allreduce", "server", "step", WIRE])
-def test_the_floor_is_that_of_memory_or_of_links(name, comm, size):
-    case = make(name, comm, size)
-    memory = {kind.name for kind in case.kinds if kind.moves}
-    links = {kind.name for kind in case.kinds if kind.crosses}
+def test_the_floor_is_that_of_memory_or_of_links(name, comm):
+    case = make(name, comm)
+    floors = {kind.name: kind.floor[0] for kind in case.kinds if kind.floor}
     case.free()
 
-    if Group.of(comm).single_node:
-        assert not links
-    else:
-        assert "exchange" in links
-        assert memory <= {"copy"}
+    if name != WIRE:
+        assert floors.pop("copy") == "copy"
+    memory = Group.of(comm).single_node and name != WIRE
+    assert set(floors.values()) == {"copy" if memory else "exchange"}
 
 
 def test_what_does_not_fit_is_an_error_on_every_rank(comm, size):

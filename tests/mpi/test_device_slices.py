@@ -223,7 +223,7 @@ def test_rows_that_do_not_fit_are_an_error_on_this_rank(cp, make, rank):
         ((rows.astype("f4"), values), "indices: .* of int64, int32, got float32"),
         ((rows, values.astype("i4")), "values: .* got int32"),
         ((rows, cp.ones((2, 2 * WIDTH), "f4")[:, ::2]), "values: .* contiguous"),
-        ((rows, values[:, :3].copy()), "rows must begin as"),
+        ((rows, values[:, :3].copy()), "rows must begin with"),
         ((rows + ROWS, values), f"indices must be less than {ROWS}, got {ROWS + 5}"),
         ((rows, values.get()), "indices are on the device, values in CPU memory"),
         (

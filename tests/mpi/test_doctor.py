@@ -48,7 +48,7 @@ def test_lost_atomic_operations_are_found(group, rank, monkeypatch):
 
     assert finding.verdict == BAD
     added = 200 * (group.size - 1)
-    assert f"of {200 * group.size} additions {added} are there" in finding.text
+    assert f"{added} of {200 * group.size} additions and" in finding.text
 
 
 def test_wrong_sums_of_writers_are_found(group, rank, monkeypatch):

@@ -189,7 +189,7 @@ def lose_rows(acc):
 
 
 def test_a_signal_handler_cannot_make_a_call_during_another_one(make):
-    acc, match = make(), "in a signal handler, which has interrupted another call"
+    acc, match = make(), "in a signal handler that interrupted another call"
 
     def again():
         with pytest.raises(hpc.InvalidArgumentError, match=match):

@@ -151,7 +151,7 @@ def test_a_host_that_trains_is_not_told_to_serve(make):
     error = raised(opt.serve)
 
     assert type(error) is InvalidArgumentError
-    assert "dedicated=True was not given: rank 0 serves beside its tr" in str(error)
+    assert "dedicated=True was not given: rank 0 serves while it tr" in str(error)
 
 
 @pytest.mark.ranks(min=2)
@@ -205,7 +205,7 @@ class Own(hpc.Optimizer):
 
 @pytest.mark.ranks(1)
 def test_one_rank_cannot_be_dedicated(make):
-    with pytest.raises(InvalidArgumentError, match="needs 2 ranks"):
+    with pytest.raises(InvalidArgumentError, match="needs at least 2 ranks"):
         make([variable()], dedicated=True)
 
 

@@ -96,7 +96,7 @@ def test_full_round_takes_no_more(full):
         assert not at(0, acc.apply_grad, [9, 9], step - 1)
 
         same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [float(step), 0.0])
-    with pytest.raises(hpc.InvalidArgumentError, match="num_required is at most 3"):
+    with pytest.raises(hpc.InvalidArgumentError, match="must be at most 3"):
         at(0, acc.take_grad, 4, timeout=WAIT)
 
 

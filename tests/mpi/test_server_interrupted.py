@@ -169,7 +169,7 @@ def test_an_update_that_was_interrupted_is_not_begun_again():
     error = raised(make, 3, lambda: changes.append(3))
 
     assert type(error) is RuntimeError
-    assert "neither the old nor the new" in str(error)
+    assert "which are now partly updated" in str(error)
     assert changes == [1, 2, "begun"]
 
 

@@ -395,7 +395,7 @@ def without(mapping, name):
 
 
 BAD = {
-    "nothing": (lambda s: None, TypeError, "must be one of an optimizer, got None"),
+    "nothing": (lambda s: None, TypeError, "must come from an optimizer, got None"),
     "a checkpoint": (
         lambda s: {"epoch": 1, "optimizer": s},
         TypeError,
@@ -405,7 +405,7 @@ BAD = {
     "missing": (
         lambda s: spoiled(s, variables=without(s["variables"], "w")),
         InvalidArgumentError,
-        "other variables: it has ['m', 's']",
+        "different variables: it has ['m', 's']",
     ),
     "shape": (
         lambda s: spoiled(s, variables={**s["variables"], "w": np.ones(3, np.float32)}),

@@ -156,7 +156,7 @@ def test_first_gradient_fixes_the_row_of_its_round_only(make, shape):
         values = np.arange(2 * np.prod(row, dtype=int)).reshape(2, *row)
         step = at(0, lambda: acc.global_step)
         assert at(0, acc.apply_grad, [1, 2], values, None, step)
-        error = r"rows must be .* as the others of this round, got \(1, 2\)"
+        error = r"rows must be .* like the others of this round, got \(1, 2\)"
         with pytest.raises(INVALID, match=error):
             at(1, acc.apply_grad, [1], np.ones((1, 1, 2)), None, step)
         at(1, acc.apply_grad, [2], values[:1], None, step)
@@ -169,14 +169,14 @@ def test_first_gradient_fixes_the_row_of_its_round_only(make, shape):
 
 # Errors of the rank that applies; the message, then the arguments of apply_grad.
 WRONG = {
-    "dense_shape must begin as (10, 2), got (9, 2)": ([1], filled(1), (9, 2)),
-    "dense_shape must begin as (10, 2), got (10,)": ([1], filled(1), [10]),
-    "dense_shape must begin as (10, 2), got ()": ([1], filled(1), []),
+    "dense_shape must begin with (10, 2), got (9, 2)": ([1], filled(1), (9, 2)),
+    "dense_shape must begin with (10, 2), got (10,)": ([1], filled(1), [10]),
+    "dense_shape must begin with (10, 2), got ()": ([1], filled(1), []),
     "indices must be less than 10, got 10": ([3, 10, 2], filled(1, 2, 3)),
-    "rows must begin as (2,), got (3,)": ([1], np.ones((1, 3))),
-    "rows must begin as (2,), got ()": ([1], [1.0]),
+    "rows must begin with (2,), got (3,)": ([1], np.ones((1, 3))),
+    "rows must begin with (2,), got ()": ([1], [1.0]),
     "at most 2 elements (row_size=), got (2, 3)": ([1], np.ones((1, 2, 3))),
-    "a gradient has at most 8 different rows (capacity=), got 9": (
+    "a gradient must have at most 8 different rows (capacity=), got 9": (
         range(9),
         np.ones((9, 2)),
     ),
@@ -289,7 +289,7 @@ BAD = [
     ({"capacity": 2.5}, TypeError, "capacity must be an integer"),
     ({"row_size": 0}, INVALID, "row_size must be at least 1"),
     ({"shape": (9, 2, 3), "row_size": 5}, INVALID, "at least the 6 elements of a row"),
-    ({"shape": None}, INVALID, "shape None has rows of unknown size: row_size="),
+    ({"shape": None}, INVALID, "shape None has rows of unknown size: pass row_size="),
     ({"shape": (2, None)}, INVALID, r"shape \(2, None\) has rows of unknown size"),
     ({"shape": (2, -1)}, INVALID, "no negative dimension"),
     ({"reduction_type": "mean"}, INVALID, "reduction_type must be one of"),
@@ -315,9 +315,13 @@ def test_shared_name_is_one_object_of_one_kind():
         at(1, first.apply_grad, [1], filled(1))
         assert second.num_accumulated() == 1
         meet()
-        with pytest.raises(INVALID, match="'rows' exists with row_size 2, got 5"):
+        with pytest.raises(
+            INVALID, match="'rows' already exists with row_size 2, got 5"
+        ):
             make(row_size=5)
-        with pytest.raises(INVALID, match="'rows' exists and is sparse, not dense"):
+        with pytest.raises(
+            INVALID, match="'rows' already exists and is sparse, not dense"
+        ):
             hpc.ConditionalAccumulator("f8", (10, 2), "rows")
         check(at(0, second.take_grad, 1, timeout=WAIT), [1], [1])
 

@@ -85,7 +85,7 @@ def test_program_runs_as_printed(mpirun, tmp_path, name, ranks):
 
 def test_program_runs_with_the_optimizer_that_the_page_suggests(mpirun, tmp_path):
     [suggested] = re.findall(
-        r"replace the\s+optimizer\s+by\s+`([^`]+)`", PAGES["programs"]
+        r"replace the\s+optimizer\s+with\s+`([^`]+)`", PAGES["programs"]
     )
     [program] = [each for each in PROGRAMS.values() if "sparse=True" in each]
     changed = re.sub(r"with hpc\..* as opt:", f"with {suggested} as opt:", program)

@@ -32,13 +32,6 @@ def run_tests(mpirun, tmp_path):
     return run
 
 
-def test_all_good_is_zero(run_tests):
-    result = run_tests("def test_good(comm): comm.Barrier()")
-
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.count("1 passed") == 1
-
-
 def test_failure_on_one_rank_fails_and_names_the_rank(run_tests):
     result = run_tests("""
         def test_bad(comm):
@@ -149,18 +142,6 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(run_tests, call):
             )
 
 
-def test_a_rank_that_is_late_does_not_end_a_test_that_failed(run_tests):
-    result = run_tests("""
-        def test_bad(comm):
-            assert rank != 1, "no luck"
-            time.sleep(5)
-        def test_next(comm):
-            comm.Barrier()
-    """)
-
-    assert "1 failed, 1 passed" in result.stdout
-
-
 def test_a_rank_that_holds_the_interpreter_shows_its_stack(run_tests):
     result = run_tests(
         """
@@ -177,37 +158,6 @@ def test_a_rank_that_holds_the_interpreter_shows_its_stack(run_tests):
     assert result.returncode != 0
     assert re.search(r"Timeout \(0:00:03.5.*in test_bad", result.stdout, re.DOTALL)
     assert "[rank 0] no progress in 2 s: test_it.py::test_bad" in result.stdout
-
-
-def test_an_example_that_fails_ends_ranks_that_wait(run_tests):
-    result = run_tests(
-        """
-        from hypothesis import given, strategies as st
-        from tests.mpi.support import together
-        @given(number=st.integers(0, 1000))
-        @together
-        def test_small(comm, number):
-            assert number or rank != 1, "no luck"
-            comm.Barrier()
-        """,
-        *SOON,
-    )
-
-    assert result.returncode != 0
-    assert "[rank 1] no progress in 3 s: test_it.py::test_small" in result.stdout
-    assert re.search(r"\[rank 1\] .*no luck", result.stdout)
-    assert "[rank 2] another rank ends the job, this one is in" in result.stdout
-
-
-def test_a_time_limit_of_its_own(run_tests):
-    result = run_tests("""
-        @pytest.mark.time_limit(1)
-        def test_sleeper():
-            time.sleep(1000)
-    """)
-
-    assert result.returncode != 0
-    assert "[rank 2] no progress in 1 s" in result.stdout
 
 
 def test_a_rank_stuck_in_finalize_ends_the_job(run_tests):
@@ -227,24 +177,6 @@ def test_a_rank_stuck_in_finalize_ends_the_job(run_tests):
     assert re.search(r"\[rank 1\] +time.sleep\(1000\)", result.stdout)
 
 
-def test_a_rank_stuck_in_what_is_done_at_exit_ends_the_job(run_tests):
-    result = run_tests(
-        """
-        from hpcaccum import Group
-        from hpcaccum.mpi import shutdown
-        def test_good(comm):
-            Group.of(comm)
-            shutdown.at_exit(lambda: time.sleep(1000 * (rank == 1)))
-        """,
-        "-o",
-        "mpi_time_limit=2",
-    )
-
-    assert result.returncode != 0
-    assert "[rank 1] no progress in 2 s: what is done at exit" in result.stdout
-    assert re.search(r"\[rank 1\] +.*time.sleep\(1000", result.stdout)
-
-
 def test_a_rank_that_leaves_ends_the_job(run_tests):
     result = run_tests("""
         def test_leaver(comm):
@@ -257,41 +189,6 @@ def test_a_rank_that_leaves_ends_the_job(run_tests):
     assert "[rank 1] left in the middle of test_it.py::test_leaver" in result.stdout
 
 
-def test_a_thread_that_ends_the_job_says_why(run_tests):
-    result = run_tests("""
-        import threading
-        from hpcaccum.mpi import report_and_abort
-        def fail():
-            report_and_abort(None, RuntimeError("no luck"), None)
-        def test_bad(comm):
-            if rank == 1:
-                threading.Thread(target=fail).start()
-            time.sleep(1000)
-    """)
-
-    assert result.returncode != 0
-    assert "[rank 1] RuntimeError: no luck" in result.stdout
-
-
-def test_what_a_library_prints_before_it_exits_is_shown(run_tests):
-    # MPICH's launcher did not notice the exit once; the limit then ends the test.
-    result = run_tests(
-        """
-        import os
-        def test_bad(comm):
-            if rank == 1:
-                os.write(2, b"an error of a library\\n")
-                os._exit(1)
-            comm.Barrier()
-        """,
-        "-o",
-        "mpi_time_limit=30",
-    )
-
-    assert result.returncode != 0
-    assert "an error of a library" in result.stdout
-
-
 def test_ranks_that_collect_different_tests_are_reported(run_tests):
     result = run_tests("""
         @pytest.mark.parametrize("n", range(1 + (rank == 1)))
@@ -301,64 +198,3 @@ def test_ranks_that_collect_different_tests_are_reported(run_tests):
     assert result.returncode != 0
     assert "the ranks did not collect the same tests" in result.stdout
     assert "unlike rank 0: test_it.py::test_some[1]" in result.stdout
-
-
-def test_a_test_that_one_rank_alone_would_skip_is_reported(run_tests):
-    result = run_tests("""
-        @pytest.mark.ranks(3 if rank == 1 else 2)
-        def test_some(comm):
-            comm.Barrier()
-    """)
-
-    assert result.returncode != 0
-    assert "the ranks did not collect the same tests" in result.stdout
-    assert "unlike rank 0: test_it.py::test_some" in result.stdout
-
-
-def test_a_file_that_one_rank_cannot_import_is_reported(run_tests):
-    result = run_tests("""
-        if rank == 2:
-            import no_such_module
-        def test_good(): pass
-    """)
-
-    assert result.returncode != 0
-    assert "No module named 'no_such_module'" in result.stdout
-
-
-def test_an_example_that_fails_on_one_rank_is_found_by_all(run_tests):
-    result = run_tests("""
-        from hypothesis import given, strategies as st
-        from tests.mpi.support import together
-        @given(st.integers(0, 1000))
-        @together
-        def test_small(number):
-            assert number < 10 or rank != 1
-    """)
-
-    assert result.returncode != 0
-    assert "[rank 1]" in result.stdout
-    assert "number=10," in result.stdout.replace(" ", "")
-
-
-def test_a_program_that_does_not_end_shows_the_stacks_of_its_ranks(mpirun, script):
-    program = script("""
-import time
-from mpi4py import MPI
-def never_ends():
-    time.sleep(1000)
-if MPI.COMM_WORLD.rank == 1:
-    never_ends()
-MPI.COMM_WORLD.Barrier()
-""")
-    # On a busy machine the program needs seconds to begin.
-    for limit in 3, 30:
-        with pytest.raises(pytest.fail.Exception) as caught:
-            mpirun(2, program, timeout=limit)
-        message = str(caught.value)
-        assert f"was still running after {limit} s" in message
-        if "in never_ends" in message:
-            break
-    assert message.count(f"{program}") >= 3  # the command, and a line for each rank
-    assert "in never_ends" in message
-    assert "in <module>" in message

@@ -120,9 +120,9 @@ BAD = {
     ),
     "name": (
         ["--name", "my job", "--", "bench"],
-        "must have letters, digits and . _ + -, no - at first, got 'my job'",
+        "must have only letters, digits and . _ + -, not - first, got 'my job'",
     ),
-    "name of an option": (["--name=-x", "--", "bench"], "no - at first, got '-x'"),
+    "name of an option": (["--name=-x", "--", "bench"], "not - first, got '-x'"),
     "option too late": (
         ["--", "train", "--strategy", "agn", "--ranks-per-node", "4"],
         "train: unrecognized arguments: --ranks-per-node 4; options of hpcaccum sbatch",
@@ -138,17 +138,17 @@ BAD = {
     ),
     "chosen": (
         ["--", "train", "--strategy", "agn", "--log", "s"],
-        "train --log: the script has one for each start",
+        "train --log cannot be used: the script writes a log for each start",
     ),
     "bench": (["--", "bench", "stop"], "bench: argument benchmark: invalid choice"),
     "json": (
         ["--", "bench", "step", "--json", "f"],
-        "bench --json: the script sets it",
+        "bench --json cannot be used: the script sets it",
     ),
     "no job": (["--", "bench", "compare", "a", "b"], "bench compare needs no job"),
     "sweep": (
         ["--sweep", "1,2", "--", "train", "--strategy", "agn"],
-        "--sweep is for a benchmark: bench step",
+        "--sweep needs a benchmark, such as bench step",
     ),
     "sweep of wire": (
         ["--sweep", "1,2", "--", "bench", "wire"],

@@ -77,7 +77,7 @@ class Comparison:
 @pytest.fixture(scope="module")
 def comparison(mpirun, tmp_path_factory):
     directory = tmp_path_factory.mktemp("comparison")
-    words = "--straggler", "2:8", "--seed", "3", "--log", "log.jsonl"
+    words = "--straggler", "2:8", "--seed", "3", "--epochs", "12", "--log", "log.jsonl"
     words = *words, "--trace", "trace.json"
     shown = run_train(mpirun, directory, 3, "--compare", *words)
     picture = (directory / "hpcaccum-compare.png").read_bytes()

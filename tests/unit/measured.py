@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from hpcaccum.bench.measure import Row
+from hpcaccum.bench.rows import Row
 
 _ROW = Row(
     benchmark="allreduce",

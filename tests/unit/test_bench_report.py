@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from hpcaccum.bench import report, wire
+from hpcaccum.bench import report
+from hpcaccum.bench.device import DeviceCase
+from hpcaccum.bench.torch_step import TorchStep
+from hpcaccum.bench.wire import Wire
 from hpcaccum.machine import describe, oversubscribed
 
 from .measured import row
 
-ALL = [report.HOST, report.BETWEEN_NODES, report.DEVICE, wire.COLUMNS]
+ALL = [
+    report.HOST,
+    report.BETWEEN_NODES,
+    DeviceCase.columns,
+    Wire.columns,
+    TorchStep.columns,
+]
 
 
 @pytest.mark.parametrize("columns", ALL)
 def test_a_table_has_80_columns(columns):
-    figures = dict.fromkeys(columns.figures, 1.0)
-    name = "round 161 CuPy" if columns is report.DEVICE else "sync-replicas"
-    wide = row(name, 999.4, bytes=256 << 20, max_us=1e7, figures=figures)
+    wide = row("mean rows CuPy", 999.4, bytes=256 << 20, max_us=1e7)
     lines = [*columns.legend.splitlines(), *report.head("x", columns).splitlines()]
     lines += report.lines([wide], columns)
 

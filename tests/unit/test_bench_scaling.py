@@ -74,18 +74,13 @@ def test_a_training_without_updates_is_left_out(trained, capsys):
     assert heads.split() == ["2", "on", "1", "8", "on", "2"]
 
 
-def test_a_damaged_log_is_one_line(trained):
-    good = trained(2, "a", 100.0)
-    rates = None, "x", -1.0, float("nan"), 10**400
-    cases = [("4", 1.0, 1), (0, 1.0, 1), (1 << 64, 1.0, 1)]
-    for ranks, rate, line in [*cases, *((4, rate, 2) for rate in rates)]:
-        bad = trained(ranks, "a", rate)
-        with pytest.raises(InvalidArgumentError, match=f"{bad}: line {line} is not"):
-            report([good, bad], None)
-    for text in "[" * 10**5, "9" * 5000, '{"event": "result", "strategy": "\\ud800"}':
-        bad.write_text(good.read_text() + text)
-        with pytest.raises(InvalidArgumentError, match=f"{bad}: line 3 is not"):
-            report([good, bad], None)
+@pytest.mark.parametrize("line", ["{", "[1]", '{"event": "result"}'])
+def test_a_damaged_log_is_one_line(line, trained):
+    bad = trained(2, "a", 100.0)
+    bad.write_text(bad.read_text() + line)
+
+    with pytest.raises(InvalidArgumentError, match=f"{bad}: line 3 is not what"):
+        report([bad], None)
 
 
 def test_what_was_measured_once_is_left_out(measured, capsys):
@@ -100,6 +95,9 @@ def test_files_with_nothing_in_common_are_an_error(measured, tmp_path):
     other = tmp_path / "other"
     other.write_text("{}\n")
     with pytest.raises(InvalidArgumentError, match="other: line 1 is not what"):
+        report([other], None)
+    other.write_text("")
+    with pytest.raises(InvalidArgumentError, match="other: empty"):
         report([other], None)
 
 

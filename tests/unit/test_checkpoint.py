@@ -148,7 +148,7 @@ def test_nothing_is_restored_if_there_is_no_checkpoint(tmp_path):
         (
             {"epoch": 3},
             TypeError,
-            "'epoch', of type int, cannot be changed; it is in",
+            "'epoch', of type int, cannot be restored in place",
         ),
     ],
 )
