@@ -51,8 +51,8 @@ def test_a_take_is_a_sum_of_each_node(group, rank, counts):
 
             assert sent(counts, take) == (others, others)
         trips = meet(counts)[far]
-        assert (trips["operations"], trips["round_trips"]) == (13, 12)
-        assert trips["bytes"] == 80 + 24 * group.size
+        assert (trips["operations"], trips["round_trips"]) == (15, 12)
+        assert trips["bytes"] == 96 + 24 * group.size
 
 
 def test_an_update_is_a_vector_of_each_node_to_the_host_and_back(group, rank, counts):

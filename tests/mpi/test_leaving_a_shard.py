@@ -63,7 +63,7 @@ def test_the_others_go_on_with_the_mean_over_those_that_remain(
     np.testing.assert_allclose(w.value, -expected(size, counts, mean), rtol=1e-12)
     assert len(set(meet(w.value.tobytes()))) == 1
     assert opt.statistics() == hpc.Tally(
-        tuple(counts), (0,) * size, {0: sum(counts)}, (0,) * size, (0,) * size
+        tuple(counts), (0,) * size, {0: sum(counts)}, (0,) * size
     )
 
 
