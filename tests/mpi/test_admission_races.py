@@ -156,7 +156,7 @@ LONGEST = 1 << 13  # bytes
 @pytest.fixture
 def longest():
     """Vectors of up to so many bytes are sent with the request."""
-    with testing.short_bytes(LONGEST):
+    with testing.limits(short=LONGEST):
         yield
 
 

@@ -166,7 +166,7 @@ def test_only_what_is_in_a_slot_counts_when_the_answer_comes(
 
 
 def test_an_interruption_ends_the_wait(held, acc, caller):
-    with held, testing.grace(VAIN):
+    with held, testing.limits(grace=VAIN):
         at(caller, interrupted, copied, acc, 4)
     at(caller, acc.slot, timeout=WAIT)
     assert acc.statistics().tally.given_up[caller] == 1

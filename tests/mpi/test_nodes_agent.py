@@ -84,7 +84,7 @@ def test_a_take_that_waits_does_not_delay_others(group, size):
 def test_an_agent_that_does_not_end_its_work_is_named(held, group, rank, monkeypatch):
     acc = made(group)
     everywhere(acc.apply_grad, np.ones(3))
-    with held, testing.least_time_of_sums(VAIN):
+    with held, testing.limits(sums=VAIN):
         with pytest.raises(WaitTimeoutError):
             at(0, acc.take_grad, 1, timeout=VAIN)
         if rank == 0:

@@ -217,7 +217,7 @@ def test_steps_on_their_way_to_a_slow_node_do_not_mix(group):
     var, servers = hpc.Variable(np.zeros(600, np.float32), "w"), leaders(group)
     step, grad = hpc.Variable(0, "step"), -np.ones(600, np.float32)
     # Each server sends several pieces.
-    with testing.slow_parts(0.005, slow), testing.piece_bytes(64):
+    with testing.slow_parts(0.005, slow), testing.limits(piece=64):
         opt = hpc.SyncReplicasOptimizer(
             hpc.SGD(1.0), group.size + 1, comm=group, servers=servers
         )
