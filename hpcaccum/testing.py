@@ -282,6 +282,11 @@ def note_row_messages(sizes: list[int]) -> Any:
     )
 
 
+def slow_reads(seconds: float) -> Any:
+    """Return a patch: this rank pauses before it reads each variable of the center."""
+    return _before(wire_format, "copyto", lambda *_: time.sleep(seconds))
+
+
 def slow_parts(seconds: float, rank: int | None = None) -> Any:
     """Return a patch: servers pause before each piece of parameters, to one leader."""
     send = vars(server_orders)["send_pieces"]
