@@ -89,7 +89,8 @@ def test_an_agent_that_does_not_end_its_work_is_named(held, group, rank, monkeyp
         with pytest.raises(WaitTimeoutError):
             at(0, acc.take_grad, 1, timeout=VAIN)
         if rank == 0:
-            monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+            # Enough for the other ranks to come.
+            monkeypatch.setenv("HPCACCUM_TIMEOUT", str(10 * VAIN))
         error = raised(acc.free)
         monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     # All ranks can try again.

@@ -451,7 +451,7 @@ def test_a_wait_that_was_given_up_is_ended_by_free(group, monkeypatch):
     opt.initialize([var])
     if group.rank == group.size - 1:
         with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", "0.2")
+            patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
             error = raised(opt.minimize, gives(np.ones(300)))
         assert "waits for 2 gradients at step 0, had 1" in str(error)
     meet()

@@ -339,21 +339,6 @@ def test_all_push_and_nothing_is_lost(make, rank, size, host):
     assert opt.statistics().accepted == (10,) * size
 
 
-@pytest.mark.ranks(min=2)
-def test_a_dedicated_server(make, rank, size):
-    w = table(capacity=1)
-    opt = make(2, [w], host=1, dedicated=True)
-    opt.initialize()
-    if rank == 1:
-        opt.serve()
-    else:
-        for row in (1, 2):
-            opt.minimize(gives(rows(row)))
-        opt.leave()
-    opt.free()
-    assert (-w.value[:3, 0, 0]).tolist() == [0, (size - 1) / 2, (size - 1) / 2]
-
-
 def test_a_run_continues_from_a_snapshot(make, rank, size):
     first, second = table(), table()
     opt = make(2, [first], hpc.Adagrad(0.5))
@@ -396,10 +381,3 @@ def test_a_getter_makes_sparse_variables(comm, rank, size):
         error = raised(opt.minimize, gives(rows(1, 2, 3)))
     assert "has 3 different rows, at most 2" in str(error)
     assert w.value[4, 0, 0] == -size
-
-
-@pytest.mark.ranks(min=2)
-def test_ranks_must_agree_on_capacities(make, rank):
-    opt = make(1, [table(capacity=3 + (rank == 1))])
-    with pytest.raises(hpc.DisagreementError, match="capacities of sparse variables"):
-        opt.initialize()

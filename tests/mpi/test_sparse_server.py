@@ -432,16 +432,6 @@ def test_a_dedicated_server(make, rank, size, kind):
     close(w.value, model.value)
 
 
-def test_gradients_that_are_not_finite_are_dropped(make, rank, size):
-    w, opt = table(), make("stale", hpc.SGD(1.0), 9, on_nonfinite="drop")
-    slices = drawn(0, 0)
-    slices.values[2] = np.nan
-    receipt = opt.minimize(gives(slices), var_list=[w])
-
-    assert (receipt.accepted, receipt.nonfinite) == (False, True)
-    assert not opt.center(w).any()
-
-
 @pytest.mark.parametrize("kind", ["sync", "stale"])
 def test_gradients_may_lie_on_a_device(make, size, cp, kind):
     w, opt = table(), make(kind, hpc.SGD(1.0), size if kind == "sync" else 99)
