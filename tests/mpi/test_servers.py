@@ -407,13 +407,13 @@ def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
         opt.serve()
     elif group.rank != late:
         with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", "0.1")
+            patch.setenv("HPCACCUM_TIMEOUT", "0.2")
             error = raised(opt.minimize, gives(np.ones(300)))
         assert type(error) is WaitTimeoutError
         assert f"update 1 by rank {late}, servers of {named(late)}" in str(error)
         opt.leave()
     else:
-        time.sleep(0.4)
+        time.sleep(0.6)
         opt.serve()
     meet()
     opt.free()
@@ -451,7 +451,7 @@ def test_a_wait_that_was_given_up_is_ended_by_free(group, monkeypatch):
     opt.initialize([var])
     if group.rank == group.size - 1:
         with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+            patch.setenv("HPCACCUM_TIMEOUT", "0.2")
             error = raised(opt.minimize, gives(np.ones(300)))
         assert "waits for 2 gradients at step 0, had 1" in str(error)
     meet()
