@@ -4,6 +4,8 @@ A test holds a promise by public calls. Where these are not enough, it uses a fu
 of this module: to stop a writer halfway, to hold an agent still, or to learn what was
 chosen. This is the only place that knows private attributes for the tests of
 accumulators, servers and nodes, and it changes with them. No module imports it.
+
+What returns a patch is used as ``with testing.limits(patience=0.03): ...``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 
-from hpcaccum.accumulator import batch, sparse
+from hpcaccum.accumulator import batch, sparse, writer
 from hpcaccum.accumulator.state import Record
 from hpcaccum.mpi import control
 from hpcaccum.nodes import Agent, transfer
@@ -33,13 +35,66 @@ if TYPE_CHECKING:
 
     from hpcaccum.mpi import Group
 
+_LIMITS: dict[str, tuple[Any, str]] = {
+    # Seconds after which a rank asks whether those that it waits for come at all.
+    "patience": (control, "_PATIENCE"),
+    # Seconds for which an interrupted call waits for the answer of an agent; for which
+    # a take waits for sums of other nodes, also with less time left.
+    "grace": (writer, "_GRACE"),
+    "sums": (batch, "_LEAST_SECONDS"),
+    # Bytes of which agents send a vector at a time, and up to which ranks send it with
+    # their request.
+    "piece": (transfer, "_PIECE"),
+    "short": (transfer, "SHORT"),
+    # The log of changed rows has an entry for so many rows.
+    "rows_of_entry": (parameter_copies, "_SHARE"),
+    # Elements of an update: of a chunk, of a piece (least and most), and for a thread.
+    "chunk": (node_update, "_CHUNK"),
+    "least": (node_update, "_LEAST"),
+    "most": (node_update, "_MOST"),
+    "thread": (node_update, "_THREAD"),
+}
+
+
+@contextlib.contextmanager
+def limits(**values: float) -> Iterator[None]:
+    """Change some numbers in the block; see the table above."""
+    with contextlib.ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(mock.patch.object(*_LIMITS[name], value))
+        yield
+
+
+def _before(owner: Any, name: str, call: Callable[..., object]) -> Any:
+    """Return a patch that calls something before a method, with its arguments."""
+    method = getattr(owner, name)
+
+    def changed(*args: Any, **options: Any) -> Any:
+        call(*args)
+        return method(*args, **options)
+
+    return mock.patch.object(owner, name, changed)
+
+
+def _after(owner: Any, name: str, call: Callable[..., object]) -> Any:
+    """Return a patch that calls something after a method, with result and arguments."""
+    method = getattr(owner, name)
+
+    def changed(*args: Any, **options: Any) -> Any:
+        result = method(*args, **options)
+        call(result, *args)
+        return result
+
+    return mock.patch.object(owner, name, changed)
+
+
 # Accumulators
 
 
 def admit(accumulator: Any, local_step: int = 0) -> Callable[[Any], None]:
     """Have a gradient of this rank admitted; return what writes it, later.
 
-    Of an accumulator of float64 vectors, to which this rank gives nothing else.
+    Of an accumulator of float64 vectors of 2, to which this rank gives nothing else.
     """
     protocol, storage = accumulator._protocol, accumulator._storage
     receipt, parity, _ = protocol.admit(np.zeros(2), local_step)
@@ -65,36 +120,30 @@ def take_waits(accumulator: Any) -> bool:
     return bool(accumulator._protocol.state().waiting)
 
 
+def limit_rounds(accumulator: Any, count: int) -> Any:
+    """Return a patch: rounds hold at most so many gradients; on all ranks."""
+    return mock.patch.object(accumulator._protocol.packing, "max_count", count)
+
+
 def fail_to_sum(accumulator: Any, error: type[Exception]) -> Any:
-    """Have takes of this rank raise in the block, when their round is closed."""
+    """Return a patch: takes of this rank raise when their round is closed."""
     return mock.patch.object(accumulator._storage, "total", side_effect=error)
 
 
 def fail_to_deliver(error: type[Exception]) -> Any:
-    """Have takes of rows raise in the block, before the rows are on the device."""
+    """Return a patch: takes of rows raise before the rows are on the device."""
     return mock.patch.object(sparse, "_to_device", side_effect=error)
 
 
-def limit_rounds(accumulator: Any, count: int) -> Any:
-    """Have rounds hold at most so many gradients in the block, on all ranks."""
-    return mock.patch.object(accumulator._protocol.packing, "max_count", count)
-
-
 def before_records(owner: Any, call: Callable[[], object]) -> Any:
-    """Call something before this rank publishes an admitted gradient, in the block.
+    """Return a patch: this rank calls something before it publishes a gradient.
 
     Args:
         owner: An accumulator, or an initialized SyncReplicasOptimizer.
-        call: Has the gradient be lost if it raises.
+        call: Makes the gradient, which is admitted, a lost one if it raises.
     """
     protocol = _accumulator(owner)._protocol
-    put_record = protocol.put_record
-
-    def late(*args: Any) -> Any:
-        call()
-        return put_record(*args)
-
-    return mock.patch.object(protocol, "put_record", late)
+    return _before(protocol, "put_record", lambda *_: call())
 
 
 def _accumulator(owner: Any) -> Any:
@@ -102,19 +151,14 @@ def _accumulator(owner: Any) -> Any:
 
 
 def fail_to_admit(owner: Any, error: type[Exception]) -> Any:
-    """Have gradients of this rank raise in the block, before they are admitted."""
-    writer = _accumulator(owner)._shared.writer
-    return mock.patch.object(writer, "_possible", side_effect=error)
+    """Return a patch: gradients of this rank raise before they are admitted."""
+    inside = _accumulator(owner)._shared.writer
+    return mock.patch.object(inside, "_possible", side_effect=error)
 
 
 def fail_to_put(optimizer: Any, error: type[BaseException]) -> Any:
-    """Have gradients of DropStaleGradientOptimizer be admitted, and then raise."""
+    """Return a patch: gradients of DropStaleGradientOptimizer raise when admitted."""
     return mock.patch.object(optimizer._server._inbox._queue, "put", side_effect=error)
-
-
-def least_time_of_sums(seconds: float) -> Any:
-    """Have takes wait for sums of other nodes for so long, also with less time left."""
-    return mock.patch.object(batch, "_LEAST_SECONDS", seconds)
 
 
 # Optimizers with a server
@@ -142,38 +186,10 @@ def left(optimizer: Any) -> list[int]:
     return list(optimizer._server._inbox.left())
 
 
-def gradient_bytes(optimizer: Any) -> int:
-    """Return the memory of this rank that holds gradients."""
-    return int(optimizer._server._inbox.window_bytes)
-
-
-def after_pushes(optimizer: Any, call: Callable[[Any], object]) -> None:
-    """Call something with each receipt, before this rank waits for the update."""
-    after = optimizer._after
-
-    def late(server: Any, receipt: Any) -> None:
-        call(receipt)
-        after(server, receipt)
-
-    optimizer._after = late
-
-
-def shared_bytes(optimizer: Any) -> int:
-    """Return the memory of this rank that holds gradients and parameters for others."""
-    return int(optimizer._server.window_bytes)
-
-
-def admit_update(optimizer: Any) -> Callable[[], None]:
-    """Have a gradient of DropStaleGradientOptimizer admitted; return what puts it."""
-    queue, rank = optimizer._server._inbox._queue, optimizer._group.rank
-    assert queue.admit(rank, 0)
-
-    def put() -> None:
-        queue.put(0, rank)
-        queue.end_intent(rank)
-        queue.words.flush()
-
-    return put
+def shared_bytes(optimizer: Any, *, gradients: bool = False) -> int:
+    """Return the memory of this rank for gradients and parameters, or for the first."""
+    server = optimizer._server
+    return int((server._inbox if gradients else server).window_bytes)
 
 
 def push(optimizer: Any, grads: Mapping[str, Any], step: int) -> Any:
@@ -191,33 +207,51 @@ def missing(optimizer: Any, step: int) -> str:
     return str(optimizer._server._missing(step))
 
 
-def before_updates(optimizer: Any, call: Callable[[], object]) -> None:
-    """Call something before each update of this rank's part of the center."""
+def admit_update(optimizer: Any) -> Callable[[], None]:
+    """Have a gradient of DropStaleGradientOptimizer admitted; return what puts it."""
+    queue, rank = optimizer._server._inbox._queue, optimizer._group.rank
+    assert queue.admit(rank, 0)
+
+    def put() -> None:
+        queue.put(0, rank)
+        queue.end_intent(rank)
+        queue.words.flush()
+
+    return put
+
+
+def fail_when_accepted(optimizer: Any, error: type[BaseException]) -> Any:
+    """Return a patch: gradients of this rank are accepted, and then it raises."""
+    failing = mock.Mock(side_effect=error)
+    return _after(optimizer._server._inbox, "submit", failing)
+
+
+def after_pushes(optimizer: Any, call: Callable[[Any], object]) -> Any:
+    """Return a patch: calls with each receipt, before a wait for the update."""
+    return _before(optimizer, "_after", lambda _, receipt: call(receipt))
+
+
+def interrupt_pulls(name: str) -> Any:
+    """Return a patch: pulls spoil a sparse variable, and are interrupted."""
+
+    def spoil(_: Any, copier: Any, flat: Any, into: Any, *which: Any) -> None:
+        into[name][...] = 77
+        raise KeyboardInterrupt
+
+    return _after(parameter_copies.SparseCopier, "read", spoil)
+
+
+def before_updates(optimizer: Any, call: Callable[[], object]) -> Any:
+    """Return a patch: calls before each update of this rank's part of the center."""
     role = optimizer._server._role
-    shard = getattr(role, "shard", role)
-    update = shard.update
-
-    def late(*args: Any) -> Any:
-        call()
-        return update(*args)
-
-    shard.update = late
+    return _before(getattr(role, "shard", role), "update", lambda *_: call())
 
 
-def note_pieces(
-    optimizer: Any, before: Callable[[int], object] = lambda piece: None
-) -> list[int]:
-    """Return a list of the pieces of updates that this rank makes from now on."""
-    update, pieces = optimizer._server._node_update, list[int]()
-    work_on = update._work_on
-
-    def noted(piece: int, given: Any) -> None:
-        before(piece)
-        pieces.append(piece)
-        work_on(piece, given)
-
-    update._work_on = noted
-    return pieces
+def before_pieces(optimizer: Any, call: Callable[[int], object]) -> Any:
+    """Return a patch: calls with the piece of an update that this rank makes next."""
+    return _before(
+        optimizer._server._node_update, "_work_on", lambda piece, _: call(piece)
+    )
 
 
 def pieces_done(optimizer: Any) -> int:
@@ -230,96 +264,50 @@ def update_threads(optimizer: Any) -> int:
     return int(optimizer._server._node_update._threads)
 
 
-@contextlib.contextmanager
-def short_pieces(elements: int = 96, thread: int | None = None) -> Iterator[None]:
-    """Divide also updates of so many elements, of which ``thread`` wake a thread.
-
-    In optimizers that are initialized in the block.
-    """
-    sizes = dict.fromkeys(("_LEAST", "_MOST"), elements)
-    sizes |= {"_CHUNK": elements // 2, "_THREAD": thread or elements}
-    with mock.patch.multiple(node_update, **sizes):
-        yield
+def note_copies(shapes: list[Any]) -> Any:
+    """Return a patch: the shapes of the gradients that pushes copy are appended."""
+    return _before(
+        wire_format, "copy_quietly", lambda place, _: shapes.append(place.shape)
+    )
 
 
-def short_row_log(share: int) -> Any:
-    """Remember as few changed rows as a table has, divided by ``share``."""
-    return mock.patch.object(parameter_copies, "_SHARE", share)
-
-
-@contextlib.contextmanager
-def noted_copies() -> Iterator[list[str]]:
-    """Yield a list of the names of gradients that pushes of this rank copy."""
-    copied = list[str]()
-    copy, quietly = wire_format._copy_gradients, wire_format.copy_quietly
-
-    def noted(grads: Any, places: Any, flat: Any) -> None:
-        names = {id(view): name for name, view in places.items()}
-
-        def copy_one(place: Any, array: Any) -> None:
-            copied.append(names[id(place)])
-            quietly(place, array)
-
-        with mock.patch.object(wire_format, "copy_quietly", copy_one):
-            copy(grads, places, flat)
-
-    with mock.patch.object(wire_format, "_copy_gradients", noted):
-        yield copied
-
-
-@contextlib.contextmanager
-def noted_rows() -> Iterator[list[Any]]:
-    """Yield a list of the number of rows of each copy of a table; "all" for all.
+def note_rows(numbers: list[Any]) -> Any:
+    """Return a patch: the number of rows of each copy of a table, or "all".
 
     Those of agents, between the two copies of a node, are not noted.
     """
-    copied, copy = list[Any](), parameter_copies.copy_rows
 
-    def noted(source: Any, target: Any, rows: Any) -> None:
+    def note(source: Any, target: Any, rows: Any) -> None:
         if not threading.current_thread().name.startswith("agent"):
-            copied.append("all" if rows is None else rows.size)
-        copy(source, target, rows)
+            numbers.append("all" if rows is None else rows.size)
 
-    with mock.patch.object(parameter_copies, "copy_rows", noted):
-        yield copied
+    return _before(parameter_copies, "copy_rows", note)
 
 
-def interrupt_pulls(name: str) -> Any:
-    """Have pulls end with a KeyboardInterrupt, and spoil a variable, in a block."""
-    read = parameter_copies.SparseCopier.read
-
-    def interrupted(copier: Any, flat: Any, into: Any, *which: Any) -> None:
-        read(copier, flat, into, *which)
-        into[name][...] = 77
-        raise KeyboardInterrupt
-
-    return mock.patch.object(parameter_copies.SparseCopier, "read", interrupted)
+def note_row_messages(sizes: list[int]) -> Any:
+    """Return a patch: the bytes of each message with rows that this rank sends."""
+    return _after(
+        row_draft.RowDraft, "message", lambda made, _: sizes.append(made.size)
+    )
 
 
-def fail_when_accepted(optimizer: Any, error: type[BaseException]) -> Any:
-    """Have gradients of this rank be accepted, and then raise, in the block."""
-    inbox = optimizer._server._inbox
-    submit = inbox.submit
-
-    def failing(step: int) -> None:
-        assert submit(step)
-        raise error
-
-    return mock.patch.object(inbox, "submit", failing)
+def slow_reads(seconds: float) -> Any:
+    """Return a patch: this rank pauses before it reads each variable of the center."""
+    return _before(wire_format, "copyto", lambda *_: time.sleep(seconds))
 
 
-@contextlib.contextmanager
-def noted_row_messages() -> Iterator[list[int]]:
-    """Yield a list of the bytes of each message with rows that this rank sends."""
-    sizes, message = list[int](), row_draft.RowDraft.message
+def slow_parts(seconds: float, rank: int | None = None) -> Any:
+    """Return a patch: servers pause before each piece of parameters, to one leader."""
+    send = vars(server_orders)["send_pieces"]
 
-    def noted(draft: Any) -> Any:
-        made = message(draft)
-        sizes.append(made.size)
-        return made
+    def slowly(comm: Any, to: int, *args: Any) -> Iterator[bool]:
+        for done in send(comm, to, *args):
+            end = time.monotonic() + seconds
+            while rank in (None, to) and time.monotonic() < end:
+                yield False
+            yield done
 
-    with mock.patch.object(row_draft.RowDraft, "message", noted):
-        yield sizes
+    return mock.patch.object(server_orders, "send_pieces", slowly)
 
 
 # Nodes
@@ -331,15 +319,8 @@ def agent_of(group: Group) -> Any:
 
 
 def late_services(seconds: float) -> Any:
-    """Have this rank go on late when its agent has a new object, in the block."""
-    add = Agent.add
-
-    def late(agent: Agent, service: Any) -> int:
-        number = add(agent, service)
-        time.sleep(seconds)
-        return number
-
-    return mock.patch.object(Agent, "add", late)
+    """Return a patch: this rank goes on late when its agent has a new object."""
+    return _after(Agent, "add", lambda *_: time.sleep(seconds))
 
 
 @contextlib.contextmanager
@@ -365,32 +346,3 @@ def hold_agent(group: Group, node: int) -> Iterator[Callable[[], None]]:
     finally:
         go.set()
         agent.remove(number, "held")
-
-
-def slow_parts(seconds: float, rank: int | None = None) -> Any:
-    """Have servers pause before each piece of parameters they send, to one leader."""
-    send = server_orders.send_pieces
-
-    def slowly(comm: Any, to: int, *args: Any) -> Iterator[bool]:
-        for done in send(comm, to, *args):
-            end = time.monotonic() + seconds
-            while rank in (None, to) and time.monotonic() < end:
-                yield False
-            yield done
-
-    return mock.patch.object(server_orders, "send_pieces", slowly)
-
-
-def piece_bytes(nbytes: int) -> Any:
-    """Have agents send vectors in pieces of so many bytes, in the block."""
-    return mock.patch.object(transfer, "_PIECE", nbytes)
-
-
-def short_bytes(nbytes: int) -> Any:
-    """Have ranks send vectors of up to so many bytes with their requests."""
-    return mock.patch.object(transfer, "SHORT", nbytes)
-
-
-def patience(seconds: float) -> Any:
-    """Have ranks find out after so many seconds that another one is not coming."""
-    return mock.patch.object(control, "_PATIENCE", seconds)

@@ -96,7 +96,7 @@ def stop_after(receipt):
         stop()
 
 if host == "h3":
-    testing.after_pushes(opt, stop_after)
+    testing.after_pushes(opt, stop_after).start()
 
 def watch():
     await_flag("stopped")
@@ -135,7 +135,7 @@ if host == "h3":
 elif comm.rank == 0:
     await_flag("stopped")
     try:
-        with testing.least_time_of_sums(0.2):
+        with testing.limits(sums=0.2):
             acc.take_grad(comm.size, timeout=0.2)
     except hpc.WaitTimeoutError as error:
         print("\\n" + json.dumps(str(error)), flush=True)

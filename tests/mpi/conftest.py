@@ -136,7 +136,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # the reporter exists by then
 def pytest_configure(config: pytest.Config) -> None:
     # Those of tests are short: with 0, agents ask for them as for long ones.
-    testing.short_bytes(int(config.getini("mpi_short"))).start()
+    short = contextlib.ExitStack()
+    short.enter_context(testing.limits(short=int(config.getini("mpi_short"))))
+    config.add_cleanup(short.close)
     harness = config.stash[HARNESS] = Harness(config)
     config.pluginmanager.register(harness)
     atexit.register(_finalize, harness)

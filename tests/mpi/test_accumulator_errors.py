@@ -7,7 +7,6 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi import AtomicWords
 
 from .acting import (
     at,
@@ -57,30 +56,22 @@ def construct(options):
     return hpc.ConditionalAccumulator(**options)
 
 
-@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=lambda o: str(o)[:40])
-def test_bad_argument_of_every_rank(options, error, text):
-    with pytest.raises(error, match=text):
-        construct(options)
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [case for case in BAD if case[0] != {"shape": (2**45,)}],
-    ids=lambda o: str(o)[:40],
-)
-def test_bad_argument_of_one_rank(options, error, text, rank, size):
+def test_bad_argument_of_every_rank_or_of_one(rank, size):
     wrong = size - 1
-    with pytest.raises(error, match=text) as caught:
-        construct(options if rank == wrong else {})
-    if rank != wrong:
-        assert f"rank {wrong}: " in str(caught.value)
+    for options, error, text in BAD:
+        with pytest.raises(error, match=text):
+            construct(options)
+        if size == 1 or options == {"shape": (2**45,)}:
+            continue
+        with pytest.raises(error, match=text) as caught:
+            construct(options if rank == wrong else {})
+        assert rank == wrong or f"rank {wrong}: " in str(caught.value)
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
+def test_ranks_that_disagree_all_hear_of_both_sides(rank, size):
+    odd = size - 1
+    for field, value, expected in [
         ("name", "other", "name must be .* rank 0 has '.*', rank {} has 'other'"),
         ("dtype", "float64", "dtype .* has dtype..float32.., rank {} has .*float64"),
         ("shape", (3,), r"shape .* rank 0 has \(2,\), rank {} has \(3,\)"),
@@ -89,13 +80,10 @@ def test_bad_argument_of_one_rank(options, error, text, rank, size):
         ("storage", "sum", "storage .* rank 0 has 'slots', rank {} has 'sum'"),
         ("shared_name", "s", "shared_name .* rank 0 has '', rank {} has 's'"),
         ("workers", 1, r"workers .* rank 0 has \d, rank {} has 1"),
-    ],
-)
-def test_ranks_that_disagree_all_hear_of_both_sides(field, value, expected, rank, size):
-    odd = size - 1
-    with pytest.raises(hpc.DisagreementError, match=expected.format(odd)) as caught:
-        construct({field: value} if rank == odd else {})
-    assert str(caught.value).endswith(f"(rank {odd} unlike rank 0)")
+    ]:
+        with pytest.raises(hpc.DisagreementError, match=expected.format(odd)) as caught:
+            construct({field: value} if rank == odd else {})
+        assert str(caught.value).endswith(f"(rank {odd} unlike rank 0)")
 
 
 @pytest.mark.ranks(min=3)
@@ -123,23 +111,17 @@ def test_comm_must_be_a_communicator():
             construct({"comm": comm})
 
 
-def test_window_without_room_leaves_no_other_window_behind(monkeypatch):
-    # MPI_Finalize may wait for it.
-    made, freed = [], []
-    make, free = AtomicWords.__init__, AtomicWords.free
-    monkeypatch.setattr(
-        AtomicWords, "__init__", lambda *a: made.append(a[0]) or make(*a)
-    )
-    monkeypatch.setattr(
-        AtomicWords, "free", lambda words: freed.append(words) or free(words)
-    )
-    with pytest.raises(INVALID, match="/dev/shm"):
-        construct({"shape": (2**45,)})
-
-    assert freed == made
-
-
 def test_refusals_leave_nothing_behind():
+    # MPI_Finalize may wait for a window.
+    numbers = []
+    for _ in range(6):
+        with pytest.raises(INVALID, match="/dev/shm"):
+            construct({"shape": (2**45,)})
+        # It grows with the communicators in use.
+        other = MPI.COMM_WORLD.Dup()
+        numbers.append(other.py2f())
+        other.Free()
+    assert len({*numbers[3:]}) == 1
     # After all these errors the ranks still agree on the order of calls.
     with construct({"shared_name": "after refusals"}) as acc:
         at(1, acc.apply_grad, [1, 2])
@@ -154,15 +136,20 @@ def test_there_is_no_broadcasting(make):
     assert at(0, acc.num_accumulated) == 0
 
 
-@pytest.mark.parametrize(
-    "gradient",
-    [None, [1j, 0], ["1", "2"], [None, None], [[1], [1, 2]], {1: 2}, b"12", 2**70],
-    ids=repr,
-)
-def test_gradient_must_be_an_array_of_real_numbers(make, gradient):
-    acc = make()
-    with pytest.raises(INVALID, match="gradient"):
-        at(1, acc.apply_grad, gradient)
+def test_gradient_must_be_an_array_of_real_numbers(make):
+    acc, ragged = make(), [[1], [1, 2]]
+    for gradient in (
+        None,
+        [1j, 0],
+        ["1", "2"],
+        [None, None],
+        ragged,
+        {1: 2},
+        b"12",
+        2**70,
+    ):
+        with pytest.raises(INVALID, match="gradient"):
+            at(1, acc.apply_grad, gradient)
     assert at(0, acc.num_accumulated) == 0
 
 
@@ -190,13 +177,13 @@ NO_STEPS = [
 ]
 
 
-@pytest.mark.parametrize("step", NO_STEPS, ids=repr)
-def test_step_that_is_not_one_number_adds_nothing(make, step):
+def test_step_that_is_not_one_number_adds_nothing(make):
     acc = make()
-    with pytest.raises(INVALID, match="local_step"):
-        at(1, acc.apply_grad, [1, 1], local_step=step)
-    with pytest.raises(INVALID, match="new_global_step"):
-        at(1, acc.set_global_step, step)
+    for step in NO_STEPS:
+        with pytest.raises(INVALID, match="local_step"):
+            at(1, acc.apply_grad, [1, 1], local_step=step)
+        with pytest.raises(INVALID, match="new_global_step"):
+            at(1, acc.set_global_step, step)
 
     at(0, acc.apply_grad, [3, 1])
     same_bits(at(1, acc.take_grad, 1, timeout=WAIT), [3.0, 1.0])
@@ -229,28 +216,15 @@ def test_step_that_can_be_set_can_be_left(make, shape, bits):
         assert at(0, lambda: acc.global_step) == step + 1
 
 
-@pytest.mark.parametrize(
-    ("required", "error"),
-    [
-        (0, INVALID),
-        (-1, INVALID),
-        (2**31, INVALID),
-        (None, INVALID),
-        ([1], INVALID),
-        (np.array([1, 1]), INVALID),
-        (1.0, TypeError),
-        ("1", TypeError),
-        (np.float32(1), TypeError),
-        (np.array(1.0), TypeError),
-    ],
-    ids=repr,
-)
-def test_number_required_is_an_integer_of_at_least_1(make, required, error):
+def test_number_required_is_an_integer_of_at_least_1(make):
     acc = make()
     at(0, acc.apply_grad, [1, 1])
-
-    with pytest.raises(error, match="num_required"):
-        at(1, acc.take_grad, required, timeout=WAIT)
+    for required in (0, -1, 2**31, None, [1], np.array([1, 1])):
+        with pytest.raises(INVALID, match="num_required"):
+            at(1, acc.take_grad, required, timeout=WAIT)
+    for required in (1.0, "1", np.float32(1), np.array(1.0)):
+        with pytest.raises(TypeError, match="num_required"):
+            at(1, acc.take_grad, required, timeout=WAIT)
     assert at(0, acc.num_accumulated) == 1
     assert at(0, lambda: acc.global_step) == 0
 

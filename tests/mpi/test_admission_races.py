@@ -156,7 +156,7 @@ LONGEST = 1 << 13  # bytes
 @pytest.fixture
 def longest():
     """Vectors of up to so many bytes are sent with the request."""
-    with testing.short_bytes(LONGEST):
+    with testing.limits(short=LONGEST):
         yield
 
 
@@ -231,6 +231,7 @@ def test_nobody_asks_for_a_short_update(group, counts, length, longest):
 
     meet()
     counts.clear()
+    meet()
     # A vector of gradients also has a number, which says that it has this one.
     assert at(far(group), testing.push, opt, {"w": base}, 0)
     at(0, testing.wait_for, opt, 1)

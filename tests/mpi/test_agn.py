@@ -232,7 +232,8 @@ def test_the_sum_of_one_left_out_of_a_push_goes_on(make, size):
 
 def test_the_mean_is_formed_where_it_is_sent_from(make, rank, size):
     opt, x = make(3, [np.zeros(3)])
-    with testing.noted_copies() as copied:
+    copied = []
+    with testing.note_copies(copied):
         for call in range(6):
             grad = opt.gradient_arrays()["v0"]
             grad[:] = [1, call, rank]

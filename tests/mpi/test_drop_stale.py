@@ -194,7 +194,7 @@ def test_nothing_is_lost_or_counted_twice_whatever_is_dropped(
 @pytest.mark.ranks(min=2)
 def test_statistics_count_every_lag(make, rank, size):
     w = variable()
-    opt = make(1, [w])
+    opt = make(np.int64(1), [w])
     pairs = computed(opt, 1.0)
     meet()  # no update before all have computed
     turns([0, 0, size - 1, 0], lambda _: opt.apply_gradients(pairs))
@@ -241,13 +241,6 @@ def test_staleness_must_be_an_integer_on_all_ranks(comm, rank, size, staleness, 
 
     assert type(error) is kind
     assert "staleness must be an integer" in str(error)
-
-
-def test_staleness_may_be_a_numpy_integer(make):
-    w = variable()
-    opt = make(np.int64(0), [w])
-
-    assert opt.minimize(gives(1.0)) is not None
 
 
 def test_waits_for_an_update_name_the_optimizer(make, monkeypatch):

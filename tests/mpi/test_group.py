@@ -19,19 +19,16 @@ from .support import WAIT
 pytestmark = pytest.mark.own_comm
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
+def test_ranks_are_written_as_ranges():
+    for ranks, text in (
         ([], "ranks none"),
         ([3], "rank 3"),
         ([2, 0], "ranks 0, 2"),
         ([1, 2], "ranks 1-2"),
         ([9, 0, 1, 2, 3], "ranks 0-3, 9"),
         (range(64), "ranks 0-63"),
-    ],
-)
-def test_ranks_are_written_as_ranges(ranks, text):
-    assert format_ranks(ranks) == text
+    ):
+        assert format_ranks(ranks) == text
 
 
 def test_communicator_has_one_group(comm, rank, size):
@@ -283,21 +280,17 @@ def test_facts_that_cannot_be_selected_are_an_error_on_every_rank(comm, rank):
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
+def test_an_error_names_its_rank_once(comm, rank):
+    for text, shown in (
         ("rank 1 has left", "rank 1 has left"),
         ("opt: rank 1 has left", "rank 1 has left"),
         ("rank 10 has left", "rank 1: rank 10 has left"),
         ("bad", "rank 1: bad"),
-    ],
-)
-def test_an_error_names_its_rank_once(comm, rank, text, shown):
-    failure = hpc.InvalidArgumentError(text) if rank == 1 else None
-    with pytest.raises(hpc.InvalidArgumentError) as caught:
-        Group.of(comm).raise_together("opt: restore", failure)
-
-    assert str(caught.value) == (text if rank == 1 else f"opt: restore: {shown}")
+    ):
+        failure = hpc.InvalidArgumentError(text) if rank == 1 else None
+        with pytest.raises(hpc.InvalidArgumentError) as caught:
+            Group.of(comm).raise_together("opt: restore", failure)
+        assert str(caught.value) == (text if rank == 1 else f"opt: restore: {shown}")
 
 
 @pytest.mark.ranks(min=2)

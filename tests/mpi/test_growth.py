@@ -58,7 +58,8 @@ def test_a_take_is_a_sum_of_each_node(group, rank, counts):
 def test_an_update_is_a_vector_of_each_node_to_the_host_and_back(group, rank, counts):
     w, others = hpc.Variable(np.zeros(SIZE, "f4"), "w"), len(group.nodes) - 1
     with hpc.SyncReplicasOptimizer(hpc.SGD(1), group.size, comm=group) as opt:
-        opt.initialize([w])
+        with counted_windows(counts):
+            opt.initialize([w])
         count_messages(group, counts)
         # Each rank has its gradient admitted; these are answered.
         far = 2 * (group.size - len(group.nodes[0]))
@@ -74,7 +75,8 @@ def test_an_update_is_a_vector_of_each_node_to_the_host_and_back(group, rank, co
 def test_an_update_of_one_gradient_goes_to_one_node(group, rank, counts):
     w, far = hpc.Variable(np.zeros(SIZE, "f4"), "w"), group.nodes[-1][-1]
     with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group) as opt:
-        opt.initialize([w])
+        with counted_windows(counts):
+            opt.initialize([w])
         count_messages(group, counts)
 
         def push():

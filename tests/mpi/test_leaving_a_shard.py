@@ -242,7 +242,7 @@ def test_before_initialize_each_call_says_so(comm):
 
 @pytest.fixture
 def impatient():
-    with testing.patience(0.03):
+    with testing.limits(patience=0.03):
         yield
 
 

@@ -47,8 +47,9 @@ def descriptors():
     until(lambda: count() <= before)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 64, 100, 5000])
-@pytest.mark.parametrize("common", [0, 8, 4096, 5000])
+@pytest.mark.parametrize(
+    ("nbytes", "common"), [(0, 0), (0, 8), (1, 4096), (100, 0), (5000, 5000)]
+)
 def test_memory_is_zero_and_shared(node, descriptors, rank, size, nbytes, common):
     sizes = [nbytes + other for other in range(size)]
     memory = NodeMemory(node, sizes, common, [slice(0, common)] if rank == 0 else [])
@@ -88,26 +89,6 @@ def test_arrays_keep_the_memory_alive(node, rank, size):
 
     assert (mine == 7).all()
     assert not any(part.any() for part in other.parts)
-
-
-def test_each_rank_allocates_its_part_and_its_stripes(node, rank, size, monkeypatch):
-    page, allocated = mmap.PAGESIZE, []
-    allocate = os.posix_fallocate
-
-    def watched(file, begin, length):
-        allocated.append((begin, length))
-        allocate(file, begin, length)
-
-    monkeypatch.setattr(module.os, "posix_fallocate", watched)
-    monkeypatch.setattr(module, "_PIECE", 2 * page)
-    stripes = [slice(begin * page, (begin + 1) * page) for begin in (rank, rank + size)]
-    memory = NodeMemory(node, [3 * page] * size, 2 * size * page, stripes)
-    memory.free()
-
-    own, common = 3 * rank * page, 3 * size * page
-    expected = [(own, 2 * page), (own + 2 * page, page)]
-    expected += [(common + each.start, page) for each in stripes]
-    assert allocated == expected
 
 
 @pytest.mark.parametrize("nbytes", [100_000, 1000])

@@ -30,7 +30,7 @@ RULES = {
 @pytest.fixture(autouse=True)
 def short_pieces():
     """Divide short vectors, too."""
-    with testing.short_pieces():
+    with testing.limits(chunk=48, least=96, most=96, thread=96):
         yield
 
 
@@ -181,6 +181,19 @@ def test_a_learning_rate_is_called_once_for_an_update(comm, rank, size):
     assert len(calls) == (3 if rank == 0 else 0)
 
 
+def noted_pieces(opt, before=lambda piece: None):
+    """Return a list of the pieces that this rank works on, from now on. Collective."""
+    pieces = []
+
+    def note(piece):
+        before(piece)
+        pieces.append(piece)
+
+    testing.before_pieces(opt, note).start()
+    meet()
+    return pieces
+
+
 def start(comm, rule, size, **options):
     variables = made()
     opt = hpc.SyncReplicasOptimizer(rule, size, comm=comm, **options)
@@ -202,8 +215,7 @@ def test_ranks_that_wait_work_on_the_update(comm, rank, size):
         # The update must not end without the pieces of a slow rank.
         time.sleep(0.02 * (rank > 0))
 
-    pieces = testing.note_pieces(opt, before)
-    meet()
+    pieces = noted_pieces(opt, before)
     train(opt, variables, 1)
     pulled = [var.value.copy() for var in variables]
     every = sorted(piece for found in meet(list(pieces)) for piece in found)
@@ -221,8 +233,7 @@ def test_the_host_needs_no_help(comm, rank, size):
     variables = made()
     opt = hpc.DropStaleGradientOptimizer(hpc.SGD(0.1), 0, comm=comm)
     opt.initialize(variables)
-    pieces = testing.note_pieces(opt)
-    meet()
+    pieces = noted_pieces(opt)
     if rank == size - 1:
         # The others wait in a barrier.
         train(opt, variables, 3)
@@ -241,8 +252,7 @@ def test_without_threads_of_mpi_a_rank_does_not_help(comm, rank, size, monkeypat
     if rank != 0:
         monkeypatch.setattr(MPI, "Query_thread", lambda: 0)
     opt, variables = start(comm, hpc.SGD(0.1), size - 1, dedicated=True)
-    pieces = testing.note_pieces(opt)
-    meet()
+    pieces = noted_pieces(opt)
     if rank == 0:
         opt.serve()
     else:
@@ -265,7 +275,7 @@ def test_cores_of_a_rank_work_if_there_is_enough_for_each(
     cores = set(range(3 * rank, 3 * rank + 3))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     elements, part = hpc.Layout(SHAPES, np.float32).size, comm.Dup()
-    with testing.short_pieces(thread=int(elements // (size * (worth or 0.5)))):
+    with testing.limits(thread=int(elements // (size * (worth or 0.5)))):
         opt, variables = start(part, hpc.SGD(0.1), size)
     threads = testing.update_threads(opt)
     train(opt, variables, 3)

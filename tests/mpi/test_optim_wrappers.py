@@ -211,32 +211,28 @@ def test_the_inner_optimizer_may_be_of_the_user(comm, wrapper):
     assert w.value <= -1
 
 
-@pytest.mark.parametrize("inner", [None, "SGD", hpc.SGD, 0.1])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_inner_one_must_be_an_optimizer_on_all_ranks(
-    comm, rank, size, wrapper, inner
-):
-    mine = inner if rank == size - 1 else hpc.SGD(1)
-    error = raised(WRAPPERS[wrapper], mine, [variable()], comm)
-
-    assert type(error) is TypeError
-    assert "must be an Optimizer, got" in str(error)
+def test_the_inner_one_must_be_an_optimizer_on_all_ranks(comm, rank, size, wrapper):
+    for inner in (None, "SGD", hpc.SGD, 0.1):
+        mine = inner if rank == size - 1 else hpc.SGD(1)
+        error = raised(WRAPPERS[wrapper], mine, [variable()], comm)
+        assert type(error) is TypeError
+        assert "must be an Optimizer, got" in str(error)
 
 
-@pytest.mark.parametrize("outer", WRAPPERS)
 @pytest.mark.parametrize("inner", WRAPPERS)
-def test_nestings_that_corrupt_are_refused(comm, inner, outer):
+def test_nestings_that_corrupt_are_refused(comm, inner):
     w = variable()
     with WRAPPERS[inner](hpc.SGD(1), [w], comm) as held:
-        found = raised(WRAPPERS[outer], held, [w], comm)
-
-    if inner == outer == "CrossShard":
-        assert found.inner is held
-        found.free()
-    else:
-        names = type(held).__name__, outer, "cannot hold"
-        assert type(found) is InvalidArgumentError
-        assert all(name in str(found) for name in names)
+        for outer in WRAPPERS:
+            found = raised(WRAPPERS[outer], held, [w], comm)
+            if inner == outer == "CrossShard":
+                assert found.inner is held
+                found.free()
+                continue
+            names = type(held).__name__, outer, "cannot hold"
+            assert type(found) is InvalidArgumentError
+            assert all(name in str(found) for name in names)
 
 
 @pytest.mark.ranks(min=2)
@@ -272,18 +268,12 @@ def odd(rank, size, usual, other):
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize(
-    ("option", "usual", "other"),
-    [("host", 0, 1), ("dedicated", False, True)],
-)
 @pytest.mark.parametrize("wrapper", ONE_SIDED)
-def test_different_options_are_refused_by_all(
-    comm, rank, size, wrapper, option, usual, other
-):
-    options = {option: odd(rank, size, usual, other)}
-    error = raised(ONE_SIDED[wrapper], hpc.SGD(1), [variable()], comm, **options)
-
-    assert type(error) is DisagreementError
+def test_different_options_are_refused_by_all(comm, rank, size, wrapper):
+    for option, usual, other in (("host", 0, 1), ("dedicated", False, True)):
+        options = {option: odd(rank, size, usual, other)}
+        error = raised(ONE_SIDED[wrapper], hpc.SGD(1), [variable()], comm, **options)
+        assert type(error) is DisagreementError
 
 
 @pytest.mark.ranks(min=2)

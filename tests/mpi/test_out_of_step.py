@@ -27,14 +27,14 @@ pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm]
 @pytest.fixture(autouse=True)
 def _soon():
     """Let ranks report early that they wait: those that move data keep cores busy."""
-    with testing.patience(0.03):
+    with testing.limits(patience=0.03):
         yield
 
 
 @pytest.fixture
 def at_once():
     """Let ranks report every wait."""
-    with testing.patience(0.0):
+    with testing.limits(patience=0.0):
         yield
 
 

@@ -217,7 +217,7 @@ def test_steps_on_their_way_to_a_slow_node_do_not_mix(group):
     var, servers = hpc.Variable(np.zeros(600, np.float32), "w"), leaders(group)
     step, grad = hpc.Variable(0, "step"), -np.ones(600, np.float32)
     # Each server sends several pieces.
-    with testing.slow_parts(0.005, slow), testing.piece_bytes(64):
+    with testing.slow_parts(0.005, slow), testing.limits(piece=64):
         opt = hpc.SyncReplicasOptimizer(
             hpc.SGD(1.0), group.size + 1, comm=group, servers=servers
         )
@@ -407,13 +407,13 @@ def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
         opt.serve()
     elif group.rank != late:
         with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", "0.1")
+            patch.setenv("HPCACCUM_TIMEOUT", "0.2")
             error = raised(opt.minimize, gives(np.ones(300)))
         assert type(error) is WaitTimeoutError
         assert f"update 1 by rank {late}, servers of {named(late)}" in str(error)
         opt.leave()
     else:
-        time.sleep(0.4)
+        time.sleep(0.6)
         opt.serve()
     meet()
     opt.free()

@@ -185,12 +185,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_gradient_that_does_not_fit_changes_nothing(acc, text):
-    with pytest.raises(INVALID) as caught:
-        at(1, acc.apply_grad, *WRONG[text])
-    assert text in str(caught.value)
-    assert at(0, acc.num_accumulated) == 0
+def test_gradient_that_does_not_fit_changes_nothing(acc):
+    for text, gradient in WRONG.items():
+        with pytest.raises(INVALID) as caught:
+            at(1, acc.apply_grad, *gradient)
+        assert text in str(caught.value)
+        assert at(0, acc.num_accumulated) == 0
 
     assert at(1, acc.apply_grad, [-3, 9], filled(1, 2), (10, 2, 5))
     check(at(0, acc.take_grad, 1, timeout=WAIT), [-3, 9], [1, 2])
@@ -298,13 +298,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=lambda o: str(o)[:40])
-def test_bad_argument_of_one_rank_is_an_error_on_all(options, error, text, rank, size):
-    good = {"dtype": "f4", "shape": (10, 2), "capacity": 3}
-    if rank == size - 1 or "needs" in text:
-        good.update(options)
-    with pytest.raises(error, match=text):
-        hpc.SparseConditionalAccumulator(**good)
+def test_bad_argument_of_one_rank_is_an_error_on_all(rank, size):
+    for options, error, text in BAD:
+        good = {"dtype": "f4", "shape": (10, 2), "capacity": 3}
+        if rank == size - 1 or "needs" in text:
+            good.update(options)
+        with pytest.raises(error, match=text):
+            hpc.SparseConditionalAccumulator(**good)
 
 
 def test_shared_name_is_one_object_of_one_kind():

@@ -75,7 +75,7 @@ GIVEN = {
 @pytest.fixture
 def long_log():
     """The log is long enough for most pulls."""
-    with testing.short_row_log(1):
+    with testing.limits(rows_of_entry=1):
         yield
 
 
@@ -206,7 +206,7 @@ def test_only_rows_are_copied_and_have_memory(make, rank, size, copies):
         # Rows of this rank, and of those that have pushed since its last pull.
         others = size if turn >= 2 * size else turn % size + 1
         assert each[-2 if pushed else -1 :] == ([2 + others] if pushed else []) + [2]
-    assert testing.gradient_bytes(opt) < 2000
+    assert testing.shared_bytes(opt, gradients=True) < 2000
 
 
 def test_the_sum_has_room_for_the_rows_of_a_period(make, rank, size):
@@ -339,21 +339,6 @@ def test_all_push_and_nothing_is_lost(make, rank, size, host):
     assert opt.statistics().accepted == (10,) * size
 
 
-@pytest.mark.ranks(min=2)
-def test_a_dedicated_server(make, rank, size):
-    w = table(capacity=1)
-    opt = make(2, [w], host=1, dedicated=True)
-    opt.initialize()
-    if rank == 1:
-        opt.serve()
-    else:
-        for row in (1, 2):
-            opt.minimize(gives(rows(row)))
-        opt.leave()
-    opt.free()
-    assert (-w.value[:3, 0, 0]).tolist() == [0, (size - 1) / 2, (size - 1) / 2]
-
-
 def test_a_run_continues_from_a_snapshot(make, rank, size):
     first, second = table(), table()
     opt = make(2, [first], hpc.Adagrad(0.5))
@@ -396,10 +381,3 @@ def test_a_getter_makes_sparse_variables(comm, rank, size):
         error = raised(opt.minimize, gives(rows(1, 2, 3)))
     assert "has 3 different rows, at most 2" in str(error)
     assert w.value[4, 0, 0] == -size
-
-
-@pytest.mark.ranks(min=2)
-def test_ranks_must_agree_on_capacities(make, rank):
-    opt = make(1, [table(capacity=3 + (rank == 1))])
-    with pytest.raises(hpc.DisagreementError, match="capacities of sparse variables"):
-        opt.initialize()

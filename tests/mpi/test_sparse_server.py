@@ -266,7 +266,7 @@ def test_only_rows_that_changed_are_copied(make, rank, size, copies):
     assert counted == [[2 + size] * (1 + (rank == 0))] * 4
     assert np.count_nonzero(w.value.any(axis=1)) == 2 + size
     # Of two buffers with 3 rows each.
-    assert testing.gradient_bytes(opt) < 1000
+    assert testing.shared_bytes(opt, gradients=True) < 1000
 
 
 @pytest.mark.ranks(min=2)
@@ -287,7 +287,7 @@ def test_reads_of_the_center_do_not_make_pulls_longer(make, rank, copies):
 @pytest.fixture(params=[1, ROWS // 15, ROWS * 9])
 def log(request):
     """The log is as long as the table, or too short for the last updates, or all."""
-    with testing.short_row_log(request.param):
+    with testing.limits(rows_of_entry=request.param):
         yield
 
 
@@ -430,16 +430,6 @@ def test_a_dedicated_server(make, rank, size, kind):
         gradients = [drawn(r, call) for r in range(size - 1)]
         model.update(*mean_of(gradients, 1 if kind == "stale" else None))
     close(w.value, model.value)
-
-
-def test_gradients_that_are_not_finite_are_dropped(make, rank, size):
-    w, opt = table(), make("stale", hpc.SGD(1.0), 9, on_nonfinite="drop")
-    slices = drawn(0, 0)
-    slices.values[2] = np.nan
-    receipt = opt.minimize(gives(slices), var_list=[w])
-
-    assert (receipt.accepted, receipt.nonfinite) == (False, True)
-    assert not opt.center(w).any()
 
 
 @pytest.mark.parametrize("kind", ["sync", "stale"])

@@ -20,14 +20,14 @@ COUNT, PIECE = 21, 5
 @pytest.fixture(params=["one piece", "pieces"])
 def pieces(request):
     """Send vectors in one piece or in several, the last of which has one element."""
-    with testing.piece_bytes(PIECE * 8 if request.param == "pieces" else COUNT * 8):
+    with testing.limits(piece=PIECE * 8 if request.param == "pieces" else COUNT * 8):
         yield
 
 
 @pytest.fixture(autouse=True)
 def impatient():
     """Takes do not wait for other nodes longer than for gradients."""
-    with testing.least_time_of_sums(VAIN):
+    with testing.limits(sums=VAIN):
         yield
 
 
@@ -94,7 +94,7 @@ def test_any_rank_gets_the_mean_of_any_ranks(make, group, rank, size, dtype, pie
 
 
 def test_vectors_of_any_number_of_pieces(make, group, rank, size):
-    with testing.piece_bytes(PIECE * 8):
+    with testing.limits(piece=PIECE * 8):
         for count in [0, 1, PIECE, PIECE + 1, 4 * PIECE, 5 * PIECE - 1, 9 * PIECE]:
             acc = make(count=count)
             everywhere(apply, acc, rank, count=count)

@@ -31,11 +31,11 @@ def drop_stale(group, rule, **options):
 
 @pytest.mark.parametrize("slow", [0, -1], ids=["host", "last"])
 def test_a_pause_is_between_two_updates_of_all_servers(group, slow):
-    with testing.piece_bytes(64):
+    with testing.limits(piece=64):
         var, opt, servers = drop_stale(group, hpc.Adagrad(1.0, 0.5))
         if group.rank == servers[slow]:
             # Those of other nodes are ahead of this one, by several updates.
-            testing.before_updates(opt, lambda: time.sleep(0.002))
+            testing.before_updates(opt, lambda: time.sleep(0.002)).start()
         meet()
         for call in range(10):
             opt.minimize(gives(np.full(COUNT, (-1.0) ** call)))

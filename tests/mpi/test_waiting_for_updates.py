@@ -94,7 +94,7 @@ def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
         meet()
         # Also a busy agent answers in that time.
         message = in_vain(
-            lambda: [opt.minimize(gives(1.0)) for _ in range(2)], seconds=4 * VAIN
+            lambda: [opt.minimize(gives(1.0)) for _ in range(2)], seconds=10 * VAIN
         )
         meet()
         go.set()

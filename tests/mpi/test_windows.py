@@ -82,10 +82,7 @@ def test_stored_words_are_complete_after_a_flush(words):
     assert at(2, words.read_range, 5, 2) == [1, 2]
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_words_are_set_whatever_they_were(words, monkeypatch, pipelined):
-    monkeypatch.setattr(words, "_pipelined", pipelined)
-
+def test_words_are_set_whatever_they_were(words):
     def set_both(was):
         words.store_unordered(7, was + 1, was)
         words.write(8, was + 1, was)
@@ -157,35 +154,6 @@ def test_words_have_moved_when_a_call_returns(comm, words, monkeypatch):
     waits = [] if words.direct else [*waits, "Flush"]
     assert spy.during(words.flush) == waits
     meet()
-
-
-class Stopped(Exception):
-    """What a signal handler raises."""
-
-
-def test_the_outcome_of_an_interrupted_change_comes_before_the_next(words, monkeypatch):
-    spy = Spy(words._window)
-
-    def stop(*_):
-        raise Stopped
-
-    def interrupted():
-        with monkeypatch.context() as patch:
-            # Also on one node, where a rank need not wait.
-            patch.setattr(words, "_progress", stop)
-            patch.setattr(words, "_wait_for", stop)
-            with pytest.raises(Stopped):
-                words.fetch_add(1, 5)
-
-    def act():
-        interrupted()
-        monkeypatch.setattr(words, "_window", spy)
-        return [spy.during(words.fetch_add, 1, 1)[:2] for _ in range(2)]
-
-    first, second = at(1, act)
-    assert first == ["Flush", "Fetch_and_op"]
-    assert second[0] == "Fetch_and_op"
-    assert at(0, words.read, 1) == 7
 
 
 class Ordered(Spy):
@@ -566,18 +534,3 @@ def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm, rank):
 
     assert started == left == (rank == 0 and not group.single_node)
     assert threading.active_count() == before
-
-
-def test_progress_looks_at_words_that_are_used(comm, monkeypatch):
-    group, looked = Group.of(comm), []
-    monkeypatch.setattr(
-        word_window, "make_progress", lambda *args: looked.append(args[-1]) or str
-    )
-    AtomicWords(group, 0, 40).free()
-    words = [AtomicWords(group, 0, 20) for _ in range(2)]
-
-    assert len(looked) == 2
-    memory = memoryview(bytes(range(256)) * 128)
-    assert looked[1](memory) == memory[8 * 48 : 8 * (48 + 2 * 32)]
-    for each in words:
-        each.free()

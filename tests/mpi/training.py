@@ -124,5 +124,6 @@ def cross_shard_fixture(comm: MPI.Intracomm) -> Any:
 @pytest.fixture(name="copies")
 def copies_fixture() -> Any:
     """The number of rows of each copy of a table; "all" for a whole one."""
-    with testing.noted_rows() as copied:
+    copied: list[Any] = []
+    with testing.note_rows(copied):
         yield copied

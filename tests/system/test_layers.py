@@ -25,7 +25,7 @@ LAYERS = [
     ["tracing"],
     ["hpcaccum"],
     ["machine", "option_values", "plots", "tables"],
-    ["train", "bench"],
+    ["train", "bench", "testing"],
     ["launch"],
     ["cli"],
     ["__main__"],
@@ -103,7 +103,7 @@ def test_imports_run_downward(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_library_packages_are_used_by_their_face(name):
-    if entry(name) in ("hpcaccum", "tracing", "bench", "train", "cli"):
+    if entry(name) in ("hpcaccum", "tracing", "bench", "train", "cli", "testing"):
         return
     inside = [
         module
