@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcaccum import device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.row_sums import Rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpcaccum.dtypes import Array
 
 _INT64 = np.dtype(np.int64)
@@ -77,13 +78,18 @@ def room_in(buffer: Array, number: int, width: int, dtype: np.dtype[Any]) -> Row
     return Rows(indices, counts, buffer[values:end].view(dtype).reshape(number, width))
 
 
-def write_rows(buffer: Array, rows: Rows, dtype: np.dtype[Any]) -> None:
-    """Write rows to a buffer; their values may be on a device."""
+def write_rows(
+    buffer: Array,
+    rows: Rows,
+    dtype: np.dtype[Any],
+    copyto: Callable[[Array, Any], object] = np.copyto,
+) -> None:
+    """Write rows to a buffer; ``copyto`` copies the values, maybe from a device."""
     number, width = rows.values.shape
     room = room_in(buffer, number, width, dtype)
     _number(buffer)[...] = number
     room.indices[...], room.counts[...] = rows.indices, rows.counts
-    device.copyto(room.values, rows.values)
+    copyto(room.values, rows.values)
 
 
 def remove_rows(buffer: Array) -> None:

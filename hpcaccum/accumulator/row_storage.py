@@ -128,7 +128,7 @@ class RowSlots(NodeBuffers):
             held = rows_in(buffer, rows.values.shape[1], self._dtype)
             here = rows._replace(values=device.to_host(rows.values))
             rows = merged([held, here])
-        write_rows(buffer, rows, self._dtype)
+        write_rows(buffer, rows, self._dtype, device.copyto)
 
     def total(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer."""

@@ -102,7 +102,7 @@ def test_takes_are_served_in_order_of_arrival(acc, size):
 @pytest.mark.ranks(min=3)
 def test_place_in_line_that_is_given_up_delays_no_rank(acc):
     first = Take(acc, 0, 1)
-    with pytest.raises(hpc.WaitTimeoutError, match="for rank 0, before this rank in"):
+    with pytest.raises(hpc.WaitTimeoutError, match="for rank 0, ahead of this rank"):
         at(1, acc.take_grad, 1, timeout=VAIN)
     last = Take(acc, 2, 1)
     for step in range(2):
