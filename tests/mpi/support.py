@@ -43,7 +43,7 @@ def add_often(
     while not until():
         for result in results:
             words._window.Fetch_and_op(origin, result, words.root, place, MPI.SUM)
-        words.flush()
+        words._window.Flush(words.root)
 
 
 def together(test: Callable[..., None]) -> Callable[..., None]:
