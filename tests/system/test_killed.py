@@ -12,7 +12,7 @@ PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 import hpcaccum as hpc
-from hpcaccum.accumulator.storage import Slots
+from hpcaccum.accumulator.protocol import AdmissionProtocol
 from mpi4py import MPI
 
 moment, rank = sys.argv[1], MPI.COMM_WORLD.rank
@@ -27,7 +27,7 @@ def die(*_):
 def loss():
     if rank == 1 and calls == 5:
         if moment == "admitted":
-            Slots.write = die
+            AdmissionProtocol.put_record = die
         elif moment != "idle":
             # Meanwhile the others come to wait for the gradient.
             time.sleep(0.5 * (moment == "awaited"))
