@@ -31,19 +31,21 @@ $(SIZES:%=openmpi-%) $(SINGLES:%=single-%): environments
 programs-mpich:
 	@leg "MPICH, whole programs" make test-programs
 
-# The harness of the tests, refused options and unusable files are tested with MPICH: they
-# depend on pytest and on the commands, not on the MPI.
+# The harness of the tests, refused options, unusable files, the programs of the pages and
+# the tables are tested with MPICH: they depend on pytest and on the commands, not on the
+# MPI.
 programs-openmpi:
-	@leg "Open MPI, whole programs" make test-programs MPI=openmpi ARGS="\
-	    --ignore=tests/system/test_harness_failures.py \
-	    --ignore=tests/system/test_options.py --ignore=tests/system/test_files.py"
+	@leg "Open MPI, whole programs" make test-programs MPI=openmpi ARGS="$(addprefix \
+	    --ignore=tests/system/test_,harness_failures.py options.py files.py \
+	    documentation.py bench.py saving.py)"
 
 # The second command of the README: 2 ranks of MPICH, units, and most of the kernels.
 readme:
 	@leg "make test" make test
 
+# With 2 ranks, `make test-adapters` only.
 adapters:
-	@leg "PyTorch and JAX" make test-adapters
+	@leg "PyTorch and JAX" make test-adapters ADAPTER_SIZES="1 3"
 
 # Ranks are placed on made-up nodes in four ways (NODES of tests/mpi/reducing.py), all of
 # which `make test-all` tests. Legs of 3 and 4 ranks test some of them, such that each way is

@@ -51,7 +51,7 @@ ACCUMULATOR = Model(
         "writers leave, timeouts": "GRADS=2 WRITERS=2 LEAVE TIMEOUTS FINE",
         "what a writer knows": "WRITERS=2 GRADS=3 TAKES=2 KNOWN",
         "lost writers": "WRITERS=2 GRADS=2 LEAVE CRASH",
-        "lost writers, timeouts": "WRITERS=2 TAKES=2 LEAVE CRASH TIMEOUTS",
+        "lost writers, timeouts": "WRITERS=2 LEAVE CRASH TIMEOUTS",
         "lost writers and takers": "WRITERS=2 LEAVE CRASH TAKER_CRASH FINE",
         "many lost writers": "LEAVE CRASH",
     },
