@@ -83,7 +83,7 @@ class AccumulatorOnDevice(Freeable):
         self._device = device.current_device()
         self._calls = OneThread(name)
         # Held by the take that waits or reduces.
-        self._taking = OneThread(name)
+        self._taking = OneThread(name, "a take of another thread")
         self._state = _State()
         # The event after each turn, and the arrays that it reads or None, oldest first.
         self._reads: deque[tuple[Any, Any]] = deque()

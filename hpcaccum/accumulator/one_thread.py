@@ -18,10 +18,11 @@ class OneThread:
 
     Args:
         what: Name for messages.
+        other: What others wait for, for messages.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, other: str = "another thread of this rank") -> None:
+        self._what, self._other = what, other
         # Reentrant: a signal handler gets an error instead of waiting for what it has
         # interrupted, and a thread does not wait for what an exception has left locked.
         self._lock, self._busy = threading.RLock(), False
@@ -37,7 +38,7 @@ class OneThread:
         """
         if not self._lock.acquire(blocking=False):
             deadline = deadline or Deadline(None, f"{self._what}: {call}")
-            deadline.block(self._acquire, lambda: "another thread of this rank")
+            deadline.block(self._acquire, lambda: self._other)
         if self._busy:
             self._lock.release()
             raise InvalidArgumentError(
