@@ -110,7 +110,7 @@ class Taker:
             wanted = members.quorum(required, members.num_left(changes))
             state = protocol.state()
             closing = state._replace(number=max(wanted, state.number), waiting=0)
-            # First: another take must know of it if this one ends here.
+            # Before the swap, so that another take can complete this one.
             protocol.put_closing(closing)
             if state.number < wanted:
                 if self._request(state, wanted, changes, deadline):

@@ -211,7 +211,7 @@ def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:
 
 
 def all_on_device(what: str, arrays: Iterable[Any]) -> bool:
-    """Whether all arrays are on the device; False if there are none."""
+    """Whether all arrays are on the device; False for no array."""
     found = {is_device(array) for array in arrays}
     if len(found) > 1:
         raise InvalidArgumentError(

@@ -221,7 +221,7 @@ class Run:
         return self._result(max(times), waits, updates)
 
     def _result(self, seconds: float, waits: tuple[float, ...], updates: int) -> Result:
-        # Of all models, in the order of their groups.
+        # The records of all models, in the order of their groups.
         mine = self._observer.records if self._observer else []
         records = [r for each in self._group.allgather(mine, "records") for r in each]
         records.sort(key=lambda record: record.group)
