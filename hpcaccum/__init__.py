@@ -32,6 +32,7 @@ from hpcaccum.errors import (
     EverybodyLeftError,
     FreedError,
     InvalidArgumentError,
+    LostRankError,
     MPIUnavailableError,
     WaitTimeoutError,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "IndexedSlices",
     "InvalidArgumentError",
     "Layout",
+    "LostRankError",
     "MPIUnavailableError",
     "Momentum",
     "Optimizer",

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound=BaseException)
 
+# The status of a program that ends because a rank is lost: start it again, from its
+# newest checkpoint. Source: EX_TEMPFAIL of sysexits.h.
+RESTART = 75
+
 # Ends messages about gradients of optimizers that do not come.
 NO_MORE_DATA = "call leave() when a rank has no more data"
 
@@ -44,6 +48,13 @@ class BrokenObjectError(RuntimeError):
 
     The rank has left the object, and others go on without it. The cause is the first
     exception.
+    """
+
+
+class LostRankError(RuntimeError):
+    """Raised by a call that cannot complete because a rank is lost: its process died.
+
+    A program that ends with it has the status `RESTART`.
     """
 
 
