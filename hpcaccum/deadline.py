@@ -15,7 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
+from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,13 +46,28 @@ _SMALL_PART, _LONGEST_NAP = 1 / 100, 5e-3
 # Naps that grew with the wait made the time of a reduction grow with its square.
 MOVING_NAP = 20e-6
 
+# Seconds for which a call may block before it is looked whether all waits end.
+_LOOK = 0.25
+
 # Of threads that wait, by identifier: their deadlines.
 _waits: dict[int, Deadline] = {}
+# Why no wait of this process can succeed any more, if so.
+_reasons: list[str] = []
 
 
 def current_wait(thread: int | None) -> Deadline | None:
     """Return the deadline in whose innermost wait a thread is, None if in none."""
     return _waits.get(thread or 0)
+
+
+def end_waits(reason: str) -> None:
+    """Have all waits of this process, and all later ones, raise LostRankError."""
+    _reasons.append(reason)
+
+
+def reason_to_end() -> str | None:
+    """Return why all waits end; None if they do not."""
+    return _reasons[0] if _reasons else None
 
 
 def nap_after(waited: float) -> float:
@@ -129,6 +144,7 @@ class Deadline:
 
         Raises:
             WaitTimeoutError: If the limit passes first.
+            LostRankError: If a rank is lost without which the job cannot go on.
         """
         result = ready()
         if result is not None:
@@ -152,6 +168,8 @@ class Deadline:
         """Wait, after a look that failed."""
         begun, result, clock = self.elapsed, None, time.monotonic
         while result is None:
+            if _reasons:
+                self._end_lost()
             if check is not None:
                 check()
             # The clock is read once: this takes the time of cores that are shared.
@@ -179,6 +197,7 @@ class Deadline:
 
         Raises:
             WaitTimeoutError: If the limit passes first.
+            LostRankError: As `wait`.
         """
         result = attempt(0.0)
         if result is not None:
@@ -195,9 +214,11 @@ class Deadline:
         """Block, after an attempt that failed."""
         result = None
         while result is None:
+            if _reasons:
+                self._end_lost()
             self._check_limit(missing)
             self._warn(missing)
-            result = attempt(self._until_next_warning())
+            result = attempt(min(self._until_next_warning(), _LOOK))
         return result
 
     @staticmethod
@@ -232,6 +253,9 @@ class Deadline:
             return None if thread.is_alive() else True
 
         self.block(attempt, missing)
+
+    def _end_lost(self) -> None:
+        raise LostRankError(f"{self.what}: {_reasons[0]}")
 
     def _check_limit(self, missing: Callable[[], str]) -> None:
         if self.expired:

@@ -19,8 +19,8 @@ class Membership:
     """The ranks that contribute gradients, those that have left, and those lost.
 
     Each rank has a word. A rank that leaves sets its own. A rank is lost if it can do
-    no more: its call on the object has broken. What it was admitted with and has not
-    written is left out.
+    no more: its call on the object has broken, or its process has died. What it was
+    admitted with and has not written is left out.
 
     Another word counts the changes, so that a rank that waits reads one word.
 
@@ -118,6 +118,13 @@ class Membership:
         if not self.has_left:
             self.has_left = True
             self._set(_LOST)
+
+    def lose_rank(self, rank: int) -> None:
+        """Give another rank up, whose process has died; by one rank."""
+        for state in (_PRESENT, _COMES_BACK):
+            self._words.compare_and_swap(self._base + 1 + rank, state, _LOST)
+        # Also if it had left: it may have died before it counted that.
+        self._words.fetch_add(self._base, 1)
 
     def _set(self, state: int) -> None:
         self._words.write(self._base + 1 + self._rank, state)

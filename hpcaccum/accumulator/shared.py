@@ -151,6 +151,20 @@ class SharedAccumulator(Freeable):
         self.storage.free()
         self.protocol.free()
 
+    def needs(self, rank: int) -> bool:
+        """Whether a rank has what the others need."""
+        return rank == self.settings.host
+
+    def lose(self, rank: int) -> None:
+        """Have takes no longer wait for a rank."""
+        if self.group.rank == self.settings.host:
+            self.protocol.membership.lose_rank(rank)
+
+    def _end_after_loss(self) -> None:
+        """Wait until all ranks come: they may use what this one has until then."""
+        self.leave()
+        self.group.meet(None, f"{self.label}: free")
+
     def leave(self) -> None:
         """Promise that this rank contributes no more; does nothing on such a host."""
         all_ranks = self.settings.workers == self.group.size

@@ -11,9 +11,11 @@ rank that waits long in one reports it to rank 0. If two calls wait for each oth
 Messages of one rank arrive in order. So rank 0 knows the place of a rank from the last
 message alone.
 
-A signal handler may raise at any time. So messages to several ranks are sent together,
-and a rank that has entered an exchange, or may have, says so if it gives up. Sending a
+A rank that has entered an exchange, or may have, says so if it gives up. Sending a
 message twice is harmless.
+
+Once a rank is lost, the exchanges of all ranks raise an error. The others can make
+exchanges among themselves, which have numbers of their own.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import (
     DisagreementError,
+    LostRankError,
     WaitTimeoutError,
     echo,
     format_ranks,
 )
-from hpcaccum.lock import Lock
 from hpcaccum.mpi.control_messages import (
     Answer,
     Call,
@@ -40,6 +42,7 @@ from hpcaccum.mpi.control_messages import (
     Seen,
     Tag,
 )
+from hpcaccum.mpi.failures import is_complete
 from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.shutdown import is_ending
 
@@ -55,6 +58,8 @@ T = TypeVar("T")
 _PATIENCE = 0.2
 # Seconds that a rank whose limit has passed waits for rank 0 to name the missing ranks.
 _GRACE = 0.2
+# The number before that of the first exchange after a loss.
+_AFTER_LOSS = 1 << 40
 
 
 @dataclass
@@ -85,9 +90,15 @@ class ControlChannel:
 
     Args:
         comm: The private communicator of the group.
+        lost: The ranks that are lost, each with why. It is changed while `lock` is
+            held.
+
+    Attributes:
+        lock: Held while messages are sent and received.
     """
 
-    def __init__(self, comm: mpi4py_MPI.Intracomm) -> None:
+    def __init__(self, comm: mpi4py_MPI.Intracomm, lost: Mapping[int, str]) -> None:
+        self._lost_ranks = lost
         self._mailbox = Mailbox(comm, Tag.CONTROL)
         self._rank, self._size = comm.rank, comm.size
         self._others = range(1, comm.size)
@@ -96,7 +107,7 @@ class ControlChannel:
         self._tracks: dict[int, Track] = {}
         self._made = 0
         # Several threads of a rank may wait in different calls.
-        self._lock = Lock()
+        self.lock = threading.RLock()
         # On rank 0: the last messages of each rank.
         self._calls: dict[int, Call] = {}
         self._reports: dict[int, Report] = {}
@@ -132,7 +143,7 @@ class ControlChannel:
             DisagreementError: If a rank that has not made the call waits for this rank
                 in another one.
         """
-        with self._lock:
+        with self.lock:
             self._receive_all()
             if self._rank == 0:
                 self._check_others(track)
@@ -142,7 +153,7 @@ class ControlChannel:
 
     def depart(self, track: Track) -> None:
         """Withdraw the report that this rank waits in the next call of a track."""
-        with self._lock:
+        with self.lock:
             if self._reported == (track.number, track.calls + 1):
                 self._mailbox.send([0], Report(0, 0, "", {}))
                 # The same call may be made, and reported, again.
@@ -233,41 +244,65 @@ class ControlChannel:
             DisagreementError: On every rank that waits, if some wait in another call.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on every rank that waits,
                 and on those that make the call later; names the missing ranks.
+            LostRankError: On every rank, if one is lost.
             TypeError: If rank 0 cannot unpickle a value; on the other ranks, a
                 WaitTimeoutError says so.
         """
         if self._size == 1:
             return [value]
+        if self._lost_ranks:
+            raise self._lost_error(what)
+        return list(self._exchange(value, what, self._number + 1).values())
+
+    def gather_rest(self, value: T, what: str) -> dict[int, T]:
+        """Do as `gather` among the ranks that are not lost; return values by rank."""
+        return self._exchange(value, what, max(self._number, _AFTER_LOSS) + 1)
+
+    def _exchange(self, value: T, what: str, number: int) -> dict[int, T]:
         deadline = Deadline(None, what)
-        with self._lock:
+        with self.lock:
             places = self._complete_calls()
-            call = Call(self._number + 1, what, is_ending(), value, places)
+            call = Call(number, what, is_ending(), value, places)
         return (self._ask if self._rank else self._collect)(call, deadline)
 
-    def _collect(self, call: Call, deadline: Deadline) -> list[Any]:
+    def _check_lost(self, call: Call) -> None:
+        """Raise if a call that all ranks must make cannot complete."""
+        if self._lost_ranks and call.number <= _AFTER_LOSS:
+            raise self._lost_error(call.what)
+
+    def _lost_error(self, what: str) -> LostRankError:
+        reasons = "; ".join(self._lost_ranks.values())
+        return LostRankError(f"{what}, which needs all ranks: {reasons}")
+
+    def _collect(self, call: Call, deadline: Deadline) -> dict[int, Any]:
         try:
             # From now on this rank must answer, or say that it gave up.
             self._number = call.number
-            deadline.wait(lambda: self._all_entered(call), lambda: self._absent(call))
-            values, sent = self._answer_all(call)
+            values, sent = deadline.wait(
+                lambda: self._answer_if_complete(call), lambda: self._absent(call)
+            )
         except DisagreementError:
             raise
         except BaseException as error:
             self._spread(error, set())
             raise
         deadline.wait(
-            lambda: all(request.Test() for request in sent) or None,
+            lambda: all(map(is_complete, sent)) or None,
             lambda: "the other ranks to receive the answer",
         )
         return values
 
-    def _answer_all(self, call: Call) -> tuple[list[Any], list[Any]]:
-        """Send the answer; return the values, and the requests."""
-        with self._lock:
-            values = [
-                call.value,
-                *(self._value_of(rank, call) for rank in self._others),
-            ]
+    def _answer_if_complete(self, call: Call) -> tuple[dict[int, Any], Any] | None:
+        """Send the answer when all ranks have made the call; raise if one never will.
+
+        Returns:
+            The values and the requests; None if ranks are missing.
+        """
+        with self.lock:
+            if not self._all_entered(call):
+                return None
+            values = {0: call.value}
+            values |= {r: self._value_of(r, call) for r in sorted(self._present(call))}
             answer = Answer(call.number, pickle.dumps(values))
             sent = self._mailbox.send(self._others, answer)
             self._end()
@@ -281,14 +316,13 @@ class ControlChannel:
                 f"{call.what}: rank 0 cannot unpickle the value of rank {rank}: {error}"
             ) from error
 
-    def _all_entered(self, call: Call) -> bool | None:
-        """Return True when all ranks have made the call; raise if one never will."""
-        with self._lock:
-            self._receive_all()
-            self._check_gave_up(call)
-            present = self._present(call)
-            self._check_same(call, present)
-            return len(present) == self._size - 1 or None
+    def _all_entered(self, call: Call) -> bool:
+        self._receive_all()
+        self._check_lost(call)
+        self._check_gave_up(call)
+        present = self._present(call)
+        self._check_same(call, present)
+        return not self._missing(call)
 
     def _check_gave_up(self, call: Call) -> None:
         for rank, other in self._gave_up.items():
@@ -311,18 +345,21 @@ class ControlChannel:
     def _present(self, call: Call) -> dict[int, Call]:
         return {r: c for r, c in self._calls.items() if c.number == call.number}
 
+    def _missing(self, call: Call) -> set[int]:
+        return {*self._others} - self._present(call).keys() - self._lost_ranks.keys()
+
     def _absent(self, call: Call) -> str:
         # If no other is missing, one of them gave up before this rank made the call.
-        missing = set(range(1, self._size)) - set(self._present(call)) or {0}
+        missing = self._missing(call) or {0}
         return f"{format_ranks(missing)} of {self._size} to make the same call"
 
-    def _ask(self, call: Call, deadline: Deadline) -> list[Any]:
+    def _ask(self, call: Call, deadline: Deadline) -> dict[int, Any]:
         try:
             # From now on this rank must make the call, or say that it gave up.
             self._number = call.number
             # A message that cannot be unpickled would never leave the mailbox.
             message = call._replace(value=pickle.dumps(call.value))
-            with self._lock:
+            with self.lock:
                 self._mailbox.send([0], message)
             return deadline.wait(
                 lambda: self._answered(call), lambda: "rank 0 to answer"
@@ -330,14 +367,14 @@ class ControlChannel:
         except BaseException as error:
             if self._failed(call):
                 raise
-            with self._lock:
+            with self.lock:
                 gave_up = GaveUp(call.number, type(error).__name__)
                 self._mailbox.send([0], gave_up)
             if not isinstance(error, WaitTimeoutError):
                 raise
             return self._last_look(call, error)
 
-    def _last_look(self, call: Call, error: WaitTimeoutError) -> list[Any]:
+    def _last_look(self, call: Call, error: WaitTimeoutError) -> dict[int, Any]:
         """Return the answer if it arrives soon.
 
         Otherwise raise the error of rank 0, which names the missing ranks, or ``error``
@@ -350,15 +387,17 @@ class ControlChannel:
             known = late if self._failed(call) else error
         raise known from None
 
-    def _answered(self, call: Call) -> list[Any] | None:
+    def _answered(self, call: Call) -> dict[int, Any] | None:
         """Return the answer of rank 0 if it has arrived; raise it if it is an error."""
-        with self._lock:
+        with self.lock:
             self._receive_all()
             if self._answer is not None and self._answer.number == call.number:
                 values, self._answer = self._answer.values, None
                 return pickle.loads(values)  # type: ignore[no-any-return]
             if failure := self._failed(call):
                 raise echo(failure.kind(failure.text))
+            # After a look for the answer, which rank 0 sends before it tells of a loss.
+            self._check_lost(call)
             return None
 
     def _failed(self, call: Call) -> Failure | None:
@@ -366,11 +405,11 @@ class ControlChannel:
 
     def _spread(self, error: BaseException, tracks: set[int]) -> None:
         """Send the error that rank 0 raises to all other ranks."""
-        kind: type[Exception] = DisagreementError
-        text = _reason(error)
-        if not isinstance(error, DisagreementError):
-            kind, text = WaitTimeoutError, f"rank 0 gave up: {text}"
-        with self._lock:
+        kind: type[Exception] = WaitTimeoutError
+        text = f"rank 0 gave up: {_reason(error)}"
+        if isinstance(error, (DisagreementError, LostRankError)):
+            kind, text = type(error), str(error)
+        with self.lock:
             failure = Failure(self._number, tuple(tracks), kind, text)
             self._mailbox.send(self._others, failure)
             self._end()

@@ -30,12 +30,13 @@ from hpcaccum.mpi.control import ControlChannel
 from hpcaccum.mpi.creation import alone, creating, split, split_by_node
 from hpcaccum.mpi.heartbeat import Facts, Heartbeat
 from hpcaccum.mpi.kept_windows import KeptWindows
+from hpcaccum.mpi.launcher import ends_job_at_output
 from hpcaccum.mpi.progress import ProgressThread
 from hpcaccum.mpi.runtime import MPI, check_running
-from hpcaccum.mpi.shutdown import is_ending
+from hpcaccum.mpi.shutdown import end_process_soon, is_ending, note_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -89,6 +90,8 @@ class Group:
         control: The exchanges of small objects, and the order of collective calls.
         broadcasts: Complete broadcasts of this rank with `comm`. MPI pairs them by
             their order, so before the next one this must be the same on all ranks.
+        lost: The ranks that are lost, each with why. From the first one on, collective
+            calls of MPI must not be made.
     """
 
     def __init__(
@@ -107,7 +110,8 @@ class Group:
         self.node_number = self.node_of[self.rank]
         self.node_ranks = self.nodes[self.node_number]
         self.single_node = len(self.nodes) == 1
-        self.control = ControlChannel(comm)
+        self.lost: dict[int, str] = {}
+        self.control = ControlChannel(comm, self.lost)
         self.broadcasts = 0
         self._numbers = itertools.count(1)
         # The objects made with it, which are not freed.
@@ -158,8 +162,8 @@ class Group:
             FreedError: After MPI.Finalize().
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if not all ranks make the
                 first call.
-            InvalidArgumentError: On every rank, if HPCACCUM_HEARTBEAT is invalid on
-                one.
+            InvalidArgumentError: On every rank, if HPCACCUM_HEARTBEAT or
+                HPCACCUM_ON_LOSS is invalid on one.
         """
         check_running(MPI)
         if isinstance(comm, Group):
@@ -213,6 +217,16 @@ class Group:
             self._inside = self.split(self.nodes)
         return self._inside
 
+    def meet(self, value: T, what: str) -> dict[int, T]:
+        """Return the values of all ranks that are not lost, by rank. Collective.
+
+        For calls after a loss, of which all these ranks know.
+
+        Raises:
+            DisagreementError, WaitTimeoutError: As `allgather` does.
+        """
+        return self.control.gather_rest(value, what)
+
     def allgather(self, value: T, what: str) -> list[T]:
         """Return the values of all ranks, in rank order. Collective.
 
@@ -226,6 +240,7 @@ class Group:
         Raises:
             DisagreementError: On every rank that waits, if ranks make different calls.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if a rank is missing.
+            LostRankError: If a rank is lost.
         """
         check_running(MPI)
         return self.control.gather(value, what)
@@ -341,11 +356,14 @@ class Group:
         Collective. The first object starts the heartbeat, the last one stops it.
         """
         if self._heartbeat is None and self.size > 1:
-            self._heartbeat = Heartbeat(self, self._facts, self._place)
+            self._heartbeat = Heartbeat(self, self._facts, self._place, self._lose)
         self._objects.append(made)
 
     def release(self, freed: Freeable) -> None:
-        """End a `retain`. Collective. After an exception it can be called again."""
+        """End a `retain`. Collective. After an exception it can be called again.
+
+        After a loss the communicators are kept, which cannot be freed.
+        """
         if self._heartbeat is not None and self._objects == [freed]:
             self._heartbeat.stop()
             self._heartbeat = None
@@ -353,6 +371,34 @@ class Group:
         if freed in self._objects:
             self._objects.remove(freed)
         self._free_if_unused()
+
+    def lost_with(self, ranks: Collection[int]) -> set[int]:
+        """Return the ranks of nodes whose agents are threads of some ranks."""
+        gone: set[int] = set()
+        if "agent" in self.named:
+            for node in self.nodes:
+                if node[0] in ranks:
+                    gone.update(node)
+        return gone
+
+    def _lose(self, found: dict[int, str]) -> None:
+        """Note that ranks are lost; called by the thread of the heartbeat."""
+        with self.control.lock:
+            self.lost |= found
+        note_loss()
+        for rank, text in found.items():
+            # Rank 0 decides about the others, and leads their exchanges.
+            needed = rank in (0, self.rank)
+            if needed or any(each.needs(rank) for each in list(self._objects)):
+                end_process_soon(text)
+        # Any output would make that launcher end the job.
+        if self.rank == 0 and not ends_job_at_output():
+            present = self.size - len(self.lost)
+            for text in found.values():
+                logger.warning("%s; %d of %d ranks go on", text, present, self.size)
+        for each in list(self._objects):
+            for rank in found:
+                each.lose(rank)
 
     def _taken(self) -> list[dict[int, int]]:
         """Return how many words are taken: of this group's windows, of its node's."""
@@ -386,7 +432,7 @@ class Group:
         self._free_if_unused()
 
     def _free_if_unused(self) -> None:
-        if self._closed and not self._objects:
+        if self._closed and not self._objects and not self.lost:
             self.free()
 
     def free(self) -> None:

@@ -1,9 +1,10 @@
-"""The heartbeat: finds ranks that have died or are cut off, and ends the job.
+"""The heartbeat: finds ranks that have died or are cut off.
 
-A rank that waits inside MPI for such a rank waits without end, and no limit of a
-`Deadline` reaches it there. So a thread of each rank sends rank 0 a message now and
-then, and rank 0 answers. A rank that has sent none for HPCACCUM_HEARTBEAT seconds is
-missing. The ranks of a node also look whether each other's processes exist.
+A thread of each rank sends rank 0 a message now and then, and rank 0 answers. A rank
+that has sent none for HPCACCUM_HEARTBEAT seconds is lost. So is one whose process has
+ended: the ranks of a host look whether each other's processes exist. Rank 0 decides
+which ranks are lost, and tells the others; if it is rank 0 that has died, the first
+rank that sees it.
 
 Messages say where a rank is, so that the error can name that place.
 """
@@ -16,19 +17,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcaccum.deadline import FIRST_WARNING, Deadline, limit_of_environment
-from hpcaccum.errors import format_ranks
-from hpcaccum.lock import Lock
+from hpcaccum.deadline import FIRST_WARNING, limit_of_environment
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi.control_messages import Tag
 from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.runtime import MPI
 from hpcaccum.mpi.shutdown import abort_because, report_and_abort
-from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,44 +38,67 @@ logger = logging.getLogger("hpcaccum")
 
 # Seconds between two looks, and between two messages of a rank; each is at most the
 # limit divided by the second number.
-_LOOK, _LOOKS = 1.0, 10
+_LOOK, _LOOKS = 0.25, 10
 _MESSAGE, _MESSAGES = 5.0, 60
-# Seconds between two looks whether the thread has ended.
-_SOON = 0.01
-# Seconds after the end of a process for which its launcher may end the job.
-_GRACE = 3.0
-# In messages: missing ranks that are listed, and characters of a place.
-_SHOWN, _LENGTH = 8, 160
+# Seconds between two looks whether the thread has ended; and those that a nap takes
+# longer, if the process did not run meanwhile.
+_SOON, _LATE = 0.01, 1.0
+# Seconds after the end of a process in which its launcher may end the job: if that is
+# what happens to the job in any case, and if it is not.
+_GRACE, _SHORT_GRACE = 3.0, 0.25
+# Characters of a place in messages.
+_LENGTH = 160
 VARIABLE = "HPCACCUM_HEARTBEAT"
 # Seconds without a message after which a rank is missing, if the variable is not set.
 # A computation that holds Python's interpreter lock delays messages for as long.
 _LIMIT = 300.0
+# What is done when a rank is lost.
+ON_LOSS = "HPCACCUM_ON_LOSS"
+_CONTINUE, _ABORT = "continue", "abort"
 
 
 class Facts(NamedTuple):
-    """Of a rank: its limit, its process, and whether its threads may call MPI."""
+    """Of a rank: its limit, its process, and whether its threads may call MPI.
+
+    And whether the job may go on without a rank.
+    """
 
     limit: float
     process: Process
     threads: bool
+    goes_on: bool
 
     @classmethod
     def own(cls) -> Facts:
         """Return those of this rank.
 
         Raises:
-            InvalidArgumentError: If HPCACCUM_HEARTBEAT is invalid.
+            InvalidArgumentError: If HPCACCUM_HEARTBEAT or HPCACCUM_ON_LOSS is invalid.
         """
         limit = limit_of_environment(VARIABLE, _LIMIT)
-        return cls(limit, Process.own(), MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
+        choice = os.environ.get(ON_LOSS, _CONTINUE)
+        if choice not in (_CONTINUE, _ABORT):
+            raise InvalidArgumentError(
+                f"{ON_LOSS} must be {_CONTINUE!r} or {_ABORT!r}, got {choice!r}"
+            )
+        threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        return cls(limit, Process.own(), threads, choice == _CONTINUE)
 
 
 class _Beat(NamedTuple):
-    """What a rank sends: its place, and the ranks of its node that have died."""
+    """What a rank sends.
+
+    Attributes:
+        place: Where it is.
+        leaves: Whether this is its last message.
+        dead: The ranks whose processes have ended.
+        lost: The ranks that are lost, and why: by decision of the sender.
+    """
 
     place: str
     leaves: bool
     dead: frozenset[int]
+    lost: dict[int, str]
 
 
 @dataclass
@@ -105,22 +127,34 @@ class Heartbeat:
         group: The ranks.
         facts: Those of each rank.
         place: Returns where this rank is; any thread may call it.
+        lose: Called with ranks that are lost, and with why.
     """
 
     def __init__(
-        self, group: Group, facts: Sequence[Facts], place: Callable[[], str]
+        self,
+        group: Group,
+        facts: Sequence[Facts],
+        place: Callable[[], str],
+        lose: Callable[[dict[int, str]], None],
     ) -> None:
-        self._group, self._place = group, place
+        self._group, self._place, self._lose = group, place, lose
         self._limit = facts[group.rank].limit
         self._processes = [each.process for each in facts]
         # Without them no rank sends anything; processes that end are found.
         self._talks = all(each.threads for each in facts)
+        self._goes_on = self._talks and all(each.goes_on for each in facts)
         others = range(1, group.size) if group.rank == 0 else range(1)
         self._peers = {rank: _Peer() for rank in others if self._talks}
-        mates = set(group.node_ranks) - {group.rank}
-        # In containers, processes may not see each other.
-        self._mates = {rank for rank in mates if self._processes[rank].exists()}
+        # In containers, processes of a host may not see each other.
+        own = self._processes[group.rank]
+        self._mates = {
+            rank
+            for rank, each in enumerate(self._processes)
+            if each.host == own.host and each != own and each.exists()
+        }
+        # When it was seen that a process had ended.
         self._dead: dict[int, float] = {}
+        self._lost: dict[int, str] = {}
         self._mailbox = Mailbox(group.comm, Tag.HEARTBEAT)
         self._sent = -math.inf
         # Whether the other ranks have been told that no more messages come.
@@ -133,7 +167,7 @@ class Heartbeat:
         return min(_LOOK, self._limit / _LOOKS)
 
     def stop(self) -> None:
-        """Stop it. Collective. After an exception it can be called again.
+        """Stop it. Collective. After a timeout it can be called again.
 
         Raises:
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
@@ -143,15 +177,16 @@ class Heartbeat:
             self._send(leaves=True)
             # `drain` counts what has been sent: nothing may be sent afterwards.
             self._left = True
-        self._mailbox.drain()
+        if not self._lost:
+            self._mailbox.drain()
 
     def look(self) -> None:
-        """Receive and send messages; end the job if a rank is missing."""
+        """Receive and send messages; find ranks that are lost."""
         now = time.monotonic()
         if self._talks:
             self._receive(now)
-        self._find_dead(now)
-        if now - self._sent >= min(_MESSAGE, self._limit / _MESSAGES):
+        found = self._find_dead(now)
+        if found or now - self._sent >= min(_MESSAGE, self._limit / _MESSAGES):
             self._sent = now
             self._send()
         self._check(now)
@@ -163,43 +198,52 @@ class Heartbeat:
 
     def _receive(self, now: float) -> None:
         for rank, beat in self._mailbox.receive():
-            peer = self._peers[rank]
-            if peer.warned:
-                logger.warning("the heartbeat of %s has resumed", self._name(rank))
-            peer.seen, peer.place, peer.leaves = now, beat.place, beat.leaves
-            peer.warned = False
+            if (peer := self._peers.get(rank)) is not None:
+                if peer.warned:
+                    logger.warning("the heartbeat of %s has resumed", self._name(rank))
+                peer.seen, peer.place, peer.leaves = now, beat.place, beat.leaves
+                peer.warned = False
             for each in beat.dead:
                 self._dead.setdefault(each, now)
+            self._note_lost(beat.lost)
 
     def _send(self, *, leaves: bool = False) -> None:
-        beat = _Beat(self._place()[:_LENGTH], leaves, frozenset(self._dead))
+        lost = self._lost if self._decides() else {}
+        beat = _Beat(self._place()[:_LENGTH], leaves, frozenset(self._dead), lost)
         listening = [r for r, peer in self._peers.items() if leaves or not peer.leaves]
-        self._mailbox.send([r for r in listening if r not in self._dead], beat)
+        if self._lost and self._decides():
+            listening = list(range(self._group.size))
+        gone = {*self._dead, self._group.rank}
+        self._mailbox.send([rank for rank in listening if rank not in gone], beat)
 
-    def _find_dead(self, now: float) -> None:
-        """Look for processes of this node that have ended."""
+    def _find_dead(self, now: float) -> bool:
+        """Look for processes of this host that have ended; return whether any has."""
         found = {
             rank
             for rank in self._mates - self._dead.keys()
             if not self._leaves(rank) and not self._processes[rank].exists()
         }
         self._dead |= dict.fromkeys(found, now)
+        return bool(found)
 
     def _leaves(self, rank: int) -> bool:
         return rank in self._peers and self._peers[rank].leaves
 
     def _check(self, now: float) -> None:
-        """End the job if ranks have died or are missing; warn if they are late."""
-        dead = [rank for rank, since in self._dead.items() if now - since > _GRACE]
+        """Decide which ranks are lost; warn if some are late."""
+        grace = _SHORT_GRACE if self._goes_on else _GRACE
+        dead = [r for r, t in self._dead.items() if now - t > grace if self._is_here(r)]
         if dead and self._decides():
-            ranks = format_ranks(dead)
-            self._end(f"the program of {ranks} has ended, without MPI_Finalize", dead)
-        silent = {r: now - p.seen for r, p in self._peers.items() if not p.leaves}
-        late = {r: age for r, age in silent.items() if age > self._patience}
-        if max(late.values(), default=0.0) > self._limit:
-            text = f"no heartbeat for {self._limit:g} s from {format_ranks(late)}"
-            self._end(f"{text}; {VARIABLE} sets the limit", late)
+            self._declare(dead, "its process has ended without MPI_Finalize")
+        ages = {r: now - p.seen for r, p in self._peers.items() if not p.leaves}
+        late = {r: a for r, a in ages.items() if a > self._patience if self._is_here(r)}
+        if silent := [rank for rank, age in late.items() if age > self._limit]:
+            why = f"no heartbeat for {self._limit:g} s ({VARIABLE} sets the limit)"
+            self._declare(silent, why)
         self._warn([rank for rank in late if not self._peers[rank].warned])
+
+    def _is_here(self, rank: int) -> bool:
+        return rank not in self._lost and not self._leaves(rank)
 
     @property
     def _patience(self) -> float:
@@ -207,35 +251,45 @@ class Heartbeat:
         return min(FIRST_WARNING, self._limit / 2)
 
     def _decides(self) -> bool:
-        """Whether this rank reports ranks that have died: the first one that can."""
-        if self._talks and 0 not in self._dead:
+        """Whether this rank decides which ranks are lost: the first one that can."""
+        if self._talks and 0 not in self._dead and self._is_here(0):
             return self._group.rank == 0
         return self._group.rank == min({self._group.rank, *self._mates} - {*self._dead})
+
+    def _declare(self, ranks: Collection[int], why: str) -> None:
+        """Decide that ranks are lost, or end the job because of them."""
+        found = {rank: f"{self._describe(rank)} is lost: {why}" for rank in ranks}
+        for rank in self._group.lost_with(ranks):
+            if rank not in ranks and self._is_here(rank):
+                found[rank] = f"{self._name(rank)} is lost with its node"
+        if not self._goes_on:
+            abort_because("\n".join(found.values()))
+        self._note_lost(found)
+        self._send()
+
+    def _note_lost(self, found: dict[int, str]) -> None:
+        new = {rank: text for rank, text in found.items() if rank not in self._lost}
+        if new:
+            self._lost |= new
+            self._lose(new)
 
     def _warn(self, ranks: Collection[int]) -> None:
         for rank in ranks:
             self._peers[rank].warned = True
-        if ranks:
-            text = "no heartbeat for %.3g s from %s:\n%s"
-            names = format_ranks(ranks)
-            logger.warning(text, self._patience, names, self._list(ranks))
-
-    def _end(self, text: str, ranks: Collection[int]) -> None:
-        abort_because(f"{text}\n{self._list(ranks)}")
-
-    def _list(self, ranks: Iterable[int]) -> str:
-        found = sorted(ranks)
-        lines = [self._describe(rank) for rank in found[:_SHOWN]]
-        if more := found[_SHOWN:]:
-            lines.append(f"and {len(more)} more")
-        return "\n".join(f"  {line}" for line in lines)
+            logger.warning(
+                "no heartbeat for %.3g s from %s", self._patience, self._describe(rank)
+            )
 
     def _describe(self, rank: int) -> str:
+        """Name a rank and the place where it was seen last."""
         if rank not in self._peers:
             return self._name(rank)
-        peer = self._peers[rank]
+        process, peer = self._processes[rank], self._peers[rank]
         age = time.monotonic() - peer.seen
-        return f"{self._name(rank)}: last seen {age:.3g} s ago: {peer.place}"
+        return (
+            f"rank {rank} (process {process.number} on {process.host}, last seen "
+            f"{age:.3g} s ago: {peer.place})"
+        )
 
     def _name(self, rank: int) -> str:
         process = self._processes[rank]
@@ -245,15 +299,14 @@ class Heartbeat:
 class _Thread:
     """Calls `Heartbeat.look` of all groups of this process.
 
-    An exception may interrupt a method: the thread ends by itself if there is nothing
-    to look at, and the next heartbeat starts one if none will go on.
+    The thread ends by itself if there is nothing to look at.
     """
 
     def __init__(self) -> None:
         self._hearts: list[Heartbeat] = []
         # Held during a look, so that none is stopped meanwhile.
-        self._lock = Lock()
-        self._changed = Wake()
+        self._lock = threading.RLock()
+        self._changed = threading.Event()
         # Set to None by the thread itself, when it ends.
         self._thread: threading.Thread | None = None
 
@@ -262,13 +315,11 @@ class _Thread:
         with self._lock:
             self._hearts.append(heart)
             if self._thread is None:
-                thread = threading.Thread(
+                self._thread = threading.Thread(
                     target=self._run_or_abort, daemon=True, name="heartbeat"
                 )
-                thread.start()
-                # Last, as two threads do no harm, but none at all does.
-                self._thread = thread
-        self._changed.wake()
+                self._thread.start()
+        self._changed.set()
 
     def remove(self, heart: Heartbeat) -> None:
         """End a heartbeat; the last one ends the thread. It can be called again."""
@@ -276,17 +327,10 @@ class _Thread:
             if heart in self._hearts:
                 self._hearts.remove(heart)
             ending = None if self._hearts else self._thread
-        self._changed.wake()
-        if ending is not None:
-
-            def ended(seconds: float) -> bool | None:
-                ending.join(min(seconds, _SOON))
-                # Another thread of this rank may have begun with one meanwhile.
-                return None if ending.is_alive() and not self._hearts else True
-
-            # A thread of this rank: no limit of the user's applies.
-            deadline = Deadline(math.inf, ending.name)
-            deadline.block(ended, lambda: "its thread to end")
+        self._changed.set()
+        # Another thread of this rank may begin with one meanwhile.
+        while ending is not None and ending.is_alive() and not self._hearts:
+            ending.join(_SOON)
 
     def _run_or_abort(self) -> None:
         try:
@@ -298,10 +342,11 @@ class _Thread:
 
     def _wait(self, pause: float) -> None:
         begun = time.monotonic()
-        self._changed.nap(pause)
+        self._changed.wait(pause)
+        self._changed.clear()
         # Not the time of `look`: MPI may take long if another thread waits in it.
         late = time.monotonic() - begun - pause
-        if late > _LOOK:
+        if late > _LATE:
             with self._lock:
                 for heart in self._hearts:
                     heart.forgive(late)

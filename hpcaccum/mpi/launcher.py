@@ -67,6 +67,16 @@ def launcher_problem(env: Mapping[str, str], size: int, vendor: str) -> str | No
     )
 
 
+def ends_job_at_output() -> bool:
+    """Whether the launcher ends the job when a rank was killed and another one prints.
+
+    Hydra, the mpiexec of MPICH, looks at the end of a process when output of any comes.
+    If a signal has killed it, Hydra kills the others, also with the option
+    -disable-auto-cleanup. A shell between the two returns a status instead.
+    """
+    return next(ancestors(), (0, ""))[1] == "hydra_pmi_proxy"
+
+
 def slurm_plugin(vendor: str) -> str:
     """Return what ``srun --mpi=`` needs to start ranks of an MPI library."""
     return "pmix" if vendor == "Open MPI" else "pmi2"

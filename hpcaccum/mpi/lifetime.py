@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcaccum.errors import FreedError
+from hpcaccum.errors import FreedError, LostRankError
 from hpcaccum.mpi import shutdown
 
 if TYPE_CHECKING:
@@ -65,6 +65,13 @@ class Freeable:
         """
         return ""
 
+    def needs(self, rank: int) -> bool:
+        """Whether the job cannot go on with the object once a rank is lost."""
+        return True
+
+    def lose(self, rank: int) -> None:
+        """Note that a rank is lost; called by the thread of the heartbeat."""
+
     def free(self) -> None:
         """Free it. Collective. A second call does nothing.
 
@@ -75,7 +82,7 @@ class Freeable:
 
     def _free_once(self) -> None:
         if not self._freed:
-            self._free()
+            self._free_or_leave()
             self._freed = True
         if self._retained is not None:
             self._retained.release(self)
@@ -84,6 +91,24 @@ class Freeable:
     def _free(self) -> None:
         """Free what it holds. If this raises, the object is still open."""
         raise NotImplementedError
+
+    def _free_or_leave(self) -> None:
+        group = self._retained
+        if group is None or not group.lost:
+            try:
+                self._free()
+            except LostRankError:
+                if group is None or not group.lost:
+                    raise
+            else:
+                return
+        self._end_after_loss()
+
+    def _end_after_loss(self) -> None:
+        """Do what `_free` does for others, without MPI's collective calls.
+
+        Memory stays as it is: it cannot be freed without the ranks that are lost.
+        """
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: a copy would be known to this rank only."""

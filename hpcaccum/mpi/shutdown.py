@@ -1,5 +1,9 @@
 """The end of a program: free what is open, or abort the job.
 
+After a rank is lost, MPI_Finalize would wait for it, as would collective calls. A
+program then ends without them (`note_loss`); or it ends with the status `RESTART` if
+it cannot go on (`end_process_soon`).
+
 MPI_Finalize hangs on a window that was not freed, so all open objects are closed
 before it (`at_exit`). A rank that ends with an exception leaves the others waiting
 without end, so an uncaught exception aborts the job (`install_excepthook`).
@@ -17,12 +21,20 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.errors import DisagreementError, WaitTimeoutError, is_echo
+from hpcaccum.deadline import end_waits, reason_to_end
+from hpcaccum.errors import (
+    RESTART,
+    DisagreementError,
+    LostRankError,
+    WaitTimeoutError,
+    is_echo,
+)
 from hpcaccum.mpi.launcher import is_rank, launched_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+    from typing import NoReturn
 
 # Seconds in which another rank, which raises the same error, may end the job. So only
 # the rank with the best traceback prints it; but its program may catch the error.
@@ -32,10 +44,12 @@ _FORWARDING = 0.2
 # Seconds after which a process that could not abort the job ends alone: MPI may wait
 # for a node that is cut off.
 _ABORT = 10
+# Seconds for which a program may go on after a loss that ends it: to handle the error.
+_LAST = 30
 
 # `Group.order`
 Order = tuple[int, str]
-_LAST = (0, "")
+_FIRST = (0, "")
 
 _open: list[tuple[Order, Callable[[], None]]] = []
 # What objects share, which is closed after all of them.
@@ -44,6 +58,8 @@ _ending = False
 # The process that installed what is below. A child that it forks inherits that, and
 # must leave MPI alone.
 _process = 0
+# Whether a rank is lost; and the status with which the program has called sys.exit.
+_lossy, _status = False, 0
 
 
 def prepare_shutdown(module: Any) -> None:
@@ -58,11 +74,60 @@ def prepare_shutdown(module: Any) -> None:
 
     def close_and_finalize() -> None:
         _close_all()
-        finalize()
+        if not _lossy:
+            finalize()
 
     module.Finalize = close_and_finalize
-    atexit.register(_close_all)
+    atexit.register(_close_at_exit)
+    _note_status()
     install_excepthook()
+
+
+def _note_status() -> None:
+    """Note the status of the program, of which a handler of atexit is not told."""
+    leave = sys.exit
+
+    def leave_with(status: Any = None, /) -> NoReturn:
+        global _status
+        _status = status if isinstance(status, int) else int(status is not None)
+        leave(status)
+
+    sys.exit = leave_with
+
+
+def _close_at_exit() -> None:
+    _close_all()
+    if _lossy and os.getpid() == _process:
+        _leave(_status)
+
+
+def note_loss() -> None:
+    """End this program without MPI_Finalize, as a rank is lost."""
+    global _lossy
+    _lossy = True
+
+
+def end_process_soon(reason: str) -> None:
+    """Have all waits raise LostRankError; end this process if it does not end itself.
+
+    It may be in a call of MPI that never returns.
+    """
+    if reason_to_end() is None:
+        end_waits(reason)
+        timer = threading.Timer(_LAST, _end_lost, [reason])
+        timer.daemon = True
+        timer.start()
+
+
+def _end_lost(reason: str) -> None:
+    """Print why this rank ends; end it, such that the job is started again."""
+    _report(f" {reason}\n", "ends")
+    _leave(RESTART)
+
+
+def _leave(status: int) -> None:
+    _flush()
+    os._exit(status)
 
 
 def install_excepthook() -> None:
@@ -82,7 +147,7 @@ def install_excepthook() -> None:
         sys.excepthook = report_and_abort
 
 
-def at_exit(close: Callable[[], None], order: Order = _LAST) -> None:
+def at_exit(close: Callable[[], None], order: Order = _FIRST) -> None:
     """Have ``close`` called before MPI_Finalize, last registered first.
 
     Args:
@@ -93,7 +158,7 @@ def at_exit(close: Callable[[], None], order: Order = _LAST) -> None:
     _open.append((order, close))
 
 
-def at_end(close: Callable[[], None], order: Order = _LAST) -> None:
+def at_end(close: Callable[[], None], order: Order = _FIRST) -> None:
     """Have ``close`` called after all that was registered by `at_exit`."""
     _shared.append((order, close))
 
@@ -122,6 +187,11 @@ def _close_all() -> None:
     if os.getpid() != _process:
         return
     _ending = True
+    if _lossy and (reason := reason_to_end()):
+        _end_lost(reason)
+    if _lossy:
+        # What objects share are windows: only all ranks together can free them.
+        _shared.clear()
     while (_open or _shared) and not sys.modules["mpi4py.MPI"].Is_finalized():
         close = _pop(_open or _shared)
         try:
@@ -143,10 +213,7 @@ def _pop(registered: list[tuple[Order, Callable[[], None]]]) -> Callable[[], Non
 
 def abort_job(status: int = 1) -> None:
     """End all ranks now if there are others; return if this rank is alone."""
-    for stream in (sys.stdout, sys.stderr):
-        # A closed one is None. Nothing may keep this rank from the abort.
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            stream.flush()
+    _flush()
     module = _running() or _started_to_abort()
     if module is not None and module.COMM_WORLD.size > 1:
         # Launchers drop what they have not forwarded yet when a rank aborts.
@@ -161,6 +228,13 @@ def abort_job(status: int = 1) -> None:
     # This process ends without an abort, and nobody is left to free windows with.
     _open.clear()
     _shared.clear()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # A closed one is None. Nothing may keep this rank from the end.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
 
 
 def _running() -> Any:
@@ -199,8 +273,13 @@ def report_and_abort(
     """Print an exception with the number of the rank, then end the job.
 
     In the main thread, it returns if this rank is alone. It ends a child that this rank
-    has forked, and not the job.
+    has forked, and not the job. If a rank is lost, each rank ends itself.
     """
+    if isinstance(error, LostRankError):
+        # The main thread gets the same error from its next wait.
+        if threading.current_thread() is threading.main_thread():
+            _end_lost(str(error))
+        return
     if is_echo(error):
         time.sleep(_OTHER)
     text = "\n" + "".join(traceback.format_exception(kind, error, trace))
@@ -222,13 +301,13 @@ def abort_because(reason: str) -> None:
     abort_job()
 
 
-def _report(text: str) -> None:
-    """Print why this rank ends the job."""
+def _report(text: str, what: str = "failed, ending the job") -> None:
+    """Print why this rank ends the job, or only itself."""
     module = _running()
     if module is not None:
         rank, size = module.COMM_WORLD.rank, module.COMM_WORLD.size
         if size > 1:
-            text = f"rank {rank} of {size} failed, ending the job:{text}"
+            text = f"rank {rank} of {size} {what}:{text}"
     # One write, as other ranks may print at the same time.
     if sys.stderr:
         sys.stderr.write(text.lstrip())

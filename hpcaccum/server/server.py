@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.deadline import Deadline
-from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, format_ranks
+from hpcaccum.errors import (
+    InvalidArgumentError,
+    WaitTimeoutError,
+    echo,
+    format_ranks,
+)
 from hpcaccum.mpi import MPI, lack_of_threads
 from hpcaccum.server.client import Client
 from hpcaccum.server.node_copy import step_of, version_of
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 
     # Of each variable, name to an array or an integer.
     Arrays = Mapping[str, Mapping[str, Any]]
+
+T = TypeVar("T")
 
 
 class ServerState(NamedTuple):
@@ -109,8 +116,8 @@ class ParameterServer(Client):
         # What `free` sends to the other ranks, and what it has received from all.
         self.note: tuple[str, ...] = ()
         self.notes: list[tuple[str, ...]] = []
-        # Whether a dedicated server has nothing left to do.
-        self._served = False
+        # Whether a dedicated server has nothing left to do; whether memory is freed.
+        self._served = self._frees = False
         super().__init__(
             group,
             tuple(servers) or (root,),
@@ -356,13 +363,29 @@ class ParameterServer(Client):
         if not self.only_serves:
             self._inbox.leave()
 
+    def needs(self, rank: int) -> bool:
+        """Whether a rank serves; or memory is being freed, for which MPI waits."""
+        return rank in self._servers or self._frees
+
+    def lose(self, rank: int) -> None:
+        """Have updates no longer wait for a rank."""
+        if self.is_root:
+            self._inbox.membership.lose_rank(rank)
+
     def _free(self) -> None:
         """End the updates, free the memory."""
         self.check_not_paused("free()")
         # Not again if the rest of an earlier call has failed.
         if self._final is None:
             self._end(f"{self.label}: free")
+        self._frees = True
         super()._free()
+
+    def _end_after_loss(self) -> None:
+        if self._final is None:
+            self._end(f"{self.label}: free")
+        # Until here others read what is on this rank.
+        self._group.meet(None, f"{self.label}: free")
 
     def _end(self, call: str) -> None:
         """Leave, wait for all others to leave, end the role, keep the last values."""
@@ -370,12 +393,19 @@ class ParameterServer(Client):
         if self.has_to_serve:
             # `serve` was not called, or was interrupted: the others wait for updates.
             self._serve()
-        self.notes = self._group.allgather(self.note, call)
+        notes = self._meet(self.note, call)
+        self.notes = [notes.get(rank, ()) for rank in range(self._group.size)]
         self._end_updates(call)
         self._finish()
         # From now on nothing reads the shared memory.
         self._final = state = self._read_state()
         self._role.center, self._role.slots = state.center, None
+
+    def _meet(self, value: T, call: str) -> dict[int, T]:
+        """Return the values of all ranks; of all that are not lost if some are."""
+        if self._group.lost:
+            return self._group.meet(value, call)
+        return dict(enumerate(self._group.allgather(value, call)))
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""
@@ -384,7 +414,9 @@ class ParameterServer(Client):
             self._role.end(deadline)
         except WaitTimeoutError as error:
             failure = error
-        self._group.raise_together(call, failure)
+        found = self._meet(failure and str(failure), call)
+        if text := next(filter(None, found.values()), None):
+            raise failure or echo(WaitTimeoutError(text))
 
 
 def _check_server(

@@ -1,0 +1,52 @@
+"""Calls of MPI that go on after another process has died.
+
+Libraries with ULFM, such as Open MPI, raise an error in a call that concerns a process
+which has died, and in a look for messages of any rank, until it is acknowledged.
+MPICH raises none.
+
+Source: W. Bland et al., Post-failure recovery of MPI communication capability, 2013.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from hpcaccum.mpi.runtime import MPI
+
+if TYPE_CHECKING:
+    from mpi4py import MPI as mpi4py_MPI
+
+
+@functools.cache
+def _failures() -> tuple[int, ...]:
+    """Return the classes of these errors; none if the library has no ULFM."""
+    found = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
+    return () if MPI.ERR_UNKNOWN in found else found
+
+
+def is_failure(error: Any) -> bool:
+    """Whether an MPI.Exception says that a process has died."""
+    return error.Get_error_class() in _failures()
+
+
+def may_receive(comm: mpi4py_MPI.Comm, source: int, tag: int) -> bool:
+    """Return whether a message has arrived, as ``Iprobe`` does."""
+    try:
+        return comm.Iprobe(source, tag)
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+        if source == MPI.ANY_SOURCE:
+            comm.Ack_failed()
+        return False
+
+
+def is_complete(request: Any) -> bool:
+    """Return whether a request is complete, also because the other rank has died."""
+    try:
+        return bool(request.Test())
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+        return True
