@@ -250,7 +250,7 @@ def before_updates(optimizer: Any, call: Callable[[], object]) -> Any:
 def before_pieces(optimizer: Any, call: Callable[[int], object]) -> Any:
     """Return a patch: calls with the piece of an update that this rank makes next."""
     return _before(
-        optimizer._server._node_update, "_work_on", lambda piece, _: call(piece)
+        optimizer._server._node_update, "_saving", lambda piece, *_: call(piece)
     )
 
 

@@ -6,6 +6,10 @@ it, while the chunk is in the cache. The root begins an update and works on its 
 Ranks that wait for the update take pieces, too; ranks that compute are not needed.
 
 Which rank works on a piece changes no bit of the result.
+
+A rank may die at any point of its work. Before it changes a chunk, it has saved the
+slots of the chunk, and says so; the center's values are in the published copy, too. So
+the root can make the pieces of that rank again, from the chunk where it was.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from hpcaccum.summation import add_at_once
 from hpcaccum.worker_threads import run_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from hpcaccum.deadline import Deadline
@@ -42,7 +46,8 @@ _SHARES, _LEAST, _MOST = 4, 1 << 15, 1 << 19
 # Elements for which a rank wakes another thread.
 _THREAD = 1 << 18
 # Words: the next piece to work on, and how many are complete; then the update: four
-# counts, the numbers of the rule as bits, and the places of the gradients.
+# counts, the numbers of the rule as bits, and the places of the gradients. Others
+# follow: of each piece, who works on which chunk; of each worker, whether it works.
 _NEXT, _DONE, _UPDATE = 0, 8, 16
 _NUMBERS = 4
 _FIXED = 4 + _NUMBERS
@@ -50,6 +55,12 @@ _FIXED = 4 + _NUMBERS
 # many, and the piece.
 _NUMBERED, _BITS = 1 << 31, 32
 _PIECE = (1 << _BITS) - 1
+# The word of a piece: the number of the update, the worker, and the chunk in which it
+# is; or that all are done.
+_WORKER_BITS = 16
+_ALL_DONE = (1 << _WORKER_BITS) - 1
+# The words of two workers are on different cache lines.
+_APART = 8
 
 
 class ElementwiseRule(Protocol):
@@ -117,40 +128,53 @@ class NodeUpdate:
         copies: DoubleBuffer,
     ) -> None:
         self._rule, self._layout, self._parts = rule, layout, parts
-        self._copies, self._ranks = copies, group.size
+        self._copies, self._ranks, self._lost = copies, group.size, group.lost
         # This rank's threads that work on an update.
         self._working: Sequence[Future[None]] = ()
         # Other threads of this rank may work, too, if MPI permits it.
         self._helps = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         most = max(1, layout.size // (_THREAD * group.size))
-        self._threads = min(group.own_cores, most) if self._helps else 1
+        # The same number on all ranks, as each thread has a place for what it saves.
+        self._threads = min(group.least_cores, most) if self._helps else 1
         workers = group.size * min(group.least_cores, most)
         share = -(-layout.size // (_SHARES * workers * _CHUNK)) * _CHUNK
         self._piece = min(max(share, _LEAST), _MOST)
         self._pieces = max(1, -(-layout.size // self._piece))
         with contextlib.ExitStack() as undo:
-            count = _UPDATE + _FIXED + 2 * group.size
-            self._words = AtomicWords(group, root, count)
+            workers = group.size * self._threads
+            self._places = _UPDATE + _FIXED + 2 * group.size
+            self._busy = -(-(self._places + self._pieces) // _APART) * _APART
+            self._words = AtomicWords(group, root, self._busy + _APART * workers)
             undo.callback(self._words.free)
             if group.rank == root:
                 # No rank helps before all have the memory.
                 self._words.write(_NEXT, self._pieces)
             self._center, *self._slots = self._allocate(group, root)
             undo.pop_all()
+        # Those of this rank that do not work.
+        first = group.rank * self._threads
+        self._workers = list(range(first, first + self._threads))
         if group.rank == root:
             for slot, start in zip(self._slots, rule.slots.values(), strict=True):
                 slot.fill(start)
 
     def _allocate(self, group: Group, root: int) -> Array:
         """Return memory of the node: a vector for the center, and one for each slot."""
-        memory = memory_of_rank(group, root, self.window_bytes)
-        vectors = memory.view(self._layout.dtype)
-        return vectors.reshape(1 + len(self._rule.slots), self._layout.size)
+        memory = memory_of_rank(group, root, self.window_bytes).view(self._layout.dtype)
+        size, slots = self._layout.size, len(self._rule.slots)
+        vectors, saved = np.split(memory, [(1 + slots) * size])
+        # Two of each worker: while it saves one chunk, the one before must stay.
+        workers = group.size * self._threads
+        self._saved = saved.reshape(workers, 2, slots, min(_CHUNK, self._piece))
+        return vectors.reshape(1 + slots, size)
 
     @property
     def window_bytes(self) -> int:
-        """Memory of the root that holds the center and its slots."""
-        return (1 + len(self._rule.slots)) * self._layout.nbytes
+        """Memory of the root: the center, the slots, and room to save their chunks."""
+        slots, workers = len(self._rule.slots), self._ranks * self._threads
+        room = workers * 2 * slots * min(_CHUNK, self._piece)
+        nbytes = room * self._layout.dtype.itemsize
+        return (1 + slots) * self._layout.nbytes + nbytes
 
     @property
     def center(self) -> dict[str, Array]:
@@ -182,15 +206,48 @@ class NodeUpdate:
         self._rule.count()
         if self._pieces == 1:
             # Too short to share.
-            self._work_on(0, self._update(batch, copy, numbers))
+            self._work_on(self._chunks(0), self._update(batch, copy, numbers))
             return
         self._announce(batch, numbers)
         self._start(self._threads - 1)
         self._work()
         deadline.wait(
-            lambda: self._words.read(_DONE) == self._pieces or None,
-            lambda: "ranks of this node that work on the update",
+            self._complete, lambda: "ranks of this node that work on the update"
         )
+
+    def _complete(self) -> bool | None:
+        """Return True when all pieces are done; does those of ranks that have died."""
+        if self._words.read(_DONE) == self._pieces:
+            return True
+        # All pieces are taken: what is not done, and nobody works on, was theirs.
+        if not self._lost or self._others_work():
+            return None
+        number, update = self._words.read(_NEXT) >> _BITS, self._announced()
+        for piece in range(self._pieces):
+            self._do_rest(piece, number, update)
+        return True
+
+    def _others_work(self) -> bool:
+        count = self._ranks * self._threads
+        words = self._words.read_range(self._busy, _APART * count)[::_APART]
+        return any(
+            word and worker // self._threads not in self._lost
+            for worker, word in enumerate(words)
+        )
+
+    def _do_rest(self, piece: int, number: int, update: _Update) -> None:
+        """Do what a rank that has died has not done of a piece."""
+        word, begun = self._words.read(self._places + piece), 0
+        if word >> _BITS == number:
+            worker, begun = word >> _WORKER_BITS & _ALL_DONE, word & _ALL_DONE
+            if begun == _ALL_DONE:
+                return
+            chunk = self._chunks(piece)[begun]
+            self._center[chunk] = self._copies.copy(1 - self._copies.writing)[chunk]
+            saved = self._saved[worker, begun & 1]
+            for slot, values in zip(self._slots, saved, strict=True):
+                slot[chunk] = values[: chunk.stop - chunk.start]
+        self._work_on(self._chunks(piece)[begun:], update)
 
     def _announce(self, batch: Batch, numbers: Sequence[float]) -> None:
         places = [number for place in batch.places for number in place]
@@ -243,27 +300,42 @@ class NodeUpdate:
 
     def _work(self) -> None:
         """Work on pieces until none are left."""
-        number, update = -1, None
-        while True:
-            word = self._words.fetch_add(_NEXT, 1)
-            if word & _PIECE >= self._pieces:
-                return
+        number, update, worker = -1, None, self._workers.pop()
+        busy = self._busy + _APART * worker
+        # Before it takes a piece, so that the root knows who may have one.
+        self._words.store(busy, [1])
+        while (word := self._words.fetch_add(_NEXT, 1)) & _PIECE < self._pieces:
             # Words of an update do not change before all pieces are complete.
             if update is None or word >> _BITS != number:
                 number, update = word >> _BITS, self._announced()
-            self._work_on(word & _PIECE, update)
-            self._words.sync()
+            self._work_on(self._saving(word & _PIECE, number, worker), update)
             self._words.fetch_add(_DONE, 1)
+        self._words.store(busy, [0])
+        self._workers.append(worker)
 
-    def _work_on(self, piece: int, update: _Update) -> None:
+    def _chunks(self, piece: int) -> list[slice]:
         start = piece * self._piece
         stop = min(start + self._piece, self._layout.size)
-        scratch = np.empty((2, min(_CHUNK, stop - start)), self._layout.dtype)
+        return [slice(a, min(a + _CHUNK, stop)) for a in range(start, stop, _CHUNK)]
+
+    def _saving(self, piece: int, number: int, worker: int) -> Iterator[slice]:
+        """Yield the chunks of a piece, each when it may be changed."""
+        place, tag = self._places + piece, number << _BITS | worker << _WORKER_BITS
+        for count, chunk in enumerate(self._chunks(piece)):
+            saved = self._saved[worker, count & 1]
+            for slot, values in zip(self._slots, saved, strict=True):
+                values[: chunk.stop - chunk.start] = slot[chunk]
+            self._words.store(place, [tag | count])
+            yield chunk
+        self._words.store(place, [tag | _ALL_DONE])
+
+    def _work_on(self, chunks: Iterable[slice], update: _Update) -> None:
+        scratch = np.empty((2, min(_CHUNK, self._layout.size)), self._layout.dtype)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            for at in range(start, stop, _CHUNK):
-                chunk = slice(at, min(at + _CHUNK, stop))
-                self._work_on_chunk(chunk, update, *scratch[:, : chunk.stop - at])
+            for chunk in chunks:
+                size = chunk.stop - chunk.start
+                self._work_on_chunk(chunk, update, *scratch[:, :size])
 
     def _work_on_chunk(
         self, chunk: slice, update: _Update, mean: Array, scratch: Array
