@@ -18,7 +18,7 @@ from hpcaccum.nodes import NodeParts
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from hpcaccum.accumulator.state import Closed
+    from hpcaccum.accumulator.state import Closed, Record
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
@@ -40,6 +40,8 @@ class NodeBuffers:
     """
 
     sends, apart = False, True
+    # Whether the agent of this node may have copies.
+    _has_copies = False
 
     def __init__(self, group: Group, nbytes: int, what: str) -> None:
         self._rank, self._stride = group.rank, _aligned(nbytes)
@@ -58,6 +60,10 @@ class NodeBuffers:
             nbytes, whole = 2 * self._stride, np.dtype(np.uint8)
             memory = self.parts.view((self._rank, 0), nbytes, whole)
             self._pinned = device.Pinned(memory)
+
+    def is_lost(self, rank: int, record: Record) -> bool:
+        """Whether the gradients of a record are on a node that is lost."""
+        return self.parts.is_lost(rank) and not record.copied & self._has_copies
 
     def _place(self, rank: int, index: int) -> Place:
         return rank, index * self._stride
@@ -234,6 +240,10 @@ class Sums:
             total = np.empty(out.size, self._dtype)
             self._region.get(offset, total)
         add_in_order([total], out, divisor, self._threads)
+
+    def is_lost(self, rank: int, record: Record) -> bool:
+        """Return False: all gradients are on the root."""
+        return False
 
     def clear(self, parity: int, size: int | None) -> None:
         """Set the first elements of the sum of a parity to zero; None: all."""

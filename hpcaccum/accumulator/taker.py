@@ -8,6 +8,7 @@ from hpcaccum.accumulator.protocol import MEMBERS, STATE
 from hpcaccum.accumulator.shapes import size_of
 from hpcaccum.accumulator.state import Closed
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
+from hpcaccum.nodes import LostNodeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +75,11 @@ class Taker:
                 closed = self._await_writers(closing, deadline)
                 reduced = closed.count > 0 or empty
                 if reduced:
-                    result = reduce(closed)
+                    try:
+                        result = reduce(closed)
+                    except LostNodeError:
+                        # Again, without the gradients that were there.
+                        continue
                 self._protocol.put_closing(closing, reduced=True)
                 self._protocol.add_lost(closing.number - closed.count)
                 if not reduced:
@@ -203,7 +208,10 @@ class Taker:
         )
 
     def _found(self, closing: State) -> Closed:
-        """Return what of a round has arrived, without sums that are none."""
+        """Return what of a round has arrived, and can be reached.
+
+        Without sums that are none.
+        """
         records = self._protocol.read_records(closing.parity)
         adding = any(record.adding for record in records.values())
         if adding and not self._storage.apart:
@@ -212,7 +220,9 @@ class Taker:
         full = {
             rank: record
             for rank, record in records.items()
-            if record.number and not record.adding
+            if record.number
+            and not record.adding
+            and not self._storage.is_lost(rank, record)
         }
         count = sum(record.number for record in full.values())
         shape = max((record.shape for record in full.values()), default=0)

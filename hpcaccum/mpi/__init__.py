@@ -6,7 +6,8 @@ Memory: `AtomicWords` (parts of a `word_window`) and a `Region` are in `windows`
     ranks reach one-sidedly; `NodeMemory` is mapped by all ranks of a node. Other nodes
     reach windows while a thread makes `progress`.
 Lifetime: `Freeable` is the base class of collective objects; `shutdown` frees them at
-    the end of the program, or ends the job. The `heartbeat` finds ranks that have died.
+    the end of the program, or ends the job. The `heartbeat` finds ranks that are lost;
+    `failures` makes calls of MPI that go on then.
 Environment: `launcher` and `cuda_aware` find out how the job was started, and what MPI
     accepts.
 
@@ -20,6 +21,7 @@ from hpcaccum.mpi.atomic_words import AtomicWords
 from hpcaccum.mpi.control_messages import Tag
 from hpcaccum.mpi.creation import duplicate, split
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
+from hpcaccum.mpi.failures import begun, is_complete, may_receive
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import (
     is_rank,
@@ -53,15 +55,18 @@ __all__ = [
     "Region",
     "Tag",
     "abort_job",
+    "begun",
     "complete",
     "cuda_awareness",
     "duplicate",
     "install_excepthook",
+    "is_complete",
     "is_ending",
     "is_rank",
     "keep",
     "lack_of_threads",
     "launched_ranks",
+    "may_receive",
     "memory_of_rank",
     "number_in",
     "report_and_abort",

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from hpcaccum.mpi.runtime import MPI
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpi4py import MPI as mpi4py_MPI
 
 
@@ -42,11 +44,26 @@ def may_receive(comm: mpi4py_MPI.Comm, source: int, tag: int) -> bool:
         return False
 
 
-def is_complete(request: Any) -> bool:
-    """Return whether a request is complete, also because the other rank has died."""
+def is_complete(request: Any, after_failure: bool = True) -> bool:
+    """Return whether a request is complete.
+
+    Args:
+        request: It may be None, for one that could not begin.
+        after_failure: What is returned if the other rank has died.
+    """
     try:
-        return bool(request.Test())
+        return after_failure if request is None else bool(request.Test())
     except MPI.Exception as error:
         if not is_failure(error):
             raise
-        return True
+        return after_failure
+
+
+def begun(begin: Callable[..., Any], *args: Any) -> Any:
+    """Return the request that a call begins; None if the other rank has died."""
+    try:
+        return begin(*args)
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+        return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi.failures import is_complete, is_failure, may_receive
+from hpcaccum.mpi.failures import begun, is_complete, may_receive
 from hpcaccum.mpi.runtime import MPI
 
 if TYPE_CHECKING:
@@ -48,17 +48,11 @@ class Mailbox:
         """
         data = pickle.dumps(message)
         self._requests = [each for each in self._requests if not is_complete(each)]
-        begun = []
+        sent = [begun(self._comm.isend, data, rank, self._tag) for rank in ranks]
         for rank in ranks:
-            try:
-                begun.append(self._comm.isend(data, rank, self._tag))
-            except MPI.Exception as error:
-                if not is_failure(error):
-                    raise
-            else:
-                self._sent[rank] += 1
-        self._requests += begun
-        return begun
+            self._sent[rank] += 1
+        self._requests += sent
+        return sent
 
     def receive(self) -> Iterator[tuple[int, Any]]:
         """Yield the messages that have arrived, each with the rank that sent it.

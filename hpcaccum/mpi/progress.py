@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hpcaccum.deadline import MOVING_NAP, Deadline, nap_after
 from hpcaccum.lock import Lock
 from hpcaccum.mpi.control_messages import Tag
+from hpcaccum.mpi.failures import may_receive
 from hpcaccum.mpi.runtime import MPI, lack_of_threads
 from hpcaccum.wake import Wake
 
@@ -162,7 +163,7 @@ class ProgressThread:
 
     def look(self) -> None:
         """Enter MPI once; for a rank that waits for another node."""
-        self._comm.Iprobe(MPI.ANY_SOURCE, Tag.NONE)
+        may_receive(self._comm, MPI.ANY_SOURCE, Tag.NONE)
 
     def look_for_others(self) -> None:
         """Do so unless another thread does; for a rank that polls its own memory.

@@ -5,7 +5,7 @@ each rank on its own node, of which agents send sums to any rank. `Calls` has th
 of another node call a function. With a `Change`, a rank waits for the agent of its own
 node. A group on one node has no agents.
 
-Imports `mpi`, `summation`, `deadline`, `lock`, `wake` and `errors` only.
+Imports `mpi`, `summation`, `deadline`, `wake` and `errors` only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from hpcaccum.nodes.agent import Agent, Service, Steps
 from hpcaccum.nodes.calls import Calls
 from hpcaccum.nodes.change import Change
-from hpcaccum.nodes.parts import NodeParts, Place
+from hpcaccum.nodes.parts import LostNodeError, NodeParts, Place
 from hpcaccum.nodes.transfer import (
     Incoming,
     is_short,
@@ -27,6 +27,7 @@ __all__ = [
     "Calls",
     "Change",
     "Incoming",
+    "LostNodeError",
     "NodeParts",
     "Place",
     "Service",

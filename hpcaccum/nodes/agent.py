@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import os
 import sys
 import threading
@@ -23,11 +22,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcaccum.deadline import EAGER, Deadline
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, plural
-from hpcaccum.lock import Lock
 from hpcaccum.mpi import (
     MPI,
+    begun,
     duplicate,
+    is_complete,
     lack_of_threads,
+    may_receive,
     report_and_abort,
     short_switch_interval,
 )
@@ -46,8 +47,6 @@ _NAME = "agent"
 # Tags of requests, and of the data of the first service; tags of each service.
 _REQUEST, _DATA = 1, 2
 _CHANNELS = 4
-
-_TEST = operator.methodcaller("Test")
 
 
 class Service(Protocol):
@@ -91,23 +90,22 @@ class Agent:
         self._own: deque[tuple[Any, ...]] = deque()
         self._awake = Wake()
         # What threads of this rank wait for, by service, and what wakes them. The lock
-        # is held while the agent looks, at memory that they may free afterwards. It is
-        # reentrant, for a signal handler that waits, too.
+        # is held while the agent looks, at memory that they may free afterwards.
         self._facts: list[tuple[int, Callable[[], bool], Wake]] = []
-        self._looking = Lock()
+        self._looking = threading.RLock()
         # By node, requests of this rank that its agent may not have received yet.
         self._sent: list[list[Any]] = [[] for _ in self.leaders]
         # Of each service, how many requests this rank has sent.
         self._requests: Counter[int] = Counter()
-        # Several threads send requests; so may a signal handler, during another one.
-        self._lock = Lock()
+        # Several threads send requests.
+        self._lock = threading.RLock()
         self._services: dict[int, Service] = {}
         # The number of the service that was removed last.
         self._removed: int | None = None
         # What the agent is doing, with the number of the service.
         self._running: list[tuple[int, Steps]] = []
         # Held from the receipt of a request until it is among them.
-        self._accepting = Lock()
+        self._accepting = threading.RLock()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
@@ -124,6 +122,10 @@ class Agent:
     def is_leader(self) -> bool:
         """Whether the agent is a thread of this rank."""
         return self._group.rank == self.leaders[self.node]
+
+    def is_gone(self, node: int) -> bool:
+        """Whether the agent of a node is lost, and its node with it."""
+        return self.leaders[node] in self._group.lost
 
     def describe(self, nodes: Iterable[int]) -> str:
         """Return nodes as text: ``node h3 (leader rank 6)``; for messages."""
@@ -209,8 +211,7 @@ class Agent:
     def _unreceived(self) -> set[int]:
         """Return the nodes whose agents have not received all requests of this rank."""
         with self._lock:
-            for sent in self._sent:
-                _forget_received(sent)
+            self._forget_received()
             # Not iterated over: the thread of the agent takes requests from it.
             own = {self.node} if self._own else set()
             return own.union(itertools.compress(itertools.count(), self._sent))
@@ -229,20 +230,21 @@ class Agent:
             self._own.append(message)
             self._awake.wake()
             return
+        if self.is_gone(node):
+            return
         with self._lock:
-            sent = self._sent[node]
-            _forget_received(sent)
-            # In C throughout: no signal handler comes between the two. Synchronous, so
-            # a request that is complete has been received.
-            sent.extend(map(self.comm.issend, (message,), (to,), (_REQUEST,)))
+            self._forget_received()
+            # Synchronous, so a request that is complete has been received.
+            self._sent[node].append(begun(self.comm.issend, message, to, _REQUEST))
 
-    def ask(self, rank: int, number: int, *request: Any) -> Iterable[Any]:
-        """Return an iterator that sends a request which is answered.
+    def _forget_received(self) -> None:
+        for node, sent in enumerate(self._sent):
+            if sent:
+                self._sent[node] = [each for each in sent if not is_complete(each)]
 
-        It is an iterator of C: no signal handler comes between the message and what the
-        iterator yields, the request of MPI.
-        """
-        return map(self.comm.isend, ((number, *request),), (rank,), (_REQUEST,))
+    def ask(self, rank: int, number: int, *request: Any) -> Any:
+        """Send a request which is answered; return the request of MPI."""
+        return self.comm.isend((number, *request), rank, _REQUEST)
 
     def wake(self) -> None:
         """Have the agent look for work often now, if it is a thread of this rank."""
@@ -342,7 +344,7 @@ class Agent:
     def _accept(self) -> bool:
         """Begin to handle the requests that have arrived; return whether any has."""
         busy = False
-        while self._own or self.comm.Iprobe(MPI.ANY_SOURCE, _REQUEST):
+        while self._own or may_receive(self.comm, MPI.ANY_SOURCE, _REQUEST):
             with self._accepting:
                 source, (number, *request) = self._receive()
                 self._running.append((number, self._handle(number, source, *request)))
@@ -362,12 +364,6 @@ class Agent:
             # Another rank has added it before this one.
             yield False
         yield from service.handle(source, *request)
-
-
-def _forget_received(sent: list[Any]) -> None:
-    """Remove the requests that have been received."""
-    # In C throughout: a signal handler may change the list, too.
-    sent[:] = itertools.filterfalse(_TEST, sent)
 
 
 def _lack_of_threads(leads: bool, nodes: int) -> Exception | None:

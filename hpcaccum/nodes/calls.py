@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.deadline import EAGER, Deadline
 from hpcaccum.errors import WaitTimeoutError
+from hpcaccum.mpi import begun, is_complete, may_receive
 from hpcaccum.nodes.agent import Agent
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class Calls:
         # Whether its thread, and the memory that the function changes, are this rank's.
         self._here = group.rank == root == self._leader
         # The message of the last call, and its answer.
-        self._sent: list[Any] = []
-        self._answers: list[Any] = []
+        self._sent: Any = None
+        self._answer: Any = None
         self._deadline = Deadline(None, what)
         self._freed = False
         # Last: other ranks may call at once.
@@ -65,15 +66,13 @@ class Calls:
         self.extend()
         # An interrupted one may not be settled.
         self.settle()
-        # In this order: its answer must not pass for that of another one.
-        self._sent.clear()
-        self._answers.clear()
+        self._sent = self._answer = None
 
     def call(self, *question: Any) -> Any:
         """Call the function; return its result. `forget` comes first."""
         # Its node may soon have to send what the call is about.
         self.wake()
-        self._sent.extend(self._agent.ask(self._leader, self._number, *question))
+        self._sent = self._agent.ask(self._leader, self._number, *question)
         return self.settle()
 
     def wake(self) -> None:
@@ -82,13 +81,13 @@ class Calls:
 
     def settle(self) -> Any:
         """Wait for the result of the last call; return None if it was not sent."""
-        if not self._sent:
+        if self._sent is None:
             return None
         agent = self._agent.describe
         self._deadline.wait(
             self._receive, lambda: f"the answer of the agent of {agent([self._node])}"
         )
-        return self._answers[0]
+        return self._answer
 
     def extend(self, deadline: Deadline | None = None) -> None:
         """Set the time limit of the last call; by default, begin it anew."""
@@ -98,12 +97,11 @@ class Calls:
         """Receive the answer, if it has come; return whether all is complete."""
         comm, leader, tag = self._agent.comm, self._leader, self._tag
         assert tag is not None
-        if not self._answers:
-            if not comm.Iprobe(leader, tag):
+        if self._answer is None:
+            if not may_receive(comm, leader, tag):
                 return None
-            # In C throughout: what was received must be kept.
-            self._answers.extend(map(comm.recv, (None,), (leader,), (tag,)))
-        return all(each.Test() for each in self._sent) or None
+            self._answer = comm.recv(None, leader, tag)
+        return is_complete(self._sent) or None
 
     def wait(
         self,
@@ -130,8 +128,8 @@ class Calls:
         while self._tag is None:
             yield False
         answer = self._function(source, *question)
-        request = self._agent.comm.isend(answer, source, self._tag)
-        while not request.Test():
+        request = begun(self._agent.comm.isend, answer, source, self._tag)
+        while not is_complete(request):
             yield False
 
     def free(self) -> None:

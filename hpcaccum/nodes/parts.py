@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.mpi import AtomicWords, NodeMemory
+from hpcaccum.errors import LostRankError
+from hpcaccum.mpi import AtomicWords, NodeMemory, keep
 from hpcaccum.nodes.agent import Agent
 from hpcaccum.nodes.change import Change
 from hpcaccum.nodes.transfer import (
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 # A vector in the part of a rank: the rank, and the byte where it begins.
 Place = tuple[int, int]
+
+
+class LostNodeError(LostRankError):
+    """Raised for a sum of vectors of which a node has some, and is lost."""
 
 
 class NodeParts:
@@ -88,8 +93,9 @@ class NodeParts:
     def _join(self, inside: Group) -> None:
         """Join the other nodes."""
         with contextlib.ExitStack() as undo:
-            # Of each rank of the node: how many of its sums are complete. At the end:
-            # the node whose sum the agent waits for, plus 1.
+            # Of each rank of the node: how many of its sums are complete, negative if
+            # the last one has failed. At the end: the node whose sum the agent waits
+            # for, plus 1.
             self._done = AtomicWords(inside, 0, inside.size + 1)
             undo.callback(self._done.free)
             self._agent = Agent.of(self._group)
@@ -104,6 +110,10 @@ class NodeParts:
     def is_here(self, rank: int) -> bool:
         """Whether this rank has the part of another one mapped."""
         return rank in self._parts
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether the part of a rank lies on a node that is lost."""
+        return not self.mapped and self._agent.is_gone(self._group.node_of[rank])
 
     def view(self, place: Place, count: int, dtype: np.dtype[Any]) -> Array:
         """Return elements of a part of this node, or of a copy, as a view."""
@@ -154,6 +164,7 @@ class NodeParts:
 
         Raises:
             WaitTimeoutError: If the other nodes take too long.
+            LostNodeError: If one of them is lost.
         """
         nodes = self.by_node(places)
         if self._agent.is_leader and all(
@@ -167,12 +178,16 @@ class NodeParts:
         agent.request(agent.node, self._number, *request)
         try:
             self._changed.wait(
-                lambda: self._done.read(call[0]) == call[1], deadline, self._missing
+                lambda: abs(self._done.read(call[0])) == call[1],
+                deadline,
+                self._missing,
             )
         except BaseException:
             # If the agent has not begun, it must not do so during a later sum.
             self._done.write(*call)
             raise
+        if self._done.read(call[0]) < 0:
+            raise LostNodeError
         return self._result[: count * dtype.itemsize].view(dtype)
 
     def _sum_here(
@@ -229,7 +244,7 @@ class NodeParts:
         """Set the result to a sum over nodes."""
         while self._collecting:
             yield False
-        if self._done.read(call[0]) >= call[1]:
+        if abs(self._done.read(call[0])) >= call[1]:
             return
         self._collecting, kept = True, set(copied)
         places, count, name = order
@@ -240,9 +255,13 @@ class NodeParts:
         result = self._result[: count * dtype.itemsize].view(dtype)
         tag = agent.tag(self._number)
         whole = [slice(0, count)]
-        yield from self.collecting(tag, places, whole, divisor, result, kept)
+        rank, number = call
+        try:
+            yield from self.collecting(tag, places, whole, divisor, result, kept)
+        except LostNodeError:
+            number = -number
         self._collecting = False
-        self._done.write(*call)
+        self._done.write(rank, number)
         self._changed.announce()
 
     def _has(self, node: int, places: Sequence[Place], copied: Collection[int]) -> bool:
@@ -260,6 +279,8 @@ class NodeParts:
     ) -> Steps:
         """Set ``out`` to ranges of a sum over nodes, each of which sends its own.
 
+        It raises LostNodeError if one of them is lost.
+
         Args:
             tag: Of the messages.
             places: As for `sum`.
@@ -276,7 +297,11 @@ class NodeParts:
             else:
                 sources[node] = self._incoming(node, tag, ranges, dtype)
         for piece in pieces_of(ranges, dtype.itemsize):
-            parts = yield from self._first_of(sources)
+            try:
+                parts = yield from self._first_of(sources)
+            except LostNodeError:
+                yield from self._discard(sources)
+                raise
             end = position + length(piece)
             with np.errstate(all="ignore"):
                 add_in_order(parts, out[position:end], divisor)
@@ -285,6 +310,19 @@ class NodeParts:
                 each.take()
             yield True
         self._done.store_unordered(self._awaited, 0, 0)
+
+    def _discard(self, sources: Mapping[int, Incoming | _Here]) -> Steps:
+        """Receive what other nodes send, so that no later sum receives it."""
+        for node, each in sources.items():
+            if isinstance(each, _Here):
+                continue
+            # MPI may still write to the memory of a message that never comes.
+            keep(each)
+            while not (each.complete or self._agent.is_gone(node)):
+                if each.first() is None:
+                    yield False
+                else:
+                    each.take()
 
     def _first_of(
         self, sources: Mapping[int, Incoming | _Here]
@@ -296,6 +334,8 @@ class NodeParts:
                 # For messages only.
                 self._done.store_unordered(self._awaited, node + 1, 0)
             while (part := each.first()) is None:
+                if self._agent.is_gone(node):
+                    raise LostNodeError
                 yield False
             parts.append(part)
         return parts

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.mpi import begun, is_complete
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -100,14 +102,14 @@ def send_pieces(
     requests: deque[Any] = deque()
     for each in pieces:
         while len(requests) == _IN_FLIGHT:
-            if requests[0].Test():
+            if is_complete(requests[0]):
                 requests.popleft()
             else:
                 yield False
-        requests.append(comm.Isend(_bytes(piece(each)), rank, tag))
+        requests.append(begun(comm.Isend, _bytes(piece(each)), rank, tag))
         yield True
     while requests:
-        if requests[0].Test():
+        if is_complete(requests[0]):
             requests.popleft()
         else:
             yield False
@@ -141,7 +143,7 @@ class Incoming:
         piece = next(self._pieces, None)
         if piece is not None:
             place = self._place(piece)
-            request = self._comm.Irecv(_bytes(place), self._rank, self._tag)
+            request = begun(self._comm.Irecv, _bytes(place), self._rank, self._tag)
             self._receiving.append((request, place))
 
     @property
@@ -152,7 +154,7 @@ class Incoming:
     def first(self) -> Array | None:
         """Return the first piece that was not taken; None if it has not arrived."""
         request, place = self._receiving[0]
-        return place if request.Test() else None
+        return place if is_complete(request, after_failure=False) else None
 
     def take(self) -> None:
         """Take the first piece, whose memory is free from now on."""

@@ -16,7 +16,7 @@ import numpy as np
 from hpcaccum.accumulator import Batch, Receipt
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
-from hpcaccum.nodes import Calls, NodeParts
+from hpcaccum.nodes import Calls, LostNodeError, NodeParts
 from hpcaccum.server.update_queue import COPIED, NOBODY, UpdateQueue
 
 if TYPE_CHECKING:
@@ -234,7 +234,11 @@ class BoundedStalenessInbox:
         if self._queue.applied < step:
             self._queue.note_applied(step)
         whose = self._wait_for(step, deadline)
-        use(self._batch(whose, step))
+        try:
+            use(self._batch(whose, step))
+        except LostNodeError:
+            # The gradient was on that node.
+            use(self._batch(NOBODY, step))
         self._queue.note_applied(step + 1)
         # Last: if this was interrupted, the next call needs it.
         self._found.pop(step, None)

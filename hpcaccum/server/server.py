@@ -364,8 +364,13 @@ class ParameterServer(Client):
             self._inbox.leave()
 
     def needs(self, rank: int) -> bool:
-        """Whether a rank serves; or memory is being freed, for which MPI waits."""
-        return rank in self._servers or self._frees
+        """Whether a rank serves; or memory is being freed, for which MPI waits.
+
+        Several servers need all nodes: a gradient of one that is lost may have come to
+        some of them.
+        """
+        leads = self.is_sharded and any(rank == each[0] for each in self._group.nodes)
+        return rank in self._servers or self._frees or leads
 
     def lose(self, rank: int) -> None:
         """Have updates no longer wait for a rank."""
