@@ -233,11 +233,14 @@ STUBS = {
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("srun -N4 -n 8 python -n 8", "srun -N3 -n 6 --nodelist=n1,n3,n4 python -n 8"),
-        ("srun -l python", "srun -l --nodelist=n1,n3,n4 python"),
+        (
+            "srun -N4 -n 8 python -n 8",
+            "srun -N3 -n 6 --overlap --nodelist=n1,n3,n4 python -n 8",
+        ),
+        ("srun -l python", "srun -l --overlap --nodelist=n1,n3,n4 python"),
         (
             "srun --nodes=2 --ntasks=6 python",
-            "srun --nodes=2 --ntasks=6 --nodelist=n1,n3 python",
+            "srun --nodes=2 --ntasks=6 --overlap --nodelist=n1,n3 python",
         ),
         ("mpiexec -ppn 2 -n 8 python", "mpiexec -ppn 2 -n 6 python"),
     ],
