@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -204,7 +205,7 @@ def test_a_training_continues_after_a_rank_was_killed(
 
     assert done.returncode == 0, done.stdout
     assert "it is started again (1 of 3)" in done.stdout
-    assert "resumed at 20" in done.stdout
+    assert re.search(r"update 226, resumed at [1-9]", done.stdout), done.stdout
     lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     assert [line["event"] for line in lines if line["event"] != "look"] == [
         "start",
