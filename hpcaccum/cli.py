@@ -20,7 +20,7 @@ import hpcaccum
 from hpcaccum.bench import command as bench
 from hpcaccum.bench import options as bench_options
 from hpcaccum.errors import DeviceUnavailableError
-from hpcaccum.launch import doctor, sbatch
+from hpcaccum.launch import doctor, run, sbatch
 from hpcaccum.mpi import MPI, abort_job, install_excepthook, is_rank, number_in
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
@@ -67,6 +67,12 @@ COMMANDS = {
         doctor.add_arguments,
         doctor.prepare,
         doctor.needs_mpi,
+    ),
+    "run": Command(
+        "start a command, and start it again from its checkpoint if it loses a rank",
+        run.add_arguments,
+        run.prepare,
+        lambda _: False,
     ),
     "sbatch": Command(
         "write a batch script for SLURM that trains, measures, or runs another program",

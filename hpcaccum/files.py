@@ -71,11 +71,15 @@ def check_directory(option: str, path: Path) -> None:
         tempfile.TemporaryFile(dir=path).close()
 
 
-def open_output(option: str, path: Path | None) -> IO[str] | None:
-    """Return an empty file, opened for writing; None for None."""
+def open_output(
+    option: str, path: Path | None, *, append: bool = False
+) -> IO[str] | None:
+    """Return a file, opened for writing and empty unless appended to; None for None."""
     if path is None:
         return None
     with _one_line(option, path):
+        if append:
+            return path.open("a")
         file = path.open("w")
         if not stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) and not file.isatty():
             os.write(file.fileno(), b"\n")
@@ -90,15 +94,16 @@ class JsonLines:
 
     Args:
         option: That names the file, for messages.
-        path: File to overwrite; None writes nothing.
+        path: The file; None writes nothing.
+        append: Whether to keep what is in the file.
 
     Raises:
         InvalidArgumentError: If the file cannot be written.
     """
 
-    def __init__(self, option: str, path: Path | None) -> None:
+    def __init__(self, option: str, path: Path | None, *, append: bool = False) -> None:
         self._option, self._path = option, path
-        self._file = open_output(option, path)
+        self._file = open_output(option, path, append=append)
 
     def write(self, facts: Mapping[str, Any]) -> None:
         """Write one line; end the job if that fails."""

@@ -91,7 +91,8 @@ def _trained(path: Path, lines: Sequence[str]) -> Iterator[Curve]:
     for number, line in enumerate(lines, 1):
         with reading(path, number, "train --log"):
             facts = json_value(line)
-            if number == 1:
+            # A training that continues has appended its own to the log.
+            if number == 1 or facts["event"] == "start":
                 size = Size(facts["ranks"], len(facts["hosts"]))
             # It is 0 if the training was asked to stop at once, or had been complete.
             if facts["event"] == "result" and facts["samples_per_second"]:

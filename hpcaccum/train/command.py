@@ -47,8 +47,12 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     found = group.agree(
         "checkpoints", lambda: saving.find(options, group.rank, expected), _nothing
     )
+    # The rank that writes the log may have no model.
+    continues = any(group.allgather(found is not None, "checkpoints"))
     # Last, as a log is emptied.
-    log = group.agree("output", lambda: _open_files(options, group), _nothing)
+    log = group.agree(
+        "output", lambda: _open_files(options, group, continues), _nothing
+    )
     return _Job(options, data, group, requests, found, log).train
 
 
@@ -64,7 +68,7 @@ def _options(args: argparse.Namespace, group: Group) -> Options:
     return options
 
 
-def _open_files(options: Options, group: Group) -> Log:
+def _open_files(options: Options, group: Group, continues: bool) -> Log:
     """Open the log, which only the reporting rank writes; check other outputs."""
     if group.rank == 0 and options.trace is not None:
         check_writable("--trace", options.trace)
@@ -76,7 +80,9 @@ def _open_files(options: Options, group: Group) -> Log:
                 + ", or use --no-plot"
             )
         check_writable("--plot", options.plot)
-    return Log("--log", options.log if reports else None)
+    path = options.log if reports else None
+    # `hpcaccum run` starts a training again with the same options.
+    return Log("--log", path, append=continues)
 
 
 @dataclass
@@ -107,6 +113,8 @@ class _Job:
         if self.group.rank == self.options.reporter:
             if diverged or results[-1].stopped != STOPPED:
                 saving.queue_again(False)
+            else:
+                saving.end_as_planned()
             self._report(results, f"{title}\n{place_and_date(facts)}")
         if diverged:
             # A rank that exits ends the job, maybe before the picture is drawn.

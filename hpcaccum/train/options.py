@@ -173,7 +173,8 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    _add(group, "--log", Path, "write a log in JSON lines", metavar="FILE.jsonl")
+    text = "write a log in JSON lines; a run that continues appends to it"
+    _add(group, "--log", Path, text, metavar="FILE.jsonl")
     text = "plot accuracy, loss, staleness and samples per rank (default with "
     text += f"--compare: {DEFAULT_PICTURE})"
     _add(group, "--plot", values.picture, text, metavar="FILE.png")

@@ -52,13 +52,25 @@ def queue_again(wanted: bool) -> None:
     """Tell the batch script whether its job is to be queued again when this run ends.
 
     It looks for the file that REQUEUE_FILE names, and not at the exit status: launchers
-    do not report that reliably, and a rank that is killed has none.
+    do not report that reliably, and a rank that is killed has none. ``hpcaccum run``
+    starts a run again in the same job if there is a word in the file.
     """
     file = os.environ.get("REQUEUE_FILE")
     if file and wanted:
-        Path(file).touch()
+        Path(file).write_text("restart\n")
     elif file:
         Path(file).unlink(missing_ok=True)
+
+
+def end_as_planned() -> None:
+    """Tell ``hpcaccum run`` that this run was asked to stop, if it has a checkpoint.
+
+    A run that has lost a rank has the same status. An empty file says that only another
+    job continues this run.
+    """
+    file = Path(os.environ.get("REQUEUE_FILE", ""))
+    if file.is_file():
+        file.write_text("")
 
 
 def facts(options: Options, widths: tuple[int, ...]) -> dict[str, Any]:

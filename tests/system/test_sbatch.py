@@ -178,7 +178,8 @@ STUBS = {
     "srun": '#!/bin/bash\n[ "$1" = -N1 ] || eval "$RANKS"',
     "scontrol": '#!/bin/bash\necho "scontrol $*"',
     "sleep": "#!/bin/bash",
-    "python": "#!/bin/bash\necho MPICH",
+    # `python -m hpcaccum run -- ...`; else, the name of the MPI.
+    "python": '#!/bin/bash\n[ "$3" = run ] && exec "${@:5}"\necho MPICH',
 }
 JOB = "JOB_NAME=mine JOB_ID=7 CPUS_PER_TASK=1 NTASKS=1 NTASKS_PER_NODE=1"
 

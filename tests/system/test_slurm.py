@@ -75,6 +75,17 @@ if os.environ["SLURM_ARRAY_TASK_ID"] == "1":
     pathlib.Path(os.environ["REQUEUE_FILE"]).touch()
 """
 
+# Dies after each checkpoint. The words are for `hpcaccum run`.
+LOSES = """
+import os, pathlib, signal
+import hpcaccum as hpc
+
+print("started", flush=True)
+hpc.checkpoint.save("saved", 1)
+pathlib.Path(os.environ["REQUEUE_FILE"]).write_text("restart")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 # Rank 1 dies. The others wait for it: rank 2 inside MPI, where no limit reaches it.
 DIES = """
 import os, signal
@@ -308,12 +319,26 @@ def test_a_job_of_higher_priority_takes_its_place(submit: Submit):
 def test_a_job_continues_after_a_rank_was_killed(submit: Submit, script):
     options = "--nodes=1", "--ntasks-per-node=2"
     job = submit.start(script, *options, words=LONG)
-    saved = submit.saved(job)
-    kill_a_rank(saved)
-    shown = submit.until(job, "the job is queued again")
+    kill_a_rank(submit.saved(job))
+    states = submit.wait(job)
+    shown = submit.outputs()
 
-    assert "asked to stop" not in shown
-    check_continued(submit, job)
+    assert states == ["COMPLETED"], submit.history(job)
+    assert "it is started again (1 of 3)" in shown
+    assert re.search(r"update \d+, resumed at [1-9]", shown), shown
+    assert "the job is queued again" not in shown
+    assert not list(submit.directory.glob("*.requeue"))
+
+
+def test_a_job_is_queued_again_if_each_start_loses_a_rank(submit: Submit):
+    (submit.directory / "program.py").write_text(LOSES)
+    options = "--nodes=1", "--ntasks-per-node=1"
+    job = submit.start("program.sbatch", *options, words=("--save", "saved"))
+    shown = submit.until(job, "the job is queued again")
+    submit.slurm.call("scancel", job)
+
+    assert shown.count("started\n") == 1 + 3
+    assert "it is not started again: --restarts 3" in shown
 
 
 def kill_a_rank(saved: Path) -> None:
@@ -325,8 +350,9 @@ def kill_a_rank(saved: Path) -> None:
             beside = (folder / "cwd").readlink() == saved.parent
         except OSError:
             continue
-        is_python = command.split(" ")[0].rpartition("/")[2] == "python"
-        if beside and is_python and f"--save {saved.name}" in command:
+        program, _, words = command.partition(" ")
+        is_rank = program.endswith("python") and words.startswith("-m hpcaccum train ")
+        if beside and is_rank and f"--save {saved.name}" in words:
             os.kill(int(folder.name), signal.SIGKILL)
             return
     pytest.fail(f"no rank was started with --save {saved.name}")

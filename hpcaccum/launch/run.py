@@ -1,0 +1,144 @@
+"""``hpcaccum run``: starts a command again that has lost a rank. It needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcaccum import InvalidArgumentError, checkpoint
+from hpcaccum.errors import RESTART
+from hpcaccum.launch.nodes import on_nodes_that_answer
+from hpcaccum.option_values import whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Each asks the command to end, so it is not started again.
+_SIGNALS = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]
+_SIGNALS += [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+# The statuses of MPICH's mpiexec if a rank was killed, and if a host is lost.
+_MPICH = 9, 255
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the parser."""
+    parser.usage = "%(prog)s [options] -- mpiexec ... python train.py ..."
+    text = "how often the command is started again after it has lost a rank, if it has "
+    text += "written a checkpoint since its last start (3)"
+    parser.add_argument("--restarts", type=whole, default=3, metavar="N", help=text)
+    text = "where the command writes its checkpoints (its own --save DIR)"
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help=text)
+    text = "a launcher with its program, which continues from its newest checkpoint"
+    # Not `command`, which is the subcommand.
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help=text)
+
+
+def prepare(args: argparse.Namespace) -> Callable[[], int]:
+    """Check the arguments; return what runs the command and returns its status."""
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    if not words:
+        raise InvalidArgumentError("no command: hpcaccum run [options] -- mpiexec ...")
+    if not shutil.which(words[0]):
+        raise InvalidArgumentError(f"there is no program {words[0]}")
+    saved = re.findall(r"\0--save[=\0]([^\0]+)", "\0".join(words))
+    directory = args.checkpoints or (Path(saved[-1]) if saved else None)
+    return _Run(words, directory, args.restarts).complete
+
+
+class _Run:
+    def __init__(self, words: list[str], directory: Path | None, restarts: int) -> None:
+        self._words, self._directory = words, directory
+        self._restart, self._restarts = 0, restarts
+        self._child: subprocess.Popen[bytes] | None = None
+        self._asked: signal.Signals | None = None
+
+    def complete(self) -> int:
+        """Run the command until it ends without a lost rank, or cannot continue."""
+        for number in _SIGNALS:
+            signal.signal(number, self._forward)
+        if "REQUEUE_FILE" in os.environ or self._directory is None:
+            return self._start_and_restart()
+        # Where a run says that its end was planned. A batch script names its own.
+        file = Path(f"{self._directory.absolute()}.requeue")
+        os.environ["REQUEUE_FILE"] = str(file)
+        file.unlink(missing_ok=True)
+        status = self._start_and_restart()
+        file.unlink(missing_ok=True)
+        return status
+
+    def _start_and_restart(self) -> int:
+        before = self._checkpoints()
+        status = self._start()
+        while _is_loss(status) and self._may_restart(status, before):
+            before = self._checkpoints()
+            if "SLURM_JOB_ID" in os.environ:
+                self._words = on_nodes_that_answer(self._words)
+            if self._asked:
+                break
+            status = self._start()
+        return status
+
+    def _start(self) -> int:
+        # In a session of its own, as a terminal would send it Ctrl-C in addition.
+        self._child = subprocess.Popen(self._words, start_new_session=True)
+        if self._asked:
+            self._child.send_signal(self._asked)
+        status = self._child.wait()
+        return status if status >= 0 else 128 - status
+
+    def _forward(self, number: int, _: object) -> None:
+        self._asked = signal.Signals(number)
+        if self._child:
+            self._child.send_signal(number)
+
+    def _checkpoints(self) -> set[Path]:
+        if self._directory is None:
+            return set()
+        # Each model of a run with several shard groups has a folder.
+        places = self._directory, *self._directory.glob("group-*")
+        return {file for place in places for file in checkpoint.files(place)}
+
+    def _may_restart(self, status: int, before: set[Path]) -> bool:
+        """Return whether to start the command again; say so, or why not."""
+        reason = self._reason_to_end(before)
+        self._restart += 1
+        end = f"not started again: {reason}"
+        if not reason:
+            end = f"started again ({self._restart} of {self._restarts})"
+        about = f"the command ended with status {status}, as after the loss of a rank"
+        print(f"hpcaccum run: {about}; it is {end}", file=sys.stderr, flush=True)
+        return not reason
+
+    def _reason_to_end(self, before: set[Path]) -> str:
+        if self._asked:
+            return f"{self._asked.name} has asked it to stop"
+        if _end_was_planned():
+            return "it was asked to stop"
+        if self._directory is None:
+            return "it has no --save DIR, and hpcaccum run no --checkpoints DIR"
+        if not self._checkpoints() - before:
+            return f"it has written no checkpoint to {self._directory} since its start"
+        if self._restart == self._restarts:
+            return f"--restarts {self._restarts}"
+        return ""
+
+
+def _is_loss(status: int) -> bool:
+    by_signal = 128 < status <= 128 + signal.NSIG and status != 128 + signal.SIGINT
+    return by_signal or status == RESTART or status in _MPICH
+
+
+def _end_was_planned() -> bool:
+    """Return whether the command asks for a start in another job, at its limit of time.
+
+    The file has a word in it if the command has only written a checkpoint.
+    """
+    file = Path(os.environ.get("REQUEUE_FILE", ""))
+    return file.is_file() and not file.read_text()
