@@ -46,8 +46,8 @@ class FreedError(RuntimeError):
 class BrokenObjectError(RuntimeError):
     """Raised by the use of an object on a rank where an exception has ended a call.
 
-    The rank has left the object, and others go on without it. The cause is the first
-    exception.
+    The rank has left an accumulator, and others go on without it; the cause is the
+    first exception. Others cannot go on with a reducer.
     """
 
 

@@ -12,14 +12,13 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.lock import Lock
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _waiting: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
 _threads: list[threading.Thread] = []
-_starting = Lock()
+# Reentrant, for a signal handler that saves.
+_starting = threading.RLock()
 
 
 def run_pieces(act: Callable[[Any], None], items: Iterable[Any], helpers: int) -> None:
@@ -78,7 +77,7 @@ def _start(count: int) -> int:
     """Start helpers until there are ``count``, if possible; return their number."""
     with _starting:
         # After a fork no thread is alive.
-        _threads[:] = filter(threading.Thread.is_alive, _threads)
+        _threads[:] = [thread for thread in _threads if thread.is_alive()]
         with contextlib.suppress(RuntimeError):
             for _ in range(count - len(_threads)):
                 thread = threading.Thread(

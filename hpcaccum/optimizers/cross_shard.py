@@ -231,8 +231,8 @@ class CrossShardOptimizer(ReducingOptimizer):
 
         `minimize` does not copy what the loss writes to these arrays, and may write to
         them. They have the dtype in which gradients are summed, and are the same until
-        a rank leaves, or until `restore` after an interrupted call. For variables on a
-        device they are device memory, which is copied.
+        a rank leaves, or until `restore` after an exception. For variables on a device
+        they are device memory, which is copied.
 
         Raises:
             InvalidArgumentError: Before `initialize`.
@@ -289,8 +289,8 @@ class CrossShardOptimizer(ReducingOptimizer):
         """Compute the gradients, not yet divided by the size of the group."""
         variables = self._variables if var_list is None else listed(var_list)
         shard = self._ensure_initialized(variables)
-        # If a call was given up, other ranks may still read what the loss writes to.
-        shard.reducer.check_usable()
+        # Other ranks may still read what the loss writes to.
+        shard.check_usable()
         self._parts = len(shard.present)
         # First: a rank whose loss raises, and that goes on, is a call ahead. If only
         # those that succeed were counted, the others would learn of it at the end, when
@@ -329,8 +329,10 @@ class CrossShardOptimizer(ReducingOptimizer):
                 gradient is None on some ranks only, if the learning rate is not the
                 same number on all ranks, or if ranks have called `compute_gradients` a
                 different number of times. These calls are then counted from 0, so that
-                all ranks can go on. Also if an exception has ended an update of one
-                rank, whose variables then differ; `restore` makes them the same.
+                all ranks can go on.
+            BrokenObjectError: On this rank, if an exception, such as a timeout, has
+                ended an earlier call after other ranks could use its gradients;
+                `restore` on all ranks makes their variables the same again.
         """
         parts = self._parts if self._divides else 0
         return self._apply(grads_and_vars, global_step, name, parts=parts)

@@ -68,9 +68,9 @@ class ReducingOptimizer(Wrapper):
     def restore(self, snapshot: Any, var_list: Variables | None = None) -> None:
         """Initialize, and set a group's variables and state to a snapshot. Collective.
 
-        If an exception such as KeyboardInterrupt ended a call of a rank, ranks differ,
-        and later calls are errors. After this call they work again. If `restore` itself
-        was interrupted, only an optimizer on another communicator may work.
+        If an exception, such as a timeout, has ended a call of a rank, its later calls
+        are errors. After this call they work again. If an exception ends `restore`
+        itself, only an optimizer on another communicator may work.
 
         Args:
             snapshot: On the first rank of each group; others may pass None.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.device import cupy, is_device
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.lock import Lock
 from hpcaccum.optimizers.snapshot import COUNT
 from hpcaccum.optimizers.variable import Variable
 
@@ -88,8 +88,8 @@ class States:
         self._name = name
         self.shown: dict[Variable, State] = {}
         self._hidden: dict[Variable, State] = {}
-        # Reentrant, for a signal handler that takes a snapshot.
-        self._lock = Lock()
+        # Reentrant, also for a signal handler that takes a snapshot.
+        self._lock = threading.RLock()
 
     def __iter__(self) -> Iterator[State]:
         """Iterate over those that are shown now."""
@@ -107,28 +107,17 @@ class States:
     def show(self, variable: Variable, slots: Slots) -> State:
         """Return the state of a variable, made as by `make`; show it from now on."""
         with self._lock:
-            state = self.shown.get(variable)
-            if state is None:
-                made = self._hidden.get(variable)
-                state = made or State(variable, self._name, slots)
-                self._show(state)
+            state = self.shown[variable] = self.make(variable, slots)
+            self._hidden.pop(variable, None)
             return state
-
-    def _show(self, state: State) -> None:
-        # In this order: a signal handler that raises in between loses no state.
-        self.shown[state.variable] = state
-        self._hidden.pop(state.variable, None)
 
     def show_counted(self, variables: Iterable[Variable]) -> None:
         """Show the states of variables that have been updated elsewhere."""
         with self._lock:
             for variable in variables:
-                self._show_if_counted(variable)
-
-    def _show_if_counted(self, variable: Variable) -> None:
-        state = self._hidden.get(variable)
-        if state is not None and state.updates:
-            self._show(state)
+                state = self._hidden.get(variable)
+                if state is not None and state.updates:
+                    self.shown[variable] = self._hidden.pop(variable)
 
     def forget(self, variables: Iterable[Variable]) -> None:
         """Drop the states of variables."""

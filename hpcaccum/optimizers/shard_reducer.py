@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -11,20 +11,22 @@ from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import converted
 from hpcaccum.errors import (
     NO_MORE_DATA,
+    BrokenObjectError,
     DisagreementError,
     InvalidArgumentError,
-    WaitTimeoutError,
 )
 from hpcaccum.reducer import Interruption, Reducer, RowExchange
 from hpcaccum.row_sums import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
     from hpcaccum.reducer import RowFormat
+
+T = TypeVar("T")
 
 # Why ranks interrupt a reduction.
 _LEAVES, _SKIPS, _RENEWS = "leaves", "skips", "renews"
@@ -57,9 +59,6 @@ class ShardReducer:
         facts: Numbers that must be the same on all ranks in the next updates, by name.
         rates: The learning rates of the next update, one for each group of variables;
             None is not known. They must be the same on all ranks, too.
-        interrupted: How often an exception, such as KeyboardInterrupt, has ended an
-            update of this rank whose gradients were reduced. Other ranks have made it,
-            so this must be the same on all ranks, too.
         left: Whether this rank has left.
         stale: Whether gradients have been started that shall not be used. Reset by the
             next reduction, which begins anew.
@@ -104,22 +103,30 @@ class ShardReducer:
     def begin(self, step: int, tally: Tally | None) -> None:
         """Set the number of earlier updates, and their counts."""
         self.step, self.computed, self._earlier = step, 0, tally
-        self.interrupted, self._updating = 0, False
+        # Whether this rank is in an update, or an exception has ended one.
+        self._broken = False
         # The gradients that no rank had at the last interruption.
         self._lacking = frozenset[str]()
         self._accepted = [0] * self._group.size
         self._nonfinite = [0] * self._group.size
 
     def renew(self, what: str) -> None:
-        """Make a new reducer, if a call of a rank was interrupted. Collective."""
-        usable, exchanges = self.reducer.complete, 0
-        if self._rows is not None:
-            usable &= not self._rows.given_up
-            exchanges = self._rows.calls
-        states = self._group.allgather((usable, exchanges), what)
-        if any(state != (True, exchanges) for state in states):
+        """Make a new reducer, if an exception has ended a call. Collective."""
+        if any(self._group.allgather(self._is_broken(), what)):
             self._free_reducer()
             self._make()
+
+    def _is_broken(self) -> bool:
+        rows = self._rows is not None and self._rows.broken
+        return self._broken or self.reducer.broken or rows
+
+    def check_usable(self) -> None:
+        """Raise BrokenObjectError if an exception has ended a call of this rank."""
+        if self._is_broken():
+            raise BrokenObjectError(
+                f"{self._name}: an exception has ended an update of this rank, whose "
+                f"variables may differ from those of other ranks; restore a snapshot"
+            )
 
     def check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left."""
@@ -162,11 +169,8 @@ class ShardReducer:
             `updated`. None if all ranks skip, so that there is no update.
         """
         self.check_present()
-        # Other ranks may still read the rows of a call that was given up.
-        self.reducer.check_usable()
-        # The reducer finds a call that is not complete.
-        self.interrupted += self._updating and self.reducer.complete
-        self._updating = False
+        self.check_usable()
+        self._broken = True
         kind = "MEAN" if parts is None else "SUM"
         rest = {name: g for name, g in grads.items() if name not in self._started}
         stale = self.stale or not self._started <= grads.keys()
@@ -176,13 +180,15 @@ class ShardReducer:
         self._used = self.present
         try:
             if skips:
-                self.reducer.interrupt((_SKIPS, lacks))
+                self._call(self.reducer.interrupt, (_SKIPS, lacks))
             if stale:
-                self.reducer.interrupt((_RENEWS, lacks))
+                self._call(self.reducer.interrupt, (_RENEWS, lacks))
             return self._reduce_once(rest, out, kind, parts or 0)
         except Interruption as found:
+            self._broken = True
             self._used = self._continue(found.notes)
             if not self._used:
+                self._broken = False
                 return None
             if skips:
                 grads = {name: _nothing_of(grad) for name, grad in grads.items()}
@@ -202,16 +208,16 @@ class ShardReducer:
         rows = {name: each for name, each in grads.items() if isinstance(each, Rows)}
         arrays: Mapping[str, Any] = {**grads, **self._offer(rows)} if rows else grads
         self._compare()
-        self._updating = True
         try:
-            sums = self.reducer.reduce(
-                arrays, out=out, step=self.computed, reduction_type=kind
+            sums = self._call(
+                self.reducer.reduce,
+                arrays,
+                out=out,
+                step=self.computed,
+                reduction_type=kind,
             )
-        except Exception as error:
-            # On all ranks, which can go on.
-            self._updating = False
-            if isinstance(error, DisagreementError):
-                self.computed, self._lacking = 0, frozenset()
+        except DisagreementError:
+            self.computed, self._lacking = 0, frozenset()
             raise
         if not rows:
             return _mean(sums, len(self._used), parts, out)
@@ -220,9 +226,16 @@ class ShardReducer:
         means = dict(_mean(means, len(self._used), parts, out))
         return {**means, **self._collect(numbers, kind, parts)}
 
+    def _call(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call what reduces. All ranks raise its errors and go on, or it is broken."""
+        self._broken = False
+        result = call(*args, **options)
+        self._broken = True
+        return result
+
     def _compare(self) -> None:
         """Set what the next reduction compares, beside arrays and `computed`."""
-        facts = (*self.rates, self.interrupted, *self.facts.values())
+        facts = (*self.rates, *self.facts.values())
         if facts == self._compared:
             return
         several = len(self.rates) > 1
@@ -231,7 +244,6 @@ class ShardReducer:
             for number, rate in enumerate(self.rates)
             if rate is not None
         }
-        known["number of interrupted updates"] = self.interrupted
         self.reducer.compare({**known, **self.facts}, _COMPUTED)
         self._compared = facts
 
@@ -240,7 +252,8 @@ class ShardReducer:
         assert self._rows is not None
         try:
             return self._rows.offer(rows, self.reducer.calls + 1)
-        except (MemoryError, WaitTimeoutError) as error:
+        except MemoryError as error:
+            self._broken = False
             self.reducer.fail(error)
 
     def _collect(
@@ -249,7 +262,8 @@ class ShardReducer:
         """Return the sums or means of rows; see `_mean`."""
         assert self._rows is not None
         divisor = self._current.size if kind == "MEAN" else 1
-        sums = self._rows.collect(numbers, divisor, self.reducer.calls)
+        calls = self.reducer.calls
+        sums = self._call(self._rows.collect, numbers, divisor, calls)
         values = {name: each.values for name, each in sums.items()}
         parts = 1 if kind == "MEAN" else parts
         means = _mean(values, len(self._used), parts, None)
@@ -263,7 +277,7 @@ class ShardReducer:
 
     def updated(self) -> None:
         """Note that the results of the last `reduce` are used."""
-        self._updating = False
+        self._broken = False
 
     def leave(self) -> None:
         """Leave, at the next reduction of the other ranks. Collective.
@@ -272,6 +286,7 @@ class ShardReducer:
         """
         if self.left:
             return
+        self.check_usable()
         try:
             self.reducer.interrupt((_LEAVES, frozenset()))
         except Interruption as found:
@@ -347,10 +362,11 @@ class ShardReducer:
             self._free_reducer()
         if len(self.present) == self._group.size:
             return None
-        state = self.step, self._accepted, self._nonfinite
+        # The variables of a broken one may differ from those of all others.
+        state = (not self._is_broken(), self.step), self._accepted, self._nonfinite
         states = self._group.allgather(state, self._name)
         newest = max(range(self._group.size), key=lambda rank: states[rank][0])
-        self.step, self._accepted, self._nonfinite = states[newest]
+        (_, self.step), self._accepted, self._nonfinite = states[newest]
         return newest
 
 

@@ -63,8 +63,8 @@ def broadcast(
         for start in range(0, data.size, _CHUNK_BYTES):
             piece = data[start : start + _CHUNK_BYTES]
             deadline = Deadline(None, f"{what}: broadcast of {var.name!r}")
-            begun = map(group.comm.Ibcast, (piece,), (root,))
-            complete(begun, deadline, lambda: "the other ranks of the group")
+            begun = group.comm.Ibcast(piece, root)
+            complete([begun], deadline, lambda: "the other ranks of the group")
             group.broadcasts += 1
         if group.rank != root:
             copyto(var.value, buffer)

@@ -55,19 +55,15 @@ def one_thread(
 
     @functools.wraps(call)
     def run(self: W, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        acquired = False
+        if not self._in_call.acquire(blocking=False):
+            raise InvalidArgumentError(
+                f"{self.get_name()}: {call.__name__} was called while another thread "
+                f"of this rank used the optimizer: only one at a time may"
+            )
         try:
-            # In C until it is stored: no signal handler comes between the two.
-            [acquired] = map(self._in_call.acquire, (False,))
-            if not acquired:
-                raise InvalidArgumentError(
-                    f"{self.get_name()}: {call.__name__} was called while another "
-                    f"thread of this rank used the optimizer: only one at a time may"
-                )
             return call(self, *args, **kwargs)
         finally:
-            if acquired:
-                self._in_call.release()
+            self._in_call.release()
 
     return run
 

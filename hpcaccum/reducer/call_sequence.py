@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.errors import WaitTimeoutError, format_ranks
+from hpcaccum.errors import BrokenObjectError, format_ranks
 from hpcaccum.mpi import Mailbox, Tag, duplicate
 
 if TYPE_CHECKING:
@@ -27,9 +27,8 @@ class CallSequence:
         name: Of the reducer; begins messages.
 
     Attributes:
-        begun: Calls that this rank has begun.
-        given_up: Whether this rank left a call before it was complete. Other ranks may
-            then still read and write this rank's memory.
+        broken: Whether this rank is in a call that is not complete, or has left one.
+            Other ranks may then still read and write this rank's memory.
         waited: Seconds that this rank has spent in calls.
         track: The order of these calls among the other collective calls of the group;
             counts the complete ones.
@@ -37,7 +36,7 @@ class CallSequence:
 
     def __init__(self, group: Group, name: str) -> None:
         self._group, self._name = group, name
-        self.begun, self.waited, self.given_up = 0, 0.0, False
+        self.waited, self.broken = 0.0, False
         self._arrivals: Arrivals | None = None
 
     def watch(self, late: Callable[[], list[int] | None]) -> None:
@@ -55,11 +54,11 @@ class CallSequence:
         return f"{self._name}: reduction {self.track.calls + 1}"
 
     def check_usable(self) -> None:
-        """Raise WaitTimeoutError if a call was given up."""
-        if self.given_up:
-            raise WaitTimeoutError(
-                f"{self} was interrupted, and its calls no longer match those of other "
-                f"ranks; make a new one"
+        """Raise BrokenObjectError if an exception has ended a call."""
+        if self.broken:
+            raise BrokenObjectError(
+                f"{self} was ended by an exception, and other ranks may still wait in "
+                f"it; make a new reducer"
             )
 
     def wait(

@@ -70,15 +70,13 @@ class DeviceCalls:
                 self._transfer.pin(memory)
 
     def start(self, name: str, inputs: Mapping[str, Any]) -> Iterable[str]:
-        """Begin to copy an array to the schedule's memory.
+        """Begin to copy an array to the schedule's memory, after `prepare`.
 
         Waits only for a device that cannot reach that memory directly.
 
         Returns:
             The names whose copies are complete now, each once.
         """
-        if inputs:
-            self.prepare(inputs, {})
         if not self._made:
             copy_in(inputs, self._schedule.arrays, self._schedule.sent)
             return (name,)

@@ -38,7 +38,6 @@ class DeviceOnlyCalls(DeviceCalls):
 
     def start(self, name: str, inputs: Mapping[str, Any]) -> Iterable[str]:
         """Pack an array, and return nothing: a sum cannot begin before the call."""
-        self.prepare(inputs, {})
         self._transfer.pack(inputs)
         self._packed = True
         return ()

@@ -76,16 +76,18 @@ class Reducer(Freeable):
 
     - contribute the same arrays,
     - reduce them in the same way,
-    - have begun the same number of calls,
     - pass the same ``step``,
     - and have the same numbers in `compare`.
 
-    So if an exception such as KeyboardInterrupt ends a call that a rank has begun, the
-    next call detects it. A call that a rank skips entirely can only be detected by
-    ``step``: a count that the rank also increases when it skips a call. Without it,
-    later calls of that rank are paired with earlier calls of the others, and at the end
-    the others wait for a call that the rank never makes. They get an error if that rank
-    waits in another collective call.
+    A call that a rank skips can only be detected by ``step``: a count that the rank
+    also increases when it skips a call. Without it, later calls of that rank are paired
+    with earlier calls of the others, and at the end the others wait for a call that the
+    rank never makes. They get an error if that rank waits in another collective call.
+
+    If an exception such as a timeout or KeyboardInterrupt ends a call on this rank
+    before all ranks have made it, every later call raises BrokenObjectError on this
+    rank: others may still use its memory. They get an error if it waits in another
+    collective call, such as `free`.
 
     Args:
         layout: Of the arrays.
@@ -133,7 +135,7 @@ class Reducer(Freeable):
         self._reduction_type = options.reduction_type
         self._divisors = {"MEAN": self._group.size, "SUM": 1}
         # What `_digest` was made of, beside the numbers to compare.
-        self._digested: tuple[int, int, int] | None
+        self._digested: tuple[int, int] | None
         self.compare(_NOTHING)
         self._calls = CallSequence(self._group, name)
         self._make(layout, options)
@@ -230,7 +232,8 @@ class Reducer(Freeable):
                 an argument or device error of hpcaccum.
             Interruption: On every rank, if one called `interrupt`.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names the missing ranks.
-                The reducer is then unusable, as other ranks may still use its memory.
+            BrokenObjectError: If an exception, such as a timeout, has ended an earlier
+                call.
         """
         self._begin()
         try:
@@ -267,10 +270,12 @@ class Reducer(Freeable):
         self._set_divisor(None)
         given = {name: self._arrays.get(name) if array is None else array}
         inputs, bit = self._inputs.check(given, self._started)
-        complete = self._device.start(name, inputs)
-        self._started |= bit
-        for each in complete:
+        self._device.prepare(inputs, _NOTHING)
+        self._calls.broken = True
+        for each in self._device.start(name, inputs):
             self._schedule.add(each)
+        self._started |= bit
+        self._calls.broken = False
 
     def wait(
         self, *, out: Mapping[str, Array] | None = None, step: int = 0
@@ -306,11 +311,12 @@ class Reducer(Freeable):
 
     def _begin(self) -> None:
         self._check_open()
-        # Before anything that may be interrupted.
-        self._calls.begun += 1
+        # Until all ranks have made the call: if an exception ends it here, others may
+        # continue to use this rank's memory.
+        self._calls.broken = True
 
     def _check_open(self) -> None:
-        if self._freed or self._calls.given_up:
+        if self._freed or self._calls.broken:
             super()._check_open()
             self._calls.check_usable()
 
@@ -338,12 +344,10 @@ class Reducer(Freeable):
 
     def _signature(self, names: int, step: int) -> int:
         """Return the signature of a call."""
-        # All ranks have completed the same number of calls.
-        calls = self._calls
-        facts = names, self._schedule.divisor, calls.begun - calls.track.calls
+        facts = names, self._schedule.divisor
         # They rarely change, and a digest takes microseconds.
         if facts != self._digested:
-            self._digest = digest(hex(names), *facts[1:], *self._compared.items())
+            self._digest = digest(hex(names), facts[1], *self._compared.items())
             self._digested = facts
         # Steps that differ make signatures that differ, without another digest.
         return self._digest ^ step
@@ -352,15 +356,9 @@ class Reducer(Freeable):
         """Make one call; return whether all ranks have made the same one."""
         calls, began = self._calls, time.monotonic()
         calls.track.thread = threading.get_ident()
-        # Unless the call completes, other ranks may continue to use this rank's memory.
-        calls.given_up = True
-        try:
-            self._device.settle()
-            agreed = self._device.finish(call)
-        except BaseException:
-            self._schedule.give_up()
-            raise
-        calls.given_up = False
+        self._device.settle()
+        agreed = self._device.finish(call)
+        calls.broken = False
         calls.track.calls += 1
         if self._started:
             self._started = 0
@@ -374,15 +372,12 @@ class Reducer(Freeable):
         """Raise on every rank what is wrong on one, or which fact differs."""
         contributed = self._inputs.names(names)
         facts = {
-            "number of calls begun": str(self._calls.begun),
             self._step_name: str(step),
             "divisor": str(self._schedule.divisor),
             **{name: repr(number) for name, number in self._compared.items()},
         }
         for name in self._arrays:
             facts[f"gradient of {name}"] = "one" if name in contributed else "none"
-        # All ranks raise in this call. From now on their counts are equal again.
-        self._calls.begun = self._calls.track.calls
         explain(self._group, self._name, facts, error, note)
 
     def compare(self, numbers: Mapping[str, float], step_name: str = "step") -> None:
@@ -411,18 +406,9 @@ class Reducer(Freeable):
         return self._calls.track.calls
 
     @property
-    def complete(self) -> bool:
-        """Whether this rank has completed all calls that it has begun."""
-        return self._calls.begun == self.calls
-
-    def check_usable(self) -> None:
-        """Raise an error if no call can be made any more.
-
-        Raises:
-            FreedError: If it was freed.
-            WaitTimeoutError: If an earlier call was given up.
-        """
-        self._check_open()
+    def broken(self) -> bool:
+        """Whether an exception has ended a call, so that no other can be made."""
+        return self._calls.broken
 
     def statistics(self) -> ReducerStatistics:
         """Return what the reducer uses and has done."""
@@ -452,10 +438,10 @@ class Reducer(Freeable):
         return f"call {self._calls.track.calls} of {self._name}"
 
     def _free(self) -> None:
-        given_up = self._group.allgather(self._calls.given_up, f"{self.label}: free")
+        broken = self._group.allgather(self._calls.broken, f"{self.label}: free")
         # Arrays that the caller holds keep their memory.
         self._arrays, self._results = {}, {}
         self._inputs.free()
         self._device.free()
         self._calls.close()
-        self._schedule.free(abandoned=any(given_up))
+        self._schedule.free(abandoned=any(broken))

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.errors import WaitTimeoutError
 from hpcaccum.mpi import MPI, NodeMemory, complete, duplicate
 from hpcaccum.row_sums import Rows, merged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
@@ -78,8 +77,8 @@ class RowExchange:
         name: For messages.
 
     Attributes:
-        given_up: Whether this rank left a call in which ranks exchange messages, before
-            it was complete. Then no other call can be made.
+        broken: Whether this rank is in `collect`, or an exception has ended it. Then no
+            other call can be made.
 
     Raises:
         InvalidArgumentError, RuntimeError: On every rank, if the node has too little
@@ -96,7 +95,7 @@ class RowExchange:
         self._group, self._formats, self._marks = group, formats, marks
         self._what = f"{name}: exchange of rows"
         self._track = group.control.open_track(self._what)
-        self.given_up = False
+        self.broken = False
         self._powers = {
             name: float(1 << _BITS) ** np.arange(each.digits)
             for name, each in formats.items()
@@ -126,22 +125,8 @@ class RowExchange:
             [part[size:] for part in memory.parts],
         ]
 
-    @property
-    def calls(self) -> int:
-        """Complete calls of this rank.
-
-        The caller makes sure that it is the same on all ranks before the next one: a
-        rank that has left a call cannot be paired with the others.
-        """
-        return self._track.calls
-
     def offer(self, rows: Mapping[str, Rows], call: int) -> dict[str, Array]:
         """Make this rank's rows ready; return arrays that the reduction must sum."""
-        if self.given_up:
-            raise WaitTimeoutError(
-                f"{self._track} was interrupted, and its calls no longer match those "
-                f"of other ranks; make a new one"
-            )
         numbers = {name: each.indices.size for name, each in rows.items()}
         size = self._units(numbers) * _UNIT
         if size <= self._capacity:
@@ -165,8 +150,10 @@ class RowExchange:
         """Return the sums of the rows of all ranks. Collective.
 
         They are added in rank order, so that all ranks have the same bits. A count is
-        the number of ranks that have the row.
+        the number of ranks that have the row. An error without `broken` is one of all
+        ranks.
         """
+        self.broken = True
         by_name = {n: self._numbers(n, each, divisor) for n, each in sums.items()}
         numbers = [
             {name: each[rank] for name, each in by_name.items()}
@@ -178,8 +165,7 @@ class RowExchange:
         ]
         found = {name: _sum([each[name] for each in rows]) for name in sums}
         self._track.calls += 1
-        # Not earlier: the others may have begun messages that this rank counts as new.
-        self.given_up = False
+        self.broken = False
         return found
 
     def _numbers(self, name: str, total: Array, divisor: int) -> list[int]:
@@ -219,48 +205,43 @@ class RowExchange:
         """Make room for the rows of all ranks. Collective, and rare."""
         size = max(total, 2 * self._received.size)
         # No rank begins to receive before all can.
+        self.broken = False
         self._received = self._group.agree(
             self._what, lambda: _memory(size), lambda _: {}
         )
+        self.broken = True
 
     def _gather(self, units: Sequence[int], out: Array) -> None:
         """Set ``out`` to the rows of all ranks, one after the other."""
         count = units[self._group.rank]
         own, unit = self._own[: count * _UNIT], MPI.BYTE.Create_contiguous(_UNIT)
         unit.Commit()
-        ends = ([own, count, unit],), ([out, units, unit],)
-        begun = map(self._comm.Iallgatherv, *ends)
-        self.given_up = True
-        try:
-            self._complete(begun, (own, out))
-        finally:
-            unit.Free()
-
-    def _complete(self, begun: Iterable[Any], memory: object) -> None:
-        """Wait until messages have come."""
+        request = self._comm.Iallgatherv([own, count, unit], [out, units, unit])
         control, track = self._group.control, self._track
         deadline, track.thread = Deadline(None, self._what), threading.get_ident()
         try:
             complete(
-                begun,
+                [request],
                 deadline,
                 lambda: "the rows of the other ranks",
-                memory,
+                (own, out),
                 # A rank that has left this call may wait for this one in another.
                 lambda: control.check(track, deadline),
             )
         except BaseException:
             control.depart(track)
             raise
+        finally:
+            unit.Free()
 
     def free(self) -> None:
         """Release the memory, and free the communicator. Collective."""
-        given_up = self._group.allgather(self.given_up, f"{self._what}: free")
+        broken = self._group.allgather(self.broken, f"{self._what}: free")
         self._own = self._received = _memory(0)
         self._buffers, self._capacity = [[], []], -1
         self._group.control.close_track(self._track)
         # The messages may still be under way, and MPI may reuse the context id.
-        if not any(given_up):
+        if not any(broken):
             self._comm.Free()
 
 

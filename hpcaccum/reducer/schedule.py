@@ -174,9 +174,6 @@ class Schedule:
         """Forget which arrays are ready, after a call."""
         self._readiness.reset()
 
-    def give_up(self) -> None:
-        """Note that this rank has left a call before it was complete."""
-
     def offer(self, count: int) -> None:
         """Do what can be done now that the first ``count`` buckets are in `sent`.
 
@@ -233,7 +230,11 @@ class Schedule:
     # The end
 
     def free(self, *, abandoned: bool = False) -> None:
-        """Free windows and communicators, and release the memory. Collective."""
+        """Free windows and communicators, and release the memory. Collective.
+
+        Args:
+            abandoned: Whether a rank has left a call before it was complete.
+        """
         self.sent = self.received = np.empty(0, self.received.dtype)
         self.arrays, self.results = {}, {}
 
@@ -281,13 +282,11 @@ class MessageSchedule(Schedule):
         self._wait(agreement.request.Test)
         return agreement.reached
 
-    def give_up(self) -> None:
-        """Keep all memory that MPI may still read and write."""
-        keep(self)
-
     def free(self, *, abandoned: bool = False) -> None:
         """Do as `Schedule.free`."""
-        # MPI may still read and write the memory of a call that was given up.
-        if not abandoned:
-            super().free()
-            self._comm.Free()
+        if abandoned:
+            # MPI may still read and write the memory of a call that was not complete.
+            keep(self)
+            return
+        super().free()
+        self._comm.Free()

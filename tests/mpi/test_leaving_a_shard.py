@@ -121,6 +121,7 @@ def test_a_mean_that_has_begun_is_made_without_a_rank_that_leaves(comm, rank, si
         assert set(means) == set(grads)
         assert all(np.all(mean == (size - 2) / 2) for mean in means.values())
         shard.count()
+        shard.updated()
     shard.finish()
     assert shard.tally().accepted == (*[1] * (size - 1), 0)
 

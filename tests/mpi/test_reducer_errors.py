@@ -381,33 +381,6 @@ def test_equal_numbers_of_other_types_are_the_same(maker, rank, size):
         works(reducer, size)
 
 
-class Interrupted(dict):
-    """Inputs of a rank that is interrupted by Ctrl-C while it checks them."""
-
-    def items(self):
-        raise KeyboardInterrupt
-
-
-@ALL
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("which", ["first", "last"])
-def test_a_call_that_was_begun_and_not_made_is_found(maker, rank, size, which):
-    interrupted = 0 if which == "first" else size - 1
-    reducer = maker(SHAPES)
-    reducer.reduce(ONES)
-    if rank == interrupted:
-        with pytest.raises(KeyboardInterrupt):
-            reducer.reduce(Interrupted())
-    error = raised(reducer.reduce, ONES)
-
-    assert type(error) is DisagreementError
-    assert "number of calls begun must be the same" in str(error)
-    first, last = (3, 2) if which == "first" else (2, 3)
-    assert f"rank 0 has {first}" in str(error)
-    assert f"has {last}" in str(error)
-    works(reducer, size)
-
-
 @ALL
 @pytest.mark.ranks(min=2)
 def test_disagreements_follow_each_other(maker, rank, size):

@@ -26,7 +26,6 @@ from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import check_inner
 
 from ..lazy_rules import MAKERS
-from ..mpi.interrupting import at_each_point, interrupt
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
@@ -952,14 +951,3 @@ def test_a_variable_has_no_mask():
     with pytest.raises(InvalidArgumentError, match="value of 'w' must have no mask"):
         var.value = np.ma.zeros(2)
     assert var.value.tolist() == [1, 1]
-
-
-def test_a_signal_handler_takes_a_snapshot_during_another():
-    def trial(number):
-        rule, found = Momentum(0.1, 0.9), []
-        rule.initialize([Variable(np.zeros(2), "w")])
-        more = interrupt(rule.snapshot, number, lambda: found.append(rule.snapshot()))
-        assert not more or found[0]["state"]["w"].keys() == {"momentum", "step"}
-        return more, len(found)
-
-    assert at_each_point(trial) == {0, 1}

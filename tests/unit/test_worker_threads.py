@@ -11,7 +11,6 @@ from hpcaccum import worker_threads as helpers
 from hpcaccum.worker_threads import run_pieces
 
 from ..common import VAIN, WAIT
-from ..mpi.interrupting import at_each_point, interrupt
 
 
 @pytest.fixture
@@ -108,17 +107,3 @@ def test_after_a_fork_there_are_new_ones(none_yet):
     run_pieces(lambda _: together.wait(WAIT), range(2), 1)
 
     assert ended not in helpers._threads
-
-
-def test_a_signal_handler_shares_pieces_during_another_call(none_yet):
-    def trial(number):
-        helpers._threads.clear()
-        done = []
-
-        def share():
-            run_pieces(done.append, range(2), 1)
-
-        more = interrupt(share, number, share)
-        return more, len(done)
-
-    assert at_each_point(trial) == {2, 4}
