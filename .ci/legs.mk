@@ -51,12 +51,15 @@ adapters:
 # which `make test-all` tests. Legs of 3 and 4 ranks test some of them, such that each way is
 # tested with each MPI, and on each number of ranks: `uneven` on 4, as it is `halves` on 3.
 # Without shared memory, each rank is on a node of its own, and no others are made up.
-mpich-4:   OPTIONS := -o mpi_nodes=halves,uneven
-openmpi-4: OPTIONS := -o mpi_nodes=apart,singles,uneven
+#
+# Tests marked `any_size` test the same on any number of ranks: on 3 they run with each
+# MPI, on 2 in the leg `readme`. `make test-all` runs them on all numbers of ranks.
+SIZED := -m 'not any_size'
+mpich-4:   OPTIONS := $(SIZED) -o mpi_nodes=halves,uneven
+openmpi-4: OPTIONS := $(SIZED) -o mpi_nodes=apart,singles,uneven
 mpich-3:   OPTIONS := -o mpi_nodes=apart,singles
 openmpi-3: OPTIONS := -o mpi_nodes=halves
-# Legs of 2 ranks leave out what takes long, which 3 and 4 ranks test.
-no-shared-memory-2 openmpi-2: OPTIONS := -m 'not slow'
+no-shared-memory-2 no-shared-memory-4 openmpi-2: OPTIONS := $(SIZED)
 # Gradients of tests are short: once, ranks do not send them at once, as if they were long.
 no-shared-memory-3: OPTIONS := -o mpi_short=0
 

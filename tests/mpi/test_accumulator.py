@@ -13,6 +13,8 @@ import hpcaccum as hpc
 from .acting import acc_fixture, at, everywhere, make_fixture, meet, same_bits  # noqa: F401
 from .support import WAIT
 
+pytestmark = pytest.mark.any_size
+
 INVALID = hpc.InvalidArgumentError
 BOTH = pytest.mark.parametrize("storage", ["slots", "sum"])
 

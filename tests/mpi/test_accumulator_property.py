@@ -17,6 +17,8 @@ import hpcaccum as hpc
 from .acting import MAKERS, Take, at, meet, settle
 from .support import together
 
+pytestmark = pytest.mark.any_size
+
 
 @dataclass
 class Model:

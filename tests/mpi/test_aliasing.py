@@ -20,6 +20,8 @@ from .reducing import (
 )
 from .training import meet
 
+pytestmark = pytest.mark.any_size
+
 # Six buckets of 256 elements, each array in two or three of them.
 COUNT = 500
 SHAPES = dict.fromkeys("xyz", (COUNT,))

@@ -11,6 +11,8 @@ from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
 from hpcaccum.bench.rows import rows
 from hpcaccum.server import Parameters
 
+pytestmark = pytest.mark.any_size
+
 SIZE = 4096
 SECONDS = 0.01
 

@@ -15,7 +15,7 @@ from .reducing import (
     works,
 )
 
-pytestmark = FEW_RANKS
+pytestmark = [FEW_RANKS, pytest.mark.any_size]
 
 
 def bad_arrays(cp):

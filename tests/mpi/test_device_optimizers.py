@@ -15,7 +15,7 @@ from hpcaccum.mpi import cuda_aware
 from .on_device import FEW_RANKS, Aware
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised
 
-pytestmark = FEW_RANKS
+pytestmark = [FEW_RANKS, pytest.mark.any_size]
 
 RULES = {
     "SGD": lambda: hpc.SGD(0.1),

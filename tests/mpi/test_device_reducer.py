@@ -29,7 +29,7 @@ from .reducing import (
 )
 from .training import meet, raised
 
-pytestmark = FEW_RANKS
+pytestmark = [FEW_RANKS, pytest.mark.any_size]
 
 SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]

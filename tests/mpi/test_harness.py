@@ -15,6 +15,8 @@ from .exchange import world
 from .outcome import Outcome, merge
 from .support import WAIT, together
 
+pytestmark = pytest.mark.any_size
+
 
 def outcome(name, text="", skipped_at=None):
     return Outcome(name, text, text, skipped_at, None)

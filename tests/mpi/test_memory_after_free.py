@@ -13,6 +13,8 @@ import hpcaccum as hpc
 from .support import WAIT
 from .training import ONE_SIDED, gives, meet, variable
 
+pytestmark = pytest.mark.any_size
+
 # Allocators return the memory of large arrays to the system immediately.
 LARGE = 1 << 17
 

@@ -11,6 +11,8 @@ from hpcaccum import InvalidArgumentError
 
 from .training import WRAPPERS, gives, meet, raised, variable
 
+pytestmark = pytest.mark.any_size
+
 INNER = {
     "SGD": lambda: hpc.SGD(0.1),
     "Momentum": lambda: hpc.Momentum(0.05, 0.5),

@@ -21,7 +21,7 @@ from .reducing import (
 from .support import WAIT
 from .training import meet, raised
 
-pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm]
+pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm, pytest.mark.any_size]
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,8 @@ from .reducing import (
 )
 from .training import raised
 
+pytestmark = pytest.mark.any_size
+
 # Arguments of the reducer
 
 

@@ -29,6 +29,8 @@ from .reducing import (
 from .support import for_some_pause
 from .training import meet, raised
 
+pytestmark = pytest.mark.any_size
+
 
 def copying(reducer):
     return reducer.reduce(ONES)

@@ -21,6 +21,8 @@ from .training import (
     variable,
 )
 
+pytestmark = pytest.mark.any_size
+
 ROWS, OFTEN, ROW = 400, 10, (2, 3)
 INVALID = hpc.InvalidArgumentError
 

@@ -15,6 +15,8 @@ from hpcaccum.optimizers import start
 from .test_cross_shard import shards
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
 
+pytestmark = pytest.mark.any_size
+
 
 def cross_shard(comm, **options):
     return hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, **options)

@@ -20,7 +20,7 @@ from hpcaccum.mpi.creation import alone
 from .acting import meet
 from .reducing import made_up
 
-pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm]
+pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm, pytest.mark.any_size]
 
 THREADS = 4
 
