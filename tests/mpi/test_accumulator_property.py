@@ -167,7 +167,7 @@ class Run:
     ("storage", "declared"),
     [("slots", (2,)), ("sum", (2,)), ("slots", None), ("sum", (None,))],
 )
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(drawn=st.lists(operations, min_size=5, max_size=30))
 @together
 def test_accumulator_does_what_the_model_does(storage, declared, drawn):

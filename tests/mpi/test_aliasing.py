@@ -134,7 +134,7 @@ def reducers(makers):
 
 
 # Not parametrized: to draw an example takes longer than to reduce.
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(drawn=drawn_calls())
 def test_any_aliasing_is_right_or_refused(reducers, comm, rank, drawn):
     for maker, reducer in reducers:

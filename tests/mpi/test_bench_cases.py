@@ -21,7 +21,7 @@ def make(name, comm, nbytes=SIZE):
     return CASES[name](Group.of(comm), nbytes)
 
 
-@pytest.mark.parametrize("nbytes", [128, 1 << 20])
+@pytest.mark.parametrize("nbytes", [128, 1 << 17])
 @pytest.mark.parametrize("name", [*BENCHMARKS, WIRE])
 def test_every_kind_is_verified_and_timed(name, nbytes, comm, size):
     case = make(name, comm, nbytes)

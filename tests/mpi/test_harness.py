@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
@@ -93,6 +93,7 @@ def test_marked_for_two_and_more_runs_on_those(size):
     assert size >= 2
 
 
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 9)))
 @together
 def test_hypothesis_draws_alike_on_all_ranks(numbers):
