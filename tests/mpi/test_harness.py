@@ -83,16 +83,6 @@ def test_sizes_a_test_is_marked_for():
     assert wrong_size(4, max=3) == "needs at most 3 ranks, has 4"
 
 
-@pytest.mark.ranks(2)
-def test_marked_for_two_ranks_runs_on_two(size):
-    assert size == 2
-
-
-@pytest.mark.ranks(min=2)
-def test_marked_for_two_and_more_runs_on_those(size):
-    assert size >= 2
-
-
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 9)))
 @together
