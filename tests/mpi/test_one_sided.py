@@ -15,8 +15,6 @@ from hpcaccum.mpi.runtime import MPI
 from .support import WAIT
 from .training import ONE_SIDED, computed, gives, meet, raised, turns, variable
 
-pytestmark = pytest.mark.any_size
-
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
