@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -84,8 +86,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", ONE_SIDED)
+# What notices a change is the same in all strategies with a server.
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *(("SyncReplicas", change) for change in CHANGES),
+        *((kind, next(iter(CHANGES))) for kind in ONE_SIDED if kind != "SyncReplicas"),
+    ],
+)
 def test_values_that_the_server_would_replace_are_an_error(kind, change, comm, rank):
     model = Model()
     opt = STRATEGIES[kind](sgd(model), comm)
@@ -255,7 +263,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("calls", STEPS)
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("kind", ["CrossShard", "AGN"])
 def test_the_step_of_the_other_optimizer_is_an_error(kind, calls, comm, rank):
     model = Model()
     inner = sgd(model)
@@ -298,8 +306,14 @@ def test_a_parameter_of_two_adapters_is_an_error(kind, other, comm, rank, size):
         train(opt, model, rank)
 
 
-@pytest.mark.parametrize("second", STRATEGIES)
-@pytest.mark.parametrize("first", STRATEGIES)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("CrossShard", "CrossShard"),
+        ("AGN", "AGN"),
+        *itertools.pairwise([*STRATEGIES, "CrossShard"]),
+    ],
+)
 def test_two_adapters_train_a_model(first, second, comm, rank, size):
     """Each has parameters of its own, and a loss of both, as a GAN has."""
     model = Model()

@@ -29,7 +29,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def test_torch_digits(mpirun):
-    result = mpirun(3, REPOSITORY / "examples" / "torch_digits.py", env=ENV)
+    result = mpirun(2, REPOSITORY / "examples" / "torch_digits.py", env=ENV)
 
     assert result.returncode == 0, result.stdout
     (share,) = re.findall(r"([\d.]+)% correct", result.stdout)
@@ -49,7 +49,7 @@ def test_torch_stragglers(mpirun):
 
 
 def test_jax_digits(mpirun):
-    result = mpirun(3, REPOSITORY / "examples" / "jax_digits.py", env=ENV)
+    result = mpirun(2, REPOSITORY / "examples" / "jax_digits.py", env=ENV)
 
     assert result.returncode == 0, result.stdout
     (share,) = re.findall(r"^test accuracy ([\d.]+)%$", result.stdout, re.MULTILINE)

@@ -41,6 +41,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "hierarchical": {"schedule": "hierarchical", "bucket_bytes": SMALL},
 }
 ALL = pytest.mark.parametrize("maker", KINDS, indirect=True)
+# One kind of each schedule: `staged` is `shared` with arrays that are copied elsewhere,
+# after the ranks have agreed.
+SCHEDULES = [kind for kind in KINDS if kind != "staged"]
+EACH = pytest.mark.parametrize("maker", SCHEDULES, indirect=True)
 
 
 # The arrays of tests of invalid calls.

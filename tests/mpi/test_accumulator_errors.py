@@ -16,6 +16,8 @@ from .acting import (
 )
 from .support import WAIT
 
+pytestmark = pytest.mark.any_size
+
 INVALID = hpc.InvalidArgumentError
 
 BAD = [

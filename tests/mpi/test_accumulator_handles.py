@@ -20,6 +20,8 @@ from .acting import (
 from .support import WAIT
 from .training import raised
 
+pytestmark = pytest.mark.any_size
+
 
 def test_arguments_have_the_order_and_names_of_tensorflow():
     with hpc.ConditionalAccumulator(np.float64, (2,), "shared", "named", "SUM") as acc:

@@ -17,6 +17,8 @@ import hpcaccum as hpc
 from .acting import MAKERS, Take, at, meet, settle
 from .support import together
 
+pytestmark = pytest.mark.any_size
+
 
 @dataclass
 class Model:
@@ -165,7 +167,7 @@ class Run:
     ("storage", "declared"),
     [("slots", (2,)), ("sum", (2,)), ("slots", None), ("sum", (None,))],
 )
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(drawn=st.lists(operations, min_size=5, max_size=30))
 @together
 def test_accumulator_does_what_the_model_does(storage, declared, drawn):

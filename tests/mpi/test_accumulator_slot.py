@@ -24,6 +24,8 @@ from .acting import (  # noqa: F401
 )
 from .support import WAIT
 
+pytestmark = pytest.mark.any_size
+
 
 def apply_in_slot(acc, value, step=0):
     slot = acc.slot(timeout=WAIT)

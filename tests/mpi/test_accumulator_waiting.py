@@ -22,6 +22,8 @@ from .acting import (  # noqa: F401
 )
 from .support import WAIT, meet
 
+pytestmark = pytest.mark.any_size
+
 
 def test_take_waits_until_enough_are_there(acc):
     take = Take(acc, 1, 3)

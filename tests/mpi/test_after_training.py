@@ -14,6 +14,8 @@ from .acting import until
 from .reducing import made_up
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
 
+pytestmark = pytest.mark.any_size
+
 
 @pytest.fixture(params=ONE_SIDED)
 def kind(request):

@@ -11,6 +11,8 @@ from hpcaccum import InvalidArgumentError, testing
 from ..common import same_bits
 from .training import gives, meet, raised, turns, variable
 
+pytestmark = pytest.mark.any_size
+
 
 @pytest.fixture
 def make(comm):

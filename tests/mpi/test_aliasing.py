@@ -20,6 +20,8 @@ from .reducing import (
 )
 from .training import meet
 
+pytestmark = pytest.mark.any_size
+
 # Six buckets of 256 elements, each array in two or three of them.
 COUNT = 500
 SHAPES = dict.fromkeys("xyz", (COUNT,))
@@ -132,7 +134,7 @@ def reducers(makers):
 
 
 # Not parametrized: to draw an example takes longer than to reduce.
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(drawn=drawn_calls())
 def test_any_aliasing_is_right_or_refused(reducers, comm, rank, drawn):
     for maker, reducer in reducers:

@@ -14,6 +14,8 @@ from .on_nodes import group_on_nodes as group_on_nodes
 from .support import WAIT, meet
 from .training import ONE_SIDED, WRAPPERS, gives, raised, turns
 
+pytestmark = pytest.mark.any_size
+
 SHAPES = {"w": (37,), "m": (5, 3), "s": (), "empty": (0,)}
 
 

@@ -11,6 +11,8 @@ from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
 from hpcaccum.bench.rows import rows
 from hpcaccum.server import Parameters
 
+pytestmark = pytest.mark.any_size
+
 SIZE = 4096
 SECONDS = 0.01
 
@@ -19,7 +21,7 @@ def make(name, comm, nbytes=SIZE):
     return CASES[name](Group.of(comm), nbytes)
 
 
-@pytest.mark.parametrize("nbytes", [128, 1 << 20])
+@pytest.mark.parametrize("nbytes", [128, 1 << 17])
 @pytest.mark.parametrize("name", [*BENCHMARKS, WIRE])
 def test_every_kind_is_verified_and_timed(name, nbytes, comm, size):
     case = make(name, comm, nbytes)

@@ -20,6 +20,8 @@ from hpcaccum.bench.wire import (
     Wire,
 )
 
+pytestmark = pytest.mark.any_size
+
 
 class Counters:
     """Interfaces that count what is sent, and something at each look."""

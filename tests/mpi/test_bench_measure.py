@@ -18,6 +18,8 @@ from hpcaccum.bench.measure import (
 )
 from hpcaccum.bench.rows import rows
 
+pytestmark = pytest.mark.any_size
+
 
 def constant(name, seconds, **more):
     return Kind(name, lambda inner: [seconds], **more)

@@ -14,6 +14,8 @@ from hpcaccum import (
 
 from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
+pytestmark = pytest.mark.any_size
+
 # Errors of one rank
 
 

@@ -13,6 +13,8 @@ from hpcaccum.device import arrays as device
 
 from .training import raised
 
+pytestmark = pytest.mark.any_size
+
 KINDS = {
     "plain": lambda array: array,
     "number": lambda array: array[1:, 2].reshape(()),

@@ -12,7 +12,7 @@ from hpcaccum.dtypes import accumulation_dtype
 from .on_device import FEW_RANKS
 from .training import meet, raised
 
-pytestmark = FEW_RANKS
+pytestmark = [FEW_RANKS, pytest.mark.any_size]
 
 N = 1000
 

@@ -9,13 +9,13 @@ from hpcaccum import InvalidArgumentError
 
 from .on_device import FEW_RANKS, empty_like, to_device
 from .reducing import (
-    ALL,
+    EACH,
     drawn,
     maker_fixture,  # noqa: F401
     works,
 )
 
-pytestmark = FEW_RANKS
+pytestmark = [FEW_RANKS, pytest.mark.any_size]
 
 
 def bad_arrays(cp):
@@ -30,7 +30,7 @@ def bad_arrays(cp):
     ]
 
 
-@ALL
+@EACH
 @pytest.mark.parametrize("where", ["inputs", "out"])
 def test_bad_arrays_are_an_error_everywhere(cp, maker, rank, size, where):
     reducer = maker({"x": (900,), "y": (300,)})
@@ -46,7 +46,7 @@ def test_bad_arrays_are_an_error_everywhere(cp, maker, rank, size, where):
         works(reducer, size)
 
 
-@ALL
+@EACH
 @pytest.mark.parametrize("where", ["inputs", "out"])
 def test_bad_arrays_are_found_where_good_ones_lay(cp, maker, rank, size, where):
     shapes = {"x": (30, 30), "y": (30, 30)}
@@ -82,7 +82,7 @@ def test_bad_arrays_are_found_where_good_ones_lay(cp, maker, rank, size, where):
     check(reducer.reduce(mine, out=out))
 
 
-@ALL
+@EACH
 def test_the_same_array_under_other_names(cp, maker):
     reducer = maker({"x": (900,), "y": (900,)})
     array, out = cp.ones(900, np.float32), cp.zeros(900, np.float32)

@@ -21,6 +21,7 @@ from .expiring import times_out_without
 from .on_device import FEW_RANKS, Aware, empty_like, to_device
 from .reducing import (
     ALL,
+    EACH,
     KINDS,
     Maker,
     drawn,
@@ -29,7 +30,7 @@ from .reducing import (
 )
 from .training import meet, raised
 
-pytestmark = FEW_RANKS
+pytestmark = [FEW_RANKS, pytest.mark.any_size]
 
 SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
@@ -325,7 +326,7 @@ def test_values_of_the_variable(monkeypatch):
 # Errors on one rank
 
 
-@ALL
+@EACH
 def test_another_device_on_one_rank_is_an_error_on_all(
     cp, maker, rank, size, monkeypatch
 ):
@@ -343,7 +344,7 @@ def test_another_device_on_one_rank_is_an_error_on_all(
     works(reducer, size)
 
 
-@ALL
+@EACH
 @pytest.mark.parametrize("where", ["inputs", "out"])
 def test_a_device_that_fails_on_one_rank_is_an_error_on_all(
     cp, maker, rank, size, where, monkeypatch
@@ -366,7 +367,7 @@ def test_a_device_that_fails_on_one_rank_is_an_error_on_all(
     reducer.reduce(mine, out=mine)
 
 
-@ALL
+@EACH
 @pytest.mark.ranks(min=2)
 def test_a_disagreement_leaves_the_results_alone(cp, maker, rank, size):
     reducer = maker({"x": (900,), "y": (300,)})

@@ -14,6 +14,8 @@ from .on_device import device_library, pinned  # noqa: F401
 from .support import WAIT
 from .training import meet, raised
 
+pytestmark = pytest.mark.any_size
+
 INVALID = hpc.InvalidArgumentError
 ROWS, WIDTH = 50, 7
 DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]

@@ -18,6 +18,8 @@ from hpcaccum.mpi import AtomicWords
 
 from .support import meet
 
+pytestmark = pytest.mark.any_size
+
 QUICK = [name for name in PROBES if name != "large"]
 
 

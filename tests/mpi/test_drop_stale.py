@@ -13,6 +13,8 @@ from hpcaccum import InvalidArgumentError
 from ..common import VAIN, WAIT
 from .training import Gate, computed, gives, meet, raised, turns, variable
 
+pytestmark = pytest.mark.any_size
+
 
 @pytest.fixture
 def make(comm):

@@ -10,6 +10,8 @@ from hpcaccum import testing
 
 from .training import ONE_SIDED, gives, meet, variable
 
+pytestmark = pytest.mark.any_size
+
 
 @pytest.fixture
 def copied():

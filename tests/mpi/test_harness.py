@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
@@ -14,6 +14,8 @@ from .conftest import wrong_size
 from .exchange import world
 from .outcome import Outcome, merge
 from .support import WAIT, together
+
+pytestmark = pytest.mark.any_size
 
 
 def outcome(name, text="", skipped_at=None):
@@ -81,16 +83,7 @@ def test_sizes_a_test_is_marked_for():
     assert wrong_size(4, max=3) == "needs at most 3 ranks, has 4"
 
 
-@pytest.mark.ranks(2)
-def test_marked_for_two_ranks_runs_on_two(size):
-    assert size == 2
-
-
-@pytest.mark.ranks(min=2)
-def test_marked_for_two_and_more_runs_on_those(size):
-    assert size >= 2
-
-
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 9)))
 @together
 def test_hypothesis_draws_alike_on_all_ranks(numbers):

@@ -14,7 +14,7 @@ from hpcaccum.mpi.group import Group
 
 from .acting import meet
 
-pytestmark = pytest.mark.own_comm
+pytestmark = [pytest.mark.own_comm, pytest.mark.any_size]
 
 
 class Thing(Freeable):

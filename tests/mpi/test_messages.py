@@ -11,7 +11,7 @@ from hpcaccum.mpi import Group
 from .acting import meet
 from .training import ONE_SIDED, WRAPPERS, gives, raised, variable
 
-pytestmark = pytest.mark.ranks(min=2)
+pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_size]
 
 
 def check(error, start):

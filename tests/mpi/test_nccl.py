@@ -29,7 +29,7 @@ from .on_device import empty_like, to_device
 from .reducing import KINDS, SMALL, Maker, drawn, made_up
 from .training import meet, raised
 
-pytestmark = pytest.mark.usefixtures("own_card")
+pytestmark = [pytest.mark.usefixtures("own_card"), pytest.mark.any_size]
 
 SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]

@@ -9,7 +9,7 @@ import hpcaccum as hpc
 
 from .training import raised
 
-pytestmark = pytest.mark.usefixtures("own_card")
+pytestmark = [pytest.mark.usefixtures("own_card"), pytest.mark.any_size]
 
 SHAPES = {"w": (300, 7), "b": (), "none": (0,)}
 

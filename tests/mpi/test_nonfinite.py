@@ -14,6 +14,8 @@ from hpcaccum import Reduction
 from .acting import meet
 from .training import gives, raised, variable
 
+pytestmark = pytest.mark.any_size
+
 NAN = np.array([1.0, np.nan, 1.0])
 
 

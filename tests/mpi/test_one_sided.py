@@ -47,8 +47,11 @@ def updates(kind, workers, calls):
 # The host rank
 
 
-@pytest.mark.parametrize("where", ["first", "last"])
-@pytest.mark.parametrize("dedicated", [False, True], ids=["beside", "dedicated"])
+@pytest.mark.parametrize(
+    ("where", "dedicated"),
+    [("last", False), ("first", True), ("last", True)],
+    ids=["beside", "dedicated-first", "dedicated-last"],
+)
 def test_any_host_beside_its_training_or_alone(
     make, kind, rank, size, where, dedicated
 ):
@@ -379,7 +382,7 @@ def test_bad_pairs_send_nothing_and_disturb_no_rank(make, kind, rank, size):
 # Ranks that start late or leave
 
 
-@pytest.mark.parametrize("leaver", ["first", "last"])
+@pytest.mark.parametrize("leaver", ["first", "last"])  # the host, and another one
 @pytest.mark.ranks(min=2)
 def test_a_rank_leaves_and_the_others_go_on(make, kind, rank, size, leaver):
     w, leaver = variable(), 0 if leaver == "first" else size - 1

@@ -12,6 +12,8 @@ from hpcaccum import DisagreementError, FreedError, InvalidArgumentError
 
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
 
+pytestmark = pytest.mark.any_size
+
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_slots_are_those_of_the_inner_optimizer(comm, rank, wrapper):

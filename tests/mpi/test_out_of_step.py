@@ -12,7 +12,7 @@ from hpcaccum import DisagreementError, Group, testing
 
 from .expiring import times_out_without
 from .reducing import (
-    ALL,
+    EACH,
     ONES,
     SHAPES,
     maker_fixture,  # noqa: F401
@@ -21,7 +21,7 @@ from .reducing import (
 from .support import WAIT
 from .training import meet, raised
 
-pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm]
+pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm, pytest.mark.any_size]
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_rank_that_frees_while_others_reduce(maker, rank, size, call, which):
     checked(error, f"rank {odd} in 'grads (number ", ": free'", "): reduction 2'")
 
 
-@ALL
+@EACH
 def test_ranks_that_take_two_reducers_in_different_order(maker, rank, size):
     reducers = [maker(SHAPES, name="one"), maker(SHAPES, name="two")]
     error = raised(copying, reducers[rank == 0])
@@ -129,7 +129,7 @@ def test_rank_that_initializes_while_others_construct(comm, rank, size):
     opt.free()
 
 
-@ALL
+@EACH
 def test_threads_may_call_in_different_order(maker, rank, at_once):
     reducers = [maker(SHAPES, name="one"), maker(SHAPES, name="two")]
     order = [0, 1] if rank else [1, 0]
@@ -145,7 +145,7 @@ def test_threads_may_call_in_different_order(maker, rank, at_once):
     assert not any(result.exception() for result in results)
 
 
-@ALL
+@EACH
 def test_rank_that_gave_up_a_reduction_waits_in_no_call(comm, maker, rank, size):
     reducer, group = maker(SHAPES), maker.group
     with times_out_without(comm, 0):
@@ -157,7 +157,7 @@ def test_rank_that_gave_up_a_reduction_waits_in_no_call(comm, maker, rank, size)
     assert group.allgather(rank, "lunch") == list(range(size))
 
 
-@ALL
+@EACH
 def test_call_of_an_exchange_that_failed_is_forgotten(maker, rank, size, monkeypatch):
     reducer, group = maker(SHAPES), maker.group
     monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.05")
@@ -171,7 +171,7 @@ def test_call_of_an_exchange_that_failed_is_forgotten(maker, rank, size, monkeyp
     works(reducer, size)
 
 
-@ALL
+@EACH
 def test_rank_that_is_only_late_is_no_error(maker, rank, size, at_once):
     reducer = maker(SHAPES)
     group = Group.of(maker.group)

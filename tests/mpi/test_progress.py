@@ -19,7 +19,7 @@ from .support import WAIT
 from .training import meet
 
 # They look at whole windows.
-pytestmark = pytest.mark.own_comm
+pytestmark = [pytest.mark.own_comm, pytest.mark.any_size]
 
 
 def multiply():

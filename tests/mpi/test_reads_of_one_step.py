@@ -14,6 +14,8 @@ from .acting import VAIN, until
 from .support import WAIT
 from .training import ONE_SIDED, WRAPPERS, Gate, gives, meet, raised, variable
 
+pytestmark = pytest.mark.any_size
+
 
 @pytest.fixture(params=ONE_SIDED)
 def kind(request):

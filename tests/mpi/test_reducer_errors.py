@@ -18,15 +18,17 @@ from hpcaccum import (
 
 from ..common import every_pair
 from .reducing import (
-    ALL,
-    KINDS,
+    EACH,
     ONES,
+    SCHEDULES,
     SHAPES,
     Maker,
     maker_fixture,  # noqa: F401
     works,
 )
 from .training import raised
+
+pytestmark = pytest.mark.any_size
 
 # Arguments of the reducer
 
@@ -154,33 +156,29 @@ def check_error(error, message, failing, rank):
     assert rank == failing or f"rank {failing}" in str(error)
 
 
-@ALL
-@pytest.mark.parametrize("which", ["first", "last"])
-def test_an_array_that_does_not_fit_is_refused_on_all(maker, rank, size, which):
-    failing = 0 if which == "first" else size - 1
+@EACH
+def test_an_array_that_does_not_fit_is_refused_on_all(maker, rank, size):
     reducer = maker(SHAPES)
-    for given, message in WRONG.values():
-        call = {**ONES, **given} if rank == failing else ONES
-        check_error(raised(reducer.reduce, call), message, failing, rank)
-    works(reducer, size)
+    for failing in {0, size - 1}:
+        for given, message in WRONG.values():
+            call = {**ONES, **given} if rank == failing else ONES
+            check_error(raised(reducer.reduce, call), message, failing, rank)
+        works(reducer, size)
 
 
-@ALL
-@pytest.mark.parametrize("call", ["reduce", "wait"])
-def test_an_out_that_does_not_fit_is_refused_on_all(maker, rank, size, call):
+@EACH
+def test_an_out_that_does_not_fit_is_refused_on_all(maker, rank, size):
     reducer = maker(SHAPES)
     for out, message in WRONG_OUT.values():
-        if call == "wait":
-            for name, array in ONES.items():
-                reducer.start(name, array)
-            error = raised(reducer.wait, out=out if rank == 0 else None)
-        else:
-            error = raised(reducer.reduce, ONES, out=out if rank == 0 else None)
-        check_error(error, message, 0, rank)
+        mine = out if rank == 0 else None
+        check_error(raised(reducer.reduce, ONES, out=mine), message, 0, rank)
+        for name, array in ONES.items():
+            reducer.start(name, array)
+        check_error(raised(reducer.wait, out=mine), message, 0, rank)
     works(reducer, size)
 
 
-@ALL
+@EACH
 def test_other_arguments_that_do_not_fit_are_refused_on_all(maker, rank, size):
     reducer = maker(SHAPES)
     kind = "mean" if rank == 0 else "MEAN"
@@ -198,7 +196,7 @@ def test_other_arguments_that_do_not_fit_are_refused_on_all(maker, rank, size):
     works(reducer, size)
 
 
-@ALL
+@EACH
 def test_what_cannot_be_converted_is_refused_on_all(maker, rank, size):
     reducer = maker(SHAPES, "float16")
     given = {name: array.astype(ml_dtypes.bfloat16) for name, array in ONES.items()}
@@ -212,7 +210,7 @@ def test_what_cannot_be_converted_is_refused_on_all(maker, rank, size):
     works(reducer, size)
 
 
-@ALL
+@EACH
 def test_start_refuses_on_this_rank_and_changes_nothing(maker, rank, size):
     reducer = maker(SHAPES)
     reducer.start("y", ONES["y"])
@@ -228,7 +226,7 @@ def test_start_refuses_on_this_rank_and_changes_nothing(maker, rank, size):
     works(reducer, size)
 
 
-@ALL
+@EACH
 def test_started_arrays_are_contributed_once_and_in_one_way(maker, size):
     reducer = maker(SHAPES)
     reducer.start("y", ONES["y"])
@@ -246,27 +244,24 @@ def test_started_arrays_are_contributed_once_and_in_one_way(maker, size):
 # Ranks that disagree
 
 
-@ALL
+@EACH
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("which", ["first", "last"])
-def test_an_array_that_only_some_contribute_is_an_error_on_all(
-    maker, rank, size, which
-):
-    absent = 0 if which == "first" else size - 1
+def test_an_array_that_only_some_contribute_is_an_error_on_all(maker, rank, size):
     reducer = maker(SHAPES)
-    error = raised(reducer.reduce, {"x": ONES["x"]} if rank == absent else ONES)
-    if rank != absent:
-        reducer.start("y")
-    reducer.start("x")
-    again = raised(reducer.wait)
+    for absent in (0, size - 1):
+        error = raised(reducer.reduce, {"x": ONES["x"]} if rank == absent else ONES)
+        if rank != absent:
+            reducer.start("y")
+        reducer.start("x")
+        again = raised(reducer.wait)
 
-    for each in (error, again):
-        assert type(each) is DisagreementError
-        assert "gradient of y must be the same" in str(each)
-        first, last = ("none", "one") if absent == 0 else ("one", "none")
-        assert f"rank 0 has {first}" in str(each)
-        assert f"has {last}" in str(each)
-    works(reducer, size)
+        for each in (error, again):
+            assert type(each) is DisagreementError
+            assert "gradient of y must be the same" in str(each)
+            first, last = ("none", "one") if absent == 0 else ("one", "none")
+            assert f"rank 0 has {first}" in str(each)
+            assert f"has {last}" in str(each)
+        works(reducer, size)
 
 
 def pairs_of_sets(number):
@@ -292,7 +287,7 @@ def pairs_of_sets(number):
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
     ("maker", "number"),
-    [*((kind, 30) for kind in KINDS), ("flat", 2), ("one-shot", 200)],
+    [*((kind, 30) for kind in SCHEDULES), ("flat", 2), ("one-shot", 200)],
     indirect=["maker"],
 )
 def test_no_two_sets_of_arrays_are_taken_for_the_same(maker, rank, size, number):
@@ -310,7 +305,7 @@ def test_no_two_sets_of_arrays_are_taken_for_the_same(maker, rank, size, number)
             assert all((array == 1).all() for array in found.values())
 
 
-@ALL
+@EACH
 @pytest.mark.ranks(min=2)
 def test_disagreements_are_found_however_ranks_are_apart(maker, rank, size):
     reducer, plan = maker(SHAPES), np.random.default_rng(5)
@@ -324,7 +319,7 @@ def test_disagreements_are_found_however_ranks_are_apart(maker, rank, size):
         assert isinstance(found, DisagreementError) is (odd is not None), step
 
 
-@ALL
+@EACH
 @pytest.mark.ranks(min=2)
 def test_a_rank_at_another_step_or_with_another_reduction_is_found(maker, rank, size):
     reducer = maker(SHAPES)
@@ -347,7 +342,7 @@ def test_a_rank_at_another_step_or_with_another_reduction_is_found(maker, rank, 
     works(reducer, size)
 
 
-@ALL
+@EACH
 @pytest.mark.ranks(min=2)
 def test_a_rank_with_another_number_is_found(maker, rank, size):
     reducer, last = maker(SHAPES), size - 1
@@ -373,7 +368,7 @@ def test_a_rank_with_another_number_is_found(maker, rank, size):
     works(reducer, size)
 
 
-@ALL
+@EACH
 def test_equal_numbers_of_other_types_are_the_same(maker, rank, size):
     reducer = maker(SHAPES)
     for numbers in ([1, 1.0], [float("nan"), np.float32("nan")], [0.0, -0.0]):
@@ -381,7 +376,7 @@ def test_equal_numbers_of_other_types_are_the_same(maker, rank, size):
         works(reducer, size)
 
 
-@ALL
+@EACH
 @pytest.mark.ranks(min=2)
 def test_disagreements_follow_each_other(maker, rank, size):
     reducer = maker(SHAPES)
@@ -394,7 +389,7 @@ def test_disagreements_follow_each_other(maker, rank, size):
 
 @pytest.mark.parametrize(
     ("maker", "others", "which"),
-    every_pair(KINDS, ["reduce", "copy", "start"], ["first", "last"]),
+    every_pair(SCHEDULES, ["reduce", "copy", "start"], ["first", "last"]),
     indirect=["maker"],
 )
 def test_a_failure_of_one_rank_is_raised_on_all(maker, rank, size, which, others):

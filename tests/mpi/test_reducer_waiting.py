@@ -25,7 +25,7 @@ from hpcaccum.tracing.table import installed
 
 from .expiring import times_out_without
 from .reducing import (
-    ALL,
+    EACH,
     NODES,
     ONES,
     SHAPES,
@@ -35,6 +35,8 @@ from .reducing import (
 )
 from .support import for_some_pause
 from .training import meet, raised
+
+pytestmark = pytest.mark.any_size
 
 
 def copying(reducer):
@@ -117,7 +119,7 @@ def test_a_rank_that_does_not_arrive_is_named(comm, maker, rank, size, which, ca
         assert "reduction 2 was ended by an exception" in str(again)
 
 
-@ALL
+@EACH
 @pytest.mark.ranks(min=2)
 def test_a_rank_that_is_only_late_is_waited_for(maker, rank, size):
     reducer = maker(SHAPES)
@@ -128,7 +130,7 @@ def test_a_rank_that_is_only_late_is_waited_for(maker, rank, size):
         works(reducer, size)
 
 
-@ALL
+@EACH
 @pytest.mark.ranks(min=3)
 def test_only_late_ranks_are_named(comm, maker, rank, size):
     reducer = maker(SHAPES)
@@ -165,7 +167,7 @@ def test_inputs_of_a_call_that_was_given_up_are_not_in_later_sums(
         maker.free()
 
 
-@ALL
+@EACH
 @pytest.mark.ranks(min=2)
 def test_every_wait_is_in_a_trace_with_its_call(maker, rank, size):
     reducer, calls = maker(SHAPES), itertools.count(1)

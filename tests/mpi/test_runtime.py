@@ -12,6 +12,8 @@ from mpi4py import MPI
 
 from hpcaccum.mpi import launcher, runtime, shutdown
 
+pytestmark = pytest.mark.any_size
+
 PROGRAMS = {
     "import": """
         import hpcaccum, sys

@@ -31,6 +31,8 @@ from .test_schedules import SHAPES as VARIED
 from .test_schedules import WAYS, check, parts_of
 from .training import raised
 
+pytestmark = pytest.mark.any_size
+
 
 class Toy(MessageSchedule):
     """Gathers each bucket to rank 0, sums it there, and broadcasts the sums."""

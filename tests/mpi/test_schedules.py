@@ -180,7 +180,7 @@ def test_integers_and_booleans_are_converted_to_floats(maker, rank, size):
 )
 # Elements: of one bucket and of several, with and without a short one, and stripes
 # that are empty or short.
-@pytest.mark.parametrize("length", [1, 17, 256, 257, 3 * 256, 4 * 256 - 1])
+@pytest.mark.parametrize("length", [1, 257, 3 * 256, 4 * 256 - 1])
 def test_any_number_of_buckets(maker, rank, size, length):
     shapes = {"x": (length,)}
     reducer = maker(shapes)

@@ -20,6 +20,8 @@ from .on_nodes import group_on_nodes as group_on_nodes
 from .support import WAIT
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, turns, variable
 
+pytestmark = pytest.mark.any_size
+
 RULES = {
     "SGD": lambda: hpc.SGD(lambda step: 0.5 / (step + 1)),
     "Momentum": lambda: hpc.Momentum(0.1, 0.9),

@@ -16,6 +16,8 @@ from .acting import VAIN, Makers, Take, at, everywhere, meet, same_bits
 from .on_nodes import group_on_nodes  # noqa: F401
 from .support import WAIT, together
 
+pytestmark = pytest.mark.any_size
+
 INVALID = hpc.InvalidArgumentError
 ANY_STEP = 2**32
 MAKERS = Makers(hpc.SparseConditionalAccumulator)

@@ -19,6 +19,8 @@ from .acting import meet, same_bits, until
 from .on_nodes import group_on_nodes  # noqa: F401
 from .training import ONE_SIDED, gives, raised, variable
 
+pytestmark = pytest.mark.any_size
+
 ROWS, ROW = 9, (2, 3)
 
 

@@ -21,6 +21,8 @@ from .training import (
     variable,
 )
 
+pytestmark = pytest.mark.any_size
+
 # Gradients have the first rows only, so that most pulls find all of them in the log.
 ROWS, USED, ROW = 200, 40, (2, 3)
 CALLS = 5

@@ -12,6 +12,8 @@ import hpcaccum as hpc
 from .acting import acc_fixture, at, make_fixture, meet, same_bits  # noqa: F401
 from .support import WAIT
 
+pytestmark = pytest.mark.any_size
+
 INVALID = hpc.InvalidArgumentError
 
 

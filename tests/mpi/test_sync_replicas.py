@@ -14,6 +14,8 @@ from hpcaccum import InvalidArgumentError, testing
 from .support import WAIT, for_some_pause
 from .training import Gate, computed, gives, meet, raised, turns, variable
 
+pytestmark = pytest.mark.any_size
+
 
 @pytest.fixture
 def make(comm):

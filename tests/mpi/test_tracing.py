@@ -19,6 +19,8 @@ from .reducing import made_up
 from .support import WAIT, meet
 from .training import WRAPPERS, gives, raised, variable
 
+pytestmark = pytest.mark.any_size
+
 # Long enough that the ranks of a node share the work of an update.
 LENGTH = 70_000
 # The category of the updates that a host makes.

@@ -15,6 +15,8 @@ from hpcaccum.train.loop import Run
 from hpcaccum.train.options import STRATEGIES, add_arguments, resolve
 from hpcaccum.train.stopping import Requests
 
+pytestmark = pytest.mark.any_size
+
 
 def options(ranks, *words):
     parser = argparse.ArgumentParser()

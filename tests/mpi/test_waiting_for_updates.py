@@ -14,6 +14,8 @@ from .acting import VAIN, Background, until
 from .support import WAIT
 from .training import ONE_SIDED, Gate, gives, meet, raised, variable
 
+pytestmark = pytest.mark.any_size
+
 
 @pytest.fixture
 def in_vain(monkeypatch):

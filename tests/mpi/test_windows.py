@@ -20,7 +20,7 @@ from hpcaccum.mpi.region import Region
 from .acting import at, everywhere, meet, until
 from .support import WAIT, add_often
 
-pytestmark = pytest.mark.own_comm
+pytestmark = [pytest.mark.own_comm, pytest.mark.any_size]
 
 
 @pytest.fixture(params=["first", "last"])

@@ -87,7 +87,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_table_files_and_picture(ranks, bench, tmp_path):
     files = "--json", "rows.json", "--csv", "rows.csv", "--plot", "rows.png"
     shown = bench(ranks, "all", *QUICK, *files)
