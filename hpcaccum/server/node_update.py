@@ -355,3 +355,4 @@ class NodeUpdate:
         self._join()
         self._words.free()
         self._center, *self._slots = np.empty((1 + len(self._slots), 0))
+        self._saved = np.empty((0, 0, 0, 0))

@@ -170,14 +170,17 @@ def test_a_heartbeat_may_end_while_another_one_begins(comm, monkeypatch):
     thread.remove(second)
 
     class Changed:
-        def wake(self):
+        def set(self):
             # What the thread does next.
             with thread._lock:
                 if second not in thread._hearts:
                     thread._hearts.append(second)
 
-        def nap(self, seconds):
+        def wait(self, seconds):
             time.sleep(0.01)
+
+        def clear(self):
+            pass
 
     with monkeypatch.context() as patch:
         patch.setattr(thread, "_changed", Changed())
