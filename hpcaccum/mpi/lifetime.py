@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpcaccum.deadline import Deadline
 from hpcaccum.errors import FreedError, LostRankError
 from hpcaccum.mpi import shutdown
 
@@ -98,8 +99,11 @@ class Freeable:
             try:
                 self._free()
             except LostRankError:
-                if group is None or not group.lost:
+                if group is None:
                     raise
+                # Rank 0 has told this call of a loss; its heartbeat tells it, too.
+                deadline = Deadline(None, f"{self._describe()}: free")
+                deadline.wait(lambda: group.lost or None, lambda: "the heartbeat")
             else:
                 return
         self._end_after_loss()

@@ -93,6 +93,16 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+# What lets the others go on when a rank is killed: options of the launcher, and what
+# starts each program (README.md says why).
+SURVIVE = {
+    "MPICH": (
+        ["-disable-auto-cleanup"],
+        ["sh", "-c", 'trap : USR1; "$@"; exit $?', "sh"],
+    ),
+    "Open MPI": (["--with-ft", "ulfm"], []),
+}
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -102,6 +112,7 @@ def mpirun(mpiexec: str, mpi_environment: dict[str, str]) -> Run:
 
     stdout of the result has the errors too, in the order they came.  A job that takes
     longer than ``timeout`` seconds is ended and fails the test, with what it wrote.
+    With ``survive``, the launcher lets the others go on when a rank is killed.
     """
 
     def run(
@@ -112,8 +123,15 @@ def mpirun(mpiexec: str, mpi_environment: dict[str, str]) -> Run:
         env: dict[str, str] | None = None,
         program: str | Path = sys.executable,
         inside: str | None = None,
+        survive: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         command = [mpiexec, "-n", str(ranks), str(program), *map(str, args)]
+        if survive:
+            from mpi4py.MPI import get_vendor
+
+            options, wrapper = SURVIVE[get_vendor()[0]]
+            command[3:3] = wrapper
+            command[1:1] = options
         if inside is not None:
             # Mounts of its own, which this command makes.
             script = f'{inside} && exec "$@"'

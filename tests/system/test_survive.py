@@ -1,0 +1,265 @@
+"""A rank is killed, and the others train on; or all end with the status 75."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from mpi4py.MPI import get_vendor
+
+from hpcaccum.errors import RESTART
+
+MPICH = get_vendor()[0] == "MPICH"
+# Without shared memory, each rank is a node, which is lost with it.
+LEGS = ["memory", "messages"] if MPICH else ["memory"]
+
+# The last rank is killed at the fifth call of a method, before or after that. Element r
+# of a gradient of rank r is 1, the others are 0: so element r counts what is applied.
+BEGIN = """
+import os, signal, sys, time
+import numpy as np
+import hpcaccum as hpc
+from hpcaccum import testing
+from hpcaccum.accumulator import protocol, storage, taker, ticket_lock
+from hpcaccum.nodes import calls as requests
+from hpcaccum.server import node_update, update_queue
+from mpi4py import MPI
+
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+kind, place, when = sys.argv[1:]
+calls = 0
+
+def die():
+    global calls
+    calls += 1
+    if calls == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def patch(place):
+    module, owner, name = place.split(".")
+    owner = getattr(globals()[module], owner)
+    method = getattr(owner, name)
+
+    def changed(*args, **options):
+        if when == "before":
+            die()
+        result = method(*args, **options)
+        if when == "after":
+            die()
+        return result
+
+    setattr(owner, name, changed)
+
+gradient = np.zeros(size, np.float32)
+gradient[rank] = 1
+if rank == size - 1 and place != "loss":
+    patch(place)
+"""
+
+TRAIN = (
+    BEGIN
+    + """
+def loss():
+    if rank == size - 1 and place == "loss":
+        die()
+    return 0.0, [gradient]
+
+w = hpc.Variable(np.zeros(size, np.float32), "w")
+if kind == "drop_stale":
+    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 3)
+elif kind == "agn":
+    getter = hpc.AGNCustomGetter()
+    w = hpc.get_variable("w", np.zeros(size, np.float32), custom_getter=getter)
+    opt = hpc.AGNOptimizer(hpc.SGD(1.0), size, getter, communication_period=2)
+elif kind == "cross_shard":
+    opt = hpc.CrossShardOptimizer(hpc.SGD(1.0))
+else:
+    quorum = size if kind == "sync_replicas" else size - 1
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), quorum, total_num_replicas=size)
+accepted = 0
+while accepted < 10:
+    accepted += bool(opt.minimize(loss, var_list=[w]))
+    time.sleep(0.002)
+opt.free()
+applied, steps = -w.value, opt.global_step
+if kind in ("drop_stale", "agn"):
+    # Each gradient is an update; of AGN, the mean of two.
+    assert applied[rank] == accepted / (1 + (kind == "agn")), (applied, accepted)
+    assert 0 <= applied[-1] <= 10, applied
+else:
+    # The means of all updates add up to 1, whoever has given a part.
+    assert np.isclose(applied.sum(), steps), (applied, steps)
+print(f"rank {rank} has the end", flush=True)
+"""
+)
+
+ACCUMULATE = (
+    BEGIN
+    + """
+acc = hpc.ConditionalAccumulator("float32", (size,), storage=kind)
+for step in range(12):
+    acc.apply_grad(gradient, local_step=1 << 30)
+    if rank == size - 1:
+        assert np.isclose(acc.take_grad(1, timeout=60).sum(), 1)
+acc.leave()
+while not acc.statistics().lost:
+    # Its takes would wait for the gradients that this rank takes.
+    time.sleep(0.01)
+try:
+    while rank == 0:
+        assert np.isclose(acc.take_grad(size, timeout=60).sum(), 1)
+except hpc.EverybodyLeftError:
+    found = acc.statistics()
+    assert found.lost == (size - 1,), found
+acc.free()
+print(f"rank {rank} has the end", flush=True)
+"""
+)
+
+SUBMIT = [
+    ("update_queue.UpdateQueue.admit", "before"),
+    ("update_queue.UpdateQueue.admit", "after"),
+    ("update_queue.UpdateQueue.put", "after"),
+    ("loss", "before"),
+]
+# Between nodes, agents of others admit a gradient.
+ASK = [("requests.Calls.call", "before"), ("requests.Calls.settle", "before")]
+WRITE = [
+    ("protocol.AdmissionProtocol._intend", "after"),
+    ("protocol.AdmissionProtocol.admit", "after"),
+    ("protocol.AdmissionProtocol.put_record", "before"),
+    ("protocol.AdmissionProtocol.put_record", "after"),
+]
+TAKE = [
+    ("ticket_lock.TicketLock._wait_in_line", "after"),
+    ("protocol.AdmissionProtocol.put_closing", "after"),
+    ("taker.Taker._close", "after"),
+    ("taker.Taker._await_writers", "after"),
+    ("protocol.AdmissionProtocol.clear_records", "after"),
+]
+
+
+CLASSES = {"slots": "Slots", "sum": "Sums"}
+
+
+@pytest.fixture(params=LEGS)
+def survives(request, mpirun, script):
+    """Run a program, one rank of which is killed; check that the others end well."""
+    env = {"MPIR_CVAR_NOLOCAL": "1"} if request.param == "messages" else {}
+
+    def run(program, *args, ranks=3):
+        result = mpirun(ranks, script(program), *args, survive=True, env=env, timeout=40)
+        ends = re.findall(r"rank (\d) has the end", result.stdout)
+        assert sorted(ends) == [str(r) for r in range(ranks - 1)], result.stdout
+        assert "Traceback" not in result.stdout
+        said = rf"rank {ranks - 1} \(process \d+ on .+\) is lost: its process has ended"
+        assert re.search(said, result.stdout), result.stdout
+
+    return run
+
+
+@pytest.mark.parametrize(("place", "when"), SUBMIT)
+@pytest.mark.parametrize("survives", ["memory"], indirect=True)
+def test_single_updates_go_on(survives, place, when):
+    survives(TRAIN, "drop_stale", place, when)
+
+
+@pytest.mark.parametrize(("place", "when"), WRITE)
+@pytest.mark.parametrize("survives", ["memory"], indirect=True)
+def test_rounds_go_on(survives, place, when):
+    survives(TRAIN, "sync_replicas", place, when)
+
+
+@pytest.mark.skipif(not MPICH, reason="only MPICH can do without shared memory")
+@pytest.mark.parametrize("kind", ["drop_stale", "sync_replicas"])
+@pytest.mark.parametrize(("place", "when"), ASK)
+@pytest.mark.parametrize("survives", ["messages"], indirect=True)
+def test_nodes_go_on(survives, kind, place, when):
+    survives(TRAIN, kind, place, when)
+
+
+@pytest.mark.parametrize("kind", ["agn", "quorum"])
+def test_strategies_go_on(survives, kind):
+    survives(TRAIN, kind, "loss", "before", ranks=4 if kind == "quorum" else 3)
+
+
+@pytest.mark.parametrize("kind", ["slots", "sum"])
+@pytest.mark.parametrize(("place", "when"), TAKE)
+def test_takes_go_on(survives, kind, place, when):
+    survives(ACCUMULATE, kind, place, when)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", ["slots", "sum"])
+def test_writes_go_on(survives, kind, when):
+    survives(ACCUMULATE, kind, f"storage.{CLASSES[kind]}.write", when)
+
+
+UPDATE = (
+    BEGIN.split("gradient = ")[0]
+    + """
+def work(self, chunk, update, mean, scratch):
+    if rank == 0:
+        # So that the other ranks do most pieces.
+        time.sleep(0.002)
+    if rank == size - 1 and when == "half":
+        if calls == 4:
+            self._slots[0][chunk][:500], self._center[chunk][:300] = 7, 9
+        die()
+    make(self, chunk, update, mean, scratch)
+    if rank == size - 1 and when == "made":
+        die()
+
+def saving(self, *args):
+    for chunk in save(self, *args):
+        if rank == size - 1 and when == "saved":
+            die()
+        yield chunk
+    if rank == size - 1 and when == "done":
+        die()
+
+cls = node_update.NodeUpdate
+make, save = cls._work_on_chunk, cls._saving
+cls._work_on_chunk, cls._saving = work, saving
+with testing.limits(chunk=1000, least=4000, most=4000, thread=4000):
+    w = hpc.Variable(np.zeros(40000, np.float32), "w")
+    opt = hpc.SyncReplicasOptimizer(hpc.Momentum(0.5, 0.9), size)
+    for step in range(12):
+        values = np.full(40000, step % 3 + 1, np.float32)
+        opt.minimize(lambda: (0.0, [values]), var_list=[w])
+    opt.free()
+cls._work_on_chunk, cls._saving = make, save
+value = momentum = np.zeros(40000, np.float32)
+for step in range(12):
+    momentum = np.float32(0.9) * momentum + np.float32(step % 3 + 1)
+    value = value - np.float32(0.5) * momentum
+assert np.allclose(w.value, value, rtol=1e-6)
+print(f"rank {rank} has the end", flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("when", ["saved", "half", "made", "done"])
+@pytest.mark.parametrize("survives", ["memory"], indirect=True)
+def test_an_update_of_all_ranks_is_completed(survives, when):
+    survives(UPDATE, "", "loss", when)
+
+
+def test_a_mean_of_all_ranks_ends_with_a_status(mpirun, script):
+    args = "cross_shard", "loss", "before"
+    result = mpirun(3, script(TRAIN), *args, survive=True)
+
+    # MPICH combines the statuses of all ranks bit by bit.
+    assert result.returncode & RESTART == RESTART, result.stdout
+    assert " is lost: its process has ended" in result.stdout
+    assert "Traceback" not in result.stdout
+    assert "has the end" not in result.stdout
+
+
+def test_the_loss_of_the_server_ends_with_a_status(mpirun, script):
+    program = TRAIN.replace("rank == size - 1", "rank == 0")
+    result = mpirun(3, script(program), "drop_stale", "loss", "before", survive=True)
+
+    assert result.returncode & RESTART == RESTART, result.stdout
+    assert "rank 0 (process " in result.stdout
+    assert "has the end" not in result.stdout
