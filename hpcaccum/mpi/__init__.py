@@ -21,7 +21,7 @@ from hpcaccum.mpi.atomic_words import AtomicWords
 from hpcaccum.mpi.control_messages import Tag
 from hpcaccum.mpi.creation import duplicate, split
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
-from hpcaccum.mpi.failures import begun, is_complete, may_receive
+from hpcaccum.mpi.failures import begun, is_complete, may_receive, receive
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import (
     is_rank,
@@ -69,6 +69,7 @@ __all__ = [
     "may_receive",
     "memory_of_rank",
     "number_in",
+    "receive",
     "report_and_abort",
     "short_switch_interval",
     "slurm_plugin",

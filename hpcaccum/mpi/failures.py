@@ -37,11 +37,29 @@ def may_receive(comm: mpi4py_MPI.Comm, source: int, tag: int) -> bool:
     try:
         return comm.Iprobe(source, tag)
     except MPI.Exception as error:
-        if not is_failure(error):
-            raise
-        if source == MPI.ANY_SOURCE:
-            comm.Ack_failed()
+        _acknowledge(comm, error)
         return False
+
+
+def _acknowledge(comm: mpi4py_MPI.Comm, error: Any) -> None:
+    if not is_failure(error):
+        raise error
+    comm.Ack_failed()
+
+
+def receive(comm: mpi4py_MPI.Comm, tag: int) -> tuple[int, Any] | None:
+    """Return a message of any rank that has arrived, after its source; None if none."""
+    # Quickly, if nothing has: ranks that wait do this again and again.
+    while may_receive(comm, MPI.ANY_SOURCE, tag):
+        status = MPI.Status()
+        try:
+            # Matched: another call would fail if its sender has died meanwhile.
+            message = comm.improbe(MPI.ANY_SOURCE, tag, status)
+            if message is not None:
+                return status.Get_source(), message.recv()
+        except MPI.Exception as error:
+            _acknowledge(comm, error)
+    return None
 
 
 def is_complete(request: Any, after_failure: bool = True) -> bool:

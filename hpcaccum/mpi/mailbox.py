@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi.failures import begun, is_complete, may_receive
+from hpcaccum.mpi.failures import begun, is_complete, receive
 from hpcaccum.mpi.runtime import MPI
 
 if TYPE_CHECKING:
@@ -67,12 +67,9 @@ class Mailbox:
 
     def _fetch(self) -> None:
         """Receive what has arrived."""
-        # Ranks that wait do this again and again: quickly, if nothing has.
-        while may_receive(self._comm, MPI.ANY_SOURCE, self._tag):
-            status = MPI.Status()
-            data = self._comm.recv(None, MPI.ANY_SOURCE, self._tag, status)
-            self._arrived.append((status.Get_source(), data))
-            self._received[status.Get_source()] += 1
+        while (found := receive(self._comm, self._tag)) is not None:
+            self._arrived.append(found)
+            self._received[found[0]] += 1
 
     def drain(self) -> None:
         """Receive and discard all messages, before the communicator is freed.

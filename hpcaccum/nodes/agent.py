@@ -28,7 +28,7 @@ from hpcaccum.mpi import (
     duplicate,
     is_complete,
     lack_of_threads,
-    may_receive,
+    receive,
     report_and_abort,
     short_switch_interval,
 )
@@ -344,20 +344,19 @@ class Agent:
     def _accept(self) -> bool:
         """Begin to handle the requests that have arrived; return whether any has."""
         busy = False
-        while self._own or may_receive(self.comm, MPI.ANY_SOURCE, _REQUEST):
+        while True:
             with self._accepting:
-                source, (number, *request) = self._receive()
+                if (received := self._receive()) is None:
+                    return busy
+                source, (number, *request) = received
                 self._running.append((number, self._handle(number, source, *request)))
             busy = True
-        return busy
 
-    def _receive(self) -> tuple[int, tuple[Any, ...]]:
-        """Return the source and the request that came first."""
+    def _receive(self) -> tuple[int, tuple[Any, ...]] | None:
+        """Return the source and the request that came first; None if none came."""
         if self._own:
             return self._group.rank, self._own.popleft()
-        status = MPI.Status()
-        request = self.comm.recv(None, MPI.ANY_SOURCE, _REQUEST, status)
-        return status.Get_source(), request
+        return receive(self.comm, _REQUEST)
 
     def _handle(self, number: int, source: int, *request: Any) -> Steps:
         while (service := self._services.get(number)) is None:

@@ -148,7 +148,9 @@ def survives(request, mpirun, script):
     env = {"MPIR_CVAR_NOLOCAL": "1"} if request.param == "messages" else {}
 
     def run(program, *args, ranks=3):
-        result = mpirun(ranks, script(program), *args, survive=True, env=env, timeout=40)
+        result = mpirun(
+            ranks, script(program), *args, survive=True, env=env, timeout=40
+        )
         ends = re.findall(r"rank (\d) has the end", result.stdout)
         assert sorted(ends) == [str(r) for r in range(ranks - 1)], result.stdout
         assert "Traceback" not in result.stdout
