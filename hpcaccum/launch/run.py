@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 # Each asks the command to end, so it is not started again.
 _SIGNALS = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]
 _SIGNALS += [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
-# The statuses of MPICH's mpiexec if a rank was killed, and if a host is lost.
-_MPICH = 9, 255
+# The statuses of MPICH's mpiexec if a rank was killed, and if a host is lost. It
+# combines those of several ranks bit by bit.
+_MPICH = {9, 255, *(RESTART | 128 + number for number in range(signal.NSIG))}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hpcaccum import CrossShardOptimizer, Tally, Variable, span
+from hpcaccum import CrossShardOptimizer, LostRankError, Tally, Variable, span
 from hpcaccum.device import cupy
 from hpcaccum.train.data import batches
 from hpcaccum.train.model import MLP, widths
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
+
+T = TypeVar("T")
 
 # Seconds between two checks of a rank whether the work is done.
 _CHECK_PAUSE = 0.05
@@ -208,10 +211,10 @@ class Run:
         """Free the optimizer, write what is kept, return the result. Collective."""
         if not self._collective:
             self._optimizer.leave()
-        every = self._group.allgather(
-            (seconds, self._optimizer.waited), "end of training"
+        mine = seconds, self._optimizer.waited
+        times, waits = zip(
+            *self._every(mine, "end of training", (0.0, 0.0)), strict=True
         )
-        times, waits = zip(*every, strict=True)
         # This sets all ranks' variables to those of the last update.
         self._optimizer.free()
         updates = self._step if self._collective else self._optimizer.global_step
@@ -220,14 +223,22 @@ class Run:
             self._observer.evaluate(updates, max(times))
         return self._result(max(times), waits, updates)
 
+    def _every(self, value: T, what: str, lost: T) -> list[T]:
+        """Return the values of all ranks, ``lost`` for those that are. Collective."""
+        group = self._group
+        with contextlib.suppress(LostRankError):
+            return group.allgather(value, what)
+        found = group.meet(value, what)
+        return [found.get(rank, lost) for rank in range(group.size)]
+
     def _result(self, seconds: float, waits: tuple[float, ...], updates: int) -> Result:
         # The records of all models, in the order of their groups.
         mine = self._observer.records if self._observer else []
-        records = [r for each in self._group.allgather(mine, "records") for r in each]
+        records = [r for each in self._every(mine, "records", []) for r in each]
         records.sort(key=lambda record: record.group)
         # Models of shard groups may have stopped at different updates.
-        steps = self._group.allgather((updates, self._start), "updates")
-        made, starts = zip(*steps, strict=True)
+        end = updates, self._start
+        made, starts = zip(*self._every(end, "updates", end), strict=True)
         if self._collective:
             tally = Tally(made, (0,) * len(made), {0: sum(made)})
             self._earlier = sum(starts)
@@ -236,7 +247,8 @@ class Run:
         # A job of more ranks may have gone before; its other ranks did not wait here.
         waits += (0.0,) * (len(tally.accepted) - len(waits))
         stopped = self._stop.status if min(made) < self._target else 0
-        self._stop.free()
+        if not self._group.lost:
+            self._stop.free()
         finals = {record.group: record for record in records}.values()
         return Result(
             strategy=self._strategy,
