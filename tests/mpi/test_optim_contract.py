@@ -60,7 +60,7 @@ def test_finds_the_bottom_of_a_parabola(make):
     def step():
         opt.minimize(lambda: (0.0, {"w": w.value - 1, "v": 0.5 * (v.value - 2)}))
 
-    for _ in range(60):
+    for _ in range(100):
         step()
     # A rank that stood still may have had its first gradient applied last.
     meet()

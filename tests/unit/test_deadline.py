@@ -14,6 +14,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import deadline as module
 from hpcaccum.deadline import Deadline
+from hpcaccum.errors import LostRankError
 
 from ..common import WAIT
 
@@ -295,7 +296,7 @@ def test_block_warns_while_it_waits(monkeypatch, caplog):
     assert caplog.messages[0].endswith(" s for the lock")
 
 
-def test_block_without_a_limit_passes_seconds_that_a_lock_takes(monkeypatch):
+def test_block_looks_four_times_a_second(monkeypatch):
     monkeypatch.setattr(module, "FIRST_WARNING", math.inf)
     spans = []
 
@@ -304,7 +305,24 @@ def test_block_without_a_limit_passes_seconds_that_a_lock_takes(monkeypatch):
         return len(spans) == 2 or None
 
     assert Deadline(math.inf, "call").block(attempt, str)
-    assert spans == [0, threading.TIMEOUT_MAX]
+    assert spans == [0, 0.25]
+
+
+@pytest.mark.parametrize("how", ["wait", "block"])
+def test_all_waits_end_when_a_rank_is_lost(monkeypatch, how):
+    monkeypatch.setattr(module, "_reasons", [])
+    looks = []
+
+    def look(*_):
+        looks.append(1)
+        if len(looks) == 3:
+            module.end_waits("rank 1 is lost")
+
+    with pytest.raises(LostRankError, match="call: rank 1 is lost"):
+        getattr(Deadline(None, "call"), how)(look, str)
+    assert len(looks) == 3
+    # What needs no wait is still possible.
+    assert Deadline(None, "call").wait(lambda: 7, str) == 7
 
 
 def test_time_of_all_waits_of_a_call_is_added_up():
