@@ -28,8 +28,10 @@ def on_nodes_that_answer(words: list[str]) -> list[str]:
     job = os.environ["SLURM_JOB_ID"]
     size = _output("squeue", "--noheader", f"--jobs={job}", "--format=%D")
     start = f"-N{size}", f"-n{size}", "--ntasks-per-node=1", "--mpi=none"
-    # The step of the command does not end before SLURM has noticed that a node is down.
-    survives = "--overlap", "--no-kill", "--kill-on-bad-exit=0"
+    # For every srun, also that of mpiexec: the step of a command that has ended may
+    # keep its cores until SLURM has noticed that a node is down, or longer.
+    os.environ["SLURM_OVERLAP"] = "1"
+    survives = "--no-kill", "--kill-on-bad-exit=0"
     answers = _output("srun", *start, *survives, "printenv", "SLURMD_NODENAME").split()
     names = _output("scontrol", "show", "hostnames").split()
     alive = [name for name in names if name in answers]
@@ -50,7 +52,7 @@ def on_nodes_that_answer(words: list[str]) -> list[str]:
     options = _NODES.sub(rf"\g<1>{nodes}", options)
     options = _RANKS.sub(lambda x: f"{x[1]}{int(x[2]) * nodes // before}", options)
     if Path(words[0]).name == "srun":
-        options += f"\0--overlap\0--nodelist={','.join(alive[:nodes])}"
+        options += f"\0--nodelist={','.join(alive[:nodes])}"
     return [*options.split("\0"), *words[program:]]
 
 

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 # Each asks the command to end, so it is not started again.
 _SIGNALS = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]
 _SIGNALS += [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
-# The statuses of MPICH's mpiexec if a rank was killed, and if a host is lost.
-_MPICH = 9, 255
+# Statuses after the loss of a rank. MPICH's mpiexec returns 9 if a rank was killed and
+# 255 if a host is lost. A rank of Open MPI whose connection has ended has status 14.
+_LOSSES = RESTART, 9, 255, 14
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +133,7 @@ class _Run:
 
 def _is_loss(status: int) -> bool:
     by_signal = 128 < status <= 128 + signal.NSIG and status != 128 + signal.SIGINT
-    return by_signal or status == RESTART or status in _MPICH
+    return by_signal or status in _LOSSES
 
 
 def _end_was_planned() -> bool:

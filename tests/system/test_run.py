@@ -89,7 +89,7 @@ def run(start):
     return wait
 
 
-@pytest.mark.parametrize("end", ["75", "-11", "9"])
+@pytest.mark.parametrize("end", ["75", "-11", "9", "14"])
 def test_a_command_that_has_lost_a_rank_is_started_again(run, end):
     status, starts, shown = run(f"save,{end} save,{end} 0")
 
@@ -218,6 +218,7 @@ JOB = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NODELIST": "n[1-4]",
     "SLURM_NNODES": "4",
+    "SLURM_OVERLAP": "0",
     "SLURM_NTASKS": "8",
     "SLURM_TASKS_PER_NODE": "2(x4)",
 }
@@ -236,12 +237,12 @@ STUBS = {
     [
         (
             "srun -N4 -n 8 python -n 8",
-            "srun -N3 -n 6 --overlap --nodelist=n1,n3,n4 python -n 8",
+            "srun -N3 -n 6 --nodelist=n1,n3,n4 python -n 8",
         ),
-        ("srun -l python", "srun -l --overlap --nodelist=n1,n3,n4 python"),
+        ("srun -l python", "srun -l --nodelist=n1,n3,n4 python"),
         (
             "srun --nodes=2 --ntasks=6 python",
-            "srun --nodes=2 --ntasks=6 --overlap --nodelist=n1,n3 python",
+            "srun --nodes=2 --ntasks=6 --nodelist=n1,n3 python",
         ),
         ("mpiexec -ppn 2 -n 8 python", "mpiexec -ppn 2 -n 6 python"),
     ],
@@ -260,6 +261,7 @@ def test_a_command_for_the_nodes_that_answer(tmp_path, monkeypatch, command, exp
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n1,n3,n4",
         "SLURM_NNODES": "3",
+        "SLURM_OVERLAP": "1",
         "SLURM_NTASKS": "6",
         "SLURM_TASKS_PER_NODE": "2(x3)",
     }
