@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 # Each asks the command to end, so it is not started again.
 _SIGNALS = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]
 _SIGNALS += [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
-# The statuses of MPICH's mpiexec if a rank was killed, and if a host is lost. It
-# combines those of several ranks bit by bit.
-_MPICH = {9, 255, *(RESTART | 128 + number for number in range(signal.NSIG))}
+# Statuses after the loss of a rank. MPICH's mpiexec returns 9 if a rank was killed and
+# 255 if a host is lost, and combines those of several ranks bit by bit. A rank of Open
+# MPI whose connection has ended has status 14.
+_LOSSES = {RESTART, 9, 255, 14, *(RESTART | 128 + n for n in range(signal.NSIG))}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +134,7 @@ class _Run:
 
 def _is_loss(status: int) -> bool:
     by_signal = 128 < status <= 128 + signal.NSIG and status != 128 + signal.SIGINT
-    return by_signal or status == RESTART or status in _MPICH
+    return by_signal or status in _LOSSES
 
 
 def _end_was_planned() -> bool:
