@@ -89,7 +89,7 @@ def run(start):
     return wait
 
 
-@pytest.mark.parametrize("end", ["75", "-11", "9", "14"])
+@pytest.mark.parametrize("end", ["75", "-11", "9", "14", "203"])
 def test_a_command_that_has_lost_a_rank_is_started_again(run, end):
     status, starts, shown = run(f"save,{end} save,{end} 0")
 
