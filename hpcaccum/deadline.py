@@ -123,8 +123,6 @@ class Deadline:
         ready: Callable[[], T | None],
         missing: Callable[[], str],
         *,
-        looks: int = 1,
-        between: Callable[[], object] | None = None,
         check: Callable[[], object] | None = None,
         moves_data: bool = False,
     ) -> T:
@@ -134,11 +132,7 @@ class Deadline:
             ready: Called at least once, even if the limit has passed.
             missing: Returns what is waited for, and which ranks; called for messages
                 only.
-            looks: Calls of ``ready`` that nothing but ``between`` interrupts, at the
-                beginning. For what takes microseconds, as neither the clock is read nor
-                the core yielded.
-            between: Called between these, such as `os.sched_yield`.
-            check: Called after each later look. It raises if the wait cannot succeed.
+            check: Called after each look. It raises if the wait cannot succeed.
             moves_data: Whether data move in ``ready``, as in a test of MPI's requests,
                 and nowhere else. Naps then stay short.
 
@@ -151,9 +145,6 @@ class Deadline:
             return result
         begun = self._begin()
         try:
-            result = _look(ready, looks - 1, between)
-            if result is not None:
-                return result
             return self._poll(ready, missing, check, moves_data)
         finally:
             self._end(begun)
@@ -282,17 +273,6 @@ class Deadline:
         # restore what an interrupted wait has left there, too.
         _waits.pop(threading.get_ident(), None)
         self.waited += time.monotonic() - begun
-
-
-def _look(
-    ready: Callable[[], T | None], looks: int, between: Callable[[], object] | None
-) -> T | None:
-    for _ in range(looks):
-        if between is not None:
-            between()
-        if (result := ready()) is not None:
-            return result
-    return None
 
 
 def _seconds(timeout: float | None) -> float:

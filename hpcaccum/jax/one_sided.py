@@ -12,7 +12,6 @@ from hpcaccum.jax.rule import OptaxRule
 from hpcaccum.jax.structure import Structure
 from hpcaccum.mpi import Freeable, Group
 from hpcaccum.optimizers import (
-    AGNCustomGetter,
     AGNOptimizer,
     DropStaleGradientOptimizer,
     SyncReplicasOptimizer,
@@ -313,8 +312,4 @@ class AGN(OneSided):
         super().__init__(optax_rule, params, strategy, **options)
 
     def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
-        group, host = options.pop("comm"), options.pop("host")
-        getter = AGNCustomGetter(comm=group, host=host)
-        for var in self._all:
-            getter.register(var)
-        return AGNOptimizer(rule, group.size, getter, **options)
+        return AGNOptimizer(rule, **options)

@@ -16,7 +16,7 @@ from hpcaccum.layout import Layout
 from hpcaccum.optimizers.agn_getter import AGNCustomGetter, UnknownVariableError
 from hpcaccum.optimizers.base import Optimizer, set_global_step
 from hpcaccum.optimizers.checks import check_variables
-from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer, ServerOptions
 from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
@@ -27,7 +27,10 @@ from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from mpi4py import MPI as mpi4py_MPI
+
     from hpcaccum.dtypes import Array
+    from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
@@ -56,11 +59,14 @@ class AGNOptimizer(OneSidedOptimizer):
 
     Args:
         optimizer: Makes the local updates and, on the host rank, those of the center.
-        num_worker: Number of workers; checked but not used, as in the original.
-        custom_getter: Holds the variables, the communicator and the host rank.
+        num_worker: Number of workers; accepted for compatibility, the communicator
+            determines it.
+        custom_getter: Holds the variables, the communicator and the host rank. Without
+            it, any variables can be used, as with other optimizers.
         communication_period: T, at least 1.
         use_locking: Ignored.
         name: Name for messages.
+        comm, host: See `OneSidedOptimizer`; those of the getter, if there is one.
         dedicated, servers, on_nonfinite: See `OneSidedOptimizer`. A call whose
             gradients are dropped makes no local step and does not count.
 
@@ -73,36 +79,42 @@ class AGNOptimizer(OneSidedOptimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        num_worker: int,
-        custom_getter: AGNCustomGetter,
+        num_worker: int | None = None,
+        custom_getter: AGNCustomGetter | None = None,
         communication_period: int = 10,
         use_locking: bool = True,
         name: str = "AGNOptimizer",
         *,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
         dedicated: bool = False,
         servers: Servers = None,
         on_nonfinite: OnNonfinite = "accept",
     ) -> None:
-        def check() -> dict[str, int]:
-            if not isinstance(custom_getter, AGNCustomGetter):
+        def check() -> dict[str, int | None]:
+            if not isinstance(custom_getter, AGNCustomGetter | None):
                 raise TypeError(
                     f"custom_getter must be an AGNCustomGetter, got {custom_getter!r}"
                 )
+            if custom_getter is not None and (comm, host) != (None, 0):
+                raise InvalidArgumentError(
+                    "comm and host are those of the custom getter; give them to it"
+                )
             period = positive_count(communication_period, "communication_period")
-            workers = positive_count(num_worker, "num_worker")
+            workers = num_worker
+            if workers is not None:
+                workers = positive_count(workers, "num_worker")
             return {"communication_period": period, "num_worker": workers}
 
-        super().__init__(
-            optimizer,
-            name,
-            check,
-            # So that all ranks get the error of one, at least on all of MPI's ranks.
-            comm=getattr(custom_getter, "comm", None),
-            host=getattr(custom_getter, "host", 0),
-            dedicated=dedicated,
-            servers=servers,
-            on_nonfinite=on_nonfinite,
+        # So that all ranks get the error of one, at least on all of MPI's ranks.
+        place = ServerOptions(
+            getattr(custom_getter, "comm", comm),
+            getattr(custom_getter, "host", host),
+            dedicated,
+            servers,
+            on_nonfinite,
         )
+        super().__init__(optimizer, name, check, place)
         self._getter = custom_getter
         self._share = self._period = self._options["communication_period"]
         self._calls = 0
@@ -133,12 +145,13 @@ class AGNOptimizer(OneSidedOptimizer):
         """Set the center and all ranks' variables to the host rank's. Collective.
 
         Args:
-            var_list: Variables of the getter; all of them by default.
+            var_list: Variables, of the getter if there is one; then all of them by
+                default.
         """
         super().initialize(var_list)
 
     def _check_start(self, var_list: Variables | None) -> list[Variable]:
-        if var_list is None:
+        if var_list is None and self._getter is not None:
             var_list = list(self._getter.variables.values())
         variables = super()._check_start(var_list)
         self._check_registered(variables)
@@ -156,6 +169,8 @@ class AGNOptimizer(OneSidedOptimizer):
         self.inner._forget(check_variables(self._variables))
 
     def _check_registered(self, variables: Iterable[Variable]) -> None:
+        if self._getter is None:
+            return
         for var in variables:
             if self._getter.variables.get(var.name) is not var:
                 raise UnknownVariableError(
@@ -200,7 +215,7 @@ class AGNOptimizer(OneSidedOptimizer):
         variables = [var for _, var in pairs]
         if self._server is None:
             self._check_registered(variables)
-            self.initialize()
+            self.initialize(variables if self._getter is None else None)
         server = self._training_server()
         self._check_known(variables)
         # Before the local step.
@@ -305,7 +320,7 @@ class AGNOptimizer(OneSidedOptimizer):
         Raises:
             InvalidArgumentError: If the getter has no variable.
         """
-        if not self._getter.variables:
+        if self._getter is not None and not self._getter.variables:
             raise InvalidArgumentError("the custom getter has no trainable variable")
 
         def init() -> None:

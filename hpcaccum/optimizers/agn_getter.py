@@ -24,6 +24,7 @@ class AGNCustomGetter:
     """Collects the trainable variables that `get_variable` creates with it.
 
     Args:
+        worker_device: Ignored.
         comm: Communicator of the ranks; COMM_WORLD by default.
         host: The rank that holds the center.
 
@@ -32,7 +33,11 @@ class AGNCustomGetter:
     """
 
     def __init__(
-        self, *, comm: mpi4py_MPI.Comm | Group | None = None, host: int = 0
+        self,
+        worker_device: object = None,
+        *,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
     ) -> None:
         self.comm, self.host = comm, host
         self.variables: dict[str, Variable] = {}

@@ -6,7 +6,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer, ServerOptions
 from hpcaccum.server import BoundedStalenessInbox
 
 if TYPE_CHECKING:
@@ -61,11 +61,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             opt,
             name,
             lambda: {"staleness": _integer(staleness)},
-            comm=comm,
-            host=host,
-            dedicated=dedicated,
-            servers=servers,
-            on_nonfinite=on_nonfinite,
+            ServerOptions(comm, host, dedicated, servers, on_nonfinite),
         )
         # The step of the parameters in the last compute_gradients; None before it.
         self._computed_at: int | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,21 +23,20 @@ from hpcaccum.optimizers.checks import (
 from hpcaccum.optimizers.drop_watch import DropWatch
 from hpcaccum.optimizers.flat_rule import FlatRule, flat_rule
 from hpcaccum.optimizers.pairs import check_pairs
-from hpcaccum.optimizers.served import ServedOptimizer
 from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spread
 from hpcaccum.optimizers.slices import pushed
 from hpcaccum.optimizers.snapshot import counts_of, set_values
 from hpcaccum.optimizers.start import broadcast, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
-from hpcaccum.optimizers.wrapper import one_thread
+from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.server import ParameterServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.accumulator import Receipt
+    from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
@@ -43,7 +44,18 @@ if TYPE_CHECKING:
     from hpcaccum.server import Inbox
 
 
-class OneSidedOptimizer(ServedOptimizer):
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where the parameters of a one-sided optimizer are; see `OneSidedOptimizer`."""
+
+    comm: mpi4py_MPI.Comm | Group | None
+    host: int
+    dedicated: bool
+    servers: Servers
+    on_nonfinite: OnNonfinite
+
+
+class OneSidedOptimizer(Wrapper):
     """An optimizer whose updates run on the parameters of one rank. Collective.
 
     The host rank keeps a copy of the variables in CPU memory, the center, and the inner
@@ -73,6 +85,7 @@ class OneSidedOptimizer(ServedOptimizer):
         name: Name of this optimizer.
         check: Checks the options of this rank; returns those that must be the same on
             all ranks, by name.
+        options: The following ones, which all one-sided optimizers have.
         comm: Communicator of the ranks; COMM_WORLD by default.
         host: The rank that holds the center.
         dedicated: Whether servers only serve; they then call `serve` after
@@ -93,6 +106,9 @@ class OneSidedOptimizer(ServedOptimizer):
     """
 
     exchange = ExchangeKind.ONE_SIDED
+
+    _server: ParameterServer | None = None
+    _center: Center | None = None
     # Maximum number of gradients of a rank in one update.
     _share = 1
 
@@ -101,17 +117,14 @@ class OneSidedOptimizer(ServedOptimizer):
         opt: Optimizer,
         name: str,
         check: Callable[[], Mapping[str, Any]],
-        *,
-        comm: mpi4py_MPI.Comm | Group | None,
-        host: int,
-        dedicated: bool,
-        servers: Servers,
-        on_nonfinite: OnNonfinite,
+        options: ServerOptions,
     ) -> None:
-        group = Group.of(comm)
+        group, dedicated = Group.of(options.comm), options.dedicated
 
         def check_all() -> dict[str, Any]:
-            first, ranks = server_ranks(servers, host, group.size, dedicated)
+            first, ranks = server_ranks(
+                options.servers, options.host, group.size, dedicated
+            )
             return {
                 "optimizer": opt,
                 "host": first,
@@ -120,7 +133,7 @@ class OneSidedOptimizer(ServedOptimizer):
                 **check(),
             }
 
-        super().__init__(opt, name, group, check_all, on_nonfinite)
+        super().__init__(opt, name, group, check_all, options.on_nonfinite)
         self._root: int = self._options["host"]
         self._dedicated: bool = self._options["dedicated"]
         # None if they depend on the variables.
@@ -445,9 +458,126 @@ class OneSidedOptimizer(ServedOptimizer):
         # This node may have older ones.
         self._useful = self._step = server.assign(values)
 
+    # Questions, on every rank
+
+    def get_slot(self, var: Variable, name: str) -> Variable | None:
+        """Return a slot of this rank's variable or, on the host rank, of the center's.
+
+        A slot of the center is a copy, taken between two updates. Use `paused` to read
+        several of the same step.
+        """
+        own, center = self.inner.get_slot(var, name), self._center
+        if own is not None or center is None or not self._any_server().is_root:
+            return own
+        return center.slot(var, name)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[int]:
+        """Suspend updates during the block, to read one step; host rank only.
+
+        ``with opt.paused() as step:`` waits for the update in progress. `center`,
+        `get_slot` and `variables` return the values of ``step`` until the block ends.
+        Meanwhile all ranks wait for their updates, so keep the block short. Not
+        collective.
+
+        Raises:
+            InvalidArgumentError: On other ranks, which hold no slots. In the block, for
+                a call of this thread that would wait for an update.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if an update does not end.
+        """
+        with self._any_server().paused() as step:
+            yield step
+
+    def _any_server(self) -> ParameterServer:
+        """Return the server; a freed one still answers questions."""
+        return self._initialized(self._server)
+
+    def _open_server(self) -> ParameterServer:
+        self._check_open()
+        return self._any_server()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return copies of the center and of its state, all of one step.
+
+        On the host rank only, between two updates; other ranks go on. Also after
+        `free`.
+
+        Returns:
+            As `Optimizer.snapshot`; and "global_step", the number of updates, and
+            "tally", the `statistics` as lists. These may count gradients whose update
+            is not yet made: it is not part of the snapshot, nor are gradients that a
+            rank has not yet pushed, or the sums of AGN.
+
+        Raises:
+            InvalidArgumentError: On other ranks, or before `initialize`.
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if an update does not end.
+        """
+        self._any_server()
+        assert self._center is not None
+        return self._center.snapshot()
+
+    @property
+    def global_step(self) -> int:
+        """Number of updates of the center so far; after `free`, in total."""
+        return self._any_server().step
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank has waited for other ranks."""
+        return 0.0 if self._server is None else self._server.waited
+
+    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
+        return self._any_server().read
+
+    def statistics(self) -> Tally:
+        """Return how many gradients of each rank were accepted and dropped so far."""
+        return self._any_server().tally()
+
+    def leave(self) -> None:
+        """Declare that this rank contributes no more gradients. Not collective.
+
+        Other ranks stop waiting for it; quorums shrink.
+
+        Raises:
+            WaitTimeoutError: If it is not known yet whether this rank's last gradient
+                was accepted, because the answer is late. The rank has not left then,
+                and may call this again.
+        """
+        self._open_server().leave()
+
+    # The end
+
+    def free(self) -> None:
+        """Leave, wait until all ranks have left, and pull the final center. Collective.
+
+        Afterwards the variables of all ranks are those of the last update, also on
+        ranks that left early or only served. A Variable that one rank passed as
+        ``global_step`` is `global_step` on all ranks; one that did not pass it is found
+        by its name. `center`, `global_step`, `statistics` and `get_slot` remain
+        available. A dedicated server that has not called `serve` serves until the
+        others have left.
+
+        Raises:
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on all ranks that wait;
+                names the missing ranks. Another call on all ranks does the rest.
+        """
+        super().free()
+
+    @property
+    def freed(self) -> bool:
+        """Whether it was freed, by `free` or with its server before MPI_Finalize."""
+        return self._freed or (self._server is not None and self._server.freed)
+
     def _free(self) -> None:
-        if self._server is not None and self._server.has_to_serve:
-            self.serve()
+        if self._server is not None:
+            if self._server.has_to_serve:
+                self.serve()
+            # The end of a program frees the server only: no call may come after this.
+            self._server.note = tuple(self._steps)
+            self._server.free()
+            self._end_steps(self._server.notes)
+        if self._center is not None:
+            self._center.free()
         super()._free()
 
     def _end_server(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.arguments import positive_count
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer, ServerOptions
 from hpcaccum.server import QuorumInbox
 
 if TYPE_CHECKING:
@@ -81,11 +81,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             opt,
             name,
             check,
-            comm=comm,
-            host=host,
-            dedicated=dedicated,
-            servers=servers,
-            on_nonfinite=on_nonfinite,
+            ServerOptions(comm, host, dedicated, servers, on_nonfinite),
         )
         self._quorum: int = self._options["replicas_to_aggregate"]
         # Each worker may contribute so many gradients of one step.

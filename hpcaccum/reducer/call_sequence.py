@@ -61,14 +61,7 @@ class CallSequence:
                 f"it; make a new reducer"
             )
 
-    def wait(
-        self,
-        ready: Ready,
-        looks: int,
-        between: Callable[[], object] | None,
-        *,
-        moves_data: bool,
-    ) -> None:
+    def wait(self, ready: Ready, *, moves_data: bool) -> None:
         """Wait in the next call until ``ready`` returns something other than None."""
         deadline, control = Deadline(None, self), self._group.control
 
@@ -78,14 +71,7 @@ class CallSequence:
             control.check(self.track, deadline)
 
         try:
-            deadline.wait(
-                ready,
-                self._missing,
-                looks=looks,
-                between=between,
-                check=check,
-                moves_data=moves_data,
-            )
+            deadline.wait(ready, self._missing, check=check, moves_data=moves_data)
         except BaseException:
             control.depart(self.track)
             raise

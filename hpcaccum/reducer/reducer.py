@@ -91,7 +91,7 @@ class Reducer(Freeable):
 
     Args:
         layout: Of the arrays.
-        group: The ranks: a `Group`, a communicator, or None for COMM_WORLD.
+        comm: The ranks: a communicator, a `Group`, or None for COMM_WORLD.
         name: Begins messages.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         schedule: A name in the table, or ``"auto"``.
@@ -102,6 +102,7 @@ class Reducer(Freeable):
         cuda_aware: Whether MPI is given device memory. Requires schedule ``"flat"``,
             which then makes blocking calls, without a timeout, after all ranks have
             arrived.
+        group: An earlier name of ``comm``.
 
     Attributes:
         label: The name, with a number that is unique in the group.
@@ -115,7 +116,7 @@ class Reducer(Freeable):
     def __init__(
         self,
         layout: Layout,
-        group: Group | mpi4py_MPI.Comm | None = None,
+        comm: mpi4py_MPI.Comm | Group | None = None,
         name: str = "reducer",
         *,
         reduction_type: str = "MEAN",
@@ -123,8 +124,9 @@ class Reducer(Freeable):
         wire_dtype: Any = None,
         bucket_bytes: int | None = None,
         cuda_aware: bool = False,
+        group: mpi4py_MPI.Comm | Group | None = None,
     ) -> None:
-        self._group, self._name = Group.of(group), name
+        self._group, self._name = Group.of(comm if group is None else group), name
 
         def check() -> Options:
             return Options.checked(

@@ -185,14 +185,15 @@ class Schedule:
 
     def finish(self, call: Call) -> bool:
         """Reduce the rest and wait for it; return whether all ranks make this call."""
-        copy_in(call.inputs, self.arrays, self.sent)
+        if call.inputs:
+            copy_in(call.inputs, self.arrays, self.sent)
         if call.ready is not None:
             for number in range(len(self.buckets)):
                 call.ready(number)
                 self.offer(number + 1)
         self.offer(len(self.buckets))
         agreed = self.complete(call)
-        if agreed:
+        if agreed and call.out:
             copy(self.results, call.out)
         return agreed
 

@@ -9,7 +9,7 @@ from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import VARIABLE, cuda_awareness
 from hpcaccum.reducer.buckets import cut
-from hpcaccum.reducer.flat import Blocking, Flat
+from hpcaccum.reducer.flat import Blocking, Flat, SmallFlat
 from hpcaccum.reducer.hierarchical import Hierarchical
 from hpcaccum.reducer.nccl import Nccl
 from hpcaccum.reducer.one_shot import OneShot
@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 # In the order in which they are tried.
-SCHEDULES: list[type[Schedule]] = [OneShot, TwoShot, Hierarchical, Flat, Blocking, Nccl]
+SCHEDULES: list[type[Schedule]] = [
+    OneShot,
+    TwoShot,
+    Hierarchical,
+    SmallFlat,
+    Flat,
+    Blocking,
+    Nccl,
+]
 
 
 def check_name(schedule: str) -> None:

@@ -55,6 +55,45 @@ class Agreement:
         return bool(self._words[0] == ~self._words[1])
 
 
+class Digits:
+    """A number of 64 bits among data that are summed over all ranks.
+
+    It is sent in digits x and their squares, which are so short that sums are exact. If
+    n ranks do not have the same digit, n times the sum of the squares is above the
+    square of the sum, so no rank finds both sums to be n times its own.
+
+    Args:
+        ranks: How many sum.
+        dtype: Of the data.
+
+    Attributes:
+        size: Elements that the number takes.
+    """
+
+    def __init__(self, ranks: int, dtype: np.dtype[Any]) -> None:
+        exact = 2 << np.finfo(dtype).nmant
+        bits = next(b for b in (8, 4, 2, 1) if ranks * ((1 << b) - 1) ** 2 <= exact)
+        digits = np.arange(256)[:, None] >> np.arange(0, 8, bits) & ((1 << bits) - 1)
+        # A table of bytes: calls of NumPy would take several times as long.
+        table = np.hstack([digits, digits**2]).astype(dtype)
+        self._own = [row.tobytes() for row in table]
+        self._sums = [row.tobytes() for row in table * ranks]
+        self.size = _BYTES * table.shape[1]
+
+    def of(self, number: int) -> bytes:
+        """Return what a rank sends for its number."""
+        own = self._own
+        return b"".join([own[byte] for byte in number.to_bytes(_BYTES, "little")])
+
+    def sums(self, number: int) -> bytes:
+        """Return what all ranks receive if all have sent the same number."""
+        sums = self._sums
+        return b"".join([sums[byte] for byte in number.to_bytes(_BYTES, "little")])
+
+
+_BYTES = 8
+
+
 class Interruption(Exception):
     """A call was not made, because ranks called `Reducer.interrupt` in its place.
 

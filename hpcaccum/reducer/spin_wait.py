@@ -58,14 +58,19 @@ class SpinWait:
 
     def __call__(self, ready: Ready) -> None:
         """Wait until ``ready`` returns True."""
-        progress = self._progress
-        # A deadline costs microseconds, and often there is nothing to wait for.
-        if progress is None and ready():
-            return
+        progress, between = self._progress, self._between
+        # A deadline costs microseconds, which most waits do not take.
+        for _ in range(self._looks):
+            if progress is not None:
+                progress()
+            if ready():
+                return
+            if between is not None:
+                between()
 
         def look() -> bool | None:
             if progress is not None:
                 progress()
             return ready() or None
 
-        self._calls.wait(look, self._looks, self._between, moves_data=self._moves_data)
+        self._calls.wait(look, moves_data=self._moves_data)

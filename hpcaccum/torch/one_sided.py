@@ -8,7 +8,6 @@ import torch
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import (
-    AGNCustomGetter,
     AGNOptimizer,
     DropStaleGradientOptimizer,
     SyncReplicasOptimizer,
@@ -277,11 +276,7 @@ class AGN(OneSided):
         super().__init__(optimizer, strategy, **options)
 
     def _make(self) -> AGNOptimizer:
-        options = dict(self._options)
-        getter = AGNCustomGetter(comm=self._group, host=options.pop("host"))
-        for var in self._rule.own:
-            getter.register(var)
-        return AGNOptimizer(self._rule, self._group.size, getter, **options)
+        return AGNOptimizer(self._rule, comm=self._group, **self._options)
 
     def _update(self) -> Receipt:
         # The optimizer makes the local step.

@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared": {"schedule": "shared", "bucket_bytes": SMALL},
     "staged": {"schedule": "shared", "bucket_bytes": SMALL},
     "flat": {"schedule": "flat", "bucket_bytes": SMALL},
+    "small-flat": {"schedule": "flat"},
     "hierarchical": {"schedule": "hierarchical", "bucket_bytes": SMALL},
 }
 ALL = pytest.mark.parametrize("maker", KINDS, indirect=True)
@@ -62,7 +63,7 @@ class Maker:
 
     def __init__(self, comm: MPI.Intracomm, kind: str, nodes: str = "halves") -> None:
         self.group = Group.of(comm)
-        self.kind, self.exact = kind, kind != "flat"
+        self.kind, self.exact = kind, not kind.endswith("flat")
         self._made: list[Reducer] = []
         if kind == "hierarchical" and comm.size > 1 and self.group.single_node:
             self.group = made_up(comm, nodes)

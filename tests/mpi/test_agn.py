@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError, testing
@@ -85,6 +86,36 @@ def test_sgd_by_hand(make, size, which, num_worker):
         [0, 0, -2, -2, -2, -7, -7],
         [0, 0, 1, 1, 1, 2, 2],
     ]
+
+
+@pytest.mark.parametrize("how", ["initialize", "compute_gradients", "minimize"])
+def test_variables_need_no_getter(comm, rank, size, how):
+    x, w = variable(0.0, name="x"), variable(rank)
+    host = size - 1
+    with hpc.AGNOptimizer(
+        hpc.SGD(1), communication_period=2, comm=comm, host=host
+    ) as opt:
+        if how == "initialize":
+            opt.initialize([x, w])
+        if how == "compute_gradients":
+            for _ in range(2):
+                pairs = opt.compute_gradients(lambda: (0.0, [1.0, 3.0]), [x, w])
+                opt.apply_gradients(pairs)
+        else:
+            for _ in range(2):
+                opt.minimize(lambda: (0.0, [1.0, 3.0]), var_list=[x, w])
+        meet()
+        opt.get_init_op(0)()
+
+        assert (x.value, w.value) == (-size, host - 3 * size)
+        assert opt.global_step == size
+
+
+@pytest.mark.parametrize("wrong", [{"comm": MPI.COMM_WORLD}, {"host": 1}])
+def test_place_is_that_of_the_getter(comm, wrong):
+    getter = hpc.AGNCustomGetter("/job:worker", comm=comm)
+    with pytest.raises(InvalidArgumentError, match="are those of the custom getter"):
+        hpc.AGNOptimizer(hpc.SGD(1), custom_getter=getter, **wrong)
 
 
 @pytest.mark.ranks(min=2)
@@ -398,7 +429,7 @@ def test_a_period_is_at_least_one_on_all_ranks(comm, rank, size, period, kind):
 
 def test_the_getter_must_be_one(comm):
     with pytest.raises(TypeError, match="AGNCustomGetter"):
-        hpc.AGNOptimizer(hpc.SGD(1), 1, None)
+        hpc.AGNOptimizer(hpc.SGD(1), 1, {})
 
 
 def test_a_push_that_raises_after_it_was_accepted_is_not_repeated(comm, rank, size):

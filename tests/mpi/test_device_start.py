@@ -62,7 +62,7 @@ def check(maker, found, parts):
 
 @pytest.mark.parametrize(
     ("maker", "pinned_from"),
-    [*zip(KINDS, [0, 1 << 20, 0, 0, 1 << 20], strict=True)],
+    [*zip(KINDS, [0, 1 << 20, 0, 0, 0, 1 << 20], strict=True)],
     indirect=["maker"],
 )
 def test_start_does_not_wait_for_the_device(

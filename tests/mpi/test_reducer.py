@@ -33,10 +33,12 @@ def group(comm):
     return Group.of(comm)
 
 
-@pytest.mark.parametrize("given", ["group", "communicator", "nothing"])
-def test_it_reduces_over_the_group_that_it_is_given(comm, rank, size, given):
-    ranks = {"group": Group.of(comm), "communicator": comm, "nothing": None}[given]
-    with Reducer(Layout({"x": (3,)}, "float64"), ranks) as reducer:
+@pytest.mark.parametrize("given", ["group", "comm", "nothing"])
+@pytest.mark.parametrize("kind", ["group", "communicator"])
+def test_it_reduces_over_the_group_that_it_is_given(comm, rank, size, kind, given):
+    ranks = Group.of(comm) if kind == "group" else comm
+    options = {} if given == "nothing" else {given: ranks}
+    with Reducer(Layout({"x": (3,)}, "float64"), **options) as reducer:
         assert reducer.reduce({"x": [rank] * 3})["x"].tolist() == [(size - 1) / 2] * 3
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import BrokenObjectError, DisagreementError, testing
-from hpcaccum.optimizers import reducing, start
+from hpcaccum.optimizers import cross_shard, start
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.reducer import Reducer, RowExchange, row_exchange
 from hpcaccum.reducer.device import DeviceCalls
@@ -139,7 +139,7 @@ def test_a_restore_that_ends_is_not_mixed_with_the_next(make, rank, size, monkey
     opt.minimize(gives(1.0), var_list=[variable()])
     first = opt.snapshot()
     if rank == size - 1:
-        ended(monkeypatch, (reducing, "broadcast"), opt.restore, first)
+        ended(monkeypatch, (cross_shard, "broadcast"), opt.restore, first)
     # The first rank has sent its values, the last one has not received them.
     errors = [raised(opt.restore, first) for _ in range(2)]
     errors.append(raised(other.initialize, [variable()]))
