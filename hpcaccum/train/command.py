@@ -38,7 +38,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     options = group.agree("options", lambda: _options(args, group))
     if not isinstance(options.servers, str):
         check_nodes(options.servers, group)
-    requests = Requests(options.time_limit)
+    requests = Requests(options.time_limit, group.lost)
     requests.listen_early()
     if options.device == "cuda":
         group.agree("--device", lambda: use_device(group.node.rank), _nothing)

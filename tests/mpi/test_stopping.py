@@ -34,7 +34,7 @@ def steps(group, asked, who):
     with requests.listening():
         while not stop.is_after(step):
             if step == asked and group.rank == who % group.size:
-                signal.raise_signal(signal.SIGUSR1)
+                signal.raise_signal(signal.SIGTERM)
             # The exchange of gradients: nobody ends a step before all have begun it.
             group.allgather(None, "step")
             step += 1

@@ -14,7 +14,7 @@ from .conftest import REPOSITORY
 pytestmark = pytest.mark.mpi
 
 COMMON = "--hidden", "8", "--batch", "64", "--epochs", "20"
-SLOW = "--straggler", "0:10", "--straggler", "1:10"
+SLOW = "--straggler", "0:20", "--straggler", "1:20"
 
 # Asks one rank with a signal, shortly after the training has begun.
 ASKING = """

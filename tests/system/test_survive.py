@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 
 import pytest
 from mpi4py.MPI import get_vendor
 
 from hpcaccum.errors import RESTART
+
+from .conftest import REPOSITORY
 
 MPICH = get_vendor()[0] == "MPICH"
 # Without shared memory, each rank is a node, which is lost with it.
@@ -265,3 +269,43 @@ def test_the_loss_of_the_server_ends_with_a_status(mpirun, script):
     assert result.returncode & RESTART == RESTART, result.stdout
     assert "rank 0 (process " in result.stdout
     assert "has the end" not in result.stdout
+
+
+# The last rank is killed while it computes a gradient.
+COMMAND = """
+import os, signal, sys
+from mpi4py import MPI
+from hpcaccum.cli import main
+from hpcaccum.train.model import MLP
+
+compute, calls = MLP.loss_and_gradients, []
+
+def dying(*args):
+    calls.append(args)
+    if len(calls) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return compute(*args)
+
+if __name__ == "__main__":
+    if MPI.COMM_WORLD.rank == 3:
+        MLP.loss_and_gradients = dying
+    sys.exit(main())
+"""
+
+
+def test_a_training_reaches_its_end_without_a_rank(mpirun, script, tmp_path, digits):
+    # MPICH sends the others SIGUSR1, with which SLURM asks a training to stop.
+    words = "train", "--strategy", "drop-stale", "--data", digits, "--log", "log.jsonl"
+    words += "--epochs", "6", *(f"--straggler={rank}:20" for rank in range(3))
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    program = script(COMMAND)
+    result = mpirun(4, program, *words, cwd=tmp_path, env=env, survive=True)
+    end = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+
+    # MPICH's mpiexec returns that of the shell of the rank that was killed.
+    assert result.returncode == (128 + signal.SIGKILL if MPICH else 0), result.stdout
+    assert " is lost: its process has ended" in result.stdout
+    assert end["event"] == "result", result.stdout
+    assert end["stopped"] == 0
+    assert end["updates"] >= end["target"]
+    assert end["accepted"][3] < 5
