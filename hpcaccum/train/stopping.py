@@ -38,9 +38,8 @@ class Requests:
     SLURM sends SIGTERM at the end of a job, and SIGUSR1 before that if it is asked to.
     SIGUSR1 at about the time of a loss is no request.
 
-    Args:
-        seconds: The time limit, which begins with `listening`.
-        lost: The ranks that are lost so far.
+    The time limit, in seconds, begins with `listening`. ``lost`` has all ranks that are
+    lost so far.
     """
 
     def __init__(self, seconds: float, lost: Collection[int] = ()) -> None:
@@ -94,38 +93,24 @@ class Requests:
 
 
 class Stop:
-    """Whether any rank was asked to stop, and after which step all do. Collective.
+    """Whether any rank was asked to stop, and after which step all do. Collective."""
 
-    Args:
-        group: The ranks.
-        requests: Those to this rank.
-        models: The number of models: one, or as many as shard groups.
-        number: That of this rank's model.
-        says: Whether this rank says that the training stops.
-    """
-
-    def __init__(
-        self, group: Group, requests: Requests, models: int, number: int, says: bool
-    ) -> None:
-        # The exit status, if any was asked; and for each model, its last step.
-        self._words = AtomicWords(group, 0, 1 + models)
-        self._requests, self._place, self._says = requests, 1 + number, says
+    def __init__(self, group: Group, requests: Requests, says: bool) -> None:
+        # The exit status, if any was asked, and the last step.
+        self._words = AtomicWords(group, 0, 2)
+        self._requests, self._says = requests, says
         self._status = 0
 
     def asked(self) -> bool:
         """Return whether any rank was asked; let the others know."""
         if not self._status:
-            self._status = self._find()
+            self._status = self.status
+            if not self._status and (mine := self._requests.status):
+                # The first request counts.
+                self._status = self._words.compare_and_swap(0, 0, mine) or mine
             if self._status and self._says:
                 logger.warning(_NOTES[self._status])
         return self._status != 0
-
-    def _find(self) -> int:
-        found = self._words.read(0)
-        if not found and (mine := self._requests.status):
-            # The first request counts.
-            found = self._words.compare_and_swap(0, 0, mine) or mine
-        return found
 
     @property
     def status(self) -> int:
@@ -133,7 +118,7 @@ class Stop:
         return self._words.read(0)
 
     def is_after(self, step: int) -> bool:
-        """Return whether all ranks of the group stop after ``step``.
+        """Return whether all ranks stop after ``step``.
 
         For ranks that make each step together, and call this before the first and after
         each of them. The first that knows of the request makes the next step the last
@@ -141,7 +126,7 @@ class Stop:
         """
         if not self.asked():
             return False
-        found = self._words.compare_and_swap(self._place, 0, step + 1)
+        found = self._words.compare_and_swap(1, 0, step + 1)
         return step >= (found or step + 1)
 
     def free(self) -> None:

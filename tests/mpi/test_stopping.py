@@ -29,7 +29,7 @@ def group(request, comm, size):
 def steps(group, asked, who):
     """Make steps together until all stop; one rank is asked at one of them."""
     requests = Requests(math.inf)
-    stop = Stop(group, requests, 1, 0, says=False)
+    stop = Stop(group, requests, says=False)
     step = 5
     with requests.listening():
         while not stop.is_after(step):
