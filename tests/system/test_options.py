@@ -65,7 +65,7 @@ BENCH = [
     (["allreduce", "--json", "no/rows.json"], "no/rows.json: No such file"),
     (["allreduce", "--plot", "no/rows.png"], "no/rows.png: No such file"),
     (["allreduce", "--plot", "rows.txt"], "must end in one of .png"),
-    (["server", "--against", "gloo"], "bench server: error: unrecognized arguments: -"),
+    (["step", "--against", "gloo"], "bench step: error: unrecognized arguments: -"),
     (["allreduce", "--sizes", "4K,"], "a range such as 4K:256M or 4K:256M:2, got ''"),
     (["allreduce", "--sizes", "1M:4K"], "from a smaller to a larger size, with a fac"),
     ([*QUICK, "--json", "script.py"], "script.py: the file exists; use --force"),
