@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 import hpcaccum as hpc
+from hpcaccum.deadline import Deadline
 from hpcaccum.device import cupy
 from hpcaccum.train.data import batches
 from hpcaccum.train.model import MLP
@@ -274,5 +275,7 @@ class Run:
         group = self._group
         with contextlib.suppress(hpc.LostRankError):
             return group.allgather(value, what)
+        # Rank 0 may know of the loss first: then its heartbeat tells the others.
+        Deadline(None, what).wait(lambda: group.lost or None, lambda: "the heartbeat")
         found = group.meet(value, what)
         return [found.get(rank, lost) for rank in range(group.size)]

@@ -287,25 +287,47 @@ def dying(*args):
     return compute(*args)
 
 if __name__ == "__main__":
+    processes = MPI.COMM_WORLD.allgather(os.getpid())
     if MPI.COMM_WORLD.rank == 3:
         MLP.loss_and_gradients = dying
     sys.exit(main())
 """
 
 
-def test_a_training_reaches_its_end_without_a_rank(mpirun, script, tmp_path, digits):
-    # MPICH sends the others SIGUSR1, with which SLURM asks a training to stop.
+@pytest.fixture
+def train(mpirun, script, tmp_path, digits):
+    """Run a training that loses a rank; return the status, the output and the log."""
     words = "train", "--strategy", "drop-stale", "--data", digits, "--log", "log.jsonl"
     words += "--epochs", "6", *(f"--straggler={rank}:20" for rank in range(3))
     env = {"PYTHONPATH": str(REPOSITORY)}
-    program = script(COMMAND)
-    result = mpirun(4, program, *words, cwd=tmp_path, env=env, survive=True)
-    end = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+
+    def run(program):
+        path = script(program)
+        result = mpirun(4, path, *words, cwd=tmp_path, env=env, survive=True)
+        assert " is lost: its process has ended" in result.stdout, result.stdout
+        assert "Traceback" not in result.stdout
+        end = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+        assert end["event"] == "result", result.stdout
+        assert end["accepted"][3] < 5
+        return result.returncode, end
+
+    return run
+
+
+def test_a_training_reaches_its_end_without_a_rank(train):
+    # MPICH sends the others SIGUSR1, with which SLURM asks a training to stop.
+    status, end = train(COMMAND)
 
     # MPICH's mpiexec returns that of the shell of the rank that was killed.
-    assert result.returncode == (128 + signal.SIGKILL if MPICH else 0), result.stdout
-    assert " is lost: its process has ended" in result.stdout
-    assert end["event"] == "result", result.stdout
+    assert status == (128 + signal.SIGKILL if MPICH else 0)
     assert end["stopped"] == 0
     assert end["updates"] >= end["target"]
-    assert end["accepted"][3] < 5
+
+
+def test_a_training_that_is_asked_to_stop_may_lose_a_rank(train):
+    # The others learn of the loss when they end.
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    ask = "[os.kill(each, signal.SIGTERM) for each in processes[:3]]"
+    _, end = train(COMMAND.replace(kill, f"{ask}; {kill}"))
+
+    assert end["stopped"] == RESTART
