@@ -53,15 +53,15 @@ adapters:
 # tested with each MPI, and on each number of ranks: `uneven` on 4, as it is `halves` on 3.
 # Without shared memory, each rank is on a node of its own, and no others are made up.
 #
-# Tests marked `any_size` test the same on any number of ranks. They run on 2 ranks with
-# each MPI (with MPICH in the leg `readme`), and on 3 with MPICH, which is slower: there
-# are more ranks than cores. Those that need 3 ranks run on 3 with each MPI.
+# Tests marked `any_size` test the same on any number of ranks. They run on 1 and 2 ranks
+# with each MPI (on 2 with MPICH in the leg `readme`). Those also marked `ranks`, which need
+# 3 ranks or several nodes, run on 3 with each MPI.
 # `make test-all` runs all tests on all numbers of ranks.
 SIZED   := -m 'not any_size'
 SIZED_3 := -m 'not any_size or ranks'
 mpich-4:   OPTIONS := $(SIZED) -o mpi_nodes=halves,uneven
 openmpi-4: OPTIONS := $(SIZED) -o mpi_nodes=apart,singles,uneven
-mpich-3:   OPTIONS := -o mpi_nodes=apart,singles
+mpich-3:   OPTIONS := $(SIZED_3) -o mpi_nodes=apart,singles
 openmpi-3: OPTIONS := $(SIZED_3) -o mpi_nodes=halves
 no-shared-memory-4: OPTIONS := $(SIZED)
 no-shared-memory-3: OPTIONS := $(SIZED_3)

@@ -10,7 +10,6 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-Groups = list[list[int]]
 # "auto", or ranks.
 Servers = str | tuple[int, ...]
 
@@ -120,11 +119,6 @@ def time(text: str) -> float:
 def widths(text: str) -> tuple[int, ...]:
     """Return the widths of layers, which commas separate."""
     return tuple(count(part) for part in text.split(","))
-
-
-def groups(text: str) -> Groups:
-    """Return lists of ranks: slashes separate lists, commas ranks."""
-    return [[whole(rank) for rank in group.split(",")] for group in text.split("/")]
 
 
 def straggler(text: str) -> tuple[int, float]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
+
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.files import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +24,15 @@ COLORS = (
     "#6A3D9A",
 )
 _COLUMN, _ROW = 7.2, 4.2
+
+
+def check_picture(path: Path, cure: str = "pip install matplotlib") -> None:
+    """Raise InvalidArgumentError if the file of ``--plot`` cannot be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgumentError(
+            f"--plot needs matplotlib, which is not installed: {cure}"
+        )
+    check_writable("--plot", path)
 
 
 def group_by(things: Iterable[Any], key: Callable[[Any], str]) -> dict[str, list[Any]]:

@@ -16,6 +16,7 @@ from hpcaccum.bench.rows import Row, RowFiles, rows
 from hpcaccum.bench.wire import Links
 from hpcaccum.files import check_apart, check_new, check_writable, ending_the_job
 from hpcaccum.machine import circumstances, describe, place_and_date
+from hpcaccum.plots import check_picture
 
 if TYPE_CHECKING:
     import argparse
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _ONE_NODE = (
-    "all ranks are on one node, and nothing crosses a wire: use hpcaccum bench step or "
-    "hpcaccum bench server, or start ranks on several nodes"
+    "all ranks are on one node, and nothing crosses a wire: use hpcaccum bench step, "
+    "or start ranks on several nodes"
 )
 _ROWS = "hpcaccum bench NAME --help: what the rows are"
 
@@ -36,12 +37,11 @@ def needs_mpi(args: argparse.Namespace) -> bool:
 
 def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
     """Check all arguments; return the command, ready to call. Collective."""
+    if args.benchmark == "compare":
+        return comparison(args.old, args.new, args.tolerance)
     if args.benchmark == "scaling":
         _check_outputs(args, {str(each): each for each in args.files})
         return scaling.report(args.files, args.plot)
-    if args.benchmark == "compare":
-        _check_outputs(args, {"old": args.old, "new": args.new})
-        return comparison(args.old, args.new, args.tolerance, args.plot)
     group = Group.of()
     group.agree("options", lambda: vars(args))
     files = group.agree(
@@ -50,7 +50,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
     return functools.partial(_run, args, group, files)
 
 
-def _open_files(args: argparse.Namespace, group: Group) -> RowFiles | None:
+def _open_files(args: argparse.Namespace, group: Group) -> RowFiles:
     """Check what the benchmark needs; return what rank 0 writes."""
     if _uses_torch(args):
         what = "bench torch" if args.benchmark == TORCH else "--against gloo"
@@ -62,7 +62,7 @@ def _open_files(args: argparse.Namespace, group: Group) -> RowFiles | None:
     if args.benchmark == WIRE and group.single_node:
         raise InvalidArgumentError(_ONE_NODE)
     if group.rank != 0:
-        return None
+        return RowFiles(None, None)
     _check_outputs(args, {})
     return RowFiles(args.json, args.csv)
 
@@ -72,26 +72,24 @@ def _check_outputs(args: argparse.Namespace, inputs: dict[str, Path]) -> None:
 
     Nothing is created or changed.
     """
-    # A comparison has only a picture.
+    # Of several jobs there is only a picture.
     names = "json", "csv", "plot"
     outputs = {f"--{each}": getattr(args, each, None) for each in names}
     check_apart(outputs, inputs)
     if not args.force:
         check_new(outputs)
     if args.plot:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise InvalidArgumentError(
-                "--plot needs matplotlib, which is not installed: pip install "
-                "matplotlib"
-            ) from None
+        check_picture(args.plot)
     for name, path in outputs.items():
         if path is not None:
             check_writable(name, path)
 
 
-def _run(args: argparse.Namespace, group: Group, files: RowFiles | None) -> int:
+def _uses_torch(args: argparse.Namespace) -> bool:
+    return args.benchmark == TORCH or getattr(args, "against", None) is not None
+
+
+def _run(args: argparse.Namespace, group: Group, files: RowFiles) -> int:
     """Measure and write; return the exit status. Collective."""
     facts = circumstances(group)
     title, links = describe(facts), None
@@ -102,7 +100,7 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles | None) -> int:
         links = Links(group)
         facts["links"] = links.about
         title += f"\n{links.about}"
-    names, against = benchmarks_of(args.benchmark), _uses_torch(args)
+    names = benchmarks_of(args.benchmark)
     usual = report.HOST if group.single_node else report.BETWEEN_NODES
     columns = CASES[names[0]].columns or usual
 
@@ -112,6 +110,7 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles | None) -> int:
 
     show(title, columns.legend, _ROWS)
     measured: list[Row] = []
+    against = _uses_torch(args)
     with torch_step.gloo(group) if against else contextlib.nullcontext():
         for name in names:
             show(report.head(name, columns))
@@ -126,11 +125,9 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles | None) -> int:
                 # Else its arrays remain beside those of the next size.
                 del case
                 show(*report.lines(found, columns))
-                if files:
-                    files.write(found, facts)
+                files.write(found, facts)
                 measured += found
-    if files:
-        files.close()
+    files.close()
     if args.plot and group.rank == 0 and measured:
         from hpcaccum.bench.plot import draw
 
@@ -138,7 +135,3 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles | None) -> int:
             draw(measured, f"{title}\n{place_and_date(facts)}", args.plot)
         show(f"\npicture: {args.plot}")
     return 0
-
-
-def _uses_torch(args: argparse.Namespace) -> bool:
-    return args.benchmark == TORCH or getattr(args, "against", None) is not None

@@ -16,7 +16,6 @@ from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.report import number_text, print_groups, size_text, time_text
 from hpcaccum.bench.rows import read
 from hpcaccum.errors import counted
-from hpcaccum.machine import place_and_date
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +48,7 @@ class Change(NamedTuple):
     verdict: str = ""
 
 
-def comparison(
-    old: Path, new: Path, tolerance: float, plot: Path | None
-) -> Callable[[], int]:
+def comparison(old: Path, new: Path, tolerance: float) -> Callable[[], int]:
     """Return a function that prints the comparison and returns the exit status.
 
     The status is 1 if a row of hpcaccum became slower, relative to its reference, by
@@ -75,8 +72,7 @@ def comparison(
         if alone := len(found) - len(common):
             notes.append(f"only in {path}: {counted(alone, 'row')}")
     changes = [_change(key, before, after, tolerance) for key in common]
-    places = [place_and_date(each) for each in facts]
-    return functools.partial(_show, changes, notes, tolerance, plot, places)
+    return functools.partial(_show, changes, notes, tolerance)
 
 
 def _change(key: Key, before: Rows, after: Rows, tolerance: float) -> Change:
@@ -92,7 +88,7 @@ def _change(key: Key, before: Rows, after: Rows, tolerance: float) -> Change:
             rows += [before[other][0], row]
             ratio, reference = time * rows[2].median_us / row.median_us, row.name
             break
-    noise = math.hypot(*((each.spread_us or 0) / each.median_us for each in rows))
+    noise = math.hypot(*(each.spread_us / each.median_us for each in rows))
     verdict = "undecided"
     if ratio / (1 + noise) > 1 + tolerance:
         verdict = "slower"
@@ -101,13 +97,7 @@ def _change(key: Key, before: Rows, after: Rows, tolerance: float) -> Change:
     return Change(old, new, time, ratio, noise, reference, verdict)
 
 
-def _show(
-    changes: list[Change],
-    notes: list[str],
-    tolerance: float,
-    plot: Path | None,
-    places: list[str],
-) -> int:
+def _show(changes: list[Change], notes: list[str], tolerance: float) -> int:
     cells, above = [], None
     for change in changes:
         head = change.new.benchmark, change.new.bytes
@@ -126,11 +116,6 @@ def _show(
         f"{counted(len(changes), 'row')} compared, {slower} slower by more than "
         f"{tolerance:.0%} and the noise, {undecided} undecided"
     )
-    if plot:
-        from hpcaccum.bench.plot import draw_changes
-
-        draw_changes(changes, tolerance, places, plot)
-        print(f"picture: {plot}")
     return 1 if slower else 2 if undecided else 0
 
 

@@ -13,7 +13,6 @@ from hpcaccum.bench.accumulate import Accumulate
 from hpcaccum.bench.allreduce import Allreduce
 from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.device import __doc__ as device_help
-from hpcaccum.bench.server import Server
 from hpcaccum.bench.step import Step
 from hpcaccum.bench.torch_step import TorchStep
 from hpcaccum.bench.wire import Wire
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 BENCHMARKS: dict[str, type[Case]] = {
     "accumulate": Accumulate,
     "allreduce": Allreduce,
-    "server": Server,
     "step": Step,
 }
 # What `all` leaves out, as not every machine has a device or PyTorch, and not every job
@@ -73,63 +71,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare = add("compare", "what became slower between two --json files", "")
     compare.add_argument("old", type=Path, help="written by --json")
     compare.add_argument("new", type=Path, help="written by --json")
-    compare.add_argument(
-        "--tolerance",
-        type=option_values.fraction,
-        default=0.1,
-        help="allowed slowdown, relative to the reference and beside the noise; more "
-        "gives exit status 1 (0.1)",
-    )
-    _add_picture(compare, "draw the ratios over sizes")
+    text = "allowed slowdown, relative to the reference and beside the noise; more "
+    text += "gives exit status 1 (0.1)"
+    tolerance = option_values.fraction
+    compare.add_argument("--tolerance", type=tolerance, default=0.1, help=text)
     text = "how times grow with ranks and nodes, from files of several jobs"
     scaling = add("scaling", text, "")
-    scaling.add_argument(
-        "files",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="written by bench --json or train --log, on different numbers of ranks",
-    )
+    text = "written by bench --json or train --log, on different numbers of ranks"
+    scaling.add_argument("files", type=Path, nargs="+", metavar="FILE", help=text)
     _add_picture(scaling, "draw the efficiency over ranks")
 
 
 def _add_measure(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument(
-        "--sizes",
-        type=sizes,
-        nargs="+",
-        metavar="SIZE",
-        help="bytes of a gradient, such as 4K,1M, and ranges: 4K:256M is 4K, 16K and "
-        "so on, 4K:256M:2 has all powers of two "
-        f"({CASES[benchmarks_of(name)[0]].sizes})",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=option_values.positive,
-        default=2.0,
-        help="seconds for each size (2); at least three runs",
-    )
+    text = "bytes of a gradient, such as 4K,1M, and ranges: 4K:256M is 4K, 16K and so "
+    text += "on, 4K:256M:2 has all powers of two "
+    text += f"({CASES[benchmarks_of(name)[0]].sizes})"
+    parser.add_argument("--sizes", type=sizes, nargs="+", metavar="SIZE", help=text)
+    text = "seconds for each size (2); at least three runs"
+    seconds = option_values.positive
+    parser.add_argument("--seconds", type=seconds, default=2.0, help=text)
     if name in ("allreduce", "all"):
-        parser.add_argument(
-            "--against", choices=("gloo",), help="measure torch.distributed as well"
-        )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write a JSON line for each row"
-    )
-    parser.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write the same fields as a table"
-    )
+        text = "measure torch.distributed as well"
+        parser.add_argument("--against", choices=("gloo",), help=text)
+    text = "write a JSON line for each row"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=text)
+    text = "write the same fields as a table"
+    parser.add_argument("--csv", type=Path, metavar="FILE", help=text)
     _add_picture(parser, "draw times over sizes")
 
 
 def _add_picture(parser: argparse.ArgumentParser, text: str) -> None:
-    ends = ", ".join(option_values.PICTURES)
-    parser.add_argument(
-        "--plot", type=option_values.picture, metavar="FILE", help=f"{text} ({ends})"
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="overwrite files that exist"
-    )
+    text += f" ({', '.join(option_values.PICTURES)})"
+    picture = option_values.picture
+    parser.add_argument("--plot", type=picture, metavar="FILE", help=text)
+    text = "overwrite files that exist"
+    parser.add_argument("--force", action="store_true", help=text)
 
 
 def sizes_of(words: list[list[int]] | None, benchmark: str) -> list[int]:

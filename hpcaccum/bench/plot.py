@@ -1,4 +1,4 @@
-"""The pictures: times over sizes, changes between two runs, efficiencies over ranks."""
+"""The pictures: times over sizes, efficiencies over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from hpcaccum.bench.compare import Change
     from hpcaccum.bench.rows import Row
     from hpcaccum.bench.scaling import Curve
 
@@ -79,39 +78,6 @@ def _shade(axis: Any, rows: list[Row], y: list[Any], end: float, label: str) -> 
     if rows:
         x, label = [row.bytes for row in rows], f"{label}{rows[0].name}"
         axis.fill_between(x, y, end, color=_FLOOR_COLOR, label=label, zorder=0)
-
-
-def draw_changes(
-    changes: Sequence[Change], tolerance: float, places: Sequence[str], path: Path
-) -> None:
-    """Draw the changes between two runs, a panel for each benchmark.
-
-    Of hpcaccum, these are the ratios; of references, their own times.
-    """
-    panels = group_by(changes, lambda change: change.new.benchmark)
-    title = (
-        f"new time over old, relative to the reference; grey: at most {tolerance:.0%} "
-        "slower or faster; circle: slower, beyond the noise\n"
-        "dashed and dotted: the references' own times\n"
-        f"old: {places[0]}; new: {places[1]}"
-    )
-    figure, axes = make_figure(len(panels), title)
-    for axis, (benchmark, found) in zip(axes, panels.items(), strict=False):
-        rows = [change.new for change in found]
-        _lines(axis, [(each.new, each.new.bytes, each.ratio) for each in found])
-        axis.set_yscale("log")
-        slower = [each for each in found if each.verdict == "slower"]
-        x, y = [each.new.bytes for each in slower], [each.ratio for each in slower]
-        axis.plot(x, y, "o", markersize=11, color="black", markerfacecolor="none")
-        axis.axhspan(1 / (1 + tolerance), 1 + tolerance, color=_FLOOR_COLOR, zorder=0)
-        axis.axhline(1, color="0.5", linewidth=1)
-        low, high = axis.get_ylim()
-        axis.set_ylim(min(low, 0.5), max(high, 2))
-        values = (0.01, 0.1, 0.25, 0.5, 1, 2, 4, 10, 100)
-        set_ticks(axis.yaxis, values, "{:g}".format)
-        axis.set_title(f"{benchmark}: new over old")
-        _label_sizes(axis, rows)
-    save_figure(figure, path)
 
 
 def draw_efficiencies(

@@ -59,8 +59,7 @@ class Row:
     vs_mpi: float | None
     vs_floor: float | None
     figures: dict[str, float]
-    # Files of earlier versions do not have it.
-    spread_us: float | None = None
+    spread_us: float
 
 
 def rows(benchmark: str, case: Case, samples: Mapping[str, list[float]]) -> list[Row]:
@@ -140,7 +139,7 @@ def read(path: Path) -> Rows:
     for number, line in enumerate(read_lines(path), 1):
         with reading(path, number, "bench --json"):
             facts = json_value(line)
-            row = Row(**{name: facts[name] for name in names if name in facts})
+            row = Row(**{name: facts[name] for name in names})
             if not row.median_us > 0:
                 raise ValueError(line)
             job = facts["ranks"], facts["mpi"]

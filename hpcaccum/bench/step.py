@@ -11,12 +11,21 @@ import numpy as np
 from hpcaccum import (
     SGD,
     CrossShardOptimizer,
+    DropStaleGradientOptimizer,
     Layout,
     Reducer,
     SyncReplicasOptimizer,
     Variable,
 )
-from hpcaccum.bench.measure import Case, Memory, apart, check_equal, sum_everywhere
+from hpcaccum.bench.measure import (
+    ANY_STALENESS,
+    Case,
+    Memory,
+    apart,
+    check_equal,
+    sum_everywhere,
+    update_each,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,13 +38,17 @@ RATE = 2.0**-10
 
 
 class Step(Case):
-    """Steps of the cross-shard optimizer, without the user's part.
+    """Steps of the optimizers on all ranks, without the user's part.
 
     - ``step``: `minimize`, less the time inside the loss function and the inner
       optimizer; gradients are computed in `gradient_arrays`.
     - ``updating``: the same with the time of the inner optimizer, SGD on all ranks.
     - ``quorum``: a step of the sync-replicas optimizer with a quorum of all ranks,
       whose update is made once. It does what ``updating`` does, and counts gradients.
+    - ``drop-stale``: a step of the drop-stale optimizer: each rank pushes its gradient,
+      which makes an update, and pulls the parameters. An update reads 2 and writes 1,
+      publish and pull read and write: 7 n times the bytes; between N nodes,
+      (n / N + 1) (N - 1) / N times over each link.
     - ``reducer``: the same steps written by hand; only the reducer is timed, which is
       what a step should cost. In both, each of n ranks reads one stripe of all n
       gradients and writes it once: n + 1 times the bytes in all.
@@ -46,7 +59,7 @@ class Step(Case):
     """
 
     help = "a training step, compared with the reducer in it"
-    memory = Memory(shared=6, shared_first=6, private=13)
+    memory = Memory(shared=7, shared_first=9, shared_all=1, private=17)
 
     def _prepare(self) -> None:
         n, group, count = self.n, self.group, self.count
@@ -55,15 +68,20 @@ class Step(Case):
         quorum = functools.partial(
             SyncReplicasOptimizer, replicas_to_aggregate=n, comm=group
         )
+        drop_stale = functools.partial(
+            DropStaleGradientOptimizer, staleness=ANY_STALENESS, comm=group
+        )
         common = self._floor(n + 1, sum_everywhere(self.nodes))
-        common["bus"] = 2 * (n - 1) / n
-        for name, steps in (
-            ("step", Optimizing(count, cross_shard, without_rule=True)),
-            ("updating", Optimizing(count, cross_shard)),
-            ("quorum", Optimizing(count, quorum)),
+        each = self._floor(7 * n, update_each(self.nodes, n))
+        common["bus"] = each["bus"] = 2 * (n - 1) / n
+        for name, floor, steps in (
+            ("step", common, Optimizing(count, cross_shard, without_rule=True)),
+            ("updating", common, Optimizing(count, cross_shard)),
+            ("quorum", common, Optimizing(count, quorum)),
+            ("drop-stale", each, Optimizing(count, drop_stale)),
         ):
             self._hold(steps.optimizer)
-            self._add(name, steps.run, steps.check, raw="MPI", **common)
+            self._add(name, steps.run, steps.check, raw="MPI", **floor)
         self._add("reducer", *self._reducer_alone(), raw="MPI", **common)
         mine, out = np.ones(count, np.float32), self._result()
         mpi = apart(lambda: mine.fill(1), lambda: self.comm.Allreduce(mine, out))
@@ -144,7 +162,7 @@ class Optimizing:
     def check(self) -> None:
         """Compare the variables with what they are if all gradients are 1."""
         for variable in self.variables:
-            check_equal(variable.value, np.float32(-RATE * self.taken))
+            check_equal(variable.value, np.float32(-RATE * int(self.step.value)))
 
 
 def _variables(count: int) -> list[Variable]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 from hpcaccum.optimizers.agn import AGNOptimizer
 from hpcaccum.optimizers.agn_getter import AGNCustomGetter, get_variable
 from hpcaccum.optimizers.base import Optimizer
-from hpcaccum.optimizers.checks import check_groups
 from hpcaccum.optimizers.cross_shard import CrossShardOptimizer, Reduction
 from hpcaccum.optimizers.drop_stale import DropStaleGradientOptimizer
 from hpcaccum.optimizers.finite import clip_by_global_norm
@@ -43,7 +42,6 @@ __all__ = [
     "Reduction",
     "SyncReplicasOptimizer",
     "Variable",
-    "check_groups",
     "check_nodes",
     "clip_by_global_norm",
     "get_variable",

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-from dataclasses import dataclass
+import functools
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum import Group, InvalidArgumentError, span, trace
-from hpcaccum.device import use_device
-from hpcaccum.files import check_apart, check_writable, ending_the_job
-from hpcaccum.machine import place_and_date
+from hpcaccum import Group, span, trace
+from hpcaccum.device import device_name, use_device
+from hpcaccum.files import JsonLines, check_writable, ending_the_job
+from hpcaccum.machine import circumstances, place_and_date
 from hpcaccum.optimizers import check_nodes
+from hpcaccum.plots import check_picture
 from hpcaccum.train import saving
-from hpcaccum.train.data import MISSING, load
-from hpcaccum.train.log import Log, circumstances
+from hpcaccum.train.data import load
 from hpcaccum.train.loop import Run
-from hpcaccum.train.model import widths
 from hpcaccum.train.options import Options, resolve
-from hpcaccum.train.report import Progress, describe, saved, tables
+from hpcaccum.train.report import Progress, Record, describe, saved, tables
 from hpcaccum.train.stopping import STOPPED, Requests
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.train.data import Dataset
-    from hpcaccum.train.records import Record, Result
+    from hpcaccum.train.report import Result
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], int]:
@@ -35,144 +33,107 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     All errors that can be found before the training are found here.
     """
     group = Group.of()
-    options = group.agree("options", lambda: _options(args, group))
-    if not isinstance(options.servers, str):
+    options = group.agree("options", lambda: resolve(args, group.size))
+    if options.servers != "auto":
         check_nodes(options.servers, group)
-    requests = Requests(options.time_limit)
+    requests = Requests(options.time_limit, group.lost)
     requests.listen_early()
+
+    def check(what: str, call: Callable[[], Any]) -> Any:
+        return group.agree(what, call, lambda _: {})
+
     if options.device == "cuda":
-        group.agree("--device", lambda: use_device(group.node.rank), _nothing)
+        check("--device", lambda: use_device(group.node.rank))
     data = load(options.data, group)
-    expected = saving.facts(options, widths(options, data))
-    found = group.agree(
-        "checkpoints", lambda: saving.find(options, group.rank, expected), _nothing
-    )
-    # The rank that writes the log may have no model.
-    continues = any(group.allgather(found is not None, "checkpoints"))
+    found = check("checkpoints", lambda: saving.find(options, group.rank, data))
     # Last, as a log is emptied.
-    log = group.agree(
-        "output", lambda: _open_files(options, group, continues), _nothing
-    )
-    return _Job(options, data, group, requests, found, log).train
+    log = check("output", lambda: _open_files(options, group.rank))
+    return functools.partial(_train, options, data, group, requests, found, log)
 
 
-def _nothing(_: object) -> dict[str, object]:
-    """Compare nothing between ranks."""
-    return {}
-
-
-def _options(args: argparse.Namespace, group: Group) -> Options:
-    options = resolve(args, group.size)
-    outputs = {"--log": options.log, "--plot": options.plot, "--trace": options.trace}
-    check_apart(outputs, {"--data": options.data})
-    return options
-
-
-def _open_files(options: Options, group: Group, continues: bool) -> Log:
+def _open_files(options: Options, rank: int) -> JsonLines:
     """Open the log, which only the reporting rank writes; check other outputs."""
-    if group.rank == 0 and options.trace is not None:
+    if rank == 0 and options.trace is not None:
         check_writable("--trace", options.trace)
-    reports = group.rank == options.reporter
-    if reports and options.plot is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise InvalidArgumentError(
-                MISSING.format("matplotlib, which draws the picture,")
-                + ", or use --no-plot"
-            )
-        check_writable("--plot", options.plot)
-    path = options.log if reports else None
+    if rank != options.reporter:
+        return JsonLines("--log", None)
+    if options.plot is not None:
+        check_picture(options.plot, "pip install scikit-learn matplotlib, or --no-plot")
     # `hpcaccum run` starts a training again with the same options.
-    return Log("--log", path, append=continues)
+    return JsonLines("--log", options.log, append=options.resume)
 
 
-@dataclass
-class _Job:
-    """A training on all ranks, and this rank's files."""
+def _train(
+    options: Options,
+    data: Dataset,
+    group: Group,
+    requests: Requests,
+    found: Any,
+    log: JsonLines,
+) -> int:
+    """Train with each strategy, show the results, return the status. Collective."""
+    facts = {
+        **circumstances(group),
+        "device": device_name() if options.device == "cuda" else None,
+        "data": {
+            "name": data.name,
+            "train": len(data.y),
+            "test": len(data.y_test),
+            "features": data.x.shape[1],
+            "classes": data.classes,
+        },
+        "options": vars(options),
+    }
+    log.write({"event": "start", **facts})
+    title = describe(facts, options)
+    results: list[Result] = []
 
-    options: Options
-    data: Dataset
-    group: Group
-    requests: Requests
-    found: Any
-    log: Log
-
-    def train(self) -> int:
-        """Train with each strategy, show the results, return the status. Collective."""
-        facts = circumstances(self.options, self.data, self.group)
-        self.log.start(facts)
-        title = describe(facts, self.options)
-        self._say(title)
-        with contextlib.ExitStack() as tracing:
-            if self.options.trace is not None:
-                tracing.enter_context(trace(self.options.trace, self.group))
-            results = self._train_all()
-            with ending_the_job("--trace", self.options.trace):
-                tracing.close()
-        self.log.close()
-        diverged = [result.strategy for result in results if result.diverged]
-        if self.group.rank == self.options.reporter:
-            if diverged or results[-1].stopped != STOPPED:
-                saving.queue_again(False)
-            else:
-                saving.end_as_planned()
-            self._report(results, f"{title}\n{place_and_date(facts)}")
-        if diverged:
-            # A rank that exits ends the job, maybe before the picture is drawn.
-            self.group.allgather(None, "the report")
-            raise SystemExit(
-                f"the loss is not finite ({', '.join(diverged)}): try a smaller --rate"
-            )
-        return results[-1].stopped
-
-    def _say(self, line: str) -> None:
-        if self.group.rank == self.options.reporter:
+    def say(line: str) -> None:
+        if group.rank == options.reporter:
             print(line, flush=True)
 
-    def _train_all(self) -> list[Result]:
-        """Train with each strategy, until a request to stop. Collective."""
-        results: list[Result] = []
-        with self.requests.listening():
-            for strategy in self.options.strategies:
+    def show(progress: Progress, record: Record) -> None:
+        log.write({"event": "look", **record.facts()})
+        progress.show(record)
+
+    say(title)
+    with contextlib.ExitStack() as tracing:
+        if options.trace is not None:
+            tracing.enter_context(trace(options.trace, group))
+        with requests.listening():
+            for strategy in options.strategies:
+                progress = Progress(say, strategy, options.epochs)
+                shown = functools.partial(show, progress)
                 with span(strategy):
-                    results.append(self._train_with(strategy))
+                    run = Run(strategy, options, data, group, shown, requests, found)
+                    results.append(run())
+                log.write({"event": "result", **results[-1].facts()})
                 if results[-1].stopped:
                     break
-        return results
-
-    def _train_with(self, strategy: str) -> Result:
-        progress = Progress(self._say, strategy, self.options.epochs)
-        shown = set()
-
-        def show(record: Record) -> None:
-            shown.add(record)
-            self.log.record(record)
-            progress.show(record)
-
-        result = Run(
-            strategy,
-            self.options,
-            self.data,
-            self.group,
-            show,
-            self.requests,
-            self.found,
-        )()
-        # Records of other shard groups' models, made on other ranks.
-        for record in result.records:
-            if record not in shown:
-                self.log.record(record)
-        self.log.result(result)
-        return result
-
-    def _report(self, results: list[Result], title: str) -> None:
-        """Print the tables and draw the picture."""
-        for line in tables(results, self.options):
-            self._say(line)
-        if self.options.save or results[-1].stopped:
-            self._say(saved(results[-1], self.options))
-        if self.options.plot:
+        with ending_the_job("--trace", options.trace):
+            tracing.close()
+    log.close()
+    stopped = results[-1].stopped
+    diverged = [result.strategy for result in results if result.diverged]
+    if group.rank == options.reporter:
+        if diverged or stopped != STOPPED:
+            saving.ask_restart(None)
+        elif options.save:
+            saving.ask_restart("")
+        for line in tables(results, options):
+            say(line)
+        if options.save or stopped:
+            say(saved(results[-1], options))
+        if options.plot:
             from hpcaccum.train.plot import draw
 
-            with ending_the_job("--plot", self.options.plot):
-                draw(results, title, self.options.plot)
-            self._say(f"picture: {self.options.plot}")
+            with ending_the_job("--plot", options.plot):
+                draw(results, f"{title}\n{place_and_date(facts)}", options.plot)
+            say(f"picture: {options.plot}")
+    if diverged:
+        # A rank that exits ends the job, maybe before the picture is drawn.
+        group.allgather(None, "the report")
+        raise SystemExit(
+            f"the loss is not finite ({', '.join(diverged)}): try a smaller --rate"
+        )
+    return stopped

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zipfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpcaccum import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from hpcaccum import Group
@@ -20,33 +20,26 @@ if TYPE_CHECKING:
 # One in five samples of each class is a test sample.
 _TEST_SHARE = 5
 
-MISSING = "{} is missing: pip install scikit-learn matplotlib"
-
 
 @dataclass(frozen=True)
 class Dataset:
     """Samples to train with and to test with.
 
-    Attributes:
-        name: Name for output.
-        classes: Number of classes.
-        x, x_test: float32 (n, features), scaled: each feature of ``x`` has mean 0,
-            deviation 1.
-        y, y_test: int64 (n,), class numbers from 0.
-        mean, deviation: (features,), by which ``x`` was scaled; the deviation of a
-            constant feature is 1.
-        labels: (classes,), that of each class number.
+    Each feature of `x` has mean 0 and deviation 1. By `scaling` it was scaled: ``mean``
+    and ``deviation`` (features,), and ``labels``, that of each class number of `y`.
     """
 
     name: str
-    classes: int
     x: Array
     y: Array
     x_test: Array
     y_test: Array
-    mean: Array
-    deviation: Array
-    labels: Array
+    scaling: dict[str, Array]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.scaling["labels"])
 
 
 def load(path: Path | None, group: Group) -> Dataset:
@@ -60,28 +53,26 @@ def load(path: Path | None, group: Group) -> Dataset:
         if group.rank != 0:
             return None
         data = _digits() if path is None else _read(path)
-        _check_shares(data, group.size)
+        if len(data.y) < group.size:
+            raise InvalidArgumentError(
+                f"{data.name}: {len(data.y)} samples, too few for {group.size} ranks"
+            )
         return data
 
     data: Dataset = group.comm.bcast(group.agree("data", read, lambda _: {}), 0)
     return data
 
 
-def _check_shares(data: Dataset, ranks: int) -> None:
-    if len(data.y) < ranks:
-        raise InvalidArgumentError(
-            f"{data.name}: {len(data.y)} samples, too few for {ranks} ranks"
-        )
-
-
 def _digits() -> Dataset:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        message = MISSING.format("scikit-learn, which provides the digits,")
-        raise InvalidArgumentError(message) from None
+        raise InvalidArgumentError(
+            "scikit-learn, which provides the digits, is missing: pip install "
+            "scikit-learn matplotlib"
+        ) from None
     x, y = load_digits(return_X_y=True)
-    return prepare("digits", x, y)
+    return prepare("digits", {"x": x, "y": y})
 
 
 def _read(path: Path) -> Dataset:
@@ -90,7 +81,7 @@ def _read(path: Path) -> Dataset:
         if not zipfile.is_zipfile(path):
             raise InvalidArgumentError("is not an .npz file")
         with np.load(path, allow_pickle=False) as file:
-            return _from_arrays(path.name, file)
+            return prepare(path.name, file)
     except OSError as error:
         message = error.strerror or str(error)
     except Exception as error:
@@ -99,27 +90,21 @@ def _read(path: Path) -> Dataset:
     raise InvalidArgumentError(f"--data {path}: {' '.join(message.split())}")
 
 
-def _from_arrays(name: str, file: Any) -> Dataset:
-    names = set(file.files)
-    if not {"x", "y"} <= names:
-        raise InvalidArgumentError(
-            f"must have arrays x and y, has {sorted(names) or 'none'}"
-        )
-    if ("x_test" in names) != ("y_test" in names):
-        raise InvalidArgumentError("has only one of x_test and y_test")
-    test = (file["x_test"], file["y_test"]) if "x_test" in names else None
-    return prepare(name, file["x"], file["y"], test)
-
-
-def prepare(
-    name: str, x: Array, y: Array, test: tuple[Array, Array] | None = None
-) -> Dataset:
+def prepare(name: str, arrays: Mapping[str, Array]) -> Dataset:
     """Check the arrays, split off test samples if needed, scale the features."""
+    if not {"x", "y"} <= {*arrays}:
+        raise InvalidArgumentError(
+            f"must have arrays x and y, has {sorted(arrays) or 'none'}"
+        )
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        raise InvalidArgumentError("has only one of x_test and y_test")
+    x, y = arrays["x"], arrays["y"]
     _check(x, y, "")
-    if test is None:
+    if "x_test" in arrays:
+        x_test, y_test = arrays["x_test"], arrays["y_test"]
+    else:
         chosen = _every_fifth(y)
-        test, x, y = (x[chosen], y[chosen]), x[~chosen], y[~chosen]
-    x_test, y_test = test
+        x_test, y_test, x, y = x[chosen], y[chosen], x[~chosen], y[~chosen]
     _check(x_test, y_test, "_test")
     if x_test.shape[1] != x.shape[1]:
         raise InvalidArgumentError(
@@ -128,24 +113,12 @@ def prepare(
     labels = np.unique(np.concatenate([y, y_test]))
     if len(labels) < 2:
         raise InvalidArgumentError(f"y must have at least 2 classes, has {len(labels)}")
-    y, y_test = np.searchsorted(labels, y), np.searchsorted(labels, y_test)
     mean, deviation = x.mean(0, dtype=np.float64), x.std(0, dtype=np.float64)
     deviation[deviation == 0] = 1
-
-    def scaled(x: Array) -> Array:
-        return np.ascontiguousarray((x - mean) / deviation, dtype=np.float32)
-
-    return Dataset(
-        name=name,
-        classes=len(labels),
-        x=scaled(x),
-        y=y.astype(np.int64),
-        x_test=scaled(x_test),
-        y_test=y_test.astype(np.int64),
-        mean=mean,
-        deviation=deviation,
-        labels=labels,
-    )
+    x, x_test = (((each - mean) / deviation).astype("f4") for each in (x, x_test))
+    y, y_test = (np.searchsorted(labels, each) for each in (y, y_test))
+    scaling = {"mean": mean, "deviation": deviation, "labels": labels}
+    return Dataset(name, x, y, x_test, y_test, scaling)
 
 
 def _check(x: Array, y: Array, suffix: str) -> None:
@@ -178,24 +151,19 @@ def _every_fifth(y: Array) -> Array:
 def batches(
     data: Dataset, batch: int, rank: int, ranks: int, seed: int, start: int = 0
 ) -> Iterator[tuple[Array, Array]]:
-    """Yield a rank's batches without end: ``batch`` rows and labels each.
+    """Yield a rank's batches without end, from number ``start`` on: rows and labels.
 
     In every epoch all ranks shuffle the training set identically and each takes every
     ``ranks``-th sample: an epoch of all ranks contains each sample once, and over many
     epochs each rank sees all samples. Each rank goes through its epochs independently.
-
-    The first ``start`` batches are left out.
     """
     own = len(range(rank, len(data.y), ranks))
     epoch, begin = divmod(start * batch, own)
     rest = np.empty(0, np.int64)
     while True:
-        parts, count = [rest], len(rest)
-        while count < batch:
+        while len(rest) < batch:
             order = np.random.default_rng([seed, epoch]).permutation(len(data.y))
-            parts.append(order[rank::ranks][begin:])
-            epoch, begin, count = epoch + 1, 0, count + len(parts[-1])
-        if len(parts) > 1:
-            rest = np.concatenate(parts)
+            rest = np.concatenate([rest, order[rank::ranks][begin:]])
+            epoch, begin = epoch + 1, 0
         now, rest = rest[:batch], rest[batch:]
         yield data.x[now], data.y[now]

@@ -8,27 +8,55 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hpcaccum import CrossShardOptimizer, LostRankError, Tally, Variable, span
+import hpcaccum as hpc
+from hpcaccum.deadline import Deadline
 from hpcaccum.device import cupy
 from hpcaccum.train.data import batches
-from hpcaccum.train.model import MLP, widths
-from hpcaccum.train.records import Observer, Record, Result
-from hpcaccum.train.saving import Saver, facts
+from hpcaccum.train.model import MLP
+from hpcaccum.train.report import Record, Result
+from hpcaccum.train.saving import Saver
 from hpcaccum.train.stopping import Requests, Stop
-from hpcaccum.train.strategies import MAKERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum import Group
     from hpcaccum.dtypes import Array
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
 
 T = TypeVar("T")
 
+RULES: dict[str, Callable[[float], hpc.Optimizer]] = {
+    "sgd": hpc.SGD,
+    "momentum": lambda rate: hpc.Momentum(rate, 0.9),
+    "adagrad": hpc.Adagrad,
+    "adam": hpc.Adam,
+}
+
 # Seconds between two checks of a rank whether the work is done.
 _CHECK_PAUSE = 0.05
+# Least time between two evaluations, in multiples of the time of one: evaluation
+# then takes at most a twentieth of the run, whatever the data.
+_PAUSE = 20
+
+
+def _make(strategy: str, options: Options, group: hpc.Group) -> tuple[Any, Any]:
+    """Return the optimizer, and what makes a variable from an array and a name."""
+    rule = RULES[options.optimizer](options.rate)
+    if strategy == "cross-shard":
+        return hpc.CrossShardOptimizer(rule, comm=group), hpc.Variable
+    server = {"dedicated": options.dedicated, "servers": options.servers, "comm": group}
+    if strategy == "sync-replicas":
+        sync = hpc.SyncReplicasOptimizer(rule, options.quorum, **server)
+        return sync, hpc.Variable
+    if strategy == "drop-stale":
+        drop = hpc.DropStaleGradientOptimizer(rule, options.staleness, **server)
+        return drop, hpc.Variable
+    del server["comm"]
+    getter = hpc.AGNCustomGetter(comm=group, host=options.host)
+    workers, period = options.workers, options.period
+    agn = hpc.AGNOptimizer(rule, workers, getter, communication_period=period, **server)
+    return agn, lambda array, name: hpc.get_variable(name, array, custom_getter=getter)
 
 
 class Run:
@@ -42,12 +70,7 @@ class Run:
     With cross-shard all ranks make every step together. With the others each rank
     trains until the global step reaches that number, so faster ranks do more work.
 
-    Args:
-        strategy: A key of `strategies.MAKERS`.
-        options, data, group: The same on all ranks.
-        show: Called with each record of this rank.
-        requests: Those to this process to stop.
-        found: The checkpoint to continue from, see `saving.find`.
+    ``show`` is called with each evaluation of the model, on the rank that reports.
     """
 
     def __init__(
@@ -55,73 +78,49 @@ class Run:
         strategy: str,
         options: Options,
         data: Dataset,
-        group: Group,
+        group: hpc.Group,
         show: Callable[[Record], None],
         requests: Requests,
         found: Any = None,
     ) -> None:
-        self._strategy, self._group = strategy, group
+        self._strategy, self._group, self._show = strategy, group, show
         self._options, self._data = options, data
-        self._exchange = MAKERS[strategy](options, group)
-        self._optimizer = self._exchange.optimizer
-        self._collective = isinstance(self._optimizer, CrossShardOptimizer)
-        sizes = widths(options, data)
+        self._optimizer, variable = _make(strategy, options, group)
+        self._collective = strategy == "cross-shard"
+        sizes = data.x.shape[1], *options.hidden, data.classes
         place = cupy().asarray if options.device == "cuda" else np.asarray
-        self._model = MLP(sizes, options.seed, self._exchange.variable, place=place)
+        self._model = MLP(sizes, options.seed, variable, place=place)
+        count = {"cross-shard": group.size, "sync-replicas": options.quorum}
+        # Gradients in an update, and whether each rank that trains has one in each.
+        gradients = count.get(strategy, 1)
+        self._exact = strategy in count and gradients >= options.workers
+        batches_in_one = options.period if strategy == "agn" else 1
+        self._gradient_samples = batches_in_one * options.batch
         # The least number of updates that use so many samples.
-        self._target = -(-options.epochs * len(data.y) // self._exchange.samples)
+        samples = gradients * self._gradient_samples
+        self._target = -(-options.epochs * len(data.y) // samples)
         self._delay = options.straggler.get(group.rank, 0) / 1000
         self._serves = group.rank in options.only_serve and not self._collective
-        self._check_at = 0.0
-        self._observer: Observer | None = None
-        number, first = self._shard_group(options)
-        self._saver = Saver(
-            options, group.rank, facts(options, sizes), data, self._optimizer.snapshot
-        )
-        keepers = options.keepers(strategy)
-        self._found, self._keeper = found, keepers[number]
+        self._reports = group.rank == options.reporter
+        self._saver = Saver(options, group.rank, data, self._optimizer.snapshot)
+        self._stop = Stop(group, requests, self._reports)
+        self._found = found
         # The updates, and the gradients in them, of earlier jobs.
         self._start, self._earlier = 0, 0
-        self._step = 0
-        says = group.rank == options.reporter
-        self._stop = Stop(group, requests, len(keepers), number, says)
-        if group.rank == first:
-            self._observer = Observer(
-                strategy,
-                number,
-                self._evaluate,
-                self._target,
-                options.epochs,
-                show,
-            )
-
-    def _evaluate(self) -> tuple[float, float]:
-        with span("evaluate"):
-            return self._model.evaluate(self._data.x_test, self._data.y_test)
-
-    def _shard_group(self, options: Options) -> tuple[int, int]:
-        """Return this rank's group number and the rank that evaluates its model."""
-        if not self._collective or not options.groups:
-            return 0, options.reporter
-        groups, rank = options.groups, self._group.rank
-        number = next(n for n, ranks in enumerate(groups) if rank in ranks)
-        mine = groups[number]
-        return number, options.reporter if options.reporter in mine else min(mine)
+        self._step, self._check_at = 0, 0.0
+        self._losses: list[float] = []
+        self._records: list[Record] = []
+        self._next_epoch, self._quiet_until = 1.0, 0.0
 
     def __call__(self) -> Result:
         """Train. Collective."""
         self._start_or_resume()
-        self._batches = batches(
-            self._data,
-            self._options.batch,
-            self._group.rank,
-            self._group.size,
-            self._options.seed,
-            self._batches_used(),
-        )
-        if self._observer:
-            self._observer.evaluate(self._start, 0.0)
-        self._group.allgather(None, "start of training")
+        options, group = self._options, self._group
+        place = group.rank, group.size
+        begin = self._batches_used()
+        self._batches = batches(self._data, options.batch, *place, options.seed, begin)
+        self._evaluate(self._start, 0.0)
+        group.allgather(None, "start of training")
         self._begun = time.monotonic()
         if self._serves:
             self._optimizer.serve(self._after_update)
@@ -136,9 +135,10 @@ class Run:
         self._stop.asked()
 
     def _start_or_resume(self) -> None:
-        """Continue from the checkpoint of this rank's model, if there is one."""
+        """Continue from the checkpoint that the host has found, if there is one."""
         found, variables = self._found or {}, self._model.variables
-        step = self._group.allgather(found.get("step"), "--resume")[self._keeper]
+        steps = self._group.allgather(found.get("step"), "--resume")
+        step = steps[self._options.host]
         if step is None:
             self._optimizer.initialize(variables)
             return
@@ -149,6 +149,7 @@ class Run:
             raise SystemExit(f"--resume {self._options.save}: {error}") from None
         self._saver.begin(step)
         self._start = step
+        self._earlier = step * self._group.size
         if not self._collective:
             self._earlier = sum(self._optimizer.statistics().accepted)
 
@@ -158,30 +159,50 @@ class Run:
         Exactly if it contributes to each update. If not, the counts include gradients
         that were pushed and not applied.
         """
-        if self._exchange.exact or not self._start:
+        if self._exact or not self._start:
             return self._start
-        tally, ranks = self._optimizer.statistics(), self._group.size
+        tally = self._optimizer.statistics()
         gradients: int = sum(tally.accepted) + sum(tally.dropped)
-        return (
-            gradients * self._exchange.gradient_samples // (ranks * self._options.batch)
-        )
+        samples = gradients * self._gradient_samples
+        return int(samples // (self._group.size * self._options.batch))
 
     def _work(self) -> None:
         step = self._start
-        global_step = Variable(np.array(step), "global_step")
+        global_step = hpc.Variable(np.array(step), "global_step")
         while step < self._target and not self._is_over(step):
             self._optimizer.minimize(self._loss, global_step)
             # Between two pushes of AGN the variables are local values that belong to no
             # step; the step changes when they are the center's.
             if step != global_step.value:
                 step = int(global_step.value)
-                if self._observer and step < self._target:
-                    self._observer.passed(step, time.monotonic() - self._begun)
+                self._passed(step, time.monotonic() - self._begun)
                 self._saver.passed(step)
         self._step = step
 
+    def _passed(self, step: int, seconds: float) -> None:
+        """Evaluate the model after an epoch, or less often if that is slow."""
+        is_next = self._options.epochs * step / self._target >= self._next_epoch
+        if is_next and step < self._target and seconds >= self._quiet_until:
+            # CPU time: other ranks may use the core meanwhile.
+            begun = time.thread_time()
+            self._evaluate(step, seconds)
+            self._quiet_until = seconds + _PAUSE * (time.thread_time() - begun)
+
+    def _evaluate(self, step: int, seconds: float) -> None:
+        if not self._reports:
+            return
+        epoch = self._options.epochs * step / self._target
+        self._next_epoch = int(epoch) + 1.0
+        loss = float(np.mean(self._losses)) if self._losses else None
+        self._losses.clear()
+        with hpc.span("evaluate"):
+            found = self._model.evaluate(self._data.x_test, self._data.y_test)
+        record = Record(self._strategy, seconds, step, epoch, loss, *found)
+        self._records.append(record)
+        self._show(record)
+
     def _is_over(self, step: int) -> bool:
-        if self._exchange.exact:
+        if self._exact:
             # All stop after one step: the next would lack a gradient, or never end.
             return self._stop.is_after(step) or self._done_by_others()
         return self._done_by_others()
@@ -193,7 +214,7 @@ class Run:
         if self._collective or now < self._check_at:
             return False
         self._check_at = now + _CHECK_PAUSE
-        if not self._exchange.exact and self._stop.asked():
+        if not self._exact and self._stop.asked():
             return True
         return bool(self._optimizer.global_step >= self._target)
 
@@ -203,8 +224,8 @@ class Run:
         loss, gradients = self._model.loss_and_gradients(*next(self._batches), memory)
         if self._delay:
             time.sleep(self._delay)
-        if self._observer:
-            self._observer.add(loss)
+        if self._reports:
+            self._losses.append(loss)
         return loss, gradients
 
     def _finish(self, seconds: float) -> Result:
@@ -212,57 +233,49 @@ class Run:
         if not self._collective:
             self._optimizer.leave()
         mine = seconds, self._optimizer.waited
-        times, waits = zip(
-            *self._every(mine, "end of training", (0.0, 0.0)), strict=True
-        )
+        ends = self._every(mine, "end of training", (0.0, 0.0))
+        times, waits = zip(*ends, strict=True)
         # This sets all ranks' variables to those of the last update.
         self._optimizer.free()
         updates = self._step if self._collective else self._optimizer.global_step
         self._saver.finish(updates)
-        if self._observer:
-            self._observer.evaluate(updates, max(times))
-        return self._result(max(times), waits, updates)
-
-    def _every(self, value: T, what: str, lost: T) -> list[T]:
-        """Return the values of all ranks, ``lost`` for those that are. Collective."""
-        group = self._group
-        with contextlib.suppress(LostRankError):
-            return group.allgather(value, what)
-        found = group.meet(value, what)
-        return [found.get(rank, lost) for rank in range(group.size)]
-
-    def _result(self, seconds: float, waits: tuple[float, ...], updates: int) -> Result:
-        # The records of all models, in the order of their groups.
-        mine = self._observer.records if self._observer else []
-        records = [r for each in self._every(mine, "records", []) for r in each]
-        records.sort(key=lambda record: record.group)
-        # Models of shard groups may have stopped at different updates.
-        end = updates, self._start
-        made, starts = zip(*self._every(end, "updates", end), strict=True)
-        if self._collective:
-            tally = Tally(made, (0,) * len(made), {0: sum(made)})
-            self._earlier = sum(starts)
-        else:
+        self._evaluate(updates, max(times))
+        found = self._every(tuple(self._records), "records", ())
+        size = self._group.size
+        tally = hpc.Tally((updates,) * size, (0,) * size, {0: updates * size})
+        if not self._collective:
             tally = self._optimizer.statistics()
         # A job of more ranks may have gone before; its other ranks did not wait here.
         waits += (0.0,) * (len(tally.accepted) - len(waits))
-        stopped = self._stop.status if min(made) < self._target else 0
+        stopped = self._stop.status if updates < self._target else 0
         if not self._group.lost:
             self._stop.free()
-        finals = {record.group: record for record in records}.values()
+        seconds, records = max(times), found[self._options.reporter]
+        samples = (sum(tally.accepted) - self._earlier) * self._gradient_samples
         return Result(
             strategy=self._strategy,
             seconds=seconds,
-            updates=min(made),
+            updates=updates,
             target=self._target,
             stopped=stopped,
-            resumed_at=min(starts),
-            earlier=self._earlier,
-            gradient_samples=self._exchange.gradient_samples,
+            resumed_at=self._start,
+            gradient_samples=self._gradient_samples,
             accepted=tally.accepted,
             dropped=tally.dropped,
             lags=tally.lags,
             waited=waits,
-            accuracy=tuple(record.accuracy for record in finals),
-            records=tuple(records),
+            updates_per_second=(updates - self._start) / seconds,
+            samples_per_second=samples / seconds,
+            accuracy=records[-1].accuracy if records else 0.0,
+            records=records,
         )
+
+    def _every(self, value: T, what: str, lost: T) -> list[T]:
+        """Return the values of all ranks, ``lost`` for those that are. Collective."""
+        group = self._group
+        with contextlib.suppress(hpc.LostRankError):
+            return group.allgather(value, what)
+        # Rank 0 may know of the loss first: then its heartbeat tells the others.
+        Deadline(None, what).wait(lambda: group.lost or None, lambda: "the heartbeat")
+        found = group.meet(value, what)
+        return [found.get(rank, lost) for rank in range(group.size)]

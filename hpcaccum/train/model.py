@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from hpcaccum import Variable
     from hpcaccum.dtypes import Array
-    from hpcaccum.train.data import Dataset
-    from hpcaccum.train.options import Options
 
 # Number of rows evaluated at once, to limit the memory.
 _CHUNK = 4096
@@ -23,25 +21,12 @@ _CHUNK = 4096
 _quiet = np.errstate(over="ignore", invalid="ignore")
 
 
-def widths(options: Options, data: Dataset) -> tuple[int, ...]:
-    """Return the widths of all layers of the model that the options describe."""
-    return (data.x.shape[1], *options.hidden, data.classes)
-
-
 class MLP:
     """Fully connected layers, ReLU between them, softmax cross-entropy at the end.
 
-    Args:
-        sizes: Widths of all layers: features, hidden layers, classes.
-        seed: Seed of the initial weights.
-        variable: Makes a variable from an array and a name.
-        dtype: Dtype of the variables and all arithmetic.
-        place: Moves an array to the device that computes the model.
-
-    Attributes:
-        variables: Weights (inputs, outputs) and biases (outputs,), layer by layer.
-
-    Source: He et al., Delving Deep into Rectifiers, 2015, for the initial weights.
+    `variables` are weights (inputs, outputs) and biases (outputs,), layer by layer;
+    ``variable`` makes one from an array and a name. ``place`` moves an array to the
+    device that computes the model.
     """
 
     def __init__(
@@ -62,16 +47,14 @@ class MLP:
                 variable(place(np.zeros(outputs, dtype)), f"biases{number}"),
             ]
 
-    def _layers(self) -> list[tuple[Array, Array]]:
-        values = [variable.value for variable in self.variables]
-        return list(zip(values[::2], values[1::2], strict=True))
-
     def _forward(self, x: Array) -> list[Array]:
-        """Return the inputs of all layers, then the class scores."""
-        layers, out = self._layers(), [x]
-        for number, (weights, biases) in enumerate(layers):
+        """Return the inputs of all layers, then the logarithms of the probabilities."""
+        out, values = [x], [variable.value for variable in self.variables]
+        for weights, biases in zip(values[::2], values[1::2], strict=True):
             z = out[-1] @ weights + biases
-            out.append(z if number + 1 == len(layers) else np.maximum(z, 0))
+            out.append(np.maximum(z, 0))
+        shifted = z - z.max(axis=1, keepdims=True)
+        out[-1] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
         return out
 
     @_quiet
@@ -82,8 +65,7 @@ class MLP:
         into = into or {var.name: np.empty_like(var.value) for var in self.variables}
         gradients = [into[var.name] for var in self.variables]
         labels = self._place(y)
-        *inputs, scores = self._forward(self._place(x))
-        losses = _log_softmax(scores)
+        *inputs, losses = self._forward(self._place(x))
         rows = library(labels).arange(len(y))
         value = -float(losses[rows, labels].mean())
         error = np.exp(losses)
@@ -93,7 +75,8 @@ class MLP:
             np.matmul(inputs[number].T, error, out=gradients[2 * number])
             np.sum(error, axis=0, out=gradients[2 * number + 1])
             if number:
-                error = (error @ self._layers()[number][0].T) * (inputs[number] > 0)
+                weights = self.variables[2 * number].value
+                error = (error @ weights.T) * (inputs[number] > 0)
         return value, gradients
 
     @_quiet
@@ -102,13 +85,8 @@ class MLP:
         loss, right = 0.0, 0
         for begin in range(0, len(y), _CHUNK):
             rows = slice(begin, begin + _CHUNK)
-            losses = _log_softmax(self._forward(self._place(x[rows]))[-1])
+            losses = self._forward(self._place(x[rows]))[-1]
             labels = self._place(y[rows])
             loss -= float(losses[library(labels).arange(len(labels)), labels].sum())
             right += int((losses.argmax(axis=1) == labels).sum())
         return loss / len(y), right / len(y)
-
-
-def _log_softmax(scores: Array) -> Array:
-    shifted = scores - scores.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))  # type: ignore[no-any-return]

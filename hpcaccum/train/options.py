@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import os
 import signal
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpcaccum import InvalidArgumentError
 from hpcaccum import option_values as values
 from hpcaccum.errors import counted
-from hpcaccum.optimizers import check_groups
-from hpcaccum.option_values import Every, Groups, Servers
+from hpcaccum.files import check_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,74 +25,14 @@ DEFAULT_RATES = {"sgd": 0.2, "momentum": 0.02, "adagrad": 0.1, "adam": 0.003}
 DEFAULT_PICTURE = Path("hpcaccum-compare.png")
 
 # Seldom enough that saving a large model costs little.
-DEFAULT_EVERY = Every(seconds=300.0)
+DEFAULT_EVERY = values.Every(seconds=300.0)
 
 # Options of one strategy.
-_ONLY_FOR = {
-    "quorum": "sync-replicas",
-    "staleness": "drop-stale",
-    "period": "agn",
-    "groups": "cross-shard",
-}
+_ONLY_FOR = {"quorum": "sync-replicas", "staleness": "drop-stale", "period": "agn"}
 
 
-class Options(argparse.Namespace):
-    """The options of one call of ``hpcaccum train``, the same on all ranks.
-
-    Attributes:
-        straggler: Rank to the delay of each of its gradients, in milliseconds.
-        groups: Shard groups; empty means one group of all ranks.
-        time_limit: Seconds after which to stop; infinite if there is none.
-    """
-
-    strategies: tuple[str, ...]
-    data: Path | None
-    hidden: tuple[int, ...]
-    optimizer: str
-    rate: float
-    batch: int
-    epochs: int
-    seed: int
-    device: str
-    staleness: int
-    quorum: int
-    period: int
-    groups: Groups
-    dedicated: bool
-    servers: Servers
-    straggler: dict[int, float]
-    log: Path | None
-    plot: Path | None
-    trace: Path | None
-    save: Path | None
-    every: Every
-    resume: bool
-    time_limit: float
-
-    @property
-    def host(self) -> int:
-        """The first server."""
-        return 0 if isinstance(self.servers, str) else self.servers[0]
-
-    @property
-    def only_serve(self) -> tuple[int, ...]:
-        """The ranks that do not train."""
-        # The user must know them, so "auto" is the host then.
-        ranks = (0,) if isinstance(self.servers, str) else self.servers
-        return ranks if self.dedicated else ()
-
-    @property
-    def reporter(self) -> int:
-        """The first rank that trains; it evaluates the model and writes all output."""
-        return next(rank for rank in itertools.count() if rank not in self.only_serve)
-
-    def keepers(self, strategy: str) -> list[int]:
-        """Return the ranks that have all of a model: the host, or one of each group.
-
-        That of a shard group is the first of its list, as for `CrossShardOptimizer`.
-        """
-        groups = self.groups if strategy == "cross-shard" else []
-        return [ranks[0] for ranks in groups] or [self.host]
+# Those of `add_arguments`, by their names, and those that `resolve` adds.
+Options = argparse.Namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,8 +92,6 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
     text = "drop-stale: largest lag of a gradient, in updates (twice the ranks)"
     _add(group, "--staleness", values.whole, text)
     _add(group, "--period", values.count, "agn: batches between pushes (10)")
-    text = "cross-shard: groups of ranks that average, all of one size; each has its "
-    _add(group, "--groups", values.groups, f"{text}own model", [], "0,1/2,3")
     text = "ranks that hold and update the parameters, such as 0,8,16, on different "
     text += "nodes; or auto (0; not for cross-shard)"
     _add(group, "--servers", values.servers, text, (0,), "RANKS")
@@ -173,7 +109,7 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    text = "write a log in JSON lines; a run that continues appends to it"
+    text = "write a log in JSON lines; with --resume, append to it"
     _add(group, "--log", Path, text, metavar="FILE.jsonl")
     text = "plot accuracy, loss, staleness and samples per rank (default with "
     text += f"--compare: {DEFAULT_PICTURE})"
@@ -199,8 +135,18 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
 
 
 def resolve(args: argparse.Namespace, ranks: int) -> Options:
-    """Return the options for a number of ranks, on which some defaults depend."""
+    """Return the options for a number of ranks, on which some defaults depend.
+
+    More of them: ``strategies`` to train with; the ``host``, which has the whole model;
+    the ranks that ``only_serve``; the number of ``workers``, which train; and the
+    ``reporter``, the first of these, which evaluates the model and writes all output.
+    ``straggler`` is the delay of each gradient of a rank, in milliseconds.
+    """
     options = Options(**vars(args))
+    # The user must know those that only serve, so "auto" is rank 0 then.
+    servers = (0,) if args.servers == "auto" else args.servers
+    options.host, options.only_serve = servers[0], servers if args.dedicated else ()
+    options.workers = ranks - len(options.only_serve)
     _check_combinations(args)
     try:
         _check_ranks(options, ranks)
@@ -218,15 +164,17 @@ def resolve(args: argparse.Namespace, ranks: int) -> Options:
         options.plot = None
     elif args.compare:
         options.plot = args.plot or DEFAULT_PICTURE
-    workers = ranks - len(options.only_serve)
     for name, default in (
         ("rate", DEFAULT_RATES[options.optimizer]),
-        ("quorum", max(workers - 1, 1)),
+        ("quorum", max(options.workers - 1, 1)),
         ("staleness", 2 * ranks),
         ("period", 10),
     ):
         if getattr(options, name) is None:
             setattr(options, name, default)
+    options.reporter = min({*range(ranks)} - {*options.only_serve})
+    outputs = {"--log": options.log, "--plot": options.plot, "--trace": options.trace}
+    check_apart(outputs, {"--data": options.data})
     return options
 
 
@@ -243,7 +191,7 @@ def _check_combinations(args: argparse.Namespace) -> None:
         if args.strategy == "cross-shard" and getattr(args, name) != default:
             raise InvalidArgumentError(f"--{name} cannot be used with cross-shard")
     for name, strategy in _ONLY_FOR.items():
-        if getattr(args, name) not in (None, []) and strategy != args.strategy:
+        if getattr(args, name) is not None and strategy != args.strategy:
             raise InvalidArgumentError(
                 f"--{name} is for {strategy}, not for {args.strategy}"
             )
@@ -251,20 +199,19 @@ def _check_combinations(args: argparse.Namespace) -> None:
 
 def _check_ranks(options: Options, ranks: int) -> None:
     """Raise if an option does not suit the number of ranks."""
-    servers = () if isinstance(options.servers, str) else options.servers
+    servers = () if options.servers == "auto" else options.servers
     if max(servers, default=0) >= ranks or len(set(servers)) < len(servers):
         raise InvalidArgumentError(
             f"--servers must be different ranks of 0 to {ranks - 1}, got "
             f"{','.join(map(str, servers))}"
         )
-    workers = ranks - len(options.only_serve)
-    if workers == 0:
+    if options.workers == 0:
         raise InvalidArgumentError(
             f"--dedicated needs more than {counted(ranks, 'rank')}: no rank would train"
         )
-    if options.quorum and options.quorum > workers:
+    if options.quorum and options.quorum > options.workers:
         raise InvalidArgumentError(
-            f"--quorum must be at most {workers}, the ranks that train, got "
+            f"--quorum must be at most {options.workers}, the ranks that train, got "
             f"{options.quorum}"
         )
     for rank in dict(options.straggler):
@@ -272,8 +219,3 @@ def _check_ranks(options: Options, ranks: int) -> None:
             raise InvalidArgumentError(
                 f"--straggler {rank}:... must be a rank of 0 to {ranks - 1}"
             )
-    try:
-        check_groups(options.groups, ranks)
-    except InvalidArgumentError as error:
-        text = str(error).replace("group_assignment", "--groups")
-        raise InvalidArgumentError(text) from None

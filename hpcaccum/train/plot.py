@@ -8,13 +8,13 @@ import numpy as np
 
 from hpcaccum.plots import COLORS, make_figure, save_figure
 from hpcaccum.train.options import STRATEGIES
-from hpcaccum.train.records import LAG_NAMES
+from hpcaccum.train.report import LAG_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from hpcaccum.train.records import Record, Result
+    from hpcaccum.train.report import Result
 
 _COLORS = dict(zip(STRATEGIES, COLORS, strict=False))
 # If run times differ by more than this factor, the time axis is logarithmic.
@@ -29,12 +29,6 @@ def draw(results: Sequence[Result], title: str, path: Path) -> None:
     save_figure(figure, path)
 
 
-def _lines(result: Result) -> list[list[Record]]:
-    """Return the records of each shard group."""
-    groups = sorted({record.group for record in result.records})
-    return [[r for r in result.records if r.group == group] for group in groups]
-
-
 def _over_time(axis: Any, results: Sequence[Result]) -> None:
     ends = [result.seconds for result in results]
     if max(ends) > _FAR_APART * min(ends):
@@ -46,17 +40,15 @@ def _over_time(axis: Any, results: Sequence[Result]) -> None:
     axis.grid(alpha=0.25)
 
 
+# With a marker at the end, as one point has no line.
+_STYLE: dict[str, Any] = {"marker": "o", "markevery": [-1]}
+
+
 def _accuracy(axis: Any, results: Sequence[Result]) -> None:
     for result in results:
-        for number, records in enumerate(_lines(result)):
-            axis.plot(
-                [r.seconds for r in records[1:]],
-                [100 * r.accuracy for r in records[1:]],
-                color=_COLORS[result.strategy],
-                label=None if number else result.strategy,
-                marker="o",
-                markevery=[-1],
-            )
+        points = [(r.seconds, 100 * r.accuracy) for r in result.records[1:]]
+        name = result.strategy
+        axis.plot(*np.transpose(points), color=_COLORS[name], label=name, **_STYLE)
     axis.set_ylim(top=100)
     axis.set_title("test accuracy, %")
     _over_time(axis, results)
@@ -65,21 +57,13 @@ def _accuracy(axis: Any, results: Sequence[Result]) -> None:
 
 def _loss(axis: Any, results: Sequence[Result]) -> None:
     for result in results:
-        for number, records in enumerate(_lines(result)):
-            color = _COLORS[result.strategy]
-            trained = [(r.seconds, r.loss) for r in records if r.loss is not None]
-            tested = [(r.seconds, r.test_loss) for r in records[1:]]
-            first = number == 0 and result is results[0]
-            # With a marker at the end, as one point has no line.
-            style = {"color": color, "marker": "o", "markevery": [-1]}
-            axis.plot(*np.transpose(tested), **style, label="test" if first else None)
-            axis.plot(
-                *np.transpose(trained),
-                **style,
-                alpha=0.6,
-                linestyle="--",
-                label="training" if first else None,
-            )
+        trained = [(r.seconds, r.loss) for r in result.records if r.loss is not None]
+        tested = [(r.seconds, r.test_loss) for r in result.records[1:]]
+        style = {"color": _COLORS[result.strategy], **_STYLE}
+        test, training = ("test", "training") if result is results[0] else (None, None)
+        axis.plot(*np.transpose(tested), label=test, **style)
+        style |= {"alpha": 0.6, "linestyle": "--"}
+        axis.plot(*np.transpose(trained), label=training, **style)
     axis.set_yscale("log")
     axis.set_title("loss, logarithmic")
     _over_time(axis, results)

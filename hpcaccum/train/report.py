@@ -1,45 +1,114 @@
-"""What a training prints: progress of the runs, and tables at the end."""
+"""The results of a training, and what it prints of them."""
 
 from __future__ import annotations
 
+import bisect
+import math
 import time
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hpcaccum import machine
 from hpcaccum.errors import counted
 from hpcaccum.tables import table
-from hpcaccum.train.records import LAG_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hpcaccum.train.options import Options
-    from hpcaccum.train.records import Record, Result
 
+# Lower bounds of the classes of lags that are shown. The optimizers count lags of 31
+# and more together.
+_LAGS = (0, 1, 2, 3, 4, 8, 16, 31)
+LAG_NAMES = ("0", "1", "2", "3", "4-7", "8-15", "16-30", "31+")
 # A line of progress comes when the time since the start has doubled: after this many
 # seconds at first, and at least so often.
 _FIRST_LINE, _LONGEST_PAUSE = 1.0, 600.0
 # Number of ranks that have their own row.
 _MAX_ROWS = 16
-# Number of shard groups up to which each accuracy is shown.
-_MAX_GROUPS = 4
+
+
+@dataclass(frozen=True)
+class Record:
+    """One evaluation of the model, after `step` updates.
+
+    `loss` is the mean over this rank's batches since its last record, if there are any;
+    `test_loss` and `accuracy` are those on the test samples.
+    """
+
+    strategy: str
+    seconds: float
+    step: int
+    epoch: float
+    loss: float | None
+    test_loss: float
+    accuracy: float
+
+    def facts(self) -> dict[str, Any]:
+        """Return it for JSON, which has no NaN: the loss of a run that diverged."""
+        return {
+            name: value if isinstance(value, str) or math.isfinite(value or 0) else None
+            for name, value in asdict(self).items()
+        }
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one run; the same on all ranks.
+
+    It was `resumed_at` an update, made all `updates` up to `target`, or was `stopped`
+    with an exit status before that. The numbers of `accepted` and `dropped` gradients,
+    by rank, and of gradients by lag include those of earlier jobs; the seconds that
+    each rank has `waited` in the optimizer, and the rates, do not. `accuracy` is that
+    of the final model. There are no records if the rank that reports is lost.
+    """
+
+    strategy: str
+    seconds: float
+    updates: int
+    target: int
+    stopped: int
+    resumed_at: int
+    gradient_samples: int
+    accepted: tuple[int, ...]
+    dropped: tuple[int, ...]
+    lags: dict[int, int]
+    waited: tuple[float, ...]
+    updates_per_second: float
+    samples_per_second: float
+    accuracy: float
+    records: tuple[Record, ...]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last loss, on test samples, is not a finite number."""
+        return not all(math.isfinite(each.test_loss) for each in self.records[-1:])
+
+    def facts(self) -> dict[str, Any]:
+        """Return it for JSON; the records are there already."""
+        return {name: value for name, value in vars(self).items() if name != "records"}
+
+    def lag_shares(self) -> list[float]:
+        """Return the fraction of all gradients in each class of `LAG_NAMES`."""
+        counts = [0] * len(_LAGS)
+        for lag, count in self.lags.items():
+            counts[bisect.bisect_right(_LAGS, lag) - 1] += count
+        return [count / (sum(counts) or 1) for count in counts]
 
 
 def describe(facts: dict[str, Any], options: Options) -> str:
     """Return a few lines that describe the machines, the data and the options."""
-    data, hosts = facts["data"], facts["hosts"]
-    where = next(iter(hosts)) if len(hosts) == 1 else f"{len(hosts)} hosts"
+    data, device = facts["data"], facts["device"]
     widths = "-".join(map(str, (data["features"], *options.hidden, data["classes"])))
     delays = ", ".join(f"rank {r} +{ms:g} ms" for r, ms in options.straggler.items())
     return (
-        f"{counted(facts['ranks'], 'rank')} on {where}, {facts['mpi']} "
-        f"{facts['mpi_version']}"
-        f"{', ' + facts['device'] if facts['device'] else ''}"
-        f"{'; delay of each gradient: ' + delays if delays else ''}\n"
+        f"{machine.describe(facts)}{'; ' + device if device else ''}\n"
         f"{data['name']}: {data['train']} samples to train, {data['test']} to test; "
         f"network {widths}\n"
         f"each feature is scaled to mean 0 and deviation 1 of the training samples\n"
         f"{options.optimizer} {options.rate:g}, batches of {options.batch}, "
         f"{counted(options.epochs, 'epoch')}, seed {options.seed}"
+        f"{delays and f'; delay of each gradient: {delays}'}"
     )
 
 
@@ -55,13 +124,7 @@ def saved(result: Result, options: Options) -> str:
 
 
 class Progress:
-    """Lines of the progress of one run, ever more seldom.
-
-    Args:
-        say: Prints a line.
-        strategy: Its name.
-        epochs: How many the run has.
-    """
+    """Lines of the progress of one run, ever more seldom; `say` prints one."""
 
     def __init__(self, say: Callable[[str], None], strategy: str, epochs: int) -> None:
         self._say, self._strategy, self._epochs = say, strategy, epochs
@@ -101,28 +164,11 @@ def _duration(seconds: float) -> str:
 def tables(results: Sequence[Result], options: Options) -> Iterator[str]:
     """Yield the lines of the tables, and those between them."""
     yield ""
-    yield from _summary(results)
-    yield "\ngradients accepted and dropped, and time waited in the optimizer"
-    yield from _per_rank(results, options.straggler)
-    yield "\nstaleness: gradients by lag, the number of updates since their parameters"
-    yield from _staleness(results)
-    yield f"\none gradient: the mean of {_gradient(options)}"
-
-
-def _gradient(options: Options) -> str:
-    samples = f"{options.batch} samples"
-    if options.strategies == ("agn",):
-        return f"{options.period} batches of {samples}"
-    agn = f"; of {options.period} batches of {samples} with agn"
-    return samples + (agn if "agn" in options.strategies else "")
-
-
-def _summary(results: Sequence[Result]) -> list[str]:
-    titles = "strategy", "test accuracy", "seconds", "updates/s", "samples/s"
+    titles = ["strategy", "test accuracy", "seconds", "updates/s", "samples/s"]
     rows = [
         (
             result.strategy,
-            _accuracy(result.accuracy),
+            f"{result.accuracy:.1%}",
             f"{result.seconds:.2f}",
             _rate(result.updates_per_second),
             _rate(result.samples_per_second),
@@ -131,7 +177,20 @@ def _summary(results: Sequence[Result]) -> list[str]:
         )
         for result in results
     ]
-    return table((*titles, "accepted", "dropped"), rows)
+    yield from table([*titles, "accepted", "dropped"], rows)
+    yield "\ngradients accepted and dropped, and time waited in the optimizer"
+    titles = ["strategy", "rank", "accepted", "dropped", "waited"]
+    of_ranks = [row for each in results for row in _ranks(each, options.straggler)]
+    yield from table(titles, of_ranks, left=(0, 1))
+    yield "\nstaleness: gradients by lag, the number of updates since their parameters"
+    shares = [
+        (each.strategy, *(f"{x:.1%}" if x else "-" for x in each.lag_shares()))
+        for each in results
+    ]
+    yield from table(("strategy", *LAG_NAMES), shares)
+    agn = f"; with agn, of {options.period} times as many"
+    agn = agn if "agn" in options.strategies else ""
+    yield f"\none gradient: the mean of {options.batch} samples{agn}"
 
 
 def _rate(number: float) -> str:
@@ -139,36 +198,15 @@ def _rate(number: float) -> str:
     return f"{number:.2g}" if 0 < number < 10 else f"{number:.0f}"
 
 
-def _accuracy(groups: Sequence[float]) -> str:
-    if len(groups) > _MAX_GROUPS:
-        return f"{min(groups):.1%} to {max(groups):.1%}"
-    return " ".join(f"{accuracy:.1%}" for accuracy in groups)
-
-
-def _per_rank(results: Sequence[Result], straggler: dict[int, float]) -> list[str]:
-    rows: list[Sequence[str]] = []
-    for result in results:
-        title = result.strategy
-        ranks = list(zip(result.accepted, result.dropped, result.waited, strict=True))
-        for rank, each in enumerate(ranks[:_MAX_ROWS]):
-            delay = f" (+{straggler[rank]:g} ms)" if straggler.get(rank) else ""
-            rows.append((title, f"{rank}{delay}", *_cells(each)))
-            title = ""
-        if rest := ranks[_MAX_ROWS:]:
-            label = f"{_MAX_ROWS}-{len(ranks) - 1}, sum"
-            sums = [sum(column) for column in zip(*rest, strict=True)]
-            rows.append((title, label, *_cells(sums)))
-    titles = "strategy", "rank", "accepted", "dropped", "waited"
-    return table(titles, rows, left=(0, 1))
-
-
-def _cells(row: Sequence[float]) -> tuple[str, str, str]:
-    return f"{row[0]:.0f}", f"{row[1]:.0f}", f"{row[2]:.2f} s"
-
-
-def _staleness(results: Sequence[Result]) -> list[str]:
-    def shares(result: Result) -> list[str]:
-        return [f"{share:.1%}" if share else "-" for share in result.lag_shares()]
-
-    rows = [(result.strategy, *shares(result)) for result in results]
-    return table(("strategy", *LAG_NAMES), rows)
+def _ranks(result: Result, straggler: dict[int, float]) -> Iterator[Sequence[str]]:
+    """Yield a row for each of the first ranks, and one for the sums of the others."""
+    ranks = list(zip(result.accepted, result.dropped, result.waited, strict=True))
+    delays = {rank: f" (+{ms:g} ms)" for rank, ms in straggler.items() if ms}
+    first = enumerate(ranks[:_MAX_ROWS])
+    rows = {f"{rank}{delays.get(rank, '')}": row for rank, row in first}
+    if rest := ranks[_MAX_ROWS:]:
+        sums = (sum(column) for column in zip(*rest, strict=True))
+        rows[f"{_MAX_ROWS}-{len(ranks) - 1}, sum"] = tuple(sums)
+    for number, (label, (accepted, dropped, waited)) in enumerate(rows.items()):
+        title = "" if number else result.strategy
+        yield title, label, str(accepted), str(dropped), f"{waited:.2f} s"

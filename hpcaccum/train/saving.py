@@ -27,80 +27,41 @@ _PARTS = {"facts", "step", "optimizer", "data"}
 logger = logging.getLogger("hpcaccum")
 
 
-def directory_of(options: Options, rank: int) -> Path | None:
-    """Return where a rank saves the model that it keeps; None if it keeps none."""
-    keepers = options.keepers(options.strategies[0])
-    if options.save is None or rank not in keepers:
-        return None
-    if len(keepers) == 1:
-        return options.save
-    return options.save / f"group-{keepers.index(rank)}"
-
-
-@contextlib.contextmanager
-def _ending_the_job(path: Path) -> Iterator[None]:
-    """Turn an error of saving into an exit with one line."""
-    try:
-        with ending_the_job("--save", path):
-            yield
-    except CheckpointError as error:
-        queue_again(False)
-        raise SystemExit(f"--save {error}") from None
-
-
-def queue_again(wanted: bool) -> None:
+def ask_restart(word: str | None) -> None:
     """Tell the batch script whether its job is to be queued again when this run ends.
 
     It looks for the file that REQUEUE_FILE names, and not at the exit status: launchers
     do not report that reliably, and a rank that is killed has none. ``hpcaccum run``
-    starts a run again in the same job if there is a word in the file.
+    starts a run again in the same job if there is a word in the file: not if the run
+    was asked to stop, which has the same status as the loss of a rank.
     """
     file = os.environ.get("REQUEUE_FILE")
-    if file and wanted:
-        Path(file).write_text("restart\n")
+    if file and word is not None:
+        Path(file).write_text(word)
     elif file:
         Path(file).unlink(missing_ok=True)
 
 
-def end_as_planned() -> None:
-    """Tell ``hpcaccum run`` that this run was asked to stop, if it has a checkpoint.
-
-    A run that has lost a rank has the same status. An empty file says that only another
-    job continues this run.
-    """
-    file = Path(os.environ.get("REQUEUE_FILE", ""))
-    if file.is_file():
-        file.write_text("")
-
-
-def facts(options: Options, widths: tuple[int, ...]) -> dict[str, Any]:
+def _facts(options: Options, data: Dataset) -> dict[str, str]:
     """Return what must be the same in a run that continues, by option."""
+    widths = data.x.shape[1], *options.hidden, data.classes
     return {
         "--strategy": options.strategies[0],
         "--optimizer": options.optimizer,
         "network": "-".join(map(str, widths)),
-        "shard groups": len(options.keepers(options.strategies[0])),
     }
 
 
-def scaling(data: Dataset) -> dict[str, Any]:
-    """Return how samples become inputs of the model, and the labels of its outputs."""
-    return {"mean": data.mean, "deviation": data.deviation, "labels": data.labels}
-
-
-def find(options: Options, rank: int, expected: dict[str, Any]) -> Any:
-    """Return the checkpoint from which the model of a rank continues, or None.
-
-    Compares it with the ``expected`` `facts` of this job.
+def find(options: Options, rank: int, data: Dataset) -> Any:
+    """Return the checkpoint from which the host continues; None on other ranks.
 
     Raises:
         InvalidArgumentError: If the directory cannot be used, a checkpoint cannot be
             read or is of another run, or there is one and it is not wanted.
     """
-    directory = directory_of(options, rank)
-    if directory is None:
+    directory = options.save
+    if directory is None or rank != options.host:
         return None
-    _check_groups(options)
     check_directory("--save", directory)
     if not options.resume:
         if checkpoint.files(directory):
@@ -114,24 +75,11 @@ def find(options: Options, rank: int, expected: dict[str, Any]) -> Any:
     except (CheckpointError, OSError) as error:
         raise InvalidArgumentError(f"--resume: {error}") from None
     if found is not None:
-        _check(found, expected, directory)
+        _check(found, _facts(options, data), directory)
     return found
 
 
-def _check_groups(options: Options) -> None:
-    """Raise if there are checkpoints of models that this job would not continue."""
-    assert options.save is not None
-    keepers = options.keepers(options.strategies[0])
-    own = [directory_of(options, rank) for rank in keepers]
-    for place in (options.save, *sorted(options.save.glob("group-*"))):
-        if place not in own and checkpoint.files(place):
-            raise InvalidArgumentError(
-                f"--save: {place} has checkpoints of a run with other --groups: use "
-                f"another directory"
-            )
-
-
-def _check(found: Any, expected: dict[str, Any], directory: Path) -> None:
+def _check(found: Any, expected: dict[str, str], directory: Path) -> None:
     if (
         not isinstance(found, dict)
         or found.keys() != _PARTS
@@ -151,31 +99,37 @@ def _check(found: Any, expected: dict[str, Any], directory: Path) -> None:
 
 
 class Saver:
-    """Writes the checkpoints of the model that a rank keeps, if it keeps one.
+    """Writes the checkpoints, on the host if there is ``--save``.
 
-    Args:
-        options, rank: Of this job.
-        about: The `facts` of this job.
-        data: Its `scaling` is saved with the model.
-        snapshot: Returns that of the optimizer.
+    `snapshot` returns that of the optimizer. How samples become inputs of the model is
+    saved with it.
     """
 
     def __init__(
         self,
         options: Options,
         rank: int,
-        about: dict[str, Any],
         data: Dataset,
         snapshot: Callable[[], dict[str, Any]],
     ) -> None:
-        self._directory, self._every = directory_of(options, rank), options.every
-        self._facts, self._snapshot = about, snapshot
-        self._scaling = scaling(data)
+        self._directory = options.save if rank == options.host else None
+        self._every, self._snapshot = options.every, snapshot
+        self._about = {"facts": _facts(options, data), "data": data.scaling}
         if self._directory:
             # From now on, an earlier job that still runs cannot save.
-            with _ending_the_job(self._directory):
+            with self._ending_the_job():
                 take(self._directory)
         self.begin(0)
+
+    @contextlib.contextmanager
+    def _ending_the_job(self) -> Iterator[None]:
+        """Turn an error of saving into an exit with one line."""
+        try:
+            with ending_the_job("--save", self._directory):
+                yield
+        except CheckpointError as error:
+            ask_restart(None)
+            raise SystemExit(f"--save {error}") from None
 
     def begin(self, step: int) -> None:
         """Count from a step and from now on."""
@@ -183,25 +137,23 @@ class Saver:
 
     def passed(self, step: int) -> None:
         """Write one if it is time; the model has made ``step`` updates."""
-        if self._directory is None or not self._is_due(step):
-            return
-        with _ending_the_job(self._directory):
-            try:
-                self._save(step)
-            except OSError as error:
-                # The training is worth more. The next may succeed, and the last must.
-                logger.warning("--save: %s; training goes on", error)
-        self.begin(step)
-
-    def _is_due(self, step: int) -> bool:
         if self._every.updates:
-            return step - self._last >= self._every.updates
-        return time.monotonic() - self._at >= self._every.seconds
+            due = step - self._last >= self._every.updates
+        else:
+            due = time.monotonic() - self._at >= self._every.seconds
+        if due and self._directory:
+            with self._ending_the_job():
+                try:
+                    self._save(step)
+                except OSError as error:
+                    # The training is worth more. The next may succeed, the last must.
+                    logger.warning("--save: %s; training goes on", error)
+            self.begin(step)
 
     def finish(self, step: int) -> None:
         """Write the last one, after the last update; end the job if that fails."""
-        if self._directory is not None:
-            with _ending_the_job(self._directory):
+        if self._directory:
+            with self._ending_the_job():
                 self._save(step)
 
     def _save(self, step: int) -> None:
@@ -214,7 +166,7 @@ class Saver:
             return
         # With a server, other ranks may have made updates since.
         step = snapshot.get("global_step", step)
-        state = {"facts": self._facts, "step": step, "optimizer": snapshot}
-        checkpoint.save(self._directory, {**state, "data": self._scaling})
+        state = {**self._about, "step": step, "optimizer": snapshot}
+        checkpoint.save(self._directory, state)
         # Also if the next error ends this run.
-        queue_again(True)
+        ask_restart("restart\n")

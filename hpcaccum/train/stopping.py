@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hpcaccum.mpi import AtomicWords
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from hpcaccum import Group
 
@@ -23,12 +23,9 @@ logger = logging.getLogger("hpcaccum")
 STOPPED = os.EX_TEMPFAIL
 # That of an interrupted one, by the convention of shells: do not start it again.
 INTERRUPTED = 128 + signal.SIGINT
-# SLURM sends SIGTERM at the end of a job, others on request (--signal).
-_STATUS = {
-    signal.SIGTERM: STOPPED,
-    signal.SIGUSR1: STOPPED,
-    signal.SIGINT: INTERRUPTED,
-}
+# Seconds until SIGUSR1 counts. If a rank is lost, mpiexec of MPICH sends it, too; the
+# heartbeat finds the loss within a second.
+_WAIT = 2.0
 _NOTES = {
     STOPPED: "asked to stop: training ends here",
     INTERRUPTED: "interrupted: training ends here; Ctrl-C again ends the job at once",
@@ -38,27 +35,33 @@ _NOTES = {
 class Requests:
     """The requests to this process to stop: its signals and its clock.
 
-    Args:
-        seconds: The time limit, which begins with `listening`.
+    SLURM sends SIGTERM at the end of a job, and SIGUSR1 before that if it is asked to.
+    SIGUSR1 at about the time of a loss is no request.
+
+    The time limit, in seconds, begins with `listening`. ``lost`` has all ranks that are
+    lost so far.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._until = seconds, math.inf
-        self._signaled = 0
+    def __init__(self, seconds: float, lost: Collection[int] = ()) -> None:
+        self._seconds, self._until, self._lost = seconds, math.inf, lost
+        self._status = 0
+        # When SIGUSR1 came, when a rank was lost, and how many were.
+        self._asked, self._loss, self._known = math.inf, -math.inf, len(lost)
 
     def listen_early(self) -> None:
-        """Take SIGUSR1 as a request from now on, which MPICH ignores after MPI_Init."""
+        """Note SIGUSR1 from now on, which MPICH ignores after MPI_Init."""
         signal.signal(signal.SIGUSR1, self._note)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals as requests during the block; a second Ctrl-C interrupts it.
+        """Note signals during the block; a second Ctrl-C interrupts it.
 
         From then on SIGUSR1 is ignored: it would kill a complete training, whose job
         had failed then.
         """
         self._until = time.monotonic() + self._seconds
-        before = {each: signal.signal(each, self._note) for each in _STATUS}
+        numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+        before = {each: signal.signal(each, self._note) for each in numbers}
         try:
             yield
         finally:
@@ -68,51 +71,46 @@ class Requests:
 
     def _note(self, number: int, _: object) -> None:
         # No more: it may run between any two instructions.
-        status = _STATUS[signal.Signals(number)]
-        if status == self._signaled == INTERRUPTED:
+        if number == signal.SIGUSR1:
+            self._asked = time.monotonic()
+        elif number == signal.SIGTERM:
+            self._status = STOPPED
+        elif self._status == INTERRUPTED:
             raise KeyboardInterrupt
-        self._signaled = status
+        else:
+            self._status = INTERRUPTED
 
     @property
     def status(self) -> int:
         """The exit status for the request; 0 if there was none."""
-        late = time.monotonic() >= self._until
-        return self._signaled or (STOPPED if late else 0)
+        now = time.monotonic()
+        if len(self._lost) > self._known:
+            self._known, self._loss = len(self._lost), now
+        if self._asked < self._loss + _WAIT:
+            self._asked = math.inf
+        late = now >= min(self._until, self._asked + _WAIT)
+        return self._status or (STOPPED if late else 0)
 
 
 class Stop:
-    """Whether any rank was asked to stop, and after which step all do. Collective.
+    """Whether any rank was asked to stop, and after which step all do. Collective."""
 
-    Args:
-        group: The ranks.
-        requests: Those to this rank.
-        models: The number of models: one, or as many as shard groups.
-        number: That of this rank's model.
-        says: Whether this rank says that the training stops.
-    """
-
-    def __init__(
-        self, group: Group, requests: Requests, models: int, number: int, says: bool
-    ) -> None:
-        # The exit status, if any was asked; and for each model, its last step.
-        self._words = AtomicWords(group, 0, 1 + models)
-        self._requests, self._place, self._says = requests, 1 + number, says
+    def __init__(self, group: Group, requests: Requests, says: bool) -> None:
+        # The exit status, if any was asked, and the last step.
+        self._words = AtomicWords(group, 0, 2)
+        self._requests, self._says = requests, says
         self._status = 0
 
     def asked(self) -> bool:
         """Return whether any rank was asked; let the others know."""
         if not self._status:
-            self._status = self._find()
+            self._status = self.status
+            if not self._status and (mine := self._requests.status):
+                # The first request counts.
+                self._status = self._words.compare_and_swap(0, 0, mine) or mine
             if self._status and self._says:
                 logger.warning(_NOTES[self._status])
         return self._status != 0
-
-    def _find(self) -> int:
-        found = self._words.read(0)
-        if not found and (mine := self._requests.status):
-            # The first request counts.
-            found = self._words.compare_and_swap(0, 0, mine) or mine
-        return found
 
     @property
     def status(self) -> int:
@@ -120,7 +118,7 @@ class Stop:
         return self._words.read(0)
 
     def is_after(self, step: int) -> bool:
-        """Return whether all ranks of the group stop after ``step``.
+        """Return whether all ranks stop after ``step``.
 
         For ranks that make each step together, and call this before the first and after
         each of them. The first that knows of the request makes the next step the last
@@ -128,7 +126,7 @@ class Stop:
         """
         if not self.asked():
             return False
-        found = self._words.compare_and_swap(self._place, 0, step + 1)
+        found = self._words.compare_and_swap(1, 0, step + 1)
         return step >= (found or step + 1)
 
     def free(self) -> None:

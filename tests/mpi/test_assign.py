@@ -77,6 +77,7 @@ SERVERS = {
 }
 
 
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
     ("kind", "servers", "variables"),
     [

@@ -98,9 +98,8 @@ def wrong_gradient(monkeypatch):
         ("allreduce", "copying", wrong_reduce),
         ("allreduce", "32 arrays", wrong_reduce),
         ("allreduce", "flat", wrong_reduce),
-        ("server", "pull new", wrong_read),
-        ("server", "cycle", wrong_read),
         ("step", "step", wrong_reduce),
+        ("step", "drop-stale", wrong_read),
         ("step", "reducer", wrong_reduce),
         (WIRE, "cross-shard", wrong_reduce),
         (WIRE, "sync-replicas", wrong_gradient),
@@ -137,7 +136,7 @@ def test_a_gradient_that_arrives_halved_is_found(comm, size, rank, monkeypatch):
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("name", ["accumulate", "allreduce", "server", "step", WIRE])
+@pytest.mark.parametrize("name", [*BENCHMARKS, WIRE])
 def test_between_nodes_the_exchange_is_verified(name, comm, rank, size, monkeypatch):
     case = make(name, comm)
     exchanges = [kind for kind in case.kinds if kind.name == "exchange"]
@@ -158,7 +157,7 @@ def test_between_nodes_the_exchange_is_verified(name, comm, rank, size, monkeypa
     case.free()
 
 
-@pytest.mark.parametrize("name", ["accumulate", "allreduce", "server", "step", WIRE])
+@pytest.mark.parametrize("name", [*BENCHMARKS, WIRE])
 def test_the_floor_is_that_of_memory_or_of_links(name, comm):
     case = make(name, comm)
     floors = {kind.name: kind.floor[0] for kind in case.kinds if kind.floor}

@@ -162,6 +162,7 @@ class Paused:
         self._window.Accumulate(origin, root, *rest)
 
 
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(("count", "announced"), [(16, False), (1 << 18, True)])
 def test_ranks_announce_long_additions(group, monkeypatch, count, announced):
     region, found = Region(group, 0, 4 * count), [announced, False]

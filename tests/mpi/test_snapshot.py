@@ -523,6 +523,7 @@ def test_an_optimizer_in_use_goes_back_to_a_snapshot(comm, rank, kind, rule):
     other.free()
 
 
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("dedicated", [False, True])
 def test_several_servers_go_back(group, dedicated):
     servers = [ranks[0] for ranks in group.nodes]
@@ -640,6 +641,7 @@ def serving(group, rule, servers, snapshot=None):
     return opt, own
 
 
+@pytest.mark.ranks(min=2)
 def test_a_snapshot_of_several_servers_is_of_one_step(group):
     own, done, found = fresh(0.0), threading.Event(), []
     opt = hpc.SyncReplicasOptimizer(
@@ -685,6 +687,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("rule", SHARDED)
 def test_other_servers_continue(group, rule):
     make = SHARDED[rule]

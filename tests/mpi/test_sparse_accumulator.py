@@ -376,6 +376,7 @@ def test_dense_accumulator_takes_slices_with_a_shape():
             at(0, acc.apply_grad, hpc.IndexedSlices(filled(1), [0]), 2)
 
 
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("row", [(2,), (4096,)], ids=["short", "long"])
 def test_rows_of_other_nodes_are_fetched(group, row):
     # Long ones are fetched in two parts.

@@ -349,6 +349,7 @@ def test_a_slow_rank_reads_the_rows_of_its_own_step(make, rank, size):
         np.testing.assert_array_equal(w.value, expected)
 
 
+@pytest.mark.ranks(min=2)
 def test_numbers_of_rows_are_exact_in_any_wire_dtype(group, rank):
     w = hpc.Variable(np.zeros((5000, 1)), "w", sparse=True)
     indices = np.arange(4095 - rank)
@@ -370,6 +371,7 @@ def test_ranks_must_agree_which_variables_are_sparse(make, rank):
         opt.initialize([w])
 
 
+@pytest.mark.ranks(min=2)
 def test_rows_of_ranks_on_several_nodes(group, rank):
     w = table()
     with hpc.CrossShardOptimizer(hpc.SGD(1.0), Reduction.SUM, comm=group) as opt:
@@ -380,6 +382,7 @@ def test_rows_of_ranks_on_several_nodes(group, rank):
     np.testing.assert_allclose(w.value, -expected)
 
 
+@pytest.mark.ranks(min=2)
 def test_several_servers_refuse_sparse_variables(group):
     w, b = table(), variable(name="b")
     servers = [ranks[0] for ranks in group.nodes]

@@ -29,12 +29,12 @@ def group(request, comm, size):
 def steps(group, asked, who):
     """Make steps together until all stop; one rank is asked at one of them."""
     requests = Requests(math.inf)
-    stop = Stop(group, requests, 1, 0, says=False)
+    stop = Stop(group, requests, says=False)
     step = 5
     with requests.listening():
         while not stop.is_after(step):
             if step == asked and group.rank == who % group.size:
-                signal.raise_signal(signal.SIGUSR1)
+                signal.raise_signal(signal.SIGTERM)
             # The exchange of gradients: nobody ends a step before all have begun it.
             group.allgather(None, "step")
             step += 1

@@ -137,7 +137,7 @@ def test_what_cannot_be_written_is_one_line(refused, tmp_path):
         ((*BENCH, "--json", "/dev/full"), "--json /dev/full: No space left"),
         ((*BENCH, "--plot", "folder.svg"), "--plot folder.svg: Is a directory"),
         ((*BENCH, "--json", "a.svg", "--plot", "a.svg"), "is the same file as --json"),
-        (("bench", "compare", "a.svg", "b", "--plot", "a.svg"), "same file as old"),
+        (("bench", "scaling", "a.svg", "--plot", "a.svg"), "same file as a.svg"),
     ]
     commands, messages = zip(*expected, strict=True)
 

@@ -27,15 +27,10 @@ TRAIN = [
         ["--strategy", "agn", "--straggler", "0:inf"],
         "at most 3600000 milliseconds, got",
     ),
-    (
-        ["--strategy", "cross-shard", "--groups", "0"],
-        "error: --groups must contain each rank of 0 to 1 once, got [[0]]",
-    ),
     (["--strategy", "sync-replicas", "--quorum", "3"], "must be at most 2"),
     (["--strategy", "agn", "--quorum", "2"], "--quorum is for sync-replicas, not for"),
     (["--strategy", "agn", "--staleness", "0"], "--staleness is for drop-stale, not"),
     (["--strategy", "drop-stale", "--period", "10"], "--period is for agn, not for"),
-    (["--strategy", "agn", "--groups", "0/1"], "--groups is for cross-shard, not for"),
     (["--strategy", "cross-shard", "--dedicated"], "be used with cross-shard"),
     (["--strategy", "cross-shard", "--servers", "1"], "--servers cannot be used with"),
     (["--strategy", "agn", "--servers", "2"], "different ranks of 0 to 1, got 2"),
@@ -70,7 +65,7 @@ BENCH = [
     (["allreduce", "--json", "no/rows.json"], "no/rows.json: No such file"),
     (["allreduce", "--plot", "no/rows.png"], "no/rows.png: No such file"),
     (["allreduce", "--plot", "rows.txt"], "must end in one of .png"),
-    (["server", "--against", "gloo"], "bench server: error: unrecognized arguments: -"),
+    (["step", "--against", "gloo"], "bench step: error: unrecognized arguments: -"),
     (["allreduce", "--sizes", "4K,"], "a range such as 4K:256M or 4K:256M:2, got ''"),
     (["allreduce", "--sizes", "1M:4K"], "from a smaller to a larger size, with a fac"),
     ([*QUICK, "--json", "script.py"], "script.py: the file exists; use --force"),
@@ -81,7 +76,6 @@ BENCH = [
 ALONE = [
     (["--strategy", "agn", "--straggler", "3:20"], "a rank of 0 to 0; there is only"),
     (["--strategy", "agn", "--dedicated"], "would train; there is only 1"),
-    (["--strategy", "cross-shard", "--groups", "0,1"], "got [[0, 1]]; there is only"),
     (["--strategy", "sync-replicas", "--quorum", "3"], "got 3; there is only 1 rank"),
 ]
 

@@ -87,7 +87,7 @@ def same_arrays(one, other):
 )
 def test_a_state_that_training_did_not_write(train, tmp_path, changes, status, text):
     facts = {"--strategy": "drop-stale", "--optimizer": "sgd"}
-    facts |= {"network": "64-8-10", "shard groups": 1}
+    facts["network"] = "64-8-10"
     state = {"facts": facts, "step": 1, "optimizer": {}, "data": {}, **changes}
     checkpoint.save(tmp_path / "saved", state)
     shown = train("--strategy", "drop-stale", "--resume", status=status)
@@ -204,53 +204,6 @@ def test_a_model_that_is_not_finite_is_not_saved(train, tmp_path):
 
 def arrays_of(state):
     return list(state["optimizer"]["variables"].values())
-
-
-def test_each_shard_group_has_its_own_checkpoints(train, tmp_path):
-    # The first rank of a group keeps its model, also if it is not the least.
-    options = "--strategy", "cross-shard", "--groups", "1/0", "--every", "3"
-    train(*options, "--epochs", "1")
-    shown = train(*options, "--epochs", "2", "--resume")
-    groups = [checkpoint.load(tmp_path / "saved" / f"group-{n}") for n in range(2)]
-
-    assert [group["step"] for group in groups] == [23, 23]
-    assert "resumed at 12" in shown
-    one, other = (group["optimizer"]["variables"]["weights0"] for group in groups)
-    assert not np.array_equal(one, other)
-
-
-def test_other_groups_are_refused_by_all_ranks(train, tmp_path):
-    options = "--strategy", "cross-shard", "--epochs", "1"
-    grouped = *options, "--groups", "0/1"
-
-    def refused(*words, ranks=2):
-        shown = train(*words, ranks=ranks, status=2)
-        assert shown.count("error: ") == 1
-        assert "Traceback" not in shown
-        return shown
-
-    train(*options, directory="one")
-    train(*grouped, directory="two")
-    (tmp_path / "saved").symlink_to(tmp_path / "one" / "saved")
-    other = "has checkpoints of a run with other --groups: use another directory"
-    for more in [], ["--resume"]:
-        assert f"--save: saved {other}" in refused(*grouped, *more)
-    (tmp_path / "saved").unlink()
-    (tmp_path / "saved").symlink_to(tmp_path / "two" / "saved")
-    for more in [], ["--resume"]:
-        assert f"--save: saved/group-0 {other}" in refused(*options, *more)
-    more = *options, "--groups", "0/1/2", "--resume"
-    text = "a run with shard groups 2, this one has shard groups 3"
-    assert text in refused(*more, ranks=3)
-
-
-def test_a_group_in_any_order_continues(train, tmp_path):
-    options = "--strategy", "cross-shard", "--groups", "1,0"
-    train(*options, "--epochs", "1")
-    shown = train(*options, "--epochs", "2", "--resume")
-
-    assert last(tmp_path)["step"] == 23
-    assert "update 23, resumed at 12" in shown
 
 
 def test_a_run_that_is_refused_keeps_the_log_of_the_one_before(train, tmp_path):

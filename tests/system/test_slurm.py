@@ -239,7 +239,7 @@ def test_one_node(submit: Submit, limited):
     ends = ".out", ".jsonl", ".png", ".saved"
     assert names == {f"hpcaccum-train-{job}{end}" for end in ends}
     start, result = submit.log(f"hpcaccum-train-{job}.jsonl")
-    assert (start["ranks"], start["threads"]) == (2, "2")
+    assert (start["ranks"], start["settings"]["OMP_NUM_THREADS"]) == (2, "2")
     assert len(result["accepted"]) == 2
     assert "test accuracy" in submit.outputs()
 

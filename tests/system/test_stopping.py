@@ -14,7 +14,7 @@ from .conftest import REPOSITORY
 pytestmark = pytest.mark.mpi
 
 COMMON = "--hidden", "8", "--batch", "64", "--epochs", "20"
-SLOW = "--straggler", "0:10", "--straggler", "1:10"
+SLOW = "--straggler", "0:20", "--straggler", "1:20"
 
 # Asks one rank with a signal, shortly after the training has begun.
 ASKING = """
@@ -130,18 +130,6 @@ def test_any_rank_stops_all(train, tmp_path, strategy, rank):
     if "sync" not in strategy:
         # All gradients under way were taken.
         assert sum(tally["accepted"]) == found["step"]
-
-
-def test_each_shard_group_stops_at_a_step_of_its_own(train, tmp_path):
-    options = "--strategy", "cross-shard", "--groups", "0/1", "--save", "saved"
-    delay = "--straggler", "0:10", "--straggler", "1:30"
-    train(*options, *delay, name="SIGUSR1", rank=0, status=os.EX_TEMPFAIL)
-    steps = [
-        checkpoint.load(tmp_path / "saved" / f"group-{group}")["step"]
-        for group in range(2)
-    ]
-
-    assert 0 < steps[1] < steps[0]
 
 
 def test_a_request_before_the_training_counts(mpirun, tmp_path, digits):

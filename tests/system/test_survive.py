@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 
 import pytest
 from mpi4py.MPI import get_vendor
 
 from hpcaccum.errors import RESTART
+
+from .conftest import REPOSITORY
 
 MPICH = get_vendor()[0] == "MPICH"
 # Without shared memory, each rank is a node, which is lost with it.
@@ -265,3 +269,65 @@ def test_the_loss_of_the_server_ends_with_a_status(mpirun, script):
     assert result.returncode & RESTART == RESTART, result.stdout
     assert "rank 0 (process " in result.stdout
     assert "has the end" not in result.stdout
+
+
+# The last rank is killed while it computes a gradient.
+COMMAND = """
+import os, signal, sys
+from mpi4py import MPI
+from hpcaccum.cli import main
+from hpcaccum.train.model import MLP
+
+compute, calls = MLP.loss_and_gradients, []
+
+def dying(*args):
+    calls.append(args)
+    if len(calls) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return compute(*args)
+
+if __name__ == "__main__":
+    processes = MPI.COMM_WORLD.allgather(os.getpid())
+    if MPI.COMM_WORLD.rank == 3:
+        MLP.loss_and_gradients = dying
+    sys.exit(main())
+"""
+
+
+@pytest.fixture
+def train(mpirun, script, tmp_path, digits):
+    """Run a training that loses a rank; return the status, the output and the log."""
+    words = "train", "--strategy", "drop-stale", "--data", digits, "--log", "log.jsonl"
+    words += "--epochs", "6", *(f"--straggler={rank}:20" for rank in range(3))
+    env = {"PYTHONPATH": str(REPOSITORY)}
+
+    def run(program):
+        path = script(program)
+        result = mpirun(4, path, *words, cwd=tmp_path, env=env, survive=True)
+        assert " is lost: its process has ended" in result.stdout, result.stdout
+        assert "Traceback" not in result.stdout
+        end = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+        assert end["event"] == "result", result.stdout
+        assert end["accepted"][3] < 5
+        return result.returncode, end
+
+    return run
+
+
+def test_a_training_reaches_its_end_without_a_rank(train):
+    # MPICH sends the others SIGUSR1, with which SLURM asks a training to stop.
+    status, end = train(COMMAND)
+
+    # MPICH's mpiexec returns that of the shell of the rank that was killed.
+    assert status == (128 + signal.SIGKILL if MPICH else 0)
+    assert end["stopped"] == 0
+    assert end["updates"] >= end["target"]
+
+
+def test_a_training_that_is_asked_to_stop_may_lose_a_rank(train):
+    # The others learn of the loss when they end.
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    ask = "[os.kill(each, signal.SIGTERM) for each in processes[:3]]"
+    _, end = train(COMMAND.replace(kill, f"{ask}; {kill}"))
+
+    assert end["stopped"] == RESTART

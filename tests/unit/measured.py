@@ -39,9 +39,8 @@ def reference(name="MPI", median_us=10.0, **changes) -> Row:
     return row(name, median_us, raw=None, reference=True, **changes)
 
 
-def write(path, rows, without=(), **facts: Any) -> None:
-    """Write a file as ``--json`` does, without some fields."""
+def write(path, rows, **facts: Any) -> None:
+    """Write a file as ``--json`` does."""
     facts = {"ranks": 2, "nodes": 1, "mpi": "MPICH", **facts}
     lines = [{**facts, **dataclasses.asdict(each)} for each in rows]
-    kept = [{k: v for k, v in line.items() if k not in without} for line in lines]
-    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -17,11 +17,11 @@ from .measured import reference, row, write
 def compare(tmp_path, capsys):
     """Compare rows; return the exit status, the line of each row, and the notes."""
 
-    def run(old, new, *, without=(), plot=None):
-        write(tmp_path / "old", old, without)
-        write(tmp_path / "new", new, without)
+    def run(old, new):
+        write(tmp_path / "old", old)
+        write(tmp_path / "new", new)
         files = tmp_path / "old", tmp_path / "new"
-        status = comparison(*files, tolerance=0.1, plot=plot)()
+        status = comparison(*files, tolerance=0.1)()
         shown = capsys.readouterr().out.splitlines()
         # But for the names of files.
         assert max(len(line) for line in shown if str(tmp_path) not in line) <= 80
@@ -135,13 +135,6 @@ def test_a_row_that_is_slower_counts_more_than_an_undecided_one(compare):
     assert notes[-1].endswith("1 slower by more than 10% and the noise, 1 undecided")
 
 
-def test_files_of_earlier_versions_have_no_noise(compare):
-    old, new = [row(), reference()], [row("zero-copy", 12.0), reference()]
-    status, lines, _ = compare(old, new, without=["spread_us"])
-
-    assert (status, lines[0][-3]) == (1, "0%")
-
-
 @pytest.mark.parametrize("median", ["x", None, 0, -1, math.nan])
 def test_a_line_with_another_kind_of_value_is_named(median, tmp_path):
     write(tmp_path / "rows", [row(), reference(median_us=median)])
@@ -154,7 +147,7 @@ def test_what_is_not_the_same_is_reported(tmp_path, capsys):
     write(tmp_path / "a", [row(), reference()], cpu="old one", cores=2)
     extra = [row(bytes=8192), reference(bytes=8192)]
     write(tmp_path / "b", [row(), reference(), *extra], cpu="new one", cores=2)
-    status = comparison(tmp_path / "a", tmp_path / "b", tolerance=0.1, plot=None)()
+    status = comparison(tmp_path / "a", tmp_path / "b", tolerance=0.1)()
     shown = capsys.readouterr().out
 
     assert status == 0
@@ -179,20 +172,3 @@ def test_the_speed_of_the_machine_is_the_median_of_the_references(times, text, c
 
     assert f"the references took {text}" in notes
     assert last.startswith("4 rows compared, ")
-
-
-def test_the_picture_has_the_ratios_and_marks_what_is_judged(
-    compare, monkeypatch, tmp_path
-):
-    drawn = []
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    old = [row(), row("flat"), reference()]
-    new = [row("zero-copy", 80.0), row("flat", 20.0), reference(median_us=20.0)]
-    compare(old, new, plot=tmp_path / "x.png")
-
-    [axis] = drawn[0].axes
-    lines = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
-    assert (lines["zero-copy"], lines["flat"], lines["MPI"]) == ([4.0], [1.0], [2.0])
-    circles = [line for line in axis.lines if line.get_markersize() > 10]
-    assert [list(line.get_ydata()) for line in circles] == [[4.0]]

@@ -8,7 +8,6 @@ import json
 import pytest
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.plot import draw
 from hpcaccum.bench.scaling import report
 
@@ -140,11 +139,8 @@ def test_a_picture_says_where_and_when(tmp_path, drawn):
     facts = {"ranks": 4, "nodes": 4, "hosts": hosts, "date": "2026-11-28T01:02"}
     write(tmp_path / "2", [row()], **facts)
     report([tmp_path / "1", tmp_path / "2"], tmp_path / "x.png")()
-    comparison(tmp_path / "1", tmp_path / "1", 0.1, tmp_path / "x.png")()
 
     assert drawn[0].texts[0].get_text() == (
         "efficiency: 1 is perfect\nh1; 1 node; 2026-11-27\n"
         "h1, h2, h3 and 1 more; 4 nodes; 2026-11-28"
     )
-    end = "\nold: h1; 1 node; 2026-11-27; new: h1; 1 node; 2026-11-27"
-    assert drawn[1].texts[0].get_text().endswith(end)

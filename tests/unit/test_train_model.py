@@ -69,7 +69,7 @@ def test_the_same_seed_gives_the_same_weights():
 
 
 def test_labels_may_be_any_integers():
-    data = prepare("", np.arange(20.0).reshape(-1, 1), np.repeat([-7, 900], 10))
+    data = prepare("", {"x": np.arange(20.0)[:, None], "y": np.repeat([-7, 900], 10)})
 
     assert data.classes == 2
     assert data.y.tolist() == [0] * 8 + [1] * 8
@@ -81,7 +81,7 @@ def test_labels_may_be_any_integers():
 def test_batches_continue_where_an_earlier_job_was(batch, start):
     rng = np.random.default_rng(2)
     x, y = rng.standard_normal((100, 2)), np.arange(100) % 2
-    data = prepare("made", x, y)
+    data = prepare("made", {"x": x, "y": y})
     whole = batches(data, batch, 1, 3, seed=4)
     for _ in range(start):
         next(whole)

@@ -8,8 +8,7 @@ import re
 
 import pytest
 
-from hpcaccum.train.records import Record, Result
-from hpcaccum.train.report import Progress, saved, tables
+from hpcaccum.train.report import Progress, Record, Result, saved, tables
 
 
 def shown(times, epochs):
@@ -17,7 +16,7 @@ def shown(times, epochs):
     lines = []
     progress = Progress(lines.append, "agn", epochs)
     for epoch, seconds in times:
-        progress.show(Record("agn", 0, seconds, epoch, epoch, None, 1.0, 0.5))
+        progress.show(Record("agn", seconds, epoch, epoch, None, 1.0, 0.5))
     return lines
 
 
@@ -85,9 +84,10 @@ def test_where_a_run_ended(facts, text):
 
 
 def test_a_slow_run_has_a_rate():
-    facts = {"strategy": "agn", "seconds": 9.4, "updates": 1, "accuracy": [0.5]}
+    facts = {"strategy": "agn", "seconds": 9.4, "updates": 1, "accuracy": 0.5}
+    facts |= {"updates_per_second": 1 / 9.4, "samples_per_second": 1000 / 9.4}
     facts |= {"accepted": [1], "dropped": [0], "waited": [0.0], "lags": {0: 1}}
-    one = result(**facts, earlier=0, gradient_samples=1000)
+    one = result(**facts)
     options = argparse.Namespace(straggler={}, batch=16, strategies=("agn",), period=1)
     lines = [line.split() for line in tables([one], options)]
 
@@ -96,9 +96,9 @@ def test_a_slow_run_has_a_rate():
 
 def test_columns_have_one_width():
     facts = {"strategy": "sync-replicas", "seconds": 1234.56, "updates": 1000}
-    facts |= {"accuracy": [0.967], "accepted": [12345, 2], "dropped": [678, 0]}
+    facts |= {"accuracy": 0.967, "accepted": [12345, 2], "dropped": [678, 0]}
     facts |= {"waited": [98.76, 0.0], "lags": {0: 1, 5: 2, 20: 3, 40: 1}}
-    one = result(**facts, earlier=0, gradient_samples=1000)
+    one = result(**facts, updates_per_second=0.8, samples_per_second=9)
     options = argparse.Namespace(straggler={}, batch=16, strategies=("agn",), period=1)
     lines = list(tables([one], options))
 
