@@ -247,6 +247,18 @@ def before_updates(optimizer: Any, call: Callable[[], object]) -> Any:
     return _before(getattr(role, "shard", role), "update", lambda *_: call())
 
 
+def before_answers(optimizer: Any, call: Callable[[], object]) -> Any:
+    """Return a patch: calls once, when this rank begins to wait for several servers."""
+    calls = [call]
+    questions = optimizer._server._parameters.questions
+    return _before(questions, "_wait_for", lambda *_: calls and calls.pop()())
+
+
+def mend(optimizer: Any) -> None:
+    """Have a server go on after an update that has failed, so that it can be freed."""
+    optimizer._server._role._broken = False
+
+
 def before_pieces(optimizer: Any, call: Callable[[int], object]) -> Any:
     """Return a patch: calls with the piece of an update that this rank makes next."""
     return _before(

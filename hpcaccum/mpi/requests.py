@@ -40,8 +40,7 @@ def complete(
     """Wait until requests are complete.
 
     Args:
-        requests: May be an iterator that begins them. If that is one of C, such as
-            ``map``, no signal handler comes between.
+        requests: May be an iterator that begins them.
         deadline: Of the call.
         missing: As for `Deadline.wait`.
         memory: What the requests use and do not keep.

@@ -188,8 +188,8 @@ class NodeUpdate:
         return {slot: self._layout.views(vector) for slot, vector in pairs}
 
     def prepare(
-        self, batch: Batch, copy: Array, deadline: Deadline
-    ) -> Callable[[], None] | None:
+        self, batch: Batch, deadline: Deadline
+    ) -> Callable[[Array], None] | None:
         """Return what updates all variables, and writes them to a copy; the root only.
 
         Returns:
@@ -198,10 +198,10 @@ class NodeUpdate:
         numbers = self._rule.numbers()
         if numbers is None:
             return None
-        return functools.partial(self._apply, batch, copy, deadline, numbers)
+        return functools.partial(self._apply, batch, deadline, numbers)
 
     def _apply(
-        self, batch: Batch, copy: Array, deadline: Deadline, numbers: Sequence[float]
+        self, batch: Batch, deadline: Deadline, numbers: Sequence[float], copy: Array
     ) -> None:
         self._rule.count()
         if self._pieces == 1:
@@ -278,7 +278,7 @@ class NodeUpdate:
         """Work on the pieces of an update, if any are left."""
         if not self._helps or self._words.read(_NEXT) & _PIECE >= self._pieces:
             return
-        # In threads, as a signal handler must not interrupt the work.
+        # In threads: an exception of a signal handler ends the wait, not the work.
         self._start(self._threads)
         self._join()
 

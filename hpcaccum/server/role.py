@@ -46,7 +46,7 @@ class Role:
         """Call `run` in a thread, unless there is one."""
 
     def run(self) -> None:
-        """Serve until all ranks have left. Goes on if an exception has ended it."""
+        """Serve until all ranks have left. Goes on if an exception has ended a wait."""
 
     def come_back(self) -> None:
         """Let `run`, which has ended, serve again."""

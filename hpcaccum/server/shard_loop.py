@@ -56,24 +56,23 @@ class ShardLoop(Background):
 
     def run(self) -> None:
         """Carry out orders until the root ends them."""
-        # An earlier call may have been interrupted before it.
-        self._parameters.done(self._number)
+        self._check_whole()
         while self._kind != END:
             # An idle server has no limit.
             deadline = Deadline(math.inf, f"{self._what}: server")
             order = self._parameters.next_order(self._number, deadline)
             number, kind, word, buffer = order
             if kind == UPDATE:
-                gradients = self._server.gradients[buffer]
-                prepare = functools.partial(self._prepare, gradients, rate_of(word))
-                self._make_once(number, prepare)
+                change = self._prepare(self._server.gradients[buffer], rate_of(word))
+                self._broken = True
+                change()
             elif kind == ANSWER:
                 self._parameters.questions.answer(self.answer, word)
             elif kind == ASSIGN:
                 self._assign()
-            # First: an interruption in between must not have it carried out again.
             self._number, self._kind = number, kind
             self._parameters.done(number)
+            self._broken = False
 
     def come_back(self) -> None:
         """Let `run`, which has ended, serve again."""

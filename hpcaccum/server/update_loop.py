@@ -15,7 +15,7 @@ from hpcaccum.errors import EverybodyLeftError
 from hpcaccum.server.background import Background
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from hpcaccum.accumulator import Batch
     from hpcaccum.dtypes import Array
@@ -51,6 +51,7 @@ class Loop(Background):
 
     def run(self) -> None:
         """Make updates until all ranks have left."""
+        self._check_whole()
         with contextlib.suppress(EverybodyLeftError):
             while True:
                 step = self.made()
@@ -58,14 +59,13 @@ class Loop(Background):
                 deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
                 use = functools.partial(self._make_in_turn, deadline)
                 self._inbox.next(step, deadline, use)
+                self._broken = False
                 if self.after_update is not None:
                     self.after_update(self.made())
 
     def _make_in_turn(self, deadline: Deadline, batch: Batch) -> None:
         with self._lock.updating():
-            # A call of `run` that was interrupted may have made it.
-            if self.made() <= batch.step:
-                self._make_step(batch.step + 1, deadline, batch)
+            self._make_step(batch.step + 1, deadline, batch)
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
         """Update the center with a batch of gradients, and publish it."""
@@ -144,7 +144,6 @@ class UpdateLoop(Loop):
 
     def assign(self, deadline: Deadline) -> int:
         """Set the center to what was kept; return the version that has it."""
-        # If this is interrupted, some of them may have changed.
         self._copier.note(
             {p.name: np.arange(len(self.center[p.name])) for p in self._wire.rows}
         )
@@ -154,40 +153,40 @@ class UpdateLoop(Loop):
         return self._parameters.publish_again(self._fill)
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
-        def fill(flat: Array) -> None:
-            # It is made already if it was interrupted before it was published.
-            if self._made != step:
-                if self._update_together(batch, flat, deadline):
-                    return
-                self._update_alone(batch, deadline)
-            self._fill(flat)
-
+        fill = self._together(batch, deadline) or self._alone(batch, deadline)
         # A rank that gave one of several gradients waits for their update.
         waiting = [rank for rank, _ in batch.places] if self._inbox.adds else []
+        self._broken = True
         self._parameters.publish(fill, step, waiting)
 
-    def _update_together(self, batch: Batch, flat: Array, deadline: Deadline) -> bool:
-        """Update the center and write it to a vector, if all ranks can help."""
-        shared = self._node_update
-        if shared is None or not self._wire.is_complete(batch):
-            return False
-        return self._make_once(
-            batch.step + 1, lambda: shared.prepare(batch, flat, deadline)
-        )
+    def _together(
+        self, batch: Batch, deadline: Deadline
+    ) -> Callable[[Array], None] | None:
+        """Return what updates the center and writes it to a vector, if ranks help."""
+        if self._node_update is None or not self._wire.is_complete(batch):
+            return None
+        return self._node_update.prepare(batch, deadline)
 
-    def _update_alone(self, batch: Batch, deadline: Deadline) -> None:
+    def _alone(self, batch: Batch, deadline: Deadline) -> Callable[[Array], None]:
+        """Return what updates the center on this rank and writes it to a vector."""
         # There is no gradient if its rank was admitted and then failed to write.
         if not batch.places:
-            return
+            return self._fill
         # First: the total is in memory that they need, too.
         parts = {p.name: batch.rows(p, deadline) for p in self._wire.rows}
         total = self._total(batch, deadline)
         rows = self._wire.read_rows(parts, total, batch.divisor) if parts else {}
-        arrays = self._wire.read_gradients(total)
-        # First: an update that fails has changed some of them.
-        self._copier.note({name: each.indices for name, each in rows.items()})
-        if (grads := {**arrays, **rows}) and (update := self.update) is not None:
-            self._make_once(batch.step + 1, lambda: update(grads, None))
+        grads = {**self._wire.read_gradients(total), **rows}
+        if not grads or self.update is None:
+            return self._fill
+        change = self.update(grads, None)
+
+        def fill(flat: Array) -> None:
+            self._copier.note({name: each.indices for name, each in rows.items()})
+            change()
+            self._fill(flat)
+
+        return fill
 
     def _total(self, batch: Batch, deadline: Deadline) -> Array:
         """Return the sum of the arrays of a batch, which may be changed."""
