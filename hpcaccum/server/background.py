@@ -25,8 +25,8 @@ class Background(Role):
         """Raise BrokenObjectError if an exception has ended an update."""
         if self._broken:
             raise BrokenObjectError(
-                "an update failed or was interrupted while it changed the parameters, "
-                "which are now partly updated: continue from a checkpoint"
+                "an exception has ended an update, and the parameters are now partly "
+                "updated: continue from a checkpoint"
             )
 
     def start_thread(self) -> None:

@@ -15,7 +15,7 @@ from hpcaccum.errors import EverybodyLeftError
 from hpcaccum.server.background import Background
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from hpcaccum.accumulator import Batch
     from hpcaccum.dtypes import Array
@@ -153,40 +153,35 @@ class UpdateLoop(Loop):
         return self._parameters.publish_again(self._fill)
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
-        fill = self._together(batch, deadline) or self._alone(batch, deadline)
+        def fill(flat: Array) -> None:
+            if not self._update_together(batch, flat, deadline):
+                self._update_alone(batch, deadline)
+                self._fill(flat)
+
         # A rank that gave one of several gradients waits for their update.
         waiting = [rank for rank, _ in batch.places] if self._inbox.adds else []
-        self._broken = True
         self._parameters.publish(fill, step, waiting)
 
-    def _together(
-        self, batch: Batch, deadline: Deadline
-    ) -> Callable[[Array], None] | None:
-        """Return what updates the center and writes it to a vector, if ranks help."""
+    def _update_together(self, batch: Batch, flat: Array, deadline: Deadline) -> bool:
+        """Update the center and write it to a vector, if all ranks can help."""
         if self._node_update is None or not self._wire.is_complete(batch):
-            return None
-        return self._node_update.prepare(batch, deadline)
+            return False
+        self._broken = True
+        return self._node_update.apply(batch, flat, deadline)
 
-    def _alone(self, batch: Batch, deadline: Deadline) -> Callable[[Array], None]:
-        """Return what updates the center on this rank and writes it to a vector."""
+    def _update_alone(self, batch: Batch, deadline: Deadline) -> None:
         # There is no gradient if its rank was admitted and then failed to write.
         if not batch.places:
-            return self._fill
+            return
         # First: the total is in memory that they need, too.
         parts = {p.name: batch.rows(p, deadline) for p in self._wire.rows}
         total = self._total(batch, deadline)
         rows = self._wire.read_rows(parts, total, batch.divisor) if parts else {}
         grads = {**self._wire.read_gradients(total), **rows}
-        if not grads or self.update is None:
-            return self._fill
-        change = self.update(grads, None)
-
-        def fill(flat: Array) -> None:
-            self._copier.note({name: each.indices for name, each in rows.items()})
-            change()
-            self._fill(flat)
-
-        return fill
+        self._broken = True
+        self._copier.note({name: each.indices for name, each in rows.items()})
+        if grads and self.update is not None:
+            self.update(grads, None)
 
     def _total(self, batch: Batch, deadline: Deadline) -> Array:
         """Return the sum of the arrays of a batch, which may be changed."""
