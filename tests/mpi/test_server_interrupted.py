@@ -105,7 +105,8 @@ def test_a_server_whose_update_fails_is_broken(group, several):
     assert opt.global_step == 1
 
 
-def test_a_read_within_another_one_gets_its_own_answers(group):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_read_within_another_one_gets_its_own_answers(group, ordered):
     """As that of a signal handler that saves."""
     var, servers = hpc.Variable(np.zeros(COUNT), "w"), [0, group.nodes[-1][0]]
     opt = hpc.SyncReplicasOptimizer(
@@ -119,7 +120,7 @@ def test_a_read_within_another_one_gets_its_own_answers(group):
         found.append(opt.get_slot(var, "momentum").value)
 
     if group.rank == 0:
-        with testing.before_answers(opt, read):
+        with testing.before_answers(opt, read, ordered=ordered):
             read()
         assert len(found) == 2
         for each in found:
