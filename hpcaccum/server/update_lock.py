@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import Deadline
 
@@ -36,17 +36,21 @@ class UpdateLock:
 
         No time limit: the ranks that wait for the update have one.
         """
-        deadline = Deadline(math.inf, f"{self._what}: update")
-        missing = "a read of this rank to end"
-        deadline.acquire(self._gate, lambda: missing)
+        self._pass(self._gate)
         try:
-            deadline.acquire(self._lock, lambda: missing)
+            self._pass(self._lock)
         finally:
             self._gate.release()
         try:
             yield
         finally:
             self._lock.release()
+
+    def _pass(self, lock: Any) -> None:
+        # Almost always free: a deadline would cost more than the lock.
+        if not lock.acquire(blocking=False):
+            deadline = Deadline(math.inf, f"{self._what}: update")
+            deadline.acquire(lock, lambda: "a read of this rank to end")
 
     @contextlib.contextmanager
     def reading(self, deadline: Deadline) -> Iterator[None]:
