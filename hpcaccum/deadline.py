@@ -212,25 +212,13 @@ class Deadline:
             result = attempt(min(self._until_next_warning(), _LOOK))
         return result
 
-    @staticmethod
-    def try_acquire(lock: Any, held: list[bool], seconds: float = 0.0) -> bool | None:
-        """Acquire a lock, record that in ``held``; return None if it takes too long.
-
-        A signal handler may raise at any point of Python, so a caller releases the lock
-        if and only if ``held`` says so.
-        """
-        seconds = seconds if seconds > 0 else -1
-        # In C throughout: no signal handler comes between the two.
-        held.extend(filter(None, map(lock.acquire, (seconds > 0,), (seconds,))))
-        return bool(held) or None
-
-    def acquire(self, lock: Any, held: list[bool], missing: Callable[[], str]) -> None:
-        """Acquire a lock as `try_acquire` does.
+    def acquire(self, lock: Any, missing: Callable[[], str]) -> None:
+        """Acquire a lock, which the caller releases.
 
         Raises:
             WaitTimeoutError: If the limit passes first.
         """
-        self.block(lambda seconds: self.try_acquire(lock, held, seconds), missing)
+        self.block(lambda seconds: lock.acquire(timeout=seconds) or None, missing)
 
     def join(self, thread: threading.Thread, missing: Callable[[], str]) -> None:
         """Wait until a thread has ended.

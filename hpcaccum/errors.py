@@ -47,7 +47,8 @@ class BrokenObjectError(RuntimeError):
     """Raised by the use of an object on a rank where an exception has ended a call.
 
     The rank has left an accumulator, and others go on without it; the cause is the
-    first exception. Others cannot go on with a reducer.
+    first exception. Others cannot go on with a reducer, or with a server whose update
+    an exception has ended.
     """
 
 

@@ -247,6 +247,26 @@ def before_updates(optimizer: Any, call: Callable[[], object]) -> Any:
     return _before(getattr(role, "shard", role), "update", lambda *_: call())
 
 
+def before_answers(
+    optimizer: Any, call: Callable[[], object], *, ordered: bool = True
+) -> Any:
+    """Return a patch: calls once, before this rank waits for the answers of servers.
+
+    Args:
+        optimizer: With several servers.
+        call: The call.
+        ordered: Whether the servers are told before to answer the question.
+    """
+    calls, name = [call], "_wait_for" if ordered else "_order"
+    questions = optimizer._server._parameters.questions
+    return _before(questions, name, lambda *_: calls and calls.pop()())
+
+
+def mend(optimizer: Any) -> None:
+    """Have a server go on after an update that has failed, so that it can be freed."""
+    optimizer._server._role._broken = False
+
+
 def before_pieces(optimizer: Any, call: Callable[[int], object]) -> Any:
     """Return a patch: calls with the piece of an update that this rank makes next."""
     return _before(

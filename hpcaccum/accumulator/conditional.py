@@ -130,9 +130,9 @@ class ConditionalAccumulator(Accumulator):
                 gradient, so a slot that contains it must not be changed: the next
                 `apply_grad` or `slot` of this rank waits for the answer first.
             BrokenObjectError: If an exception has ended an earlier call.
-            Exception: Anything else, as what a signal handler raises in the middle of
-                the call: this rank has left the accumulator, and the gradient may be
-                lost. The other ranks go on.
+            Exception: Anything else, except what a signal handler raises while this
+                rank waits for an agent: this rank has left the accumulator, and the
+                gradient may be lost. The other ranks go on.
         """
         self._check_open()
         step = step_number(local_step, "local_step")
@@ -204,8 +204,7 @@ class ConditionalAccumulator(Accumulator):
                 or an ``out`` that does not fit; nothing is lost.
             WaitTimeoutError: States what was missing. Nothing is lost: gradients stay,
                 and the next take returns a round that was already closed. The same
-                holds for any other exception, except one that a signal handler raises
-                when the result is complete.
+                holds for any other exception that ends a wait or the summation.
             EverybodyLeftError: At once, if all ranks have left and the round has no
                 gradient.
         """

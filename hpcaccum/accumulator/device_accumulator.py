@@ -192,13 +192,15 @@ class DeviceAccumulator(AccumulatorOnDevice):
         elif not self._named:
             flat = targets[_ONLY]
         if flat is not None and self._dtype == self._sum.dtype:
-            self._begin_step(self._finish(flat, divisor))
+            self._finish(flat, divisor)()
+            self._begin_step()
             return targets
         # In place where possible: the next gradient overwrites the sum. Not if norms
         # are computed: NaN in the gaps between the arrays would stay.
         flat = self._sum if self._norm is None else cupy.empty_like(self._sum)
         unpack = self._table.unpacking(flat, table or targets)
-        self._begin_step(self._finish(flat, divisor))
+        self._finish(flat, divisor)()
+        self._begin_step()
         unpack()
         return targets
 

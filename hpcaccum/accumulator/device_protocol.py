@@ -7,7 +7,6 @@ there are no counters on the device, and no call waits for the device.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.receipts import MAX_LAG, Receipt, Tally
 from hpcaccum.arguments import positive_count, step_number
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi import Freeable, without_signals
+from hpcaccum.mpi import Freeable
 
 logger = logging.getLogger("hpcaccum")
 
@@ -88,8 +87,6 @@ class AccumulatorOnDevice(Freeable):
         # The event after each turn, and the arrays that it reads or None, oldest first.
         self._reads: deque[tuple[Any, Any]] = deque()
         self._last = _record(device.current_stream())
-        # Stream, event to use again and arrays of the turn that has not ended.
-        self._turn: tuple[Any, Any, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -149,12 +146,10 @@ class AccumulatorOnDevice(Freeable):
         self._check_here()
         state = self._state
         receipt = Receipt(local_step >= state.step, local_step, state.step)
-        after = state.after(receipt)
         if receipt:
             first = state.accumulated == 0
-            self._in_turn(lambda: self._commit(after, prepare(first)), arrays)
-        else:
-            self._commit(after)
+            self._in_turn(lambda: prepare(first)(), arrays)
+        self._state = state.after(receipt)
         return receipt
 
     def _take(
@@ -162,7 +157,8 @@ class AccumulatorOnDevice(Freeable):
     ) -> T:
         """Wait for gradients; return the result of ``reduce`` of their number.
 
-        ``reduce`` queues work on the current stream, and must call `_begin_step`.
+        ``reduce`` queues work on the current stream, and calls `_begin_step` as soon as
+        that has taken the sum.
         """
         required = positive_count(num_required, "num_required")
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
@@ -183,46 +179,28 @@ class AccumulatorOnDevice(Freeable):
 
         deadline.wait(enough, missing)
 
-    def _begin_step(self, *calls: Launch) -> None:
-        """Make the calls that take the sum, such as a launch; count the step."""
+    def _begin_step(self) -> None:
+        """Count the step."""
         state = self._state
-        self._commit(state._replace(step=state.step + 1, accumulated=0), *calls)
-
-    def _commit(self, after: _State, *calls: Launch) -> None:
-        """Make calls, such as a launch, and set the state that follows from them.
-
-        No signal handler, which may raise, comes between them, so the sum always fits
-        the counters.
-        """
-        without_signals(*calls, functools.partial(setattr, self, "_state", after))
+        self._state = state._replace(step=state.step + 1, accumulated=0)
 
     def _in_turn(self, work: Callable[[], T], reads: Any = None) -> T:
         """Queue work on the current stream, after that of all turns before.
 
         Called within `_calls`.
         """
-        self._end_turn()
         event = None
         while self._reads and self._reads[0][0].done:
             # Recorded again below, after the wait for `_last`, which it may be.
             event, _ = self._reads.popleft()
         stream = device.current_stream()
         stream.wait_event(self._last)
-        self._turn = stream, event, reads
         try:
             return work()
         finally:
             # Also after an error: something may have been queued.
-            self._end_turn()
-
-    def _end_turn(self) -> None:
-        """Record the end of a turn; if a signal handler raises, the next turn does."""
-        if self._turn is None:
-            return
-        stream, event, reads = self._turn
-        self._last = _record(stream, event)
-        self._reads.append((self._last, reads))
-        self._turn = None
+            self._last = _record(stream, event)
+            self._reads.append((self._last, reads))
 
     def _check_here(self) -> None:
         """Raise unless this is open, and its device is the current one."""
@@ -234,7 +212,6 @@ class AccumulatorOnDevice(Freeable):
 
     def _free(self) -> None:
         with self._calls.hold("free"):
-            self._end_turn()
             # The pool would give the memory away while another stream still uses it.
             self._last.synchronize()
             # Before the turn is over: a waiting thread must not launch kernels.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -152,10 +150,9 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         means, counts = self._sum[rows], self._counts[rows]
         sizes = map(np.int64, means.shape)
         self._launch("mean_rows", len(rows), means, counts, *sizes)()
-        self._begin_step(
-            functools.partial(operator.setitem, self._sum, rows, 0),
-            functools.partial(self._counts.fill, 0),
-        )
+        self._sum[rows] = 0
+        self._counts.fill(0)
+        self._begin_step()
         return rows, means
 
     def _launch(self, kernel: str, rows: int, *arguments: Any) -> Launch:

@@ -24,7 +24,7 @@ class OneThread:
     def __init__(self, what: str, other: str = "another thread of this rank") -> None:
         self._what, self._other = what, other
         # Reentrant: a signal handler gets an error instead of waiting for what it has
-        # interrupted, and a thread does not wait for what an exception has left locked.
+        # interrupted.
         self._lock, self._busy = threading.RLock(), False
 
     @contextlib.contextmanager
@@ -38,7 +38,7 @@ class OneThread:
         """
         if not self._lock.acquire(blocking=False):
             deadline = deadline or Deadline(None, f"{self._what}: {call}")
-            deadline.block(self._acquire, lambda: self._other)
+            deadline.acquire(self._lock, lambda: self._other)
         if self._busy:
             self._lock.release()
             raise InvalidArgumentError(
@@ -51,6 +51,3 @@ class OneThread:
         finally:
             self._busy = False
             self._lock.release()
-
-    def _acquire(self, seconds: float) -> bool | None:
-        return self._lock.acquire(timeout=seconds) or None

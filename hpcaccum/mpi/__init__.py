@@ -11,7 +11,7 @@ Lifetime: `Freeable` is the base class of collective objects; `shutdown` frees t
 Environment: `launcher` and `cuda_aware` find out how the job was started, and what MPI
     accepts.
 
-All calls of MPI windows are in this package. Imports `errors`, `deadline`, `lock` and
+All calls of MPI windows are in this package. Imports `errors`, `deadline` and
 `wake` only.
 """
 
@@ -42,7 +42,6 @@ from hpcaccum.mpi.shutdown import (
     is_ending,
     report_and_abort,
 )
-from hpcaccum.mpi.windows import without_signals
 
 __all__ = [
     "MPI",
@@ -74,5 +73,4 @@ __all__ = [
     "short_switch_interval",
     "slurm_plugin",
     "split",
-    "without_signals",
 ]

@@ -34,7 +34,6 @@ def limited(call: Callable[[], T], what: str, missing: str) -> T:
         watch.start()
         return call()
     finally:
-        # One call of C, which no signal handler interrupts.
         blocks.release()
         if watch.is_alive():
             watch.join()
@@ -42,6 +41,6 @@ def limited(call: Callable[[], T], what: str, missing: str) -> T:
 
 def _watch(deadline: Deadline, blocks: threading.Lock, missing: str) -> None:
     try:
-        deadline.acquire(blocks, [], lambda: missing)
+        deadline.acquire(blocks, lambda: missing)
     except WaitTimeoutError as error:
         abort_because(str(error))

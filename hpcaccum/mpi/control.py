@@ -226,12 +226,7 @@ class ControlChannel:
         error = DisagreementError(text)
         # The exchanges that other ranks have entered fail, too.
         self._number = max([self._number, *(c.number for c in self._calls.values())])
-        try:
-            self._spread(error, tracks)
-        except BaseException:
-            # They would wait for that number, which this rank has passed.
-            self._spread(error, tracks)
-            raise
+        self._spread(error, tracks)
         self._reports.clear()
         raise error
 

@@ -8,14 +8,15 @@ of different ranks wait for each other without end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.lock import Lock
 from hpcaccum.mpi.requests import complete
 from hpcaccum.mpi.runtime import MPI, is_open_mpi
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _WHAT = "making a communicator"
 # Held by one communicator at a time, on all its ranks.
-_one = Lock()
+_one = threading.Lock()
 # Microseconds, at most, before the first try that follows another one.
 _PAUSE = 1000
 
@@ -72,30 +73,26 @@ def alone(comm: mpi4py_MPI.Intracomm, what: str, missing: str) -> Iterator[None]
     orders. They try at the same time, and again if one has failed. At first they only
     meet, as another thread may have to make a communicator before all are here.
     """
-    deadline, held = Deadline(None, what), list[bool]()
-    tries = 0
-    try:
-        while not _all_hold(comm, held, deadline, missing):
-            _release(held)
-            if tries:
-                time.sleep(secrets.randbelow(_PAUSE << min(tries, 5)) / 1e6)
-            Deadline.try_acquire(_one, held)
-            tries += 1
-        yield
-    finally:
-        _release(held)
+    deadline = Deadline(None, what)
+    _all(comm, False, deadline, missing)
+    for tries in itertools.count():
+        if tries:
+            time.sleep(secrets.randbelow(_PAUSE << min(tries, 5)) / 1e6)
+        holds = _one.acquire(blocking=False)
+        try:
+            if _all(comm, holds, deadline, missing):
+                yield
+                return
+        finally:
+            if holds:
+                _one.release()
 
 
-def _all_hold(
-    comm: mpi4py_MPI.Intracomm, held: list[bool], deadline: Deadline, missing: str
+def _all(
+    comm: mpi4py_MPI.Intracomm, fact: bool, deadline: Deadline, missing: str
 ) -> bool:
-    mine, least = np.array([len(held)]), np.empty(1, int)
-    begun = map(comm.Iallreduce, [mine], [least], [MPI.MIN])
-    complete(begun, deadline, lambda: missing, (mine, least))
+    """Return whether a fact is true on all ranks. Collective."""
+    mine, least = np.array([int(fact)]), np.empty(1, int)
+    begun = comm.Iallreduce(mine, least, MPI.MIN)
+    complete([begun], deadline, lambda: missing, (mine, least))
     return bool(least[0])
-
-
-def _release(held: list[bool]) -> None:
-    while held:
-        _one.release()
-        held.pop()

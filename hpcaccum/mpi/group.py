@@ -24,7 +24,6 @@ from hpcaccum.errors import (
     echo,
     format_ranks,
 )
-from hpcaccum.lock import once
 from hpcaccum.mpi.blocking import limited
 from hpcaccum.mpi.control import ControlChannel
 from hpcaccum.mpi.creation import alone, creating, split, split_by_node
@@ -54,8 +53,17 @@ _UNREACHED = (
 )
 
 
-@once
+# Held while the keyval is made: threads must not make two.
+_making = threading.Lock()
+
+
 def _keyval() -> int:
+    with _making:
+        return _made_keyval()
+
+
+@functools.cache
+def _made_keyval() -> int:
     # MPI calls `close` when the user's communicator is freed.
     return int(
         MPI.Comm.Create_keyval(delete_fn=lambda _comm, _key, group: group.close())
@@ -367,7 +375,7 @@ class Group:
         if self._heartbeat is not None and self._objects == [freed]:
             self._heartbeat.stop()
             self._heartbeat = None
-        # An earlier call may have been interrupted.
+        # An earlier call may have timed out.
         if freed in self._objects:
             self._objects.remove(freed)
         self._free_if_unused()
@@ -444,9 +452,7 @@ class Group:
             self._inside.free()
         if not is_ending():
             self.control.drain()
-        # An earlier call may have been interrupted between the two.
-        if self.node != MPI.COMM_NULL:
-            self.node.Free()
+        self.node.Free()
         self.comm.Free()
 
 

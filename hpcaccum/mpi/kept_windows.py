@@ -42,7 +42,7 @@ class KeptWindows:
     def compare(self, taken: Sequence[Mapping[int, int]]) -> None:
         """Take no more words of these windows if ranks have taken different ones.
 
-        A constructor that an exception has interrupted leaves such ranks.
+        A constructor that has timed out on some ranks leaves such ranks.
 
         Args:
             taken: What `taken` returned on each rank.
@@ -53,10 +53,8 @@ class KeptWindows:
 
     def free(self) -> None:
         """Free the windows, of which no object has words any more. Collective."""
-        while self._abandoned:
-            self._abandoned[-1].free()
-            del self._abandoned[-1]
-        for root, window in list(self._open.items()):
+        for window in [*self._abandoned, *self._open.values()]:
             window.free()
-            self._open.pop(root, None)
+        self._abandoned.clear()
+        self._open.clear()
         forget(self.free)

@@ -150,8 +150,7 @@ def _opened(group: Group, nbytes: int) -> Iterator[int]:
         if group.rank > 0:
             return None
         check_room(nbytes, group.size)
-        # In C throughout: no signal handler comes before it is noted as made here.
-        files.extend(map(os.open, [path], [_CREATE], [0o600]))
+        files.append(os.open(path, _CREATE, 0o600))
         os.ftruncate(files[0], nbytes)
         return path, _checked(path, files[0])
 

@@ -10,7 +10,6 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from hpcaccum.deadline import MOVING_NAP, Deadline, nap_after
-from hpcaccum.lock import Lock
 from hpcaccum.mpi.control_messages import Tag
 from hpcaccum.mpi.failures import may_receive
 from hpcaccum.mpi.runtime import MPI, lack_of_threads
@@ -42,7 +41,7 @@ class ShortSwitchInterval:
     """
 
     def __init__(self) -> None:
-        self._lock, self._users, self._before = Lock(), 0, 0.0
+        self._lock, self._users, self._before = threading.Lock(), 0, 0.0
 
     def __enter__(self) -> None:
         """Count a user; the first one shortens the interval, unless it is shorter."""
@@ -84,14 +83,12 @@ class ProgressThread:
         self._windows: list[Callable[[], memoryview]] = []
         # Of those which say so: whether data arrive.
         self._arrivals: dict[Callable[[], memoryview], Callable[[], bool]] = {}
-        self._lock = Lock()
+        self._lock = threading.Lock()
         # What was in the windows, and when they had changed.
         self._seen: list[bytes | None] = []
         self._changed = -math.inf
         self._replaced = False
         self._thread: threading.Thread | None = None
-        # Whether it has been started, and not told to end.
-        self._runs = False
         # Ends the last nap of the thread.
         self._end = Wake()
 
@@ -127,9 +124,8 @@ class ProgressThread:
 
     def _start_or_stop(self) -> None:
         wanted = bool(self._windows) and not self._replaced
-        # An exception may have interrupted its start or its end.
-        if self._thread is not None and not (wanted and self._runs):
-            self._stop()
+        if self._thread is not None and not wanted:
+            self._stop(self._thread)
         if wanted and self._thread is None:
             self._start()
 
@@ -142,21 +138,15 @@ class ProgressThread:
         self._end = Wake()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        self._runs = True
 
-    def _stop(self) -> None:
-        assert self._thread is not None
-        self._runs = False
-        self._end.wake()
-        # An interrupted start has maybe not come so far.
-        if self._thread.ident is not None:
-            # A thread of this rank: no limit of the user's applies.
-            deadline = Deadline(math.inf, "progress")
-            deadline.join(self._thread, lambda: "its thread to end")
+    def _stop(self, thread: threading.Thread) -> None:
         self._thread = None
+        self._end.wake()
+        # A thread of this rank: no limit of the user's applies.
+        deadline = Deadline(math.inf, "progress")
+        deadline.join(thread, lambda: "its thread to end")
 
     def _run(self) -> None:
-        # Here, as no signal handler interrupts a thread.
         with short_switch_interval:
             while not self._end.nap(self.nap(math.inf)):
                 self.look()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.mpi.runtime import MPI
-from hpcaccum.mpi.windows import FREED, allocate, make_progress
+from hpcaccum.mpi.windows import FREED, allocate, free, make_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,8 +129,7 @@ class Region:
         self._end_progress()
         self._announced = memoryview(b"")
         self._memory = np.empty(0, np.uint8)
-        self._window.Unlock_all()
-        self._window.Free()
+        free(self._window)
         self._window = FREED
 
 

@@ -7,9 +7,9 @@ an array that was passed as such, but not one of a list with counts and a dataty
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.lock import Lock
 from hpcaccum.mpi.runtime import MPI
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 _kept: list[object] = []
 # Requests that were given up, each with its memory.
 _given_up: list[tuple[list[Any], object]] = []
-# Two threads must not test a request at a time.
-_lock = Lock()
+# Two threads must not test a request at a time. Reentrant, for a signal handler that
+# saves.
+_lock = threading.RLock()
 
 
 def keep(used: object) -> None:
@@ -39,8 +40,7 @@ def complete(
     """Wait until requests are complete.
 
     Args:
-        requests: May be an iterator that begins them. If that is one of C, such as
-            ``map``, no signal handler comes between.
+        requests: May be an iterator that begins them.
         deadline: Of the call.
         missing: As for `Deadline.wait`.
         memory: What the requests use and do not keep.

@@ -7,14 +7,11 @@ or a lock around each operation, makes MPICH wait for a target that computes.
 
 from __future__ import annotations
 
-import collections
 import functools
-import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcaccum.errors import FreedError
-from hpcaccum.lock import once
 from hpcaccum.mpi.creation import creating, duplicate
 from hpcaccum.mpi.node_memory import check_room, explained, pieces
 from hpcaccum.mpi.runtime import MPI, is_open_mpi
@@ -34,17 +31,6 @@ class _Freed:
 
 
 FREED: Any = _Freed()
-
-
-def without_signals(*calls: Callable[[], Any]) -> None:
-    """Call functions of C one after the other, with no signal handler in between.
-
-    Python runs signal handlers between bytecode instructions only.
-    """
-    collections.deque(map(_CALL, calls), 0)
-
-
-_CALL = operator.methodcaller("__call__")
 
 
 def allocate(group: Group, root: int, nbytes: int, unit: int) -> Any:
@@ -82,8 +68,7 @@ def allocate(group: Group, root: int, nbytes: int, unit: int) -> Any:
         # This also keeps other ranks from the memory until it is zero.
         group.raise_together("allocating a window", failure)
     except BaseException:
-        window.Unlock_all()
-        window.Free()
+        free(window)
         raise
     return window
 
@@ -132,13 +117,19 @@ def memory_barrier(group: Group, window: Any) -> Callable[[], None]:
     return _own_window().Sync  # type: ignore[no-any-return]
 
 
-@once
+@functools.cache
 def _own_window() -> Any:
     """Return a window of this rank alone, which lives until MPI ends."""
     window = MPI.Win.Allocate(0, comm=MPI.COMM_SELF)
     window.Lock_all(MPI.MODE_NOCHECK)
-    at_end(functools.partial(without_signals, window.Unlock_all, window.Free))
+    at_end(functools.partial(free, window))
     return window
+
+
+def free(window: Any) -> None:
+    """Unlock and free a window. Collective."""
+    window.Unlock_all()
+    window.Free()
 
 
 def _check_communicators(group: Group) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.mpi.runtime import MPI
-from hpcaccum.mpi.windows import allocate, make_progress, without_signals
+from hpcaccum.mpi.windows import allocate, free, make_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,8 +102,6 @@ class WordWindow:
             self.free()
 
     def free(self) -> None:
-        """Free it, once, when all parts are returned. Collective."""
-        if not self.mpi:
-            return
+        """Free it when all parts are returned. Collective."""
         self.words = None
-        without_signals(self.mpi.Unlock_all, self.mpi.Free)
+        free(self.mpi)

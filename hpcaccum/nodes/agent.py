@@ -89,9 +89,9 @@ class Agent:
         # Requests of this rank to its own agent.
         self._own: deque[tuple[Any, ...]] = deque()
         self._awake = Wake()
-        # What threads of this rank wait for, by service, and what wakes them. The lock
-        # is held while the agent looks, at memory that they may free afterwards.
-        self._facts: list[tuple[int, Callable[[], bool], Wake]] = []
+        # What threads of this rank wait for, and what wakes them. The lock is held
+        # while the agent looks, at memory that they may free afterwards.
+        self._facts: list[tuple[Callable[[], bool], Wake]] = []
         self._looking = threading.RLock()
         # By node, requests of this rank that its agent may not have received yet.
         self._sent: list[list[Any]] = [[] for _ in self.leaders]
@@ -170,8 +170,6 @@ class Agent:
         There is another one that `remove` removes later: it waits for all ranks.
         """
         self._removed = number
-        # An interrupted wait may have left one.
-        self._forget_facts(lambda each: each[0] == number)
         del self._services[number]
         self._requests.pop(number, None)
         if not self._services:
@@ -252,28 +250,23 @@ class Agent:
 
     def wait(
         self,
-        number: int,
         fact: Callable[[], bool],
         deadline: Deadline,
         missing: Callable[[], str],
     ) -> None:
-        """Wait until something is true that concerns a service; on leaders only.
+        """Wait until something is true; on leaders only.
 
         The thread of the agent looks. If this one polled, both would take the
         interpreter from each other.
         """
         woken = Wake()
-        entry = number, fact, woken
+        with self._looking:
+            self._facts.append((fact, woken))
         try:
-            self._facts.append(entry)
             deadline.block(woken.until(fact), missing)
         finally:
-            self._forget_facts(lambda each: each is entry)
-
-    def _forget_facts(self, some: Callable[[Any], bool]) -> None:
-        """Have the agent look no more at some facts."""
-        with self._looking:
-            self._facts[:] = itertools.filterfalse(some, self._facts)
+            with self._looking:
+                self._facts.remove((fact, woken))
 
     def tag(self, number: int, channel: int = 0) -> int:
         """Return the tag of a channel for data of a service."""
@@ -336,7 +329,7 @@ class Agent:
             if done is None:
                 self._running.remove(entry)
         with self._looking:
-            for _, fact, woken in self._facts:
+            for fact, woken in self._facts:
                 if fact():
                     woken.wake()
         return busy

@@ -64,7 +64,7 @@ class Calls:
     def forget(self) -> None:
         """Forget the last call, before the next one."""
         self.extend()
-        # An interrupted one may not be settled.
+        # One whose wait an exception has ended may not be settled.
         self.settle()
         self._sent = self._answer = None
 
@@ -120,7 +120,7 @@ class Calls:
             if time.monotonic() < polls_until:
                 os.sched_yield()
             else:
-                self._agent.wait(self._number, changed, deadline, missing)
+                self._agent.wait(changed, deadline, missing)
         return found
 
     def handle(self, source: int, *question: Any) -> Steps:

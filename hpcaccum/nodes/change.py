@@ -55,9 +55,8 @@ class Change:
         self, fact: Callable[[], bool], deadline: Deadline, missing: Callable[[], str]
     ) -> None:
         announced = Wake()
+        self._blocked.append(announced)
         try:
-            self._blocked.append(announced)
             deadline.block(announced.until(fact), missing)
         finally:
-            if announced in self._blocked:
-                self._blocked.remove(announced)
+            self._blocked.remove(announced)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, SupportsFloat
 
@@ -210,9 +209,9 @@ class Optimizer(abc.ABC):
     def _release(self) -> None:  # noqa: B027
         """Free memory that the next update would allocate again."""
 
-    def _prepared(self, rate: float | None, pairs: Pairs) -> Callable[[], object]:
-        """Return what applies gradients to the center; change nothing."""
-        return functools.partial(self.apply_gradients, pairs)
+    def _apply_to_center(self, rate: float | None, pairs: Pairs) -> None:
+        """Apply gradients, at the learning rate of the host if it is given."""
+        self.apply_gradients(pairs)
 
     def _changed_options(self) -> Any:
         """Return the options that have changed since the last call; None if none have.

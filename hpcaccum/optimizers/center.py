@@ -10,7 +10,7 @@ from hpcaccum.optimizers.variable import Variable
 from hpcaccum.server import joined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.base import Optimizer
@@ -73,12 +73,10 @@ class Center:
         """Begin to make updates."""
         self._server.start(self._update, rate=self._shared_rate, answer=self._answer)
 
-    def _update(
-        self, grads: Mapping[str, Array], rate: float | None
-    ) -> Callable[[], object]:
-        """Return what applies gradients, at the learning rate of the host if given."""
+    def _update(self, grads: Mapping[str, Array], rate: float | None) -> None:
+        """Apply gradients, at the learning rate of the host if given."""
         pairs: Pairs = [(grad, self._variables[name]) for name, grad in grads.items()]
-        return self._inner._prepared(rate, pairs)
+        self._inner._apply_to_center(rate, pairs)
 
     def _shared_rate(self) -> float | None:
         """Return the learning rate for all servers; None if each of them finds it.

@@ -243,8 +243,9 @@ class OneSidedOptimizer(Wrapper):
 
         Raises:
             InvalidArgumentError: On a rank that trains.
-            RuntimeError: If an exception has ended an earlier call while it changed the
-                center. After one at any other point, the next call goes on.
+            BrokenObjectError: If an exception has ended an earlier call in the middle
+                of an update. After one in a wait, such as Ctrl-C, or in
+                ``after_update``, the next call goes on.
         """
         server = self._open_server()
         server.serve(after_update)

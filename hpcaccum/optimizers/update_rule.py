@@ -6,7 +6,6 @@ A rule changes arrays in place: those in CPU memory in pieces, those on a device
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -183,26 +182,25 @@ class Rule(Optimizer):
         if found.result is None:
             given = check_gradients(given)
         check_global_step(global_step)
-        self._change(None, given, found)()
+        self._apply_at(None, given, found)
         count_step(global_step)
 
-    def _prepared(self, rate: float | None, pairs: Pairs) -> Callable[[], object]:
-        if not self.elementwise:
-            return super()._prepared(rate, pairs)
-        given = [(grad, var) for grad, var in pairs if grad is not None]
-        return self._change(rate, given)
+    def _apply_to_center(self, rate: float | None, pairs: Pairs) -> None:
+        if self.elementwise:
+            given = [(grad, var) for grad, var in pairs if grad is not None]
+            self._apply_at(rate, given)
+        else:
+            super()._apply_to_center(rate, pairs)
 
-    def _change(
+    def _apply_at(
         self, rate: float | None, given: Given, found: Entry[Launch] | None = None
-    ) -> Callable[[], None]:
-        """Return what updates variables at a learning rate; by default, its own."""
+    ) -> None:
+        """Update variables at a learning rate; by default, the rule's own."""
         if rate is None:
             rate = self._rate.at(lambda: self._updates(given))
         if found is not None and found.result is not None:
-            return functools.partial(self._launch, found.result, rate)
-        return functools.partial(self._apply_at, rate, given, found)
-
-    def _apply_at(self, rate: float, given: Given, found: Entry[Launch] | None) -> None:
+            self._launch(found.result, rate)
+            return
         updates = [(grad, self._state(var)) for grad, var in given]
         on_device: Any = [update for update in updates if update[1].on_device]
         if len(on_device) < len(updates):

@@ -6,48 +6,28 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from hpcaccum.errors import BrokenObjectError
 from hpcaccum.mpi import report_and_abort
 from hpcaccum.server.role import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hpcaccum.deadline import Deadline
 
 
 class Background(Role):
-    """The base of the roles of servers, each with a loop, `run`.
-
-    It makes each change of the center once, also if `run` is interrupted and called
-    again.
-    """
+    """The base of the roles of servers, each with a loop, `run`."""
 
     _thread: threading.Thread | None = None
-    # The number of the last change that has begun, and of the last one made.
-    _begun = _made = -1
+    # Whether an update has begun to change the center and not ended.
+    _broken = False
 
-    def _make_once(
-        self, number: int, prepare: Callable[[], Callable[[], object] | None]
-    ) -> bool:
-        """Make a change of the center, unless `run` made it before an interruption.
-
-        Returns:
-            Whether the change is made.
-        """
-        if self._made == number:
-            return True
-        if self._begun == number:
-            raise RuntimeError(
-                "an update failed or was interrupted while it changed the parameters, "
-                "which are now partly updated: continue from a checkpoint"
+    def _check_whole(self) -> None:
+        """Raise BrokenObjectError if an exception has ended an update."""
+        if self._broken:
+            raise BrokenObjectError(
+                "an exception has ended an update, and the parameters are now partly "
+                "updated: continue from a checkpoint"
             )
-        change = prepare()
-        if change is None:
-            return False
-        self._begun = number
-        change()
-        self._made = number
-        return True
 
     def start_thread(self) -> None:
         """Run the loop in a thread, unless it has one."""

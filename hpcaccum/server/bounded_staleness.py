@@ -230,9 +230,6 @@ class BoundedStalenessInbox:
 
     def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
         """Wait for the gradient admitted at ``step``; the root only."""
-        # A call that was interrupted may not have written it.
-        if self._queue.applied < step:
-            self._queue.note_applied(step)
         whose = self._wait_for(step, deadline)
         try:
             use(self._batch(whose, step))
@@ -240,7 +237,6 @@ class BoundedStalenessInbox:
             # The gradient was on that node.
             use(self._batch(NOBODY, step))
         self._queue.note_applied(step + 1)
-        # Last: if this was interrupted, the next call needs it.
         self._found.pop(step, None)
 
     def _wait_for(self, step: int, deadline: Deadline) -> int:

@@ -315,10 +315,7 @@ class Client(Freeable):
     def _send(self, grads: Mapping[str, Any], slot: Array) -> None:
         """Copy gradients from the device to a slot; overwrites all of the slot."""
         self._inbox.pin()
-        buffer = self._buffer()
-        # A pull that was interrupted may still write to the buffer.
-        buffer.settle()
-        for event in buffer.send(grads, slot):
+        for event in self._buffer().send(grads, slot):
             event.synchronize()
 
     def _fetch_to(self, into: Mapping[str, Any]) -> Callable[[Array], None]:

@@ -15,7 +15,6 @@ the root can make the pieces of that rank again, from the chunk where it was.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -27,7 +26,7 @@ from hpcaccum.summation import add_at_once
 from hpcaccum.worker_threads import run_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from hpcaccum.deadline import Deadline
@@ -187,33 +186,27 @@ class NodeUpdate:
         pairs = zip(self._rule.slots, self._slots, strict=True)
         return {slot: self._layout.views(vector) for slot, vector in pairs}
 
-    def prepare(
-        self, batch: Batch, copy: Array, deadline: Deadline
-    ) -> Callable[[], None] | None:
-        """Return what updates all variables, and writes them to a copy; the root only.
+    def apply(self, batch: Batch, copy: Array, deadline: Deadline) -> bool:
+        """Update all variables, and write them to a copy; the root only.
 
         Returns:
-            None if the rule cannot update all variables alike.
+            False if the rule cannot update all variables alike; nothing has changed.
         """
         numbers = self._rule.numbers()
         if numbers is None:
-            return None
-        return functools.partial(self._apply, batch, copy, deadline, numbers)
-
-    def _apply(
-        self, batch: Batch, copy: Array, deadline: Deadline, numbers: Sequence[float]
-    ) -> None:
+            return False
         self._rule.count()
         if self._pieces == 1:
             # Too short to share.
             self._work_on(self._chunks(0), self._update(batch, copy, numbers))
-            return
+            return True
         self._announce(batch, numbers)
         self._start(self._threads - 1)
         self._work()
         deadline.wait(
             self._complete, lambda: "ranks of this node that work on the update"
         )
+        return True
 
     def _complete(self) -> bool | None:
         """Return True when all pieces are done; does those of ranks that have died."""
@@ -278,7 +271,7 @@ class NodeUpdate:
         """Work on the pieces of an update, if any are left."""
         if not self._helps or self._words.read(_NEXT) & _PIECE >= self._pieces:
             return
-        # In threads, as a signal handler must not interrupt the work.
+        # In threads: an exception of a signal handler ends the wait, not the work.
         self._start(self._threads)
         self._join()
 

@@ -71,7 +71,7 @@ class OrderLoop(Loop):
         self._step = step
 
     def _order(self, step: int, batch: Batch) -> None:
-        """Order a step, unless it was ordered ahead or before an interruption."""
+        """Order a step, unless it was ordered already."""
         if step > self._parameters.ordered:
             # A rank that gave one of several gradients waits for their update.
             awaited = self._inbox.adds
@@ -127,9 +127,9 @@ class OrderLoop(Loop):
         # Another thread of this rank may ask, too.
         with self._lock.updating():
             if self.last_answers is None:
-                self.last_answers = self._parameters.questions.ask(None, deadline)
-            # Also if an earlier call was interrupted before it.
-            self._parameters.end()
+                answers = self._parameters.questions.ask(None, deadline)
+                self._parameters.end()
+                self.last_answers = answers
 
     def end(self, deadline: Deadline) -> None:
         """Wait until both threads have ended; see `Role.end`."""

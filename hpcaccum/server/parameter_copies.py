@@ -142,7 +142,6 @@ class SparseCopier(Copier):
         # The values before the place: an agent relies on it, see `RowDraft.read`.
         self._log.sync()
         self._end(flat)[...] = self._log.end
-        # Last: after an exception they are still missing.
         self._lacks[copy] = []
 
     # Agents

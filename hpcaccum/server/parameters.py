@@ -132,7 +132,6 @@ class Parameters(NodeCopy):
             # Before any rank can have this version, `newest_version` must return it.
             self._words.write(0, version)
             nodes = {self._node_of[rank] for rank in awaited_by} - {self._source}
-            # Before `complete`: an interruption after that must not prevent it.
             self._push(flat, version, nodes)
         self.complete(version)
         if self._agent is not None:
@@ -194,7 +193,7 @@ class Parameters(NodeCopy):
         while self._receiving:
             yield False
         if contents is not None and version <= self.copies.version():
-            # The root and its agent have sent it, or the root twice.
+            # The root and its agent have sent it.
             return
         self._receiving = True
         message = self._messages.room(nbytes, self.copies.begin(version))

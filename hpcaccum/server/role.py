@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
 
-    # Gets gradients by name, arrays or `IndexedSlices`; and a learning rate, or None
-    # for the optimizer's own. Returns what changes the center.
-    Update = Callable[[dict[str, Any], float | None], Callable[[], object]]
+    # Changes the center. Gets gradients by name, arrays or `IndexedSlices`; and a
+    # learning rate, or None for the optimizer's own.
+    Update = Callable[[dict[str, Any], float | None], object]
     Rate = Callable[[], float | None]
     Answer = Callable[[Any], Any]
 
@@ -46,7 +46,7 @@ class Role:
         """Call `run` in a thread, unless there is one."""
 
     def run(self) -> None:
-        """Serve until all ranks have left. Goes on if an exception has ended it."""
+        """Serve until all ranks have left. Goes on if an exception has ended a wait."""
 
     def come_back(self) -> None:
         """Let `run`, which has ended, serve again."""

@@ -37,8 +37,8 @@ class RootOrders:
     ) -> None:
         self._line, self._nodes, self._parts = line, nodes, parts
         self._write, self._steps = write, steps
-        # The step that was ordered last, and whether servers were told to end.
-        self._ordered, self._ended = -1, False
+        # The step that was ordered last.
+        self._ordered = -1
         # The least step that each node waits for, and the last step sent to each.
         self._wants: dict[int, int] = {}
         self._sent: dict[int, int] = {}
@@ -58,10 +58,8 @@ class RootOrders:
         rate: float | None,
         awaited: bool,
     ) -> None:
-        """Send the order for a step to all nodes concerned, once."""
-        if step <= self._ordered:
-            return
-        self._ordered, self._ended = step, False
+        """Send the order for a step to all nodes concerned."""
+        self._ordered = step
         givers = set(self._parts.by_node(places))
         ready = {node for node, wanted in self._wants.items() if wanted <= step}
         if awaited:
@@ -96,7 +94,5 @@ class RootOrders:
         self._line.tell(self._nodes, "obey", ANSWER, question)
 
     def end(self) -> None:
-        """End the loops of all servers, once."""
-        if not self._ended:
-            self._ended = True
-            self._line.tell(self._nodes, "obey", END)
+        """End the loops of all servers."""
+        self._line.tell(self._nodes, "obey", END)

@@ -48,7 +48,7 @@ class RowLog:
         return self._end
 
     def append(self, rows: Array) -> None:
-        """Append entries; the root only. May be repeated after an exception."""
+        """Append entries; the root only."""
         end = self._end + rows.size
         # Readers must be able to see this before anything is overwritten.
         self._words.write(_RESERVED, end)

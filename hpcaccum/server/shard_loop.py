@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from hpcaccum.server.order_words import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from hpcaccum.dtypes import Array
     from hpcaccum.server.role import Answer, Rate, Update
@@ -34,8 +33,7 @@ class ShardLoop(Background):
 
     Attributes:
         center: Name to array: the part's.
-        update: Called with the gradients and the learning rate of the root, if any;
-            returns what changes the center.
+        update: Called with the gradients and the learning rate of the root, if any.
         answer: Called with a question of the root; returns the answer.
     """
 
@@ -56,24 +54,22 @@ class ShardLoop(Background):
 
     def run(self) -> None:
         """Carry out orders until the root ends them."""
-        # An earlier call may have been interrupted before it.
-        self._parameters.done(self._number)
+        self._check_whole()
         while self._kind != END:
             # An idle server has no limit.
             deadline = Deadline(math.inf, f"{self._what}: server")
             order = self._parameters.next_order(self._number, deadline)
             number, kind, word, buffer = order
             if kind == UPDATE:
-                gradients = self._server.gradients[buffer]
-                prepare = functools.partial(self._prepare, gradients, rate_of(word))
-                self._make_once(number, prepare)
+                self._broken = True
+                self._make(self._server.gradients[buffer], rate_of(word))
             elif kind == ANSWER:
                 self._parameters.questions.answer(self.answer, word)
             elif kind == ASSIGN:
                 self._assign()
-            # First: an interruption in between must not have it carried out again.
             self._number, self._kind = number, kind
             self._parameters.done(number)
+            self._broken = False
 
     def come_back(self) -> None:
         """Let `run`, which has ended, serve again."""
@@ -91,17 +87,11 @@ class ShardLoop(Background):
         shard.write_parameters(self.center, self._server.part)
         self._kept = {}
 
-    def _prepare(self, gradients: Array, rate: float | None) -> Callable[[], None]:
-        """Return what updates the part, and does nothing without gradients."""
+    def _make(self, gradients: Array, rate: float | None) -> None:
+        """Update the part, if there are gradients."""
         assert self.update is not None
-        grads = self._server.shard.read_gradients(gradients)
-        return functools.partial(
-            self._make, self.update(grads, rate) if grads else None
-        )
-
-    def _make(self, change: Callable[[], object] | None) -> None:
-        if change is not None:
-            change()
+        if grads := self._server.shard.read_gradients(gradients):
+            self.update(grads, rate)
             self._server.shard.write_parameters(self.center, self._server.part)
 
     def _unfinished(self) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,18 +149,17 @@ class ShardedParameters(NodeCopy):
     def _scatter(self, wire: WireFormat, initial: Mapping[str, Array]) -> None:
         """Send each server its part of the root's parameters. Collective."""
         comm, tag = self._agent.comm, self._service.tag(PARAMETERS)
-        begun: list[Iterator[Any]] = []
+        begun = []
         if comm.rank == self._servers[0]:
             flat = np.empty(self.copies.size, self.copies.dtype)
             arrays = {name: to_host(array) for name, array in initial.items()}
             wire.write_parameters(arrays, flat)
-            parts = [flat[shard.part] for shard in self.shards]
-            begun.append(map(comm.Isend, parts, self._servers, repeat(tag)))
+            for rank, shard in zip(self._servers, self.shards, strict=True):
+                begun.append(comm.Isend(flat[shard.part], rank, tag))
         if comm.rank in self._servers:
             assert self.server is not None
-            part = self.server.part
-            begun.append(map(comm.Irecv, (part,), self._servers[:1], (tag,)))
-        self._end_start(chain.from_iterable(begun))
+            begun.append(comm.Irecv(self.server.part, self._servers[0], tag))
+        self._end_start(begun)
 
     def divide(
         self, arrays: Mapping[str, Mapping[str, Any]]
@@ -228,7 +226,6 @@ class ShardedParameters(NodeCopy):
         self._steps.write(NEWEST, version_of(step))
         places, version = list(batch.places), version_of(step)
         self._request("order", version, places, batch.divisor, rate, awaited)
-        # Last: after an interruption it is ordered again, and the agent skips that.
         self.ordered = step
 
     def order_again(self) -> int:

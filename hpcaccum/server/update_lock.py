@@ -30,64 +30,52 @@ class UpdateLock:
         self._gate, self._lock = threading.RLock(), threading.RLock()
         self._reader: int | None = None
 
-    # A signal handler may raise at any point. An acquisition is recorded as it is made,
-    # and released without calling a function of Python before.
-
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """Hold the lock during an update.
 
         No time limit: the ranks that wait for the update have one.
         """
-        held: list[bool] = []
+        self._pass(self._gate)
         try:
-            gate: list[bool] = []
-            try:
-                self._pass(self._gate, gate)
-                self._pass(self._lock, held)
-            finally:
-                if gate:
-                    self._gate.release()
+            self._pass(self._lock)
+        finally:
+            self._gate.release()
+        try:
             yield
         finally:
-            if held:
-                self._lock.release()
+            self._lock.release()
 
-    def _pass(self, lock: Any, held: list[bool]) -> None:
+    def _pass(self, lock: Any) -> None:
         # Almost always free: a deadline would cost more than the lock.
-        if not Deadline.try_acquire(lock, held):
+        if not lock.acquire(blocking=False):
             deadline = Deadline(math.inf, f"{self._what}: update")
-            deadline.acquire(lock, held, lambda: "a read of this rank to end")
+            deadline.acquire(lock, lambda: "a read of this rank to end")
 
     @contextlib.contextmanager
     def reading(self, deadline: Deadline) -> Iterator[None]:
         """Hold the lock between two updates."""
         again = self.is_read_by_this_thread()
-        held: list[bool] = []
+        # Without the gate if this thread holds the lock: another reader may hold the
+        # gate while it waits for this one.
+        if not self._lock.acquire(blocking=False):
+            self._acquire_next(deadline)
         try:
-            # Without the gate if this thread holds the lock: another reader may hold
-            # the gate while it waits for this one.
-            if not Deadline.try_acquire(self._lock, held):
-                self._wait(held, deadline)
             self._reader = threading.get_ident()
             yield
         finally:
-            if held:
-                if not again:
-                    self._reader = None
-                self._lock.release()
+            if not again:
+                self._reader = None
+            self._lock.release()
 
-    def _wait(self, held: list[bool], deadline: Deadline) -> None:
+    def _acquire_next(self, deadline: Deadline) -> None:
         """Acquire the lock before the next update."""
-        gate: list[bool] = []
+        missing = "a read by another thread of this rank to end"
+        deadline.acquire(self._gate, lambda: missing)
         try:
-            missing = "a read by another thread of this rank to end"
-            deadline.acquire(self._gate, gate, lambda: missing)
-            missing = "an update of this rank to end"
-            deadline.acquire(self._lock, held, lambda: missing)
+            deadline.acquire(self._lock, lambda: "an update of this rank to end")
         finally:
-            if gate:
-                self._gate.release()
+            self._gate.release()
 
     def is_read_by_this_thread(self) -> bool:
         """Whether this thread prevents updates."""

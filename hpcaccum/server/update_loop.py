@@ -51,6 +51,7 @@ class Loop(Background):
 
     def run(self) -> None:
         """Make updates until all ranks have left."""
+        self._check_whole()
         with contextlib.suppress(EverybodyLeftError):
             while True:
                 step = self.made()
@@ -58,14 +59,13 @@ class Loop(Background):
                 deadline = Deadline(math.inf, f"{self._what}: update {step + 1}")
                 use = functools.partial(self._make_in_turn, deadline)
                 self._inbox.next(step, deadline, use)
+                self._broken = False
                 if self.after_update is not None:
                     self.after_update(self.made())
 
     def _make_in_turn(self, deadline: Deadline, batch: Batch) -> None:
         with self._lock.updating():
-            # A call of `run` that was interrupted may have made it.
-            if self.made() <= batch.step:
-                self._make_step(batch.step + 1, deadline, batch)
+            self._make_step(batch.step + 1, deadline, batch)
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
         """Update the center with a batch of gradients, and publish it."""
@@ -144,7 +144,6 @@ class UpdateLoop(Loop):
 
     def assign(self, deadline: Deadline) -> int:
         """Set the center to what was kept; return the version that has it."""
-        # If this is interrupted, some of them may have changed.
         self._copier.note(
             {p.name: np.arange(len(self.center[p.name])) for p in self._wire.rows}
         )
@@ -155,12 +154,9 @@ class UpdateLoop(Loop):
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
         def fill(flat: Array) -> None:
-            # It is made already if it was interrupted before it was published.
-            if self._made != step:
-                if self._update_together(batch, flat, deadline):
-                    return
+            if not self._update_together(batch, flat, deadline):
                 self._update_alone(batch, deadline)
-            self._fill(flat)
+                self._fill(flat)
 
         # A rank that gave one of several gradients waits for their update.
         waiting = [rank for rank, _ in batch.places] if self._inbox.adds else []
@@ -168,12 +164,10 @@ class UpdateLoop(Loop):
 
     def _update_together(self, batch: Batch, flat: Array, deadline: Deadline) -> bool:
         """Update the center and write it to a vector, if all ranks can help."""
-        shared = self._node_update
-        if shared is None or not self._wire.is_complete(batch):
+        if self._node_update is None or not self._wire.is_complete(batch):
             return False
-        return self._make_once(
-            batch.step + 1, lambda: shared.prepare(batch, flat, deadline)
-        )
+        self._broken = True
+        return self._node_update.apply(batch, flat, deadline)
 
     def _update_alone(self, batch: Batch, deadline: Deadline) -> None:
         # There is no gradient if its rank was admitted and then failed to write.
@@ -183,11 +177,11 @@ class UpdateLoop(Loop):
         parts = {p.name: batch.rows(p, deadline) for p in self._wire.rows}
         total = self._total(batch, deadline)
         rows = self._wire.read_rows(parts, total, batch.divisor) if parts else {}
-        arrays = self._wire.read_gradients(total)
-        # First: an update that fails has changed some of them.
+        grads = {**self._wire.read_gradients(total), **rows}
+        self._broken = True
         self._copier.note({name: each.indices for name, each in rows.items()})
-        if (grads := {**arrays, **rows}) and (update := self.update) is not None:
-            self._make_once(batch.step + 1, lambda: update(grads, None))
+        if grads and self.update is not None:
+            self.update(grads, None)
 
     def _total(self, batch: Batch, deadline: Deadline) -> Array:
         """Return the sum of the arrays of a batch, which may be changed."""

@@ -18,7 +18,7 @@ from hpcaccum.torch.rows import gradient_of, needs_for_rows
 from hpcaccum.torch.tensors import CPU, array_of, laid_out, tensor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hpcaccum.optimizers.snapshot import Key, Parts
 
@@ -187,10 +187,6 @@ class TorchRule(Optimizer):
         target.optimizer.step()
         for tensor in target.tensors.values():
             tensor.grad = None
-
-    def _prepared(self, rate: float | None, pairs: Any) -> Callable[[], object]:
-        self.check_options(self._original.optimizer.param_groups)
-        return super()._prepared(rate, pairs)
 
     def _needs_for_rows(self) -> str | None:
         return self._needs(self._original.optimizer.param_groups)

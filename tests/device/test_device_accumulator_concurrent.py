@@ -1,4 +1,4 @@
-"""DeviceAccumulator: streams, threads, interrupts, and takes that wait."""
+"""DeviceAccumulator: streams, threads, and takes that wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum.device import kernels
 
-from ..mpi.interrupting import at_each_point, interrupt
 from .accumulating import (  # noqa: F401
     WAIT,
     acc_fixture,
@@ -299,61 +298,6 @@ def test_gradient_whose_launch_fails_is_not_counted(acc, form, monkeypatch):
     same_bits(form, acc.take_grad(1, timeout=0), [1.0, 2.0])
 
 
-@pytest.fixture(name="streams")
-def streams_fixture():
-    return [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", [0, 2])
-def test_interrupted_apply_adds_the_gradient_or_nothing(acc, form, before, streams):
-    def trial(number):
-        for _ in range(before):
-            acc.apply_grad(like(form, [3, 1]), 1 << 30)
-        gradients = [like(form, [7, 1])]
-        cupy.cuda.Device().synchronize()
-        with streams[0]:
-            more = interrupt(lambda: acc.apply_grad(gradients[0], 1 << 30), number)
-        added = acc.num_accumulated() - before
-        tally = acc.statistics().tally
-        assert sum(tally.lags.values()) == sum(tally.accepted)
-        # The pool gives its memory to the next array of its stream.
-        gradients.clear()
-        other = like(form, [99, 99])
-        cupy.cuda.Stream.null.synchronize()
-        with streams[1]:
-            acc.apply_grad(like(form, [100, 1]), 1 << 30)
-            total = 3 * before + 7 * added + 100
-            mean = acc.take_grad(1, timeout=0)
-            same_bits(form, mean, [total / (before + added + 1), 1.0])
-        del other
-        return more, added
-
-    assert at_each_point(trial) == {0, 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_interrupted_take_takes_all_or_nothing(make, form, dtype, streams):
-    acc = make(dtype)
-
-    def trial(number):
-        for value in 1, 3:
-            acc.apply_grad(like(form, [value, 1], dtype), 1 << 30)
-        step = acc.global_step
-        with streams[0]:
-            more = interrupt(lambda: acc.take_grad(2, timeout=0), number)
-        taken = acc.global_step - step
-        assert acc.num_accumulated() == (0 if taken else 2)
-        with streams[1]:
-            acc.apply_grad(like(form, [8, 1], dtype), 1 << 30)
-            mean = 8 if taken else 4
-            same_bits(form, acc.take_grad(1, timeout=0), np.array([mean, 1], dtype))
-        return more, taken
-
-    assert at_each_point(trial) == {0, 1}
-
-
 CALLS = {
     "apply_grad": lambda acc, form: acc.apply_grad(like(form, [1, 2]), 1 << 30),
     "take_grad": lambda acc, form: acc.take_grad(1, timeout=0),
@@ -362,33 +306,30 @@ CALLS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("during", ["apply_grad", "take_grad"])
 def test_a_signal_handler_does_not_wait_for_what_it_has_interrupted(
-    acc, form, during, call
+    acc, form, during, call, monkeypatch
 ):
-    found = []
+    found, launch = [], kernels.kernel
 
-    def act():
-        found.clear()
+    def interrupted(name):
+        patch.undo()
         try:
             CALLS[call](acc, form)
-        except (hpc.InvalidArgumentError, hpc.WaitTimeoutError) as error:
+        except hpc.InvalidArgumentError as error:
             found.append(str(error))
+        return launch(name)
 
-    def trial(number):
-        acc.apply_grad(like(form, [1, 2]), 1 << 30)
-        more = interrupt(lambda: CALLS[during](acc, form), number, act)
-        tally = acc.statistics().tally
-        assert sum(tally.lags.values()) == sum(tally.accepted)
-        assert not found or "in a signal handler" in found[0] or "had 0" in found[0]
-        return more, bool(found)
+    acc.apply_grad(like(form, [1, 2]), 1 << 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "kernel", interrupted)
+        CALLS[during](acc, form)
 
-    seen = at_each_point(trial)
+    if call != "statistics":
+        assert "in a signal handler" in found[0]
     acc.apply_grad(like(form, [1, 2]), 1 << 30)
     same_bits(form, acc.take_grad(1, timeout=0), [1.0, 2.0])
-    assert seen == ({False} if call == "statistics" else {False, True})
 
 
 def wait_until_one_takes(acc):

@@ -236,7 +236,7 @@ found:
        begin_copy(0, step);
 #endif
        fill(0, 1, step);
-#if defined(PUSH) && !defined(BUG_PUSHED_LATE)
+#ifdef PUSH
        d_step { push(step) };
 #endif
 #ifndef BUG_PUBLISHED_LATE
@@ -245,13 +245,6 @@ found:
        complete_copy(0, step);
 #ifdef BUG_PUBLISHED_LATE
        PUBLISHED = step;
-#endif
-#ifdef BUG_PUSHED_LATE
-       /* An interruption in between: what is complete is not published again. */
-       if
-       :: d_step { true -> push(step) }
-       :: true
-       fi;
 #endif
 #else
        d_step {

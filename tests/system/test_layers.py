@@ -12,7 +12,7 @@ from .conftest import REPOSITORY
 # From the bottom up.  A row may import from the rows before it; a package is one entry.
 # "hpcaccum" is the public list of names.
 LAYERS = [
-    ["errors", "lock", "wake"],
+    ["errors", "wake"],
     ["dtypes", "worker_threads"],
     ["deadline", "summation", "row_sums", "files", "save_owner"],
     ["layout", "row_buffers"],

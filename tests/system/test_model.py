@@ -162,7 +162,6 @@ UPDATES = Model(
         "SEND_TOGETHER": ("LOCALS=0 VERSIONS=2 TORN", "mine<1"),
         "USERS_UNCHECKED": ("LOCALS=0 REMOTES=2 VERSIONS=2 TORN", "value==step"),
         "RECEIVE_TOGETHER": ("LOCALS=0 VERSIONS=3 TORN", "(newest[node]>>1)<step"),
-        "PUSHED_LATE": ("RANKS=1 LOCALS=0 VERSIONS=2 TORN PUSH", "LEFT==1"),
         "NOT_CLOSING": ("RANKS=1 LOCALS=0 VERSIONS=2 HOPE", "!(at_work)"),
     },
     processes={"Root", "Rank"},

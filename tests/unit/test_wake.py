@@ -1,4 +1,4 @@
-"""Naps that other threads end, also after signal handlers have raised."""
+"""Naps that other threads end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hpcaccum.nodes import Change
 from hpcaccum.wake import Wake
 
 from ..common import WAIT
-from ..mpi.interrupting import at_each_point, interrupt
 
 
 def test_nap_ends_when_another_thread_says_so():
@@ -61,15 +60,3 @@ def test_wait_has_a_limit(made_here):
     change = Change(made_here=made_here)
     with pytest.raises(WaitTimeoutError, match=r"waited .* for an answer"):
         change.wait(lambda: False, Deadline(0.01, "test"), lambda: "an answer")
-
-
-def test_wait_that_is_interrupted_leaves_nothing_locked():
-    def trial(point):
-        change, deadline = Change(made_here=True), Deadline(1e-4, "test")
-        more = interrupt(lambda: change.wait(lambda: False, deadline, str), point)
-        # These would wait without end for a lock.
-        change.announce()
-        change.wait(lambda: True, Deadline(WAIT, "test"), str)
-        return more, len(change._blocked)
-
-    assert at_each_point(trial) == {0}
