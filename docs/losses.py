@@ -4,15 +4,19 @@ This runs each case several times with the mpiexec of this Python, on 4 ranks, o
 rank 0 kills the last one. It prints the pauses, and writes the updates over time of one
 run of each case to losses.json, from which pictures.py draws: the run that other
 programs have disturbed least before the kill. The ranks run this file, too.
+
+With --demo, it trains on the digits instead, and kills rank 2 half way.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -32,6 +36,8 @@ RANKS = 4
 COMPUTE, BEFORE, AFTER = 0.01, 1.5, 2.5
 # Of the picture: seconds before and after the kill, and milliseconds of a column.
 PART, COLUMN_MS = (1, 2), 100
+# Of the demo.
+EPOCHS, KILLED = 30, 2
 KINDS = ("drop-stale", "sync-replicas, quorum 3", "sync-replicas, quorum 4")
 # Options of mpiexec, and what starts each program (failures.md says why).
 SURVIVE = {
@@ -73,16 +79,20 @@ def train(kind: str, path: str) -> None:
     opt.free()
 
 
-def run(kind: str, nodes: bool, vendor: str) -> list[float]:
-    """Return when a run made its updates, in seconds since the kill."""
+def launch(vendor: str) -> list[str]:
+    """Return the command that starts a program of Python on all ranks."""
     mpiexec = Path(sysconfig.get_path("scripts")) / "mpiexec"
     options, wrapper = SURVIVE[vendor]
-    command = [str(mpiexec), *options, "-n", str(RANKS), *wrapper, sys.executable]
+    return [str(mpiexec), *options, "-n", str(RANKS), *wrapper, sys.executable]
+
+
+def run(kind: str, nodes: bool, vendor: str) -> list[float]:
+    """Return when a run made its updates, in seconds since the kill."""
     environment = dict(os.environ, MPIR_CVAR_NOLOCAL=str(int(nodes)))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         subprocess.run(
-            [*command, __file__, "--train", kind, str(path)],
+            [*launch(vendor), __file__, "--train", kind, str(path)],
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -109,11 +119,53 @@ def in_columns(times: list[float]) -> list[int]:
     return counts
 
 
+def show(vendor: str) -> None:
+    """Train with drop-stale; kill a rank half way."""
+    print(f"\ndrop-stale again; rank {KILLED} is killed half way", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        options = "--strategy", "drop-stale", "--straggler", "3:20", "--log", str(log)
+        options += "--epochs", str(EPOCHS)
+        job = subprocess.Popen(
+            [*launch(vendor), "-m", "hpcaccum", "train", *options],
+            stdin=subprocess.DEVNULL,
+        )
+        while job.poll() is None and epoch_in(log) < EPOCHS / 2:
+            time.sleep(0.01)
+        for process in processes_of(KILLED, str(log)):
+            os.kill(process, signal.SIGKILL)
+        job.wait()
+        # mpiexec of MPICH returns the status of the rank that was killed.
+        if epoch_in(log) < EPOCHS:
+            sys.exit("the training did not reach its end")
+
+
+def epoch_in(log: Path) -> float:
+    """Return the epoch that a training has reached."""
+    text = log.read_text() if log.exists() else ""
+    return max(map(float, re.findall(r'"epoch": ([0-9.]+)[,}]', text)), default=0)
+
+
+def processes_of(rank: int, word: str) -> list[int]:
+    """Return the process of a rank, in whose command a word is."""
+    found = []
+    launched = {f"{name}={rank}" for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK")}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_text().split("\0")
+            variables = (process / "environ").read_text(errors="replace").split("\0")
+            # Not the shell that has started it.
+            if words[0] == sys.executable and word in words and launched & {*variables}:
+                found.append(int(process.name))
+    return found
+
+
 def main() -> None:
     """Run all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--demo", action="store_true", help="kill a rank of a training")
     options = parser.parse_args()
     if options.train:
         train(*options.train)
@@ -121,6 +173,9 @@ def main() -> None:
     from mpi4py.MPI import get_vendor
 
     vendor = get_vendor()[0]
+    if options.demo:
+        show(vendor)
+        return
     columns = {}
     for nodes in (False, True)[: 1 + (vendor == "MPICH")]:
         for kind in KINDS:
