@@ -5,6 +5,8 @@ from traces.json, which this writes from traces of `hpcaccum train`, in one dire
 
     mpiexec -n 4 hpcaccum train --strategy agn --straggler 3:20 --trace agn.json
     python docs/pictures.py --traces DIRECTORY
+
+The picture of a loss is drawn from losses.json, which losses.py writes.
 """
 
 from __future__ import annotations
@@ -377,6 +379,39 @@ def draw_lags(traces: dict) -> None:
     picture.save("lags.svg")
 
 
+# The loss of a rank
+
+
+def draw_losses(columns: dict[str, list[int]]) -> None:
+    """Draw the updates over time of runs that lose a rank."""
+    title = "Updates per second, before and after a rank is killed"
+    left, width, tall, killed = 90, 880, 110, "#d00000"
+    picture = Picture(1000, 495, title)
+    for number, (name, counts) in enumerate(columns.items()):
+        bottom = 150 + 155 * number
+        wide = width / len(counts)
+        # Columns of 100 ms.
+        most = 10 * max(counts)
+        picture.text(left, bottom - tall - 12, name, 'font-weight="bold"')
+        for rate in (0, most // 2, most):
+            y = bottom - tall * rate / most
+            picture.rect(left, y, width, 1, "#dddddd")
+            picture.text(left - 8, y + 5, f"{rate}/s", 'text-anchor="end"')
+        for place, count in enumerate(counts):
+            h = 10 * tall * count / most
+            x = left + wide * place
+            picture.rect(x + 1, bottom - h, wide - 2, h, COLORS["cross-shard"])
+        picture.rect(left + width / 3 - 1, bottom - tall - 8, 2, tall + 8, killed)
+        style = f'fill="{killed}"'
+        picture.text(left + width / 3 + 8, bottom - tall - 2, "rank 3 is killed", style)
+    style = 'text-anchor="end"'
+    picture.text(left + width, 28, "updates per second", style)
+    for second in (-1, 0, 1, 2):
+        x = left + width * (second + 1) / 3
+        picture.text(x, bottom + 22, f"{second} s")
+    picture.save("losses.svg")
+
+
 def main() -> None:
     """Draw all pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -389,6 +424,7 @@ def main() -> None:
     traces = json.loads((HERE / "traces.json").read_text())
     draw_timelines(traces)
     draw_lags(traces)
+    draw_losses(json.loads((HERE / "losses.json").read_text()))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,17 @@ from typing import TYPE_CHECKING
 
 from hpcaccum import Group, InvalidArgumentError, __version__
 from hpcaccum.files import check_writable
-from hpcaccum.launch.probes import BAD, GOOD, NOTE, PROBES, Finding, hosts
+from hpcaccum.launch.probes import (
+    BAD,
+    GOOD,
+    KILLS,
+    LOSS,
+    NOTE,
+    PROBES,
+    Finding,
+    hosts,
+    to_go_on,
+)
 from hpcaccum.mpi import abort_job, launched_ranks, slurm_plugin
 
 if TYPE_CHECKING:
@@ -86,6 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the findings as JSON"
+    )
+    parser.add_argument(
+        "--kill",
+        action="store_true",
+        help="in a job: kill the last rank at the end, to see whether the others go "
+        "on; the job may end with a status of the launcher (without a job: always)",
     )
     # What the small jobs run.
     parser.add_argument("--probe", choices=PROBES, help=argparse.SUPPRESS)
@@ -188,11 +204,14 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
         output, ended = _output([*launcher, sys.executable, *words], timeout + _START)
         if out.exists():
             finding = Finding(*json.loads(out.read_text()))
-            if ended == _SUCCESS:
+            if ended == _SUCCESS or name == LOSS:
                 noisy = name == "windows" and _UCX in output
                 return _noted(finding) if noisy else finding
             # As in MPI_Finalize.
             ended = f"{finding.text}; afterwards {ended}"
+        elif KILLS in output and not ended.startswith(_HANGS):
+            text = f"a rank was killed, and {ended}"
+            return Finding(NOTE, text, to_go_on(_vendor()))
     advice = next((text for sign, text in _KNOWN.items() if sign in output), "")
     if name == "launch" and not advice and ended.startswith(_HANGS):
         advice = _NETWORK
@@ -277,6 +296,8 @@ def _run_all(args: argparse.Namespace) -> int:
 
     def findings() -> Iterator[tuple[str, Finding]]:
         for name, probe in PROBES.items():
+            if name == LOSS and not args.kill:
+                continue
             with _Limit(name, args.timeout):
                 yield name, probe(group)
 
@@ -322,14 +343,13 @@ def _report(findings: Iterable[tuple[str, Finding]], path: Path | None) -> int:
     found = []
     for name, finding in findings:
         found.append((name, finding))
-        first, *rest = finding.text.splitlines()
-        print(f"{finding.verdict:8} {name:11} {first}")
-        for line in [*rest, *([f"-> {finding.advice}"] if finding.advice else [])]:
-            print(f"{'':20} {line}")
-        sys.stdout.flush()
-    if path:
-        facts = [{"probe": name, **each._asdict()} for name, each in found]
-        path.write_text(json.dumps(facts, indent=1) + "\n")
+        if path:
+            # Each time, as the launcher may end the job when a rank is killed.
+            facts = [{"probe": name, **each._asdict()} for name, each in found]
+            path.write_text(json.dumps(facts, indent=1) + "\n")
+        text = f"{finding.verdict:8} {name:11} {finding.text}"
+        advice = f"\n-> {finding.advice}" if finding.advice else ""
+        print((text + advice).replace("\n", f"\n{'':21}"), flush=True)
     counts = {kind: sum(each.verdict == kind for _, each in found) for kind in _KINDS}
     print(", ".join(_count(number, kind) for kind, number in counts.items()))
     return 1 if counts[BAD] else 0

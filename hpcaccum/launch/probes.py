@@ -7,6 +7,7 @@ docstring is what was tried.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from hpcaccum import Group
 
 GOOD, NOTE, BAD = "ok", "note", "problem"
+# The name of the probe that kills a rank.
+LOSS = "lost rank"
 
 _SHM = Path("/dev/shm")
 # Names of what MPI libraries and hpcaccum leave there if their ranks are killed.
@@ -36,6 +39,11 @@ _GIB = 1 << 30
 _LARGE = (1 << 31) + 8
 # Seconds that a rank computes while another one waits for its memory.
 _BUSY = 0.3
+# Seconds in which a launcher forwards a line.
+_FORWARDING = 0.5
+# Printed before a rank is killed, as the launcher may end the job then.
+KILLS = "a rank is killed now: if no finding follows, this launcher ends the job, with \
+its own exit status"
 
 
 class Finding(NamedTuple):
@@ -288,6 +296,44 @@ def device_memory(group: Group) -> Finding:
     )
 
 
+def lost_rank(group: Group) -> Finding:
+    """A rank that is killed, and others that go on without it."""
+    if group.size == 1:
+        return Finding(NOTE, "not tested: only one rank")
+    with hpc.ConditionalAccumulator("float32", shape=(1,), comm=group) as acc:
+        _say(group, KILLS)
+        group.allgather(None, "start")
+        begun = time.monotonic()
+        if group.rank == group.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        acc.apply_grad(np.ones(1))
+        if group.rank == 0:
+            acc.take_grad(group.size)
+        seconds = time.monotonic() - begun
+        # See `ends_job_at_output`.
+        _say(group, "the others go on")
+    text = f"a rank was killed, and the others went on after {seconds:.1f} s"
+    return Finding(GOOD, text)
+
+
+def _say(group: Group, line: str) -> None:
+    """Print a line on rank 0."""
+    if group.rank == 0:
+        print(line, flush=True)
+        time.sleep(_FORWARDING)
+
+
+def to_go_on(vendor: str) -> str:
+    """Return with which options a launcher lets a job go on that has lost a rank."""
+    if vendor == "Open MPI":
+        return "mpiexec --with-ft ulfm -n 4 python train.py"
+    return (
+        "mpiexec -disable-auto-cleanup -n 4 sh -c 'trap : USR1; \"$@\"; exit $?' sh "
+        "python train.py\nsrun --mpi=pmi2 --kill-on-bad-exit=0 --no-kill -n 4 python "
+        "train.py"
+    )
+
+
 def hosts(group: Group) -> str:
     """Return the library and where the ranks are, in one line. Collective."""
     names = Counter(group.allgather(MPI.Get_processor_name(), "names of the hosts"))
@@ -316,4 +362,5 @@ PROBES: dict[str, Callable[[Group], Finding]] = {
     "left files": left_files,
     "cores": cores,
     "device": device_memory,
+    LOSS: lost_rank,
 }

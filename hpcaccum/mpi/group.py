@@ -6,6 +6,7 @@ made on that communicator share it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -21,6 +22,7 @@ from hpcaccum.errors import (
     DeviceUnavailableError,
     DisagreementError,
     InvalidArgumentError,
+    LostRankError,
     echo,
     format_ranks,
 )
@@ -234,6 +236,18 @@ class Group:
             DisagreementError, WaitTimeoutError: As `allgather` does.
         """
         return self.control.gather_rest(value, what)
+
+    def gather_present(self, value: T, what: str) -> dict[int, T]:
+        """Return the values of all ranks that are not lost, by rank. Collective.
+
+        Raises:
+            DisagreementError, WaitTimeoutError: As `allgather` does.
+        """
+        with contextlib.suppress(LostRankError):
+            return dict(enumerate(self.allgather(value, what)))
+        # Rank 0 has told this call of a loss; its heartbeat tells this rank, too.
+        Deadline(None, what).wait(lambda: self.lost or None, lambda: "the heartbeat")
+        return self.meet(value, what)
 
     def allgather(self, value: T, what: str) -> list[T]:
         """Return the values of all ranks, in rank order. Collective.

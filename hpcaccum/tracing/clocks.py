@@ -1,7 +1,7 @@
 """The clocks of nodes, compared with that of rank 0.
 
-The first rank of each node asks rank 0 for the time, several times. The answer that
-came fastest counts: the offset lies within half of its round trip.
+The first rank of each node that is not lost asks rank 0 for the time, several times.
+The answer that came fastest counts: the offset lies within half of its round trip.
 
 Source: F. Cristian, Probabilistic Clock Synchronization, 1989.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
 
 _QUESTIONS = 32
+_CALL = "trace: clocks of the nodes"
 
 
 class Offset(NamedTuple):
@@ -40,15 +41,16 @@ class Offset(NamedTuple):
 
 def measure(group: Group) -> Offset:
     """Return the offset of this rank's node. Collective."""
-    first, *leaders = [ranks[0] for ranks in group.nodes]
+    present = group.gather_present(None, _CALL)
+    nodes = [[rank for rank in ranks if rank in present] for ranks in group.nodes]
+    first, *leaders = [ranks[0] for ranks in nodes if ranks]
     mine = Offset(clock(), 0.0, 0.0)
     if group.rank == first:
         for leader in leaders:
             _answer(group.comm, leader)
     elif group.rank in leaders:
         mine = _ask(group.comm, first)
-    offsets = group.allgather(mine, "trace: clocks of the nodes")
-    return offsets[group.node_ranks[0]]
+    return group.gather_present(mine, _CALL)[nodes[group.node_number][0]]
 
 
 def common_time(time: float, before: Offset, after: Offset) -> float:
@@ -81,5 +83,5 @@ def _answer(comm: mpi4py_MPI.Intracomm, rank: int) -> None:
 
 
 def _wait(requests: list[Any], rank: int) -> None:
-    deadline = Deadline(None, "trace: clocks of the nodes")
+    deadline = Deadline(None, _CALL)
     complete(requests, deadline, lambda: f"rank {rank} to make the same call")

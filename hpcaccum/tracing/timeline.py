@@ -1,5 +1,7 @@
 """The file: events of all ranks as JSON, collected and written by rank 0.
 
+Those of a rank that is lost are lost with it.
+
 The format is Chrome's: https://www.chromium.org/developers/how-tos/trace-event-profiling-tool
 A node is a "process", and a thread of a rank is a "thread".
 """
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import format_ranks
-from hpcaccum.mpi import MPI, Tag
+from hpcaccum.mpi import MPI, Tag, receive
 from hpcaccum.tracing.clocks import common_time
 
 if TYPE_CHECKING:
@@ -57,12 +59,14 @@ class Timeline:
         self._rows = list(self._named_rows(recorder))
         error = max(before.error, after.error)
         facts = len(self._rows), left_out, error
-        every = group.allgather(facts, "trace: events")
-        counts, left, errors = zip(*every, strict=True)
+        every = group.gather_present(facts, "trace: events")
         # Numbers of threads are unique in the file, and unlike those of processes.
-        self._first = 1 + len(group.nodes) + sum(counts[: group.rank])
-        self._left_out = {rank: n for rank, n in enumerate(left) if n}
-        self._error = max(errors)
+        before_mine = sum(rows for r, (rows, *_) in every.items() if r < group.rank)
+        self._first = 1 + len(group.nodes) + before_mine
+        self._left_out = {rank: n for rank, (_, n, _) in every.items() if n}
+        self._error = max(error for *_, error in every.values())
+        self._others = every.keys() - {0}
+        self._names_node = group.rank == min(every.keys() & {*group.node_ranks})
 
     def _named_rows(self, recorder: Recorder) -> Iterator[tuple[str, list[Event]]]:
         rank = f"rank {self._group.rank}"
@@ -76,7 +80,7 @@ class Timeline:
         if self._group.rank:
             self._send()
             return
-        pieces = itertools.chain(self._pieces(), self._others())
+        pieces = itertools.chain(self._pieces(), self._received())
         try:
             self._write(path, pieces)
         except OSError:
@@ -116,7 +120,7 @@ class Timeline:
     def _names(self) -> Iterator[dict[str, Any]]:
         """Yield the names of this rank's rows, and of the node from its first rank."""
         group = self._group
-        if group.node.rank == 0:
+        if self._names_node:
             name = f"node {MPI.Get_processor_name()}"
             yield self._metadata("process_name", 0, name=name)
             yield self._metadata("process_sort_index", 0, sort_index=group.node_number)
@@ -161,22 +165,18 @@ class Timeline:
             lambda: request.Test() or None, lambda: "rank 0 to receive events"
         )
 
-    def _others(self) -> Iterator[str]:
+    def _received(self) -> Iterator[str]:
         """Yield the pieces of the other ranks in the order of their arrival."""
-        missing = set(range(1, self._group.size))
+        missing = {*self._others}
         while missing:
             source, piece = Deadline(None, "trace: events").wait(
-                self._receive, lambda: f"{format_ranks(missing)} to send events"
+                lambda: receive(self._group.comm, Tag.TRACE),
+                lambda: f"{format_ranks(missing)} to send events",
             )
             if piece is None:
                 missing.discard(source)
             else:
                 yield piece
-
-    def _receive(self) -> tuple[int, str | None] | None:
-        status = MPI.Status()
-        message = self._group.comm.improbe(MPI.ANY_SOURCE, Tag.TRACE, status)
-        return None if message is None else (status.Get_source(), message.recv())
 
 
 class _Lane:

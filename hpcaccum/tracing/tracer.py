@@ -33,7 +33,7 @@ def trace(
     your program with `span`.
 
     If the block raises an exception, nothing is written: the other ranks may not have
-    reached its end.
+    reached its end. The events of a rank that is lost are lost with it.
 
     Args:
         path: Of the JSON file, on rank 0; an existing file is overwritten.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 import hpcaccum as hpc
-from hpcaccum.deadline import Deadline
 from hpcaccum.device import cupy
 from hpcaccum.train.data import batches
 from hpcaccum.train.model import MLP
@@ -272,10 +270,5 @@ class Run:
 
     def _every(self, value: T, what: str, lost: T) -> list[T]:
         """Return the values of all ranks, ``lost`` for those that are. Collective."""
-        group = self._group
-        with contextlib.suppress(hpc.LostRankError):
-            return group.allgather(value, what)
-        # Rank 0 may know of the loss first: then its heartbeat tells the others.
-        Deadline(None, what).wait(lambda: group.lost or None, lambda: "the heartbeat")
-        found = group.meet(value, what)
-        return [found.get(rank, lost) for rank in range(group.size)]
+        found = self._group.gather_present(value, what)
+        return [found.get(rank, lost) for rank in range(self._group.size)]

@@ -1,6 +1,6 @@
 """The probes of ``hpcaccum doctor``, on a machine without faults and with planted ones.
 
-The message of 2 GiB is tried in tests/system.
+The message of 2 GiB, and the loss of a rank, are tried in tests/system.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Group
 from hpcaccum.launch import probes
-from hpcaccum.launch.probes import BAD, GOOD, NOTE, PROBES
+from hpcaccum.launch.probes import BAD, GOOD, LOSS, NOTE, PROBES
 from hpcaccum.mpi import AtomicWords
 
 from .support import meet
 
 pytestmark = pytest.mark.any_size
 
-QUICK = [name for name in PROBES if name != "large"]
+QUICK = [name for name in PROBES if name not in ("large", LOSS)]
 
 
 @pytest.fixture

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 
 import pytest
+from mpi4py.MPI import get_vendor
 
-from hpcaccum.launch.probes import PROBES
+from hpcaccum.launch.probes import KILLS, LOSS, PROBES
 
-from .conftest import REPOSITORY, run_program
+from .conftest import REPOSITORY, SURVIVE, run_program
 
 pytestmark = pytest.mark.mpi
 
@@ -24,6 +26,12 @@ from hpcaccum.launch import probes
 probes._LARGE = 1 << 20
 sys.exit(main(["doctor", *sys.argv[1:]]))
 """
+
+# Without the probes between the first and the last one.
+LOSES = SHORT.replace(
+    "probes._LARGE = 1 << 20",
+    "for name in [*probes.PROBES][1:-1]:\n    del probes.PROBES[name]",
+)
 
 # Starts jobs as asked, but for one probe.
 BROKEN = """\
@@ -62,6 +70,8 @@ def test_alone_it_starts_a_job_for_each_probe(doctor, mpiexec, tmp_path):
     for each in found:
         assert re.search(f"^{each['verdict']} +{each['probe']} +", shown, re.M)
     assert "0 problems\n" in shown
+    assert re.match(r"a rank was killed, and the job ended with st", found[-1]["text"])
+    assert shlex.join(SURVIVE[get_vendor()[0]][0]) in found[-1]["advice"]
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
@@ -73,9 +83,34 @@ def test_started_by_a_launcher_its_ranks_are_the_job(mpirun, script, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
 
     assert done.returncode == 0, done.stdout
-    assert [each["probe"] for each in found] == list(PROBES)
+    # It kills a rank on request only.
+    assert [each["probe"] for each in found] == list(PROBES)[:-1]
     assert done.stdout.count("0 problems\n") == 1
     assert re.search(r"doctor: \S.* \S+; ranks: 3 on ", done.stdout)
+
+
+@pytest.mark.parametrize("survive", [False, True])
+def test_its_last_rank_is_killed(mpirun, script, tmp_path, survive):
+    options = "--kill", "--json", "found.json"
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    done = mpirun(3, script(LOSES), *options, cwd=tmp_path, env=env, survive=survive)
+    _, *last = json.loads((tmp_path / "found.json").read_text())
+
+    assert KILLS in done.stdout
+    assert bool(last) == survive == ("0 problems\n" in done.stdout), done.stdout
+    assert (" a rank was killed, and the others went on " in done.stdout) == survive
+
+
+def test_alone_it_kills_a_rank_of_a_job(doctor, mpiexec, tmp_path):
+    options, wrapper = SURVIVE[get_vendor()[0]]
+    words = shlex.join([mpiexec, *options, "-n", "2", *wrapper])
+    launcher = tmp_path / "launcher"
+    broken = BROKEN.format(what=f'exec {words} "$@"', mpiexec=mpiexec)
+    launcher.write_text(broken.replace("atomics", LOSS))
+    launcher.chmod(0o700)
+    _, shown = doctor("--launcher", launcher)
+
+    assert "ok       lost rank   a rank was killed, and the others went on" in shown
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,11 @@ print(f"rank {rank} has the end", flush=True)
 """
 )
 
+TRACED = TRAIN.replace(
+    "accepted = 0\n",
+    "tracing = hpc.trace(__file__ + '.json')\ntracing.__enter__()\naccepted = 0\n",
+).replace("opt.free()\n", "opt.free()\ntracing.__exit__(None, None, None)\n")
+
 ACCUMULATE = (
     BEGIN
     + """
@@ -187,6 +192,15 @@ def test_nodes_go_on(survives, kind, place, when):
 @pytest.mark.parametrize("kind", ["agn", "quorum"])
 def test_strategies_go_on(survives, kind):
     survives(TRAIN, kind, "loss", "before", ranks=4 if kind == "quorum" else 3)
+
+
+def test_the_others_are_in_the_trace(survives, tmp_path):
+    survives(TRACED, "drop_stale", "loss", "before")
+    events = json.loads((tmp_path / "script.py.json").read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    computed = {rows[e["tid"]] for e in events if e["name"] == "compute"}
+
+    assert computed == {"rank 0", "rank 1"}
 
 
 @pytest.mark.parametrize("kind", ["slots", "sum"])
