@@ -35,7 +35,7 @@ train | 540 160 300 44 | train/ | hpcaccum train
 hpcaccum | 380 235 560 44 | hpcaccum/__init__.py | the public names
 jax | 20 310 140 62 | jax/ | averaging for optax, | optax on a server
 torch | 180 310 180 62 | torch/ | torch.optim as | an update rule
-tracing | 420 310 200 62 | tracing/ | spans of the | methods below
+tracing | 420 310 200 62 | tracing/ | the file of all spans; | uses mpi/
 checkpoint | 720 310 220 62 | checkpoint.py | files; uses device/ and | modules of \
 one file
 optimizers | 20 405 640 62 | optimizers/ | update rules and snapshots | \
@@ -47,13 +47,13 @@ device, too
 nodes | 20 690 200 62 | nodes/ | agents: messages and | sums between nodes
 device | 250 690 170 62 | device/ | CuPy arrays, kernels, | copies, NCCL
 mpi | 20 785 640 44 | mpi/ | groups, windows, shared memory, heartbeat
-modules | 20 860 920 44 | modules of one file | errors, deadline, dtypes, layout, \
+modules | 20 860 920 44 | modules of one file | errors, spans, deadline, layout, \
 summation, ...: below all packages; arguments, overlap, indexed_slices: above device/
 """
 IMPORTS = """
 cli launch; launch bench; launch train; bench hpcaccum; train hpcaccum; bench torch
 hpcaccum tracing; hpcaccum checkpoint; jax optimizers; torch optimizers
-tracing optimizers; optimizers server; optimizers reducer; server accumulator
+optimizers server; optimizers reducer; server accumulator
 accumulator nodes; accumulator device; nodes mpi; reducer mpi; reducer device
 """
 

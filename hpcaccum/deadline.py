@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
+from hpcaccum.spans import blocks, traced, waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,6 +119,7 @@ class Deadline:
         """Whether the limit has passed."""
         return self.elapsed >= self._limit
 
+    @traced("wait", wrap=waits)
     def wait(
         self,
         ready: Callable[[], T | None],
@@ -176,6 +178,7 @@ class Deadline:
             result = ready()
         return result
 
+    @traced("wait", wrap=blocks)
     def block(
         self, attempt: Callable[[float], T | None], missing: Callable[[], str]
     ) -> T:

@@ -43,6 +43,7 @@ from hpcaccum.accumulator.ticket_lock import TicketLock
 from hpcaccum.accumulator.word_layout import WordLayout
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import AtomicWords
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,6 +146,7 @@ class AdmissionProtocol:
 
     # Admission
 
+    @traced("admission", lambda _, admitted: admitted[0].shown() if admitted else {})
     def admit(
         self, grad: Any, local_step: int, only: int | None = None
     ) -> Admitted | None:

@@ -64,6 +64,10 @@ class Receipt:
             return ""
         return "nonfinite" if self.nonfinite else "stale"
 
+    def shown(self) -> dict[str, Any]:
+        """Return what a trace shows of it."""
+        return {"accepted": self.accepted, "lag": self.lag, "step": self.global_step}
+
 
 @dataclass(frozen=True)
 class Tally:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpcaccum.accumulator.receipts import Receipt
 from hpcaccum.accumulator.state import Record
 from hpcaccum.nodes import Calls
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol
@@ -77,6 +78,7 @@ class RemoteAdmission(Calls):
         # Last: other ranks may call at once.
         super().__init__(group, protocol.words.root, self._admit, f"{what}: apply_grad")
 
+    @traced("admission", lambda args, answer: answer.receipt(args[1]).shown())
     def admit(
         self,
         local_step: int,

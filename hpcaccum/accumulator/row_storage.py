@@ -22,6 +22,7 @@ from hpcaccum.row_buffers import (
     write_rows,
 )
 from hpcaccum.row_sums import Rows, distinct, merged, union_size
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed
@@ -118,6 +119,7 @@ class RowSlots(NodeBuffers):
         number = union_size(indices_in(self.buffer(index)), grad.rows.indices)
         return overflow(self._what, self._rank, number, self._capacity)
 
+    @traced("copy")
     def write(self, parity: int, index: int, grad: RowGradient, first: bool) -> None:
         """Store a gradient in this rank's buffer, or add it to the sum there.
 

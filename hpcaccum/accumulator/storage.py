@@ -15,6 +15,7 @@ from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
 from hpcaccum.mpi import Region
 from hpcaccum.nodes import NodeParts
+from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class Slots(NodeBuffers):
             self.pin()
         return grad
 
+    @traced("copy")
     def write(self, parity: int, index: int, grad: Array, first: bool) -> None:
         """Store a gradient in this rank's buffer, or add it to the sum there.
 
@@ -224,6 +226,7 @@ class Sums:
             vector = np.ascontiguousarray(device.to_host(grad), self._dtype)
         return vector.reshape(-1)
 
+    @traced("copy")
     def write(self, parity: int, index: int, grad: Array, first: bool) -> None:
         """Add a gradient to the sum of a parity; see `Slots.write`."""
         self._region.accumulate(parity * self._stride, grad)

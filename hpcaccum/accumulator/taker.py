@@ -9,6 +9,7 @@ from hpcaccum.accumulator.shapes import size_of
 from hpcaccum.accumulator.state import Closed
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 from hpcaccum.nodes import LostNodeError
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,7 @@ class Taker:
         self._protocol, self._storage, self._what = protocol, storage, what
         self._remote = remote
 
+    @traced("take")
     def take(
         self,
         required: int,

@@ -19,6 +19,7 @@ from hpcaccum.nodes.transfer import (
     pieces_of,
     send_pieces,
 )
+from hpcaccum.spans import steps, traced
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
@@ -268,6 +269,7 @@ class NodeParts:
         """Whether this agent has all vectors of a node, or copies."""
         return node == self._agent.node or all(rank in copied for rank, _ in places)
 
+    @traced("receive", wrap=steps)
     def collecting(
         self,
         tag: int,
@@ -352,6 +354,7 @@ class NodeParts:
             lambda piece: buffers.get(length(piece)),
         )
 
+    @traced("send", lambda args, _: {"to": args[1]}, steps)
     def sending(
         self,
         rank: int,

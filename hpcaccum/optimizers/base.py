@@ -40,6 +40,7 @@ from hpcaccum.optimizers.snapshot import (
     snapshot_of,
 )
 from hpcaccum.optimizers.variable import Variable, is_float
+from hpcaccum.spans import traced
 
 
 class ExchangeKind(enum.Enum):
@@ -98,6 +99,7 @@ class Optimizer(abc.ABC):
                 self._gradients[var.name] = new
         return dict(self._gradients)
 
+    @traced("compute")
     def compute_gradients(
         self,
         loss: Loss,

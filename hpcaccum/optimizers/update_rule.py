@@ -25,6 +25,7 @@ from hpcaccum.optimizers.slices import Gradient, detached, distinct_rows
 from hpcaccum.optimizers.snapshot import Key, check_state
 from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.row_sums import Rows
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -158,6 +159,7 @@ class Rule(Optimizer):
         # variables that its inner one updates are those of the center.
         super().initialize(variables)
 
+    @traced("update")
     def apply_gradients(
         self,
         grads_and_vars: PairsLike,

@@ -20,6 +20,7 @@ from hpcaccum.reducer.options import Options, ReducerStatistics
 from hpcaccum.reducer.schedule import Call, Case
 from hpcaccum.reducer.signature import FAILED, canonical, digest, explain
 from hpcaccum.reducer.spin_wait import SpinWait
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -198,6 +199,7 @@ class Reducer(Freeable):
         """
         return self._results
 
+    @traced("reduce", lambda args, _: {"call": args[0].calls})
     def reduce(
         self,
         arrays: Mapping[str, Any] | None = None,
@@ -253,6 +255,7 @@ class Reducer(Freeable):
             self._fail(error)
         return self._finish(inputs, names, targets, step)
 
+    @traced("reduce", lambda args, _: {"array": args[1]})
     def start(self, name: str, array: Any = None) -> None:
         """Begin to reduce an array that is ready; never waits.
 

@@ -18,6 +18,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
 from hpcaccum.nodes import Calls, LostNodeError, NodeParts
 from hpcaccum.server.update_queue import COPIED, NOBODY, UpdateQueue
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -162,6 +163,7 @@ class BoundedStalenessInbox:
         """Count a gradient of this rank that is not finite, and was not submitted."""
         self.counters.count_nonfinite()
 
+    @traced("admission", lambda _, receipt: receipt.shown())
     def _submit(self, local_step: int) -> Receipt:
         if self._remote is not None:
             # The answer may lead other ranks to what is in the slot.
@@ -228,6 +230,7 @@ class BoundedStalenessInbox:
         lag = max(self._max_lag, 0)
         return 0 if math.isinf(lag) else step - int(lag)
 
+    @traced("take", lambda args, _: {"step": args[1]})
     def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
         """Wait for the gradient admitted at ``step``; the root only."""
         whose = self._wait_for(step, deadline)

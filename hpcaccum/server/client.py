@@ -21,6 +21,7 @@ from hpcaccum.server.parameters import Parameters
 from hpcaccum.server.sharded import ShardedParameters
 from hpcaccum.server.update_lock import UpdateLock
 from hpcaccum.server.wire_format import WireFormat
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -155,6 +156,7 @@ class Client(Freeable):
             return self._parameters.version()
         return self._parameters.recent()
 
+    @traced("pull", lambda _, step: {"step": step})
     def pull(
         self, into: Mapping[str, Array], *, at_least: int = 0, known: int = -1
     ) -> int:

@@ -22,6 +22,7 @@ import numpy as np
 
 from hpcaccum.accumulator import Batch
 from hpcaccum.mpi import MPI, AtomicWords, memory_of_rank, report_and_abort
+from hpcaccum.spans import traced
 from hpcaccum.summation import add_at_once
 from hpcaccum.worker_threads import run_elsewhere
 
@@ -291,6 +292,7 @@ class NodeUpdate:
             # The root waits for the piece.
             report_and_abort(*sys.exc_info())
 
+    @traced("update")
     def _work(self) -> None:
         """Work on pieces until none are left."""
         number, update, worker = -1, None, self._workers.pop()

@@ -26,6 +26,7 @@ from hpcaccum.nodes import (
 from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.messages import NOTHING, Draft, Messages
 from hpcaccum.server.node_copy import NodeCopy, step_of, version_of, writer_inside
+from hpcaccum.spans import steps, traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -206,6 +207,7 @@ class Parameters(NodeCopy):
         self._asked = {each for each in self._asked if each > version}
         self._receiving = False
 
+    @traced("receive", wrap=steps)
     def _receive(self, message: Array) -> Steps:
         assert self._agent is not None
         comm, tag = self._agent.comm, self._agent.tag(self._number)
@@ -243,6 +245,7 @@ class Parameters(NodeCopy):
         snapshot.users -= 1
         self._sending.discard(node)
 
+    @traced("send", lambda args, _: {"to": args[1]}, steps)
     def _send_snapshot(self, node: int, snapshot: _Snapshot) -> Steps:
         assert self._agent is not None
         message, nbytes = snapshot.message, snapshot.message.size

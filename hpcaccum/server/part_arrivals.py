@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hpcaccum.nodes import Incoming, one_range, pieces_of
 from hpcaccum.server.order_words import PARAMETERS
+from hpcaccum.spans import steps, traced
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -69,6 +70,7 @@ class PartArrivals:
         self._wanted = None
         self._want()
 
+    @traced("receive", lambda args, _: {"step": args[1]}, steps)
     def _receive(self, step: int, vector: Array) -> Steps:
         """Receive all parts into a vector."""
         receiving = [

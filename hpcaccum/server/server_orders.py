@@ -20,6 +20,7 @@ from hpcaccum.server.order_words import (
     UPDATE,
     bits,
 )
+from hpcaccum.spans import steps, traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,6 +170,7 @@ class ServerOrders:
         np.copyto(snapshot.vector, part)
         return snapshot
 
+    @traced("send", lambda args, _: {"to": args[0]._line.leaders[args[1]]}, steps)
     def _send_to(self, node: int, snapshot: _Snapshot) -> Steps:
         vector, rank = snapshot.vector, self._line.leaders[node]
         pieces = pieces_of([slice(0, len(vector))], vector.itemsize)

@@ -15,6 +15,7 @@ from hpcaccum.server.order_words import (
     UPDATE,
     rate_of,
 )
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,6 +88,7 @@ class ShardLoop(Background):
         shard.write_parameters(self.center, self._server.part)
         self._kept = {}
 
+    @traced("update")
     def _make(self, gradients: Array, rate: float | None) -> None:
         """Update the part, if there are gradients."""
         assert self.update is not None

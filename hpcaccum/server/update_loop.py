@@ -13,6 +13,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
 from hpcaccum.errors import EverybodyLeftError
 from hpcaccum.server.background import Background
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,6 +64,7 @@ class Loop(Background):
                 if self.after_update is not None:
                     self.after_update(self.made())
 
+    @traced("update", lambda args, _: {"step": args[2].step + 1})
     def _make_in_turn(self, deadline: Deadline, batch: Batch) -> None:
         with self._lock.updating():
             self._make_step(batch.step + 1, deadline, batch)

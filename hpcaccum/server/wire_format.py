@@ -15,6 +15,7 @@ from hpcaccum.layout import ALIGNMENT, Layout
 from hpcaccum.overlap import overlap, same_elements
 from hpcaccum.row_buffers import RowPlace, nbytes_of, remove_rows, write_rows
 from hpcaccum.row_sums import Rows, merged
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,7 @@ class WireFormat:
         present = views.pop(_PRESENT)
         return views, present
 
+    @traced("copy")
     def write_gradients(
         self,
         grads: Mapping[str, Array | Rows],

@@ -1,16 +1,14 @@
 """A timeline of all ranks, in Chrome's trace event format.
 
-`trace` replaces the methods of `table` by wrappers that record when each call began and
-ended, and puts the methods back at its end: without a trace no call is slower.
-`recorder` keeps the events of a rank, `clocks` compares the clocks of nodes, and
-`timeline` writes the file.
+`trace` records the calls of methods that are marked in the code (`hpcaccum.spans`).
+`clocks` compares the clocks of nodes, and `timeline` writes the file.
 
-Imports internal modules of all packages below, to name their methods.
+Imports `mpi` and what is below it.
 """
 
 from __future__ import annotations
 
-from hpcaccum.tracing.recorder import span
+from hpcaccum.spans import span
 from hpcaccum.tracing.tracer import trace
 
 __all__ = ["span", "trace"]

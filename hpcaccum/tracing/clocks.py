@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Tag, complete
-from hpcaccum.tracing.recorder import clock
+from hpcaccum.spans import clock
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpcaccum.mpi import Group
+    from hpcaccum.spans import Event, Recorder
     from hpcaccum.tracing.clocks import Offset
-    from hpcaccum.tracing.recorder import Event, Recorder
 
 logger = logging.getLogger("hpcaccum")
 

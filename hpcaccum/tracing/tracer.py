@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import check_writable
 from hpcaccum.mpi import Group
+from hpcaccum.spans import Recorder, clock, installed, is_running
 from hpcaccum.tracing.clocks import measure
-from hpcaccum.tracing.recorder import Recorder, clock, is_running
-from hpcaccum.tracing.table import installed
 from hpcaccum.tracing.timeline import Timeline
 
 if TYPE_CHECKING:

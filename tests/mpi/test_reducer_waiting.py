@@ -20,8 +20,7 @@ from hpcaccum import (
     deadline,
 )
 from hpcaccum.reducer import spin_wait
-from hpcaccum.tracing.recorder import Recorder
-from hpcaccum.tracing.table import installed
+from hpcaccum.spans import Recorder, installed
 
 from .expiring import times_out_without
 from .reducing import (

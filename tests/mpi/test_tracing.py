@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import Group, InvalidArgumentError
-from hpcaccum.tracing import clocks, recorder, tracer, wrappers
-from hpcaccum.tracing.table import TABLE
+from hpcaccum import Group, InvalidArgumentError, spans
+from hpcaccum.spans import MARKED
+from hpcaccum.tracing import clocks, tracer
 
 from .reducing import made_up
 from .support import WAIT, meet
@@ -136,7 +136,7 @@ def test_file_of_all_strategies(traced, comm):
 
 
 @pytest.mark.ranks(min=2)
-def test_every_method_of_the_table_is_in_a_trace(traced, comm, nodes):
+def test_every_marked_method_is_in_a_trace(traced, comm, nodes):
     if not Group.of(comm).single_node:
         pytest.skip("the ranks of a node update together only if there is one")
     servers = [each[0] for each in nodes.nodes]
@@ -149,7 +149,7 @@ def test_every_method_of_the_table_is_in_a_trace(traced, comm, nodes):
 
     file = traced(act, nodes)
     found = {event["cat"]: event["name"] for event in events(file)}
-    expected = {row.label.category: row.name for row in TABLE}
+    expected = {row.label.category: row.name for row in MARKED}
 
     check_file(file)
     assert found == expected
@@ -158,8 +158,8 @@ def test_every_method_of_the_table_is_in_a_trace(traced, comm, nodes):
 @pytest.fixture
 def late(nodes, monkeypatch):
     """Set the clock of the second node forward; return by how much this rank's is."""
-    seconds, real = 1000.0 * nodes.node_number, recorder.clock
-    for module in clocks, recorder, tracer, wrappers:
+    seconds, real = 1000.0 * nodes.node_number, spans.clock
+    for module in clocks, spans, tracer:
         monkeypatch.setattr(module, "clock", lambda: real() + seconds)
     return seconds
 
@@ -212,7 +212,7 @@ def test_lag_and_step_of_a_gradient(traced, comm, rank):
 
 
 def test_events_that_were_left_out_are_counted(traced, comm, caplog, monkeypatch):
-    monkeypatch.setattr(recorder, "MOST", 10)
+    monkeypatch.setattr(spans, "MOST", 10)
 
     def act():
         for _ in range(12):

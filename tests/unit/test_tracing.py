@@ -8,19 +8,17 @@ import time
 import pytest
 
 import hpcaccum as hpc
+from hpcaccum import spans as module
 from hpcaccum.deadline import Deadline
-from hpcaccum.tracing import recorder as module
-from hpcaccum.tracing import wrappers
+from hpcaccum.spans import MARKED, Event, Label, Recorder, installed
 from hpcaccum.tracing.clocks import Offset, common_time
-from hpcaccum.tracing.recorder import Event, Label, Recorder
-from hpcaccum.tracing.table import TABLE, installed
 from hpcaccum.tracing.timeline import lanes
 
 from ..common import WAIT
 
 
 def methods():
-    return {row.label.category: vars(row.owner)[row.method] for row in TABLE}
+    return {row.label.category: vars(row.owner)[row.method] for row in MARKED}
 
 
 @pytest.fixture
@@ -32,11 +30,6 @@ def recorder():
 
 def spans(recorder, thread=""):
     return recorder.rows()[thread]
-
-
-def test_every_row_of_the_table_is_a_method():
-    assert len(methods()) == len(TABLE)
-    assert all(callable(method) for method in methods().values())
 
 
 def test_without_a_trace_the_methods_are_the_original_ones():
@@ -55,7 +48,7 @@ def test_without_a_trace_the_methods_are_the_original_ones():
 def test_a_wait_has_its_call_and_what_was_missing_last(recorder, monkeypatch):
     looks = []
     # A second passes between two looks.
-    monkeypatch.setattr(wrappers, "clock", lambda: float(len(looks)))
+    monkeypatch.setattr(module, "clock", lambda: float(len(looks)))
     Deadline(WAIT, "call").wait(
         lambda: looks.append(None) or (len(looks) == 11 or None),
         lambda: f"look {len(looks)}",
