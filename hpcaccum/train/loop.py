@@ -38,23 +38,16 @@ _CHECK_PAUSE = 0.05
 _PAUSE = 20
 
 
-def _make(strategy: str, options: Options, group: hpc.Group) -> tuple[Any, Any]:
-    """Return the optimizer, and what makes a variable from an array and a name."""
+def _make(strategy: str, options: Options, group: hpc.Group) -> Any:
     rule = RULES[options.optimizer](options.rate)
     if strategy == "cross-shard":
-        return hpc.CrossShardOptimizer(rule, comm=group), hpc.Variable
+        return hpc.CrossShardOptimizer(rule, comm=group)
     server = {"dedicated": options.dedicated, "servers": options.servers, "comm": group}
     if strategy == "sync-replicas":
-        sync = hpc.SyncReplicasOptimizer(rule, options.quorum, **server)
-        return sync, hpc.Variable
+        return hpc.SyncReplicasOptimizer(rule, options.quorum, **server)
     if strategy == "drop-stale":
-        drop = hpc.DropStaleGradientOptimizer(rule, options.staleness, **server)
-        return drop, hpc.Variable
-    del server["comm"]
-    getter = hpc.AGNCustomGetter(comm=group, host=options.host)
-    workers, period = options.workers, options.period
-    agn = hpc.AGNOptimizer(rule, workers, getter, communication_period=period, **server)
-    return agn, lambda array, name: hpc.get_variable(name, array, custom_getter=getter)
+        return hpc.DropStaleGradientOptimizer(rule, options.staleness, **server)
+    return hpc.AGNOptimizer(rule, communication_period=options.period, **server)
 
 
 class Run:
@@ -83,11 +76,11 @@ class Run:
     ) -> None:
         self._strategy, self._group, self._show = strategy, group, show
         self._options, self._data = options, data
-        self._optimizer, variable = _make(strategy, options, group)
+        self._optimizer = _make(strategy, options, group)
         self._collective = strategy == "cross-shard"
         sizes = data.x.shape[1], *options.hidden, data.classes
         place = cupy().asarray if options.device == "cuda" else np.asarray
-        self._model = MLP(sizes, options.seed, variable, place=place)
+        self._model = MLP(sizes, options.seed, place=place)
         count = {"cross-shard": group.size, "sync-replicas": options.quorum}
         # Gradients in an update, and whether each rank that trains has one in each.
         gradients = count.get(strategy, 1)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum import Variable
 from hpcaccum.device import library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpcaccum import Variable
     from hpcaccum.dtypes import Array
 
 # Number of rows evaluated at once, to limit the memory.
@@ -24,16 +24,14 @@ _quiet = np.errstate(over="ignore", invalid="ignore")
 class MLP:
     """Fully connected layers, ReLU between them, softmax cross-entropy at the end.
 
-    `variables` are weights (inputs, outputs) and biases (outputs,), layer by layer;
-    ``variable`` makes one from an array and a name. ``place`` moves an array to the
-    device that computes the model.
+    `variables` are weights (inputs, outputs) and biases (outputs,), layer by layer.
+    ``place`` moves an array to the device that computes the model.
     """
 
     def __init__(
         self,
         sizes: Sequence[int],
         seed: int,
-        variable: Callable[[Array, str], Variable],
         dtype: Any = np.float32,
         place: Callable[[Array], Array] = np.asarray,
     ) -> None:
@@ -43,8 +41,8 @@ class MLP:
         for number, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
             weights = rng.standard_normal((inputs, outputs)) * np.sqrt(2 / inputs)
             self.variables += [
-                variable(place(weights.astype(dtype)), f"weights{number}"),
-                variable(place(np.zeros(outputs, dtype)), f"biases{number}"),
+                Variable(place(weights.astype(dtype)), f"weights{number}"),
+                Variable(place(np.zeros(outputs, dtype)), f"biases{number}"),
             ]
 
     def _forward(self, x: Array) -> list[Array]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import hpcaccum as hpc
 from hpcaccum.train.data import batches, prepare
 from hpcaccum.train.model import MLP
 
 
 @pytest.fixture
 def mlp():
-    return MLP((4, 6, 5, 3), 0, hpc.Variable, np.float64)
+    return MLP((4, 6, 5, 3), 0, np.float64)
 
 
 def test_gradients_are_those_of_finite_differences(mlp):
@@ -62,7 +61,7 @@ def test_evaluation_in_pieces_is_the_same(mlp):
 
 
 def test_the_same_seed_gives_the_same_weights():
-    one, two, other = (MLP((4, 3), seed, hpc.Variable) for seed in (5, 5, 6))
+    one, two, other = (MLP((4, 3), seed) for seed in (5, 5, 6))
 
     assert np.array_equal(one.variables[0].value, two.variables[0].value)
     assert not np.array_equal(one.variables[0].value, other.variables[0].value)
