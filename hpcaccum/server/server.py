@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.deadline import Deadline
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     # Of each variable, name to an array or an integer.
     Arrays = Mapping[str, Mapping[str, Any]]
-
-T = TypeVar("T")
 
 
 class ServerState(NamedTuple):
@@ -383,6 +381,10 @@ class ParameterServer(Client):
         # Not again if the rest of an earlier call has failed.
         if self._final is None:
             self._end(f"{self.label}: free")
+        if self._group.lost:
+            # Since this call began. All ranks know it that have met without a lost one.
+            self._end_after_loss()
+            return
         self._frees = True
         super()._free()
 
@@ -398,19 +400,13 @@ class ParameterServer(Client):
         if self.has_to_serve:
             # `serve` was not called, or was interrupted: the others wait for updates.
             self._serve()
-        notes = self._meet(self.note, call)
+        notes = self._group.gather_present(self.note, call)
         self.notes = [notes.get(rank, ()) for rank in range(self._group.size)]
         self._end_updates(call)
         self._finish()
         # From now on nothing reads the shared memory.
         self._final = state = self._read_state()
         self._role.center, self._role.slots = state.center, None
-
-    def _meet(self, value: T, call: str) -> dict[int, T]:
-        """Return the values of all ranks; of all that are not lost if some are."""
-        if self._group.lost:
-            return self._group.meet(value, call)
-        return dict(enumerate(self._group.allgather(value, call)))
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""
@@ -419,7 +415,7 @@ class ParameterServer(Client):
             self._role.end(deadline)
         except WaitTimeoutError as error:
             failure = error
-        found = self._meet(failure and str(failure), call)
+        found = self._group.gather_present(failure and str(failure), call)
         if text := next(filter(None, found.values()), None):
             raise failure or echo(WaitTimeoutError(text))
 
