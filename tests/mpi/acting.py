@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 import hpcaccum as hpc
 from hpcaccum import testing
+from hpcaccum.deadline import current_wait
 
 from ..common import VAIN as VAIN
 from ..common import same_bits as same_bits
@@ -54,16 +55,29 @@ def attempt(do: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any
 
 def interrupted(do: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Have a call end with a KeyboardInterrupt while it waits."""
+    main, ended = threading.main_thread().ident, threading.Event()
+
+    def waits() -> bool:
+        wait = current_wait(main)
+        return ended.is_set() or (wait is not None and wait.elapsed > VAIN)
+
+    def interrupt() -> None:
+        until(waits)
+        if not ended.is_set():
+            signal.pthread_kill(main, signal.SIGALRM)
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, stop)
+    thread = threading.Thread(target=interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, VAIN)
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
             do(*args, **kwargs)
     finally:
+        ended.set()
+        thread.join()
         signal.signal(signal.SIGALRM, before)
 
 

@@ -13,7 +13,7 @@ import hpcaccum as hpc
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi.group import Group, _duplicate
 
-from .acting import VAIN, at, everywhere, meet, same_bits
+from .acting import VAIN, at, everywhere, interrupted, meet, same_bits
 from .support import WAIT
 
 pytestmark = pytest.mark.own_comm
@@ -119,6 +119,20 @@ def test_rank_that_is_missing_in_an_exchange_is_named(comm, rank, size, monkeypa
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     if rank == size - 1:
         with pytest.raises(hpc.WaitTimeoutError, match=r"gave up.*dinner: "):
+            group.allgather(rank, "dinner")
+    assert group.allgather(rank, "breakfast") == list(range(size))
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("which", [0, -1])
+def test_an_interrupted_exchange_ends_on_all_ranks(comm, rank, size, which):
+    group = Group.of(comm)
+    meet()
+    if rank == which % size:
+        interrupted(group.allgather, rank, "dinner")
+    meet()
+    if rank != which % size:
+        with pytest.raises(hpc.WaitTimeoutError, match="gave up"):
             group.allgather(rank, "dinner")
     assert group.allgather(rank, "breakfast") == list(range(size))
 

@@ -10,7 +10,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import WaitTimeoutError, testing
 
-from .acting import VAIN, Background, until
+from .acting import VAIN, Background, interrupted, until
 from .support import WAIT
 from .training import ONE_SIDED, Gate, gives, meet, raised, variable
 
@@ -184,3 +184,20 @@ def test_a_last_update_that_takes_too_long_is_named(comm, rank, monkeypatch):
     assert type(error) is WaitTimeoutError
     assert "for the last updates of this rank, at step 0, which waits for" in str(error)
     assert opt.global_step == 1
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_rank_goes_on_after_an_interrupted_wait(comm, rank, size, which):
+    w = variable()
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
+        opt.initialize([w])
+        if rank == which % size:
+            # Its gradient is accepted; the others have given none.
+            interrupted(opt.minimize, gives(1.0))
+        meet()
+        if rank != which % size:
+            opt.minimize(gives(1.0))
+        meet()
+        opt.minimize(gives(1.0))
+        assert w.value == -2
