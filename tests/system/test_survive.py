@@ -265,3 +265,92 @@ def test_the_loss_of_the_server_ends_with_a_status(mpirun, script):
     assert result.returncode & RESTART == RESTART, result.stdout
     assert "rank 0 (process " in result.stdout
     assert "has the end" not in result.stdout
+
+
+# The last rank stops; the others continue it when it is lost.
+STOP = """
+import os, signal, sys, time
+import numpy as np
+import hpcaccum as hpc
+from mpi4py import MPI
+
+comm, kind = MPI.COMM_WORLD, sys.argv[1]
+rank, size = comm.rank, comm.size
+stopped = comm.bcast(os.getpid(), size - 1)
+gradient = np.zeros(size)
+gradient[rank] = 1
+w = hpc.Variable(np.zeros(size), "w")
+acc = hpc.ConditionalAccumulator(
+    "f8", (size,), storage="sum" if kind == "sum" else "slots", reduction_type="SUM"
+)
+opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 99)
+opt.initialize([w])
+
+def apply():
+    if kind == "drop_stale":
+        return opt.apply_gradients([(gradient, w)])
+    return acc.apply_grad(gradient, 1 << 30)
+
+if rank == size - 1:
+    for _ in range(3):
+        assert apply()
+comm.Barrier()
+total = acc.take_grad(1) if rank == 0 and kind != "drop_stale" else np.zeros(size)
+comm.Barrier()
+if rank == size - 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        apply()
+while not acc.statistics().lost:
+    time.sleep(0.01)
+if rank == 0:
+    os.kill(stopped, signal.SIGCONT)
+for _ in range(100):
+    assert apply()
+    if rank == 0 and kind != "drop_stale":
+        total += acc.take_grad(1)
+    time.sleep(0.002)
+acc.leave()
+try:
+    while rank == 0:
+        total += acc.take_grad(1)
+except hpc.EverybodyLeftError:
+    pass
+acc.free()
+opt.free()
+if kind == "drop_stale":
+    total -= w.value
+if rank == 0:
+    *others, last = total.tolist()
+    # On another node, it may send more before it is told.
+    assert last == 3 or (last > 3 and "MPIR_CVAR_NOLOCAL" in os.environ), total
+    assert others == [100] * (size - 1), total
+print(f"rank {rank} has the end", flush=True)
+"""
+
+
+# On another node, a rank that is continued may still add to the sum of all.
+STOPS = [
+    (leg, kind)
+    for leg in LEGS
+    for kind in ("slots", "sum", "drop_stale")
+    if (leg, kind) != ("messages", "sum")
+]
+
+
+@pytest.mark.parametrize(("leg", "kind"), STOPS)
+def test_a_rank_that_was_stopped_ends(mpirun, script, leg, kind):
+    env = {"HPCACCUM_HEARTBEAT": "3"}
+    env |= {"MPIR_CVAR_NOLOCAL": "1"} if leg == "messages" else {}
+    result = mpirun(3, script(STOP), kind, survive=True, env=env, timeout=60)
+
+    for text in (
+        r"rank 2 \(process .*\) is lost: no heartbeat for 3 s",
+        "rank 2 of 3 ends: .*rank 2 ",
+        "rank 0 has the end",
+        "rank 1 has the end",
+    ):
+        assert re.search(text, result.stdout), result.stdout
+    assert "rank 2 has the end" not in result.stdout
+    assert "Traceback" not in result.stdout
+    assert result.returncode == RESTART
