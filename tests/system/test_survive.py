@@ -9,12 +9,15 @@ from mpi4py.MPI import get_vendor
 
 from hpcaccum.errors import RESTART
 
+from .conftest import REPOSITORY
+
 MPICH = get_vendor()[0] == "MPICH"
 # Without shared memory, each rank is a node, which is lost with it.
 LEGS = ["memory", "messages"] if MPICH else ["memory"]
 
-# The last rank is killed at the fifth call of a method, before or after that. Element r
-# of a gradient of rank r is 1, the others are 0: so element r counts what is applied.
+# The last rank is killed at the fifth call of a method, before or after that; tests may
+# replace rank and call. Element r of a gradient of rank r is 1, the others are 0: so
+# element r counts what is applied.
 BEGIN = """
 import os, signal, sys, time
 import numpy as np
@@ -25,7 +28,8 @@ from hpcaccum.nodes import calls as requests
 from hpcaccum.server import node_update, update_queue
 from mpi4py import MPI
 
-rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
 kind, place, when = sys.argv[1:]
 calls = 0
 
@@ -66,7 +70,7 @@ def loss():
 
 w = hpc.Variable(np.zeros(size, np.float32), "w")
 if kind == "drop_stale":
-    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 3)
+    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 3, comm=comm)
 elif kind == "agn":
     getter = hpc.AGNCustomGetter()
     w = hpc.get_variable("w", np.zeros(size, np.float32), custom_getter=getter)
@@ -75,7 +79,7 @@ elif kind == "cross_shard":
     opt = hpc.CrossShardOptimizer(hpc.SGD(1.0))
 else:
     quorum = size if kind == "sync_replicas" else size - 1
-    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), quorum, total_num_replicas=size)
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), quorum, size, comm=comm)
 accepted = 0
 while accepted < 10:
     accepted += bool(opt.minimize(loss, var_list=[w]))
@@ -147,15 +151,17 @@ def survives(request, mpirun, script):
     """Run a program, one rank of which is killed; check that the others end well."""
     env = {"MPIR_CVAR_NOLOCAL": "1"} if request.param == "messages" else {}
 
-    def run(program, *args, ranks=3):
+    def run(program, *args, ranks=3, lost=1):
         result = mpirun(
             ranks, script(program), *args, survive=True, env=env, timeout=40
         )
         ends = re.findall(r"rank (\d) has the end", result.stdout)
-        assert sorted(ends) == [str(r) for r in range(ranks - 1)], result.stdout
+        assert sorted(ends) == [str(r) for r in range(ranks - lost)], result.stdout
         assert "Traceback" not in result.stdout
-        said = rf"rank {ranks - 1} \(process \d+ on .+\) is lost: its process has ended"
-        assert re.search(said, result.stdout), result.stdout
+        found = re.findall(r"rank (\d) \(process \d+ on .+\) is lost", result.stdout)
+        expected = {str(rank) for rank in range(ranks - lost, ranks)}
+        assert set(found) == expected, result.stdout
+        return result.stdout
 
     return run
 
@@ -183,6 +189,35 @@ def test_nodes_go_on(survives, kind, place, when):
 @pytest.mark.parametrize("kind", ["agn", "quorum"])
 def test_strategies_go_on(survives, kind):
     survives(TRAIN, kind, "loss", "before", ranks=4 if kind == "quorum" else 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "later"), [("drop_stale", 0), ("sync_replicas", 0), ("sync_replicas", 30)]
+)
+def test_two_ranks_are_lost(survives, kind, later):
+    """At once; or one after the other, when it is known that the first is lost."""
+    program = TRAIN.replace("rank == size - 1", "rank >= size - 2")
+    moment = f"calls == 5 + {later} * (rank == size - 2)"
+    program = program.replace("calls == 5", moment).replace(
+        "while accepted < 10", f"while accepted < {10 + later}"
+    )
+    survives(program, kind, "loss", "before", ranks=4, lost=2)
+
+
+NODES = """
+halves = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank // 2)
+comm = hpc.Group(MPI.COMM_WORLD.Dup(), halves)
+"""
+
+
+@pytest.mark.parametrize("kind", ["drop_stale", "sync_replicas"])
+@pytest.mark.parametrize("survives", ["memory"], indirect=True)
+def test_a_node_is_lost_with_its_first_rank(survives, kind):
+    program = TRAIN.replace("comm = MPI.COMM_WORLD\n", NODES)
+    program = program.replace("rank == size - 1", "rank == size - 2")
+    output = survives(program, kind, "loss", "before", ranks=4, lost=2)
+
+    assert re.search("rank 3 of 4 ends: .*rank 3 .* is lost with its node", output)
 
 
 @pytest.mark.parametrize("kind", ["slots", "sum"])
@@ -354,3 +389,15 @@ def test_a_rank_that_was_stopped_ends(mpirun, script, leg, kind):
     assert "rank 2 has the end" not in result.stdout
     assert "Traceback" not in result.stdout
     assert result.returncode == RESTART
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("leg", LEGS)
+def test_the_soak_goes_on_without_ranks(mpirun, leg, seed):
+    env = {"HPCACCUM_TIMEOUT": "30"}
+    env |= {"MPIR_CVAR_NOLOCAL": "1"} if leg == "messages" else {}
+    args = "-m", "tests.soak", "--kill", 1 + seed % 2, "--seed", seed
+    result = mpirun(4, *args, cwd=REPOSITORY, survive=True, env=env, timeout=60)
+
+    assert "all is exact: " in result.stdout
+    assert "Traceback" not in result.stdout
