@@ -14,6 +14,8 @@ from .conftest import REPOSITORY
 MPICH = get_vendor()[0] == "MPICH"
 # Without shared memory, each rank is a node, which is lost with it.
 LEGS = ["memory", "messages"] if MPICH else ["memory"]
+# UCX aborts a rank whose read of another one's memory finds no process any more.
+MESSAGES = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "posix,self"}
 
 # The last rank is killed at the fifth call of a method, before or after that; tests may
 # replace rank and call. Element r of a gradient of rank r is 1, the others are 0: so
@@ -149,7 +151,7 @@ CLASSES = {"slots": "Slots", "sum": "Sums"}
 @pytest.fixture(params=LEGS)
 def survives(request, mpirun, script):
     """Run a program, one rank of which is killed; check that the others end well."""
-    env = {"MPIR_CVAR_NOLOCAL": "1"} if request.param == "messages" else {}
+    env = MESSAGES if request.param == "messages" else {}
 
     def run(program, *args, ranks=3, lost=1):
         result = mpirun(
@@ -376,7 +378,7 @@ STOPS = [
 @pytest.mark.parametrize(("leg", "kind"), STOPS)
 def test_a_rank_that_was_stopped_ends(mpirun, script, leg, kind):
     env = {"HPCACCUM_HEARTBEAT": "3"}
-    env |= {"MPIR_CVAR_NOLOCAL": "1"} if leg == "messages" else {}
+    env |= MESSAGES if leg == "messages" else {}
     result = mpirun(3, script(STOP), kind, survive=True, env=env, timeout=60)
 
     for text in (
@@ -395,9 +397,56 @@ def test_a_rank_that_was_stopped_ends(mpirun, script, leg, kind):
 @pytest.mark.parametrize("leg", LEGS)
 def test_the_soak_goes_on_without_ranks(mpirun, leg, seed):
     env = {"HPCACCUM_TIMEOUT": "30"}
-    env |= {"MPIR_CVAR_NOLOCAL": "1"} if leg == "messages" else {}
+    env |= MESSAGES if leg == "messages" else {}
     args = "-m", "tests.soak", "--kill", 1 + seed % 2, "--seed", seed
     result = mpirun(4, *args, cwd=REPOSITORY, survive=True, env=env, timeout=60)
 
     assert "all is exact: " in result.stdout
+    assert "Traceback" not in result.stdout
+
+
+# The last rank dies when it is about to make some object of its own, or of the node.
+START = """
+import os, signal, sys, time
+import numpy as np
+import hpcaccum as hpc
+from hpcaccum.mpi import AtomicWords, Group, windows
+from hpcaccum.server import ParameterServer
+from mpi4py import MPI
+
+place, rank, size = sys.argv[1], MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+def die(*_, **__):
+    # The others are past the collective call before.
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if rank == size - 1:
+    owner, name = place.split(".")
+    setattr(globals()[owner], name, die)
+w = hpc.Variable(np.zeros(3), "w")
+opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1)
+opt.initialize([w])
+print(f"rank {rank} has the end")
+"""
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "Group.agree",
+        "AtomicWords.__init__",
+        # Here the others wait in MPI; Open MPI raises an error.
+        *["windows.creating"] * MPICH,
+        "ParameterServer.__init__",
+    ],
+)
+def test_a_loss_during_the_start_ends_with_a_status(mpirun, script, place):
+    result = mpirun(3, script(START), place, survive=True, timeout=40)
+
+    assert result.returncode & RESTART == RESTART, result.stdout
+    # Open MPI's mpiexec may end the second one before it says so.
+    text = r"rank [01] of 3 ends: .*rank 2 \(process \d+ on .+\) is lost: its process"
+    assert re.search(text, result.stdout), result.stdout
+    assert "has the end" not in result.stdout
     assert "Traceback" not in result.stdout
