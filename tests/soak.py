@@ -25,6 +25,7 @@ import numpy as np
 import hpcaccum as hpc
 from hpcaccum.bench.measure import WrongAnswerError
 from hpcaccum.errors import counted
+from tests.kills import Episode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -350,7 +351,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long (60)")
     parser.add_argument("--seed", type=int, default=0, help="of all choices (0)")
+    parser.add_argument(
+        "--kill", type=int, default=0, help="run one episode; kill so many ranks in it"
+    )
     args = parser.parse_args()
+    if args.kill:
+        group = hpc.Group.of()
+        what = Episode(group, args.kill, args.seed)()
+        if group.rank == 0:
+            print(f"all is exact: {what}", flush=True)
+        return 0
     return Soak(hpc.Group.of(), args.seconds, args.seed)()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcaccum.errors import BrokenObjectError, InvalidArgumentError
+from hpcaccum.errors import BrokenObjectError, InvalidArgumentError, LostRankError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,6 +42,7 @@ class Membership:
         self, words: AtomicWords, base: int, rank: int, size: int, workers: int
     ) -> None:
         self._words, self._base, self._rank, self._size = words, base, rank, size
+        self._own = base + 1 + rank
         self.workers, self.has_left, self.comes_back = workers, False, False
         # Those that never contribute.
         self._others = {words.root} if workers < size else set()
@@ -95,7 +96,9 @@ class Membership:
         return changes > 0 and self.num_left(changes) >= self.workers
 
     def check_present(self, verb: str) -> None:
-        """Raise an error if this rank has left, or its object is broken."""
+        """Raise an error if this rank has left or is lost, or its object is broken."""
+        if isinstance(self._broken, LostRankError):
+            raise LostRankError(str(self._broken))
         if self._broken is not None:
             raise BrokenObjectError(
                 f"rank {self._rank} can {verb} no more gradients: an exception ended "
@@ -104,6 +107,20 @@ class Membership:
         if self.has_left:
             raise InvalidArgumentError(
                 f"rank {self._rank} has left and can {verb} no more gradients"
+            )
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        """Raise LostRankError if the others have given this rank up.
+
+        It was cut off, or stopped. Where it costs a message, its next wait tells it.
+        """
+        if self._broken is not None or not self._words.direct:
+            return
+        if self._words.read(self._own) == _LOST:
+            raise LostRankError(
+                f"rank {self._rank} was cut off, or stopped: the other ranks have "
+                f"given it up and go on without it"
             )
 
     def leave(self) -> None:
@@ -127,7 +144,7 @@ class Membership:
         self._words.fetch_add(self._base, 1)
 
     def _set(self, state: int) -> None:
-        self._words.write(self._base + 1 + self._rank, state)
+        self._words.write(self._own, state)
         self._words.fetch_add(self._base, 1)
 
     def some_come_back(self) -> bool:

@@ -15,7 +15,7 @@ from hpcaccum.accumulator.taker import Taker
 from hpcaccum.accumulator.vector_storage import VectorSlots
 from hpcaccum.accumulator.writer import Writer
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
+from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
 from hpcaccum.mpi import Freeable, Group, is_ending
 
 if TYPE_CHECKING:
@@ -156,9 +156,11 @@ class SharedAccumulator(Freeable):
         return rank == self.settings.host
 
     def lose(self, rank: int) -> None:
-        """Have takes no longer wait for a rank."""
+        """Have takes no longer wait for a rank; apply nothing more on that rank."""
         if self.group.rank == self.settings.host:
             self.protocol.membership.lose_rank(rank)
+        elif self.group.rank == rank:
+            self.protocol.membership.lose(LostRankError(self.group.lost[rank]))
 
     def _end_after_loss(self) -> None:
         """Wait until all ranks come: they may use what this one has until then."""

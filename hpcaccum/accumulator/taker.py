@@ -82,6 +82,8 @@ class Taker:
                     except LostNodeError:
                         # Again, without the gradients that were there.
                         continue
+                # Another take may have completed this one.
+                self._protocol.membership.check_counts()
                 self._protocol.put_closing(closing, reduced=True)
                 self._protocol.add_lost(closing.number - closed.count)
                 if not reduced:

@@ -170,6 +170,8 @@ class Writer:
         slot: int | None,
     ) -> None:
         """Publish a gradient that is in place."""
+        # The round may be over without it.
+        self._protocol.membership.check_counts()
         self._protocol.put_record(parity, done, before)
         self._buffers.settle(parity, done, slot, receipt.global_step)
 

@@ -282,7 +282,9 @@ class ControlChannel:
             self._spread(error, set())
             raise
         deadline.wait(
-            lambda: all(map(is_complete, sent)) or None,
+            lambda: (
+                all(r in self._lost_ranks or is_complete(q) for r, q in sent) or None
+            ),
             lambda: "the other ranks to receive the answer",
         )
         return values
@@ -291,15 +293,17 @@ class ControlChannel:
         """Send the answer when all ranks have made the call; raise if one never will.
 
         Returns:
-            The values and the requests; None if ranks are missing.
+            The values, and the request of each rank; None if ranks are missing.
         """
         with self.lock:
             if not self._all_entered(call):
                 return None
             values = {0: call.value}
-            values |= {r: self._value_of(r, call) for r in sorted(self._present(call))}
+            ranks = sorted(self._present(call))
+            values |= {rank: self._value_of(rank, call) for rank in ranks}
             answer = Answer(call.number, pickle.dumps(values))
-            sent = self._mailbox.send(self._others, answer)
+            # MPI may never complete what is sent to a rank that is lost.
+            sent = list(zip(ranks, self._mailbox.send(ranks, answer), strict=True))
             self._end()
         return values, sent
 

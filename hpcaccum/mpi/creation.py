@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _WHAT = "making a communicator"
 # Held by one communicator at a time, on all its ranks.
 _one = threading.Lock()
+# When threads have begun to make communicators and windows.
+_begun: list[float] = []
 # Microseconds, at most, before the first try that follows another one.
 _PAUSE = 1000
 
@@ -61,8 +63,18 @@ def creating(
         what: Begins messages.
         missing: What is waited for.
     """
-    with alone(comm, what, missing) if is_open_mpi() else contextlib.nullcontext():
-        yield
+    now = time.monotonic()
+    _begun.append(now)
+    try:
+        with alone(comm, what, missing) if is_open_mpi() else contextlib.nullcontext():
+            yield
+    finally:
+        _begun.remove(now)
+
+
+def seconds_creating() -> float:
+    """Return for how long a thread of this rank has been in `creating`; 0 if none."""
+    return max((time.monotonic() - begun for begun in list(_begun)), default=0.0)
 
 
 @contextlib.contextmanager

@@ -28,13 +28,24 @@ from hpcaccum.errors import (
 )
 from hpcaccum.mpi.blocking import limited
 from hpcaccum.mpi.control import ControlChannel
-from hpcaccum.mpi.creation import alone, creating, split, split_by_node
+from hpcaccum.mpi.creation import (
+    alone,
+    creating,
+    seconds_creating,
+    split,
+    split_by_node,
+)
 from hpcaccum.mpi.heartbeat import Facts, Heartbeat
 from hpcaccum.mpi.kept_windows import KeptWindows
 from hpcaccum.mpi.launcher import ends_job_at_output
 from hpcaccum.mpi.progress import ProgressThread
 from hpcaccum.mpi.runtime import MPI, check_running
-from hpcaccum.mpi.shutdown import end_process_soon, is_ending, note_loss
+from hpcaccum.mpi.shutdown import (
+    end_process,
+    end_process_soon,
+    is_ending,
+    note_loss,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -47,6 +58,8 @@ logger = logging.getLogger("hpcaccum")
 
 T = TypeVar("T")
 
+# Seconds after which a call that makes a communicator waits for a rank that is lost.
+_BLOCKED = 1.0
 _FIRST_USE = "first use of a communicator"
 _UNREACHED = (
     "MPI to connect this rank to others: can all nodes reach each other? If an "
@@ -129,6 +142,8 @@ class Group:
         self._heartbeat: Heartbeat | None = None
         self._closed = False
         self._inside: Group | None = None
+        # Until the first object is made.
+        self._start: Heartbeat | None = None
         self._facts, self.order = self._find_facts()
 
     def _find_nodes(self) -> tuple[list[list[int]], int]:
@@ -189,6 +204,7 @@ class Group:
                 lambda: cls(duplicate)._prepare_sums(comm), _FIRST_USE, _UNREACHED
             )
             comm.Set_attr(_keyval(), group)
+            group._watch_start()
         return cast(Group, group)
 
     def __repr__(self) -> str:
@@ -378,8 +394,20 @@ class Group:
         Collective. The first object starts the heartbeat, the last one stops it.
         """
         if self._heartbeat is None and self.size > 1:
+            self._end_start()
             self._heartbeat = Heartbeat(self, self._facts, self._place, self._lose)
         self._objects.append(made)
+
+    def _watch_start(self) -> None:
+        """Look at the processes of this host while the first object is made."""
+        if self.size > 1:
+            self._start = Heartbeat(
+                self, self._facts, self._place, self._lose, alone=True
+            )
+
+    def _end_start(self) -> None:
+        if self._start is not None:
+            self._start.over = True
 
     def release(self, freed: Freeable) -> None:
         """End a `retain`. Collective. After an exception it can be called again.
@@ -421,6 +449,8 @@ class Group:
         for each in list(self._objects):
             for rank in found:
                 each.lose(rank)
+        if seconds_creating() > _BLOCKED:
+            end_process(next(iter(self.lost.values())))
 
     def _taken(self) -> list[dict[int, int]]:
         """Return how many words are taken: of this group's windows, of its node's."""
@@ -461,6 +491,7 @@ class Group:
         """Free the private communicators, once. Collective."""
         if self.comm == MPI.COMM_NULL:
             return
+        self._end_start()
         self.windows.free()
         if self._inside is not None:
             self._inside.free()

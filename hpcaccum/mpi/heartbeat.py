@@ -27,7 +27,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi.control_messages import Tag
 from hpcaccum.mpi.mailbox import Mailbox
 from hpcaccum.mpi.runtime import MPI
-from hpcaccum.mpi.shutdown import abort_because, report_and_abort
+from hpcaccum.mpi.shutdown import abort_because, is_ending, report_and_abort
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,7 +127,11 @@ class Heartbeat:
         group: The ranks.
         facts: Those of each rank.
         place: Returns where this rank is; any thread may call it.
-        lose: Called with ranks that are lost, and with why.
+        lose: Called with ranks that are lost, and with why; later again without any.
+        alone: Whether it sends nothing, and looks at the processes of this host only.
+
+    Attributes:
+        over: Whether the thread forgets it; for one that is alone.
     """
 
     def __init__(
@@ -136,13 +140,16 @@ class Heartbeat:
         facts: Sequence[Facts],
         place: Callable[[], str],
         lose: Callable[[dict[int, str]], None],
+        *,
+        alone: bool = False,
     ) -> None:
         self._group, self._place, self._lose = group, place, lose
         self._limit = facts[group.rank].limit
         self._processes = [each.process for each in facts]
         # Without them no rank sends anything; processes that end are found.
-        self._talks = all(each.threads for each in facts)
-        self._goes_on = self._talks and all(each.goes_on for each in facts)
+        self._talks = not alone and all(each.threads for each in facts)
+        self._goes_on = (alone or self._talks) and all(each.goes_on for each in facts)
+        self._alone, self.over = alone, False
         others = range(1, group.size) if group.rank == 0 else range(1)
         self._peers = {rank: _Peer() for rank in others if self._talks}
         # In containers, processes of a host may not see each other.
@@ -182,6 +189,8 @@ class Heartbeat:
 
     def look(self) -> None:
         """Receive and send messages; find ranks that are lost."""
+        if self._alone and is_ending():
+            return
         now = time.monotonic()
         if self._talks:
             self._receive(now)
@@ -190,6 +199,9 @@ class Heartbeat:
             self._sent = now
             self._send()
         self._check(now)
+        if self._lost:
+            # By now this rank may wait in MPI for them.
+            self._lose({})
 
     def forgive(self, seconds: float) -> None:
         """Do not count a time in which this process did not run."""
@@ -208,6 +220,8 @@ class Heartbeat:
             self._note_lost(beat.lost)
 
     def _send(self, *, leaves: bool = False) -> None:
+        if self._alone:
+            return
         lost = self._lost if self._decides() else {}
         beat = _Beat(self._place()[:_LENGTH], leaves, frozenset(self._dead), lost)
         listening = [r for r, peer in self._peers.items() if leaves or not peer.leaves]
@@ -252,6 +266,8 @@ class Heartbeat:
 
     def _decides(self) -> bool:
         """Whether this rank decides which ranks are lost: the first one that can."""
+        if self._alone:
+            return True
         if self._talks and 0 not in self._dead and self._is_here(0):
             return self._group.rank == 0
         return self._group.rank == min({self._group.rank, *self._mates} - {*self._dead})
@@ -354,6 +370,7 @@ class _Thread:
     def _look(self) -> float | None:
         """Look once; return the seconds until the next time, None at the end."""
         with self._lock:
+            self._hearts = [heart for heart in self._hearts if not heart.over]
             for heart in self._hearts:
                 heart.look()
             if not self._hearts:

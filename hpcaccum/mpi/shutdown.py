@@ -114,12 +114,12 @@ def end_process_soon(reason: str) -> None:
     """
     if reason_to_end() is None:
         end_waits(reason)
-        timer = threading.Timer(_LAST, _end_lost, [reason])
+        timer = threading.Timer(_LAST, end_process, [reason])
         timer.daemon = True
         timer.start()
 
 
-def _end_lost(reason: str) -> None:
+def end_process(reason: str) -> None:
     """Print why this rank ends; end it, such that the job is started again."""
     _report(f" {reason}\n", "ends")
     _leave(RESTART)
@@ -188,7 +188,7 @@ def _close_all() -> None:
         return
     _ending = True
     if _lossy and (reason := reason_to_end()):
-        _end_lost(reason)
+        end_process(reason)
     if _lossy:
         # What objects share are windows: only all ranks together can free them.
         _shared.clear()
@@ -278,7 +278,7 @@ def report_and_abort(
     if isinstance(error, LostRankError):
         # The main thread gets the same error from its next wait.
         if threading.current_thread() is threading.main_thread():
-            _end_lost(str(error))
+            end_process(str(error))
         return
     if is_echo(error):
         time.sleep(_OTHER)

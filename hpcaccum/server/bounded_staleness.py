@@ -176,6 +176,8 @@ class BoundedStalenessInbox:
         receipt = self._queue.admit(rank, local_step)
         if receipt:
             self._submitted = receipt.global_step + 1
+            # The place may be that of a later gradient.
+            self.membership.check_counts()
             # The store of the word orders it after all stores to the slot.
             self._queue.put(receipt.global_step, rank)
         self._queue.end_intent(rank)

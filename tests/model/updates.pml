@@ -30,8 +30,8 @@
  *
  * Not modelled: how a gradient gets to the root from another node (nodes/parts.py),
  * counters, max_lag=math.inf (an addition in place of the swap), a server that continues
- * from a step, updates that ranks make together, locks that a program holds, errors of
- * the update itself, the death of an agent.
+ * from a step, updates that ranks make together (node_update.pml), locks that a program
+ * holds, errors of the update itself, the death of an agent.
  *
  * Abstractions, and why they hide no error:
  *

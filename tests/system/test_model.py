@@ -205,11 +205,35 @@ SERVERS = Model(
     processes={"Root", "Giver"},
 )
 
+NODE_UPDATE = Model(
+    configurations={"a helper": "UPDATES=3", "two helpers": "HELPERS=2"},
+    happenings={
+        "": {
+            "a lost rank has done a piece",
+            "a chunk is made again",
+            "a piece was not begun",
+        }
+    },
+    bugs={
+        "NOT_SAVED": ("", "slot[((piece*2)+i)]=="),
+        "ONE_ROOM": ("", "slot[((piece*2)+i)]=="),
+        "BUSY_EARLY": ("", "invalid array index"),
+        "BUSY_LATE": ("", "invalid array index"),
+        "OLD_NUMBER": ("", "center[i]==number"),
+    },
+    processes={"Root", "Worker"},
+)
+
 # 37 million states: 2.9 GB, 4 minutes; and 13 million.
 LARGE = {"READERS=2", "LEAVE CRASH"}
 SEARCH_LARGE = os.environ.get("HPCACCUM_LARGE_MODELS") == "1"
 
-MODELS = {"accumulator": ACCUMULATOR, "updates": UPDATES, "servers": SERVERS}
+MODELS = {
+    "accumulator": ACCUMULATOR,
+    "updates": UPDATES,
+    "servers": SERVERS,
+    "node_update": NODE_UPDATE,
+}
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,12 @@ from .conftest import REPOSITORY
 MPICH = get_vendor()[0] == "MPICH"
 # Without shared memory, each rank is a node, which is lost with it.
 LEGS = ["memory", "messages"] if MPICH else ["memory"]
+# UCX aborts a rank whose read of another one's memory finds no process any more.
+MESSAGES = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "posix,self"}
 
-# The last rank is killed at the fifth call of a method, before or after that. Element r
-# of a gradient of rank r is 1, the others are 0: so element r counts what is applied.
+# The last rank is killed at the fifth call of a method, before or after that; tests may
+# replace rank and call. Element r of a gradient of rank r is 1, the others are 0: so
+# element r counts what is applied.
 BEGIN = """
 import os, signal, sys, time
 import numpy as np
@@ -29,7 +32,8 @@ from hpcaccum.nodes import calls as requests
 from hpcaccum.server import node_update, update_queue
 from mpi4py import MPI
 
-rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
 kind, place, when = sys.argv[1:]
 calls = 0
 
@@ -70,7 +74,7 @@ def loss():
 
 w = hpc.Variable(np.zeros(size, np.float32), "w")
 if kind == "drop_stale":
-    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 3)
+    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 3, comm=comm)
 elif kind == "agn":
     getter = hpc.AGNCustomGetter()
     w = hpc.get_variable("w", np.zeros(size, np.float32), custom_getter=getter)
@@ -79,7 +83,7 @@ elif kind == "cross_shard":
     opt = hpc.CrossShardOptimizer(hpc.SGD(1.0))
 else:
     quorum = size if kind == "sync_replicas" else size - 1
-    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), quorum, total_num_replicas=size)
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), quorum, size, comm=comm)
 accepted = 0
 while accepted < 10:
     accepted += bool(opt.minimize(loss, var_list=[w]))
@@ -154,17 +158,19 @@ CLASSES = {"slots": "Slots", "sum": "Sums"}
 @pytest.fixture(params=LEGS)
 def survives(request, mpirun, script):
     """Run a program, one rank of which is killed; check that the others end well."""
-    env = {"MPIR_CVAR_NOLOCAL": "1"} if request.param == "messages" else {}
+    env = MESSAGES if request.param == "messages" else {}
 
-    def run(program, *args, ranks=3):
+    def run(program, *args, ranks=3, lost=1):
         result = mpirun(
             ranks, script(program), *args, survive=True, env=env, timeout=40
         )
         ends = re.findall(r"rank (\d) has the end", result.stdout)
-        assert sorted(ends) == [str(r) for r in range(ranks - 1)], result.stdout
+        assert sorted(ends) == [str(r) for r in range(ranks - lost)], result.stdout
         assert "Traceback" not in result.stdout
-        said = rf"rank {ranks - 1} \(process \d+ on .+\) is lost: its process has ended"
-        assert re.search(said, result.stdout), result.stdout
+        found = re.findall(r"rank (\d) \(process \d+ on .+\) is lost", result.stdout)
+        expected = {str(rank) for rank in range(ranks - lost, ranks)}
+        assert set(found) == expected, result.stdout
+        return result.stdout
 
     return run
 
@@ -201,6 +207,35 @@ def test_the_others_are_in_the_trace(survives, tmp_path):
     computed = {rows[e["tid"]] for e in events if e["name"] == "compute"}
 
     assert computed == {"rank 0", "rank 1"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "later"), [("drop_stale", 0), ("sync_replicas", 0), ("sync_replicas", 30)]
+)
+def test_two_ranks_are_lost(survives, kind, later):
+    """At once; or one after the other, when it is known that the first is lost."""
+    program = TRAIN.replace("rank == size - 1", "rank >= size - 2")
+    moment = f"calls == 5 + {later} * (rank == size - 2)"
+    program = program.replace("calls == 5", moment).replace(
+        "while accepted < 10", f"while accepted < {10 + later}"
+    )
+    survives(program, kind, "loss", "before", ranks=4, lost=2)
+
+
+NODES = """
+halves = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank // 2)
+comm = hpc.Group(MPI.COMM_WORLD.Dup(), halves)
+"""
+
+
+@pytest.mark.parametrize("kind", ["drop_stale", "sync_replicas"])
+@pytest.mark.parametrize("survives", ["memory"], indirect=True)
+def test_a_node_is_lost_with_its_first_rank(survives, kind):
+    program = TRAIN.replace("comm = MPI.COMM_WORLD\n", NODES)
+    program = program.replace("rank == size - 1", "rank == size - 2")
+    output = survives(program, kind, "loss", "before", ranks=4, lost=2)
+
+    assert re.search("rank 3 of 4 ends: .*rank 3 .* is lost with its node", output)
 
 
 @pytest.mark.parametrize("kind", ["slots", "sum"])
@@ -345,3 +380,151 @@ def test_a_training_that_is_asked_to_stop_may_lose_a_rank(train):
     _, end = train(COMMAND.replace(kill, f"{ask}; {kill}"))
 
     assert end["stopped"] == RESTART
+
+
+# The last rank stops; the others continue it when it is lost.
+STOP = """
+import os, signal, sys, time
+import numpy as np
+import hpcaccum as hpc
+from mpi4py import MPI
+
+comm, kind = MPI.COMM_WORLD, sys.argv[1]
+rank, size = comm.rank, comm.size
+stopped = comm.bcast(os.getpid(), size - 1)
+gradient = np.zeros(size)
+gradient[rank] = 1
+w = hpc.Variable(np.zeros(size), "w")
+acc = hpc.ConditionalAccumulator(
+    "f8", (size,), storage="sum" if kind == "sum" else "slots", reduction_type="SUM"
+)
+opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 99)
+opt.initialize([w])
+
+def apply():
+    if kind == "drop_stale":
+        return opt.apply_gradients([(gradient, w)])
+    return acc.apply_grad(gradient, 1 << 30)
+
+if rank == size - 1:
+    for _ in range(3):
+        assert apply()
+comm.Barrier()
+total = acc.take_grad(1) if rank == 0 and kind != "drop_stale" else np.zeros(size)
+comm.Barrier()
+if rank == size - 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        apply()
+while not acc.statistics().lost:
+    time.sleep(0.01)
+if rank == 0:
+    os.kill(stopped, signal.SIGCONT)
+for _ in range(100):
+    assert apply()
+    if rank == 0 and kind != "drop_stale":
+        total += acc.take_grad(1)
+    time.sleep(0.002)
+acc.leave()
+try:
+    while rank == 0:
+        total += acc.take_grad(1)
+except hpc.EverybodyLeftError:
+    pass
+acc.free()
+opt.free()
+if kind == "drop_stale":
+    total -= w.value
+if rank == 0:
+    *others, last = total.tolist()
+    # On another node, it may send more before it is told.
+    assert last == 3 or (last > 3 and "MPIR_CVAR_NOLOCAL" in os.environ), total
+    assert others == [100] * (size - 1), total
+print(f"rank {rank} has the end", flush=True)
+"""
+
+
+# On another node, a rank that is continued may still add to the sum of all.
+STOPS = [
+    (leg, kind)
+    for leg in LEGS
+    for kind in ("slots", "sum", "drop_stale")
+    if (leg, kind) != ("messages", "sum")
+]
+
+
+@pytest.mark.parametrize(("leg", "kind"), STOPS)
+def test_a_rank_that_was_stopped_ends(mpirun, script, leg, kind):
+    env = {"HPCACCUM_HEARTBEAT": "3"}
+    env |= MESSAGES if leg == "messages" else {}
+    result = mpirun(3, script(STOP), kind, survive=True, env=env, timeout=60)
+
+    for text in (
+        r"rank 2 \(process .*\) is lost: no heartbeat for 3 s",
+        "rank 2 of 3 ends: .*rank 2 ",
+        "rank 0 has the end",
+        "rank 1 has the end",
+    ):
+        assert re.search(text, result.stdout), result.stdout
+    assert "rank 2 has the end" not in result.stdout
+    assert "Traceback" not in result.stdout
+    assert result.returncode == RESTART
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("leg", LEGS)
+def test_the_soak_goes_on_without_ranks(mpirun, leg, seed):
+    env = {"HPCACCUM_TIMEOUT": "30"}
+    env |= MESSAGES if leg == "messages" else {}
+    args = "-m", "tests.soak", "--kill", 1 + seed % 2, "--seed", seed
+    result = mpirun(4, *args, cwd=REPOSITORY, survive=True, env=env, timeout=60)
+
+    assert "all is exact: " in result.stdout
+    assert "Traceback" not in result.stdout
+
+
+# The last rank dies when it is about to make some object of its own, or of the node.
+START = """
+import os, signal, sys, time
+import numpy as np
+import hpcaccum as hpc
+from hpcaccum.mpi import AtomicWords, Group, windows
+from hpcaccum.server import ParameterServer
+from mpi4py import MPI
+
+place, rank, size = sys.argv[1], MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+def die(*_, **__):
+    # The others are past the collective call before.
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if rank == size - 1:
+    owner, name = place.split(".")
+    setattr(globals()[owner], name, die)
+w = hpc.Variable(np.zeros(3), "w")
+opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1)
+opt.initialize([w])
+print(f"rank {rank} has the end")
+"""
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "Group.agree",
+        "AtomicWords.__init__",
+        # Here the others wait in MPI; Open MPI raises an error.
+        *["windows.creating"] * MPICH,
+        "ParameterServer.__init__",
+    ],
+)
+def test_a_loss_during_the_start_ends_with_a_status(mpirun, script, place):
+    result = mpirun(3, script(START), place, survive=True, timeout=40)
+
+    assert result.returncode & RESTART == RESTART, result.stdout
+    # Open MPI's mpiexec may end the second one before it says so.
+    text = r"rank [01] of 3 ends: .*rank 2 \(process \d+ on .+\) is lost: its process"
+    assert re.search(text, result.stdout), result.stdout
+    assert "has the end" not in result.stdout
+    assert "Traceback" not in result.stdout
