@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
-    from hpcaccum.deadline import Deadline
-
     # From the positional arguments and the result to what is shown with the span.
     Describe = Callable[[tuple[Any, ...], Any], Mapping[str, Any]]
     Function = Callable[..., Any]
@@ -206,7 +204,7 @@ class _Wait:
 
 @contextlib.contextmanager
 def _recorded(
-    deadline: Deadline, missing: Callable[[], str], label: Label, recorder: Recorder
+    deadline: Any, missing: Callable[[], str], label: Label, recorder: Recorder
 ) -> Iterator[_Wait]:
     """Record a wait in the block, unless it is over at the first look."""
     wait, begin, before = _Wait(missing), clock(), deadline.waited
@@ -225,7 +223,7 @@ def waits(
 
     @functools.wraps(function)
     def wait(
-        self: Deadline,
+        self: Any,
         ready: Callable[[], Any],
         missing: Callable[[], str],
         **options: Any,
@@ -250,7 +248,7 @@ def blocks(
 
     @functools.wraps(function)
     def block(
-        self: Deadline,
+        self: Any,
         attempt: Callable[[float], Any],
         missing: Callable[[], str],
     ) -> Any:
