@@ -35,6 +35,7 @@ class Options(TypedDict, total=False):
     host: int
     dedicated: bool
     on_nonfinite: OnNonfinite
+    min_workers: int
     extra: Mapping[str, Any]
     snapshot: Any
 
@@ -52,6 +53,8 @@ class OneSided(Freeable):
         comm: Communicator of the ranks; COMM_WORLD by default.
         host: The rank that holds the parameters.
         dedicated: Whether the host rank only serves; it then calls `serve`.
+        min_workers: Fewest ranks that go on after others are lost; if fewer remain, all
+            raise LostRankError.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             sends them, "drop" drops all gradients of the `push` on this rank, "raise"
             raises InvalidArgumentError on this rank.
@@ -76,6 +79,7 @@ class OneSided(Freeable):
         host: int = 0,
         dedicated: bool = False,
         on_nonfinite: OnNonfinite = "accept",
+        min_workers: int = 1,
         extra: Mapping[str, Any] = MappingProxyType({}),
         snapshot: Any = None,
     ) -> None:
@@ -99,6 +103,7 @@ class OneSided(Freeable):
                 "host": host,
                 "dedicated": dedicated,
                 "on_nonfinite": on_nonfinite,
+                "min_workers": min_workers,
             },
         )
         self._start(group, host, snapshot)

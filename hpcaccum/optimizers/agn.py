@@ -67,8 +67,8 @@ class AGNOptimizer(OneSidedOptimizer):
         use_locking: Ignored.
         name: Name for messages.
         comm, host: See `OneSidedOptimizer`; those of the getter, if there is one.
-        dedicated, servers, on_nonfinite: See `OneSidedOptimizer`. A call whose
-            gradients are dropped makes no local step and does not count.
+        dedicated, servers, on_nonfinite, min_workers: See `OneSidedOptimizer`. A call
+            whose gradients are dropped makes no local step and does not count.
 
     Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
         behavior of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
@@ -90,6 +90,7 @@ class AGNOptimizer(OneSidedOptimizer):
         dedicated: bool = False,
         servers: Servers = None,
         on_nonfinite: OnNonfinite = "accept",
+        min_workers: int = 1,
     ) -> None:
         def check() -> dict[str, int | None]:
             if not isinstance(custom_getter, AGNCustomGetter | None):
@@ -113,6 +114,7 @@ class AGNOptimizer(OneSidedOptimizer):
             dedicated,
             servers,
             on_nonfinite,
+            min_workers,
         )
         super().__init__(optimizer, name, check, place)
         self._getter = custom_getter

@@ -38,7 +38,8 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         staleness: Largest lag accepted; -1 drops everything.
         use_locking: Ignored.
         name: Name for messages.
-        comm, host, dedicated, servers, on_nonfinite: See `OneSidedOptimizer`.
+        comm, host, dedicated, servers, on_nonfinite, min_workers: See
+            `OneSidedOptimizer`.
 
     Source: the behavior of ``tf.contrib.opt``'s optimizer of this name, whose check
         and update are not atomic.
@@ -56,12 +57,13 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         dedicated: bool = False,
         servers: Servers = None,
         on_nonfinite: OnNonfinite = "accept",
+        min_workers: int = 1,
     ) -> None:
         super().__init__(
             opt,
             name,
             lambda: {"staleness": _integer(staleness)},
-            ServerOptions(comm, host, dedicated, servers, on_nonfinite),
+            ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
         )
         # The step of the parameters in the last compute_gradients; None before it.
         self._computed_at: int | None = None

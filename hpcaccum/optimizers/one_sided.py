@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
@@ -53,6 +54,7 @@ class ServerOptions:
     dedicated: bool
     servers: Servers
     on_nonfinite: OnNonfinite
+    min_workers: int
 
 
 class OneSidedOptimizer(Wrapper):
@@ -100,6 +102,8 @@ class OneSidedOptimizer(Wrapper):
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             sends them, "drop" drops all gradients of the call on this rank, "raise"
             raises InvalidArgumentError on this rank.
+        min_workers: Fewest ranks that train on after others are lost; if fewer remain,
+            all raise LostRankError. Ranks that leave are not lost.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -130,6 +134,7 @@ class OneSidedOptimizer(Wrapper):
                 "host": first,
                 "servers": ranks,
                 "dedicated": bool(dedicated),
+                "min_workers": positive_count(options.min_workers, "min_workers"),
                 **check(),
             }
 
@@ -209,6 +214,7 @@ class OneSidedOptimizer(Wrapper):
             servers=servers,
             elementwise=self.inner.elementwise,
             capacities=capacities(variables, self._share),
+            min_workers=self._options["min_workers"],
             **self._earlier,
         )
 

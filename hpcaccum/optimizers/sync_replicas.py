@@ -45,7 +45,8 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             communicator determines it.
         use_locking: Ignored.
         name: Name for messages.
-        comm, host, dedicated, servers, on_nonfinite: See `OneSidedOptimizer`.
+        comm, host, dedicated, servers, on_nonfinite, min_workers: See
+            `OneSidedOptimizer`.
 
     Source: Chen et al., Revisiting Distributed Synchronous SGD, 2016
         (arXiv:1604.00981); the behavior of ``tf.compat.v1.train``'s optimizer of this
@@ -65,6 +66,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         dedicated: bool = False,
         servers: Servers = None,
         on_nonfinite: OnNonfinite = "accept",
+        min_workers: int = 1,
     ) -> None:
         def check() -> dict[str, int | None]:
             quorum = positive_count(replicas_to_aggregate, "replicas_to_aggregate")
@@ -81,7 +83,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             opt,
             name,
             check,
-            ServerOptions(comm, host, dedicated, servers, on_nonfinite),
+            ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
         )
         self._quorum: int = self._options["replicas_to_aggregate"]
         # Each worker may contribute so many gradients of one step.

@@ -78,6 +78,7 @@ class ParameterServer(Client):
         elementwise: Whether such a part may begin within a variable.
         capacities: Name of each sparse variable to the maximum number of rows of the
             gradients of a rank in one update. There is one server then.
+        min_workers: Fewest ranks that train on after others are lost.
         step, tally: Where an earlier server ended (`ServerState`), to continue from it;
             the same on all ranks.
 
@@ -102,6 +103,7 @@ class ParameterServer(Client):
         servers: Sequence[int] = (),
         elementwise: bool = False,
         capacities: Mapping[str, int] = MappingProxyType({}),
+        min_workers: int = 1,
         step: int = 0,
         tally: Tally | None = None,
     ) -> None:
@@ -127,6 +129,7 @@ class ParameterServer(Client):
             capacities=capacities,
         )
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
+        self._min_workers = min_workers
         if dedicated:
             self._inbox.exclude(self._servers)
         self._role = self._make_role(initial)
@@ -365,8 +368,13 @@ class ParameterServer(Client):
         """Whether a rank serves; or memory is being freed, for which MPI waits.
 
         Several servers need all nodes: a gradient of one that is lost may have come to
-        some of them.
+        some of them. Also if too few workers remain.
         """
+        workers = {*range(self._group.size)} - self._group.lost.keys()
+        if self._dedicated:
+            workers.difference_update(self._servers)
+        if len(workers) < self._min_workers:
+            return True
         leads = self.is_sharded and any(rank == each[0] for each in self._group.nodes)
         return rank in self._servers or self._frees or leads
 

@@ -40,6 +40,7 @@ class Options(TypedDict, total=False):
     sparse: Iterable[torch.Tensor]
     capacity: int | None
     on_nonfinite: OnNonfinite
+    min_workers: int
 
 
 class OneSided(Adapter):
@@ -74,6 +75,8 @@ class OneSided(Adapter):
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             sends them, "drop" drops all gradients of the step on this rank, "raise"
             raises InvalidArgumentError on this rank.
+        min_workers: Fewest ranks that train on after others are lost; if fewer remain,
+            all raise LostRankError.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class OneSided(Adapter):
         sparse: Iterable[torch.Tensor] = (),
         capacity: int | None = None,
         on_nonfinite: OnNonfinite = "accept",
+        min_workers: int = 1,
     ) -> None:
         self._options = {
             **strategy,
@@ -98,6 +102,7 @@ class OneSided(Adapter):
             "dedicated": dedicated,
             "servers": servers,
             "on_nonfinite": on_nonfinite,
+            "min_workers": min_workers,
         }
         super().__init__(
             optimizer,

@@ -320,6 +320,21 @@ def test_the_loss_of_the_server_ends_with_a_status(mpirun, script):
     assert "has the end" not in result.stdout
 
 
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_too_few_workers_end_with_a_status(mpirun, script, dedicated):
+    workers = 3 - dedicated
+    options = f", dedicated={dedicated}, min_workers={workers}"
+    program = TRAIN.replace("SGD(1.0), 3, comm=comm", f"SGD(1.0), 3{options}")
+    serve = f"if {dedicated} and rank == 0:\n    opt.initialize([w])\n    opt.serve()\n"
+    # Long enough that the loss is found before the end.
+    program = program.replace("accepted = 0\n", f"{serve}accepted = -1000\n")
+    result = mpirun(3, script(program), "drop_stale", "loss", "before", survive=True)
+
+    assert result.returncode & RESTART == RESTART, result.stdout
+    assert "rank 2 (process " in result.stdout
+    assert "has the end" not in result.stdout
+
+
 # The last rank is killed while it computes a gradient.
 COMMAND = """
 import os, signal, sys
