@@ -66,7 +66,7 @@ class SharedAccumulator(Freeable):
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         self.group, self.settings, self._what = group, settings, what
-        self._handles = 0
+        self._handles, self._frees = 0, False
         self.earlier: Tally | None = None
         with contextlib.ExitStack() as undo:
             self.protocol = AdmissionProtocol(group, settings, what)
@@ -145,6 +145,7 @@ class SharedAccumulator(Freeable):
             # Raised by all ranks together, so that they can call it again.
             failure = error
         self.group.raise_together(f"{self.label}: free", failure)
+        self._frees = True
         self.writer.free()
         if self._remote is not None:
             self._remote.free()
@@ -152,8 +153,8 @@ class SharedAccumulator(Freeable):
         self.protocol.free()
 
     def needs(self, rank: int) -> bool:
-        """Whether a rank has what the others need."""
-        return rank == self.settings.host
+        """Whether a rank has the words; or memory is being freed: MPI waits for it."""
+        return rank == self.settings.host or self._frees
 
     def lose(self, rank: int) -> None:
         """Have takes no longer wait for a rank; apply nothing more on that rank."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _WHAT = "making a communicator"
 # Held by one communicator at a time, on all its ranks.
 _one = threading.Lock()
-# When threads have begun to make communicators and windows.
+# When threads have begun calls of MPI that wait for all ranks.
 _begun: list[float] = []
 # Microseconds, at most, before the first try that follows another one.
 _PAUSE = 1000
@@ -63,17 +63,24 @@ def creating(
         what: Begins messages.
         missing: What is waited for.
     """
+    ordered = is_open_mpi()
+    with waiting(), alone(comm, what, missing) if ordered else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Note that the block waits in MPI for all ranks, also for those that are lost."""
     now = time.monotonic()
     _begun.append(now)
     try:
-        with alone(comm, what, missing) if is_open_mpi() else contextlib.nullcontext():
-            yield
+        yield
     finally:
         _begun.remove(now)
 
 
-def seconds_creating() -> float:
-    """Return for how long a thread of this rank has been in `creating`; 0 if none."""
+def seconds_waiting() -> float:
+    """Return for how long a thread of this rank has been in `waiting`; 0 if none."""
     return max((time.monotonic() - begun for begun in list(_begun)), default=0.0)
 
 

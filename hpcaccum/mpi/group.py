@@ -31,7 +31,7 @@ from hpcaccum.mpi.control import ControlChannel
 from hpcaccum.mpi.creation import (
     alone,
     creating,
-    seconds_creating,
+    seconds_waiting,
     split,
     split_by_node,
 )
@@ -58,7 +58,7 @@ logger = logging.getLogger("hpcaccum")
 
 T = TypeVar("T")
 
-# Seconds after which a call that makes a communicator waits for a rank that is lost.
+# Seconds after which a call of MPI for all ranks waits for one that is lost.
 _BLOCKED = 1.0
 _FIRST_USE = "first use of a communicator"
 _UNREACHED = (
@@ -449,7 +449,7 @@ class Group:
         for each in list(self._objects):
             for rank in found:
                 each.lose(rank)
-        if seconds_creating() > _BLOCKED:
+        if seconds_waiting() > _BLOCKED:
             end_process(next(iter(self.lost.values())))
 
     def _taken(self) -> list[dict[int, int]]:

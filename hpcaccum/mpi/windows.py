@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcaccum.errors import FreedError
-from hpcaccum.mpi.creation import creating, duplicate
+from hpcaccum.mpi.creation import creating, duplicate, waiting
 from hpcaccum.mpi.node_memory import check_room, explained, pieces
 from hpcaccum.mpi.runtime import MPI, is_open_mpi
 from hpcaccum.mpi.shutdown import at_end, count_open
@@ -128,8 +128,9 @@ def _own_window() -> Any:
 
 def free(window: Any) -> None:
     """Unlock and free a window. Collective."""
-    window.Unlock_all()
-    window.Free()
+    with waiting():
+        window.Unlock_all()
+        window.Free()
 
 
 def _check_communicators(group: Group) -> None:
