@@ -75,16 +75,24 @@ class Questions:
         deadline.wait(receive, lambda: f"the answer of server rank {rank}")
         return answers[rank]
 
-    def answer(self, find: Callable[[Any], Any], number: int) -> None:
+    def answer(
+        self, find: Callable[[Any], Any], number: int, deadline: Deadline
+    ) -> None:
         """Receive the question of that number and answer it; do not wait for the root.
 
         The root may have given it up: it receives the answer when it asks again.
         """
-        while number not in self._received:
-            other, question = self._comm.recv(None, self._servers[0], self._question)
-            self._received[other] = question
+        root = self._servers[0]
+
+        def receive() -> bool | None:
+            if (message := self._comm.improbe(root, self._question)) is not None:
+                other, question = message.recv()
+                self._received[other] = question
+            return number in self._received or None
+
+        deadline.wait(receive, lambda: f"the question of rank {root}")
         answer = find(self._received.pop(number))
-        self._send(number, answer, self._servers[0], self._answer)
+        self._send(number, answer, root, self._answer)
 
     def _send(self, number: int, content: Any, rank: int, tag: int) -> None:
         """Send a message that the other rank may never receive; keep it until then."""

@@ -65,7 +65,8 @@ class ShardLoop(Background):
                 self._broken = True
                 self._make(self._server.gradients[buffer], rate_of(word))
             elif kind == ANSWER:
-                self._parameters.questions.answer(self.answer, word)
+                limit = Deadline(None, f"{self._what}: server")
+                self._parameters.questions.answer(self.answer, word, limit)
             elif kind == ASSIGN:
                 self._assign()
             self._number, self._kind = number, kind

@@ -156,7 +156,7 @@ class UpdateLoop(Loop):
 
     def _make_step(self, step: int, deadline: Deadline, batch: Batch) -> None:
         def fill(flat: Array) -> None:
-            if not self._update_together(batch, flat, deadline):
+            if not self._update_together(batch, flat):
                 self._update_alone(batch, deadline)
                 self._fill(flat)
 
@@ -164,11 +164,13 @@ class UpdateLoop(Loop):
         waiting = [rank for rank, _ in batch.places] if self._inbox.adds else []
         self._parameters.publish(fill, step, waiting)
 
-    def _update_together(self, batch: Batch, flat: Array, deadline: Deadline) -> bool:
+    def _update_together(self, batch: Batch, flat: Array) -> bool:
         """Update the center and write it to a vector, if all ranks can help."""
         if self._node_update is None or not self._wire.is_complete(batch):
             return False
         self._broken = True
+        # All gradients are here: only ranks that work on it are waited for.
+        deadline = Deadline(None, f"{self._what}: update {batch.step + 1}")
         return self._node_update.apply(batch, flat, deadline)
 
     def _update_alone(self, batch: Batch, deadline: Deadline) -> None:
