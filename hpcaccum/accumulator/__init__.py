@@ -15,7 +15,7 @@ Words: `membership`, `ticket_lock`, `receipts`, `shapes` and `row_shapes` keep t
 `DeviceAccumulator` and `DeviceRowAccumulator` accumulate on one CUDA device, in one
 process, with a protocol of their own (`device_protocol`).
 
-Imports `nodes`, `mpi`, `device` and the modules below them; never `reducer`.
+Imports `nodes`, `rows`, `mpi`, `device` and the modules below them; never `reducer`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.row_buffers import nbytes_of, number_in, rows_in
+from hpcaccum.rows import nbytes_of, number_in, rows_in
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.dtypes import Array
     from hpcaccum.nodes import NodeParts, Place
-    from hpcaccum.row_buffers import RowPlace
-    from hpcaccum.row_sums import Rows
+    from hpcaccum.rows import RowPlace, Rows
 
 # A take that may not wait for gradients must still get those of other nodes.
 _LEAST_SECONDS = 60.0

@@ -11,17 +11,20 @@ import numpy as np
 from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
 from hpcaccum.accumulator.storage import NodeBuffers, Slots, Sums
-from hpcaccum.indexed_slices import matrix
-from hpcaccum.row_buffers import (
+from hpcaccum.rows import (
     RowPlace,
+    Rows,
+    distinct,
     indices_in,
+    matrix,
+    merged,
     nbytes_of,
     number_in,
     overflow,
     rows_in,
+    union_size,
     write_rows,
 )
-from hpcaccum.row_sums import Rows, distinct, merged, union_size
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.errors import InvalidArgumentError
-    from hpcaccum.indexed_slices import IndexedSlices
     from hpcaccum.mpi import Group
+    from hpcaccum.rows import IndexedSlices
 
 _BYTES = np.dtype(np.uint8)
 

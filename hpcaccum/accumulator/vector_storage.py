@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.accumulator.storage import Slots
-from hpcaccum.row_buffers import (
+from hpcaccum.rows import (
     RowPlace,
     indices_in,
+    merged,
     number_in,
     overflow,
+    union_size,
     write_rows,
 )
-from hpcaccum.row_sums import merged, union_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

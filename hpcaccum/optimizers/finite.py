@@ -12,11 +12,10 @@ from hpcaccum.arguments import one_of
 from hpcaccum.device import cupy, is_device, largest, to_host
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.indexed_slices import IndexedSlices, matrix
 from hpcaccum.optimizers.base import scaled
 from hpcaccum.optimizers.learning_rate import checked_number
 from hpcaccum.optimizers.pairs import check_pairs
-from hpcaccum.row_sums import distinct
+from hpcaccum.rows import IndexedSlices, distinct, matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

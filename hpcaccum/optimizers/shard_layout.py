@@ -10,7 +10,7 @@ import numpy as np
 from hpcaccum.device import cupy, is_device
 from hpcaccum.dtypes import accumulation_dtype, float_dtype
 from hpcaccum.layout import Layout
-from hpcaccum.reducer import RowFormat
+from hpcaccum.rows import RowFormat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -10,10 +10,9 @@ import numpy as np
 from hpcaccum.device import is_device, to_host
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.indexed_slices import UNKNOWN, IndexedSlices, check_indices, matrix
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.overlap import crossing, overlap
-from hpcaccum.row_sums import Rows, distinct
+from hpcaccum.rows import UNKNOWN, IndexedSlices, Rows, check_indices, distinct, matrix
 
 Gradient = Array | IndexedSlices
 

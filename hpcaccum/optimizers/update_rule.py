@@ -14,7 +14,6 @@ import numpy as np
 
 from hpcaccum.device import Entry, cupy
 from hpcaccum.dtypes import Array, accumulation_dtype
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.base import Optimizer, count_step
 from hpcaccum.optimizers.checks import Pairs, PairsLike, Variables, check_global_step
 from hpcaccum.optimizers.device_update import Launch, Updates
@@ -24,14 +23,14 @@ from hpcaccum.optimizers.rule_state import State, States
 from hpcaccum.optimizers.slices import Gradient, detached, distinct_rows
 from hpcaccum.optimizers.snapshot import Key, check_state
 from hpcaccum.optimizers.variable import Variable, is_float
-from hpcaccum.row_sums import Rows
+from hpcaccum.rows import IndexedSlices, Rows
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpcaccum.dtypes import Array
-    from hpcaccum.row_sums import Rows
+    from hpcaccum.rows import Rows
 
     # Called with pieces of the value, of the gradient and of the slots, with working
     # memory of the same size, and with numbers. The arrays are vectors of one dtype.

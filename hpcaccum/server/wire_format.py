@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.device import copy_quietly, copyto
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.layout import ALIGNMENT, Layout
 from hpcaccum.overlap import overlap, same_elements
-from hpcaccum.row_buffers import RowPlace, nbytes_of, remove_rows, write_rows
-from hpcaccum.row_sums import Rows, merged
+from hpcaccum.rows import (
+    IndexedSlices,
+    RowPlace,
+    Rows,
+    merged,
+    nbytes_of,
+    remove_rows,
+    write_rows,
+)
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:

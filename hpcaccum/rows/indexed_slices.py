@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from hpcaccum.device import check_array, is_device
 from hpcaccum.dtypes import FLOATS, Array, check_unmasked
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.row_sums import add_at
+from hpcaccum.rows.sums import add_at
 
 # In `IndexedSlices.dense_shape`, for a number of rows.
 UNKNOWN = -1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.row_sums import Rows
+from hpcaccum.rows.sums import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import MPI, NodeMemory, complete, duplicate
-from hpcaccum.row_sums import Rows, merged
+from hpcaccum.rows.sums import Rows, merged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
