@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.rows import nbytes_of, number_in, rows_in
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class Batch:
         there are copied, whatever the capacity.
         """
         buffers = [self._buffer(vector, place, deadline) for vector in self.places]
-        return [rows_in(buffer, place.width, self.dtype) for buffer in buffers]
+        return [place.read(buffer) for buffer in buffers]
 
     def _buffer(self, vector: Place, place: RowPlace, deadline: Deadline) -> Array:
         rank, offset = vector
@@ -94,7 +93,7 @@ class Batch:
         if self.parts.is_here(rank):
             return self.parts.view((rank, begin), nbytes, _BYTES)
         first = self._fetch(rank, begin, min(_FIRST, nbytes), deadline)
-        used = nbytes_of(number_in(first), place.width, self.dtype)
+        used = place.used(first)
         if used <= first.size:
             return first
         begin, more = begin + first.size, used - first.size

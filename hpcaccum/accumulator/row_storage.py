@@ -12,18 +12,14 @@ from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
 from hpcaccum.accumulator.storage import NodeBuffers, Slots, Sums
 from hpcaccum.rows import (
+    RowFormat,
     RowPlace,
     Rows,
     distinct,
-    indices_in,
     matrix,
     merged,
-    nbytes_of,
-    number_in,
     overflow,
-    rows_in,
     union_size,
-    write_rows,
 )
 from hpcaccum.spans import traced
 
@@ -34,8 +30,6 @@ if TYPE_CHECKING:
     from hpcaccum.errors import InvalidArgumentError
     from hpcaccum.mpi import Group
     from hpcaccum.rows import IndexedSlices
-
-_BYTES = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -99,12 +93,22 @@ class RowSlots(NodeBuffers):
         dtype: np.dtype[Any],
         what: str,
     ) -> None:
-        super().__init__(group, nbytes_of(capacity, row_size, dtype), what)
-        self._capacity, self._dtype, self._what = capacity, dtype, what
+        self._whole = RowPlace("rows", 0, RowFormat(capacity, row_size, dtype, True))
+        super().__init__(group, self._whole.end * dtype.itemsize, what)
+        self._dtype, self._what = dtype, what
 
     def buffer(self, index: int) -> Array:
-        """Return this rank's buffer as bytes."""
-        return self.parts.view(self._place(self._rank, index), self._stride, _BYTES)
+        """Return this rank's buffer as a vector."""
+        place = self._place(self._rank, index)
+        return self.parts.view(place, self._whole.end, self._dtype)
+
+    def _of_width(self, width: int) -> RowPlace:
+        """Return the place of rows of so many elements."""
+        return self._whole._replace(form=self._whole.form._replace(width=width))
+
+    def _held(self, index: int) -> Array:
+        """Return the indices of the rows in this rank's buffer."""
+        return self._whole.rows(self.buffer(index)).indices
 
     def prepare(self, grad: RowGradient) -> RowGradient:
         """Return the argument for `write`."""
@@ -114,13 +118,13 @@ class RowSlots(NodeBuffers):
 
     def surely_fits(self, index: int, grad: RowGradient) -> bool:
         """Whether a buffer has room for a gradient, even if it has none of its rows."""
-        held = number_in(self.buffer(index))
-        return held + grad.rows.indices.size <= self._capacity
+        number = self._held(index).size + grad.rows.indices.size
+        return number <= self._whole.form.capacity
 
     def overflow(self, index: int, grad: RowGradient) -> InvalidArgumentError | None:
         """Return the error if a buffer has no room for the rows of another gradient."""
-        number = union_size(indices_in(self.buffer(index)), grad.rows.indices)
-        return overflow(self._what, self._rank, number, self._capacity)
+        number = union_size(self._held(index), grad.rows.indices)
+        return overflow(self._what, self._rank, number, self._whole.form.capacity)
 
     @traced("copy")
     def write(self, parity: int, index: int, grad: RowGradient, first: bool) -> None:
@@ -129,18 +133,16 @@ class RowSlots(NodeBuffers):
         See `Slots.write`.
         """
         rows, buffer = grad.rows, self.buffer(index)
+        place = self._of_width(rows.values.shape[1])
         if not first:
-            held = rows_in(buffer, rows.values.shape[1], self._dtype)
             here = rows._replace(values=device.to_host(rows.values))
-            rows = merged([held, here])
-        write_rows(buffer, rows, self._dtype, device.copyto)
+            rows = merged([place.rows(buffer), here])
+        place.write(buffer, rows, device.copyto)
 
     def total(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer."""
-        end = self._stride // self._dtype.itemsize
-        place = RowPlace("rows", 0, end, width, self._capacity)
         batch = Batch(self.parts, self._places(closed), self._dtype, 1)
-        return merged(batch.rows(place, deadline))
+        return merged(batch.rows(self._of_width(width), deadline))
 
 
 Storage = Slots | Sums | RowSlots

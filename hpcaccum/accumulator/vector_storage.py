@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.accumulator.storage import Slots
-from hpcaccum.rows import (
-    RowPlace,
-    indices_in,
-    merged,
-    number_in,
-    overflow,
-    union_size,
-    write_rows,
-)
+from hpcaccum.rows import RowPlace, merged, overflow, union_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +45,8 @@ class VectorSlots(Slots):
         """Whether a buffer has room for a gradient, even if it has none of its rows."""
         held = self.buffer(index)
         return all(
-            number_in(each.buffer(held)) + number_in(each.buffer(grad)) <= each.capacity
+            each.rows(held).indices.size + each.rows(grad).indices.size
+            <= each.form.capacity
             for each in self._rows
         )
 
@@ -61,9 +54,9 @@ class VectorSlots(Slots):
         """Return the error if a buffer has no room for the rows of another gradient."""
         held = self.buffer(index)
         for each in self._rows:
-            both = (indices_in(each.buffer(vector)) for vector in (held, grad))
-            what, number = f"gradients of {each.name!r}", union_size(*both)
-            if error := overflow(what, self._rank, number, each.capacity):
+            number = union_size(each.rows(held).indices, each.rows(grad).indices)
+            what, capacity = f"gradients of {each.name!r}", each.form.capacity
+            if error := overflow(what, self._rank, number, capacity):
                 return error
         return None
 
@@ -72,5 +65,4 @@ class VectorSlots(Slots):
         end = self._rows[0].begin
         super()._add(place[:end], grad[:end])
         for each in self._rows:
-            rows = merged([each.rows(place), each.rows(grad)])
-            write_rows(each.buffer(place), rows, self._dtype)
+            each.write(place, merged([each.rows(place), each.rows(grad)]))

@@ -9,17 +9,8 @@ Imports `mpi`, `device` and the modules below them.
 
 from __future__ import annotations
 
-from hpcaccum.rows.exchange import RowExchange, RowFormat
-from hpcaccum.rows.format import (
-    RowPlace,
-    indices_in,
-    nbytes_of,
-    number_in,
-    overflow,
-    remove_rows,
-    rows_in,
-    write_rows,
-)
+from hpcaccum.rows.exchange import RowExchange, digits
+from hpcaccum.rows.format import RowFormat, RowPlace, divided, overflow
 from hpcaccum.rows.indexed_slices import UNKNOWN, IndexedSlices, check_indices, matrix
 from hpcaccum.rows.log import RowLog
 from hpcaccum.rows.sums import Rows, distinct, merged, union_size
@@ -33,15 +24,11 @@ __all__ = [
     "RowPlace",
     "Rows",
     "check_indices",
+    "digits",
     "distinct",
-    "indices_in",
+    "divided",
     "matrix",
     "merged",
-    "nbytes_of",
-    "number_in",
     "overflow",
-    "remove_rows",
-    "rows_in",
     "union_size",
-    "write_rows",
 ]

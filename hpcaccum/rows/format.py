@@ -1,7 +1,6 @@
-"""Rows of a gradient in memory that ranks share.
+"""How rows lie in memory: their indices, their counts if these matter, their values.
 
-A buffer of bytes has the number of rows, then their indices, counts and values, one
-after the other.
+The number of rows lies elsewhere, or before them: at a `RowPlace`.
 """
 
 from __future__ import annotations
@@ -11,90 +10,126 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.layout import ALIGNMENT
 from hpcaccum.rows.sums import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hpcaccum.dtypes import Array
 
 _INT64 = np.dtype(np.int64)
-# The number of rows.
-_HEADER = _INT64.itemsize
+
+
+class RowFormat(NamedTuple):
+    """How some rows of a matrix lie in bytes.
+
+    Attributes:
+        capacity: Maximum number of rows.
+        width: Elements of a row.
+        dtype: Of the values.
+        counted: Whether counts are stored; without them, each is 1.
+    """
+
+    capacity: int
+    width: int
+    dtype: np.dtype[Any]
+    counted: bool = False
+
+    def nbytes(self, number: int) -> int:
+        """Return the size of so many rows: whole cache lines."""
+        numbers = (2 if self.counted else 1) * _INT64.itemsize
+        size = number * (numbers + self.width * self.dtype.itemsize)
+        return -(-size // ALIGNMENT) * ALIGNMENT
+
+    def rows(self, memory: Array, number: int) -> Rows:
+        """Return so many rows at the begin of memory, as views."""
+        begin = number * _INT64.itemsize
+        indices = memory[:begin].view(_INT64)
+        counts: Array = np.broadcast_to(1, number)
+        if self.counted:
+            counts = memory[begin : 2 * begin].view(_INT64)
+            begin *= 2
+        end = begin + number * self.width * self.dtype.itemsize
+        values = memory[begin:end].view(self.dtype).reshape(number, self.width)
+        return Rows(indices, counts, values)
+
+    def write(
+        self,
+        memory: Array,
+        rows: Rows,
+        copyto: Callable[[Array, Any], object] = np.copyto,
+    ) -> None:
+        """Write rows; ``copyto`` copies the values, maybe from a device."""
+        room = self.rows(memory, rows.indices.size)
+        room.indices[...] = rows.indices
+        if self.counted:
+            room.counts[...] = rows.counts
+        copyto(room.values, rows.values)
+
+
+def divided(
+    memory: Array, formats: Mapping[str, RowFormat], numbers: Mapping[str, int]
+) -> dict[str, Array]:
+    """Return the memory of the rows of each name, one after the other.
+
+    Their order is that of the formats.
+    """
+    found, begin = {}, 0
+    for name, form in formats.items():
+        if name in numbers:
+            end = begin + form.nbytes(numbers[name])
+            found[name] = memory[begin:end]
+            begin = end
+    return found
 
 
 class RowPlace(NamedTuple):
-    """The place of a buffer in a vector.
+    """A place in a vector for rows and, before them, their number.
 
     Attributes:
         name: Of the variable.
-        begin, end: Elements of the vector.
-        width: Elements of a row.
-        capacity: Maximum number of rows.
+        begin: First element of the place.
+        form: Format of the rows; its dtype is that of the vector.
     """
 
     name: str
     begin: int
-    end: int
-    width: int
-    capacity: int
+    form: RowFormat
+
+    @property
+    def end(self) -> int:
+        """Element of the vector after the place."""
+        nbytes = ALIGNMENT + self.form.nbytes(self.form.capacity)
+        return self.begin + nbytes // self.form.dtype.itemsize
 
     def buffer(self, vector: Array) -> Array:
-        """Return the buffer in a vector, as bytes."""
+        """Return the place in a vector, as bytes."""
         return vector[self.begin : self.end].view(np.uint8)
 
+    def used(self, buffer: Array) -> int:
+        """Return how many bytes of a buffer are in use."""
+        return ALIGNMENT + self.form.nbytes(int(_number(buffer)))
+
+    def read(self, buffer: Array) -> Rows:
+        """Return the rows in a buffer, as views."""
+        return self.form.rows(buffer[ALIGNMENT:], int(_number(buffer)))
+
     def rows(self, vector: Array) -> Rows:
-        """Return the rows in a vector, of its dtype, as views."""
-        return rows_in(self.buffer(vector), self.width, vector.dtype)
+        """Return the rows in a vector, as views."""
+        return self.read(self.buffer(vector))
 
-
-def nbytes_of(number: int, width: int, dtype: np.dtype[Any]) -> int:
-    """Return the bytes of a buffer that rows take."""
-    return _HEADER + number * (2 * _INT64.itemsize + width * dtype.itemsize)
-
-
-def number_in(buffer: Array) -> int:
-    """Return the number of rows in a buffer."""
-    return int(_number(buffer))
-
-
-def indices_in(buffer: Array) -> Array:
-    """Return the indices of the rows in a buffer, as a view."""
-    end = _HEADER + number_in(buffer) * _INT64.itemsize
-    indices: Array = buffer[_HEADER:end].view(_INT64)
-    return indices
-
-
-def rows_in(buffer: Array, width: int, dtype: np.dtype[Any]) -> Rows:
-    """Return the rows in a buffer, as views."""
-    return room_in(buffer, number_in(buffer), width, dtype)
-
-
-def room_in(buffer: Array, number: int, width: int, dtype: np.dtype[Any]) -> Rows:
-    """Return the places of ``number`` rows in a buffer."""
-    values = _HEADER + 2 * number * _INT64.itemsize
-    indices, counts = buffer[_HEADER:values].view(_INT64).reshape(2, number)
-    end = nbytes_of(number, width, dtype)
-    return Rows(indices, counts, buffer[values:end].view(dtype).reshape(number, width))
-
-
-def write_rows(
-    buffer: Array,
-    rows: Rows,
-    dtype: np.dtype[Any],
-    copyto: Callable[[Array, Any], object] = np.copyto,
-) -> None:
-    """Write rows to a buffer; ``copyto`` copies the values, maybe from a device."""
-    number, width = rows.values.shape
-    room = room_in(buffer, number, width, dtype)
-    _number(buffer)[...] = number
-    room.indices[...], room.counts[...] = rows.indices, rows.counts
-    copyto(room.values, rows.values)
-
-
-def remove_rows(buffer: Array) -> None:
-    """Remove all rows from a buffer."""
-    _number(buffer)[...] = 0
+    def write(
+        self,
+        vector: Array,
+        rows: Rows | None,
+        copyto: Callable[[Array, Any], object] = np.copyto,
+    ) -> None:
+        """Write rows, None for none, to a vector; see `RowFormat.write`."""
+        buffer = self.buffer(vector)
+        _number(buffer)[...] = 0 if rows is None else rows.indices.size
+        if rows is not None:
+            self.form.write(buffer[ALIGNMENT:], rows, copyto)
 
 
 def overflow(
@@ -111,5 +146,5 @@ def overflow(
 
 def _number(buffer: Array) -> Array:
     """Return the number of rows in a buffer as an array of shape ()."""
-    number: Array = buffer[:_HEADER].view(_INT64).reshape(())
+    number: Array = buffer[: _INT64.itemsize].view(_INT64).reshape(())
     return number

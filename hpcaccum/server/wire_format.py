@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.device import copy_quietly, copyto
-from hpcaccum.layout import ALIGNMENT, Layout
+from hpcaccum.layout import Layout
 from hpcaccum.overlap import overlap, same_elements
-from hpcaccum.rows import (
-    IndexedSlices,
-    RowPlace,
-    Rows,
-    merged,
-    nbytes_of,
-    remove_rows,
-    write_rows,
-)
+from hpcaccum.rows import IndexedSlices, RowFormat, RowPlace, Rows, merged
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -103,11 +95,7 @@ class WireFormat:
 
     def _write_rows(self, grads: Mapping[str, Any], flat: Array) -> None:
         for place in self.rows:
-            buffer = place.buffer(flat)
-            if place.name not in grads:
-                remove_rows(buffer)
-                continue
-            write_rows(buffer, grads[place.name], flat.dtype)
+            place.write(flat, grads.get(place.name))
 
     def read_rows(
         self, rows: Mapping[str, Sequence[Rows]], total: Array, divisor: int
@@ -162,14 +150,11 @@ def _row_places(
     parameters: Layout, capacities: Mapping[str, int], begin: int
 ) -> Iterator[RowPlace]:
     """Yield the places of rows, one after the other."""
-    dtype = parameters.dtype
-    step = ALIGNMENT // dtype.itemsize
     for name, capacity in capacities.items():
         width = math.prod(parameters.shapes[name][1:])
-        nbytes = nbytes_of(capacity, width, dtype)
-        end = begin + -(-nbytes // ALIGNMENT) * step
-        yield RowPlace(name, begin, end, width, capacity)
-        begin = end
+        place = RowPlace(name, begin, RowFormat(capacity, width, parameters.dtype))
+        yield place
+        begin = place.end
 
 
 def present_gradients(

@@ -31,7 +31,7 @@ STEPS = {
     "begun": (Reducer, "_finish"),
     "reduced": (ShardReducer, "_collect"),
     "rows sent": (RowExchange, "_gather"),
-    "rows read": (row_exchange, "_sum"),
+    "rows read": (row_exchange, "merged"),
     "counted": (ShardReducer, "count"),
     "updated": (hpc.SGD, "apply_gradients"),
 }
