@@ -9,25 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.accumulator.batch import Batch
-from hpcaccum.accumulator.storage import NodeBuffers, Slots, Sums
-from hpcaccum.rows import (
-    RowFormat,
-    RowPlace,
-    Rows,
-    distinct,
-    matrix,
-    merged,
-    overflow,
-    union_size,
-)
+from hpcaccum.accumulator.storage import Slots
+from hpcaccum.rows import RowFormat, RowPlace, Rows, distinct, matrix, merged
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
-    from hpcaccum.dtypes import Array
-    from hpcaccum.errors import InvalidArgumentError
     from hpcaccum.mpi import Group
     from hpcaccum.rows import IndexedSlices
 
@@ -70,17 +58,14 @@ class RowGradient:
         return Rows(ordered, np.ones(ordered.size, np.int64), values)
 
 
-class RowSlots(NodeBuffers):
-    """Buffers of rows, each with the sum of its rank's gradients in a round.
-
-    The take adds the rows of all ranks in rank order.
+class RowSlots(Slots):
+    """`Slots` of gradients that are rows only, of any width up to a maximum.
 
     Args:
-        group: The ranks.
+        group, root: As for `Slots`.
         capacity: Maximum number of rows in a buffer.
         row_size: Maximum number of elements of a row.
-        dtype: Accumulation dtype.
-        what: Name for messages.
+        dtype, what: As for `Slots`.
     """
 
     name = "rows"
@@ -88,43 +73,31 @@ class RowSlots(NodeBuffers):
     def __init__(
         self,
         group: Group,
+        root: int,
         capacity: int,
         row_size: int,
         dtype: np.dtype[Any],
         what: str,
     ) -> None:
+        self._what = what
         self._whole = RowPlace("rows", 0, RowFormat(capacity, row_size, dtype, True))
-        super().__init__(group, self._whole.end * dtype.itemsize, what)
-        self._dtype, self._what = dtype, what
-
-    def buffer(self, index: int) -> Array:
-        """Return this rank's buffer as a vector."""
-        place = self._place(self._rank, index)
-        return self.parts.view(place, self._whole.end, self._dtype)
+        super().__init__(group, root, self._whole.end, dtype, what)
 
     def _of_width(self, width: int) -> RowPlace:
         """Return the place of rows of so many elements."""
         return self._whole._replace(form=self._whole.form._replace(width=width))
 
-    def _held(self, index: int) -> Array:
-        """Return the indices of the rows in this rank's buffer."""
-        return self._whole.rows(self.buffer(index)).indices
+    def _rows_of(self, grad: RowGradient) -> list[tuple[RowPlace, Rows]]:
+        return [(self._whole, grad.rows)]
+
+    def _label(self, place: RowPlace) -> str:
+        return self._what
 
     def prepare(self, grad: RowGradient) -> RowGradient:
         """Return the argument for `write`."""
         if grad.slices.on_device:
             self.pin()
         return grad
-
-    def surely_fits(self, index: int, grad: RowGradient) -> bool:
-        """Whether a buffer has room for a gradient, even if it has none of its rows."""
-        number = self._held(index).size + grad.rows.indices.size
-        return number <= self._whole.form.capacity
-
-    def overflow(self, index: int, grad: RowGradient) -> InvalidArgumentError | None:
-        """Return the error if a buffer has no room for the rows of another gradient."""
-        number = union_size(self._held(index), grad.rows.indices)
-        return overflow(self._what, self._rank, number, self._whole.form.capacity)
 
     @traced("copy")
     def write(self, parity: int, index: int, grad: RowGradient, first: bool) -> None:
@@ -139,10 +112,6 @@ class RowSlots(NodeBuffers):
             rows = merged([place.rows(buffer), here])
         place.write(buffer, rows, device.copyto)
 
-    def total(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
+    def total_rows(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer."""
-        batch = Batch(self.parts, self._places(closed), self._dtype, 1)
-        return merged(batch.rows(self._of_width(width), deadline))
-
-
-Storage = Slots | Sums | RowSlots
+        return merged(self.batch(closed, 1).rows(self._of_width(width), deadline))

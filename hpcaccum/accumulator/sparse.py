@@ -223,7 +223,7 @@ class SparseConditionalAccumulator(Accumulator):
         assert isinstance(storage, RowSlots)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            rows = storage.total(closed, size_of(row), deadline)
+            rows = storage.total_rows(closed, size_of(row), deadline)
             values = self._divided(rows)
         declared = self._settings.shape or (None,)
         length = -1 if declared[0] is None else declared[0]

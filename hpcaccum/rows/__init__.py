@@ -10,7 +10,7 @@ Imports `mpi`, `device` and the modules below them.
 from __future__ import annotations
 
 from hpcaccum.rows.exchange import RowExchange, digits
-from hpcaccum.rows.format import RowFormat, RowPlace, divided, overflow
+from hpcaccum.rows.format import RowFormat, RowPlace, divided
 from hpcaccum.rows.indexed_slices import UNKNOWN, IndexedSlices, check_indices, matrix
 from hpcaccum.rows.log import RowLog
 from hpcaccum.rows.sums import Rows, distinct, merged, union_size
@@ -29,6 +29,5 @@ __all__ = [
     "divided",
     "matrix",
     "merged",
-    "overflow",
     "union_size",
 ]

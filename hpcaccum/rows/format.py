@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import ALIGNMENT
 from hpcaccum.rows.sums import Rows
 
@@ -46,10 +45,11 @@ class RowFormat(NamedTuple):
         """Return so many rows at the begin of memory, as views."""
         begin = number * _INT64.itemsize
         indices = memory[:begin].view(_INT64)
-        counts: Array = np.broadcast_to(1, number)
         if self.counted:
             counts = memory[begin : 2 * begin].view(_INT64)
             begin *= 2
+        else:
+            counts = np.ones(number, np.int64)
         end = begin + number * self.width * self.dtype.itemsize
         values = memory[begin:end].view(self.dtype).reshape(number, self.width)
         return Rows(indices, counts, values)
@@ -115,6 +115,10 @@ class RowPlace(NamedTuple):
         """Return the rows in a buffer, as views."""
         return self.form.rows(buffer[ALIGNMENT:], int(_number(buffer)))
 
+    def number(self, vector: Array) -> int:
+        """Return the number of rows in a vector."""
+        return int(_number(self.buffer(vector)))
+
     def rows(self, vector: Array) -> Rows:
         """Return the rows in a vector, as views."""
         return self.read(self.buffer(vector))
@@ -130,18 +134,6 @@ class RowPlace(NamedTuple):
         _number(buffer)[...] = 0 if rows is None else rows.indices.size
         if rows is not None:
             self.form.write(buffer[ALIGNMENT:], rows, copyto)
-
-
-def overflow(
-    what: str, rank: int, number: int, capacity: int
-) -> InvalidArgumentError | None:
-    """Return the error if the gradients of a rank in a round have too many rows."""
-    if number <= capacity:
-        return None
-    return InvalidArgumentError(
-        f"{what}: the gradients of a rank in one round have at most {capacity} "
-        f"different rows (capacity=); those of rank {rank} would have {number}"
-    )
 
 
 def _number(buffer: Array) -> Array:
