@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcaccum import device
 from hpcaccum.accumulator.storage import Slots
-from hpcaccum.rows import RowFormat, RowPlace, Rows, distinct, matrix, merged
+from hpcaccum.rows import RowFormat, RowPlace, Rows, matrix, merged, rows_of
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ class RowGradient:
         have no fixed order, so the host makes them.
         """
         slices = self.slices
-        indices, values = device.to_host(slices.indices), matrix(slices.values)
         if not slices.on_device:
-            return distinct(indices, values, self.dtype)
+            return rows_of(slices, self.dtype)
+        indices, values = device.to_host(slices.indices), matrix(slices.values)
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
         if (ordered[1:] == ordered[:-1]).any():
-            return distinct(indices, device.to_host(values), self.dtype)
+            return rows_of(slices, self.dtype)
         if not (order[1:] > order[:-1]).all():
             values = values[device.cupy().asarray(order)]
         return Rows(ordered, np.ones(ordered.size, np.int64), values)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.optimizers.slices import Gradient
-    from hpcaccum.rows import RowPlace, Rows
+    from hpcaccum.rows import RowPlace
     from hpcaccum.server import Inbox, ParameterServer
 
 

@@ -11,9 +11,16 @@ from __future__ import annotations
 
 from hpcaccum.rows.exchange import RowExchange, digits
 from hpcaccum.rows.format import RowFormat, RowPlace, divided
-from hpcaccum.rows.indexed_slices import UNKNOWN, IndexedSlices, check_indices, matrix
+from hpcaccum.rows.indexed_slices import (
+    UNKNOWN,
+    IndexedSlices,
+    check_indices,
+    matrix,
+    rows_of,
+    sliced,
+)
 from hpcaccum.rows.log import RowLog
-from hpcaccum.rows.sums import Rows, distinct, merged, union_size
+from hpcaccum.rows.sums import Rows, merged, union_size
 
 __all__ = [
     "UNKNOWN",
@@ -25,9 +32,10 @@ __all__ = [
     "Rows",
     "check_indices",
     "digits",
-    "distinct",
     "divided",
     "matrix",
     "merged",
+    "rows_of",
+    "sliced",
     "union_size",
 ]

@@ -12,7 +12,7 @@ import numpy as np
 from hpcaccum.device import copy_quietly, copyto
 from hpcaccum.layout import Layout
 from hpcaccum.overlap import overlap, same_elements
-from hpcaccum.rows import IndexedSlices, RowFormat, RowPlace, Rows, merged
+from hpcaccum.rows import IndexedSlices, RowFormat, RowPlace, Rows, merged, sliced
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -113,9 +113,7 @@ class WireFormat:
         with np.errstate(all="ignore"):
             rows = merged(parts)
             values = rows.values if number == 1 else rows.values / number
-        shape = self.parameters.shapes[name]
-        values = values.reshape(len(values), *shape[1:])
-        return IndexedSlices(values, rows.indices, shape)
+        return sliced(rows._replace(values=values), self.parameters.shapes[name])
 
     def is_complete(self, batch: Batch) -> bool:
         """Whether every vector of a batch on this node has all gradients."""

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcaccum.rows import Rows, distinct, merged, union_size
+from hpcaccum.rows import Rows, merged, union_size
 from hpcaccum.rows import sums as module
-from hpcaccum.rows.sums import add_at
+from hpcaccum.rows.sums import add_at, distinct
 
 from ..common import same_bits
 
