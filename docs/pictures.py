@@ -41,20 +41,22 @@ one file
 optimizers | 20 405 640 62 | optimizers/ | update rules and snapshots | \
 cross-shard, sync-replicas, drop-stale, AGN
 server | 20 500 300 62 | server/ | admission of single gradients, | updates, parameters
-reducer | 460 500 200 62 | reducer/ | allreduce of named | arrays; schedules
+reducer | 420 500 200 62 | reducer/ | allreduce of named | arrays; schedules
 accumulator | 20 595 300 62 | accumulator/ | rounds: admission, slots, | takes; on a \
 device, too
 nodes | 20 690 200 62 | nodes/ | agents: messages and | sums between nodes
-device | 250 690 170 62 | device/ | CuPy arrays, kernels, | copies, NCCL
-mpi | 20 785 640 44 | mpi/ | groups, windows, shared memory, heartbeat
-modules | 20 860 920 44 | modules of one file | errors, spans, deadline, layout, \
-summation, ...: below all packages; arguments, overlap, indexed_slices: above device/
+rows | 250 690 170 62 | rows/ | gradients that have | some rows only
+mpi | 20 785 450 62 | mpi/ | groups, windows, shared memory, heartbeat
+device | 500 785 160 62 | device/ | CuPy arrays, kernels, | copies, NCCL
+modules | 20 865 920 44 | modules of one file | errors, spans, deadline, layout, \
+summation, ...: below all packages; arguments, overlap: above device/
 """
 IMPORTS = """
 cli launch; launch bench; launch train; bench hpcaccum; train hpcaccum; bench torch
 hpcaccum tracing; hpcaccum checkpoint; jax optimizers; torch optimizers
 optimizers server; optimizers reducer; server accumulator
-accumulator nodes; accumulator device; nodes mpi; reducer mpi; reducer device
+accumulator nodes; accumulator rows; nodes mpi; rows mpi; rows device
+reducer mpi; reducer device
 """
 
 GRADIENT = """

@@ -36,7 +36,6 @@ from hpcaccum.errors import (
     MPIUnavailableError,
     WaitTimeoutError,
 )
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import Group, install_excepthook, is_rank, launched_ranks
 from hpcaccum.optimizers import (
@@ -56,6 +55,7 @@ from hpcaccum.optimizers import (
     get_variable,
 )
 from hpcaccum.reducer import Reducer, ReducerStatistics
+from hpcaccum.rows import IndexedSlices
 from hpcaccum.tracing import span, trace
 
 __version__ = "0.1.0"

@@ -5,8 +5,8 @@
 
 A gradient: `writer` has it admitted by the `protocol`, or by an agent if the words are
     on another node (`remote_admission`), and writes it to one of the rank's `buffers`
-    in the `storage`, `row_storage` or `vector_storage`. `one_thread` lets the threads
-    of a rank write in turn.
+    in the `storage` or `row_storage`. `one_thread` lets the threads of a rank write in
+    turn.
 A take: `taker` closes the round, and a `batch` has the gradients that are summed.
 Words: `membership`, `ticket_lock`, `receipts`, `shapes` and `row_shapes` keep their
     state in words that `word_layout` assigns; `state` packs those of the protocol,
@@ -15,7 +15,7 @@ Words: `membership`, `ticket_lock`, `receipts`, `shapes` and `row_shapes` keep t
 `DeviceAccumulator` and `DeviceRowAccumulator` accumulate on one CUDA device, in one
 process, with a protocol of their own (`device_protocol`).
 
-Imports `nodes`, `mpi`, `device` and the modules below them; never `reducer`.
+Imports `nodes`, `rows`, `mpi`, `device` and the modules below them; never `reducer`.
 """
 
 from __future__ import annotations

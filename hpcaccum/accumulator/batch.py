@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.row_buffers import nbytes_of, number_in, rows_in
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.dtypes import Array
     from hpcaccum.nodes import NodeParts, Place
-    from hpcaccum.row_buffers import RowPlace
-    from hpcaccum.row_sums import Rows
+    from hpcaccum.rows import RowPlace, Rows
 
 # A take that may not wait for gradients must still get those of other nodes.
 _LEAST_SECONDS = 60.0
@@ -86,7 +84,7 @@ class Batch:
         there are copied, whatever the capacity.
         """
         buffers = [self._buffer(vector, place, deadline) for vector in self.places]
-        return [rows_in(buffer, place.width, self.dtype) for buffer in buffers]
+        return [place.read(buffer) for buffer in buffers]
 
     def _buffer(self, vector: Place, place: RowPlace, deadline: Deadline) -> Array:
         rank, offset = vector
@@ -95,7 +93,7 @@ class Batch:
         if self.parts.is_here(rank):
             return self.parts.view((rank, begin), nbytes, _BYTES)
         first = self._fetch(rank, begin, min(_FIRST, nbytes), deadline)
-        used = nbytes_of(number_in(first), place.width, self.dtype)
+        used = place.used(first)
         if used <= first.size:
             return first
         begin, more = begin + first.size, used - first.size

@@ -6,16 +6,15 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcaccum.accumulator.row_storage import RowSlots
-from hpcaccum.accumulator.vector_storage import VectorSlots
+from hpcaccum.accumulator.storage import Sums
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import overlap, same_elements
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol
-    from hpcaccum.accumulator.row_storage import Storage
     from hpcaccum.accumulator.state import Record
+    from hpcaccum.accumulator.storage import Storage
     from hpcaccum.dtypes import Array
 
 # What a call waits for if slots of other threads leave no buffer, for messages.
@@ -145,7 +144,7 @@ class RankBuffers:
         """
         storage, parity = self._storage, self._last_parity
         record = self._records[parity]
-        if record is None or not isinstance(storage, (RowSlots, VectorSlots)):
+        if record is None or isinstance(storage, Sums):
             return None
         # First what reads memory of this rank only.
         if storage.surely_fits(record.buffer, grad) or self.joined() != parity:

@@ -13,8 +13,8 @@ from hpcaccum.arguments import gradient_array, result_array, step_number
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto, is_device
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.mpi import Group
+from hpcaccum.rows import IndexedSlices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

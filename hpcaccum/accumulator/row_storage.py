@@ -9,30 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.accumulator.batch import Batch
-from hpcaccum.accumulator.storage import NodeBuffers, Slots, Sums
-from hpcaccum.indexed_slices import matrix
-from hpcaccum.row_buffers import (
-    RowPlace,
-    indices_in,
-    nbytes_of,
-    number_in,
-    overflow,
-    rows_in,
-    write_rows,
-)
-from hpcaccum.row_sums import Rows, distinct, merged, union_size
+from hpcaccum.accumulator.storage import Slots
+from hpcaccum.rows import RowFormat, RowPlace, Rows, matrix, merged, rows_of
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
-    from hpcaccum.dtypes import Array
-    from hpcaccum.errors import InvalidArgumentError
-    from hpcaccum.indexed_slices import IndexedSlices
     from hpcaccum.mpi import Group
-
-_BYTES = np.dtype(np.uint8)
+    from hpcaccum.rows import IndexedSlices
 
 
 @dataclass(frozen=True)
@@ -61,29 +46,26 @@ class RowGradient:
         have no fixed order, so the host makes them.
         """
         slices = self.slices
-        indices, values = device.to_host(slices.indices), matrix(slices.values)
         if not slices.on_device:
-            return distinct(indices, values, self.dtype)
+            return rows_of(slices, self.dtype)
+        indices, values = device.to_host(slices.indices), matrix(slices.values)
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
         if (ordered[1:] == ordered[:-1]).any():
-            return distinct(indices, device.to_host(values), self.dtype)
+            return rows_of(slices, self.dtype)
         if not (order[1:] > order[:-1]).all():
             values = values[device.cupy().asarray(order)]
         return Rows(ordered, np.ones(ordered.size, np.int64), values)
 
 
-class RowSlots(NodeBuffers):
-    """Buffers of rows, each with the sum of its rank's gradients in a round.
-
-    The take adds the rows of all ranks in rank order.
+class RowSlots(Slots):
+    """`Slots` of gradients that are rows only, of any width up to a maximum.
 
     Args:
-        group: The ranks.
+        group, root: As for `Slots`.
         capacity: Maximum number of rows in a buffer.
         row_size: Maximum number of elements of a row.
-        dtype: Accumulation dtype.
-        what: Name for messages.
+        dtype, what: As for `Slots`.
     """
 
     name = "rows"
@@ -91,33 +73,31 @@ class RowSlots(NodeBuffers):
     def __init__(
         self,
         group: Group,
+        root: int,
         capacity: int,
         row_size: int,
         dtype: np.dtype[Any],
         what: str,
     ) -> None:
-        super().__init__(group, nbytes_of(capacity, row_size, dtype), what)
-        self._capacity, self._dtype, self._what = capacity, dtype, what
+        self._what = what
+        self._whole = RowPlace("rows", 0, RowFormat(capacity, row_size, dtype, True))
+        super().__init__(group, root, self._whole.end, dtype, what)
 
-    def buffer(self, index: int) -> Array:
-        """Return this rank's buffer as bytes."""
-        return self.parts.view(self._place(self._rank, index), self._stride, _BYTES)
+    def _of_width(self, width: int) -> RowPlace:
+        """Return the place of rows of so many elements."""
+        return self._whole._replace(form=self._whole.form._replace(width=width))
+
+    def _rows_of(self, grad: RowGradient) -> list[tuple[RowPlace, Rows]]:
+        return [(self._whole, grad.rows)]
+
+    def _label(self, place: RowPlace) -> str:
+        return self._what
 
     def prepare(self, grad: RowGradient) -> RowGradient:
         """Return the argument for `write`."""
         if grad.slices.on_device:
             self.pin()
         return grad
-
-    def surely_fits(self, index: int, grad: RowGradient) -> bool:
-        """Whether a buffer has room for a gradient, even if it has none of its rows."""
-        held = number_in(self.buffer(index))
-        return held + grad.rows.indices.size <= self._capacity
-
-    def overflow(self, index: int, grad: RowGradient) -> InvalidArgumentError | None:
-        """Return the error if a buffer has no room for the rows of another gradient."""
-        number = union_size(indices_in(self.buffer(index)), grad.rows.indices)
-        return overflow(self._what, self._rank, number, self._capacity)
 
     @traced("copy")
     def write(self, parity: int, index: int, grad: RowGradient, first: bool) -> None:
@@ -126,18 +106,12 @@ class RowSlots(NodeBuffers):
         See `Slots.write`.
         """
         rows, buffer = grad.rows, self.buffer(index)
+        place = self._of_width(rows.values.shape[1])
         if not first:
-            held = rows_in(buffer, rows.values.shape[1], self._dtype)
             here = rows._replace(values=device.to_host(rows.values))
-            rows = merged([held, here])
-        write_rows(buffer, rows, self._dtype, device.copyto)
+            rows = merged([place.rows(buffer), here])
+        place.write(buffer, rows, device.copyto)
 
-    def total(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
+    def total_rows(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer."""
-        end = self._stride // self._dtype.itemsize
-        place = RowPlace("rows", 0, end, width, self._capacity)
-        batch = Batch(self.parts, self._places(closed), self._dtype, 1)
-        return merged(batch.rows(place, deadline))
-
-
-Storage = Slots | Sums | RowSlots
+        return merged(self.batch(closed, 1).rows(self._of_width(width), deadline))

@@ -19,7 +19,7 @@ from hpcaccum.accumulator.storage import Slots, Sums
 from hpcaccum.arguments import REDUCTIONS, one_of, positive_count, rank_number
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.row_buffers import RowPlace
+from hpcaccum.rows import RowPlace
 
 STORAGES = (Slots.name, Sums.name)
 

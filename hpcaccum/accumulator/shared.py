@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 from hpcaccum.accumulator.protocol import AdmissionProtocol
 from hpcaccum.accumulator.remote_admission import RemoteAdmission
-from hpcaccum.accumulator.row_storage import RowSlots, Storage
+from hpcaccum.accumulator.row_storage import RowSlots
 from hpcaccum.accumulator.settings import Settings
-from hpcaccum.accumulator.storage import Slots, Sums
+from hpcaccum.accumulator.storage import Slots, Storage, Sums
 from hpcaccum.accumulator.taker import Taker
-from hpcaccum.accumulator.vector_storage import VectorSlots
 from hpcaccum.accumulator.writer import Writer
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
@@ -186,9 +185,9 @@ def _kind(settings: Settings) -> str:
 def make_storage(group: Group, settings: Settings, what: str) -> Storage:
     """Return a new storage. Collective."""
     dtype, capacity = accumulation_dtype(settings.dtype), settings.capacity
+    root = settings.host
     if settings.is_sparse:
-        return RowSlots(group, capacity, settings.row_size, dtype, what)
-    if settings.rows:
-        return VectorSlots(group, settings.host, capacity, dtype, what, settings.rows)
-    make = Sums if settings.storage == Sums.name else Slots
-    return make(group, settings.host, capacity, dtype, what)
+        return RowSlots(group, root, capacity, settings.row_size, dtype, what)
+    if settings.storage == Sums.name:
+        return Sums(group, root, capacity, dtype, what)
+    return Slots(group, root, capacity, dtype, what, settings.rows)

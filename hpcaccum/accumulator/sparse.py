@@ -13,8 +13,8 @@ from hpcaccum.accumulator.shapes import size_of
 from hpcaccum.arguments import step_number
 from hpcaccum.device import cupy, current_stream
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.mpi import Group
+from hpcaccum.rows import IndexedSlices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
-    from hpcaccum.row_sums import Rows
+    from hpcaccum.rows import Rows
 
 
 class SparseGradient(NamedTuple):
@@ -223,7 +223,7 @@ class SparseConditionalAccumulator(Accumulator):
         assert isinstance(storage, RowSlots)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            rows = storage.total(closed, size_of(row), deadline)
+            rows = storage.total_rows(closed, size_of(row), deadline)
             values = self._divided(rows)
         declared = self._settings.shape or (None,)
         length = -1 if declared[0] is None else declared[0]

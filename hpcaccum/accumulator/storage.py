@@ -1,8 +1,8 @@
 """Where admitted gradients are stored until they are taken: `Slots` or `Sums`.
 
-A storage, also `row_storage.RowSlots` and `vector_storage.VectorSlots`, stores in the
-accumulation dtype (float32 for half precision), knows nothing of the protocol, and may
-be used by several ranks at once if each uses its own buffers only.
+A storage, also `row_storage.RowSlots`, stores in the accumulation dtype (float32 for
+half precision), knows nothing of the protocol, and may be used by several ranks at once
+if each uses its own buffers only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import numpy as np
 
 from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Region
 from hpcaccum.nodes import NodeParts
+from hpcaccum.rows import RowPlace, Rows, merged, union_size
 from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpcaccum.accumulator.state import Closed, Record
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
@@ -26,13 +30,24 @@ if TYPE_CHECKING:
     from hpcaccum.nodes import Place
 
 
-class NodeBuffers:
-    """Two buffers per rank on its node; the gradients of each rank are kept apart.
+class Slots:
+    """Two buffers of each rank on its node, for gradients that are vectors.
+
+    A vector may have places of rows at its end. If a rank has several gradients in a
+    round, its buffer has their sum: rows are added by their indices, all other elements
+    one by one.
+
+    The sum of all ranks is formed at the take: in rank order on each node, then in the
+    order of the nodes. The same gradients give the same bits in any order of arrival.
+    What takes rows adds those of different ranks.
 
     Args:
         group: The ranks.
-        nbytes: Size of a buffer.
+        root: The rank whose node's agent may have copies.
+        capacity: Maximum number of elements of a gradient.
+        dtype: Accumulation dtype.
         what: Name for messages.
+        rows: The places of rows in a vector.
 
     Attributes:
         parts: The memory of all buffers.
@@ -40,13 +55,23 @@ class NodeBuffers:
         apart: Whether the gradients of each rank are kept apart.
     """
 
-    sends, apart = False, True
-    # Whether the agent of this node may have copies.
-    _has_copies = False
+    name, sends, apart = "slots", False, True
 
-    def __init__(self, group: Group, nbytes: int, what: str) -> None:
-        self._rank, self._stride = group.rank, _aligned(nbytes)
+    def __init__(
+        self,
+        group: Group,
+        root: int,
+        capacity: int,
+        dtype: np.dtype[Any],
+        what: str,
+        rows: Sequence[RowPlace] = (),
+    ) -> None:
+        self._rank, self._stride = group.rank, _aligned(capacity * dtype.itemsize)
         self.parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
+        self._capacity, self._dtype, self._rows = capacity, dtype, rows
+        # Whether the agent of this node may have copies.
+        self._has_copies = self.parts.is_here(root)
+        self._threads = group.own_cores
         # This rank's buffers, after its first gradient from a device.
         self._pinned: device.Pinned | None = None
 
@@ -83,36 +108,6 @@ class NodeBuffers:
             self._pinned.free()
         self.parts.free()
 
-
-class Slots(NodeBuffers):
-    """Buffers of gradients that are added element by element.
-
-    The sum is formed at the take: in rank order on each node, then in the order of the
-    nodes. The same gradients give the same bits in any order of arrival.
-
-    Args:
-        group: The ranks.
-        root: The rank whose node's agent may have copies.
-        capacity: Maximum number of elements of a gradient.
-        dtype: Accumulation dtype.
-        what: Name for messages.
-    """
-
-    name = "slots"
-
-    def __init__(
-        self,
-        group: Group,
-        root: int,
-        capacity: int,
-        dtype: np.dtype[Any],
-        what: str,
-    ) -> None:
-        super().__init__(group, capacity * dtype.itemsize, what)
-        self._capacity, self._dtype = capacity, dtype
-        self._has_copies = self.parts.is_here(root)
-        self._threads = group.own_cores
-
     def buffer(self, index: int) -> Array:
         """Return this rank's buffer as a vector, in which a gradient may be computed.
 
@@ -123,14 +118,41 @@ class Slots(NodeBuffers):
     def _view(self, index: int, count: int) -> Array:
         return self.parts.view(self._place(self._rank, index), count, self._dtype)
 
-    def prepare(self, grad: Array) -> Array:
+    def prepare(self, grad: Any) -> Any:
         """Return the argument for `write`."""
         if device.is_device(grad):
             self.pin()
         return grad
 
+    def surely_fits(self, index: int, grad: Any) -> bool:
+        """Whether a buffer has room for a gradient, even if it has none of its rows."""
+        held = self.buffer(index)
+        return all(
+            place.number(held) + rows.indices.size <= place.form.capacity
+            for place, rows in self._rows_of(grad)
+        )
+
+    def overflow(self, index: int, grad: Any) -> InvalidArgumentError | None:
+        """Return the error if a buffer has no room for the rows of another gradient."""
+        held = self.buffer(index)
+        for place, rows in self._rows_of(grad):
+            number = union_size(place.rows(held).indices, rows.indices)
+            if number > place.form.capacity:
+                return InvalidArgumentError(
+                    f"{self._label(place)}: the gradients of a rank in one round have "
+                    f"at most {place.form.capacity} different rows (capacity=); those "
+                    f"of rank {self._rank} would have {number}"
+                )
+        return None
+
+    def _rows_of(self, grad: Any) -> list[tuple[RowPlace, Rows]]:
+        return [(place, place.rows(grad)) for place in self._rows]
+
+    def _label(self, place: RowPlace) -> str:
+        return f"gradients of {place.name!r}"
+
     @traced("copy")
-    def write(self, parity: int, index: int, grad: Array, first: bool) -> None:
+    def write(self, parity: int, index: int, grad: Any, first: bool) -> None:
         """Store a gradient in this rank's buffer, or add it to the sum there.
 
         Args:
@@ -147,9 +169,14 @@ class Slots(NodeBuffers):
             else:
                 self._add(place, device.to_host(grad))
 
-    def _add(self, place: Array, grad: Array) -> None:
+    def _add(self, sums: Array, grad: Array) -> None:
+        for place, rows in self._rows_of(grad):
+            place.write(sums, merged([place.rows(sums), rows]))
+        if self._rows:
+            begin = self._rows[0].begin
+            sums, grad = sums[:begin], grad[:begin]
         # Converted before the addition, as a single gradient is.
-        np.add(place, grad, place, dtype=self._dtype, casting="same_kind")
+        np.add(sums, grad, sums, dtype=self._dtype, casting="same_kind")
 
     def total(
         self, closed: Closed, divisor: int, out: Array, deadline: Deadline
@@ -261,6 +288,9 @@ class Sums:
         """Free the window. Collective."""
         self._staging.clear()
         self._region.free()
+
+
+Storage = Slots | Sums
 
 
 def _aligned(nbytes: int) -> int:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.remote_admission import RemoteAdmission
-    from hpcaccum.accumulator.row_storage import Storage
     from hpcaccum.accumulator.state import State
+    from hpcaccum.accumulator.storage import Storage
     from hpcaccum.deadline import Deadline
 
 T = TypeVar("T")

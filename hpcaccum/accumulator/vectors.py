@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts
-    from hpcaccum.row_buffers import RowPlace
+    from hpcaccum.rows import RowPlace
 
 
 class VectorAccumulator(ConditionalAccumulator):

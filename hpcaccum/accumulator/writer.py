@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         Fresh,
         RemoteAdmission,
     )
-    from hpcaccum.accumulator.row_storage import Storage
+    from hpcaccum.accumulator.storage import Storage
     from hpcaccum.dtypes import Array
 
 # After an interruption, seconds to wait for the answer of an agent, which usually is on

@@ -11,7 +11,6 @@ from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, copyto, cupy, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.layout import Layout
 from hpcaccum.optimizers.agn_getter import AGNCustomGetter, UnknownVariableError
 from hpcaccum.optimizers.base import Optimizer, set_global_step
@@ -21,7 +20,7 @@ from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import one_thread
-from hpcaccum.row_sums import Rows, merged, union_size
+from hpcaccum.rows import IndexedSlices, Rows, merged, union_size
 from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.optimizers.slices import Gradient
-    from hpcaccum.row_buffers import RowPlace
-    from hpcaccum.row_sums import Rows
+    from hpcaccum.rows import RowPlace
     from hpcaccum.server import Inbox, ParameterServer
 
 

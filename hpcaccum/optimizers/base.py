@@ -13,7 +13,6 @@ import numpy as np
 from hpcaccum.accumulator import Receipt
 from hpcaccum.device import library
 from hpcaccum.dtypes import Array, accumulation_dtype
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.checks import (
     KeptLoss,
     Loss,
@@ -40,6 +39,7 @@ from hpcaccum.optimizers.snapshot import (
     snapshot_of,
 )
 from hpcaccum.optimizers.variable import Variable, is_float
+from hpcaccum.rows import IndexedSlices
 from hpcaccum.spans import traced
 
 

@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike
 from hpcaccum.arguments import gradient_array
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.slices import Gradient, check_slices
 from hpcaccum.optimizers.start import signature
 from hpcaccum.optimizers.variable import Variable, is_float, is_integer
+from hpcaccum.rows import IndexedSlices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

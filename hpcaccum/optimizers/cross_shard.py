@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.row_sums import Rows
+    from hpcaccum.rows import Rows
 
 # The options that reducers have, too.
 _OF_REDUCERS = ("schedule", "cuda_aware", "wire_dtype")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
-    from hpcaccum.row_buffers import RowPlace
+    from hpcaccum.rows import RowPlace
     from hpcaccum.server import Inbox, ParameterServer
 
 

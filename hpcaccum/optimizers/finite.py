@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from hpcaccum.arguments import one_of
-from hpcaccum.device import cupy, is_device, largest, to_host
+from hpcaccum.device import cupy, is_device, largest
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.indexed_slices import IndexedSlices, matrix
 from hpcaccum.optimizers.base import scaled
 from hpcaccum.optimizers.learning_rate import checked_number
 from hpcaccum.optimizers.pairs import check_pairs
-from hpcaccum.row_sums import distinct
+from hpcaccum.rows import IndexedSlices, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -89,9 +88,7 @@ def _is_finite(grad: Gradient, dtype: np.dtype[Any], top: float | None) -> bool:
 
 def _has_finite_sums(grad: IndexedSlices, dtype: np.dtype[Any]) -> bool:
     """Return whether a gradient is finite after its repeated rows are added."""
-    indices, values = to_host(grad.indices), to_host(grad.values)
-    sums = distinct(indices, matrix(values).astype(dtype), dtype).values
-    return bool(np.isfinite(sums).all())
+    return bool(np.isfinite(rows_of(grad, dtype).values).all())
 
 
 @functools.cache
@@ -152,5 +149,4 @@ def _elements(grad: Gradient) -> Array:
     """Return the elements of a gradient that may not be zero."""
     if not isinstance(grad, IndexedSlices):
         return grad
-    wide = np.dtype(np.float64)
-    return distinct(grad.indices, matrix(grad.values), wide).values
+    return rows_of(grad, np.dtype(np.float64)).values

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.row_buffers import RowPlace
+    from hpcaccum.rows import RowPlace
     from hpcaccum.server import Inbox
 
 

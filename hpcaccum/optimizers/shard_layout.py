@@ -10,7 +10,7 @@ import numpy as np
 from hpcaccum.device import cupy, is_device
 from hpcaccum.dtypes import accumulation_dtype, float_dtype
 from hpcaccum.layout import Layout
-from hpcaccum.reducer import RowFormat
+from hpcaccum.rows import RowFormat, digits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ def layout_of(variables: Iterable[Variable], ranks: int) -> Layout:
     Of rows of a sparse variable these are their numbers; see `RowExchange`.
     """
     rows = row_formats(variables)
-    marks = {n: np.zeros((ranks, each.digits), np.float32) for n, each in rows.items()}
+    marks = {n: np.zeros((ranks, digits(each)), np.float32) for n, each in rows.items()}
     return Layout.of({v.name: marks.get(v.name, v.value) for v in variables})
 
 

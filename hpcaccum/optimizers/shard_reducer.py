@@ -15,8 +15,8 @@ from hpcaccum.errors import (
     DisagreementError,
     InvalidArgumentError,
 )
-from hpcaccum.reducer import Interruption, Reducer, RowExchange
-from hpcaccum.row_sums import Rows
+from hpcaccum.reducer import Interruption, Reducer
+from hpcaccum.rows import RowExchange, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
-    from hpcaccum.reducer import RowFormat
+    from hpcaccum.rows import RowFormat
 
 T = TypeVar("T")
 

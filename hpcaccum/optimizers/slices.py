@@ -10,10 +10,9 @@ import numpy as np
 from hpcaccum.device import is_device, to_host
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.indexed_slices import UNKNOWN, IndexedSlices, check_indices, matrix
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.overlap import crossing, overlap
-from hpcaccum.row_sums import Rows, distinct
+from hpcaccum.rows import UNKNOWN, IndexedSlices, Rows, check_indices, rows_of, sliced
 
 Gradient = Array | IndexedSlices
 
@@ -54,15 +53,6 @@ def _in_cpu_memory(grad: IndexedSlices) -> IndexedSlices:
     return IndexedSlices(to_host(grad.values), to_host(grad.indices), grad.dense_shape)
 
 
-def distinct_rows(grad: IndexedSlices, variable: Variable) -> Rows:
-    """Return the rows of a checked gradient, each once, in the dtype of the update."""
-    return _distinct(grad, accumulation_dtype(variable.dtype))
-
-
-def _distinct(grad: IndexedSlices, dtype: np.dtype[Any]) -> Rows:
-    return distinct(grad.indices, matrix(grad.values), dtype)
-
-
 def exchanged(pairs: Sequence[tuple[Gradient | None, Variable]]) -> dict[str, Any]:
     """Return what a collective optimizer exchanges of gradients, by name.
 
@@ -72,13 +62,14 @@ def exchanged(pairs: Sequence[tuple[Gradient | None, Variable]]) -> dict[str, An
 
 
 def _exchanged(grad: Gradient, variable: Variable) -> Array | Rows:
+    dtype = accumulation_dtype(variable.dtype)
     if variable.sparse:
-        return _sparse_rows(grad, variable, accumulation_dtype(variable.dtype))
+        return _sparse_rows(grad, variable, dtype)
     if not isinstance(grad, IndexedSlices):
         return grad
-    rows = distinct_rows(grad, variable)
-    dense = np.zeros(variable.shape, rows.values.dtype)
-    dense[rows.indices] = _shaped(rows, variable)
+    rows = sliced(rows_of(grad, dtype), variable.shape)
+    dense = np.zeros(variable.shape, dtype)
+    dense[rows.indices] = rows.values
     return dense
 
 
@@ -87,7 +78,7 @@ def _sparse_rows(grad: Gradient, variable: Variable, dtype: np.dtype[Any]) -> Ro
         raise TypeError(
             f"gradient of {variable.name!r}, which is sparse, must be an IndexedSlices"
         )
-    return _distinct(grad, dtype)
+    return rows_of(grad, dtype)
 
 
 def with_sums(
@@ -99,13 +90,7 @@ def with_sums(
 
 
 def _summed(total: Array | Rows, variable: Variable) -> Gradient:
-    if not isinstance(total, Rows):
-        return total
-    return IndexedSlices(_shaped(total, variable), total.indices, variable.shape)
-
-
-def _shaped(rows: Rows, variable: Variable) -> Array:
-    return rows.values.reshape(rows.indices.size, *variable.shape[1:])
+    return sliced(total, variable.shape) if isinstance(total, Rows) else total
 
 
 def pushed(
@@ -174,8 +159,8 @@ def _written(place: Array, name: str, grads: Mapping[str, Gradient | Rows]) -> A
 
 def add_slices(total: Array, grad: IndexedSlices, first: bool) -> None:
     """Add a checked gradient to an array, or set the array to it if it is the first."""
-    rows = distinct(grad.indices, matrix(grad.values), total.dtype)
-    values = rows.values.reshape(rows.indices.size, *total.shape[1:])
+    rows = sliced(rows_of(grad, total.dtype), total.shape)
+    values = rows.values
     if first:
         values = values.copy() if overlap(values, total) else values
         total[...] = 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.servers import Servers
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.row_buffers import RowPlace
+    from hpcaccum.rows import RowPlace
     from hpcaccum.server import Inbox, ParameterServer
 
 

@@ -14,24 +14,22 @@ import numpy as np
 
 from hpcaccum.device import Entry, cupy
 from hpcaccum.dtypes import Array, accumulation_dtype
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.base import Optimizer, count_step
 from hpcaccum.optimizers.checks import Pairs, PairsLike, Variables, check_global_step
 from hpcaccum.optimizers.device_update import Launch, Updates
 from hpcaccum.optimizers.learning_rate import Rate, RateOfStep
 from hpcaccum.optimizers.pairs import as_pairs, check_gradients
 from hpcaccum.optimizers.rule_state import State, States
-from hpcaccum.optimizers.slices import Gradient, detached, distinct_rows
+from hpcaccum.optimizers.slices import Gradient, detached
 from hpcaccum.optimizers.snapshot import Key, check_state
 from hpcaccum.optimizers.variable import Variable, is_float
-from hpcaccum.row_sums import Rows
+from hpcaccum.rows import IndexedSlices, Rows, rows_of
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpcaccum.dtypes import Array
-    from hpcaccum.row_sums import Rows
 
     # Called with pieces of the value, of the gradient and of the slots, with working
     # memory of the same size, and with numbers. The arrays are vectors of one dtype.
@@ -309,7 +307,9 @@ class Rule(Optimizer):
 def _ready(updates: Sequence[tuple[Gradient, State]]) -> Sequence[Array | Rows]:
     """Return gradients that earlier updates do not change."""
     grads = [
-        distinct_rows(grad, state.variable) if isinstance(grad, IndexedSlices) else grad
+        rows_of(grad, accumulation_dtype(state.variable.dtype))
+        if isinstance(grad, IndexedSlices)
+        else grad
         for grad, state in updates
     ]
     if len(grads) == 1 and not isinstance(grads[0], Rows):

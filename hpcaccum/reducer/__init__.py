@@ -1,8 +1,7 @@
 """The Reducer: collective means and sums of named arrays, by one of several schedules.
 
 `Reducer` checks each call and pairs it with those of the other ranks; `selection` lists
-the schedules and picks one; `schedule` is their contract. `RowExchange` sums gradients
-that have some rows only.
+the schedules and picks one; `schedule` is their contract.
 
 Imports `mpi`, `device` and the modules below them; never `accumulator`.
 """
@@ -11,14 +10,11 @@ from __future__ import annotations
 
 from hpcaccum.reducer.options import ReducerStatistics, check_schedule
 from hpcaccum.reducer.reducer import Reducer
-from hpcaccum.reducer.row_exchange import RowExchange, RowFormat
 from hpcaccum.reducer.signature import Interruption
 
 __all__ = [
     "Interruption",
     "Reducer",
     "ReducerStatistics",
-    "RowExchange",
-    "RowFormat",
     "check_schedule",
 ]

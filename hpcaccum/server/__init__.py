@@ -10,14 +10,14 @@ updates: The `role` of a single server is an `update_loop`. On one node, `node_u
     divides an update among the ranks that wait.
 parameters: They travel through `Parameters`: a `double_buffer` on each node, which
     ranks read (`node_copy`), and `messages` between agents. If variables are sparse,
-    `parameter_copies` copies only the rows that are in the `row_log`, and a `row_draft`
+    `parameter_copies` copies only the rows that are in a `RowLog`, and a `row_draft`
     makes a message of them.
 several servers: Each has a part of the center (`shard`). `ShardedParameters` are in the
     place of `Parameters`, with an `order_loop` on the root, a `shard_loop` on each
     server, and an `order_agent` on each node. `Questions` of the root to the servers
     are answered between two updates.
 
-Imports `accumulator`, `nodes`, `mpi`, `device` and the modules below them.
+Imports `accumulator`, `nodes`, `rows`, `mpi`, `device` and the modules below them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import Transfer, all_on_device
 from hpcaccum.errors import NO_MORE_DATA, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
-from hpcaccum.row_sums import Rows
+from hpcaccum.rows import Rows
 from hpcaccum.server.node_copy import step_of, version_of
 from hpcaccum.server.node_update import NodeUpdate
 from hpcaccum.server.parameter_copies import Copier, SparseCopier

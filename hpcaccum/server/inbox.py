@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hpcaccum.row_buffers import RowPlace
+from hpcaccum.rows import RowPlace
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator import Batch, Membership, Receipt, Tally

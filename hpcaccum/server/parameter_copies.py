@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcaccum.layout import ALIGNMENT
+from hpcaccum.rows import RowLog
 from hpcaccum.server.messages import NOTHING, Draft, Messages
 from hpcaccum.server.node_copy import writer_inside
 from hpcaccum.server.row_draft import RowDraft, divided
-from hpcaccum.server.row_log import RowLog
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

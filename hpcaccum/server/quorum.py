@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts
-    from hpcaccum.row_buffers import RowPlace
+    from hpcaccum.rows import RowPlace
 
 
 class QuorumInbox:

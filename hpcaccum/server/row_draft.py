@@ -14,7 +14,7 @@ import numpy as np
 from hpcaccum.server.messages import Draft
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from hpcaccum.dtypes import Array
     from hpcaccum.server.parameter_copies import SparseCopier
@@ -38,10 +38,8 @@ class RowDraft(Draft):
 
     def __init__(self, copier: SparseCopier, since: int) -> None:
         self._copier, self.place = copier, since
-        # Of each sparse variable, in the order in which they were copied.
-        self._parts: dict[str, list[Part]] = {name: [] for name in copier.tables}
-        # Of the others.
-        self._arrays: dict[str, Array] = {}
+        # Of each variable, in the order in which they were copied.
+        self._parts: dict[str, list[Part]] = {name: [] for name in copier.names}
 
     def read(self, flat: Array) -> None:
         """Copy the rows that have changed since the last try; see `Draft.read`.
@@ -52,27 +50,25 @@ class RowDraft(Draft):
         end = self._copier.end(flat)
         rows = self._copier.changes(self.place, end)
         for name, view in self._copier.views(flat).items():
-            if name not in self._parts:
-                self._arrays[name] = view.copy()
-            elif rows is None:
+            places = self._copier.rows_of(name, rows)
+            if places is None:
                 self._parts[name] = [(None, view.copy())]
             else:
-                places = self._copier.rows_of(name, rows)
                 self._parts[name].append((places, view[places]))
         self.place = end
 
     def message(self) -> Array:
         """Return the message, a vector of bytes."""
         parts = {name: _united(parts) for name, parts in self._parts.items()}
-        arrays = self._arrays | {name: values for name, (_, values) in parts.items()}
-        values = [arrays[name].reshape(-1) for name in self._copier.names]
-        pieces = [self._numbers([*parts.values()]), *values]
+        values = [found.reshape(-1) for _, found in parts.values()]
+        pieces = [self._numbers(parts), *values]
         return np.concatenate([piece.view(np.uint8) for piece in pieces])
 
-    def _numbers(self, parts: Sequence[Part]) -> Array:
+    def _numbers(self, parts: Mapping[str, Part]) -> Array:
         """Return what a message begins with."""
         numbers = []
-        for (rows, _), table in zip(parts, self._copier.tables.values(), strict=True):
+        for name, table in self._copier.tables.items():
+            rows, _ = parts[name]
             if rows is None:
                 return np.array([_ALL])
             numbers.append(rows + table.start)

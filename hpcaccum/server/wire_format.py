@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.device import copy_quietly, copyto
-from hpcaccum.indexed_slices import IndexedSlices
-from hpcaccum.layout import ALIGNMENT, Layout
+from hpcaccum.layout import Layout
 from hpcaccum.overlap import overlap, same_elements
-from hpcaccum.row_buffers import RowPlace, nbytes_of, remove_rows, write_rows
-from hpcaccum.row_sums import Rows, merged
+from hpcaccum.rows import IndexedSlices, RowFormat, RowPlace, Rows, merged, sliced
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -97,11 +95,7 @@ class WireFormat:
 
     def _write_rows(self, grads: Mapping[str, Any], flat: Array) -> None:
         for place in self.rows:
-            buffer = place.buffer(flat)
-            if place.name not in grads:
-                remove_rows(buffer)
-                continue
-            write_rows(buffer, grads[place.name], flat.dtype)
+            place.write(flat, grads.get(place.name))
 
     def read_rows(
         self, rows: Mapping[str, Sequence[Rows]], total: Array, divisor: int
@@ -119,9 +113,7 @@ class WireFormat:
         with np.errstate(all="ignore"):
             rows = merged(parts)
             values = rows.values if number == 1 else rows.values / number
-        shape = self.parameters.shapes[name]
-        values = values.reshape(len(values), *shape[1:])
-        return IndexedSlices(values, rows.indices, shape)
+        return sliced(rows._replace(values=values), self.parameters.shapes[name])
 
     def is_complete(self, batch: Batch) -> bool:
         """Whether every vector of a batch on this node has all gradients."""
@@ -156,14 +148,11 @@ def _row_places(
     parameters: Layout, capacities: Mapping[str, int], begin: int
 ) -> Iterator[RowPlace]:
     """Yield the places of rows, one after the other."""
-    dtype = parameters.dtype
-    step = ALIGNMENT // dtype.itemsize
     for name, capacity in capacities.items():
         width = math.prod(parameters.shapes[name][1:])
-        nbytes = nbytes_of(capacity, width, dtype)
-        end = begin + -(-nbytes // ALIGNMENT) * step
-        yield RowPlace(name, begin, end, width, capacity)
-        begin = end
+        place = RowPlace(name, begin, RowFormat(capacity, width, parameters.dtype))
+        yield place
+        begin = place.end
 
 
 def present_gradients(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.checks import Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.slices import Gradient
-    from hpcaccum.row_sums import Rows
+    from hpcaccum.rows import Rows
     from hpcaccum.torch.rule import TorchRule
 
 

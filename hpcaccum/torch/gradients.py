@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers.slices import Gradient
+from hpcaccum.rows import IndexedSlices
 from hpcaccum.torch.rows import check_dense, gradient_of, slices_of
 from hpcaccum.torch.tensors import array_of
 

@@ -10,7 +10,7 @@ import torch
 
 from hpcaccum.arguments import positive_count
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.indexed_slices import IndexedSlices
+from hpcaccum.rows import IndexedSlices
 from hpcaccum.torch.tensors import array_of, tensor_of
 
 if TYPE_CHECKING:

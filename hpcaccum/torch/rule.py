@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.indexed_slices import IndexedSlices
 from hpcaccum.optimizers import Optimizer, Variable
 from hpcaccum.optimizers.learning_rate import finite
+from hpcaccum.rows import IndexedSlices
 from hpcaccum.torch.rows import gradient_of, needs_for_rows
 from hpcaccum.torch.tensors import CPU, array_of, laid_out, tensor_of
 

@@ -7,7 +7,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Reduction
-from hpcaccum.reducer import row_exchange
+from hpcaccum.rows import exchange as row_exchange
 
 from .on_nodes import group_on_nodes  # noqa: F401
 from .support import meet

@@ -11,10 +11,12 @@ import hpcaccum as hpc
 from hpcaccum import BrokenObjectError, DisagreementError, testing
 from hpcaccum.optimizers import cross_shard, start
 from hpcaccum.optimizers.shard_reducer import ShardReducer
-from hpcaccum.reducer import Reducer, RowExchange, row_exchange
+from hpcaccum.reducer import Reducer
 from hpcaccum.reducer.device import DeviceCalls
 from hpcaccum.reducer.inputs import Inputs
 from hpcaccum.reducer.schedule import Schedule
+from hpcaccum.rows import RowExchange
+from hpcaccum.rows import exchange as row_exchange
 
 from .acting import interrupted
 from .expiring import times_out_without
@@ -29,7 +31,7 @@ STEPS = {
     "begun": (Reducer, "_finish"),
     "reduced": (ShardReducer, "_collect"),
     "rows sent": (RowExchange, "_gather"),
-    "rows read": (row_exchange, "_sum"),
+    "rows read": (row_exchange, "merged"),
     "counted": (ShardReducer, "count"),
     "updated": (hpc.SGD, "apply_gradients"),
 }

@@ -11,8 +11,9 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Reduction
-from hpcaccum.reducer import RowExchange, RowFormat, row_exchange
-from hpcaccum.row_sums import distinct
+from hpcaccum.rows import RowExchange, RowFormat
+from hpcaccum.rows import exchange as row_exchange
+from hpcaccum.rows.sums import distinct
 
 from ..common import every_pair
 from .acting import meet, same_bits, until

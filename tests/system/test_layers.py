@@ -14,10 +14,10 @@ from .conftest import REPOSITORY
 LAYERS = [
     ["errors", "spans", "wake"],
     ["dtypes", "worker_threads"],
-    ["deadline", "summation", "row_sums", "files", "save_owner"],
-    ["layout", "row_buffers"],
+    ["deadline", "summation", "files", "save_owner"],
+    ["layout"],
     ["device", "mpi"],
-    ["arguments", "overlap", "nodes", "indexed_slices"],
+    ["arguments", "overlap", "nodes", "rows"],
     ["accumulator", "reducer"],
     ["server"],
     ["optimizers"],
@@ -31,7 +31,7 @@ LAYERS = [
     ["__main__"],
 ]
 # What other packages use of these is what their __init__ names.
-FACES = {"device", "mpi", "nodes", "accumulator", "reducer", "server"}
+FACES = {"device", "mpi", "nodes", "rows", "accumulator", "reducer", "server"}
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
 
 PACKAGE = REPOSITORY / "hpcaccum"

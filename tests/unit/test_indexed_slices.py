@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.indexed_slices import check_indices
+from hpcaccum.rows import check_indices
 
 from ..common import same_bits
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcaccum import row_sums as module
-from hpcaccum.row_sums import Rows, add_at, distinct, merged, union_size
+from hpcaccum.rows import Rows, merged, union_size
+from hpcaccum.rows import sums as module
+from hpcaccum.rows.sums import add_at, distinct
 
 from ..common import same_bits
 

@@ -10,10 +10,10 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from hpcaccum.device import check_array, is_device
+from hpcaccum.device import check_array, is_device, to_host
 from hpcaccum.dtypes import FLOATS, Array, check_unmasked
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.row_sums import add_at
+from hpcaccum.rows.sums import Rows, add_at, distinct
 
 # In `IndexedSlices.dense_shape`, for a number of rows.
 UNKNOWN = -1
@@ -123,6 +123,17 @@ def check_indices(indices: Array, rows: int) -> None:
             f"indices must be in 0 to {rows - 1}, got {wrong[0]} "
             f"({wrong.size} of {indices.size} are not)"
         )
+
+
+def rows_of(grad: IndexedSlices, dtype: np.dtype[Any]) -> Rows:
+    """Return the rows of a gradient in CPU memory; repeated ones are added."""
+    return distinct(to_host(grad.indices), matrix(to_host(grad.values)), dtype)
+
+
+def sliced(rows: Rows, shape: tuple[int, ...]) -> IndexedSlices:
+    """Return rows as a gradient of a variable of some shape."""
+    values = rows.values.reshape(rows.indices.size, *shape[1:])
+    return IndexedSlices(values, rows.indices, shape)
 
 
 def matrix(values: Array) -> Array:

@@ -10,13 +10,15 @@ Otherwise the rows travel in one message of each rank.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.layout import ALIGNMENT
 from hpcaccum.mpi import MPI, NodeMemory, complete, duplicate
-from hpcaccum.row_sums import Rows, merged
+from hpcaccum.rows.format import RowFormat, divided
+from hpcaccum.rows.sums import Rows, merged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,43 +29,15 @@ if TYPE_CHECKING:
 # Bits of a number that one element of a reduction carries. A mean of sums that travel
 # as bfloat16, which has 8 bits, must be right after it is rounded.
 _BITS = 6
-# Bytes in which rows are counted in messages: MPI libraries before MPI-4 count in 32
-# bits.
-_UNIT = 64
+# Bytes in which messages are counted: MPI libraries before MPI-4 count in 32 bits.
+_UNIT = ALIGNMENT
 # Bytes of rows of a rank that travel through memory which the ranks of a node share.
 _MOST_BYTES = 512 << 10
-_INDEX = np.dtype(np.int64)
 
 
-class RowFormat(NamedTuple):
-    """What the gradients of a sparse variable are, the same on all ranks.
-
-    Attributes:
-        limit: Rows of the variable.
-        width: Elements of a row.
-        dtype: Of the values.
-    """
-
-    limit: int
-    width: int
-    dtype: np.dtype[Any]
-
-    @property
-    def digits(self) -> int:
-        """How many elements of a reduction carry a number of rows."""
-        return max(1, -(-self.limit.bit_length() // _BITS))
-
-    def units(self, number: int) -> int:
-        """Return the size of so many rows with their indices, in units."""
-        row = _INDEX.itemsize + self.width * self.dtype.itemsize
-        return -(-number * row // _UNIT)
-
-    def views(self, memory: Array, number: int) -> tuple[Array, Array]:
-        """Return the indices and the values of so many rows, at the begin of memory."""
-        split = number * _INDEX.itemsize
-        end = split + number * self.width * self.dtype.itemsize
-        values = memory[split:end].view(self.dtype)
-        return memory[:split].view(_INDEX), values.reshape(number, self.width)
+def digits(form: RowFormat) -> int:
+    """Return how many elements of a reduction carry a number of rows."""
+    return max(1, -(-form.capacity.bit_length() // _BITS))
 
 
 class RowExchange:
@@ -73,7 +47,7 @@ class RowExchange:
         group: The ranks.
         formats: Of the rows, by name; in the same order on all ranks.
         marks: Memory for what the reduction adds, by name: a matrix with a row for each
-            rank, and with `RowFormat.digits` columns.
+            rank, and with `digits` columns.
         name: For messages.
 
     Attributes:
@@ -97,7 +71,7 @@ class RowExchange:
         self._track = group.control.open_track(self._what)
         self.broken = False
         self._powers = {
-            name: float(1 << _BITS) ** np.arange(each.digits)
+            name: float(1 << _BITS) ** np.arange(digits(each))
             for name, each in formats.items()
         }
         # This rank's rows, and those of all ranks that have come in messages.
@@ -117,8 +91,8 @@ class RowExchange:
         The words or messages of the reduction order the stores of `offer` on one rank
         with the loads of `collect` on others.
         """
-        units = sum(each.units(each.limit) for each in self._formats.values())
-        size = self._capacity = min(units * _UNIT, _MOST_BYTES)
+        most = sum(each.nbytes(each.capacity) for each in self._formats.values())
+        size = self._capacity = min(most, _MOST_BYTES)
         memory = NodeMemory(self._group, [2 * size] * self._group.size)
         self._buffers = [
             [part[:size] for part in memory.parts],
@@ -128,19 +102,19 @@ class RowExchange:
     def offer(self, rows: Mapping[str, Rows], call: int) -> dict[str, Array]:
         """Make this rank's rows ready; return arrays that the reduction must sum."""
         numbers = {name: each.indices.size for name, each in rows.items()}
-        size = self._units(numbers) * _UNIT
+        size = self._nbytes(numbers)
         if size <= self._capacity:
             self._own = self._buffers[call % 2][self._group.rank]
         else:
             self._own = _memory(size)
-        for name, (indices, values) in self._views(self._own, numbers).items():
-            indices[:], values[:] = rows[name].indices, rows[name].values
+        for name, memory in divided(self._own, self._formats, numbers).items():
+            self._formats[name].write(memory, rows[name])
         return {name: self._mark(name, number) for name, number in numbers.items()}
 
     def _mark(self, name: str, number: int) -> Array:
-        mark, digits = self._marks[name], self._formats[name].digits
+        mark = self._marks[name]
         mark[self._group.rank] = [
-            number >> _BITS * digit & (1 << _BITS) - 1 for digit in range(digits)
+            number >> _BITS * digit & (1 << _BITS) - 1 for digit in range(len(mark.T))
         ]
         return mark
 
@@ -159,11 +133,11 @@ class RowExchange:
             {name: each[rank] for name, each in by_name.items()}
             for rank in range(self._group.size)
         ]
-        parts = self._parts([self._units(each) for each in numbers], call)
+        parts = self._parts([self._nbytes(each) // _UNIT for each in numbers], call)
         rows = [
             self._views(part, each) for part, each in zip(parts, numbers, strict=True)
         ]
-        found = {name: _sum([each[name] for each in rows]) for name in sums}
+        found = {name: merged([each[name] for each in rows]) for name in sums}
         self._track.calls += 1
         self.broken = False
         return found
@@ -174,20 +148,15 @@ class RowExchange:
         numbers: list[int] = (digits @ self._powers[name]).astype(int).tolist()
         return numbers
 
-    def _units(self, numbers: Mapping[str, int]) -> int:
-        return sum(self._formats[n].units(number) for n, number in numbers.items())
+    def _nbytes(self, numbers: Mapping[str, int]) -> int:
+        return sum(self._formats[n].nbytes(number) for n, number in numbers.items())
 
-    def _views(
-        self, memory: Array, numbers: Mapping[str, int]
-    ) -> dict[str, tuple[Array, Array]]:
-        """Return the indices and the values of one rank, by name."""
-        views, begin = {}, 0
-        # In one order on all ranks, which may pass their gradients in another.
-        for name, form in self._formats.items():
-            if name in numbers:
-                views[name] = form.views(memory[begin:], numbers[name])
-                begin += form.units(numbers[name]) * _UNIT
-        return views
+    def _views(self, memory: Array, numbers: Mapping[str, int]) -> dict[str, Rows]:
+        """Return the rows of one rank, by name."""
+        return {
+            name: self._formats[name].rows(piece, numbers[name])
+            for name, piece in divided(memory, self._formats, numbers).items()
+        }
 
     def _parts(self, units: Sequence[int], call: int) -> Sequence[Array]:
         """Return memory with the rows of each rank."""
@@ -247,8 +216,3 @@ class RowExchange:
 
 def _memory(size: int) -> Array:
     return np.empty(size, np.uint8)
-
-
-def _sum(parts: Sequence[tuple[Array, Array]]) -> Rows:
-    rows = [Rows(i, np.ones(i.size, np.int64), values) for i, values in parts]
-    return merged(rows)
