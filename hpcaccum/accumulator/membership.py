@@ -96,10 +96,10 @@ class Membership:
         return changes > 0 and self.num_left(changes) >= self.workers
 
     def check_present(self, verb: str) -> None:
-        """Raise an error if this rank has left or is lost, or its object is broken."""
-        if isinstance(self._broken, LostRankError):
-            raise LostRankError(str(self._broken))
+        """Raise an error if this rank has left, or its object is broken."""
         if self._broken is not None:
+            if isinstance(self._broken, LostRankError):
+                raise LostRankError(str(self._broken))
             raise BrokenObjectError(
                 f"rank {self._rank} can {verb} no more gradients: an exception ended "
                 f"a call, and the rank has left ({self._broken!r})"
@@ -115,9 +115,7 @@ class Membership:
 
         It was cut off, or stopped. Where it costs a message, its next wait tells it.
         """
-        if self._broken is not None or not self._words.direct:
-            return
-        if self._words.read(self._own) == _LOST:
+        if self._words.peek(self._own) == _LOST and self._broken is None:
             raise LostRankError(
                 f"rank {self._rank} was cut off, or stopped: the other ranks have "
                 f"given it up and go on without it"

@@ -118,6 +118,11 @@ class AtomicWords:
         self._barrier()
         return word
 
+    def peek(self, index: int) -> int | None:
+        """Return one word as `read`, without an order; None if it is not `direct`."""
+        words: Any = self._words
+        return None if words is None else words[index]
+
     def fetch_add(self, index: int, value: int) -> int:
         """Add to one word; return its value before."""
         return self._fetch(index, value, MPI.SUM)
