@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, SupportsFloat
 
 import numpy as np
@@ -178,9 +178,8 @@ class Optimizer(abc.ABC):
         # Alone, a rank that raises is waited for; `apply_gradients` raises on all.
         if self.exchange is not ExchangeKind.COLLECTIVE:
             check_global_step(global_step)
-        compute, apply = self._halves()
         kept = KeptLoss(loss) if callable(loss) else loss
-        pairs = compute(
+        pairs = self.compute_gradients(
             kept,
             var_list,
             gate_gradients=gate_gradients,
@@ -188,14 +187,10 @@ class Optimizer(abc.ABC):
             colocate_gradients_with_ops=colocate_gradients_with_ops,
             grad_loss=grad_loss,
         )
-        result = apply(pairs, global_step, name)
+        result = self.apply_gradients(pairs, global_step, name)
         if isinstance(result, Receipt):
             return dataclasses.replace(result, loss=kept.value)
         return result
-
-    def _halves(self) -> tuple[Callable[..., Pairs], Callable[..., Receipt | None]]:
-        """Return the two calls that make up `minimize`."""
-        return self.compute_gradients, self.apply_gradients
 
     def _remember(self, variables: list[Variable]) -> None:
         """Initialize with the variables of the first `compute_gradients`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -254,23 +253,21 @@ class CrossShardOptimizer(Wrapper):
         sparse = {var.name for var in check_variables(self._variables) if var.sparse}
         return {name: array for name, array in arrays.items() if name not in sparse}
 
-    def _halves(self) -> tuple[Callable[..., Pairs], Callable[..., Receipt | None]]:
-        # Nothing sees the gradients between the two calls of minimize, so the reduction
-        # can divide them, which saves a pass over memory; unless a call is overridden.
-        if not self._divides or self._overrides():
-            return super()._halves()
-        return self._compute, functools.partial(self._apply, parts=None)
-
     @property
     def _divides(self) -> bool:
         """Whether `compute_gradients` divides."""
         return self._options["reduction"] == Reduction.MEAN and self._parts > 1
 
-    def _overrides(self) -> bool:
-        """Whether a subclass, or this instance, replaces one of the two calls."""
+    def _is_whole_step(self) -> bool:
+        """Whether `minimize` is running, with the two calls of this class.
+
+        Nothing sees the gradients between the calls, so the reduction can divide them,
+        which saves a pass over memory.
+        """
         calls = self.compute_gradients, self.apply_gradients
         own = CrossShardOptimizer.compute_gradients, CrossShardOptimizer.apply_gradients
-        return tuple(getattr(call, "__func__", None) for call in calls) != own
+        found = tuple(getattr(call, "__func__", None) for call in calls)
+        return self._in_minimize and found == own
 
     @one_thread
     def compute_gradients(
@@ -284,19 +281,6 @@ class CrossShardOptimizer(Wrapper):
             InvalidArgumentError, TypeError: On every rank of the group, if the loss of
                 one rank does not return gradients of its variables.
         """
-        pairs = self._compute(loss, var_list, *args, **kwargs)
-        if not self._divides:
-            return pairs
-        # Not in place: another gradient may lie in the same memory.
-        scale = 1 / self._parts
-        return [
-            (None if grad is None else scaled(grad, scale), var) for grad, var in pairs
-        ]
-
-    def _compute(
-        self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
-    ) -> Pairs:
-        """Compute the gradients, not yet divided by the size of the group."""
         variables = self._variables if var_list is None else listed(var_list)
         shard = self._ensure_initialized(variables)
         # Other ranks may still read what the loss writes to.
@@ -307,10 +291,17 @@ class CrossShardOptimizer(Wrapper):
         # they wait for a call that this rank never makes.
         shard.computed += 1
         try:
-            return self.inner.compute_gradients(loss, variables, *args, **kwargs)
+            pairs = self.inner.compute_gradients(loss, variables, *args, **kwargs)
         except (TypeError, InvalidArgumentError) as error:
             # The other ranks wait for this one in their `apply_gradients`.
             self._fail(error)
+        if not self._divides or self._is_whole_step():
+            return pairs
+        # Not in place: another gradient may lie in the same memory.
+        scale = 1 / self._parts
+        return [
+            (None if grad is None else scaled(grad, scale), var) for grad, var in pairs
+        ]
 
     @one_thread
     def apply_gradients(
@@ -344,17 +335,6 @@ class CrossShardOptimizer(Wrapper):
                 ended an earlier call after other ranks could use its gradients;
                 `restore` on all ranks makes their variables the same again.
         """
-        parts = self._parts if self._divides else 0
-        return self._apply(grads_and_vars, global_step, name, parts=parts)
-
-    def _apply(
-        self,
-        grads_and_vars: PairsLike,
-        global_step: Variable | None,
-        name: str | None,
-        *,
-        parts: int | None,
-    ) -> Receipt:
         try:
             pairs, grads, skips = self._checked(grads_and_vars, global_step)
         except (TypeError, InvalidArgumentError) as error:
@@ -363,7 +343,8 @@ class CrossShardOptimizer(Wrapper):
         receipt = Receipt(not skips, shard.step, shard.step, nonfinite=skips)
         shard.rates = [finite(getattr(self.inner, "learning_rate", None))]
         out = {name: self._sums[name] for name in grads} if self._sums else None
-        sums = shard.reduce(grads, out, parts, skips=skips)
+        parts = None if self._is_whole_step() else self._parts
+        sums = shard.reduce(grads, out, parts if self._divides else 0, skips=skips)
         if sums is None:
             return receipt
         shard.count()

@@ -91,6 +91,9 @@ class Wrapper(Freeable, Optimizer):
         DisagreementError: On every rank, if an option differs.
     """
 
+    # Whether `minimize` is running.
+    _in_minimize = False
+
     def __init__(
         self,
         inner: Optimizer,
@@ -158,16 +161,20 @@ class Wrapper(Freeable, Optimizer):
         Returns:
             The receipt of `apply_gradients`, with the value of ``loss``.
         """
-        receipt = super().minimize(
-            loss,
-            global_step,
-            var_list,
-            gate_gradients,
-            aggregation_method,
-            colocate_gradients_with_ops,
-            name,
-            grad_loss,
-        )
+        self._in_minimize = True
+        try:
+            receipt = super().minimize(
+                loss,
+                global_step,
+                var_list,
+                gate_gradients,
+                aggregation_method,
+                colocate_gradients_with_ops,
+                name,
+                grad_loss,
+            )
+        finally:
+            self._in_minimize = False
         # Each optimizer that exchanges gradients returns one.
         return cast("Receipt", receipt)
 
