@@ -132,7 +132,7 @@ class Optimizer(abc.ABC):
         check_gate(gate_gradients)
         variables = check_variables(self._variables if var_list is None else var_list)
         if self._variables is None:
-            self._remember(variables)
+            self.initialize(variables)
         factor = check_grad_loss(grad_loss)
         grads = check_loss_result(check_loss(loss)(), variables)
         pairs: Pairs = []
@@ -191,10 +191,6 @@ class Optimizer(abc.ABC):
         if isinstance(result, Receipt):
             return dataclasses.replace(result, loss=kept.value)
         return result
-
-    def _remember(self, variables: list[Variable]) -> None:
-        """Initialize with the variables of the first `compute_gradients`."""
-        self.initialize(variables)
 
     def _take_values(self, is_source: bool) -> None:  # noqa: B027
         """Bring values that the program has set to the variables; may raise.

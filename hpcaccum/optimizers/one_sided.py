@@ -188,6 +188,8 @@ class OneSidedOptimizer(Wrapper):
         flat = flat_rule(self.inner)
         server = self._server = self._make_server(variables, flat)
         center = self._center = Center(self.inner, flat, server, self._values)
+        # Without slots: it computes gradients of these, but updates the center's.
+        Optimizer.initialize(self.inner, variables)
         states = server.divide(self._restored)
         self._group.agree(what, lambda: center.prepare(states), lambda _: {})
         if server.is_server:

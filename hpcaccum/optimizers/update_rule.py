@@ -152,11 +152,6 @@ class Rule(Optimizer):
             # The first update may be on another stream.
             cupy().cuda.get_current_stream().synchronize()
 
-    def _remember(self, variables: list[Variable]) -> None:
-        # No slots: a one-sided optimizer computes gradients on all ranks, but the
-        # variables that its inner one updates are those of the center.
-        super().initialize(variables)
-
     @traced("update")
     def apply_gradients(
         self,

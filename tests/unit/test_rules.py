@@ -322,13 +322,6 @@ def test_slots_are_made_by_initialize_and_shown_from_the_first_update(rule):
     assert opt._state(w).updates == 2
 
 
-def test_gradients_are_computed_without_slots():
-    opt, w = Adam(), one()
-    opt.compute_gradients(lambda: (0, [1.0]), [w])
-
-    assert opt._states.make(w, {}).slots == {}
-
-
 @pytest.mark.parametrize("initialized", [True, False])
 @pytest.mark.parametrize("rule", MAKERS)
 def test_a_state_that_is_set_goes_on_with_the_same_bits(rule, initialized):
