@@ -4,7 +4,7 @@ All have the interface of `base`.
 
 Update rules: SGD, Momentum, Adagrad and Adam (`rules`), on the base of `update_rule`,
     with a `rule_state` and a `learning_rate`. They update pieces that fit into the
-    cache, by a `device_update`, or all variables as one vector (`flat_rule`).
+    cache, by a `device_update`, or all variables of a `center` as one vector.
 Wrappers: A `wrapper` holds another optimizer. `cross_shard` reduces gradients in groups
     of ranks (`reducing`, `shard_reducer`); `one_sided` is the base of `sync_replicas`,
     `drop_stale` and `agn`, which send gradients to a parameter server (`served`) on the

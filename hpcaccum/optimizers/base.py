@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, SupportsFloat
+from typing import Any, ClassVar, Protocol, SupportsFloat
 
 import numpy as np
 
@@ -51,6 +51,16 @@ class ExchangeKind(enum.Enum):
     ONE_SIDED = "one-sided"
 
 
+class HostOptions(Protocol):
+    """The options of the host, with which all servers update the center."""
+
+    def changed(self) -> Sequence[Any]:
+        """Return what has changed since the last call, on the host; may be empty."""
+
+    def use(self, changed: Sequence[Any]) -> None:
+        """Update the center with changed options of the host from now on."""
+
+
 class Optimizer(abc.ABC):
     """The interface of every optimizer, that of TensorFlow 1.
 
@@ -65,6 +75,9 @@ class Optimizer(abc.ABC):
     GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
 
     exchange: ClassVar[ExchangeKind] = ExchangeKind.LOCAL
+
+    # If None, each server updates with the options of its own rank.
+    _host_options: HostOptions | None = None
 
     def __init__(self, name: str) -> None:
         self._name = check_name(name)
@@ -201,21 +214,6 @@ class Optimizer(abc.ABC):
 
     def _release(self) -> None:  # noqa: B027
         """Free memory that the next update would allocate again."""
-
-    def _apply_to_center(self, rate: float | None, pairs: Pairs) -> None:
-        """Apply gradients, at the learning rate of the host if it is given."""
-        self.apply_gradients(pairs)
-
-    def _changed_options(self) -> Any:
-        """Return the options that have changed since the last call; None if none have.
-
-        Called on the host of several servers, which `_use_options` gives them. By
-        default, each server has the options of its own rank.
-        """
-        return None
-
-    def _use_options(self, changed: Any) -> None:  # noqa: B027
-        """Update the center with options of the host from now on."""
 
     @property
     def elementwise(self) -> bool:

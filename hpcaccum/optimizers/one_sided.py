@@ -13,7 +13,7 @@ from hpcaccum.device import all_on_device, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
-from hpcaccum.optimizers.center import Center
+from hpcaccum.optimizers.center import Center, FlatRule, flat_rule
 from hpcaccum.optimizers.checks import (
     capacities,
     check_sparse,
@@ -22,7 +22,6 @@ from hpcaccum.optimizers.checks import (
     listed,
 )
 from hpcaccum.optimizers.drop_watch import DropWatch
-from hpcaccum.optimizers.flat_rule import FlatRule, flat_rule
 from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spread
 from hpcaccum.optimizers.slices import pushed

@@ -15,7 +15,7 @@ import numpy as np
 from hpcaccum.device import Entry, cupy
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.optimizers.base import Optimizer, count_step
-from hpcaccum.optimizers.checks import Pairs, PairsLike, Variables, check_global_step
+from hpcaccum.optimizers.checks import PairsLike, Variables, check_global_step
 from hpcaccum.optimizers.device_update import Launch, Updates
 from hpcaccum.optimizers.learning_rate import Rate, RateOfStep
 from hpcaccum.optimizers.pairs import as_pairs, check_gradients
@@ -75,10 +75,6 @@ class Rule(Optimizer):
         self._states = States(name)
         self._on_device = Updates()
         self._scratch = Scratch()
-
-    def _shared_rate(self) -> float | None:
-        """Return the learning rate now; None if it depends on the updates so far."""
-        return None if self._rate.takes_step else self._rate.at(lambda: 0)
 
     @property
     def learning_rate(self) -> Rate:
@@ -179,13 +175,6 @@ class Rule(Optimizer):
         check_global_step(global_step)
         self._apply_at(None, given, found)
         count_step(global_step)
-
-    def _apply_to_center(self, rate: float | None, pairs: Pairs) -> None:
-        if self.elementwise:
-            given = [(grad, var) for grad, var in pairs if grad is not None]
-            self._apply_at(rate, given)
-        else:
-            super()._apply_to_center(rate, pairs)
 
     def _apply_at(
         self, rate: float | None, given: Given, found: Entry[Launch] | None = None

@@ -41,6 +41,53 @@ class _Target(NamedTuple):
     tensors: Mapping[str, Any]
 
 
+class _GroupOptions:
+    """The options of the parameter groups of an optimizer, as a center has them.
+
+    Args:
+        optimizer: Of PyTorch.
+
+    Attributes:
+        center: The parameter groups of the center, on its rank.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._sizes = optimizer, _sizes(optimizer)
+        self.center: Sequence[dict[str, Any]] | None = None
+        # Those that the center, or all servers, have, of each parameter group.
+        self._copied: list[dict[str, Any]] = [{} for _ in self._sizes]
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError if the optimizer has got parameters since."""
+        if _sizes(self._optimizer) != self._sizes:
+            raise InvalidArgumentError(
+                f"{type(self._optimizer).__name__}: parameters cannot be added later; "
+                f"make a new optimizer"
+            )
+
+    def changed(self) -> Sequence[dict[str, Any]]:
+        """Return what has changed in each parameter group; nothing if none has."""
+        self.check()
+        changed = []
+        groups = self._optimizer.param_groups
+        for group, copied in zip(groups, self._copied, strict=True):
+            # Only these: some optimizers keep state among the options.
+            found = {
+                name: value
+                for name, value in _options(group).items()
+                if not _is_same(copied.get(name), value)
+            }
+            copied.update({name: _kept(value) for name, value in found.items()})
+            changed.append(found)
+        return changed if any(changed) else []
+
+    def use(self, changed: Sequence[dict[str, Any]]) -> None:
+        """Change the options of the center."""
+        # One of more servers than variables may have none.
+        for group, options in zip(self.center or (), changed, strict=False):
+            group.update(options)
+
+
 class TorchRule(Optimizer):
     """Updates variables by a torch optimizer.
 
@@ -64,6 +111,8 @@ class TorchRule(Optimizer):
         parameters: As given.
         own: The parameters as variables.
     """
+
+    _host_options: _GroupOptions
 
     def __init__(
         self,
@@ -93,11 +142,7 @@ class TorchRule(Optimizer):
         self._versions: list[int] = []
         self._arrays = {var.name: var.value for var in self.own}
         self._center: _Target | None = None
-        self._sizes = _sizes(optimizer)
-        # The options that the center, or all servers, have, of each parameter group;
-        # and whether the host sends them.
-        self._copied: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
-        self._are_sent = False
+        self._host_options = _GroupOptions(optimizer)
 
     def __repr__(self) -> str:
         """Show the options: the same text on ranks with the same options."""
@@ -106,11 +151,7 @@ class TorchRule(Optimizer):
 
     def check_parameters(self) -> None:
         """Raise InvalidArgumentError if the optimizer has got parameters since."""
-        if _sizes(self._original.optimizer) != self._sizes:
-            raise InvalidArgumentError(
-                f"{self.get_name()}: parameters cannot be added later; make a new "
-                f"optimizer"
-            )
+        self._host_options.check()
 
     def reclaim(self) -> None:
         """Move parameters back to the memory of the variables.
@@ -153,6 +194,7 @@ class TorchRule(Optimizer):
         variables = list(var_list)
         if not self._has(variables):
             self._center = self._copy_for(variables)
+            self._host_options.center = self._center.optimizer.param_groups
 
     def _has(self, variables: Sequence[Variable]) -> bool:
         """Whether the variables are the parameters themselves."""
@@ -179,8 +221,6 @@ class TorchRule(Optimizer):
         if target is self._original:
             target.optimizer.step()
             return
-        if not self._are_sent and (changed := self._changed_options()) is not None:
-            _set_options(target, changed)
         for grad, var in pairs:
             tensor = target.tensors[var.name]
             tensor.grad = _gradient(grad, tensor)
@@ -204,29 +244,6 @@ class TorchRule(Optimizer):
         """Raise unless the optimizer, with these options, changes only rows."""
         if (needs := self._needs(groups)) is not None:
             raise InvalidArgumentError(f"sparse gradients on a server need {needs}")
-
-    def _changed_options(self) -> list[dict[str, Any]] | None:
-        """Return what has changed in each parameter group; None if nothing has."""
-        self.check_parameters()
-        changed = []
-        for group, copied in zip(
-            self._original.optimizer.param_groups, self._copied, strict=True
-        ):
-            # Only these: some optimizers keep state among the options.
-            found = {
-                name: value
-                for name, value in _options(group).items()
-                if not _is_same(copied.get(name), value)
-            }
-            copied.update({name: _kept(value) for name, value in found.items()})
-            changed.append(found)
-        return changed if any(changed) else None
-
-    def _use_options(self, changed: list[dict[str, Any]]) -> None:
-        self._are_sent = True
-        # One of more servers than variables may have none.
-        if self._center is not None:
-            _set_options(self._center, changed)
 
     # Snapshots
 
@@ -336,12 +353,6 @@ def _is_same(kept: Any, value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return isinstance(kept, torch.Tensor) and torch.equal(kept, value)
     return kept is value
-
-
-def _set_options(target: _Target, changed: Sequence[Mapping[str, Any]]) -> None:
-    """Change options of the parameter groups of an optimizer."""
-    for group, options in zip(target.optimizer.param_groups, changed, strict=True):
-        group.update(options)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
