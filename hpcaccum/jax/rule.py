@@ -15,7 +15,7 @@ from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.variable import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.snapshot import Key, Parts
@@ -67,14 +67,13 @@ class OptaxRule(Optimizer):
 
     Attributes:
         structure, extra: As given.
-        take: Writes the values that are assigned to this rank's variables.
 
     Raises:
         TypeError: If ``rule`` is not a GradientTransformation.
         InvalidArgumentError: If the rule cannot update such parameters.
     """
 
-    __slots__ = ("_init", "_kept", "_states", "_update", "extra", "structure", "take")
+    __slots__ = ("_init", "_kept", "_states", "_update", "extra", "structure")
 
     def __init__(
         self, rule: Any, structure: Structure, extra: Structure, name: str = "optax"
@@ -101,7 +100,6 @@ class OptaxRule(Optimizer):
         self.structure, self.extra = structure, extra
         self._init, self._update = jax.jit(init), jax.jit(update)
         self._states: dict[tuple[Variable, ...], Any] = {}
-        self.take: Callable[[], None] | None = None
         # An unusable rule raises here, and not in the thread of the server.
         params = jax.tree_util.tree_unflatten(structure.nesting, structure.leaves)
         more = jax.tree_util.tree_unflatten(extra.nesting, extra.leaves)
@@ -154,10 +152,6 @@ class OptaxRule(Optimizer):
         for var, value in zip(variables, values, strict=False):
             np.copyto(var.value, value)
         self._states[variables] = state
-
-    def _take_values(self, is_source: bool) -> None:
-        if is_source and self.take is not None:
-            self.take()
 
     def _params(self, variables: Sequence[Variable]) -> Any:
         """Return the parameters, without the variables of extra arguments."""

@@ -205,13 +205,6 @@ class Optimizer(abc.ABC):
             return dataclasses.replace(result, loss=kept.value)
         return result
 
-    def _take_values(self, is_source: bool) -> None:  # noqa: B027
-        """Bring values that the program has set to the variables; may raise.
-
-        Args:
-            is_source: Whether those of this rank are assigned to all.
-        """
-
     def _release(self) -> None:  # noqa: B027
         """Free memory that the next update would allocate again."""
 

@@ -469,7 +469,7 @@ class CrossShardOptimizer(Wrapper):
         self._check_open()
         self._any_shard()
         what, first = self._call("assign"), self._group.rank == 0
-        self._group.agree(what, lambda: self.inner._take_values(first), lambda _: {})
+        self._group.agree(what, lambda: self.before_assign(first), lambda _: {})
         broadcast(self._group, check_variables(self._variables), what)
 
     @property

@@ -451,7 +451,7 @@ class OneSidedOptimizer(Wrapper):
 
         def check() -> None:
             server.check_not_paused("assign()")
-            self.inner._take_values(self._group.rank == server.source)
+            self.before_assign(self._group.rank == server.source)
 
         try:
             self._group.agree(what, check, lambda _: {})

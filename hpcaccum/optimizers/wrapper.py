@@ -83,6 +83,8 @@ class Wrapper(Freeable, Optimizer):
 
     Attributes:
         inner: The other optimizer.
+        before_assign: Called by `assign` with whether the values of this rank are
+            assigned to all. An adapter brings them to the variables; it may raise.
 
     Raises:
         TypeError: On every rank, if ``inner`` is not an optimizer.
@@ -111,6 +113,7 @@ class Wrapper(Freeable, Optimizer):
         self._options = group.agree(type(self).__name__, check_all)
         super().__init__(name)
         self.inner, self._group = inner, group
+        self.before_assign: Callable[[bool], None] = lambda _: None
         # Held during calls of `one_thread`, which call each other.
         self._in_call = threading.RLock()
         # Arrays of the variables, by name; empty before `initialize`.

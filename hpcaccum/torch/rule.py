@@ -167,9 +167,6 @@ class TorchRule(Optimizer):
                     memory.copy_(parameter.detach())
                 parameter.data = memory
 
-    def _take_values(self, is_source: bool) -> None:
-        self.reclaim()
-
     def note_values(self) -> None:
         """Take the values of the parameters for those that the adapter has written."""
         self._versions = [each._version for each in self.parameters.values()]
