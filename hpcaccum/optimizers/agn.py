@@ -14,7 +14,6 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 from hpcaccum.optimizers.agn_getter import AGNCustomGetter, UnknownVariableError
 from hpcaccum.optimizers.base import Optimizer, set_global_step
-from hpcaccum.optimizers.checks import check_variables
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer, ServerOptions
 from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
@@ -166,7 +165,7 @@ class AGNOptimizer(OneSidedOptimizer):
     def _end_server(self) -> None:
         super()._end_server()
         # The local steps begin anew, too.
-        self.inner._forget(check_variables(self._variables))
+        self._kept_state(None).forget()
 
     def _check_registered(self, variables: Iterable[Variable]) -> None:
         if self._getter is None:

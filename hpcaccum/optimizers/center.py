@@ -89,7 +89,7 @@ class FlatRule:
     def count(self) -> None:
         """Count an update of all variables; the first makes their state visible."""
         for state in self._states:
-            self._rule._state(state.variable).count()
+            state.count()
 
     def update(
         self,
@@ -147,7 +147,7 @@ class Center:
             self._flat.set_variables(variables, self._server.slots)
         self._inner.initialize(variables)
         if states is not None:
-            self._inner._restore_state(variables, states)
+            self._inner._kept_state(variables).set(states)
 
     def serve(self) -> None:
         """Begin to make updates."""
@@ -220,7 +220,8 @@ class Center:
 
     def forget(self) -> None:
         """Drop the state of the variables, after the server is freed."""
-        self._inner._forget(self._variables.values())
+        if self._variables:
+            self._inner._kept_state(self._variables.values()).forget()
 
     def free(self) -> None:
         """Move all of it to memory of its own, after the server is freed."""
@@ -235,8 +236,8 @@ def kept_state(
     optimizer: Optimizer, variables: Iterable[Variable]
 ) -> dict[Key, StatePart]:
     """Return the state of variables: of each part, its name and its value."""
-    kept = optimizer._kept_state(variables)
-    return {key: (var.name, plain(var)) for key, var in kept.items()}
+    parts = optimizer._kept_state(variables).parts()
+    return {key: (var.name, plain(var)) for key, var in parts.items()}
 
 
 def _whole(

@@ -23,7 +23,7 @@ from hpcaccum.optimizers.shard_layout import (
 )
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.optimizers.slices import exchanged, with_sums
-from hpcaccum.optimizers.snapshot import counts_of, set_state, set_values
+from hpcaccum.optimizers.snapshot import counts_of, set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.reducer import check_schedule
@@ -414,13 +414,14 @@ class CrossShardOptimizer(Wrapper):
         what, first = self._call("restore"), self._group.rank == 0
 
         def check() -> tuple[list[Variable], Mapping[str, Any]]:
-            variables = self._snapshot_variables(listed(var_list))
+            wanted = self._variables if var_list is None else listed(var_list)
+            variables = self._check_start(wanted)
             if self._shard is not None:
                 self._shard.check_present()
                 self._check_known(variables)
             if not first:
                 return variables, {}
-            self._check_snapshot(snapshot, variables)
+            self._kept_state(variables).check(snapshot)
             return variables, counts_of(snapshot)
 
         variables, counts = self._group.agree(
@@ -444,16 +445,15 @@ class CrossShardOptimizer(Wrapper):
 
     def _share_state(self, variables: list[Variable], snapshot: Any, what: str) -> None:
         """Set the state on all ranks of a group to that of the first. Collective."""
-        kept = self._kept_state(variables)
+        state = self._kept_state(variables)
 
         def fill() -> dict[str, object]:
             if self._group.rank == 0:
-                set_state(kept, snapshot["state"], self.get_name())
+                state.set(snapshot["state"])
             return {}
 
         self._group.agree(what, fill)
-        broadcast(self._group, kept.values(), what)
-        self._state_changed(variables)
+        broadcast(self._group, state.parts().values(), what)
 
     @one_thread
     def assign(self) -> None:

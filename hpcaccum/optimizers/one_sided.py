@@ -403,7 +403,7 @@ class OneSidedOptimizer(Wrapper):
                 self._check_known(variables)
             if not host:
                 return variables, {}
-            self._check_snapshot(snapshot, variables)
+            self._kept_state(variables).check(snapshot)
             return variables, counts_of(snapshot)
 
         variables, counts = self._group.agree(

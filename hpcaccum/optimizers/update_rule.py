@@ -7,14 +7,14 @@ A rule changes arrays in place: those in CPU memory in pieces, those on a device
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
 from hpcaccum.device import Entry, cupy
 from hpcaccum.dtypes import Array, accumulation_dtype
-from hpcaccum.optimizers.base import Optimizer, count_step
+from hpcaccum.optimizers.base import KeptState, Optimizer, count_step
 from hpcaccum.optimizers.checks import PairsLike, Variables, check_global_step
 from hpcaccum.optimizers.device_update import Launch, Updates
 from hpcaccum.optimizers.learning_rate import Rate, RateOfStep
@@ -140,7 +140,7 @@ class Rule(Optimizer):
         """
         super().initialize(var_list)
         states = [
-            self._states.make(variable, self._slots())
+            self._state(variable)
             for variable in self._variables or []
             if is_float(variable.dtype)
         ]
@@ -227,17 +227,16 @@ class Rule(Optimizer):
 
     def _updates(self, pairs: Given) -> int:
         """Return the largest number of earlier updates of these variables."""
-        states = [self._states.shown.get(variable) for _, variable in pairs]
+        states = [self._states.find(variable) for _, variable in pairs]
         return max(state.updates if state else 0 for state in states)
 
     def _state(self, variable: Variable) -> State:
-        """Return the state of a variable, which `get_slot` shows from now on."""
-        state = self._states.shown.get(variable)
-        return state or self._states.show(variable, self._slots())
+        """Return the state of a variable, which its first update makes visible."""
+        return self._states.make(variable, self._slots())
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return the slot ``name`` of ``var``; None before its first update."""
-        state = self._states.shown.get(var)
+        state = self._states.find(var)
         return None if state is None else state.slots.get(name)
 
     def get_slot_names(self) -> list[str]:
@@ -247,7 +246,7 @@ class Rule(Optimizer):
     def variables(self) -> list[Variable]:
         """Return the slots of all updated variables; for Adam, their steps too.
 
-        In the order of the first updates.
+        In the order in which they were made, by `initialize` or by a first update.
         """
         return [
             variable
@@ -255,37 +254,40 @@ class Rule(Optimizer):
             for variable in (*state.slots.values(), *[state.step] * self._counts)
         ]
 
-    # Snapshots
-
-    def _snapshot_variables(self, var_list: Variables | None) -> list[Variable]:
+    def _kept_state(self, var_list: Variables | None) -> KeptState:
         updated = [state.variable for state in self._states]
         if var_list is None and updated:
             # Also those that were only given to `apply_gradients`.
             var_list = list(dict.fromkeys([*(self._variables or ()), *updated]))
-        return super()._snapshot_variables(var_list)
-
-    def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
-        super()._check_snapshot(snapshot, variables)
-        check_state(self._name, snapshot, variables, self.get_slot_names())
-
-    def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
-        return {
-            (var.name, name): part
-            for var in variables
-            if is_float(var.dtype)
-            for name, part in self._states.make(var, self._slots()).parts().items()
-        }
-
-    def _state_changed(self, variables: Iterable[Variable]) -> None:
-        self._states.show_counted(variables)
-
-    def _forget(self, variables: Iterable[Variable]) -> None:
-        self._states.forget(variables)
-        # Its launches update the states that it has dropped.
-        self._on_device.clear()
+        return _KeptByRule(self, self._given_or_known(var_list))
 
     def _release(self) -> None:
         self._on_device.clear()
+
+
+class _KeptByRule(KeptState):
+    """The slots and counts of variables; made if there are none yet."""
+
+    _optimizer: Rule
+
+    def parts(self) -> dict[Key, Variable]:
+        return {
+            (var.name, name): part
+            for var in self.variables
+            if is_float(var.dtype)
+            for name, part in self._optimizer._state(var).parts().items()
+        }
+
+    def check(self, snapshot: Any) -> None:
+        super().check(snapshot)
+        rule = self._optimizer
+        slots = rule.get_slot_names()
+        check_state(rule.get_name(), snapshot, self.variables, slots)
+
+    def forget(self) -> None:
+        self._optimizer._states.forget(self.variables)
+        # Its launches update the states that it has dropped.
+        self._optimizer._release()
 
 
 def _ready(updates: Sequence[tuple[Gradient, State]]) -> Sequence[Array | Rows]:

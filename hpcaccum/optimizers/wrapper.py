@@ -19,7 +19,7 @@ from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable
-from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
+from hpcaccum.optimizers.base import ExchangeKind, KeptState, Optimizer, set_global_step
 from hpcaccum.optimizers.checks import (
     check_global_step,
     check_name,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.learning_rate import Rate
-    from hpcaccum.optimizers.snapshot import Key
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -286,15 +285,8 @@ class Wrapper(Freeable, Optimizer):
             )
         return part
 
-    def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
-        check_trainable(variables)
-        self.inner._check_snapshot(snapshot, variables)
-
-    def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
-        return self.inner._kept_state(variables)
-
-    def _state_changed(self, variables: Iterable[Variable]) -> None:
-        self.inner._state_changed(variables)
+    def _kept_state(self, var_list: Variables | None) -> KeptState:
+        return self.inner._kept_state(self._given_or_known(var_list))
 
     @overload
     def center(self, var: Variable) -> Array: ...

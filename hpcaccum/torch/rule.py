@@ -12,6 +12,7 @@ import torch
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import Optimizer, Variable
+from hpcaccum.optimizers.base import KeptState
 from hpcaccum.optimizers.learning_rate import finite
 from hpcaccum.rows import IndexedSlices
 from hpcaccum.torch.rows import gradient_of, needs_for_rows
@@ -259,36 +260,37 @@ class TorchRule(Optimizer):
                     total.update(repr(value).encode())
         return f"checksum {total.hexdigest()}" if state else "none"
 
-    def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
-        found = list(variables)
-        target = self._target(found)
+    def _kept_state(self, var_list: Any) -> KeptState:
+        return _KeptByTorch(self, self._given_or_known(var_list))
+
+
+class _KeptByTorch(KeptState):
+    """The state that an optimizer of PyTorch keeps of variables."""
+
+    _optimizer: TorchRule
+
+    def parts(self) -> dict[Key, Variable]:
+        target = self._optimizer._target(self.variables)
+        state = target.optimizer.state
         return {
             (var.name, part): _state_variable(f"{var.name}/{part}", value)
-            for var in found
-            for part, value in self._parts(target, var).items()
+            for var in self.variables
+            for part, value in state.get(target.tensors[var.name], {}).items()
             if value is not None
         }
 
-    def _parts(self, target: _Target, var: Variable) -> dict[str, Any]:
-        state: dict[str, Any] = target.optimizer.state.get(target.tensors[var.name], {})
-        return state
-
-    def set_state(
-        self, variables: Sequence[Variable], states: Mapping[str, Parts]
-    ) -> None:
-        """Replace the state of variables by copies of the parts of a snapshot."""
-        target = self._target(variables)
+    def set(self, states: Mapping[str, Parts]) -> None:
+        """Replace the state by copies of the parts of a snapshot."""
+        target = self._optimizer._target(self.variables)
         target.optimizer.state.clear()
         counts = _places_of_counts(target.optimizer)
-        for var in variables:
+        for var in self.variables:
             tensor = target.tensors[var.name]
             if parts := states[var.name]:
                 target.optimizer.state[tensor] = {
                     part: _restored(value, tensor, counts[tensor])
                     for part, value in parts.items()
                 }
-
-    _restore_state = set_state
 
 
 def _copied(original: _Target, tensors: Mapping[str, Any]) -> Any:

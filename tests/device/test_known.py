@@ -188,7 +188,7 @@ def test_a_rule_that_forgot_a_variable_begins_anew():
     variable = hpc.Variable(cupy.zeros((4, 4), np.float32), "w")
     for _ in range(2):
         rule.apply_gradients([(grad, variable)])
-    rule._forget([variable])
+    rule._kept_state([variable]).forget()
     assert rule.get_slot(variable, "momentum") is None
     rule.apply_gradients([(grad, variable)])
 
