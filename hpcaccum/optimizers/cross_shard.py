@@ -12,19 +12,23 @@ from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, scaled
-from hpcaccum.optimizers.checks import check_groups, check_variables, listed
-from hpcaccum.optimizers.learning_rate import finite
-from hpcaccum.optimizers.pairs import check_pairs
-from hpcaccum.optimizers.shard_layout import (
+from hpcaccum.optimizers.checks import (
+    check_groups,
+    check_pairs,
+    check_variables,
+    listed,
+)
+from hpcaccum.optimizers.shard_reducer import (
+    ShardReducer,
     check_wire_dtype,
     device_sums,
     layout_of,
     row_formats,
 )
-from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.optimizers.snapshot import counts_of, set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
+from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.reducer import check_schedule
 

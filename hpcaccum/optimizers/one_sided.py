@@ -16,13 +16,13 @@ from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
 from hpcaccum.optimizers.center import Center, FlatRule, flat_rule
 from hpcaccum.optimizers.checks import (
     capacities,
+    check_pairs,
     check_sparse,
     check_variables,
     declared,
     listed,
 )
 from hpcaccum.optimizers.drop_watch import DropWatch
-from hpcaccum.optimizers.pairs import check_pairs
 from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spread
 from hpcaccum.optimizers.slices import pushed
 from hpcaccum.optimizers.snapshot import counts_of, set_values

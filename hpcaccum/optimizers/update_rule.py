@@ -6,6 +6,10 @@ A rule changes arrays in place: those in CPU memory in pieces, those on a device
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import math
+import numbers
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -14,11 +18,16 @@ import numpy as np
 
 from hpcaccum.device import Entry, cupy
 from hpcaccum.dtypes import Array, accumulation_dtype
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import KeptState, Optimizer, count_step
-from hpcaccum.optimizers.checks import PairsLike, Variables, check_global_step
+from hpcaccum.optimizers.checks import (
+    PairsLike,
+    Variables,
+    as_pairs,
+    check_global_step,
+    check_gradients,
+)
 from hpcaccum.optimizers.device_update import Launch, Updates
-from hpcaccum.optimizers.learning_rate import Rate, RateOfStep
-from hpcaccum.optimizers.pairs import as_pairs, check_gradients
 from hpcaccum.optimizers.rule_state import State, States
 from hpcaccum.optimizers.slices import Gradient, detached
 from hpcaccum.optimizers.snapshot import Key, check_state
@@ -27,13 +36,12 @@ from hpcaccum.rows import IndexedSlices, Rows, rows_of
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from hpcaccum.dtypes import Array
-
     # Called with pieces of the value, of the gradient and of the slots, with working
     # memory of the same size, and with numbers. The arrays are vectors of one dtype.
     Update = Callable[..., None]
+
+# A learning rate: a number, or a callable that returns one.
+Rate = float | Callable[[], float] | Callable[[int], float]
 
 # Pairs of which no gradient is None.
 Given = Sequence[tuple[Gradient, Variable]]
@@ -366,3 +374,73 @@ def update_rows(
         update(value, grad, *slots, scratch[: grad.size], *numbers)
         for array, piece in zip(arrays, [value, *slots], strict=True):
             array[places] = piece.reshape(len(places), *array.shape[1:])
+
+
+# Learning rates
+
+_RATE = "learning_rate"
+
+
+def checked_number(value: Any, name: str, low: float, high: float = math.inf) -> float:
+    """Return a finite number in [low, high)."""
+    if isinstance(value, np.ndarray) and value.shape == ():
+        value = value[()]
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or not low <= value < high:
+        raise InvalidArgumentError(
+            f"{name} must be a number {_span(low, high)}, got {value!r}"
+        )
+    return float(value)
+
+
+def _span(low: float, high: float) -> str:
+    if high < math.inf:
+        return f"of at least {low:g} and less than {high:g}"
+    return f"of at least {low:g}" if low > -math.inf else "that is finite"
+
+
+def finite(rate: object) -> float | None:
+    """Return a learning rate if it is a finite number; None if it is anything else."""
+    # The common case first, as this is called in each step.
+    if type(rate) is float or isinstance(rate, numbers.Real):
+        return float(rate) if math.isfinite(rate) else None
+    return None
+
+
+class RateOfStep:
+    """A checked learning rate: a number, or the result of a callable.
+
+    Raises:
+        InvalidArgumentError: If it is neither a number in range nor a callable with at
+            most one required argument.
+    """
+
+    def __init__(self, rate: Any) -> None:
+        self.given, self.takes_step = rate, False
+        if callable(rate):
+            self.takes_step = _takes_step(rate)
+        else:
+            self.given = checked_number(rate, _RATE, 0)
+
+    def at(self, step: Callable[[], int]) -> float:
+        """Return the rate of an update; ``step`` returns the number of earlier ones."""
+        if not callable(self.given):
+            return self.given  # type: ignore[no-any-return]
+        rate = self.given(step()) if self.takes_step else self.given()
+        return checked_number(rate, _RATE, 0)
+
+
+def _takes_step(rate: Callable[..., Any]) -> bool:
+    """Whether a callable requires an argument; an optional one is left out."""
+    try:
+        signature = inspect.signature(rate)
+    except (TypeError, ValueError):
+        return False
+    for arguments in ((), (0,)):
+        with contextlib.suppress(TypeError):
+            signature.bind(*arguments)
+            return bool(arguments)
+    raise InvalidArgumentError(
+        f"{_RATE} must be a number, or a callable without arguments or with one, the "
+        f"step; got a callable of {signature}"
+    )

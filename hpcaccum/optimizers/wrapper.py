@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.learning_rate import Rate
+    from hpcaccum.optimizers.update_rule import Rate
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -13,7 +13,7 @@ import torch
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import Optimizer, Variable
 from hpcaccum.optimizers.base import KeptState
-from hpcaccum.optimizers.learning_rate import finite
+from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.rows import IndexedSlices
 from hpcaccum.torch.rows import gradient_of, needs_for_rows
 from hpcaccum.torch.tensors import CPU, array_of, laid_out, tensor_of

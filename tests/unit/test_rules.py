@@ -19,8 +19,7 @@ from hpcaccum.optimizers.base import (
     scaled,
     set_global_step,
 )
-from hpcaccum.optimizers.checks import check_variables
-from hpcaccum.optimizers.pairs import check_pairs
+from hpcaccum.optimizers.checks import check_pairs, check_variables
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import check_inner
