@@ -14,7 +14,8 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 from hpcaccum.optimizers.base import Optimizer, set_global_step
 from hpcaccum.optimizers.checks import check_pairs
-from hpcaccum.optimizers.one_sided import OneSidedOptimizer, ServerOptions
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.servers import ServerOptions
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import one_thread
@@ -289,7 +290,7 @@ class AGNOptimizer(OneSidedOptimizer):
         server.check_present()
         if self._drops(pairs):
             receipt = server.drop(self._step)
-            self._drop_watch.note(receipt)
+            self._note(receipt)
             return receipt
         rows = copied_rows(pairs, self._rows.dtype)
         self._rows.check(rows)
@@ -300,7 +301,7 @@ class AGNOptimizer(OneSidedOptimizer):
             server.forget(rows)
             raise
         if receipt.sent:
-            self._drop_watch.note(receipt)
+            self._note(receipt)
             set_global_step(global_step, self._step)
         return receipt
 
