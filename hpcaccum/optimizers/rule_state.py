@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,14 +83,10 @@ class States:
     def __init__(self, name: str) -> None:
         self._name = name
         self._made: dict[Variable, State] = {}
-        # Reentrant, also for a signal handler that takes a snapshot.
-        self._lock = threading.RLock()
 
     def __iter__(self) -> Iterator[State]:
         """Iterate over those that are visible now."""
-        with self._lock:
-            made = list(self._made.values())
-        return (state for state in made if state.updates)
+        return (state for state in self._made.copy().values() if state.updates)
 
     def find(self, variable: Variable) -> State | None:
         """Return the state of a variable if it is visible."""
@@ -102,16 +97,15 @@ class States:
         """Return the state of a variable, visible or not; make it if there is none."""
         state = self._made.get(variable)
         if state is None:
-            with self._lock:
-                state = State(variable, self._name, slots)
-                state = self._made.setdefault(variable, state)
+            # Another thread may have made it meanwhile.
+            new = State(variable, self._name, slots)
+            state = self._made.setdefault(variable, new)
         return state
 
     def forget(self, variables: Iterable[Variable]) -> None:
         """Drop the states of variables."""
-        with self._lock:
-            for variable in variables:
-                self._made.pop(variable, None)
+        for variable in variables:
+            self._made.pop(variable, None)
 
 
 def _filled(like: Array, number: float, dtype: np.dtype[Any]) -> Array:
