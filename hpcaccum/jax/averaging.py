@@ -22,8 +22,7 @@ from hpcaccum.jax.structure import Structure, key_data
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group, lack_of_threads
 from hpcaccum.optimizers.finite import check_choice, to_drop
-from hpcaccum.optimizers.shard_layout import check_wire_dtype
-from hpcaccum.optimizers.shard_reducer import ShardReducer
+from hpcaccum.optimizers.shard_reducer import ShardReducer, check_wire_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

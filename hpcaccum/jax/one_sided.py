@@ -179,7 +179,9 @@ class OneSided(Freeable):
                 is changed.
         """
 
-        def take() -> None:
+        def take(is_source: bool) -> None:
+            if not is_source:
+                return
             arrays = self._structure.flatten("params", params)
             pairs = list(zip(self._variables, arrays, strict=True))
             for var, array in pairs:
@@ -191,7 +193,7 @@ class OneSided(Freeable):
             for var, array in pairs:
                 np.copyto(var.value, array)
 
-        self._rule.take = take
+        self._opt.before_assign = take
         self._opt.assign()
         self._params = self._copy()
         return self._params

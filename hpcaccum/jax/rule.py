@@ -11,11 +11,11 @@ import optax
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.averaging import no_average
 from hpcaccum.jax.structure import Structure, is_key, key_data
-from hpcaccum.optimizers.base import Optimizer
+from hpcaccum.optimizers.base import KeptState, Optimizer
 from hpcaccum.optimizers.variable import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.snapshot import Key, Parts
@@ -67,14 +67,13 @@ class OptaxRule(Optimizer):
 
     Attributes:
         structure, extra: As given.
-        take: Writes the values that are assigned to this rank's variables.
 
     Raises:
         TypeError: If ``rule`` is not a GradientTransformation.
         InvalidArgumentError: If the rule cannot update such parameters.
     """
 
-    __slots__ = ("_init", "_kept", "_states", "_update", "extra", "structure", "take")
+    __slots__ = ("_init", "_kept", "_states", "_update", "extra", "structure")
 
     def __init__(
         self, rule: Any, structure: Structure, extra: Structure, name: str = "optax"
@@ -101,7 +100,6 @@ class OptaxRule(Optimizer):
         self.structure, self.extra = structure, extra
         self._init, self._update = jax.jit(init), jax.jit(update)
         self._states: dict[tuple[Variable, ...], Any] = {}
-        self.take: Callable[[], None] | None = None
         # An unusable rule raises here, and not in the thread of the server.
         params = jax.tree_util.tree_unflatten(structure.nesting, structure.leaves)
         more = jax.tree_util.tree_unflatten(extra.nesting, extra.leaves)
@@ -155,46 +153,48 @@ class OptaxRule(Optimizer):
             np.copyto(var.value, value)
         self._states[variables] = state
 
-    def _take_values(self, is_source: bool) -> None:
-        if is_source and self.take is not None:
-            self.take()
-
     def _params(self, variables: Sequence[Variable]) -> Any:
         """Return the parameters, without the variables of extra arguments."""
         count = len(self.structure.names)
         return self.structure.pack(var.value for var in variables[:count])
 
-    # Snapshots
+    def _kept_state(self, var_list: Any) -> KeptState:
+        return _KeptByOptax(self, self._given_or_known(var_list))
 
-    def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
-        super()._check_snapshot(snapshot, variables)
-        found = snapshot["state"].get(variables[0].name, {})
-        if set(found) != set(self._kept.names):
+
+class _KeptByOptax(KeptState):
+    """The state of a rule of optax, all of it as that of the first variable."""
+
+    _optimizer: OptaxRule
+
+    def parts(self) -> dict[Key, Variable]:
+        rule = self._optimizer
+        leaves = rule._kept.flatten("the state", rule._state(tuple(self.variables)))
+        return {
+            (self.variables[0].name, name): Variable(_saved(leaf), name, False)
+            for name, leaf in zip(rule._kept.names, leaves, strict=True)
+        }
+
+    def check(self, snapshot: Any) -> None:
+        super().check(snapshot)
+        kept = self._optimizer._kept
+        found = snapshot["state"].get(self.variables[0].name, {})
+        if set(found) != set(kept.names):
             raise InvalidArgumentError(
                 f"the snapshot was made with another rule: its state has "
-                f"{sorted(found)}, that of this rule {sorted(self._kept.names)}"
+                f"{sorted(found)}, that of this rule {sorted(kept.names)}"
             )
-        for name, leaf in zip(self._kept.names, self._kept.leaves, strict=True):
+        for name, leaf in zip(kept.names, kept.leaves, strict=True):
             if np.shape(found[name]) != leaf.shape:
                 raise InvalidArgumentError(
                     f"{name} of the rule's state has shape {leaf.shape}, in the "
                     f"snapshot {np.shape(found[name])}"
                 )
 
-    def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
-        all_ = tuple(variables)
-        leaves = self._kept.flatten("the state", self._state(all_))
-        return {
-            (all_[0].name, name): Variable(_saved(leaf), name, trainable=False)
-            for name, leaf in zip(self._kept.names, leaves, strict=True)
-        }
-
-    def _restore_state(
-        self, variables: Sequence[Variable], states: Mapping[str, Parts]
-    ) -> None:
-        parts = states[variables[0].name]
-        leaves = [np.asarray(parts[name]) for name in self._kept.names]
-        self._states[tuple(variables)] = self._kept.pack(leaves)
+    def set(self, states: Mapping[str, Parts]) -> None:
+        parts, kept = states[self.variables[0].name], self._optimizer._kept
+        leaves = [np.asarray(parts[name]) for name in kept.names]
+        self._optimizer._states[tuple(self.variables)] = kept.pack(leaves)
 
 
 def _saved(leaf: Array) -> Array:

@@ -3,14 +3,14 @@
 All have the interface of `base`.
 
 Update rules: SGD, Momentum, Adagrad and Adam (`rules`), on the base of `update_rule`,
-    with a `rule_state` and a `learning_rate`. They update pieces that fit into the
-    cache, by a `device_update`, or all variables as one vector (`flat_rule`).
+    with a `rule_state`. They update pieces that fit into the
+    cache, by a `device_update`, or all variables of a `center` as one vector.
 Wrappers: A `wrapper` holds another optimizer. `cross_shard` reduces gradients in groups
-    of ranks (`reducing`, `shard_reducer`); `one_sided` is the base of `sync_replicas`,
-    `drop_stale` and `agn`, which send gradients to a parameter server (`served`) on the
-    ranks that `servers` chooses; the `center` is what the server updates.
-Gradients: `checks` and `pairs` check what callers pass, `finite` finds NaN and
-    infinity; `slices` are for gradients of some rows.
+    of ranks (`shard_reducer`); `one_sided` is the base of `sync_replicas`, `drop_stale`
+    and `agn`, which send gradients to a parameter server on the ranks that `servers`
+    chooses; the `center` is what the server updates.
+Gradients: `checks` checks what callers pass, `finite` finds NaN and infinity; `slices`
+    are for gradients of some rows.
 State: `start` gives all ranks the same variables; `snapshot` copies and restores them.
 
 Imports `server`, `reducer` and the packages below them.
@@ -18,8 +18,7 @@ Imports `server`, `reducer` and the packages below them.
 
 from __future__ import annotations
 
-from hpcaccum.optimizers.agn import AGNOptimizer
-from hpcaccum.optimizers.agn_getter import AGNCustomGetter, get_variable
+from hpcaccum.optimizers.agn import AGNCustomGetter, AGNOptimizer, get_variable
 from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.cross_shard import CrossShardOptimizer, Reduction
 from hpcaccum.optimizers.drop_stale import DropStaleGradientOptimizer

@@ -12,11 +12,10 @@ from hpcaccum.device import all_on_device, copyto, cupy, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
-from hpcaccum.optimizers.agn_getter import AGNCustomGetter, UnknownVariableError
 from hpcaccum.optimizers.base import Optimizer, set_global_step
-from hpcaccum.optimizers.checks import check_variables
-from hpcaccum.optimizers.one_sided import OneSidedOptimizer, ServerOptions
-from hpcaccum.optimizers.pairs import check_pairs
+from hpcaccum.optimizers.checks import check_pairs
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.servers import ServerOptions
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import one_thread
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
+    from numpy.typing import ArrayLike
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
@@ -36,6 +36,74 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.rows import RowPlace
     from hpcaccum.server import Inbox, ParameterServer
+
+
+class UnknownVariableError(InvalidArgumentError, KeyError):
+    """Raised for a variable that was not created with the optimizer's getter."""
+
+    __str__ = ValueError.__str__
+
+
+class AGNCustomGetter:
+    """Collects the trainable variables that `get_variable` creates with it.
+
+    Args:
+        worker_device: Ignored.
+        comm: Communicator of the ranks; COMM_WORLD by default.
+        host: The rank that holds the center.
+
+    Attributes:
+        variables: The variables, by name.
+    """
+
+    def __init__(
+        self,
+        worker_device: object = None,
+        *,
+        comm: mpi4py_MPI.Comm | Group | None = None,
+        host: int = 0,
+    ) -> None:
+        self.comm, self.host = comm, host
+        self.variables: dict[str, Variable] = {}
+
+    def register(self, var: Variable) -> None:
+        """Add a variable if it is trainable.
+
+        Raises:
+            InvalidArgumentError: If a variable has the same name.
+        """
+        if var.name in self.variables:
+            raise InvalidArgumentError(f"variable {var.name!r} exists already")
+        if var.trainable:
+            self.variables[var.name] = var
+
+
+def get_variable(
+    name: str,
+    initial_value: ArrayLike,
+    *,
+    trainable: bool = True,
+    custom_getter: AGNCustomGetter,
+    sparse: bool = False,
+    capacity: int | None = None,
+) -> Variable:
+    """Return a new variable, registered with the getter of an `AGNOptimizer`.
+
+    Args:
+        name: As for `Variable`.
+        initial_value: Its array.
+        trainable: As for `Variable`.
+        custom_getter: The getter.
+        sparse: As for `Variable`.
+        capacity: As for `Variable`.
+
+    Raises:
+        TypeError, InvalidArgumentError: As `Variable`; or if the getter has a variable
+            of this name.
+    """
+    var = Variable(initial_value, name, trainable, sparse=sparse, capacity=capacity)
+    custom_getter.register(var)
+    return var
 
 
 class AGNOptimizer(OneSidedOptimizer):
@@ -166,7 +234,7 @@ class AGNOptimizer(OneSidedOptimizer):
     def _end_server(self) -> None:
         super()._end_server()
         # The local steps begin anew, too.
-        self.inner._forget(check_variables(self._variables))
+        self._kept_state(None).forget()
 
     def _check_registered(self, variables: Iterable[Variable]) -> None:
         if self._getter is None:
@@ -222,7 +290,7 @@ class AGNOptimizer(OneSidedOptimizer):
         server.check_present()
         if self._drops(pairs):
             receipt = server.drop(self._step)
-            self._drop_watch.note(receipt)
+            self._note(receipt)
             return receipt
         rows = copied_rows(pairs, self._rows.dtype)
         self._rows.check(rows)
@@ -233,7 +301,7 @@ class AGNOptimizer(OneSidedOptimizer):
             server.forget(rows)
             raise
         if receipt.sent:
-            self._drop_watch.note(receipt)
+            self._note(receipt)
             set_global_step(global_step, self._step)
         return receipt
 

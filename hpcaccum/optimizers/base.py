@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, SupportsFloat
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol, SupportsFloat
 
 import numpy as np
 
@@ -130,9 +130,9 @@ class Optimizer(abc.ABC):
                 or a mapping lacks a variable.
         """
         check_gate(gate_gradients)
-        variables = check_variables(self._variables if var_list is None else var_list)
+        variables = self._given_or_known(var_list)
         if self._variables is None:
-            self._remember(variables)
+            self.initialize(variables)
         factor = check_grad_loss(grad_loss)
         grads = check_loss_result(check_loss(loss)(), variables)
         pairs: Pairs = []
@@ -178,9 +178,8 @@ class Optimizer(abc.ABC):
         # Alone, a rank that raises is waited for; `apply_gradients` raises on all.
         if self.exchange is not ExchangeKind.COLLECTIVE:
             check_global_step(global_step)
-        compute, apply = self._halves()
         kept = KeptLoss(loss) if callable(loss) else loss
-        pairs = compute(
+        pairs = self.compute_gradients(
             kept,
             var_list,
             gate_gradients=gate_gradients,
@@ -188,61 +187,10 @@ class Optimizer(abc.ABC):
             colocate_gradients_with_ops=colocate_gradients_with_ops,
             grad_loss=grad_loss,
         )
-        result = apply(pairs, global_step, name)
+        result = self.apply_gradients(pairs, global_step, name)
         if isinstance(result, Receipt):
             return dataclasses.replace(result, loss=kept.value)
         return result
-
-    def _halves(self) -> tuple[Callable[..., Pairs], Callable[..., Receipt | None]]:
-        """Return the two calls that make up `minimize`."""
-        return self.compute_gradients, self.apply_gradients
-
-    def _remember(self, variables: list[Variable]) -> None:
-        """Initialize with the variables of the first `compute_gradients`."""
-        self.initialize(variables)
-
-    def _take_values(self, is_source: bool) -> None:  # noqa: B027
-        """Bring values that the program has set to the variables; may raise.
-
-        Args:
-            is_source: Whether those of this rank are assigned to all.
-        """
-
-    def _release(self) -> None:  # noqa: B027
-        """Free memory that the next update would allocate again."""
-
-    def _apply_to_center(self, rate: float | None, pairs: Pairs) -> None:
-        """Apply gradients, at the learning rate of the host if it is given."""
-        self.apply_gradients(pairs)
-
-    def _changed_options(self) -> Any:
-        """Return the options that have changed since the last call; None if none have.
-
-        Called on the host of several servers, which `_use_options` gives them. By
-        default, each server has the options of its own rank.
-        """
-        return None
-
-    def _use_options(self, changed: Any) -> None:  # noqa: B027
-        """Update the center with options of the host from now on."""
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether an update changes each element independently of the others.
-
-        If a `Rule` is elementwise, a server may divide its updates among ranks at any
-        element.
-        """
-        return False
-
-    def _needs_for_rows(self) -> str | None:
-        """Return what it lacks to be one whose updates surely change few rows.
-
-        None if an update with an `IndexedSlices` changes no other rows than those of
-        this gradient, neither of the variable nor of its state. Only then can ranks
-        copy the rows of gradients instead of the whole variable.
-        """
-        return f"an inner optimizer that is a rule of hpcaccum, not {self!r}"
 
     def get_name(self) -> str:
         """Return its name."""
@@ -271,10 +219,10 @@ class Optimizer(abc.ABC):
         Raises:
             InvalidArgumentError: If there are no variables yet.
         """
-        variables = self._snapshot_variables(None)
-        values = {var.name: var.value for var in variables}
-        state = self._kept_state(variables)
-        return snapshot_of(values, {key: plain(var) for key, var in state.items()})
+        state = self._kept_state(None)
+        values = {var.name: var.value for var in state.variables}
+        parts = state.parts()
+        return snapshot_of(values, {key: plain(var) for key, var in parts.items()})
 
     def restore(
         self, snapshot: Mapping[str, Any], var_list: Variables | None = None
@@ -289,41 +237,94 @@ class Optimizer(abc.ABC):
         Raises:
             TypeError, InvalidArgumentError: If they do not fit; nothing is changed.
         """
-        variables = self._snapshot_variables(var_list)
-        self._check_snapshot(snapshot, variables)
-        self.initialize(variables)
-        set_values(variables, snapshot)
-        self._restore_state(variables, snapshot["state"])
+        state = self._kept_state(var_list)
+        state.check(snapshot)
+        self.initialize(state.variables)
+        set_values(state.variables, snapshot)
+        state.set(snapshot["state"])
 
-    def _snapshot_variables(self, var_list: Variables | None) -> list[Variable]:
-        """Return checked variables; for None, all that this optimizer has."""
+    # The contract with wrappers and adapters, besides the interface above: the next
+    # five. For an optimizer of the user, the defaults are right.
+
+    # Gives the center the options of the host. If None, each server updates with those
+    # of its own rank.
+    _host_options: HostOptions | None = None
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether an update changes each element independently of the others.
+
+        If a `Rule` is elementwise, a server may divide its updates among ranks at any
+        element.
+        """
+        return False
+
+    def _needs_for_rows(self) -> str | None:
+        """Return what it lacks to be one whose updates surely change few rows.
+
+        None if an update with an `IndexedSlices` changes no other rows than those of
+        this gradient, neither of the variable nor of its state. Only then can ranks
+        copy the rows of gradients instead of the whole variable.
+        """
+        return f"an inner optimizer that is a rule of hpcaccum, not {self!r}"
+
+    def _kept_state(self, var_list: Variables | None) -> KeptState:
+        """Return the state of variables; for None, of all that this optimizer has."""
+        return KeptState(self, self._given_or_known(var_list))
+
+    def _release(self) -> None:  # noqa: B027
+        """Free memory that the next update would allocate again."""
+
+    def _given_or_known(self, var_list: Variables | None) -> list[Variable]:
+        """Return checked variables; for None, those of `initialize`."""
         return check_variables(self._variables if var_list is None else var_list)
 
-    def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
-        """Raise unless `restore` can use a snapshot for these variables."""
-        check_snapshot(snapshot, variables)
 
-    def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
-        """Return the state of variables, by names of a variable and of a slot."""
+class HostOptions(Protocol):
+    """The options of the host, with which all servers update the center."""
+
+    def changed(self) -> Sequence[Any]:
+        """Return what has changed since the last call, on the host; may be empty."""
+
+    def use(self, changed: Sequence[Any]) -> None:
+        """Update the center with changed options of the host from now on."""
+
+
+class KeptState:
+    """The state that an optimizer keeps of some variables, as snapshots have it.
+
+    Here it consists of the slots that the optimizer shows.
+
+    Args:
+        optimizer: Keeps the state.
+        variables: Those of which it is the state.
+
+    Attributes:
+        variables: As given.
+    """
+
+    def __init__(self, optimizer: Optimizer, variables: list[Variable]) -> None:
+        self._optimizer, self.variables = optimizer, variables
+
+    def parts(self) -> dict[Key, Variable]:
+        """Return the state, by names of a variable and of a part."""
         slots = {
-            (var.name, name): self.get_slot(var, name)
-            for var in variables
-            for name in self.get_slot_names()
+            (var.name, name): self._optimizer.get_slot(var, name)
+            for var in self.variables
+            for name in self._optimizer.get_slot_names()
         }
         return {key: slot for key, slot in slots.items() if slot is not None}
 
-    def _forget(self, variables: Iterable[Variable]) -> None:  # noqa: B027
-        """Drop the state of variables that it will not update any more."""
+    def check(self, snapshot: Any) -> None:
+        """Raise unless the variables and the state can be set to a snapshot."""
+        check_snapshot(snapshot, self.variables)
 
-    def _restore_state(
-        self, variables: Sequence[Variable], states: Mapping[str, Parts]
-    ) -> None:
-        """Set the state of variables to that of a snapshot."""
-        set_state(self._kept_state(variables), states, self._name)
-        self._state_changed(variables)
+    def set(self, states: Mapping[str, Parts]) -> None:
+        """Set the state to that of a snapshot."""
+        set_state(self.parts(), states, self._optimizer.get_name())
 
-    def _state_changed(self, variables: Iterable[Variable]) -> None:  # noqa: B027
-        """Note that the state of variables is that of earlier updates now."""
+    def forget(self) -> None:
+        """Drop the state, as the variables will not be updated any more."""
 
 
 def count_step(global_step: Variable | None) -> None:

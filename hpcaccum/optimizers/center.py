@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.checks import Pairs
-    from hpcaccum.optimizers.flat_rule import FlatRule
+    from hpcaccum.optimizers.rule_state import State
     from hpcaccum.optimizers.snapshot import Key, Parts
+    from hpcaccum.optimizers.update_rule import Given
     from hpcaccum.server import ParameterServer
 
 # A part of the state of a variable: its name and its value.
@@ -27,10 +27,90 @@ class ChangedOptions(NamedTuple):
     """What the host sends to all servers when its options have changed.
 
     Attributes:
-        changed: As `Optimizer._changed_options` returns them.
+        changed: As `HostOptions.changed` returns them.
     """
 
-    changed: Any
+    changed: Sequence[Any]
+
+
+class FlatRule:
+    """The updates of a `Rule`, for a server that divides them among ranks.
+
+    Args:
+        rule: Makes the updates.
+
+    Attributes:
+        slots: Name to initial value of its slots.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.slots: Mapping[str, float] = rule._slots()
+        # On the rank that counts updates.
+        self._states: Sequence[State] = ()
+
+    def set_variables(
+        self, variables: Sequence[Variable], slots: Mapping[str, Mapping[str, Array]]
+    ) -> None:
+        """Let the rule keep its slots in given arrays."""
+        self._states = [
+            self._rule._states.make(
+                var, {slot: slots[slot][var.name] for slot in slots}
+            )
+            for var in variables
+        ]
+
+    def move_slots(self) -> None:
+        """Move the slots to memory of their own, before the arrays are freed."""
+        for state in self._states:
+            state.move_slots()
+
+    def numbers(self) -> tuple[float, ...] | None:
+        """Return the numbers of the next update of all variables.
+
+        Returns:
+            None if the variables have had different numbers of updates.
+        """
+        earlier = {state.updates for state in self._states}
+        if len(earlier) != 1:
+            return None
+        step = earlier.pop()
+        return self._rule._numbers(self._rule._rate.at(lambda: step), step + 1)
+
+    def rate(self) -> float | None:
+        """Return the learning rate now; None if it depends on the updates so far."""
+        rate = self._rule._rate
+        return None if rate.takes_step else rate.at(lambda: 0)
+
+    def apply(self, rate: float | None, grads: Given) -> None:
+        """Update variables one by one, at the learning rate of the host if given."""
+        self._rule._apply_at(rate, grads)
+
+    def count(self) -> None:
+        """Count an update of all variables; the first makes their state visible."""
+        for state in self._states:
+            state.count()
+
+    def update(
+        self,
+        value: Array,
+        grad: Array,
+        slots: Sequence[Array],
+        scratch: Array,
+        numbers: Sequence[float],
+    ) -> None:
+        """Update some elements of the variables and of the slots."""
+        self._rule._update(value, grad, *slots, scratch, *numbers)
+
+
+def flat_rule(optimizer: Optimizer) -> FlatRule | None:
+    """Return the updates of an optimizer as those of a vector, None if they are not.
+
+    An optimizer of the user may be elementwise, but only a `Rule` can update pieces.
+    """
+    if isinstance(optimizer, Rule) and optimizer.elementwise:
+        return FlatRule(optimizer)
+    return None
 
 
 class Center:
@@ -67,7 +147,7 @@ class Center:
             self._flat.set_variables(variables, self._server.slots)
         self._inner.initialize(variables)
         if states is not None:
-            self._inner._restore_state(variables, states)
+            self._inner._kept_state(variables).set(states)
 
     def serve(self) -> None:
         """Begin to make updates."""
@@ -75,24 +155,32 @@ class Center:
 
     def _update(self, grads: Mapping[str, Array], rate: float | None) -> None:
         """Apply gradients, at the learning rate of the host if given."""
-        pairs: Pairs = [(grad, self._variables[name]) for name, grad in grads.items()]
-        self._inner._apply_to_center(rate, pairs)
+        pairs = [(grad, self._variables[name]) for name, grad in grads.items()]
+        if self._flat is not None:
+            self._flat.apply(rate, pairs)
+            return
+        options = self._inner._host_options
+        if options is not None and not self._server.is_sharded:
+            options.use(options.changed())
+        self._inner.apply_gradients(pairs)
 
     def _shared_rate(self) -> float | None:
         """Return the learning rate for all servers; None if each of them finds it.
 
         Called between two updates: options of the host that have changed are sent now.
         """
-        if isinstance(self._inner, Rule) and self._inner.elementwise:
-            return self._inner._shared_rate()
-        if (options := self._inner._changed_options()) is not None:
-            self._server.ask(ChangedOptions(options))
+        if self._flat is not None:
+            return self._flat.rate()
+        options = self._inner._host_options
+        if options is not None and (changed := options.changed()):
+            self._server.ask(ChangedOptions(changed))
         return None
 
     def _answer(self, question: str | ChangedOptions | None) -> dict[Key, StatePart]:
         """Return the state of a variable, or of all that this server has."""
         if isinstance(question, ChangedOptions):
-            self._inner._use_options(question.changed)
+            assert self._inner._host_options is not None
+            self._inner._host_options.use(question.changed)
             return {}
         variables = self._variables.values()
         wanted = [var for var in variables if question in (None, var.name)]
@@ -132,7 +220,8 @@ class Center:
 
     def forget(self) -> None:
         """Drop the state of the variables, after the server is freed."""
-        self._inner._forget(self._variables.values())
+        if self._variables:
+            self._inner._kept_state(self._variables.values()).forget()
 
     def free(self) -> None:
         """Move all of it to memory of its own, after the server is freed."""
@@ -147,8 +236,8 @@ def kept_state(
     optimizer: Optimizer, variables: Iterable[Variable]
 ) -> dict[Key, StatePart]:
     """Return the state of variables: of each part, its name and its value."""
-    kept = optimizer._kept_state(variables)
-    return {key: (var.name, plain(var)) for key, var in kept.items()}
+    parts = optimizer._kept_state(variables).parts()
+    return {key: (var.name, plain(var)) for key, var in parts.items()}
 
 
 def _whole(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -13,19 +12,23 @@ from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, scaled
-from hpcaccum.optimizers.checks import check_groups, check_variables, listed
-from hpcaccum.optimizers.learning_rate import finite
-from hpcaccum.optimizers.pairs import check_pairs
-from hpcaccum.optimizers.shard_layout import (
+from hpcaccum.optimizers.checks import (
+    check_groups,
+    check_pairs,
+    check_variables,
+    listed,
+)
+from hpcaccum.optimizers.shard_reducer import (
+    ShardReducer,
     check_wire_dtype,
     device_sums,
     layout_of,
     row_formats,
 )
-from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.optimizers.slices import exchanged, with_sums
-from hpcaccum.optimizers.snapshot import counts_of, set_state, set_values
+from hpcaccum.optimizers.snapshot import counts_of, set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
+from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.reducer import check_schedule
 
@@ -254,23 +257,21 @@ class CrossShardOptimizer(Wrapper):
         sparse = {var.name for var in check_variables(self._variables) if var.sparse}
         return {name: array for name, array in arrays.items() if name not in sparse}
 
-    def _halves(self) -> tuple[Callable[..., Pairs], Callable[..., Receipt | None]]:
-        # Nothing sees the gradients between the two calls of minimize, so the reduction
-        # can divide them, which saves a pass over memory; unless a call is overridden.
-        if not self._divides or self._overrides():
-            return super()._halves()
-        return self._compute, functools.partial(self._apply, parts=None)
-
     @property
     def _divides(self) -> bool:
         """Whether `compute_gradients` divides."""
         return self._options["reduction"] == Reduction.MEAN and self._parts > 1
 
-    def _overrides(self) -> bool:
-        """Whether a subclass, or this instance, replaces one of the two calls."""
+    def _is_whole_step(self) -> bool:
+        """Whether `minimize` is running, with the two calls of this class.
+
+        Nothing sees the gradients between the calls, so the reduction can divide them,
+        which saves a pass over memory.
+        """
         calls = self.compute_gradients, self.apply_gradients
         own = CrossShardOptimizer.compute_gradients, CrossShardOptimizer.apply_gradients
-        return tuple(getattr(call, "__func__", None) for call in calls) != own
+        found = tuple(getattr(call, "__func__", None) for call in calls)
+        return self._in_minimize and found == own
 
     @one_thread
     def compute_gradients(
@@ -284,19 +285,6 @@ class CrossShardOptimizer(Wrapper):
             InvalidArgumentError, TypeError: On every rank of the group, if the loss of
                 one rank does not return gradients of its variables.
         """
-        pairs = self._compute(loss, var_list, *args, **kwargs)
-        if not self._divides:
-            return pairs
-        # Not in place: another gradient may lie in the same memory.
-        scale = 1 / self._parts
-        return [
-            (None if grad is None else scaled(grad, scale), var) for grad, var in pairs
-        ]
-
-    def _compute(
-        self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
-    ) -> Pairs:
-        """Compute the gradients, not yet divided by the size of the group."""
         variables = self._variables if var_list is None else listed(var_list)
         shard = self._ensure_initialized(variables)
         # Other ranks may still read what the loss writes to.
@@ -307,10 +295,17 @@ class CrossShardOptimizer(Wrapper):
         # they wait for a call that this rank never makes.
         shard.computed += 1
         try:
-            return self.inner.compute_gradients(loss, variables, *args, **kwargs)
+            pairs = self.inner.compute_gradients(loss, variables, *args, **kwargs)
         except (TypeError, InvalidArgumentError) as error:
             # The other ranks wait for this one in their `apply_gradients`.
             self._fail(error)
+        if not self._divides or self._is_whole_step():
+            return pairs
+        # Not in place: another gradient may lie in the same memory.
+        scale = 1 / self._parts
+        return [
+            (None if grad is None else scaled(grad, scale), var) for grad, var in pairs
+        ]
 
     @one_thread
     def apply_gradients(
@@ -344,17 +339,6 @@ class CrossShardOptimizer(Wrapper):
                 ended an earlier call after other ranks could use its gradients;
                 `restore` on all ranks makes their variables the same again.
         """
-        parts = self._parts if self._divides else 0
-        return self._apply(grads_and_vars, global_step, name, parts=parts)
-
-    def _apply(
-        self,
-        grads_and_vars: PairsLike,
-        global_step: Variable | None,
-        name: str | None,
-        *,
-        parts: int | None,
-    ) -> Receipt:
         try:
             pairs, grads, skips = self._checked(grads_and_vars, global_step)
         except (TypeError, InvalidArgumentError) as error:
@@ -363,7 +347,8 @@ class CrossShardOptimizer(Wrapper):
         receipt = Receipt(not skips, shard.step, shard.step, nonfinite=skips)
         shard.rates = [finite(getattr(self.inner, "learning_rate", None))]
         out = {name: self._sums[name] for name in grads} if self._sums else None
-        sums = shard.reduce(grads, out, parts, skips=skips)
+        parts = None if self._is_whole_step() else self._parts
+        sums = shard.reduce(grads, out, parts if self._divides else 0, skips=skips)
         if sums is None:
             return receipt
         shard.count()
@@ -433,13 +418,14 @@ class CrossShardOptimizer(Wrapper):
         what, first = self._call("restore"), self._group.rank == 0
 
         def check() -> tuple[list[Variable], Mapping[str, Any]]:
-            variables = self._snapshot_variables(listed(var_list))
+            wanted = self._variables if var_list is None else listed(var_list)
+            variables = self._check_start(wanted)
             if self._shard is not None:
                 self._shard.check_present()
                 self._check_known(variables)
             if not first:
                 return variables, {}
-            self._check_snapshot(snapshot, variables)
+            self._kept_state(variables).check(snapshot)
             return variables, counts_of(snapshot)
 
         variables, counts = self._group.agree(
@@ -463,16 +449,15 @@ class CrossShardOptimizer(Wrapper):
 
     def _share_state(self, variables: list[Variable], snapshot: Any, what: str) -> None:
         """Set the state on all ranks of a group to that of the first. Collective."""
-        kept = self._kept_state(variables)
+        state = self._kept_state(variables)
 
         def fill() -> dict[str, object]:
             if self._group.rank == 0:
-                set_state(kept, snapshot["state"], self.get_name())
+                state.set(snapshot["state"])
             return {}
 
         self._group.agree(what, fill)
-        broadcast(self._group, kept.values(), what)
-        self._state_changed(variables)
+        broadcast(self._group, state.parts().values(), what)
 
     @one_thread
     def assign(self) -> None:
@@ -488,7 +473,7 @@ class CrossShardOptimizer(Wrapper):
         self._check_open()
         self._any_shard()
         what, first = self._call("assign"), self._group.rank == 0
-        self._group.agree(what, lambda: self.inner._take_values(first), lambda _: {})
+        self._group.agree(what, lambda: self.before_assign(first), lambda _: {})
         broadcast(self._group, check_variables(self._variables), what)
 
     @property

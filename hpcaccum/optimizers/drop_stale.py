@@ -6,7 +6,8 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.one_sided import OneSidedOptimizer, ServerOptions
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.servers import ServerOptions
 from hpcaccum.server import BoundedStalenessInbox
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from hpcaccum.device import cupy, is_device, largest
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import scaled
-from hpcaccum.optimizers.learning_rate import checked_number
-from hpcaccum.optimizers.pairs import check_pairs
+from hpcaccum.optimizers.checks import check_pairs
+from hpcaccum.optimizers.update_rule import checked_number
 from hpcaccum.rows import IndexedSlices, rows_of
 
 if TYPE_CHECKING:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, to_host
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.errors import InvalidArgumentError, counted
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
-from hpcaccum.optimizers.center import Center
+from hpcaccum.optimizers.center import Center, FlatRule, flat_rule
 from hpcaccum.optimizers.checks import (
     capacities,
+    check_pairs,
     check_sparse,
     check_variables,
     declared,
     listed,
 )
-from hpcaccum.optimizers.drop_watch import DropWatch
-from hpcaccum.optimizers.flat_rule import FlatRule, flat_rule
-from hpcaccum.optimizers.pairs import check_pairs
-from hpcaccum.optimizers.servers import Servers, check_nodes, server_ranks, spread
+from hpcaccum.optimizers.servers import ServerOptions, check_nodes, spread
 from hpcaccum.optimizers.slices import pushed
 from hpcaccum.optimizers.snapshot import counts_of, set_values
 from hpcaccum.optimizers.start import broadcast, warn_of_wider
@@ -35,26 +32,16 @@ from hpcaccum.server import ParameterServer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from mpi4py import MPI as mpi4py_MPI
-
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
-    from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.rows import RowPlace
     from hpcaccum.server import Inbox
 
+logger = logging.getLogger("hpcaccum")
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """Where the parameters of a one-sided optimizer are; see `OneSidedOptimizer`."""
-
-    comm: mpi4py_MPI.Comm | Group | None
-    host: int
-    dedicated: bool
-    servers: Servers
-    on_nonfinite: OnNonfinite
-    min_workers: int
+# Gradients that are dropped one after the other before a warning.
+_MANY = 20
 
 
 class OneSidedOptimizer(Wrapper):
@@ -123,20 +110,10 @@ class OneSidedOptimizer(Wrapper):
         check: Callable[[], Mapping[str, Any]],
         options: ServerOptions,
     ) -> None:
-        group, dedicated = Group.of(options.comm), options.dedicated
+        group = Group.of(options.comm)
 
         def check_all() -> dict[str, Any]:
-            first, ranks = server_ranks(
-                options.servers, options.host, group.size, dedicated
-            )
-            return {
-                "optimizer": opt,
-                "host": first,
-                "servers": ranks,
-                "dedicated": bool(dedicated),
-                "min_workers": positive_count(options.min_workers, "min_workers"),
-                **check(),
-            }
+            return {"optimizer": opt, **options.facts(group.size), **check()}
 
         super().__init__(opt, name, group, check_all, options.on_nonfinite)
         self._root: int = self._options["host"]
@@ -151,7 +128,8 @@ class OneSidedOptimizer(Wrapper):
         # What `restore` begins with: the counts, and on the host the state.
         self._earlier: Mapping[str, Any] = {}
         self._restored: Mapping[str, Any] | None = None
-        self._drop_watch = DropWatch(name, group.rank, self._bound())
+        # Gradients of this rank that were dropped one after the other.
+        self._dropped, self._warned = 0, False
 
     def _bound(self) -> str:
         """Return which gradients are accepted, for messages."""
@@ -188,6 +166,8 @@ class OneSidedOptimizer(Wrapper):
         flat = flat_rule(self.inner)
         server = self._server = self._make_server(variables, flat)
         center = self._center = Center(self.inner, flat, server, self._values)
+        # Without slots: it computes gradients of these, but updates the center's.
+        Optimizer.initialize(self.inner, variables)
         states = server.divide(self._restored)
         self._group.agree(what, lambda: center.prepare(states), lambda _: {})
         if server.is_server:
@@ -365,8 +345,23 @@ class OneSidedOptimizer(Wrapper):
             receipt = server.push(grads, self._local_step)
             self._after(server, receipt)
         set_global_step(global_step, self._step)
-        self._drop_watch.note(receipt)
+        self._note(receipt)
         return receipt
+
+    def _note(self, receipt: Receipt) -> None:
+        """Warn, once, when the last gradients of this rank were all dropped."""
+        self._dropped = 0 if receipt else self._dropped + 1
+        if self._dropped == _MANY and not self._warned:
+            self._warned = True
+            late = f"was {counted(receipt.lag, 'update')} late, and {self._bound()}"
+            logger.warning(
+                "%s: the last %d gradients of rank %d were all dropped, so the data of "
+                "this rank are not in the model; the last gradient %s",
+                self.get_name(),
+                _MANY,
+                self._group.rank,
+                "was not finite" if receipt.nonfinite else late,
+            )
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:
         """Pull after a push: wait for its update, or do not wait if it was dropped."""
@@ -402,7 +397,7 @@ class OneSidedOptimizer(Wrapper):
                 self._check_known(variables)
             if not host:
                 return variables, {}
-            self._check_snapshot(snapshot, variables)
+            self._kept_state(variables).check(snapshot)
             return variables, counts_of(snapshot)
 
         variables, counts = self._group.agree(
@@ -450,7 +445,7 @@ class OneSidedOptimizer(Wrapper):
 
         def check() -> None:
             server.check_not_paused("assign()")
-            self.inner._take_values(self._group.rank == server.source)
+            self.before_assign(self._group.rank == server.source)
 
         try:
             self._group.agree(what, check, lambda _: {})

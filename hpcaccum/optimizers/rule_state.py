@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,59 +71,41 @@ class State:
 
 
 class States:
-    """The states of the variables of a rule, in the order of the first updates.
+    """The states of the variables of a rule, in the order in which they are made.
 
-    A state may be made earlier, but is shown only from the first update on. Several
-    threads may use it.
+    Those of variables that have not been updated yet are not visible. Several threads
+    may use it.
 
     Args:
         name: Of the rule.
-
-    Attributes:
-        shown: Those that are shown, by variable.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.shown: dict[Variable, State] = {}
-        self._hidden: dict[Variable, State] = {}
-        # Reentrant, also for a signal handler that takes a snapshot.
-        self._lock = threading.RLock()
+        self._made: dict[Variable, State] = {}
 
     def __iter__(self) -> Iterator[State]:
-        """Iterate over those that are shown now."""
-        with self._lock:
-            return iter(list(self.shown.values()))
+        """Iterate over those that are visible now."""
+        return (state for state in self._made.copy().values() if state.updates)
+
+    def find(self, variable: Variable) -> State | None:
+        """Return the state of a variable if it is visible."""
+        state = self._made.get(variable)
+        return state if state is not None and state.updates else None
 
     def make(self, variable: Variable, slots: Slots) -> State:
-        """Return the state of a variable; make a hidden one if there is none."""
-        with self._lock:
-            state = self.shown.get(variable) or self._hidden.get(variable)
-            if state is None:
-                state = self._hidden[variable] = State(variable, self._name, slots)
-            return state
-
-    def show(self, variable: Variable, slots: Slots) -> State:
-        """Return the state of a variable, made as by `make`; show it from now on."""
-        with self._lock:
-            state = self.shown[variable] = self.make(variable, slots)
-            self._hidden.pop(variable, None)
-            return state
-
-    def show_counted(self, variables: Iterable[Variable]) -> None:
-        """Show the states of variables that have been updated elsewhere."""
-        with self._lock:
-            for variable in variables:
-                state = self._hidden.get(variable)
-                if state is not None and state.updates:
-                    self.shown[variable] = self._hidden.pop(variable)
+        """Return the state of a variable, visible or not; make it if there is none."""
+        state = self._made.get(variable)
+        if state is None:
+            # Another thread may have made it meanwhile.
+            new = State(variable, self._name, slots)
+            state = self._made.setdefault(variable, new)
+        return state
 
     def forget(self, variables: Iterable[Variable]) -> None:
         """Drop the states of variables."""
-        with self._lock:
-            for variable in variables:
-                self.shown.pop(variable, None)
-                self._hidden.pop(variable, None)
+        for variable in variables:
+            self._made.pop(variable, None)
 
 
 def _filled(like: Array, number: float, dtype: np.dtype[Any]) -> Array:

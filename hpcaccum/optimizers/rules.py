@@ -13,8 +13,7 @@ import numpy as np
 
 from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.learning_rate import Rate, checked_number
-from hpcaccum.optimizers.update_rule import Rule
+from hpcaccum.optimizers.update_rule import Rate, Rule, checked_number
 
 
 class SGD(Rule):

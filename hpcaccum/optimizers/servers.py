@@ -1,17 +1,21 @@
-"""Which ranks hold the center of a one-sided optimizer."""
+"""Which ranks hold the center of a one-sided optimizer, and the options that say so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpcaccum.arguments import rank_number
+from hpcaccum.arguments import positive_count, rank_number
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
+    from mpi4py import MPI as mpi4py_MPI
+
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
+    from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.variable import Variable
 
 # What `servers=` accepts.
@@ -24,7 +28,29 @@ AUTO = "auto"
 _LARGE = 1 << 20
 
 
-def server_ranks(
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where the parameters of a one-sided optimizer are; see `OneSidedOptimizer`."""
+
+    comm: mpi4py_MPI.Comm | Group | None
+    host: int
+    dedicated: bool
+    servers: Servers
+    on_nonfinite: OnNonfinite
+    min_workers: int
+
+    def facts(self, size: int) -> dict[str, Any]:
+        """Return what must be the same on all of so many ranks, checked, by name."""
+        host, ranks = _server_ranks(self.servers, self.host, size, self.dedicated)
+        return {
+            "host": host,
+            "servers": ranks,
+            "dedicated": bool(self.dedicated),
+            "min_workers": positive_count(self.min_workers, "min_workers"),
+        }
+
+
+def _server_ranks(
     servers: Any, host: Any, size: int, dedicated: bool
 ) -> tuple[int, tuple[int, ...] | None]:
     """Return the host, and the ranks that hold the center; None for "auto"."""

@@ -1,7 +1,8 @@
-"""The reduction of gradients in a shard group, whose ranks may leave."""
+"""The reduction of gradients in a shard group, whose ranks may leave; its layouts."""
 
 from __future__ import annotations
 
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -9,22 +10,24 @@ import numpy as np
 
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import converted
+from hpcaccum.device import cupy, is_device
+from hpcaccum.dtypes import accumulation_dtype, float_dtype
 from hpcaccum.errors import (
     NO_MORE_DATA,
     BrokenObjectError,
     DisagreementError,
     InvalidArgumentError,
 )
+from hpcaccum.layout import Layout
 from hpcaccum.reducer import Interruption, Reducer
-from hpcaccum.rows import RowExchange, Rows
+from hpcaccum.rows import RowExchange, RowFormat, Rows, digits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpcaccum.dtypes import Array
-    from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
-    from hpcaccum.rows import RowFormat
+    from hpcaccum.optimizers.variable import Variable
 
 T = TypeVar("T")
 
@@ -44,7 +47,7 @@ class ShardReducer:
 
     Args:
         group: The ranks.
-        layout: Of the gradients; see `shard_layout`.
+        layout: Of the gradients; see `layout_of`.
         name: For messages.
         options: Those of a `Reducer`, by name; rows travel in their own dtype.
         rows: The formats of gradients that are rows, by name.
@@ -391,3 +394,41 @@ def _mean(
     for name, array in (out or {}).items():
         array[...] = converted(means[name], array.dtype)
     return means
+
+
+# What is reduced, and memory for results
+
+
+def layout_of(variables: Iterable[Variable], ranks: int) -> Layout:
+    """Return the layout of what is reduced of gradients by so many ranks.
+
+    Of rows of a sparse variable these are their numbers; see `RowExchange`.
+    """
+    rows = row_formats(variables)
+    marks = {n: np.zeros((ranks, digits(each)), np.float32) for n, each in rows.items()}
+    return Layout.of({v.name: marks.get(v.name, v.value) for v in variables})
+
+
+def row_formats(variables: Iterable[Variable]) -> dict[str, RowFormat]:
+    """Return the formats of the gradients of sparse variables, by name."""
+    return {
+        var.name: RowFormat(
+            len(var.value), prod(var.shape[1:]), accumulation_dtype(var.dtype)
+        )
+        for var in variables
+        if var.sparse
+    }
+
+
+def device_sums(variables: Sequence[Variable]) -> dict[str, Array]:
+    """Return memory for the results of variables on a device; nothing for others."""
+    values = {var.name: var.value for var in variables}
+    if not is_device(variables[0].value):
+        return {}
+    layout = Layout.of(values)
+    return layout.views(cupy().zeros(layout.size, layout.dtype))
+
+
+def check_wire_dtype(wire_dtype: Any) -> str | None:
+    """Return the name of a dtype in which gradients may travel; None for their own."""
+    return None if wire_dtype is None else str(float_dtype(wire_dtype, "wire_dtype"))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.arguments import positive_count
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.one_sided import OneSidedOptimizer, ServerOptions
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.servers import ServerOptions
 from hpcaccum.server import QuorumInbox
 
 if TYPE_CHECKING:

@@ -6,19 +6,28 @@ A rule changes arrays in place: those in CPU memory in pieces, those on a device
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import math
+import numbers
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
 from hpcaccum.device import Entry, cupy
 from hpcaccum.dtypes import Array, accumulation_dtype
-from hpcaccum.optimizers.base import Optimizer, count_step
-from hpcaccum.optimizers.checks import Pairs, PairsLike, Variables, check_global_step
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.optimizers.base import KeptState, Optimizer, count_step
+from hpcaccum.optimizers.checks import (
+    PairsLike,
+    Variables,
+    as_pairs,
+    check_global_step,
+    check_gradients,
+)
 from hpcaccum.optimizers.device_update import Launch, Updates
-from hpcaccum.optimizers.learning_rate import Rate, RateOfStep
-from hpcaccum.optimizers.pairs import as_pairs, check_gradients
 from hpcaccum.optimizers.rule_state import State, States
 from hpcaccum.optimizers.slices import Gradient, detached
 from hpcaccum.optimizers.snapshot import Key, check_state
@@ -27,13 +36,12 @@ from hpcaccum.rows import IndexedSlices, Rows, rows_of
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from hpcaccum.dtypes import Array
-
     # Called with pieces of the value, of the gradient and of the slots, with working
     # memory of the same size, and with numbers. The arrays are vectors of one dtype.
     Update = Callable[..., None]
+
+# A learning rate: a number, or a callable that returns one.
+Rate = float | Callable[[], float] | Callable[[int], float]
 
 # Pairs of which no gradient is None.
 Given = Sequence[tuple[Gradient, Variable]]
@@ -75,10 +83,6 @@ class Rule(Optimizer):
         self._states = States(name)
         self._on_device = Updates()
         self._scratch = Scratch()
-
-    def _shared_rate(self) -> float | None:
-        """Return the learning rate now; None if it depends on the updates so far."""
-        return None if self._rate.takes_step else self._rate.at(lambda: 0)
 
     @property
     def learning_rate(self) -> Rate:
@@ -144,18 +148,13 @@ class Rule(Optimizer):
         """
         super().initialize(var_list)
         states = [
-            self._states.make(variable, self._slots())
+            self._state(variable)
             for variable in self._variables or []
             if is_float(variable.dtype)
         ]
         if any(state.on_device for state in states):
             # The first update may be on another stream.
             cupy().cuda.get_current_stream().synchronize()
-
-    def _remember(self, variables: list[Variable]) -> None:
-        # No slots: a one-sided optimizer computes gradients on all ranks, but the
-        # variables that its inner one updates are those of the center.
-        super().initialize(variables)
 
     @traced("update")
     def apply_gradients(
@@ -184,13 +183,6 @@ class Rule(Optimizer):
         check_global_step(global_step)
         self._apply_at(None, given, found)
         count_step(global_step)
-
-    def _apply_to_center(self, rate: float | None, pairs: Pairs) -> None:
-        if self.elementwise:
-            given = [(grad, var) for grad, var in pairs if grad is not None]
-            self._apply_at(rate, given)
-        else:
-            super()._apply_to_center(rate, pairs)
 
     def _apply_at(
         self, rate: float | None, given: Given, found: Entry[Launch] | None = None
@@ -243,17 +235,16 @@ class Rule(Optimizer):
 
     def _updates(self, pairs: Given) -> int:
         """Return the largest number of earlier updates of these variables."""
-        states = [self._states.shown.get(variable) for _, variable in pairs]
+        states = [self._states.find(variable) for _, variable in pairs]
         return max(state.updates if state else 0 for state in states)
 
     def _state(self, variable: Variable) -> State:
-        """Return the state of a variable, which `get_slot` shows from now on."""
-        state = self._states.shown.get(variable)
-        return state or self._states.show(variable, self._slots())
+        """Return the state of a variable, which its first update makes visible."""
+        return self._states.make(variable, self._slots())
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return the slot ``name`` of ``var``; None before its first update."""
-        state = self._states.shown.get(var)
+        state = self._states.find(var)
         return None if state is None else state.slots.get(name)
 
     def get_slot_names(self) -> list[str]:
@@ -263,7 +254,7 @@ class Rule(Optimizer):
     def variables(self) -> list[Variable]:
         """Return the slots of all updated variables; for Adam, their steps too.
 
-        In the order of the first updates.
+        In the order in which they were made, by `initialize` or by a first update.
         """
         return [
             variable
@@ -271,37 +262,40 @@ class Rule(Optimizer):
             for variable in (*state.slots.values(), *[state.step] * self._counts)
         ]
 
-    # Snapshots
-
-    def _snapshot_variables(self, var_list: Variables | None) -> list[Variable]:
+    def _kept_state(self, var_list: Variables | None) -> KeptState:
         updated = [state.variable for state in self._states]
         if var_list is None and updated:
             # Also those that were only given to `apply_gradients`.
             var_list = list(dict.fromkeys([*(self._variables or ()), *updated]))
-        return super()._snapshot_variables(var_list)
-
-    def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
-        super()._check_snapshot(snapshot, variables)
-        check_state(self._name, snapshot, variables, self.get_slot_names())
-
-    def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
-        return {
-            (var.name, name): part
-            for var in variables
-            if is_float(var.dtype)
-            for name, part in self._states.make(var, self._slots()).parts().items()
-        }
-
-    def _state_changed(self, variables: Iterable[Variable]) -> None:
-        self._states.show_counted(variables)
-
-    def _forget(self, variables: Iterable[Variable]) -> None:
-        self._states.forget(variables)
-        # Its launches update the states that it has dropped.
-        self._on_device.clear()
+        return _KeptByRule(self, self._given_or_known(var_list))
 
     def _release(self) -> None:
         self._on_device.clear()
+
+
+class _KeptByRule(KeptState):
+    """The slots and counts of variables; made if there are none yet."""
+
+    _optimizer: Rule
+
+    def parts(self) -> dict[Key, Variable]:
+        return {
+            (var.name, name): part
+            for var in self.variables
+            if is_float(var.dtype)
+            for name, part in self._optimizer._state(var).parts().items()
+        }
+
+    def check(self, snapshot: Any) -> None:
+        super().check(snapshot)
+        rule = self._optimizer
+        slots = rule.get_slot_names()
+        check_state(rule.get_name(), snapshot, self.variables, slots)
+
+    def forget(self) -> None:
+        self._optimizer._states.forget(self.variables)
+        # Its launches update the states that it has dropped.
+        self._optimizer._release()
 
 
 def _ready(updates: Sequence[tuple[Gradient, State]]) -> Sequence[Array | Rows]:
@@ -380,3 +374,73 @@ def update_rows(
         update(value, grad, *slots, scratch[: grad.size], *numbers)
         for array, piece in zip(arrays, [value, *slots], strict=True):
             array[places] = piece.reshape(len(places), *array.shape[1:])
+
+
+# Learning rates
+
+_RATE = "learning_rate"
+
+
+def checked_number(value: Any, name: str, low: float, high: float = math.inf) -> float:
+    """Return a finite number in [low, high)."""
+    if isinstance(value, np.ndarray) and value.shape == ():
+        value = value[()]
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or not low <= value < high:
+        raise InvalidArgumentError(
+            f"{name} must be a number {_span(low, high)}, got {value!r}"
+        )
+    return float(value)
+
+
+def _span(low: float, high: float) -> str:
+    if high < math.inf:
+        return f"of at least {low:g} and less than {high:g}"
+    return f"of at least {low:g}" if low > -math.inf else "that is finite"
+
+
+def finite(rate: object) -> float | None:
+    """Return a learning rate if it is a finite number; None if it is anything else."""
+    # The common case first, as this is called in each step.
+    if type(rate) is float or isinstance(rate, numbers.Real):
+        return float(rate) if math.isfinite(rate) else None
+    return None
+
+
+class RateOfStep:
+    """A checked learning rate: a number, or the result of a callable.
+
+    Raises:
+        InvalidArgumentError: If it is neither a number in range nor a callable with at
+            most one required argument.
+    """
+
+    def __init__(self, rate: Any) -> None:
+        self.given, self.takes_step = rate, False
+        if callable(rate):
+            self.takes_step = _takes_step(rate)
+        else:
+            self.given = checked_number(rate, _RATE, 0)
+
+    def at(self, step: Callable[[], int]) -> float:
+        """Return the rate of an update; ``step`` returns the number of earlier ones."""
+        if not callable(self.given):
+            return self.given  # type: ignore[no-any-return]
+        rate = self.given(step()) if self.takes_step else self.given()
+        return checked_number(rate, _RATE, 0)
+
+
+def _takes_step(rate: Callable[..., Any]) -> bool:
+    """Whether a callable requires an argument; an optional one is left out."""
+    try:
+        signature = inspect.signature(rate)
+    except (TypeError, ValueError):
+        return False
+    for arguments in ((), (0,)):
+        with contextlib.suppress(TypeError):
+            signature.bind(*arguments)
+            return bool(arguments)
+    raise InvalidArgumentError(
+        f"{_RATE} must be a number, or a callable without arguments or with one, the "
+        f"step; got a callable of {signature}"
+    )

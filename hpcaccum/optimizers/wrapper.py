@@ -19,7 +19,7 @@ from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable
-from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
+from hpcaccum.optimizers.base import ExchangeKind, KeptState, Optimizer, set_global_step
 from hpcaccum.optimizers.checks import (
     check_global_step,
     check_name,
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.learning_rate import Rate
-    from hpcaccum.optimizers.snapshot import Key
+    from hpcaccum.optimizers.update_rule import Rate
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -83,6 +82,8 @@ class Wrapper(Freeable, Optimizer):
 
     Attributes:
         inner: The other optimizer.
+        before_assign: Called by `assign` with whether the values of this rank are
+            assigned to all. An adapter brings them to the variables; it may raise.
 
     Raises:
         TypeError: On every rank, if ``inner`` is not an optimizer.
@@ -90,6 +91,9 @@ class Wrapper(Freeable, Optimizer):
             that this optimizer does not allow.
         DisagreementError: On every rank, if an option differs.
     """
+
+    # Whether `minimize` is running.
+    _in_minimize = False
 
     def __init__(
         self,
@@ -108,6 +112,7 @@ class Wrapper(Freeable, Optimizer):
         self._options = group.agree(type(self).__name__, check_all)
         super().__init__(name)
         self.inner, self._group = inner, group
+        self.before_assign: Callable[[bool], None] = lambda _: None
         # Held during calls of `one_thread`, which call each other.
         self._in_call = threading.RLock()
         # Arrays of the variables, by name; empty before `initialize`.
@@ -158,16 +163,20 @@ class Wrapper(Freeable, Optimizer):
         Returns:
             The receipt of `apply_gradients`, with the value of ``loss``.
         """
-        receipt = super().minimize(
-            loss,
-            global_step,
-            var_list,
-            gate_gradients,
-            aggregation_method,
-            colocate_gradients_with_ops,
-            name,
-            grad_loss,
-        )
+        self._in_minimize = True
+        try:
+            receipt = super().minimize(
+                loss,
+                global_step,
+                var_list,
+                gate_gradients,
+                aggregation_method,
+                colocate_gradients_with_ops,
+                name,
+                grad_loss,
+            )
+        finally:
+            self._in_minimize = False
         # Each optimizer that exchanges gradients returns one.
         return cast("Receipt", receipt)
 
@@ -276,15 +285,8 @@ class Wrapper(Freeable, Optimizer):
             )
         return part
 
-    def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
-        check_trainable(variables)
-        self.inner._check_snapshot(snapshot, variables)
-
-    def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
-        return self.inner._kept_state(variables)
-
-    def _state_changed(self, variables: Iterable[Variable]) -> None:
-        self.inner._state_changed(variables)
+    def _kept_state(self, var_list: Variables | None) -> KeptState:
+        return self.inner._kept_state(self._given_or_known(var_list))
 
     @overload
     def center(self, var: Variable) -> Array: ...

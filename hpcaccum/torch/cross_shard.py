@@ -280,12 +280,11 @@ class CrossShard(Adapter):
         }
         formats = self._group.allgather(formats, what)[self._root]
         # All ranks have the same state, with the values of the root after `restore`.
-        self._rule.set_state(
-            self._rule.own,
+        self._rule._kept_state(self._rule.own).set(
             {
                 name: {part: _blank(each) for part, each in parts.items()}
                 for name, parts in formats.items()
-            },
+            }
         )
         self.zero_grad()
         self._exchange.restore(snapshot, self._rule.own)

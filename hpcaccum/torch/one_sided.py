@@ -184,7 +184,7 @@ class OneSided(Adapter):
         self._gradients.clear()
         # The state of local updates, of AGN, begins anew.
         self.state.clear()
-        self._exchange = self._make()
+        self._exchange = self._prepared()
         self._exchange.restore(snapshot, self._rule.own)
 
     def _before_free(self) -> None:

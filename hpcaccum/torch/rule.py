@@ -12,7 +12,8 @@ import torch
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import Optimizer, Variable
-from hpcaccum.optimizers.learning_rate import finite
+from hpcaccum.optimizers.base import KeptState
+from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.rows import IndexedSlices
 from hpcaccum.torch.rows import gradient_of, needs_for_rows
 from hpcaccum.torch.tensors import CPU, array_of, laid_out, tensor_of
@@ -41,6 +42,53 @@ class _Target(NamedTuple):
     tensors: Mapping[str, Any]
 
 
+class _GroupOptions:
+    """The options of the parameter groups of an optimizer, as a center has them.
+
+    Args:
+        optimizer: Of PyTorch.
+
+    Attributes:
+        center: The parameter groups of the center, on its rank.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._sizes = optimizer, _sizes(optimizer)
+        self.center: Sequence[dict[str, Any]] | None = None
+        # Those that the center, or all servers, have, of each parameter group.
+        self._copied: list[dict[str, Any]] = [{} for _ in self._sizes]
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError if the optimizer has got parameters since."""
+        if _sizes(self._optimizer) != self._sizes:
+            raise InvalidArgumentError(
+                f"{type(self._optimizer).__name__}: parameters cannot be added later; "
+                f"make a new optimizer"
+            )
+
+    def changed(self) -> Sequence[dict[str, Any]]:
+        """Return what has changed in each parameter group; nothing if none has."""
+        self.check()
+        changed = []
+        groups = self._optimizer.param_groups
+        for group, copied in zip(groups, self._copied, strict=True):
+            # Only these: some optimizers keep state among the options.
+            found = {
+                name: value
+                for name, value in _options(group).items()
+                if not _is_same(copied.get(name), value)
+            }
+            copied.update({name: _kept(value) for name, value in found.items()})
+            changed.append(found)
+        return changed if any(changed) else []
+
+    def use(self, changed: Sequence[dict[str, Any]]) -> None:
+        """Change the options of the center."""
+        # One of more servers than variables may have none.
+        for group, options in zip(self.center or (), changed, strict=False):
+            group.update(options)
+
+
 class TorchRule(Optimizer):
     """Updates variables by a torch optimizer.
 
@@ -64,6 +112,8 @@ class TorchRule(Optimizer):
         parameters: As given.
         own: The parameters as variables.
     """
+
+    _host_options: _GroupOptions
 
     def __init__(
         self,
@@ -93,11 +143,7 @@ class TorchRule(Optimizer):
         self._versions: list[int] = []
         self._arrays = {var.name: var.value for var in self.own}
         self._center: _Target | None = None
-        self._sizes = _sizes(optimizer)
-        # The options that the center, or all servers, have, of each parameter group;
-        # and whether the host sends them.
-        self._copied: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
-        self._are_sent = False
+        self._host_options = _GroupOptions(optimizer)
 
     def __repr__(self) -> str:
         """Show the options: the same text on ranks with the same options."""
@@ -106,11 +152,7 @@ class TorchRule(Optimizer):
 
     def check_parameters(self) -> None:
         """Raise InvalidArgumentError if the optimizer has got parameters since."""
-        if _sizes(self._original.optimizer) != self._sizes:
-            raise InvalidArgumentError(
-                f"{self.get_name()}: parameters cannot be added later; make a new "
-                f"optimizer"
-            )
+        self._host_options.check()
 
     def reclaim(self) -> None:
         """Move parameters back to the memory of the variables.
@@ -125,9 +167,6 @@ class TorchRule(Optimizer):
                     # It counts as a change of the parameter, whose version this is.
                     memory.copy_(parameter.detach())
                 parameter.data = memory
-
-    def _take_values(self, is_source: bool) -> None:
-        self.reclaim()
 
     def note_values(self) -> None:
         """Take the values of the parameters for those that the adapter has written."""
@@ -153,6 +192,7 @@ class TorchRule(Optimizer):
         variables = list(var_list)
         if not self._has(variables):
             self._center = self._copy_for(variables)
+            self._host_options.center = self._center.optimizer.param_groups
 
     def _has(self, variables: Sequence[Variable]) -> bool:
         """Whether the variables are the parameters themselves."""
@@ -179,8 +219,6 @@ class TorchRule(Optimizer):
         if target is self._original:
             target.optimizer.step()
             return
-        if not self._are_sent and (changed := self._changed_options()) is not None:
-            _set_options(target, changed)
         for grad, var in pairs:
             tensor = target.tensors[var.name]
             tensor.grad = _gradient(grad, tensor)
@@ -205,29 +243,6 @@ class TorchRule(Optimizer):
         if (needs := self._needs(groups)) is not None:
             raise InvalidArgumentError(f"sparse gradients on a server need {needs}")
 
-    def _changed_options(self) -> list[dict[str, Any]] | None:
-        """Return what has changed in each parameter group; None if nothing has."""
-        self.check_parameters()
-        changed = []
-        for group, copied in zip(
-            self._original.optimizer.param_groups, self._copied, strict=True
-        ):
-            # Only these: some optimizers keep state among the options.
-            found = {
-                name: value
-                for name, value in _options(group).items()
-                if not _is_same(copied.get(name), value)
-            }
-            copied.update({name: _kept(value) for name, value in found.items()})
-            changed.append(found)
-        return changed if any(changed) else None
-
-    def _use_options(self, changed: list[dict[str, Any]]) -> None:
-        self._are_sent = True
-        # One of more servers than variables may have none.
-        if self._center is not None:
-            _set_options(self._center, changed)
-
     # Snapshots
 
     def checksum(self) -> str:
@@ -245,36 +260,37 @@ class TorchRule(Optimizer):
                     total.update(repr(value).encode())
         return f"checksum {total.hexdigest()}" if state else "none"
 
-    def _kept_state(self, variables: Iterable[Variable]) -> dict[Key, Variable]:
-        found = list(variables)
-        target = self._target(found)
+    def _kept_state(self, var_list: Any) -> KeptState:
+        return _KeptByTorch(self, self._given_or_known(var_list))
+
+
+class _KeptByTorch(KeptState):
+    """The state that an optimizer of PyTorch keeps of variables."""
+
+    _optimizer: TorchRule
+
+    def parts(self) -> dict[Key, Variable]:
+        target = self._optimizer._target(self.variables)
+        state = target.optimizer.state
         return {
             (var.name, part): _state_variable(f"{var.name}/{part}", value)
-            for var in found
-            for part, value in self._parts(target, var).items()
+            for var in self.variables
+            for part, value in state.get(target.tensors[var.name], {}).items()
             if value is not None
         }
 
-    def _parts(self, target: _Target, var: Variable) -> dict[str, Any]:
-        state: dict[str, Any] = target.optimizer.state.get(target.tensors[var.name], {})
-        return state
-
-    def set_state(
-        self, variables: Sequence[Variable], states: Mapping[str, Parts]
-    ) -> None:
-        """Replace the state of variables by copies of the parts of a snapshot."""
-        target = self._target(variables)
+    def set(self, states: Mapping[str, Parts]) -> None:
+        """Replace the state by copies of the parts of a snapshot."""
+        target = self._optimizer._target(self.variables)
         target.optimizer.state.clear()
         counts = _places_of_counts(target.optimizer)
-        for var in variables:
+        for var in self.variables:
             tensor = target.tensors[var.name]
             if parts := states[var.name]:
                 target.optimizer.state[tensor] = {
                     part: _restored(value, tensor, counts[tensor])
                     for part, value in parts.items()
                 }
-
-    _restore_state = set_state
 
 
 def _copied(original: _Target, tensors: Mapping[str, Any]) -> Any:
@@ -336,12 +352,6 @@ def _is_same(kept: Any, value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return isinstance(kept, torch.Tensor) and torch.equal(kept, value)
     return kept is value
-
-
-def _set_options(target: _Target, changed: Sequence[Mapping[str, Any]]) -> None:
-    """Change options of the parameter groups of an optimizer."""
-    for group, options in zip(target.optimizer.param_groups, changed, strict=True):
-        group.update(options)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum.device import arrays as device
 from hpcaccum.device.known import Known
-from hpcaccum.optimizers import pairs
+from hpcaccum.optimizers import checks
 
 STEP = 7
 # What may lie where an array of 4 x 4 float32 lay before, and is no such array.
@@ -148,9 +148,9 @@ def test_rules_check_the_rest_of_a_call_before_any_change():
 
 
 def test_rules_check_the_same_gradients_once(monkeypatch):
-    checked, check = [], pairs.check_gradient
+    checked, check = [], checks.check_gradient
     monkeypatch.setattr(
-        pairs, "check_gradient", lambda *given: checked.append(1) or check(*given)
+        checks, "check_gradient", lambda *given: checked.append(1) or check(*given)
     )
     rule, grads = hpc.Adam(), squares()
     variables = [hpc.Variable(cupy.zeros((4, 4), np.float32), f"w{i}") for i in "abc"]
@@ -188,7 +188,7 @@ def test_a_rule_that_forgot_a_variable_begins_anew():
     variable = hpc.Variable(cupy.zeros((4, 4), np.float32), "w")
     for _ in range(2):
         rule.apply_gradients([(grad, variable)])
-    rule._forget([variable])
+    rule._kept_state([variable]).forget()
     assert rule.get_slot(variable, "momentum") is None
     rule.apply_gradients([(grad, variable)])
 

@@ -162,8 +162,8 @@ def test_momentum_of_the_center_by_hand(make, rank):
 
     found = turns([0] * 5, act)
 
-    # The slots of x, then of the center.
-    assert found == [[1], [2.5, 1.5], [4.25, 1.5], [6.125, 4.25], [8.0625, 4.25]]
+    # The slots of the center, then of x; each from its first update on.
+    assert found == [[1], [1.5, 2.5], [1.5, 4.25], [4.25, 6.125], [4.25, 8.0625]]
 
 
 def test_steps_of_the_center_are_its_own(make, size):

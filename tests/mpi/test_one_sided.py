@@ -335,6 +335,8 @@ def test_slots_are_those_of_the_host(make, kind, rank, size):
     else:
         assert slot is None
         assert count == 0
+        # Nor are there any that it hides.
+        assert opt.inner._states.make(w, {}).slots == {}
 
 
 # Ranks that disagree

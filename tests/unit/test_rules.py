@@ -19,8 +19,7 @@ from hpcaccum.optimizers.base import (
     scaled,
     set_global_step,
 )
-from hpcaccum.optimizers.checks import check_variables
-from hpcaccum.optimizers.pairs import check_pairs
+from hpcaccum.optimizers.checks import check_pairs, check_variables
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import check_inner
@@ -320,13 +319,6 @@ def test_slots_are_made_by_initialize_and_shown_from_the_first_update(rule):
     assert {name: opt.get_slot(w, name) for name in names} == made
     assert [opt.get_slot(v, name) for name in names] == [None] * len(names)
     assert opt._state(w).updates == 2
-
-
-def test_gradients_are_computed_without_slots():
-    opt, w = Adam(), one()
-    opt.compute_gradients(lambda: (0, [1.0]), [w])
-
-    assert opt._states.make(w, {}).slots == {}
 
 
 @pytest.mark.parametrize("initialized", [True, False])
