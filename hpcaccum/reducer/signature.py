@@ -77,7 +77,8 @@ class Digits:
         # A table of bytes: calls of NumPy would take several times as long.
         table = np.hstack([digits, digits**2]).astype(dtype)
         self._own = [row.tobytes() for row in table]
-        self._sums = [row.tobytes() for row in table * ranks]
+        sums = (table * ranks).astype(dtype)
+        self._sums = [row.tobytes() for row in sums]
         self.size = _BYTES * table.shape[1]
 
     def of(self, number: int) -> bytes:
