@@ -35,7 +35,7 @@ from hpcaccum.mpi.creation import (
     split,
     split_by_node,
 )
-from hpcaccum.mpi.heartbeat import Facts, Heartbeat
+from hpcaccum.mpi.heartbeat import Facts, Heartbeat, mates
 from hpcaccum.mpi.kept_windows import KeptWindows
 from hpcaccum.mpi.launcher import ends_job_at_output
 from hpcaccum.mpi.progress import ProgressThread
@@ -145,6 +145,8 @@ class Group:
         # Until the first object is made.
         self._start: Heartbeat | None = None
         self._facts, self.order = self._find_facts()
+        # Now: a rank that dies while others make an object must be known to them.
+        self._mates = mates(self._facts, self.rank)
 
     def _find_nodes(self) -> tuple[list[list[int]], int]:
         """Return the ranks of each node, and the least share of cores."""
@@ -395,15 +397,18 @@ class Group:
         """
         if self._heartbeat is None and self.size > 1:
             self._end_start()
-            self._heartbeat = Heartbeat(self, self._facts, self._place, self._lose)
+            self._heartbeat = self._new_heartbeat()
         self._objects.append(made)
 
     def _watch_start(self) -> None:
         """Look at the processes of this host while the first object is made."""
         if self.size > 1:
-            self._start = Heartbeat(
-                self, self._facts, self._place, self._lose, alone=True
-            )
+            self._start = self._new_heartbeat(alone=True)
+
+    def _new_heartbeat(self, *, alone: bool = False) -> Heartbeat:
+        return Heartbeat(
+            self, self._facts, self._mates, self._place, self._lose, alone=alone
+        )
 
     def _end_start(self) -> None:
         if self._start is not None:

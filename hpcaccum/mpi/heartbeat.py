@@ -85,6 +85,19 @@ class Facts(NamedTuple):
         return cls(limit, Process.own(), threads, choice == _CONTINUE)
 
 
+def mates(facts: Sequence[Facts], rank: int) -> set[int]:
+    """Return the other ranks of this rank's host whose processes it can see.
+
+    In containers, processes of a host may not see each other.
+    """
+    own = facts[rank].process
+    return {
+        other
+        for other, each in enumerate(facts)
+        if each.process.host == own.host and other != rank and each.process.exists()
+    }
+
+
 class _Beat(NamedTuple):
     """What a rank sends.
 
@@ -126,6 +139,7 @@ class Heartbeat:
     Args:
         group: The ranks.
         facts: Those of each rank.
+        mates: The ranks whose processes this one can see; see `mates`.
         place: Returns where this rank is; any thread may call it.
         lose: Called with ranks that are lost, and with why; later again without any.
         alone: Whether it sends nothing, and looks at the processes of this host only.
@@ -138,6 +152,7 @@ class Heartbeat:
         self,
         group: Group,
         facts: Sequence[Facts],
+        mates: Collection[int],
         place: Callable[[], str],
         lose: Callable[[dict[int, str]], None],
         *,
@@ -152,13 +167,7 @@ class Heartbeat:
         self._alone, self.over = alone, False
         others = range(1, group.size) if group.rank == 0 else range(1)
         self._peers = {rank: _Peer() for rank in others if self._talks}
-        # In containers, processes of a host may not see each other.
-        own = self._processes[group.rank]
-        self._mates = {
-            rank
-            for rank, each in enumerate(self._processes)
-            if each.host == own.host and each != own and each.exists()
-        }
+        self._mates = mates
         # When it was seen that a process had ended.
         self._dead: dict[int, float] = {}
         self._lost: dict[int, str] = {}
@@ -234,7 +243,7 @@ class Heartbeat:
         """Look for processes of this host that have ended; return whether any has."""
         found = {
             rank
-            for rank in self._mates - self._dead.keys()
+            for rank in {*self._mates} - self._dead.keys()
             if not self._leaves(rank) and not self._processes[rank].exists()
         }
         self._dead |= dict.fromkeys(found, now)

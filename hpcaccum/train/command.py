@@ -118,7 +118,8 @@ def _train(
     if group.rank == options.reporter:
         if diverged or stopped != STOPPED:
             saving.ask_restart(None)
-        elif options.save:
+        elif options.save and not group.lost:
+            # After a loss, Open MPI's mpiexec may have asked, which ends the job.
             saving.ask_restart("")
         for line in tables(results, options):
             say(line)

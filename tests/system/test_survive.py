@@ -60,7 +60,7 @@ def patch(place):
 
 gradient = np.zeros(size, np.float32)
 gradient[rank] = 1
-if rank == size - 1 and place != "loss":
+if rank == size - 1 and "." in place:
     patch(place)
 """
 
@@ -318,6 +318,33 @@ def test_the_loss_of_the_server_ends_with_a_status(mpirun, script):
     assert result.returncode & RESTART == RESTART, result.stdout
     assert "rank 0 (process " in result.stdout
     assert "has the end" not in result.stdout
+
+
+# The last rank dies as soon as it has an object; the others are late.
+LATE = (
+    BEGIN.replace("calls == 5", "calls == 1")
+    + """
+from hpcaccum.mpi import Group
+retain = Group.retain
+
+def late(*args):
+    time.sleep(0.1 * (rank < size - 1))
+    retain(*args)
+
+Group.retain = late
+acc = hpc.ConditionalAccumulator("float32", (size,))
+if rank == size - 1:
+    die()
+while not acc.statistics().lost:
+    time.sleep(0.01)
+print(f"rank {rank} has the end", flush=True)
+acc.free()
+"""
+)
+
+
+def test_the_first_object_of_a_rank_is_its_last(survives):
+    survives(LATE, "slots", "none", "before")
 
 
 FREE = (
