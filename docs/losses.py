@@ -34,9 +34,9 @@ HERE = Path(__file__).parent
 RANKS = 4
 # Seconds of the computation of a gradient; before the kill, at least; and after it.
 COMPUTE, BEFORE, AFTER = 0.01, 1.5, 2.5
-# Of the picture: seconds before and after the kill, and milliseconds of a column.
+# The picture has these seconds before and after the kill, and columns of so many ms.
 PART, COLUMN_MS = (1, 2), 100
-# Of the demo.
+# The demo trains for so many epochs, and kills this rank.
 EPOCHS, KILLED = 30, 2
 KINDS = ("drop-stale", "sync-replicas, quorum 3", "sync-replicas, quorum 4")
 # Options of mpiexec, and what starts each program (failures.md says why).

@@ -72,7 +72,7 @@ def _check_outputs(args: argparse.Namespace, inputs: dict[str, Path]) -> None:
 
     Nothing is created or changed.
     """
-    # Of several jobs there is only a picture.
+    # If several jobs are compared, only a picture is written.
     names = "json", "csv", "plot"
     outputs = {f"--{each}": getattr(args, each, None) for each in names}
     check_apart(outputs, inputs)

@@ -95,7 +95,7 @@ if kind in ("drop_stale", "agn"):
     assert applied[rank] == accepted / (1 + (kind == "agn")), (applied, accepted)
     assert 0 <= applied[-1] <= 10, applied
 else:
-    # The means of all updates add up to 1, whoever has given a part.
+    # The means of all updates add up to 1, for any share of each rank.
     assert np.isclose(applied.sum(), steps), (applied, steps)
 print(f"rank {rank} has the end", flush=True)
 """
