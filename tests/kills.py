@@ -209,7 +209,7 @@ class Episode:
                 if isinstance(self._rule, hpc.SGD):
                     times = 1
                 missing.append(times + w.value[rank, element] / part)
-            # A lost gradient changes nothing, from whichever slot it came.
+            # The update of a lost gradient is not made, nor that of others by slots.
             most = 0 if isinstance(self._rule, hpc.SGD) else len(self._victims)
             self._check(
                 missing == sorted(missing, reverse=True)
