@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, Group, InvalidArgumentError
+from hpcaccum import Group, InvalidArgumentError
 from hpcaccum.optimizers import center
 
 from ..common import same_bits
