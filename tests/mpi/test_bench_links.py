@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcaccum import Group, group_of
-from hpcaccum.bench import wire
+from hpcaccum.bench import links
 from hpcaccum.bench.answers import WrongAnswerError
 from hpcaccum.bench.links import Links, RingExchange
 from hpcaccum.bench.wire import FLOOR, IN, LINK, OTHER_IN, OTHER_OUT, OUT, TIME, Wire
@@ -40,7 +40,7 @@ def group(comm, size, rank):
 @pytest.fixture
 def apart(monkeypatch, rank):
     """Every rank has a network interface of its own."""
-    monkeypatch.setattr(wire, "network", lambda: f"network of {rank}")
+    monkeypatch.setattr(links, "network", lambda: f"network of {rank}")
 
 
 @pytest.fixture
