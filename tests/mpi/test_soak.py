@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcaccum import Group
+from hpcaccum import group_of
 from tests import soak
 from tests.soak import Soak
 
@@ -12,7 +12,7 @@ from tests.soak import Soak
 @pytest.fixture
 def group(comm, monkeypatch):
     monkeypatch.setattr(soak, "_OPERATIONS", 40)
-    return Group.of(comm)
+    return group_of(comm)
 
 
 def episodes(monkeypatch, *kinds):
