@@ -58,9 +58,9 @@ adapters:
 # made up.
 #
 # An odd number of ranks is tested with MPICH, an even one with each MPI. Tests marked
-# `any_size` test the same on any number of ranks. They run on 1 and 2 ranks with each MPI
-# (on 2 with MPICH in the leg `readme`). Those also marked `ranks`, which need 3 ranks or
-# several nodes, run on 3 or 4 with each MPI.
+# `any_size` test the same on any number of ranks. They run on 1 rank with MPICH, and on 2
+# with each MPI (with MPICH in the leg `readme`). Those also marked `ranks`, which need 3
+# ranks or several nodes, run on 3 or 4 with each MPI.
 # `make test-all` runs all tests on all numbers of ranks.
 SIZED := -m 'not any_size'
 NODES := -m 'not any_size or ranks'
@@ -68,6 +68,7 @@ mpich-4:   OPTIONS := $(SIZED) -o mpi_nodes=halves,uneven
 mpich-3:   OPTIONS := $(NODES) -o mpi_nodes=apart,singles
 openmpi-4: OPTIONS := $(NODES)
 no-shared-memory-4: OPTIONS := $(NODES)
+single-test-1-openmpi: OPTIONS := $(SIZED)
 # Gradients of tests are short: once, ranks do not send them at once, as if they were long.
 no-shared-memory-2: OPTIONS := -m 'not slow' -o mpi_short=0
 openmpi-2: OPTIONS := -m 'not slow'
@@ -93,7 +94,8 @@ hosts-openmpi:
 # NVIDIA's compiler compiles the kernels as for a GPU, and needs none.
 single-%:
 	@leg "single processes and single ranks, $*" \
-	    env HPCACCUM_REQUIRE_CUPY=1 HPCACCUM_REQUIRE_NVRTC=1 make $*
+	    env HPCACCUM_REQUIRE_CUPY=1 HPCACCUM_REQUIRE_NVRTC=1 make $* \
+	    $(if $(OPTIONS),ARGS="$(OPTIONS)")
 
 lint:
 	@leg "lint" make lint
