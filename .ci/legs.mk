@@ -53,9 +53,9 @@ adapters:
 
 # Ranks are placed on made-up nodes in four ways (NODES of tests/mpi/reducing.py), all of
 # which `make test-all` tests. Legs of 3 and 4 ranks test some of them, such that each way is
-# tested with each MPI, and with MPICH on each number of ranks: `uneven` on 4, as it is
-# `halves` on 3. Without shared memory, each rank is on a node of its own, and no others are
-# made up.
+# tested with MPICH: `uneven` on 4, as it is `halves` on 3. With Open MPI, two nodes of two
+# ranks are tested in one way, and ranks on nodes of their own on 2 ranks. Without shared
+# memory, each rank is on a node of its own, and no others are made up.
 #
 # An odd number of ranks is tested with MPICH, an even one with each MPI. Tests marked
 # `any_size` test the same on any number of ranks. They run on 1 rank with MPICH, and on 2
@@ -66,7 +66,7 @@ SIZED := -m 'not any_size'
 NODES := -m 'not any_size or ranks'
 mpich-4:   OPTIONS := $(SIZED) -o mpi_nodes=halves,uneven
 mpich-3:   OPTIONS := $(NODES) -o mpi_nodes=apart,singles
-openmpi-4: OPTIONS := $(NODES)
+openmpi-4: OPTIONS := $(NODES) -o mpi_nodes=apart,uneven
 no-shared-memory-4: OPTIONS := $(NODES)
 single-test-1-openmpi: OPTIONS := $(SIZED)
 # Gradients of tests are short: once, ranks do not send them at once, as if they were long.
