@@ -21,7 +21,7 @@ LAYERS = [
     ["accumulator", "reducer"],
     ["server"],
     ["optimizers"],
-    ["torch", "jax", "checkpoint"],
+    ["torch", "jax", "checkpoint", "stopping"],
     ["tracing"],
     ["hpcaccum"],
     ["machine", "option_values", "plots", "tables"],
