@@ -24,7 +24,8 @@ class OneShot(Schedule):
     """Small arrays on one node: every rank sums all of them.
 
     Shared memory holds two copies of each rank's arrays, used in turn: a rank that is
-    one call ahead does not overwrite what a slower rank still sums.
+    one call ahead does not overwrite what a slower rank still sums. The arrays of a
+    rank that has died count if it has published the number of the call.
 
     A call takes microseconds, so `finish` is overridden as a whole, without calls for
     each of its steps.
@@ -59,7 +60,7 @@ class OneShot(Schedule):
         # Two blocks, used in turn as the copies are: the numbers of the calls of all
         # ranks, and their signatures.
         self._words = AtomicWords(group, 0, 2 * 2 * group.size)
-        self._quiet, self._calls = Quiet(), 0
+        self._quiet, self._calls, self._gone = Quiet(), 0, plan.gone
         self.window_bytes = 2 * layout.nbytes
 
     def finish(self, call: Call) -> bool:
@@ -74,7 +75,11 @@ class OneShot(Schedule):
             copy(call.inputs, self._own[parity])
         if not self._all_agree(call.signature):
             return False
-        self._quiet(add_at_once, self._copies[parity], self.received, self.divisor)
+        copies, divisor = self._copies[parity], self.divisor
+        if len(self.counted) < self._size:
+            copies = [copies[rank] for rank in self.counted]
+            divisor = min(divisor, len(copies))
+        self._quiet(add_at_once, copies, self.received, divisor)
         if call.reduced is not None and self.buckets:
             call.reduced(0)
         if call.out:
@@ -83,6 +88,8 @@ class OneShot(Schedule):
 
     def _all_agree(self, mine: int) -> bool:
         """Wait for the calls of all ranks; return whether their signatures are mine.
+
+        Those are counted whose calls are here.
 
         A rank that sees the number of a call also sees its signature: `store` orders
         that number after the signature, and `read_range` what is read later after it.
@@ -95,9 +102,23 @@ class OneShot(Schedule):
         signatures = numbers + size
         words.store_unordered(signatures + self._rank, mine, 0)
         words.store(numbers + self._rank, [call])
-        if (all_here := [call] * size) != read(numbers, size):
-            self._wait(lambda: read(numbers, size) == all_here)
-        return read(signatures, size) == [mine] * size
+        if [call] * size != read(numbers, size):
+            self._wait(lambda: self._are_here(numbers))
+        found = read(signatures, size)
+        if len(self.counted) < size:
+            found = [found[rank] for rank in self.counted]
+        return found == [mine] * len(found)
+
+    def _are_here(self, numbers: int) -> bool:
+        """Look whether the calls of all ranks are here, or never come."""
+        # Before the numbers: a rank may have published its own, and then died.
+        gone = self._gone()
+        found = self._words.read_range(numbers, self._size)
+        here = [rank for rank, number in enumerate(found) if number == self._calls]
+        if len({*here} | gone) < self._size:
+            return False
+        self.counted = here
+        return True
 
     def late(self) -> list[int]:
         """Return the ranks that this one waits for."""

@@ -7,6 +7,7 @@ arithmetic does not need.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,8 @@ from hpcaccum.reducer.staging import StagedCopies, Staging, copy, copy_in, stage
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
@@ -43,6 +46,9 @@ class TwoShot(Schedule):
 
     The caller's arrays are copied in a pipeline: a bucket is copied in while the one
     before is summed, and the results of the one before that are copied out.
+
+    If calls go on without a rank that has died, all its buckets count, or none: a rank
+    publishes them at once, when all are there.
     """
 
     name = "shared"
@@ -68,24 +74,29 @@ class TwoShot(Schedule):
 
     def __init__(self, plan: Plan) -> None:
         group, layout = plan.group, plan.layout
-        self._sum = NodeSum(group, layout, plan.buckets, group.size, plan.wait)
+        self._sum = NodeSum(
+            group, layout, plan.buckets, group.size, plan.wait, plan.gone
+        )
         sent, received = self._sum.sent, self._sum.received
         super().__init__(plan, sent, received)
         self.result_bytes = self._sum.result_bytes
-        self._pipelined = group.size > 1
+        self._pipelined, self._shrinks = group.size > 1, plan.shrinks
         self._staging = Staging(
             layout, plan.buckets, self._sum.stripe_slices, sent, received, self._threads
         )
 
     def offer(self, count: int) -> None:
         """Contribute these buckets, and sum those that all ranks have contributed."""
-        self._sum.offer(count, self.divisor)
+        if not self._shrinks or count == len(self.buckets):
+            self._sum.offer(count, self.divisor)
 
     def finish(self, call: Call) -> bool:
         """Sum the other buckets, and copy in and out meanwhile."""
         count, copies = len(self.buckets), StagedCopies({}, {}, call.out)
         if self._pipelined:
             copies = self._staging.select(call.inputs, call.out)
+        if self._shrinks:
+            copies, call = copies._replace(inputs={}), self._with_all(call)
         if not copies.inputs:
             copy_in(call.inputs, self.arrays, self.sent)
             if call.ready is None:
@@ -102,8 +113,17 @@ class TwoShot(Schedule):
             if number >= 2:
                 self._copy_out(number - 2, copies, call)
         agreed = self._sum.end(call.signature)
+        if self._shrinks:
+            self.counted = self._sum.counted
         copy(self.results, copies.rest)
         return agreed
+
+    def _with_all(self, call: Call) -> Call:
+        """Wait until all inputs of this rank are there."""
+        if call.ready is not None:
+            for number in range(len(self.buckets)):
+                call.ready(number)
+        return call._replace(ready=None)
 
     def _contribute_next(self, number: int, copies: StagedCopies, call: Call) -> None:
         if call.ready is not None:
@@ -147,6 +167,9 @@ class NodeSum:
         buckets: Pieces of the buffer, in the order of work.
         summing: How many ranks, the first ones, sum a stripe of each bucket.
         wait: Waits for the other ranks.
+        gone: Returns the ranks that have died, for which no call waits. The next one
+            sums the stripes of such a rank, if each rank contributes all its buckets at
+            once, and sums a stripe.
 
     Attributes:
         sent: This rank's arrays, flat.
@@ -155,6 +178,7 @@ class NodeSum:
         stripes: The same as arrays, of the results.
         summed: Number of buckets of which this rank has summed its stripe.
         result_bytes: Bytes of the results, counted on the first rank of the node.
+        counted: The ranks whose arrays the last call has summed.
     """
 
     def __init__(
@@ -164,6 +188,7 @@ class NodeSum:
         buckets: list[slice],
         summing: int,
         wait: SpinWait,
+        gone: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         self._rank, self._size, self._count = group.rank, group.size, len(buckets)
         wide = accumulation_dtype(layout.dtype)
@@ -176,6 +201,7 @@ class NodeSum:
             [_bytes(each, wide.itemsize) for each in mine],
         )
         parts = [part.view(layout.dtype) for part in self._memory.parts]
+        self._parts, self._buckets, self._gone = parts, buckets, gone
         self.sent, self.received = parts[group.rank], self._memory.common.view(wide)
         self.result_bytes = common if group.rank == 0 else 0
         self.stripe_slices = mine
@@ -190,6 +216,9 @@ class NodeSum:
         self._wait, self._quiet, self._threads = wait, Quiet(), group.own_cores
         # The counts at the beginning of this call, and this rank's since then.
         self._base = self._contributed = self.summed = self._calls = 0
+        # Of this call.
+        self._divisor = self._signature = 1
+        self.counted: Sequence[int] = range(group.size)
 
     def contribute(self, count: int, *, staged: bool = False) -> None:
         """Publish that this rank's inputs of the first ``count`` buckets are ready."""
@@ -210,9 +239,16 @@ class NodeSum:
         size, least = self._size, self._base + self.summed + 1 << 1
         read = self._words.read_range
         if min(words := read(0, size)) < least:
-            self._wait(lambda: min(read(0, size)) >= least)
+            self._wait(lambda: self._are_here(least))
             words = read(0, size)
         self._sum(words, divisor, direct)
+
+    def _are_here(self, least: int) -> bool:
+        """Look whether all ranks have contributed so far, or never will."""
+        # Before the words: a rank may have contributed, and then died.
+        gone = self._gone()
+        words = self._words.read_range(0, self._size)
+        return all(word >= least or rank in gone for rank, word in enumerate(words))
 
     def _sum(self, words: list[int], divisor: int, direct: Array | None) -> None:
         out, inputs = self.stripes[self.summed], self._inputs[self.summed]
@@ -220,8 +256,39 @@ class NodeSum:
         if direct is not None:
             parts[self._rank] = direct
         self.summed += 1
+        self._divisor = divisor
+        self._add(parts, words, out)
+
+    def _add(self, parts: list[Array], words: list[int], out: Array) -> None:
+        """Sum what was contributed to a stripe of a bucket."""
+        divisor = self._divisor
+        if min(words) >> 1 <= self._base:
+            parts = [p for p, word in zip(parts, words, strict=True) if self._has(word)]
+            divisor = min(divisor, len(parts))
         if out.size:
             self._quiet(add_in_order, parts, out, divisor, self._threads)
+
+    def _has(self, word: int) -> bool:
+        """Whether a rank with this word has contributed to this call."""
+        return word >> 1 > self._base
+
+    def _stand_in(self) -> None:
+        """Sum the stripes of ranks that have died, if this rank is the next one."""
+        gone, size = self._gone(), self._size
+        following = [(self._rank - step) % size for step in range(1, size)]
+        for rank in itertools.takewhile(gone.__contains__, following):
+            done = self._words.read(size + rank) - self._base
+            if done <= self._count:
+                self._sum_for(rank, done)
+
+    def _sum_for(self, rank: int, done: int) -> None:
+        """Sum the other stripes of a rank that has summed some, and report all."""
+        words = self._words.read_range(0, self._size)
+        for bucket in self._buckets[done:]:
+            piece = stripe(bucket, rank, self._size, self.received.itemsize)
+            parts = [part[piece] for part in self._parts]
+            self._add(parts, words, self.received[piece])
+        self._report(rank, self._base + self._count + 1, self._signature)
 
     def report(self, signature: int) -> None:
         """Publish how many stripes this rank has summed.
@@ -229,12 +296,15 @@ class NodeSum:
         After the last one also the signature, before a count that is larger by one: see
         `OneShot` for why ranks that see this count see the signature of this call.
         """
-        complete = self.summed == self._count
-        if complete:
-            place = self._signatures() + self._rank
-            self._words.store_unordered(place, signature, 0)
+        self._signature, complete = signature, self.summed == self._count
         count = self._base + self.summed + complete
-        self._words.store(self._size + self._rank, [count])
+        self._report(self._rank, count, signature if complete else None)
+
+    def _report(self, rank: int, count: int, signature: int | None) -> None:
+        if signature is not None:
+            place = self._signatures() + rank
+            self._words.store_unordered(place, signature, 0)
+        self._words.store(self._size + rank, [count])
 
     def _signatures(self) -> int:
         """Return where those of this call are."""
@@ -244,13 +314,22 @@ class NodeSum:
         """Wait until all ranks have summed that many stripes."""
         size, least = self._size, self._base + count
         read = self._words.read_range
+
+        def ready() -> bool:
+            if self._gone():
+                self._stand_in()
+            return min(read(size, size)) >= least
+
         if min(read(size, size)) < least:
-            self._wait(lambda: min(read(size, size)) >= least)
+            self._wait(ready)
 
     def end(self, signature: int) -> bool:
         """Wait for all results; return whether all ranks have the same signature."""
         self.wait_until_summed(self._count + 1)
         found = self._words.read_range(self._signatures(), self._size)
+        if self._gone():
+            words = enumerate(self._words.read_range(0, self._size))
+            self.counted = [rank for rank, word in words if self._has(word)]
         self._base += self._count + 1
         self._contributed = self.summed = 0
         self._calls += 1
@@ -268,7 +347,7 @@ class NodeSum:
     def free(self) -> None:
         """Free the words, and release the memory. Collective."""
         self.sent = self.received = np.empty(0, self.received.dtype)
-        self._inputs, self.stripes = [], []
+        self._inputs, self.stripes, self._parts = [], [], []
         self._memory.free()
         self._words.free()
 
