@@ -309,12 +309,17 @@ class CrossShardOptimizer(Wrapper):
         # those that succeed were counted, the others would learn of it at the end, when
         # they wait for a call that this rank never makes.
         shard.computed += 1
+        whole, inside = self._is_whole_step(), self._in_minimize
+        # The loss may compute other gradients, which are not those of `minimize`.
+        self._in_minimize = False
         try:
             pairs = self.inner.compute_gradients(loss, variables, *args, **kwargs)
         except (TypeError, InvalidArgumentError) as error:
             # The other ranks wait for this one in their `apply_gradients`.
             self._fail(error)
-        if not self._divides or self._is_whole_step():
+        finally:
+            self._in_minimize = inside
+        if not self._divides or whole:
             return pairs
         # Not in place: another gradient may lie in the same memory.
         scale = 1 / self._parts

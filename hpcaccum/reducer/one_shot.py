@@ -56,6 +56,8 @@ class OneShot(Schedule):
             [p[: layout.size] for p in both],
             [p[layout.size :] for p in both],
         ]
+        # Those that count.
+        self._summed = self._copies.copy()
         self._own = [layout.views(copies[group.rank]) for copies in self._copies]
         # Two blocks, used in turn as the copies are: the numbers of the calls of all
         # ranks, and their signatures.
@@ -75,11 +77,7 @@ class OneShot(Schedule):
             copy(call.inputs, self._own[parity])
         if not self._all_agree(call.signature):
             return False
-        copies, divisor = self._copies[parity], self.divisor
-        if len(self.counted) < self._size:
-            copies = [copies[rank] for rank in self.counted]
-            divisor = min(divisor, len(copies))
-        self._quiet(add_at_once, copies, self.received, divisor)
+        self._quiet(add_at_once, self._summed[parity], self.received, self.divisor)
         if call.reduced is not None and self.buckets:
             call.reduced(0)
         if call.out:
@@ -102,22 +100,26 @@ class OneShot(Schedule):
         signatures = numbers + size
         words.store_unordered(signatures + self._rank, mine, 0)
         words.store(numbers + self._rank, [call])
-        if [call] * size != read(numbers, size):
-            self._wait(lambda: self._are_here(numbers))
+        if (all_here := [call] * size) != read(numbers, size):
+            self._wait(
+                lambda: read(numbers, size) == all_here or self._may_go_on(numbers)
+            )
         found = read(signatures, size)
-        if len(self.counted) < size:
-            found = [found[rank] for rank in self.counted]
-        return found == [mine] * len(found)
+        return found == [mine] * size or {found[r] for r in self.counted} == {mine}
 
-    def _are_here(self, numbers: int) -> bool:
-        """Look whether the calls of all ranks are here, or never come."""
+    def _may_go_on(self, numbers: int) -> bool:
+        """Look whether all calls are here but those of ranks that have died."""
         # Before the numbers: a rank may have published its own, and then died.
-        gone = self._gone()
+        if not (gone := self._gone()):
+            return False
         found = self._words.read_range(numbers, self._size)
         here = [rank for rank, number in enumerate(found) if number == self._calls]
         if len({*here} | gone) < self._size:
             return False
-        self.counted = here
+        if len(here) < self._size:
+            parity = self._calls % 2
+            self._summed[parity] = [self._copies[parity][rank] for rank in here]
+            self.counted, self.divisor = here, min(self.divisor, len(here))
         return True
 
     def late(self) -> list[int]:
@@ -128,6 +130,6 @@ class OneShot(Schedule):
     def free(self, *, abandoned: bool = False) -> None:
         """Do as `Schedule.free`."""
         super().free(abandoned=abandoned)
-        self._copies, self._own = [], []
+        self._copies, self._summed, self._own = [], [], []
         self._memory.free()
         self._words.free()

@@ -76,9 +76,10 @@ class Plan(NamedTuple):
     wait: SpinWait
     shrinks: bool = False
 
-    def gone(self) -> frozenset[int]:
-        """Return the ranks for which no call waits any more."""
-        return self.group.dead if self.shrinks else frozenset()
+    @property
+    def gone(self) -> Callable[[], frozenset[int]]:
+        """What returns the ranks for which no call waits any more."""
+        return (lambda: self.group.dead) if self.shrinks else frozenset
 
 
 class Call(NamedTuple):

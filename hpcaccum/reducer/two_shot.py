@@ -239,56 +239,62 @@ class NodeSum:
         size, least = self._size, self._base + self.summed + 1 << 1
         read = self._words.read_range
         if min(words := read(0, size)) < least:
-            self._wait(lambda: self._are_here(least))
+            self._wait(lambda: min(read(0, size)) >= least or self._may_go_on(least))
             words = read(0, size)
         self._sum(words, divisor, direct)
 
-    def _are_here(self, least: int) -> bool:
-        """Look whether all ranks have contributed so far, or never will."""
+    def _may_go_on(self, least: int) -> bool:
+        """Look whether all ranks have contributed but those that have died."""
         # Before the words: a rank may have contributed, and then died.
-        gone = self._gone()
-        words = self._words.read_range(0, self._size)
-        return all(word >= least or rank in gone for rank, word in enumerate(words))
+        if not (gone := self._gone()):
+            return False
+        words = enumerate(self._words.read_range(0, self._size))
+        here = [rank for rank, word in words if word >= least]
+        if len({*here} | gone) < self._size:
+            return False
+        if len(here) < self._size:
+            self.counted = here
+        return True
 
     def _sum(self, words: list[int], divisor: int, direct: Array | None) -> None:
-        out, inputs = self.stripes[self.summed], self._inputs[self.summed]
+        inputs, out = self._inputs[self.summed], self.stripes[self.summed]
         parts = [inputs[word & 1][rank] for rank, word in enumerate(words)]
         if direct is not None:
             parts[self._rank] = direct
         self.summed += 1
         self._divisor = divisor
-        self._add(parts, words, out)
-
-    def _add(self, parts: list[Array], words: list[int], out: Array) -> None:
-        """Sum what was contributed to a stripe of a bucket."""
-        divisor = self._divisor
-        if min(words) >> 1 <= self._base:
-            parts = [p for p, word in zip(parts, words, strict=True) if self._has(word)]
-            divisor = min(divisor, len(parts))
-        if out.size:
+        if len(self.counted) < self._size:
+            self._sum_counted(parts, out)
+        elif out.size:
             self._quiet(add_in_order, parts, out, divisor, self._threads)
 
-    def _has(self, word: int) -> bool:
-        """Whether a rank with this word has contributed to this call."""
-        return word >> 1 > self._base
+    def _sum_counted(self, parts: list[Array], out: Array) -> None:
+        parts = [parts[rank] for rank in self.counted]
+        divisor = min(self._divisor, len(parts))
+        self._quiet(add_in_order, parts, out, divisor, self._threads)
 
-    def _stand_in(self) -> None:
-        """Sum the stripes of ranks that have died, if this rank is the next one."""
-        gone, size = self._gone(), self._size
-        following = [(self._rank - step) % size for step in range(1, size)]
-        for rank in itertools.takewhile(gone.__contains__, following):
-            done = self._words.read(size + rank) - self._base
-            if done <= self._count:
-                self._sum_for(rank, done)
+    def _stand_in(self) -> bool:
+        """Sum the stripes of ranks that have died, if this rank is the next one.
+
+        Returns False, to look again.
+        """
+        if gone := self._gone():
+            size = self._size
+            before = [(self._rank - step) % size for step in range(1, size)]
+            for rank in itertools.takewhile(gone.__contains__, before):
+                done = self._words.read(size + rank) - self._base
+                if done <= self._count:
+                    self._sum_for(rank, done)
+        return False
 
     def _sum_for(self, rank: int, done: int) -> None:
         """Sum the other stripes of a rank that has summed some, and report all."""
-        words = self._words.read_range(0, self._size)
         for bucket in self._buckets[done:]:
             piece = stripe(bucket, rank, self._size, self.received.itemsize)
             parts = [part[piece] for part in self._parts]
-            self._add(parts, words, self.received[piece])
-        self._report(rank, self._base + self._count + 1, self._signature)
+            self._sum_counted(parts, self.received[piece])
+        self._words.store_unordered(self._signatures() + rank, self._signature, 0)
+        self._words.store(self._size + rank, [self._base + self._count + 1])
 
     def report(self, signature: int) -> None:
         """Publish how many stripes this rank has summed.
@@ -297,14 +303,11 @@ class NodeSum:
         `OneShot` for why ranks that see this count see the signature of this call.
         """
         self._signature, complete = signature, self.summed == self._count
-        count = self._base + self.summed + complete
-        self._report(self._rank, count, signature if complete else None)
-
-    def _report(self, rank: int, count: int, signature: int | None) -> None:
-        if signature is not None:
-            place = self._signatures() + rank
+        if complete:
+            place = self._signatures() + self._rank
             self._words.store_unordered(place, signature, 0)
-        self._words.store(self._size + rank, [count])
+        count = self._base + self.summed + complete
+        self._words.store(self._size + self._rank, [count])
 
     def _signatures(self) -> int:
         """Return where those of this call are."""
@@ -314,22 +317,13 @@ class NodeSum:
         """Wait until all ranks have summed that many stripes."""
         size, least = self._size, self._base + count
         read = self._words.read_range
-
-        def ready() -> bool:
-            if self._gone():
-                self._stand_in()
-            return min(read(size, size)) >= least
-
         if min(read(size, size)) < least:
-            self._wait(ready)
+            self._wait(lambda: min(read(size, size)) >= least or self._stand_in())
 
     def end(self, signature: int) -> bool:
         """Wait for all results; return whether all ranks have the same signature."""
         self.wait_until_summed(self._count + 1)
         found = self._words.read_range(self._signatures(), self._size)
-        if self._gone():
-            words = enumerate(self._words.read_range(0, self._size))
-            self.counted = [rank for rank, word in words if self._has(word)]
         self._base += self._count + 1
         self._contributed = self.summed = 0
         self._calls += 1
