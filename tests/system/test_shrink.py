@@ -177,7 +177,7 @@ def start(mpirun, script):
     def run(program, ranks, case, mode="copied", kills="", **env):
         env |= {"PYTHONPATH": str(REPOSITORY), "HPCACCUM_TIMEOUT": "30"}
         args = *case, mode, kills or f"{ranks - 1}4"
-        return mpirun(ranks, script(program), *args, survive=True, env=env, timeout=60)
+        return mpirun(ranks, script(program), *args, survive=True, env=env, timeout=120)
 
     return run
 
@@ -252,6 +252,11 @@ def test_two_ranks_are_lost(counted, case, kills):
     assert found[:4] == ["0123"] * 4
     assert found[-2:] == ["03"] * 2
     assert sorted(found, key=len, reverse=True) == found
+
+
+@pytest.mark.parametrize("case", [WITH[2], WITH[-1]])
+def test_a_rank_is_lost_after_its_last_update(counted, case):
+    assert counted(PROGRAM, 3, case, "copied", "28") == all_of(3, 9, "")
 
 
 def test_a_group_loses_a_rank(start):
