@@ -10,7 +10,7 @@ from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import wire_format
 from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import Group
+from hpcaccum.mpi import Group, Objects, group_of
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, scaled
 from hpcaccum.optimizers.checks import (
     check_groups,
@@ -136,7 +136,7 @@ class CrossShardOptimizer(Wrapper):
         on_nonfinite: OnNonfinite = "accept",
         on_loss: str = RAISE,
     ) -> None:
-        whole = Group.of(comm)
+        whole = group_of(comm)
 
         def check() -> dict[str, Any]:
             used = "flat" if cuda_aware and schedule == "auto" else schedule
@@ -541,6 +541,6 @@ class CrossShardOptimizer(Wrapper):
             found = self._group.gather_present(tuple(self._steps), call)
             self._end_steps([*found.values()])
         if self._split is not None:
-            self._split.close()
+            Objects.of(self._split).close()
         release(self._sums)
         super()._free()

@@ -7,7 +7,8 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError, Layout, Reducer
-from hpcaccum.mpi import Group, heartbeat
+from hpcaccum.mpi import group_of
+from hpcaccum.mpi.job import process
 
 from .acting import everywhere
 from .on_device import device_library  # noqa: F401
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.any_size, pytest.mark.ranks(min=2)]
 
 @pytest.fixture
 def one_node(comm):
-    if not Group.of(comm).single_node:
+    if not group_of(comm).single_node:
         pytest.skip("the ranks do not share memory")
     return comm
 
@@ -44,7 +45,7 @@ def test_other_schedules_are_refused(comm, make, schedule):
 
 @pytest.mark.parametrize("make", [optimizer, reducer])
 def test_several_nodes_are_refused(comm, make):
-    group = Group.of(comm)
+    group = group_of(comm)
     if group.single_node:
         group = made_up(comm, "halves")
     error = raised(make, group)
@@ -55,8 +56,8 @@ def test_several_nodes_are_refused(comm, make):
 
 def test_ranks_that_do_not_see_each_other_are_refused(one_node, rank, monkeypatch):
     # A process of another container.
-    own = heartbeat.Process.own()._replace(started="?" if rank == 0 else "")
-    monkeypatch.setattr(heartbeat.Process, "own", lambda: own)
+    own = process.Process.own()._replace(started="?" if rank == 0 else "")
+    monkeypatch.setattr(process.Process, "own", lambda: own)
     other = one_node.Dup()
     error = raised(optimizer, other)
     other.Free()

@@ -18,6 +18,7 @@ BEGIN = """
 import functools, itertools, os, signal, sys, time
 import numpy as np
 import hpcaccum as hpc
+from hpcaccum.mpi import group_of
 from hpcaccum.reducer import one_shot, reducer, two_shot
 from mpi4py import MPI
 
@@ -146,7 +147,7 @@ GROUPS = PROGRAM.replace(
 ).replace("range(size)", "[(1, 0), (2, 3)][rank // 2]")
 # A group may be at its end when another one loses a rank.
 GROUPS = GROUPS.replace(
-    "opt.free()", "while not hpc.Group.of(comm).lost:\n    time.sleep(0.01)\nopt.free()"
+    "opt.free()", "while not group_of(comm).lost:\n    time.sleep(0.01)\nopt.free()"
 )
 
 SMALL, LARGE = 100, 700_000
