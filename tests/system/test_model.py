@@ -224,6 +224,32 @@ NODE_UPDATE = Model(
     processes={"Root", "Worker"},
 )
 
+REDUCTION = Model(
+    configurations={
+        "two synchronizations": "RANKS=3",
+        "two synchronizations, two ranks": "RANKS=2 CALLS=3",
+        "one synchronization": "ONE_SHOT CALLS=3",
+    },
+    happenings={
+        "": {
+            "an input of a rank that has died counts",
+            "an input of a rank that has died is left out",
+        },
+        "RANKS": {"a rank stands in for another"},
+        "RANKS=3": {"a rank stands in for one that stood in"},
+    },
+    bugs={
+        "LOST_NOT_COUNTED": ("", "counted[call]==(128|set)"),
+        "EARLY_LOOK": ("ONE_SHOT", "counted[call]==(128|set)"),
+        "TAKEN_FOR_DEAD": ("", "stripe[part]=="),
+        "DIVISOR": ("ONE_SHOT", "number==size[call]"),
+        "NOBODY_STANDS_IN": ("", "finished==3"),
+        "ALL_STAND_IN": ("", "stripe[part]=="),
+        "ONE_COPY": ("ONE_SHOT", "input[i]==call"),
+    },
+    processes={"Rank"},
+)
+
 # 37 million states: 2.9 GB, 4 minutes; and 13 million. They are searched, and all bugs
 # but one of each model are planted, on request only: when a model changes.
 LARGE = {"READERS=2", "LEAVE CRASH"}
@@ -234,6 +260,7 @@ MODELS = {
     "updates": UPDATES,
     "servers": SERVERS,
     "node_update": NODE_UPDATE,
+    "reduction": REDUCTION,
 }
 
 
