@@ -16,12 +16,12 @@ import numpy as np
 from hpcaccum.accumulator import Batch, Receipt
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
-from hpcaccum.nodes import Calls, LostNodeError, NodeParts
+from hpcaccum.nodes import Calls, NodeParts
 from hpcaccum.server.update_queue import COPIED, NOBODY, UpdateQueue
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Iterator
 
     from hpcaccum.accumulator import Membership, Tally
     from hpcaccum.dtypes import Array
@@ -55,6 +55,7 @@ class BoundedStalenessInbox:
     """
 
     adds = needs_all = False
+    rate: float | None = None
 
     def __init__(
         self,
@@ -232,18 +233,14 @@ class BoundedStalenessInbox:
         lag = max(self._max_lag, 0)
         return 0 if math.isinf(lag) else step - int(lag)
 
-    @traced("take", lambda args, _: {"step": args[1]})
-    def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
+    @contextlib.contextmanager
+    def next(self, step: int, deadline: Deadline) -> Iterator[Batch]:
         """Wait for the gradient admitted at ``step``; the root only."""
-        whose = self._wait_for(step, deadline)
-        try:
-            use(self._batch(whose, step))
-        except LostNodeError:
-            # The gradient was on that node.
-            use(self._batch(NOBODY, step))
+        yield self._batch(self._wait_for(step, deadline), step)
         self._queue.note_applied(step + 1)
         self._found.pop(step, None)
 
+    @traced("take", lambda args, _: {"step": args[1]})
     def _wait_for(self, step: int, deadline: Deadline) -> int:
         """Wait for the gradient admitted at a step; return what `_find` does."""
 
@@ -265,8 +262,9 @@ class BoundedStalenessInbox:
 
     def _batch(self, whose: int, step: int) -> Batch:
         rank = whose & NOBODY
-        places = [] if rank == NOBODY else [(rank, 0)]
         copied = [rank] if whose & COPIED else []
+        is_lost = rank == NOBODY or (not copied and self.parts.is_lost(rank))
+        places = [] if is_lost else [(rank, 0)]
         return Batch(self.parts, places, self._dtype, 1, step, copied)
 
     def _look(self, step: int) -> int | None:

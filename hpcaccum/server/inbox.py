@@ -14,6 +14,8 @@ import numpy as np
 from hpcaccum.rows import RowPlace
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from hpcaccum.accumulator import Batch, Membership, Receipt, Tally
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
@@ -28,10 +30,12 @@ class Inbox(Protocol):
             update are then sent to their nodes unasked.
         needs_all: Whether each rank that has not left gives one gradient of each
             update, so that none is made without it.
+        rate: The learning rate of an update: the optimizer's own, None.
     """
 
     adds: bool
     needs_all: bool
+    rate: float | None
 
     @property
     def parts(self) -> NodeParts:
@@ -67,15 +71,16 @@ class Inbox(Protocol):
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step."""
 
-    def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
+    def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Batch]:
         """Wait for the gradients that make step ``step + 1``; the root only.
+
+        The block of a ``with`` statement reads them; there are none if all of them were
+        given up. At its end, their ranks may write new ones. If it raises, the next
+        call gives the same gradients again, without those on a node that is lost.
 
         Args:
             step: The step now.
             deadline: Of the call.
-            use: Reads the gradients, none if all of them were given up. When it
-                returns, their ranks may write new ones. If it raises, or this call
-                fails later, the next call may use the same gradients again.
 
         Raises:
             WaitTimeoutError: If it does not arrive in time.

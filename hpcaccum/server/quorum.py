@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from hpcaccum.accumulator import VectorAccumulator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from hpcaccum.accumulator import Batch, Membership, Receipt, Tally
     from hpcaccum.deadline import Deadline
@@ -30,6 +31,7 @@ class QuorumInbox:
     """
 
     adds = True
+    rate: float | None = None
 
     def __init__(
         self,
@@ -92,9 +94,9 @@ class QuorumInbox:
         """Return the least step whose gradients the server accepts at a step."""
         return step
 
-    def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
+    def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Batch]:
         """Wait for the quorum that makes step ``step + 1``; the root only."""
-        self._accumulator.take_batch(self._quorum, deadline, use)
+        return self._accumulator.batch(self._quorum, deadline)
 
     def following(self, step: int) -> None:
         """Return None: more gradients may be admitted until `next`."""

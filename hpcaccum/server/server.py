@@ -6,8 +6,11 @@ import contextlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.deadline import Deadline
+from hpcaccum.device import to_host
 from hpcaccum.errors import (
     InvalidArgumentError,
     WaitTimeoutError,
@@ -16,12 +19,11 @@ from hpcaccum.errors import (
 )
 from hpcaccum.mpi import MPI, lack_of_threads
 from hpcaccum.server.client import Client
-from hpcaccum.server.node_copy import step_of, version_of
+from hpcaccum.server.double_buffer import step_of, version_of
+from hpcaccum.server.loop import UpdateLoop
 from hpcaccum.server.order_loop import OrderLoop
-from hpcaccum.server.role import Role
-from hpcaccum.server.shard_loop import ShardLoop
-from hpcaccum.server.sharded import ShardedParameters
-from hpcaccum.server.update_loop import UpdateLoop
+from hpcaccum.server.part import WholeCenter
+from hpcaccum.server.update_lock import UpdateLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.server.inbox import MakeInbox
+    from hpcaccum.server.loop import Answer, Loop, Rate, Update
     from hpcaccum.server.node_update import ElementwiseRule
-    from hpcaccum.server.role import Answer, Rate, Update
 
     # Of each variable, name to an array or an integer.
     Arrays = Mapping[str, Mapping[str, Any]]
@@ -56,9 +58,9 @@ class ServerState(NamedTuple):
 class ParameterServer(Client):
     """Parameters on one rank, the center, updated by gradients of all. Collective.
 
-    Step k is the parameters after k updates. Every rank is a client and has a `Role`: a
-    server runs loops, in threads beside its own training or alone. After `free` the
-    last parameters can still be read, with their step and the tally.
+    Step k is the parameters after k updates. Every rank is a client. A server also runs
+    a `Loop`, in threads beside its own training or alone. After `free` the last
+    parameters can still be read, with their step and the tally.
 
     Args:
         group: The ranks.
@@ -132,39 +134,47 @@ class ParameterServer(Client):
         self._min_workers = min_workers
         if dedicated:
             self._inbox.exclude(self._servers)
-        self._role = self._make_role(initial)
-        self._role.set_step(step)
+        self._loop = self._make_loop(initial)
+        if self._loop is not None:
+            if self.is_root:
+                self._inbox.start(step)
+            self._loop.set_step(step)
         self._register(group, group.label(what))
         # No rank pulls before the center is published, and has come to its node.
         first = Deadline(None, f"{what}: first parameters")
         self._wait_for(version_of(step), first)
 
-    def _make_role(self, initial: Mapping[str, Array]) -> Role:
-        """Return what this rank does for the center."""
+    def _make_loop(self, initial: Mapping[str, Array]) -> Loop | None:
+        """Return what this rank does for the center; None if it is no server."""
         if not self.is_server:
-            return Role()
+            return None
         inbox, lock, what = self._inbox, self._update_lock, self._what
-        if isinstance(self._parameters, ShardedParameters):
-            shard = ShardLoop(self._parameters, what)
-            if not self.is_root:
-                return shard
-            return OrderLoop(inbox, lock, what, self._parameters, shard)
-        return UpdateLoop(
-            inbox,
-            lock,
-            what,
-            initial,
-            parameters=self._parameters,
-            wire=self._wire,
-            copier=self._copier,
-            node_update=self._node_update,
-            threads=self._group.own_cores,
-        )
+        publisher, orders, shared = self._publisher, self._orders, self._node_update
+        if orders is None:
+            center = {n: np.array(to_host(a)) for n, a in initial.items()}
+            if shared is not None:
+                for name, array in shared.center.items():
+                    np.copyto(array, center[name])
+                center = shared.center
+            whole = WholeCenter(
+                self._wire,
+                self._copier,
+                publisher.copies,
+                center,
+                self._group.own_cores,
+            )
+            return UpdateLoop(inbox, lock, what, whole, publisher, shared)
+        assert orders.own is not None
+        own = UpdateLoop(orders, UpdateLock(what), what, orders.own, publisher)
+        orders.assign = own.take_kept
+        return OrderLoop(inbox, lock, what, orders, own) if self.is_root else own
 
     @property
     def center(self) -> dict[str, Array]:
         """Name to array: what a server holds; after `free`, all, on every rank."""
-        return self._role.center
+        if self._final is not None:
+            return self._final.center
+        return {} if self._loop is None else self._loop.center
 
     @property
     def slots(self) -> dict[str, dict[str, Array]] | None:
@@ -173,7 +183,7 @@ class ParameterServer(Client):
         None if the rule is not used, because variables are sparse or have several
         dtypes, or ranks several nodes.
         """
-        return self._role.slots
+        return None if self._loop is None else self._loop.slots
 
     @property
     def is_root(self) -> bool:
@@ -204,19 +214,24 @@ class ParameterServer(Client):
         self, update: Update, rate: Rate = lambda: None, answer: Answer = lambda _: None
     ) -> None:
         """Begin to serve, in threads unless servers are dedicated; servers only."""
-        self._role.set_optimizer(update, rate, answer)
+        assert self._loop is not None
+        self._loop.set_optimizer(update, rate)
+        if self._orders is not None:
+            self._orders.answer = answer
         if not self._dedicated:
-            self._role.start_thread()
+            self._loop.start_thread()
 
     def serve(self, after_update: Callable[[int], object] | None = None) -> None:
         """Serve until all other ranks have left; a dedicated server only."""
         if not self.only_serves:
             raise InvalidArgumentError(f"{self._what}: {self._no_server()}")
-        self._role.after_update = after_update
-        self._serve()
+        self._serve(after_update)
 
-    def _serve(self) -> None:
-        self._role.run()
+    def _serve(self, after_update: Callable[[int], object] | None = None) -> None:
+        assert self._loop is not None
+        if self.is_root:
+            self._loop.after_update = after_update
+        self._loop.run()
         self._served = True
 
     def _no_server(self) -> str:
@@ -235,8 +250,8 @@ class ParameterServer(Client):
         After `free`, those to None.
         """
         with self.paused():
-            assert isinstance(self._role, OrderLoop)
-            return self._role.ask(question)
+            assert self._loop is not None
+            return self._loop.ask(question)
 
     def divide(self, arrays: Arrays | None) -> Arrays | None:
         """Return what a server keeps of arrays of the root. Collective.
@@ -246,8 +261,8 @@ class ParameterServer(Client):
         """
         if arrays is None:
             return None
-        if isinstance(self._parameters, ShardedParameters):
-            return self._parameters.divide(arrays)
+        if self._orders is not None:
+            return self._orders.divide(arrays)
         return arrays if self.is_root else None
 
     @property
@@ -282,13 +297,15 @@ class ParameterServer(Client):
             The step.
         """
         call, failure, version = f"{self._what}: assign", None, -1
-        self._role.keep(values)
+        if self._loop is not None:
+            self._loop.keep(values)
         # No server may get the order before it has the values.
         self._group.allgather(None, call)
         try:
             if self.is_root:
+                assert self._loop is not None
                 with self.paused():
-                    version = self._role.assign(Deadline(None, call))
+                    version = self._loop.assign(Deadline(None, call))
         except Exception as error:
             failure = error
         self.come_back()
@@ -303,7 +320,10 @@ class ParameterServer(Client):
         """End what `suspend` has begun, before all ranks meet."""
         self._inbox.membership.come_back()
         if self.only_serves and self._served:
-            self._role.come_back()
+            assert self._loop is not None
+            self._loop.come_back()
+            if self._orders is not None:
+                self._orders.come_back()
             self._served = False
 
     @contextlib.contextmanager
@@ -316,8 +336,8 @@ class ParameterServer(Client):
             )
         deadline = Deadline(None, f"{self._what}: paused")
         with self._update_lock.reading(deadline):
-            if self._final is None:
-                self._role.wait_for_ordered(deadline)
+            if self._final is None and self._loop is not None:
+                self._loop.wait_for_ordered(deadline)
             yield self.step
 
     def state(self) -> ServerState:
@@ -413,14 +433,16 @@ class ParameterServer(Client):
         self._end_updates(call)
         self._finish()
         # From now on nothing reads the shared memory.
-        self._final = state = self._read_state()
-        self._role.center, self._role.slots = state.center, None
+        self._final = self._read_state()
+        if self._loop is not None:
+            self._loop.slots = None
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""
         failure, deadline = None, Deadline(None, call)
         try:
-            self._role.end(deadline)
+            if self._loop is not None:
+                self._loop.end(deadline)
         except WaitTimeoutError as error:
             failure = error
         found = self._group.gather_present(failure and str(failure), call)
