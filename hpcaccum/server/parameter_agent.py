@@ -78,8 +78,8 @@ class ParameterAgent:
         self._line = AgentLine(agent)
         self._nodes, self._parts, self._copier = nodes, parts, copier
         self._copies, self._own, self._complete = copies, own, complete
-        # On the root's node: the newest version; the least that each node waits for,
-        # and the last that was promised to it.
+        # On the root's node: the newest version; what each node has asked for last, and
+        # the last that was promised to it.
         self._newest = _NONE
         self._wants: dict[int, int] = {}
         self._promised: dict[int, int] = {}
@@ -183,11 +183,10 @@ class ParameterAgent:
         if version <= self._promised.get(node, _NONE):
             return
         if version > self._newest:
-            self._wants[node] = min(version, self._wants.get(node, version))
+            # A later one than before: the node has got that meanwhile.
+            self._wants[node] = version
             return
-        # If it waits for a later one, too, it asks again.
-        self._wants.pop(node, None)
-        self._promised[node] = self._newest
+        self._promise([node])
         self.send_promised([node])
 
     def promise(self, version: int, nodes: Collection[int] = ()) -> list[int]:
@@ -200,10 +199,16 @@ class ParameterAgent:
         self._newest = version
         ready = {node for node, wanted in self._wants.items() if wanted <= version}
         ready.update(nodes)
-        for node in ready:
-            self._wants.pop(node, None)
-            self._promised[node] = version
+        self._promise(ready)
         return sorted(ready)
+
+    def _promise(self, nodes: Collection[int]) -> None:
+        for node in nodes:
+            self._promised[node] = self._newest
+            # What the root itself has sent is there before the agent knows of it, so
+            # the node may want a later one by now.
+            if self._wants.get(node, _NONE) <= self._newest:
+                self._wants.pop(node, None)
 
     def send_promised(self, nodes: list[int]) -> None:
         """Have the servers send the newest version to nodes."""

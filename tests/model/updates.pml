@@ -19,10 +19,10 @@
  *                      time later
  *   HOPE               a rank may wait for a step that may never come, in vain
  *   TIMEOUTS           a rank may give up any wait for a step
- *   PUSH               with VERSIONS: the root has each version sent to all nodes, or
- *                      without TORN sends it itself, as it does with a short one; a rank
- *                      may wait for one without asking, as after synchronous updates (of
- *                      whose admission accumulator.pml is the model)
+ *   PUSH               with VERSIONS: the root has some of the versions sent to all
+ *                      nodes, or without TORN sends them itself, as it does with short
+ *                      ones; a rank may wait for these without asking, as after
+ *                      synchronous updates (whose admission accumulator.pml models)
  *   BUG_...            one planted bug each: search for the name
  *
  * What is proven: the assertions. Those of Monitor hold in every final state: all ranks
@@ -154,6 +154,11 @@ byte content[NODES * 2];
 #define CONTENT(k, i) content[(k) * 2 + (i)]
 bit copying;
 bit stopped;                    /* The agents stop. */
+byte pushes;                    /* the steps that nodes wait for and do not ask for */
+#define AWAITED(step) (pushes >> (step) & 1)
+#if defined(PUSH) && !defined(TORN)
+#define PUSHED                  /* short ones, by the root itself */
+#endif
 
 /* To the root's agent, by node: a step that it wants; and what that agent has to do. */
 chan ask[NODES] = [4] of { byte };
@@ -186,22 +191,17 @@ inline complete_copy(node, step) {
     newest[node] = step << 1 | 1 - COPY(node)
 }
 
-#ifdef PUSH
-#define AWAITED true
-#ifndef TORN
-#define PUSHED                  /* A short one, by the root itself. */
-#endif
-#else
-#define AWAITED false
-#endif
-
-/* Send a short step to all nodes. In the code: Publisher._push. */
+/* Send a short step to all nodes, if they wait. In the code: Publisher._push. */
 inline push(step) {
 #ifdef PUSHED
-    take[1]!step; data[1]!step; data[1]!step
+    if
+    :: AWAITED(step) ->
+       take[1]!step; data[1]!step; data[1]!step
 #if REMOTES > 1
-    ; take[2]!step; data[2]!step; data[2]!step
+       ; take[2]!step; data[2]!step; data[2]!step
 #endif
+    :: else
+    fi
 #else
     skip
 #endif
@@ -339,8 +339,8 @@ pull:
     :: d_step { true -> want(1) }
     :: d_step { true -> want(2) }
 #ifdef PUSH
-    :: d_step { true -> await(1) }
-    :: d_step { true -> await(2) }
+    :: d_step { AWAITED(1) -> await(1) }
+    :: d_step { AWAITED(2) -> await(2) }
 #endif
 #if VERSIONS > 2
     :: d_step { true -> want(3) }
@@ -603,7 +603,14 @@ end:
 inline promise(node) {
     assert(promised[node] < known);
     promised[node] = known;
+#ifndef BUG_WANT_DROPPED
+    if
+    :: wants[node] <= known -> wants[node] = 0
+    :: else -> HAPPENS(an older step than a node wants)
+    fi
+#else
     wants[node] = 0
+#endif
 }
 
 proctype Want(byte node) {
@@ -622,10 +629,11 @@ end:
               job[node]!known
 #endif
            :: step > known ->
-              if
-              :: !wants[node] || step < wants[node] -> wants[node] = step
-              :: else
-              fi
+#ifndef BUG_LEAST_WANT
+              wants[node] = step
+#else
+              wants[node] = (wants[node] && wants[node] < step -> wants[node] : step)
+#endif
            fi;
            step = 0
        }
@@ -637,16 +645,15 @@ end:
 
 inline published(node) {
     if
-    :: AWAITED || (wants[node] && wants[node] <= known) ->
+    :: AWAITED(known) || (wants[node] && wants[node] <= known) ->
        promise(node);
-#ifdef PUSHED
        if
-       :: sent[node] < known -> sent[node] = known
-       :: else
-       fi
-#else
-       job[node]!known
+#ifdef PUSHED
+       :: AWAITED(known) && sent[node] < known -> sent[node] = known
+       :: AWAITED(known) && sent[node] >= known
 #endif
+       :: else -> job[node]!known
+       fi
     :: else
     fi
 }
@@ -703,7 +710,8 @@ inline end_snapshot() {
 inline send_header() {
     assert(snapshot[mine] > sent_now[node]);
     assert(snapshot[mine] >= wanted);
-    assert(AWAITED || (asked[node] && asked[node] <= snapshot[mine]));
+    assert(AWAITED(wanted) || AWAITED(snapshot[mine]) || asked[node]);
+    assert(!asked[node] || asked[node] <= snapshot[mine] || AWAITED(wanted));
     sent_now[node] = snapshot[mine];
     sent[node] = snapshot[mine];
     take[node]!snapshot[mine]
@@ -809,6 +817,14 @@ proctype Monitor() {
 init {
     byte node, step;
     atomic {
+#ifdef PUSH
+        for (step : 1 .. VERSIONS) {
+            if
+            :: pushes = pushes | BIT(step)
+            :: true
+            fi
+        }
+#endif
         run Root();
         for (step : 0 .. RANKS - 1) { run Rank(step, NODE(step)) }
 #if REMOTES

@@ -146,6 +146,10 @@ UPDATES = Model(
         },
         "PUSH": {"a step was promised before"},
         "LOCALS=0 VERSIONS=2 GRADS=0 TORN PUSH": {"a step was sent before"},
+        "LOCALS=0 VERSIONS=2 PUSH TIMEOUTS": {
+            "the root and its agent have sent a step",
+            "an older step than a node wants",
+        },
     },
     bugs={
         "APPLIED_EARLY": ("GRADS=2", "first==order[step]"),
@@ -169,6 +173,8 @@ UPDATES = Model(
             "(newest[node]>>1)<step",
         ),
         "WANT_FORGOTTEN": ("RANKS=1 LOCALS=0 VERSIONS=2", "LEFT=="),
+        "LEAST_WANT": ("LOCALS=0 VERSIONS=2 PUSH TIMEOUTS", "!((waiting[node]&"),
+        "WANT_DROPPED": ("LOCALS=0 VERSIONS=2 PUSH", "LEFT=="),
         "NOT_ASKED_AGAIN": ("LOCALS=0 VERSIONS=2", "LEFT=="),
     },
     processes={"Root", "Rank"},
