@@ -242,8 +242,7 @@ def interrupt_pulls(name: str) -> Any:
 
 def before_updates(optimizer: Any, call: Callable[[], object]) -> Any:
     """Return a patch: calls before each update of this rank's part of the center."""
-    loop = optimizer._server._loop
-    return _before(getattr(loop, "part", loop), "update", lambda *_: call())
+    return _before(optimizer._server._updates, "update", lambda *_: call())
 
 
 def before_answers(
@@ -263,7 +262,7 @@ def before_answers(
 
 def mend(optimizer: Any) -> None:
     """Have a server go on after an update that has failed, so that it can be freed."""
-    optimizer._server._loop._broken = False
+    optimizer._server._updates._broken = False
 
 
 def before_pieces(optimizer: Any, call: Callable[[int], object]) -> Any:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 from hpcaccum.server.inbox import Inbox
+from hpcaccum.server.options import ServerOptions, Servers, check_nodes, spread
 from hpcaccum.server.part import joined
 from hpcaccum.server.publisher import Publisher
 from hpcaccum.server.quorum import QuorumInbox
@@ -36,8 +37,12 @@ __all__ = [
     "ParameterServer",
     "Publisher",
     "QuorumInbox",
+    "ServerOptions",
     "ServerState",
+    "Servers",
     "check_first_step",
+    "check_nodes",
     "gradients_by_name",
     "joined",
+    "spread",
 ]

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
     from hpcaccum.server.publisher import Publisher
     from hpcaccum.server.update_lock import UpdateLock
 
-    # Changes the center. Gets gradients by name, arrays or `IndexedSlices`; and a
-    # learning rate, or None for the optimizer's own.
     Update = Callable[[dict[str, Any], float | None], object]
-    Rate = Callable[[], float | None]
-    Answer = Callable[[Any], Any]
 
 
 class Source(Protocol):
@@ -61,12 +57,9 @@ class Loop:
         what: Name for messages.
 
     Attributes:
-        center, slots: See `ParameterServer`.
         after_update: Called with the step after each update, before the next one.
     """
 
-    center: dict[str, Array]
-    slots: dict[str, dict[str, Array]] | None = None
     after_update: Callable[[int], object] | None = None
     _thread: threading.Thread | None = None
     # Whether an update has begun to change the center and not ended.
@@ -137,34 +130,9 @@ class Loop:
             f"{lacks}"
         )
 
-    # What a server does between two updates
-
-    def set_step(self, step: int) -> None:
-        """Begin with the center as that of a step, before any rank pushes or pulls."""
-        self._step = step
-
-    def set_optimizer(self, update: Update, rate: Rate) -> None:
-        """Set what makes updates, before they begin; see `ParameterServer.start`."""
-        raise NotImplementedError
-
-    def keep(self, values: Mapping[str, Array]) -> None:
-        """Keep what will be assigned."""
-        raise NotImplementedError
-
-    def assign(self, deadline: Deadline) -> int:
-        """Set the center to what was kept; return the version that has it."""
-        raise NotImplementedError
-
     def come_back(self) -> None:
         """Let `run`, which has ended, serve again."""
         self._thread = None
-
-    def ask(self, question: Any) -> list[Any]:
-        """Return the answers of several servers; the root only."""
-        raise NotImplementedError
-
-    def wait_for_ordered(self, deadline: Deadline) -> None:
-        """Wait until the updates are made that were ordered ahead."""
 
 
 class UpdateLoop(Loop):
@@ -178,7 +146,9 @@ class UpdateLoop(Loop):
             None if it cannot.
 
     Attributes:
-        update: Changes the center.
+        update: Changes the center. Gets gradients by name, arrays or `IndexedSlices`;
+            and a learning rate, or None for the optimizer's own.
+        center, slots: See `ParameterServer`.
     """
 
     update: Update
@@ -196,16 +166,11 @@ class UpdateLoop(Loop):
         self._part, self._publisher, self._node_update = part, publisher, node_update
         self._kept: Mapping[str, Array] = {}
         self.center = part.center
-        if node_update is not None:
-            self.slots = node_update.slots
-
-    def set_optimizer(self, update: Update, rate: Rate) -> None:
-        """Set what updates the center."""
-        self.update = update
+        self.slots = None if node_update is None else node_update.slots
 
     def set_step(self, step: int) -> None:
-        """Publish the center as that of a step."""
-        super().set_step(step)
+        """Publish the center as that of a step, before any rank pushes or pulls."""
+        self._step = step
         self._publish(version_of(step))
         # The other copy too, so that no update of rows has to copy whole tables.
         self._part.write(self._publisher.begin(version_of(step)))
@@ -244,14 +209,8 @@ class UpdateLoop(Loop):
         """Keep what will be assigned."""
         self._kept = values
 
-    def assign(self, deadline: Deadline) -> int:
-        """Set the center to what was kept; return the version that has it."""
-        version = self._publisher.newest_version() + 1
-        self.take_kept(version)
-        return version
-
-    def take_kept(self, version: int) -> None:
-        """Publish what was kept as a version."""
+    def assign(self, version: int) -> None:
+        """Set the center to what was kept, and publish it as a version."""
         self._part.assign(self._kept)
         self._kept = {}
         self._publish(version)

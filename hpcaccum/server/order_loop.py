@@ -11,12 +11,11 @@ from hpcaccum.server.loop import Loop
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
 
     from hpcaccum.accumulator import Batch
-    from hpcaccum.dtypes import Array
     from hpcaccum.server.inbox import Inbox
-    from hpcaccum.server.loop import Rate, Update, UpdateLoop
+    from hpcaccum.server.loop import UpdateLoop
     from hpcaccum.server.orders import Orders
     from hpcaccum.server.update_lock import UpdateLock
 
@@ -30,7 +29,7 @@ class OrderLoop(Loop):
         part: The loop of this rank's own part, as the root is one of the servers.
 
     Attributes:
-        part: That loop.
+        rate: Returns the learning rate of the next update; None if servers find it.
         last_answers: Of all servers after the last update, to the question None.
     """
 
@@ -45,20 +44,13 @@ class OrderLoop(Loop):
         part: UpdateLoop,
     ) -> None:
         super().__init__(inbox, lock, what)
-        self._orders, self.part, self.center = orders, part, part.center
-        # Returns the learning rate of the next update; None if servers find it.
-        self._rate: Rate = lambda: None
+        self._orders, self._part = orders, part
+        self.rate: Callable[[], float | None] = lambda: None
         self.last_answers: list[Any] | None = None
 
-    def set_optimizer(self, update: Update, rate: Rate) -> None:
-        """Set what finds learning rates, and what updates this rank's part."""
-        self._rate = rate
-        self.part.set_optimizer(update, rate)
-
     def set_step(self, step: int) -> None:
-        """Begin with a step."""
-        super().set_step(step)
-        self.part.set_step(step)
+        """Begin with a step that all servers publish."""
+        self._step = step
         self._orders.begin(step)
 
     @traced("update", lambda args, _: {"step": args[1].step + 1})
@@ -74,7 +66,7 @@ class OrderLoop(Loop):
         """Order a step, unless it was ordered already."""
         if step > self._orders.ordered:
             # A rank that gave one of several gradients waits for their update.
-            self._orders.order(step, batch, self._rate(), awaited=self._inbox.adds)
+            self._orders.order(step, batch, self.rate(), awaited=self._inbox.adds)
 
     def _order_ahead(self) -> None:
         """Order the next steps if their gradients are there, while there is memory."""
@@ -99,10 +91,6 @@ class OrderLoop(Loop):
         deadline = Deadline(None, f"{self._what}: servers")
         return self._orders.questions.ask(question, deadline)
 
-    def keep(self, values: Mapping[str, Array]) -> None:
-        """Keep what will be assigned."""
-        self.part.keep(values)
-
     def assign(self, deadline: Deadline) -> int:
         """Order all servers to assign what they kept; return its version."""
         version = self._orders.order_again()
@@ -114,12 +102,12 @@ class OrderLoop(Loop):
     def come_back(self) -> None:
         """Let `run` and the loop of this rank's own part serve again."""
         self.last_answers = None
-        self.part.end(Deadline(None, f"{self._what}: own part"))
-        self.part.come_back()
+        self._part.end(Deadline(None, f"{self._what}: own part"))
+        self._part.come_back()
 
     def run(self) -> None:
         """Order updates until all ranks have left; then end the loops of servers."""
-        self.part.start_thread()
+        self._part.start_thread()
         super().run()
         deadline = Deadline(math.inf, f"{self._what}: end")
         # Another thread of this rank may ask, too.
@@ -132,4 +120,4 @@ class OrderLoop(Loop):
     def end(self, deadline: Deadline) -> None:
         """Wait until both threads have ended; see `Loop.end`."""
         super().end(deadline)
-        self.part.end(deadline)
+        self._part.end(deadline)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,8 +31,9 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.server.inbox import MakeInbox
-    from hpcaccum.server.loop import Answer, Loop, Rate, Update
+    from hpcaccum.server.loop import Loop, Update
     from hpcaccum.server.node_update import ElementwiseRule
+    from hpcaccum.server.options import ServerOptions
 
     # Of each variable, name to an array or an integer.
     Arrays = Mapping[str, Mapping[str, Any]]
@@ -64,23 +64,20 @@ class ParameterServer(Client):
 
     Args:
         group: The ranks.
-        root: The rank that holds the center and runs the updates; if there are several,
-            the one that decides what makes each update.
         initial: Name to array, the same names and shapes on all ranks; the center
             starts with the root's.
         make_inbox: Makes the inbox, given the size and the dtype of a flat gradient,
             and the places of rows in it.
-        dedicated: Whether the servers only serve; they must then call `serve`.
+        options: Of the optimizer, with the ranks that hold parts of the center and
+            update them, each on another node. The first, the root, decides what makes
+            each update. Dedicated servers must call `serve`.
         what: Name for messages.
         rule: Makes the updates of all variables if they are alike; equal on all ranks.
         finish: Called by `free` on every rank, after the last update, while pulls are
             still possible.
-        servers: The ranks that hold parts of the center and update them, each on
-            another node, ``root`` first; by default ``root`` alone.
         elementwise: Whether such a part may begin within a variable.
         capacities: Name of each sparse variable to the maximum number of rows of the
             gradients of a rank in one update. There is one server then.
-        min_workers: Fewest ranks that train on after others are lost.
         step, tally: Where an earlier server ended (`ServerState`), to continue from it;
             the same on all ranks.
 
@@ -94,21 +91,20 @@ class ParameterServer(Client):
     def __init__(
         self,
         group: Group,
-        root: int,
         initial: Mapping[str, Array],
         make_inbox: MakeInbox,
-        *,
-        dedicated: bool,
+        options: ServerOptions,
         what: str,
-        rule: ElementwiseRule | None = None,
-        finish: Callable[[], None] = lambda: None,
-        servers: Sequence[int] = (),
-        elementwise: bool = False,
-        capacities: Mapping[str, int] = MappingProxyType({}),
-        min_workers: int = 1,
+        *,
+        rule: ElementwiseRule | None,
+        finish: Callable[[], None],
+        elementwise: bool,
+        capacities: Mapping[str, int],
         step: int = 0,
         tally: Tally | None = None,
     ) -> None:
+        servers, dedicated = options.ranks, bool(options.dedicated)
+
         def check() -> dict[str, object]:
             _check_server(group, dedicated, servers, step)
             return {"step": step, "tally": tally}
@@ -122,7 +118,7 @@ class ParameterServer(Client):
         self._served = self._frees = False
         super().__init__(
             group,
-            tuple(servers) or (root,),
+            servers,
             initial,
             make_inbox,
             what,
@@ -131,50 +127,55 @@ class ParameterServer(Client):
             capacities=capacities,
         )
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
-        self._min_workers = min_workers
+        self._min_workers = options.min_workers
         if dedicated:
             self._inbox.exclude(self._servers)
-        self._loop = self._make_loop(initial)
-        if self._loop is not None:
-            if self.is_root:
-                self._inbox.start(step)
-            self._loop.set_step(step)
+        # What this rank does as a server: it updates the center, or its part. If there
+        # are several, the root orders these updates.
+        self._updates = self._make_updates(initial)
+        self._ordering: OrderLoop | None = None
+        if self.is_root:
+            self._inbox.start(step)
+        if self._updates is not None:
+            self._updates.set_step(step)
+            if self.is_root and self._orders is not None:
+                self._ordering = OrderLoop(
+                    self._inbox, self._update_lock, what, self._orders, self._updates
+                )
+                self._ordering.set_step(step)
+        self._loop: Loop | None = self._ordering or self._updates
         self._register(group, group.label(what))
         # No rank pulls before the center is published, and has come to its node.
         first = Deadline(None, f"{what}: first parameters")
         self._wait_for(version_of(step), first)
 
-    def _make_loop(self, initial: Mapping[str, Array]) -> Loop | None:
-        """Return what this rank does for the center; None if it is no server."""
+    def _make_updates(self, initial: Mapping[str, Array]) -> UpdateLoop | None:
+        """Return what updates this rank's part of the center; None if it has none."""
+        publisher, orders, shared = self._publisher, self._orders, self._node_update
         if not self.is_server:
             return None
-        inbox, lock, what = self._inbox, self._update_lock, self._what
-        publisher, orders, shared = self._publisher, self._orders, self._node_update
-        if orders is None:
-            center = {n: np.array(to_host(a)) for n, a in initial.items()}
-            if shared is not None:
-                for name, array in shared.center.items():
-                    np.copyto(array, center[name])
-                center = shared.center
-            whole = WholeCenter(
-                self._wire,
-                self._copier,
-                publisher.copies,
-                center,
-                self._group.own_cores,
-            )
-            return UpdateLoop(inbox, lock, what, whole, publisher, shared)
-        assert orders.own is not None
-        own = UpdateLoop(orders, UpdateLock(what), what, orders.own, publisher)
-        orders.assign = own.take_kept
-        return OrderLoop(inbox, lock, what, orders, own) if self.is_root else own
+        what = self._what
+        if orders is not None:
+            assert orders.own is not None
+            own = UpdateLoop(orders, UpdateLock(what), what, orders.own, publisher)
+            orders.assign = own.assign
+            return own
+        center = {n: np.array(to_host(a)) for n, a in initial.items()}
+        if shared is not None:
+            for name, array in shared.center.items():
+                np.copyto(array, center[name])
+            center = shared.center
+        threads = self._group.own_cores
+        whole = WholeCenter(self._wire, self._copier, publisher.copies, center, threads)
+        lock = self._update_lock
+        return UpdateLoop(self._inbox, lock, what, whole, publisher, shared)
 
     @property
     def center(self) -> dict[str, Array]:
         """Name to array: what a server holds; after `free`, all, on every rank."""
         if self._final is not None:
             return self._final.center
-        return {} if self._loop is None else self._loop.center
+        return {} if self._updates is None else self._updates.center
 
     @property
     def slots(self) -> dict[str, dict[str, Array]] | None:
@@ -183,7 +184,7 @@ class ParameterServer(Client):
         None if the rule is not used, because variables are sparse or have several
         dtypes, or ranks several nodes.
         """
-        return None if self._loop is None else self._loop.slots
+        return None if self._updates is None else self._updates.slots
 
     @property
     def is_root(self) -> bool:
@@ -211,13 +212,25 @@ class ParameterServer(Client):
         return self.only_serves and not self._served
 
     def start(
-        self, update: Update, rate: Rate = lambda: None, answer: Answer = lambda _: None
+        self,
+        update: Update,
+        rate: Callable[[], float | None],
+        answer: Callable[[Any], Any],
     ) -> None:
-        """Begin to serve, in threads unless servers are dedicated; servers only."""
+        """Begin to serve, in threads unless servers are dedicated; servers only.
+
+        Args:
+            update: See `UpdateLoop`.
+            rate: See `OrderLoop`.
+            answer: See `Orders`.
+        """
         assert self._loop is not None
-        self._loop.set_optimizer(update, rate)
+        assert self._updates is not None
+        self._updates.update = update
         if self._orders is not None:
             self._orders.answer = answer
+        if self._ordering is not None:
+            self._ordering.rate = rate
         if not self._dedicated:
             self._loop.start_thread()
 
@@ -250,8 +263,8 @@ class ParameterServer(Client):
         After `free`, those to None.
         """
         with self.paused():
-            assert self._loop is not None
-            return self._loop.ask(question)
+            assert self._ordering is not None
+            return self._ordering.ask(question)
 
     def divide(self, arrays: Arrays | None) -> Arrays | None:
         """Return what a server keeps of arrays of the root. Collective.
@@ -297,15 +310,14 @@ class ParameterServer(Client):
             The step.
         """
         call, failure, version = f"{self._what}: assign", None, -1
-        if self._loop is not None:
-            self._loop.keep(values)
+        if self._updates is not None:
+            self._updates.keep(values)
         # No server may get the order before it has the values.
         self._group.allgather(None, call)
         try:
             if self.is_root:
-                assert self._loop is not None
                 with self.paused():
-                    version = self._loop.assign(Deadline(None, call))
+                    version = self._assign(Deadline(None, call))
         except Exception as error:
             failure = error
         self.come_back()
@@ -315,6 +327,15 @@ class ParameterServer(Client):
         self._has.clear()
         self._pulled = step_of(self._assigned)
         return self._pulled
+
+    def _assign(self, deadline: Deadline) -> int:
+        """Set the center to the values that were kept; return the version."""
+        if self._ordering is not None:
+            return self._ordering.assign(deadline)
+        assert self._updates is not None
+        version = self._publisher.newest_version() + 1
+        self._updates.assign(version)
+        return version
 
     def come_back(self) -> None:
         """End what `suspend` has begun, before all ranks meet."""
@@ -336,8 +357,8 @@ class ParameterServer(Client):
             )
         deadline = Deadline(None, f"{self._what}: paused")
         with self._update_lock.reading(deadline):
-            if self._final is None and self._loop is not None:
-                self._loop.wait_for_ordered(deadline)
+            if self._final is None and self._ordering is not None:
+                self._ordering.wait_for_ordered(deadline)
             yield self.step
 
     def state(self) -> ServerState:
@@ -434,8 +455,8 @@ class ParameterServer(Client):
         self._finish()
         # From now on nothing reads the shared memory.
         self._final = self._read_state()
-        if self._loop is not None:
-            self._loop.slots = None
+        if self._updates is not None:
+            self._updates.slots = None
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""
