@@ -37,7 +37,7 @@ from hpcaccum.errors import (
     WaitTimeoutError,
 )
 from hpcaccum.layout import Layout
-from hpcaccum.mpi import Group, install_excepthook, is_rank, launched_ranks
+from hpcaccum.mpi import Group, group_of, install_excepthook, is_rank, launched_ranks
 from hpcaccum.optimizers import (
     SGD,
     Adagrad,
@@ -100,6 +100,7 @@ __all__ = [
     "checkpoint",
     "clip_by_global_norm",
     "get_variable",
+    "group_of",
     "span",
     "trace",
 ]

@@ -20,7 +20,7 @@ import numpy as np
 
 from hpcaccum.accumulator import batch, sparse, writer
 from hpcaccum.accumulator.state import Record
-from hpcaccum.mpi import control
+from hpcaccum.mpi.talk import control
 from hpcaccum.nodes import Agent, transfer
 from hpcaccum.server import (
     node_update,

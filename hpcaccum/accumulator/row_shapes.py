@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcaccum.accumulator.shapes import (
+from hpcaccum.accumulator.declared_shape import (
     MAX_DIMS,
     PartialShape,
     Shape,
-    ShapePolicy,
-    ShapeTable,
     compatible,
     size_of,
 )
+from hpcaccum.accumulator.shapes import ShapePolicy, ShapeTable
 from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

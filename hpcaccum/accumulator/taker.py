@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
+from hpcaccum.accumulator.declared_shape import size_of
 from hpcaccum.accumulator.protocol import MEMBERS, STATE
-from hpcaccum.accumulator.shapes import size_of
 from hpcaccum.accumulator.state import Closed
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 from hpcaccum.nodes import LostNodeError

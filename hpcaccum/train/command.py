@@ -6,7 +6,7 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum import Group, span, trace
+from hpcaccum import Group, group_of, span, trace
 from hpcaccum.device import device_name, use_device
 from hpcaccum.files import JsonLines, check_writable, ending_the_job
 from hpcaccum.machine import circumstances, place_and_date
@@ -32,7 +32,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
 
     All errors that can be found before the training are found here.
     """
-    group = Group.of()
+    group = group_of()
     options = group.agree("options", lambda: resolve(args, group.size))
     if options.servers != "auto":
         check_nodes(options.servers, group)

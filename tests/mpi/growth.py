@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from hpcaccum import Group, testing
-from hpcaccum.mpi import atomic_words, region, windows, word_window
+from hpcaccum.mpi.memory import atomic_words, region, windows, word_window
 
 # Elements of a gradient of float32; so many that no rank sends it at once, and one
 # piece.

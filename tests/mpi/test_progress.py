@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.mpi.progress import ProgressThread
-from hpcaccum.mpi.region import Region
+from hpcaccum.mpi.memory.region import Region
+from hpcaccum.mpi.talk.progress import ProgressThread
 
 from .acting import until
 from .on_nodes import group_on_nodes  # noqa: F401
@@ -112,7 +112,7 @@ def replaced(comm):
 
 def test_naps_are_long_where_no_word_changes(replaced, monkeypatch):
     words, clock = bytearray(8), Clock()
-    monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
+    monkeypatch.setattr("hpcaccum.mpi.talk.progress.time", clock)
     progress = replaced(lambda: memoryview(words))
     first, naps = progress.nap(math.inf), [progress.nap(1e-4)]
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_naps_are_long_where_no_word_changes(replaced, monkeypatch):
 
 def test_naps_are_short_where_changes_cannot_be_seen(replaced, monkeypatch):
     clock, memory = Clock(), memoryview(bytearray(1 << 20))
-    monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
+    monkeypatch.setattr("hpcaccum.mpi.talk.progress.time", clock)
     progress = replaced(lambda: memory)
     first = progress.nap(math.inf)
     clock.now += 1.0

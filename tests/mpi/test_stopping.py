@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from hpcaccum import Group
+from hpcaccum import group_of
 from hpcaccum.train.stopping import STOPPED, Requests, Stop
 
 from .reducing import made_up
@@ -20,7 +20,7 @@ NODES = "real", "each on its own"
 def group(request, comm, size):
     """The ranks on their nodes, and each on one of its own."""
     if request.param == "real":
-        return Group.of(comm)
+        return group_of(comm)
     if size == 1:
         pytest.skip("needs 2 ranks, for two nodes")
     return made_up(comm, "singles")

@@ -38,7 +38,7 @@ def blobs():
 # The only test that loads scikit-learn, on rank 0: that takes 2 s.
 @pytest.mark.ranks(2)
 def test_the_digits_are_the_same_on_all_ranks(comm):
-    data = load(None, hpc.Group.of(comm))
+    data = load(None, hpc.group_of(comm))
     arrays = data.x, data.y, data.x_test, data.y_test
 
     assert comm.allgather([a.tobytes() for a in arrays]) == comm.size * [
@@ -54,7 +54,7 @@ def test_bad_data_is_an_error_on_all_ranks(comm, tmp_path):
     np.savez(path, x=np.ones((10, 2)), y=np.ones(9, int))
 
     with pytest.raises(hpc.InvalidArgumentError, match="y must be integers"):
-        load(path, hpc.Group.of(comm))
+        load(path, hpc.group_of(comm))
 
 
 def test_ranks_share_an_epoch_without_gap_or_overlap(blobs):
@@ -80,7 +80,7 @@ def test_a_run_learns_and_adds_up(strategy, blobs, comm, size):
     chosen = options(size, "--strategy", strategy, "--epochs", "8", *period)
     shown = []
     result = Run(
-        strategy, chosen, blobs, hpc.Group.of(comm), shown.append, Requests(math.inf)
+        strategy, chosen, blobs, hpc.group_of(comm), shown.append, Requests(math.inf)
     )()
 
     assert comm.allgather(result) == [result] * size
@@ -102,7 +102,7 @@ def test_a_dedicated_host_does_not_train(strategy, blobs, comm, size):
     chosen = options(size, "--strategy", strategy, "--epochs", "4", "--dedicated")
     shown = []
     result = Run(
-        strategy, chosen, blobs, hpc.Group.of(comm), shown.append, Requests(math.inf)
+        strategy, chosen, blobs, hpc.group_of(comm), shown.append, Requests(math.inf)
     )()
 
     assert result.accepted[0] == result.dropped[0] == 0
@@ -116,7 +116,7 @@ def test_a_slow_rank_does_not_hold_up_the_end(blobs, comm, size):
     words = "--strategy", "agn", "--epochs", "4", "--straggler", f"{size - 1}:400"
     chosen = options(size, *words)
     result = Run(
-        "agn", chosen, blobs, hpc.Group.of(comm), lambda _: None, Requests(math.inf)
+        "agn", chosen, blobs, hpc.group_of(comm), lambda _: None, Requests(math.inf)
     )()
 
     assert result.accepted[-1] == 0

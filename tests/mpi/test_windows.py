@@ -11,11 +11,12 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi import AtomicWords, atomic_words, word_window
-from hpcaccum.mpi import region as region_module
-from hpcaccum.mpi import windows as module
-from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.region import Region
+from hpcaccum.mpi import AtomicWords, group_of
+from hpcaccum.mpi.memory import atomic_words, word_window
+from hpcaccum.mpi.memory import region as region_module
+from hpcaccum.mpi.memory import windows as module
+from hpcaccum.mpi.memory.region import Region
+from hpcaccum.mpi.memory.word_window import KeptWindows
 
 from .acting import at, everywhere, meet, until
 from .support import WAIT, add_often
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.own_comm, pytest.mark.any_size]
 @pytest.fixture(params=["first", "last"])
 def words(request, comm):
     host = 0 if request.param == "first" else comm.size - 1
-    made = AtomicWords(Group.of(comm), host, 20)
+    made = AtomicWords(group_of(comm), host, 20)
     yield made
     meet()
     made.free()
@@ -120,7 +121,7 @@ class Spy:
 
 
 def test_words_have_moved_when_a_call_returns(comm, words, monkeypatch):
-    spy, group = Spy(words._window), Group.of(comm)
+    spy, group = Spy(words._window), group_of(comm)
     # Between nodes a message brings the outcome, and another thread of the host may be
     # about to store it; to a rank that is alone on its node, too.
     at_once = words.near and len(group.node_ranks) > 1
@@ -169,7 +170,7 @@ class Ordered(Spy):
 
 
 def test_words_are_stored_after_a_fence_and_loaded_before_one(comm, monkeypatch):
-    words = AtomicWords(Group.of(comm), 0, 4)
+    words = AtomicWords(group_of(comm), 0, 4)
     if words.direct:
         order = Ordered(words._words)
         monkeypatch.setattr(words, "_words", order)
@@ -185,7 +186,7 @@ def test_words_are_stored_after_a_fence_and_loaded_before_one(comm, monkeypatch)
 
 
 def test_vectors_have_moved_when_a_call_returns(comm, monkeypatch):
-    region = Region(Group.of(comm), 0, 80)
+    region = Region(group_of(comm), 0, 80)
     spy = Spy(region._window)
     monkeypatch.setattr(region, "_window", spy)
     for move in (region.put, region.accumulate, region.get):
@@ -248,7 +249,7 @@ def test_an_exchange_among_additions_is_not_lost(words, rank):
 
 @pytest.mark.ranks(min=2)
 def test_words_are_reached_while_the_host_computes(comm, rank):
-    words = AtomicWords(Group.of(comm), 0, 2)
+    words = AtomicWords(group_of(comm), 0, 2)
     meet()
     if rank == 0:
         block = np.ones((300, 300))
@@ -278,7 +279,7 @@ def meet_quickly(comm, done=False):
 
 
 def test_region_begins_with_zeros(comm, size):
-    region = Region(Group.of(comm), size - 1, 128)
+    region = Region(group_of(comm), size - 1, 128)
     if region.direct:
         np.testing.assert_array_equal(region.view(0, 16, np.dtype("f8")), np.zeros(16))
     meet()
@@ -286,13 +287,13 @@ def test_region_begins_with_zeros(comm, size):
 
 
 def test_memory_is_on_the_root(comm, size):
-    region = Region(Group.of(comm), size - 1, 100)
+    region = Region(group_of(comm), size - 1, 100)
     assert meet(region.nbytes_here) == [0] * (size - 1) + [128]  # whole cache lines
     region.free()
 
 
 def test_views_show_what_was_stored(comm, rank):
-    region = Region(Group.of(comm), 0, 64)
+    region = Region(group_of(comm), 0, 64)
     if rank == 0:
         region.view(8, 2, np.dtype("f4"))[:] = [7, 0.5]
         region.sync()
@@ -311,7 +312,7 @@ def test_views_show_what_was_stored(comm, rank):
 def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch):
     # As those are that are larger than one MPI call moves.
     monkeypatch.setattr(region_module, "_CHUNK_BYTES", 40)
-    region = Region(Group.of(comm), comm.size - 1, 400)
+    region = Region(group_of(comm), comm.size - 1, 400)
     data = np.arange(37, dtype=dtype)
     offset = 16
 
@@ -327,7 +328,7 @@ def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch)
 
 
 def test_empty_vectors_are_no_trouble(comm):
-    region = Region(Group.of(comm), 0, 0)
+    region = Region(group_of(comm), 0, 0)
     nothing = np.empty(0)
     for move in (region.put, region.accumulate, region.get):
         everywhere(move, 0, nothing)
@@ -336,7 +337,7 @@ def test_empty_vectors_are_no_trouble(comm):
 
 
 def test_additions_at_once_are_all_counted(comm, rank, size):
-    region = Region(Group.of(comm), 0, 8 * 500)
+    region = Region(group_of(comm), 0, 8 * 500)
     data = np.arange(500, dtype="f8")
 
     def add():
@@ -357,7 +358,7 @@ HUGE = 2**50
 @pytest.mark.parametrize("host", [0, -1], ids=["first", "last"])
 def test_window_without_room_is_refused_on_every_rank(comm, host):
     with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
-        AtomicWords(Group.of(comm), host % comm.size, HUGE // 8)
+        AtomicWords(group_of(comm), host % comm.size, HUGE // 8)
 
 
 def test_window_whose_memory_others_take_is_refused_on_every_rank(comm, monkeypatch):
@@ -368,12 +369,12 @@ def test_window_whose_memory_others_take_is_refused_on_every_rank(comm, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(module, "pieces", full)
         with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
-            AtomicWords(Group.of(comm), comm.size - 1, 8)
+            AtomicWords(group_of(comm), comm.size - 1, 8)
     meet()
 
 
 def test_window_is_refused_where_mpi_can_make_no_communicator(comm, monkeypatch):
-    group = Group.of(comm)
+    group = group_of(comm)
     real = group.comm
 
     class Exhausted:
@@ -424,7 +425,7 @@ def windows(monkeypatch):
 
 
 def test_objects_with_words_on_one_rank_share_a_window(comm, size, windows):
-    group = Group.of(comm)
+    group = group_of(comm)
     made = [AtomicWords(group, 0, 20) for _ in range(3)]
     made.append(AtomicWords(group, size - 1, 20))
 
@@ -441,7 +442,7 @@ def test_objects_with_words_on_one_rank_share_a_window(comm, size, windows):
 
 
 def test_a_window_is_kept_for_later_words(comm, size, windows):
-    group = Group.of(comm)
+    group = group_of(comm)
     for root in (0, size - 1, 0):
         words = AtomicWords(group, root, 1)
         assert words.fetch_add(0, 0) == 0
@@ -453,7 +454,7 @@ def test_a_window_is_kept_for_later_words(comm, size, windows):
 
 def test_windows_are_freed_with_the_communicator(comm, size, windows):
     own = comm.Dup()
-    words = [AtomicWords(Group.of(own), root, 1) for root in {0, size - 1}]
+    words = [AtomicWords(group_of(own), root, 1) for root in {0, size - 1}]
     meet()
     for each in words:
         each.free()
@@ -463,7 +464,7 @@ def test_windows_are_freed_with_the_communicator(comm, size, windows):
 
 
 def test_new_words_are_0_where_others_were_freed(comm, windows):
-    group = Group.of(comm)
+    group = group_of(comm)
     # 256 such parts are all that a window has.
     others = AtomicWords(group, 0, 1)
     for _ in range(1000):
@@ -488,13 +489,13 @@ def test_new_words_are_0_where_others_were_freed(comm, windows):
 def test_windows_are_given_up_if_ranks_have_taken_different_words(
     comm, rank, size, inside
 ):
-    group = Group.of(comm)
+    group = group_of(comm)
     whose = group.inside if inside else group
     others = AtomicWords(whose, 0, 1)
     # As an interrupted constructor leaves it.
     if rank == size - 1:
-        whose.windows.find(0).take(1)
-    before = whose.windows.find(0)
+        KeptWindows.of(whose).find(0).take(1)
+    before = KeptWindows.of(whose).find(0)
     with hpc.ConditionalAccumulator("f8", (3,), comm=comm) as acc:
         acc.apply_grad(np.full(3, rank + 1.0))
         meet()
@@ -507,12 +508,12 @@ def test_windows_are_given_up_if_ranks_have_taken_different_words(
         assert everywhere(words.read, 0) == [7 * (r in near) for r in range(size)]
         words.free()
     # A rank alone agrees with itself.
-    assert (whose.windows.find(0) is before) == (whose.size == 1)
+    assert (KeptWindows.of(whose).find(0) is before) == (whose.size == 1)
     others.free()
 
 
 def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
-    group = Group.of(comm)
+    group = group_of(comm)
     few, many = AtomicWords(group, 0, 8), AtomicWords(group, 0, 5000)
     at(0, many.write, 4999, 7)
 
@@ -525,7 +526,7 @@ def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
 
 
 def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm, rank):
-    group, before = Group.of(comm), threading.active_count()
+    group, before = group_of(comm), threading.active_count()
     words = [AtomicWords(group, 0, 8) for _ in range(2)]
     started = threading.active_count() - before
     words.pop().free()

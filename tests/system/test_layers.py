@@ -149,4 +149,4 @@ def test_only_windows_makes_windows():
         )
     }
 
-    assert users == {"hpcaccum.mpi.windows"}
+    assert users == {"hpcaccum.mpi.memory.windows"}

@@ -10,9 +10,9 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from hpcaccum.deadline import MOVING_NAP, Deadline, nap_after
-from hpcaccum.mpi.control_messages import Tag
-from hpcaccum.mpi.failures import may_receive
-from hpcaccum.mpi.runtime import MPI, lack_of_threads
+from hpcaccum.mpi.job.runtime import MPI, lack_of_threads
+from hpcaccum.mpi.talk.control_messages import Tag
+from hpcaccum.mpi.talk.failures import may_receive
 from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
