@@ -182,7 +182,7 @@ def admitted_step(optimizer: Any) -> int:
 
 def left(optimizer: Any) -> list[int]:
     """Return the ranks that have left."""
-    return list(optimizer._server._inbox.left())
+    return list(optimizer._server._inbox.membership.left())
 
 
 def shared_bytes(optimizer: Any, *, gradients: bool = False) -> int:

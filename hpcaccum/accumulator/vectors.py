@@ -12,7 +12,7 @@ from hpcaccum.accumulator.state import Packing
 from hpcaccum.accumulator.storage import Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from hpcaccum.accumulator.batch import Batch
     from hpcaccum.accumulator.membership import Membership
@@ -124,7 +124,3 @@ class VectorAccumulator(ConditionalAccumulator):
         Any rank may call it.
         """
         return self._protocol.awaited(num_required, step)
-
-    def exclude(self, ranks: Iterable[int]) -> None:
-        """Name ranks in no message: they are not among the workers."""
-        self.membership.exclude(ranks)

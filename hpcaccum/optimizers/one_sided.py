@@ -266,7 +266,7 @@ class OneSidedOptimizer(Wrapper):
     def gradient_arrays(self) -> dict[str, Array]:
         """Return arrays in which a loss can compute its next gradients, by name.
 
-        They are this rank's slot on the server: gradients written to them are sent
+        They are this rank's buffer on the server: gradients written to them are sent
         without a copy. Their dtype is that in which gradients are added: float32 for
         half precision. After `apply_gradients` they are read-only; call this method
         again. For variables on a device they are device memory.

@@ -89,8 +89,8 @@ class Client(Freeable):
             undo.pop_all()
         # Held by the updates of this rank, if it makes any.
         self._update_lock = UpdateLock(what)
-        # This rank's slot from the first request to the push, and all views of it that
-        # `gradient_arrays` has returned.
+        # This rank's buffer from the first request to the push, and all views of it
+        # that `gradient_arrays` has returned.
         self._lent: Array | None = None
         self._views: list[Array] = []
         self._transfer: Transfer | None = None
@@ -232,7 +232,7 @@ class Client(Freeable):
             advice = f"; {NO_MORE_DATA}"
         elif lacks is None:
             lacks = f"rank {self._root}, which has all gradients that it needs"
-        left = self._inbox.left()
+        left = self._inbox.membership.left()
         gone = f"{format_ranks(left)} {'has' if len(left) == 1 else 'have'} left"
         return (
             f"update {step} by rank {self._root}, which is at step {made}; the next "
@@ -260,15 +260,15 @@ class Client(Freeable):
         Waits until the last gradients are applied. After the push the arrays are
         read-only.
         """
-        arrays, _ = self._wire.gradient_views(self._slot())
+        arrays, _ = self._wire.gradient_views(self._buffer())
         self._views += arrays.values()
         return arrays
 
-    def _slot(self) -> Array:
+    def _buffer(self) -> Array:
         if self._lent is None:
             self.check_not_paused("a push")
             begun = time.monotonic()
-            self._lent = self._inbox.slot(self._pulled)
+            self._lent = self._inbox.buffer(self._pulled)
             self.waited += time.monotonic() - begun
         return self._lent
 
@@ -279,16 +279,16 @@ class Client(Freeable):
             Whether they were accepted. If so, their update makes step
             ``receipt.global_step + 1``.
         """
-        slot = self._slot()
+        buffer = self._buffer()
         arrays = [each for each in grads.values() if not isinstance(each, Rows)]
         on_device = all_on_device(self._what, arrays)
         self._wire.write_gradients(
             grads,
-            slot,
+            buffer,
             clear=self._inbox.adds,
             send=self._send if on_device else None,
         )
-        # Before: a gradient that was admitted keeps its slot, also if this raises.
+        # Before: a gradient that was admitted keeps its buffer, also if this raises.
         self._lent = None
         for view in self._views:
             # NumPy refuses writes from now on: they would corrupt a gradient.
@@ -315,7 +315,7 @@ class Client(Freeable):
     # The device. A push and a pull have one buffer there: each of them waits until the
     # device is done, so they never overlap.
 
-    def _buffer(self) -> Transfer:
+    def _device_buffer(self) -> Transfer:
         """Return what copies to and from the device; allocates at the first call."""
         if self._transfer is None:
             gradients = self._wire.gradients
@@ -323,16 +323,16 @@ class Client(Freeable):
         self._transfer.check_device()
         return self._transfer
 
-    def _send(self, grads: Mapping[str, Any], slot: Array) -> None:
-        """Copy gradients from the device to a slot; overwrites all of the slot."""
+    def _send(self, grads: Mapping[str, Any], buffer: Array) -> None:
+        """Copy gradients from the device to a buffer; overwrites all of the buffer."""
         self._inbox.pin()
-        for event in self._buffer().send(grads, slot):
+        for event in self._device_buffer().send(grads, buffer):
             event.synchronize()
 
     def _fetch_to(self, into: Mapping[str, Any]) -> Callable[[Array], None]:
         """Return a function that copies a vector of parameters to device arrays."""
         self._publisher.pin()
-        buffer, whole = self._buffer(), slice(0, self._wire.parameters.size)
+        buffer, whole = self._device_buffer(), slice(0, self._wire.parameters.size)
 
         def copy(flat: Array) -> None:
             buffer.fetch(flat, whole)

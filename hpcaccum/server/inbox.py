@@ -6,7 +6,7 @@ of a quorum together, `BoundedStalenessInbox` each gradient separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -52,7 +52,7 @@ class Inbox(Protocol):
     def start(self, step: int) -> None:
         """Set the step of the first update; the root only, before any submission."""
 
-    def slot(self, known: int = 0) -> Array:
+    def buffer(self, known: int = 0) -> Array:
         """Return the memory for this rank's next gradient.
 
         Args:
@@ -60,10 +60,10 @@ class Inbox(Protocol):
         """
 
     def pin(self) -> None:
-        """Pin this rank's slots for DMA."""
+        """Pin this rank's buffers for DMA."""
 
     def submit(self, local_step: int) -> Receipt:
-        """Submit the gradient in the slot, unless it is stale."""
+        """Submit the gradient in the buffer, unless it is stale."""
 
     def count_nonfinite(self) -> None:
         """Count a gradient of this rank that is not finite, and was not submitted."""
@@ -99,9 +99,6 @@ class Inbox(Protocol):
         For messages; any rank may call it.
         """
 
-    def exclude(self, ranks: Iterable[int]) -> None:
-        """Name ranks in no message about missing gradients: they submit none."""
-
     def tally(self) -> Tally:
         """Return the gradients accepted and dropped so far, of all ranks."""
 
@@ -110,9 +107,6 @@ class Inbox(Protocol):
 
     def check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left."""
-
-    def left(self) -> list[int]:
-        """Return the ranks that have left."""
 
     def free(self) -> None:
         """Free the memory. Collective."""

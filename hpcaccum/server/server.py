@@ -129,7 +129,7 @@ class ParameterServer(Client):
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
         self._min_workers = options.min_workers
         if dedicated:
-            self._inbox.exclude(self._servers)
+            self._inbox.membership.exclude(self._servers)
         # What this rank does as a server: it updates the center, or its part. If there
         # are several, the root orders these updates.
         self._updates = self._make_updates(initial)
@@ -197,7 +197,7 @@ class ParameterServer(Client):
         return self._group.rank in self._servers
 
     @property
-    def is_sharded(self) -> bool:
+    def in_parts(self) -> bool:
         """Whether several servers hold parts of the center."""
         return len(self._servers) > 1
 
@@ -251,10 +251,10 @@ class ParameterServer(Client):
         """Return why this rank must not call `serve`."""
         servers = format_ranks(self._servers)
         if self._dedicated:
-            are = "are" if self.is_sharded else "is"
+            are = "are" if self.in_parts else "is"
             rank = self._group.rank
             return f"rank {rank} is not a server ({servers} {are}); it must train"
-        how = "serve while they train" if self.is_sharded else "serves while it trains"
+        how = "serve while they train" if self.in_parts else "serves while it trains"
         return f"dedicated=True was not given: {servers} {how}; do not call serve()"
 
     def ask(self, question: Any) -> list[Any]:
@@ -416,7 +416,7 @@ class ParameterServer(Client):
             workers.difference_update(self._servers)
         if len(workers) < self._min_workers:
             return True
-        leads = self.is_sharded and any(rank == each[0] for each in self._group.nodes)
+        leads = self.in_parts and any(rank == each[0] for each in self._group.nodes)
         return rank in self._servers or self._frees or leads
 
     def lose(self, rank: int) -> None:
