@@ -176,10 +176,11 @@ class OrderAgent:
     def _collect(self, version: int, places: list[Place], divisor: int) -> Steps:
         """Receive the gradients of a version."""
         assert self._memory is not None
+        assert self._publisher.number is not None
         yield from self._gradients.collecting(
             self.tag(GRADIENTS),
             places,
-            self._parts[self._nodes.index(self._line.node)].ranges,
+            self._parts[self._publisher.number].ranges,
             divisor,
             self._memory[self._buffer(version)],
         )
@@ -203,8 +204,7 @@ class OrderAgent:
             kind = ASSIGN
         yield from self._obey(kind, bits(rate), version, self._buffer(version))
         yield from self._parameters.sending(version, nodes)
-        server = self._nodes.index(self._line.node)
-        self._line.tell(self._nodes[:1], "made", server, version)
+        self._line.tell(self._nodes[:1], "made", self._publisher.number, version)
 
     def _do_obey(self, kind: int, detail: int = 0) -> None:
         """Give the server an order of another kind, after all earlier ones."""

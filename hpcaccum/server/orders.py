@@ -123,12 +123,11 @@ class Orders:
 
     def _allocate(self, group: Group, dtype: Any) -> Array | None:
         """Make the memory for gradients of the server of this node, if it has one."""
-        here = {group.node_of[server]: server for server in self._servers}
-        self.window_bytes = 0
+        number, self.window_bytes = self._publisher.number, 0
         # Collective on the node, so all of its ranks allocate or none.
-        if (server := here.get(group.node_number)) is None:
+        if number is None:
             return None
-        size = self._parts[self._servers.index(server)].size
+        size, server = self._parts[number].size, self._servers[number]
         nbytes = self.buffers * size * dtype.itemsize
         if server == group.rank:
             self.window_bytes = nbytes

@@ -183,7 +183,7 @@ class ParameterAgent:
         if version <= self._promised.get(node, _NONE):
             return
         if version > self._newest:
-            # A later one than before: the node has got that meanwhile.
+            # It asks for a later one than before only when it has got that.
             self._wants[node] = version
             return
         self._promise([node])

@@ -55,6 +55,7 @@ class Publisher:
 
     Attributes:
         nodes: Of the servers.
+        number: Of the server of this node, if there is one.
         copies: Where the ranks of this node read.
         own: Where the server of this node publishes its part, if there is one.
         agent: Of this node; None if there is one node.
@@ -72,8 +73,10 @@ class Publisher:
         root, several = servers[0], len(servers) > 1
         self._what, self._servers, self._node_of = what, servers, group.node_of
         self._copier, self.nodes = copier, [group.node_of[each] for each in servers]
+        here = group.node_number
+        self.number = self.nodes.index(here) if here in self.nodes else None
         # Whether the ranks of this node read what the single server writes.
-        self._is_here = not several and (group.single_node or root in group.node_ranks)
+        self._is_here = not several and self.number is not None
         inside, writer = writer_inside(group, root)
         if several:
             writer = 0
@@ -87,24 +90,16 @@ class Publisher:
             undo.callback(self.copies.free)
             if self._is_here:
                 self.own = self.copies
-            elif several:
-                self._own_part(group, parts, undo)
+            elif self.number is not None:
+                # Collective on the node, so all of its ranks allocate or none.
+                part = parts[self.number]
+                server = group.node_ranks.index(servers[self.number])
+                size = part.stop - part.start
+                self.own = DoubleBuffer(inside, server, size, copier.dtype)
+                undo.callback(self.own.free)
             if not group.single_node:
                 self._join(group, parts, undo)
             undo.pop_all()
-
-    def _own_part(
-        self, group: Group, parts: Sequence[slice], undo: contextlib.ExitStack
-    ) -> None:
-        """Make the memory of the server of this node, if there is one."""
-        here = {self._node_of[server]: server for server in self._servers}
-        # Collective on the node, so all of its ranks allocate or none.
-        if (server := here.get(group.node_number)) is not None:
-            part = parts[self._servers.index(server)]
-            writer = group.node_ranks.index(server)
-            size, dtype = part.stop - part.start, self.copies.dtype
-            self.own = DoubleBuffer(group.inside, writer, size, dtype)
-            undo.callback(self.own.free)
 
     def _join(
         self, group: Group, parts: Sequence[slice], undo: contextlib.ExitStack
