@@ -56,6 +56,7 @@ from hpcaccum.optimizers import (
 )
 from hpcaccum.reducer import Reducer, ReducerStatistics
 from hpcaccum.rows import IndexedSlices
+from hpcaccum.stopping import Stopping
 from hpcaccum.tracing import span, trace
 
 __version__ = "0.1.0"
@@ -93,6 +94,7 @@ __all__ = [
     "Reduction",
     "SparseConditionalAccumulator",
     "SparseGradient",
+    "Stopping",
     "SyncReplicasOptimizer",
     "Tally",
     "Variable",
