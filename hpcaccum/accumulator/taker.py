@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
 from hpcaccum.accumulator.declared_shape import size_of
@@ -12,7 +13,7 @@ from hpcaccum.nodes import LostNodeError
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.remote_admission import RemoteAdmission
@@ -43,54 +44,63 @@ class Taker:
         self._protocol, self._storage, self._what = protocol, storage, what
         self._remote = remote
 
-    @traced("take")
     def take(
-        self,
-        required: int,
-        deadline: Deadline,
-        reduce: Callable[[Closed], T],
-        *,
-        empty: bool = False,
+        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
     ) -> T:
-        """Close a round of ``required`` gradients or more; return their reduction.
+        """Do as `hold_round`, and return the reduction of its gradients, at least one.
 
-        If it fails before the result is complete, or the admitted writers do not finish
-        in time, the round stays on record and the next take resumes it.
+        Args:
+            required: See `hold_round`.
+            deadline: Likewise.
+            reduce: Called with the round; again, with what is left, if a node is lost.
+
+        Raises:
+            Exception: What ``reduce`` raises.
+        """
+        while True:
+            # Of a round with gradients on a lost node, those that are left.
+            with (
+                contextlib.suppress(LostNodeError),
+                self.hold_round(required, deadline) as closed,
+            ):
+                if closed.count:
+                    return reduce(closed)
+
+    @contextlib.contextmanager
+    def hold_round(
+        self, required: int, deadline: Deadline, *, empty: bool = False
+    ) -> Iterator[Closed]:
+        """Close a round of ``required`` gradients or more, and keep it for a block.
+
+        If the block raises, or the admitted writers do not finish in time, the round
+        stays on record and the next take resumes it.
 
         Args:
             required: Gradients to wait for.
             deadline: Of the call.
-            reduce: Returns the reduction of a closed round. Its gradients stay as they
-                are until it returns. If it raises, it may be called again with the same
-                round.
-            empty: Whether a round is reduced of which all gradients were lost. If not,
-                another round is closed at its step.
+            empty: Whether a round without gradients, because all were lost, makes a
+                step, too. If not, the next round begins at its step.
 
         Raises:
             WaitTimeoutError: Names what is missing.
             EverybodyLeftError: If all ranks have left and no gradient is in the round.
-            Exception: What ``reduce`` raises.
         """
         with self._protocol.take_lock.hold("take_grad", deadline):
-            while True:
-                closing = self._resume() or self._close(required, deadline)
-                closed = self._await_writers(closing, deadline)
-                reduced = closed.count > 0 or empty
-                if reduced:
-                    try:
-                        result = reduce(closed)
-                    except LostNodeError:
-                        # Again, without the gradients that were there.
-                        continue
-                # Another take may have completed this one.
-                self._protocol.membership.check_counts()
-                self._protocol.put_closing(closing, reduced=True)
-                self._protocol.add_lost(closing.number - closed.count)
-                if not reduced:
-                    self._step_back(closing)
-                self._clear(closed)
-                if reduced:
-                    return result
+            closing, closed = self._take_round(required, deadline)
+            yield closed
+            # Another take may have completed this one.
+            self._protocol.membership.check_counts()
+            self._protocol.put_closing(closing, reduced=True)
+            self._protocol.add_lost(closing.number - closed.count)
+            if not closed.count and not empty:
+                self._step_back(closing)
+            self._clear(closed)
+
+    @traced("take")
+    def _take_round(self, required: int, deadline: Deadline) -> tuple[State, Closed]:
+        """Return a round as it was when it closed, and what has arrived of it."""
+        closing = self._resume() or self._close(required, deadline)
+        return closing, self._await_writers(closing, deadline)
 
     # Closing
 

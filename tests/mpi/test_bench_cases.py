@@ -9,7 +9,7 @@ from hpcaccum import ConditionalAccumulator, Reducer, SyncReplicasOptimizer, gro
 from hpcaccum.bench.links import RingExchange
 from hpcaccum.bench.measure import Memory, measure, rows
 from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
-from hpcaccum.server import Parameters
+from hpcaccum.server import Publisher
 
 pytestmark = pytest.mark.any_size
 
@@ -70,12 +70,12 @@ def wrong_take(monkeypatch):
 
 
 def wrong_read(monkeypatch):
-    read = Parameters.read
+    read = Publisher.read
 
     def wrong(self, use, deadline):
         return read(self, lambda flat: use(off(flat)), deadline)
 
-    monkeypatch.setattr(Parameters, "read", wrong)
+    monkeypatch.setattr(Publisher, "read", wrong)
 
 
 def wrong_gradient(monkeypatch):

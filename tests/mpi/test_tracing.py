@@ -23,7 +23,7 @@ pytestmark = pytest.mark.any_size
 # Long enough that the ranks of a node share the work of an update.
 LENGTH = 70_000
 # The category of the updates that a host makes.
-_UPDATE = "Loop._make_in_turn"
+_UPDATE = "UpdateLoop._make"
 
 
 @pytest.fixture

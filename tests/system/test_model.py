@@ -140,12 +140,16 @@ UPDATES = Model(
         "VERSIONS=3": {"a snapshot is overtaken"},
         "HOPE": {
             "a rank gives up",
-            "a step never comes",
             "a step was asked for before",
-            "a step was sent before",
+            "a step was promised before",
             "an older step comes",
         },
-        "PUSH": {"a step was sent before"},
+        "PUSH": {"a step was promised before"},
+        "LOCALS=0 VERSIONS=2 GRADS=0 TORN PUSH": {"a step was sent before"},
+        "LOCALS=0 VERSIONS=2 PUSH TIMEOUTS": {
+            "the root and its agent have sent a step",
+            "an older step than a node wants",
+        },
     },
     bugs={
         "APPLIED_EARLY": ("GRADS=2", "first==order[step]"),
@@ -158,11 +162,20 @@ UPDATES = Model(
         "LATE_INTENT": ("LOCALS=2 REMOTES=0 LAG=0 CRASH", "!(order[step])"),
         "LIVING_MISSING": ("LOCALS=2 REMOTES=0 CRASH", "!(order[step])"),
         "EARLY_LOOK": ("LOCALS=2 REMOTES=0 CRASH", "!(order[step])"),
-        "SENT_UNCHECKED": ("LOCALS=0 VERSIONS=2", "snapshot[mine]>sent_now[node]"),
+        "SENT_UNCHECKED": (
+            "LOCALS=0 VERSIONS=2 GRADS=0 TORN PUSH",
+            "snapshot[mine]>sent_now[node]",
+        ),
         "SEND_TOGETHER": ("LOCALS=0 VERSIONS=2 TORN", "mine<1"),
         "USERS_UNCHECKED": ("LOCALS=0 REMOTES=2 VERSIONS=2 TORN", "value==step"),
-        "RECEIVE_TOGETHER": ("LOCALS=0 VERSIONS=3 TORN", "(newest[node]>>1)<step"),
-        "NOT_CLOSING": ("RANKS=1 LOCALS=0 VERSIONS=2 HOPE", "!(at_work)"),
+        "RECEIVE_TOGETHER": (
+            "LOCALS=0 VERSIONS=2 GRADS=0 TORN PUSH",
+            "(newest[node]>>1)<step",
+        ),
+        "WANT_FORGOTTEN": ("RANKS=1 LOCALS=0 VERSIONS=2", "LEFT=="),
+        "LEAST_WANT": ("LOCALS=0 VERSIONS=2 PUSH TIMEOUTS", "!((waiting[node]&"),
+        "WANT_DROPPED": ("LOCALS=0 VERSIONS=2 PUSH", "LEFT=="),
+        "NOT_ASKED_AGAIN": ("LOCALS=0 VERSIONS=2", "LEFT=="),
     },
     processes={"Root", "Rank"},
 )
