@@ -46,16 +46,12 @@ FILES = {dotted(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 class Imports(ast.NodeVisitor):
-    """The modules that a file imports when it runs, at its top or inside functions."""
+    """The modules that a file imports: at its top, in functions, or for types only."""
 
     def __init__(self, name):
         self.name = name
         self.found = set()
         self.visit(ast.parse(FILES[name].read_text()))
-
-    def visit_If(self, node):
-        if ast.unparse(node.test) != "TYPE_CHECKING":
-            self.generic_visit(node)
 
     def visit_Import(self, node):
         self.found.update(alias.name for alias in node.names)
