@@ -30,7 +30,7 @@ from hpcaccum.accumulator.receipts import Counters, Receipt, Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics
 from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
 from hpcaccum.accumulator.vectors import VectorAccumulator
-from hpcaccum.accumulator.word_layout import WordLayout
+from hpcaccum.accumulator.word_layout import WordLayout, number_of, word_of
 
 __all__ = [
     "AccumulatorStatistics",
@@ -47,4 +47,6 @@ __all__ = [
     "Tally",
     "VectorAccumulator",
     "WordLayout",
+    "number_of",
+    "word_of",
 ]

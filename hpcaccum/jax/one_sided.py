@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+    from hpcaccum.server import Lateness
 
 
 class Options(TypedDict, total=False):
@@ -257,6 +258,7 @@ class DropStale(OneSided):
     Args:
         optax_rule, params, options: See `OneSided`.
         staleness: Largest lag accepted; -1 drops everything.
+        lateness: Factor of a gradient by its lag: "inverse", or a callable.
     """
 
     def __init__(
@@ -264,9 +266,12 @@ class DropStale(OneSided):
         optax_rule: Any,
         params: Any,
         staleness: int,
+        *,
+        lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(optax_rule, params, {"staleness": staleness}, **options)
+        strategy = {"staleness": staleness, "lateness": lateness}
+        super().__init__(optax_rule, params, strategy, **options)
 
     def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
         return DropStaleGradientOptimizer(rule, **options)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.server import Servers
+    from hpcaccum.server import Lateness, Servers
 
 
 class Options(TypedDict, total=False):
@@ -243,6 +243,7 @@ class DropStale(OneSided):
     Args:
         optimizer: Of `torch.optim`; a copy on the host makes the updates.
         staleness: Largest lag accepted.
+        lateness: Factor of a gradient by its lag: "inverse", or a callable.
         options: See `OneSided`.
     """
 
@@ -250,9 +251,12 @@ class DropStale(OneSided):
         self,
         optimizer: torch.optim.Optimizer,
         staleness: int,
+        *,
+        lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(optimizer, {"staleness": staleness}, **options)
+        strategy = {"staleness": staleness, "lateness": lateness}
+        super().__init__(optimizer, strategy, **options)
 
     def _make(self) -> DropStaleGradientOptimizer:
         return DropStaleGradientOptimizer(self._rule, comm=self._group, **self._options)
