@@ -540,7 +540,7 @@ def test_a_rank_that_was_stopped_ends(mpirun, script, leg, kind):
         assert re.search(text, result.stdout), result.stdout
     assert "rank 2 has the end" not in result.stdout
     assert "Traceback" not in result.stdout
-    # MPICH's mpiexec once failed at this end; `hpcaccum run` starts a job again then, too.
+    # MPICH's mpiexec once failed here; `hpcaccum run` starts a job again then, too.
     failed = result.returncode == 255 and "process manager error" in result.stdout
     assert failed or result.returncode == RESTART
 
