@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum import metrics
 from hpcaccum.device import all_on_device, to_host
 from hpcaccum.errors import InvalidArgumentError, counted
 from hpcaccum.mpi import group_of
@@ -201,9 +202,7 @@ class OneSidedOptimizer(Wrapper):
             self._group,
             self._values,
             self._make_inbox,
-            dataclasses.replace(
-                self._place, min_workers=self._options["min_workers"]
-            ),
+            dataclasses.replace(self._place, min_workers=self._options["min_workers"]),
             self.get_name(),
             rule=flat,
             finish=self._pull_all,
@@ -363,8 +362,14 @@ class OneSidedOptimizer(Wrapper):
         self._note(receipt)
         return receipt
 
+    def _metrics(self) -> metrics.Metrics:
+        counts = self.statistics()
+        facts = counts.accepted, counts.dropped, counts.lags
+        return metrics.Metrics(self.get_name(), self.global_step, self.waited, *facts)
+
     def _note(self, receipt: Receipt) -> None:
-        """Warn, once, when the last gradients of this rank were all dropped."""
+        """Tell logs; warn, once, when the last gradients were all dropped."""
+        metrics.note(self)
         self._dropped = 0 if receipt else self._dropped + 1
         if self._dropped == _MANY and not self._warned:
             self._warned = True
@@ -607,4 +612,4 @@ class OneSidedOptimizer(Wrapper):
 
 def _workers(facts: Mapping[str, Any], size: int) -> int:
     """Return how many of so many ranks train; see `ServerOptions.facts`."""
-    return size - len(facts["servers"] or ()) * facts["dedicated"]
+    return size - len(facts["servers"] or ()) * bool(facts["dedicated"])
