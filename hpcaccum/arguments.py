@@ -44,9 +44,7 @@ def step_number(value: Any, name: str) -> int:
 
 
 def integer(value: Any, name: str) -> int:
-    """Return an integer."""
-    if value is None:
-        raise InvalidArgumentError(f"{name} must be an integer, got None")
+    """Return an integer; raise TypeError if it is none."""
     try:
         return operator.index(value)
     except TypeError:

@@ -258,7 +258,8 @@ class DropStale(OneSided):
 
     Args:
         optax_rule, params, options: See `OneSided`.
-        staleness: Largest lag accepted; -1 drops everything.
+        staleness: Largest lag accepted, by default twice the number of ranks; -1 drops
+            everything.
         lateness: Factor of a gradient by its lag: "inverse", or a callable.
     """
 
@@ -266,7 +267,7 @@ class DropStale(OneSided):
         self,
         optax_rule: Any,
         params: Any,
-        staleness: int,
+        staleness: int | None = None,
         *,
         lateness: Lateness = None,
         **options: Unpack[Options],
@@ -285,14 +286,15 @@ class SyncReplicas(OneSided):
 
     Args:
         optax_rule, params, options: See `OneSided`.
-        replicas_to_aggregate: Least number of gradients in an update.
+        replicas_to_aggregate: Least number of gradients in an update; by default, as
+            that of `SyncReplicasOptimizer`.
     """
 
     def __init__(
         self,
         optax_rule: Any,
         params: Any,
-        replicas_to_aggregate: int,
+        replicas_to_aggregate: int | None = None,
         **options: Unpack[Options],
     ) -> None:
         strategy = {"replicas_to_aggregate": replicas_to_aggregate}

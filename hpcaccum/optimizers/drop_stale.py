@@ -37,7 +37,8 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
 
     Args:
         opt: Makes the updates, on the host rank.
-        staleness: Largest lag accepted; -1 drops everything.
+        staleness: Largest lag accepted; by default, twice the number of ranks that
+            train. -1 drops everything.
         use_locking: Ignored.
         name: Name for messages.
         lateness: Factor of a gradient by its lag: "inverse", which is 1 / (1 + lag), or
@@ -56,7 +57,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
     def __init__(
         self,
         opt: Optimizer,
-        staleness: int,
+        staleness: int | None = None,
         use_locking: bool = False,
         name: str = "DropStaleGradient",
         *,
@@ -64,12 +65,12 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         dedicated: bool = False,
-        servers: Servers = None,
+        servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
     ) -> None:
-        def check() -> dict[str, Any]:
-            most = integer(staleness, "staleness")
+        def check(workers: int) -> dict[str, Any]:
+            most = 2 * workers if staleness is None else integer(staleness, "staleness")
             return {"staleness": most, "lateness": factors_of(lateness, most)}
 
         super().__init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class LocalSteps(OneSidedOptimizer):
         inner: Optimizer,
         outer: Optimizer | None,
         name: str,
-        check: Callable[[], Mapping[str, Any]],
+        check: Callable[[int], Mapping[str, Any]],
         options: ServerOptions,
     ) -> None:
         super().__init__(inner, name, check, options, outer)
@@ -228,33 +229,39 @@ class LocalStepsOptimizer(LocalSteps):
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         dedicated: bool = False,
-        servers: Servers = None,
+        servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
     ) -> None:
-        def check() -> dict[str, Any]:
+        def check(workers: int) -> dict[str, Any]:
             check_inner(outer, self)
-            steps, most = positive_count(period, "period"), np.inf
+            steps, most = positive_count(period, "period"), staleness
             if quorum is not None and (staleness, lateness) != (None, None):
                 raise InvalidArgumentError(
                     "staleness and lateness are for updates by single pushes, without "
                     "a quorum: with one, late pushes are dropped"
                 )
-            if staleness is not None:
-                most = integer(staleness, "staleness")
+            if most is not None:
+                most = integer(most, "staleness")
             count = None if quorum is None else positive_count(quorum, "quorum")
+            if count is not None and count > workers:
+                raise InvalidArgumentError(
+                    f"quorum must be at most {workers}, the number of ranks that "
+                    f"train, got {count}"
+                )
             return {
                 "outer": outer,
                 "period": steps,
                 "quorum": count,
                 "staleness": most,
-                "lateness": factors_of(lateness, most),
+                "lateness": factors_of(lateness, math.inf if most is None else most),
             }
 
         place = ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers)
         super().__init__(inner, outer, name, check, place)
         self._period = self._options["period"]
         self._quorum: int | None = self._options["quorum"]
+        self._staleness: int | None = self._options["staleness"]
         # The variables that have changed since the last pull: their values before are
         # where their differences will be pushed from.
         self._changed: set[str] = set()
@@ -263,11 +270,6 @@ class LocalStepsOptimizer(LocalSteps):
         variables = super()._check_start(var_list)
         needs = "an optimizer that pushes gradients, not differences"
         check_sparse(self.get_name(), variables, None, needs)
-        if self._quorum is not None and self._quorum > self._workers:
-            raise InvalidArgumentError(
-                f"quorum must be at most {self._workers}, the number of ranks that "
-                f"train, got {self._quorum}"
-            )
         return variables
 
     def _start(self, variables: list[Variable]) -> None:
@@ -287,7 +289,7 @@ class LocalStepsOptimizer(LocalSteps):
             self._root,
             size,
             dtype,
-            max_lag=self._options["staleness"],
+            max_lag=math.inf if self._staleness is None else self._staleness,
             workers=self._workers,
             factors=self._options["lateness"],
             what=what,
@@ -296,7 +298,9 @@ class LocalStepsOptimizer(LocalSteps):
     def _bound(self) -> str:
         if self._quorum is not None:
             return "a push that began with an earlier center is not accepted"
-        return f"staleness={self._options['staleness']} is the largest lag accepted"
+        if self._staleness is None:
+            return "none is too late"
+        return f"staleness={self._staleness} is the largest lag accepted"
 
     def _step_locally(self, server: ParameterServer, pairs: Pairs) -> None:
         grads = {var.name for grad, var in pairs if grad is not None}

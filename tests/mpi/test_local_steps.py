@@ -237,6 +237,7 @@ def test_a_dedicated_server(comm, rank, size):
         ({"period": 0}, InvalidArgumentError, "period must be at least 1"),
         ({"outer": None}, TypeError, "must be an Optimizer, got NoneType"),
         ({"quorum": 0}, InvalidArgumentError, "quorum must be at least 1"),
+        ({"quorum": 99}, InvalidArgumentError, "quorum must be at most"),
         ({"quorum": 1, "staleness": 1}, InvalidArgumentError, "without a quorum"),
         (
             {"quorum": 1, "lateness": "inverse"},
@@ -265,9 +266,15 @@ def test_ranks_need_the_same_outer_rule(comm, rank, size):
     assert "outer must be the same on all" in str(error)
 
 
-def test_what_it_cannot_do_is_refused(make, size):
+def test_sparse_variables_are_refused(make):
     sparse = hpc.Variable(np.zeros((4, 2)), "w", sparse=True)
     error = raised(make(2).initialize, [sparse])
     assert "needs an optimizer that pushes gradients" in str(error)
-    error = raised(make(2, quorum=size + 1).initialize, [variable()])
-    assert f"quorum must be at most {size}, the number of ranks" in str(error)
+
+
+def test_it_shows_its_options(make):
+    opt = make(2, outer=hpc.SGD(0.5), staleness=3, name="mine")
+    opt.initialize([variable()])
+    shown = repr(opt)
+    assert shown.startswith("LocalStepsOptimizer(SGD(learning_rate=1.0, ")
+    assert "outer=SGD(learning_rate=0.5, name='SGD'), period=2, staleness=3, " in shown
