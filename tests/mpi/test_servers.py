@@ -161,7 +161,12 @@ def agn(group, variables, servers):
     return hpc.AGNOptimizer(rule, group.size, getter, 2, servers=servers)
 
 
-@pytest.mark.parametrize("make", [drop_stale, agn])
+def local_steps(group, variables, servers):
+    rules = hpc.Momentum(0.1, 0.9), hpc.Momentum(0.7, 0.9, use_nesterov=True)
+    return hpc.LocalStepsOptimizer(*rules, 2, comm=group, servers=servers)
+
+
+@pytest.mark.parametrize("make", [drop_stale, agn, local_steps])
 def test_single_gradients_are_applied_in_order(group, make):
     found = []
     for servers in (None, leaders(group)):
