@@ -12,7 +12,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import overlap, same_elements
 
 if TYPE_CHECKING:
-    from hpcaccum.accumulator.protocol import AdmissionProtocol
+    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
     from hpcaccum.accumulator.state import Record
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.dtypes import Array
@@ -38,10 +38,13 @@ class RankBuffers:
     Args:
         protocol: Has this rank's records.
         storage: Has the memory.
+        rank: This rank.
     """
 
-    def __init__(self, protocol: AdmissionProtocol, storage: Storage) -> None:
-        self._protocol, self._storage = protocol, storage
+    def __init__(
+        self, protocol: AdmissionProtocol, storage: Storage, rank: int
+    ) -> None:
+        self._protocol, self._storage, self._rank = protocol, storage, rank
         # This rank's record of the round of each parity; None if it surely has none.
         self._records: list[Record | None] = [None, None]
         self._last_parity = 0
@@ -51,35 +54,8 @@ class RankBuffers:
         self._lent: dict[int, Lent] = {}
         self._slots: dict[int, Array] = {}
 
-    def record(self, parity: int) -> Record | None:
-        """Return this rank's record of the open round, which has this parity."""
-        if parity != self._last_parity:
-            # The other parity was open in between, so this record was cleared.
-            self.note(parity, None)
-        elif self._records[parity] and not self._protocol.holds_gradient(parity):
-            # The parity may have changed twice since this rank's last gradient.
-            self._records[parity] = None
-        return self._records[parity]
-
-    def note(self, parity: int, record: Record | None) -> None:
-        """Note this rank's record of the open round, which has this parity."""
-        self._records[parity], self._last_parity = record, parity
-
-    def choose(self, array: Any, slot: int | None, parity: int) -> tuple[int, bool]:
-        """Choose a buffer that no round holds.
-
-        Returns:
-            The buffer, and whether the gradient is in it already.
-        """
-        if self.is_in(array, slot):
-            assert slot is not None
-            return slot, True
-        free = self.free_for(slot, parity)
-        self.take_back(free[0])
-        return free[0], False
-
     def is_in(self, array: Any, slot: int | None) -> bool:
-        """Whether a gradient is in its buffer already; ``slot`` as for `choose`."""
+        """Whether a gradient is in its buffer already: in ``slot``, and all of it."""
         return slot is not None and same_elements(array, self._lent[slot].array)
 
     def free_for(self, slot: int | None, parity: int) -> list[int]:
@@ -93,9 +69,10 @@ class RankBuffers:
             free.sort(key=self._lent.__contains__)
         return free
 
-    def settle(self, parity: int, record: Record, slot: int | None, step: int) -> None:
-        """Note this rank's record; take back the slots of the calling thread."""
-        self._records[parity], self._steps[parity] = record, step
+    def settle(self, admitted: Admitted, slot: int | None) -> None:
+        """Note a gradient in the open round; take back slots of the calling thread."""
+        parity = self._last_parity = admitted.parity
+        self._records[parity], self._steps[parity] = admitted.record, admitted.step
         if self._lent:
             for index in self._lent.keys() - self._of_others(slot):
                 self.take_back(index)
@@ -134,8 +111,12 @@ class RankBuffers:
         """Return the open parity if this rank has a gradient in the open round."""
         parity = self._protocol.state().parity
         record = self._records[parity]
-        held = record is not None and self._protocol.holds_gradient(parity)
-        return parity if held else None
+        return parity if record is not None and self._holds(parity) else None
+
+    def _holds(self, parity: int) -> bool:
+        """Return whether the round of a parity holds a gradient of this rank."""
+        protocol = self._protocol
+        return protocol.words.read(protocol.record_index(parity, self._rank)) != 0
 
     def overflow(self, grad: Any) -> tuple[int, InvalidArgumentError] | None:
         """Return the open parity, and the error, if a gradient has no room in it.
@@ -176,7 +157,7 @@ class RankBuffers:
     def _held(self) -> set[int]:
         """Return the buffers that rounds hold."""
         for parity, record in enumerate(self._records):
-            if record and not self._protocol.holds_gradient(parity):
+            if record and not self._holds(parity):
                 self._records[parity] = None
         return self._noted()
 

@@ -108,7 +108,10 @@ class Accumulator(Freeable):
         # A take would wait for a gradient that this rank has not completed.
         self._shared.writer.finish(deadline)
         return self._shared.taker.take(
-            required, deadline, lambda closed: reduce(closed, deadline)
+            required,
+            deadline,
+            lambda closed: reduce(closed, deadline),
+            self._shared.calls,
         )
 
     def _required(self, num_required: SupportsIndex) -> int:

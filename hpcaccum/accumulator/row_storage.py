@@ -112,6 +112,12 @@ class RowSlots(Slots):
             rows = merged([place.rows(buffer), here])
         place.write(buffer, rows, device.copyto)
 
+    def short(self, index: int) -> None:
+        """Return None: agents have no copies of rows."""
+
+    def short_total(self, closed: Closed, count: int) -> None:
+        """Return None: rows are not added element by element."""
+
     def total_rows(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer."""
         return merged(self.batch(closed, 1).rows(self._of_width(width), deadline))

@@ -29,7 +29,7 @@ class VectorAccumulator(ConditionalAccumulator):
 
     Args:
         group: The ranks, all with the same arguments.
-        host: The rank that holds the step.
+        host: The rank on whose node is the step.
         size, dtype: Of a vector.
         workers: How many ranks contribute vectors.
         rows: The places of rows in a vector, at its end.
@@ -113,13 +113,14 @@ class VectorAccumulator(ConditionalAccumulator):
             self._required(num_required),
             deadline,
             lambda closed: use(self._slots.batch(closed, self._divisor(closed))),
+            self._shared.calls,
             empty=True,
         )
 
     def count_nonfinite(self) -> None:
         """Count a vector of this rank that is not finite, and was not applied."""
         self._check_open()
-        self._protocol.counters.count_nonfinite()
+        self._protocol.counters.count_nonfinite(self._shared.group.rank)
 
     def awaited(self, num_required: int, step: int) -> str | None:
         """Return what a take at a step still waits for, for messages; None if nothing.

@@ -2,9 +2,9 @@
 
 Collectives: A `Group` is a private communicator with exchanges that name the ranks they
     wait for (`control`, over a `Mailbox`). `complete` waits for requests.
-Memory: `AtomicWords` (parts of a `word_window`) and a `Region` are in `windows`, which
-    ranks reach one-sidedly; `NodeMemory` is mapped by all ranks of a node. Other nodes
-    reach windows while a thread makes `progress`.
+Memory: `AtomicWords` (parts of a `word_window`) and `NodeMemory` are mapped by all
+    ranks of a node. Ranks of all nodes reach a `Region` one-sidedly. Both `windows` are
+    MPI's; `progress` says how often a thread calls MPI for other nodes.
 Lifetime: `Freeable` is the base class of collective objects; `shutdown` frees them at
     the end of the program, or ends the job. The `heartbeat` finds ranks that are lost;
     `failures` makes calls of MPI that go on then.
@@ -21,7 +21,7 @@ from hpcaccum.mpi.atomic_words import AtomicWords
 from hpcaccum.mpi.control_messages import Tag
 from hpcaccum.mpi.creation import duplicate, split
 from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
-from hpcaccum.mpi.failures import begun, is_complete, may_receive, receive
+from hpcaccum.mpi.failures import begun, is_complete, receive
 from hpcaccum.mpi.group import Group
 from hpcaccum.mpi.launcher import (
     is_rank,
@@ -42,6 +42,7 @@ from hpcaccum.mpi.shutdown import (
     is_ending,
     report_and_abort,
 )
+from hpcaccum.mpi.windows import memory_barrier
 
 __all__ = [
     "MPI",
@@ -65,7 +66,7 @@ __all__ = [
     "keep",
     "lack_of_threads",
     "launched_ranks",
-    "may_receive",
+    "memory_barrier",
     "memory_of_rank",
     "number_in",
     "receive",

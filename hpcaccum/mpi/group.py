@@ -38,7 +38,7 @@ from hpcaccum.mpi.creation import (
 from hpcaccum.mpi.heartbeat import Facts, Heartbeat, mates
 from hpcaccum.mpi.kept_windows import KeptWindows
 from hpcaccum.mpi.launcher import ends_job_at_output
-from hpcaccum.mpi.progress import ProgressThread
+from hpcaccum.mpi.progress import Progress
 from hpcaccum.mpi.runtime import MPI, check_running
 from hpcaccum.mpi.shutdown import (
     end_process,
@@ -233,9 +233,9 @@ class Group:
         return self
 
     @functools.cached_property
-    def progress(self) -> ProgressThread:
-        """The thread that calls MPI for other nodes while this rank computes."""
-        return ProgressThread(self.comm)
+    def progress(self) -> Progress:
+        """What the agent of this rank's node watches."""
+        return Progress()
 
     @property
     def inside(self) -> Group:

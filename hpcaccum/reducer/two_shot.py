@@ -232,7 +232,7 @@ class NodeSum:
         complete = self.summed == self._count
         if complete:
             place = self._signatures() + self._rank
-            self._words.store_unordered(place, signature, 0)
+            self._words.store_unordered(place, signature)
         count = self._base + self.summed + complete
         self._words.store(self._size + self._rank, [count])
 

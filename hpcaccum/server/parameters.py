@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.mpi import AtomicWords
 from hpcaccum.nodes import (
     Agent,
     Incoming,
@@ -22,6 +21,7 @@ from hpcaccum.nodes import (
     one_range,
     pieces_of,
     send_pieces,
+    words_of,
 )
 from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.messages import NOTHING, Draft, Messages
@@ -102,7 +102,7 @@ class Parameters(NodeCopy):
             undo.pop_all()
 
     def _join(self, group: Group, root: int) -> Agent:
-        self._words = AtomicWords(group, root, 1)
+        self._words = words_of(group, root, 1)
         self._source, self._node_of = group.node_of[root], group.node_of
         agent = Agent.of(group)
         self._number = agent.add(self)

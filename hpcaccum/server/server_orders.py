@@ -139,7 +139,7 @@ class ServerOrders:
     def _obey(self, kind: int, detail: int, buffer: int = 0) -> Steps:
         """Give the server of this node an order; wait until it is carried out."""
         self._given += 1
-        self._words.write_range(KIND, [kind, detail, buffer])
+        self._words.store(KIND, [kind, detail, buffer])
         self._write(ORDER, self._given)
         done = self._words.watch(DONE)
         while done() < self._given:

@@ -20,7 +20,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import AtomicWords, complete, memory_of_rank
-from hpcaccum.nodes import Agent
+from hpcaccum.nodes import Agent, words_of
 from hpcaccum.server.double_buffer import DoubleBuffer
 from hpcaccum.server.node_copy import NodeCopy, step_of, version_of
 from hpcaccum.server.order_agent import OrderAgent
@@ -103,7 +103,7 @@ class ShardedParameters(NodeCopy):
             undo.callback(self.copies.free)
             self._words = AtomicWords(inside, 0, MADE + len(servers))
             undo.callback(self._words.free)
-            self._steps = AtomicWords(group, servers[0], 1 + len(servers))
+            self._steps = words_of(group, servers[0], 1 + len(servers))
             undo.callback(self._steps.free)
             # Collective on the node, so all of its ranks allocate or none.
             here = group.node_number in self._nodes
@@ -210,8 +210,8 @@ class ShardedParameters(NodeCopy):
     def begin(self, step: int) -> None:
         """Set the step of the parameters that the servers begin with; the root only."""
         version = version_of(step)
-        self._steps.write_range(NEWEST, [version] * (1 + len(self._servers)))
-        self._words.write_range(MADE, [version] * len(self._servers))
+        self._steps.store(NEWEST, [version] * (1 + len(self._servers)))
+        self._words.store(MADE, [version] * len(self._servers))
         self.ordered = step
         self._request("begin", version)
 

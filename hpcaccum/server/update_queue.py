@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout
 from hpcaccum.errors import EverybodyLeftError, format_ranks
-from hpcaccum.mpi import AtomicWords
+from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,11 +60,11 @@ class UpdateQueue:
         self._members = layout.take(Membership.words(group.size))
         counters = layout.take(Counters.words(group.size))
         self._intents = layout.take(_APART * group.size, own_lines=True)
-        self.words = words = AtomicWords(group, root, layout.count)
+        self.words = words = words_of(group, root, layout.count)
         self.membership = Membership(
             words, self._members, group.rank, group.size, workers
         )
-        self.counters = Counters(words, counters, group.rank, group.size)
+        self.counters = Counters(words, counters, group.size)
 
     @property
     def step(self) -> int:
@@ -102,7 +102,7 @@ class UpdateQueue:
         return Receipt(False, local_step, step)
 
     def _set_intent(self, rank: int, word: int) -> None:
-        self.words.store_unordered(self._intents + _APART * rank, word, 0)
+        self.words.store_unordered(self._intents + _APART * rank, word)
 
     def end_intent(self, rank: int) -> None:
         """Say that the last gradient of a rank is in its place, or not admitted."""
@@ -110,7 +110,7 @@ class UpdateQueue:
 
     def put(self, step: int, whose: int) -> None:
         """Say whose gradient was admitted at a step."""
-        self.words.store(self._place(step), [(step + 1) << _WHOSE_BITS | whose])
+        self.words.write(self._place(step), (step + 1) << _WHOSE_BITS | whose)
 
     def _place(self, step: int) -> int:
         """Return the word for the gradient that is admitted at a step."""

@@ -10,7 +10,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from hpcaccum.mpi import AtomicWords
+from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -97,7 +97,7 @@ class Stop:
 
     def __init__(self, group: Group, requests: Requests, says: bool) -> None:
         # The exit status, if any was asked, and the last step.
-        self._words = AtomicWords(group, 0, 2)
+        self._words = words_of(group, 0, 2)
         self._requests, self._says = requests, says
         self._status = 0
 
