@@ -3,14 +3,11 @@
     hpcaccum sbatch --nodes 2 -- python examples/requeue.py > requeue.sbatch
     sbatch requeue.sbatch
 
-SLURM sends a signal to each rank, which then leaves its loop. The ranks need not stop
-at the same step, because the optimizer has a parameter server, and the end of the block
-waits for all ranks. Without SLURM, send SIGUSR1 to the ranks and restart the program.
+SLURM sends a signal to each rank. Without SLURM, send SIGUSR1 to a rank and restart the
+program.
 """
 
-import os
-import signal
-from pathlib import Path
+import sys
 
 import numpy as np
 from mpi4py import MPI
@@ -18,10 +15,6 @@ from mpi4py import MPI
 import hpcaccum as hpc
 
 UPDATES, DIRECTORY = 20_000, "saved-requeue"
-
-stops = []  # the signals that this rank has received
-for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, lambda number, _: stops.append(number))
 
 comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
@@ -35,19 +28,20 @@ def loss():
 
 
 saved = hpc.checkpoint.load(DIRECTORY) if rank == 0 else None
-with hpc.DropStaleGradientOptimizer(hpc.SGD(0.01), staleness=2 * size) as opt:
-    first = comm.bcast(saved["global_step"] if saved else 0)
-    if first:
-        opt.restore(saved, [w])  # uses the snapshot of rank 0, the host
-    else:
-        opt.initialize([w])
-    rng = np.random.default_rng([rank, first])  # different data than before
-    while not stops and opt.global_step < UPDATES:
-        opt.minimize(loss)
+with hpc.Stopping() as stop:
+    with hpc.DropStaleGradientOptimizer(hpc.SGD(0.01), staleness=2 * size) as opt:
+        first = comm.bcast(saved["global_step"] if saved else 0)
+        if first:
+            opt.restore(saved, [w])  # uses the snapshot of rank 0, the host
+        else:
+            opt.initialize([w])
+        rng = np.random.default_rng([rank, first])  # different data than before
+        while opt.global_step < UPDATES and not stop.agreed(opt.global_step):
+            opt.minimize(loss)
 
-# All ranks have left the block, so there are no more updates.
-if rank == 0:
-    hpc.checkpoint.save(DIRECTORY, opt.snapshot())
-    print(f"updates {first} to {opt.global_step}")
-    if opt.global_step < UPDATES and "REQUEUE_FILE" in os.environ:
-        Path(os.environ["REQUEUE_FILE"]).touch()  # the script then requeues the job
+    # All ranks have left the inner block, so there are no more updates.
+    if rank == 0:
+        hpc.checkpoint.save(DIRECTORY, opt.snapshot())
+        print(f"updates {first} to {opt.global_step}")
+    if opt.global_step < UPDATES:
+        sys.exit(stop.status)  # the job is queued again

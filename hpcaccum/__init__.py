@@ -37,7 +37,7 @@ from hpcaccum.errors import (
     WaitTimeoutError,
 )
 from hpcaccum.layout import Layout
-from hpcaccum.mpi import Group, install_excepthook, is_rank, launched_ranks
+from hpcaccum.mpi import Group, group_of, install_excepthook, is_rank, launched_ranks
 from hpcaccum.optimizers import (
     SGD,
     Adagrad,
@@ -56,6 +56,7 @@ from hpcaccum.optimizers import (
 )
 from hpcaccum.reducer import Reducer, ReducerStatistics
 from hpcaccum.rows import IndexedSlices
+from hpcaccum.stopping import Stopping
 from hpcaccum.tracing import span, trace
 
 __version__ = "0.1.0"
@@ -93,6 +94,7 @@ __all__ = [
     "Reduction",
     "SparseConditionalAccumulator",
     "SparseGradient",
+    "Stopping",
     "SyncReplicasOptimizer",
     "Tally",
     "Variable",
@@ -100,6 +102,7 @@ __all__ = [
     "checkpoint",
     "clip_by_global_norm",
     "get_variable",
+    "group_of",
     "span",
     "trace",
 ]

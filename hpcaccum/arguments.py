@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from typing import Any
@@ -20,6 +21,8 @@ from hpcaccum.errors import InvalidArgumentError
 
 # The values of ``reduction_type``.
 REDUCTIONS = ("MEAN", "SUM")
+# Seconds in each unit of a time.
+_UNITS = {"s": 1, "m": 60, "h": 3600}
 # Bytes that one MPI call moves at most: counts are of 32 bits.
 _MAX_BUCKET = 1 << 30
 
@@ -56,6 +59,19 @@ def positive_count(value: Any, name: str) -> int:
     if count < 1:
         raise InvalidArgumentError(f"{name} must be at least 1, got {count}")
     return count
+
+
+def seconds(value: Any, name: str) -> float:
+    """Return the seconds of a time: a number, or a text such as 90s, 5m or 1h."""
+    number, unit = value, 1
+    try:
+        if isinstance(value, str):
+            number, unit = value[:-1], _UNITS[value[-1:]]
+        if 0 < float(number) < math.inf:
+            return float(number) * unit
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise InvalidArgumentError(f"{name} must look like 90s, 5m or 1h, got {value!r}")
 
 
 def rank_number(value: Any, size: int, name: str) -> int:

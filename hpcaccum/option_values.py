@@ -10,6 +10,9 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcaccum.arguments import seconds
+from hpcaccum.errors import InvalidArgumentError
+
 # "auto", or ranks.
 Servers = str | tuple[int, ...]
 
@@ -18,9 +21,6 @@ PICTURES = (".png", ".svg", ".pdf")
 
 # An hour, in milliseconds.
 _LONGEST_DELAY = 3_600_000
-
-# Seconds in each unit of a time.
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 class Every(NamedTuple):
@@ -109,8 +109,8 @@ def every(text: str) -> Every:
 def time(text: str) -> float:
     """Return the seconds of a time such as 90s, 5m or 1h."""
     try:
-        return positive(text[:-1]) * _UNITS[text[-1:]]
-    except (KeyError, argparse.ArgumentTypeError):
+        return seconds(text, "it")
+    except InvalidArgumentError:
         raise argparse.ArgumentTypeError(
             f"must look like 90s, 5m or 1h, got {text!r}"
         ) from None

@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 
 from hpcaccum.accumulator import batch, host_calls, sparse
-from hpcaccum.mpi import control
+from hpcaccum.mpi.talk import control
 from hpcaccum.nodes import Agent, transfer
 from hpcaccum.server import (
     node_update,

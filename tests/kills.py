@@ -17,7 +17,7 @@ import numpy as np
 
 import hpcaccum as hpc
 from hpcaccum import testing
-from hpcaccum.bench.measure import WrongAnswerError
+from hpcaccum.bench.answers import WrongAnswerError
 
 if TYPE_CHECKING:
     from hpcaccum import Group

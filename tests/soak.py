@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import hpcaccum as hpc
-from hpcaccum.bench.measure import WrongAnswerError
+from hpcaccum.bench.answers import WrongAnswerError
 from hpcaccum.errors import counted
 from tests.kills import Episode
 
@@ -356,12 +356,12 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.kill:
-        group = hpc.Group.of()
+        group = hpc.group_of()
         what = Episode(group, args.kill, args.seed)()
         if group.rank == 0:
             print(f"all is exact: {what}", flush=True)
         return 0
-    return Soak(hpc.Group.of(), args.seconds, args.seed)()
+    return Soak(hpc.group_of(), args.seconds, args.seed)()
 
 
 if __name__ == "__main__":

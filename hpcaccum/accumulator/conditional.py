@@ -13,7 +13,7 @@ from hpcaccum.arguments import gradient_array, result_array, step_number
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto, is_device
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi import Group
+from hpcaccum.mpi import Group, group_of
 from hpcaccum.rows import IndexedSlices
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class ConditionalAccumulator(Accumulator):
         storage: str = "slots",
         workers: int | None = None,
     ) -> None:
-        group = Group.of(comm)
+        group = group_of(comm)
 
         def check() -> Settings:
             return check_settings(

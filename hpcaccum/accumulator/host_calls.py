@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpcaccum.accumulator.shapes import size_of
+from hpcaccum.accumulator.declared_shape import size_of
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 from hpcaccum.nodes import Calls, LostNodeError

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcaccum.accumulator.shapes import (
+from hpcaccum.accumulator.declared_shape import (
     MAX_DIMS,
-    Offer,
     PartialShape,
     Shape,
-    ShapePerRound,
-    ShapeTable,
     compatible,
     size_of,
 )
+from hpcaccum.accumulator.shapes import Offer, ShapePerRound, ShapeTable
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.row_storage import RowGradient

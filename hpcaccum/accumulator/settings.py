@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from hpcaccum.accumulator.row_storage import RowSlots
-from hpcaccum.accumulator.shapes import (
+from hpcaccum.accumulator.declared_shape import (
     PartialShape,
     declared_shape,
     is_fixed,
     known,
     size_of,
 )
+from hpcaccum.accumulator.row_storage import RowSlots
 from hpcaccum.accumulator.storage import Slots, Sums
 from hpcaccum.arguments import REDUCTIONS, one_of, positive_count, rank_number
 from hpcaccum.dtypes import float_dtype

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, SupportsInt
 
 import numpy as np
 
+from hpcaccum.accumulator.declared_shape import size_of
 from hpcaccum.accumulator.handle import Accumulator
 from hpcaccum.accumulator.row_storage import RowGradient, RowSlots
 from hpcaccum.accumulator.settings import Settings, check_sparse_settings
-from hpcaccum.accumulator.shapes import size_of
 from hpcaccum.arguments import step_number
 from hpcaccum.device import cupy, current_stream
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi import Group
+from hpcaccum.mpi import Group, group_of
 from hpcaccum.rows import IndexedSlices
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class SparseConditionalAccumulator(Accumulator):
         row_size: int | None = None,
         workers: int | None = None,
     ) -> None:
-        group = Group.of(comm)
+        group = group_of(comm)
 
         def check() -> Settings:
             return check_sparse_settings(

@@ -6,14 +6,14 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING
 
-from hpcaccum import Group, InvalidArgumentError, device
+from hpcaccum import Group, InvalidArgumentError, device, group_of
 from hpcaccum.bench import report, scaling, torch_step
 from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.device import describe_device, device_facts
-from hpcaccum.bench.measure import measure
+from hpcaccum.bench.links import Links
+from hpcaccum.bench.measure import measure, rows
 from hpcaccum.bench.options import CASES, DEVICE, TORCH, WIRE, benchmarks_of, sizes_of
-from hpcaccum.bench.rows import Row, RowFiles, rows
-from hpcaccum.bench.wire import Links
+from hpcaccum.bench.rows import Row, RowFiles
 from hpcaccum.files import check_apart, check_new, check_writable, ending_the_job
 from hpcaccum.machine import circumstances, describe, place_and_date
 from hpcaccum.plots import check_picture
@@ -42,7 +42,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
     if args.benchmark == "scaling":
         _check_outputs(args, {str(each): each for each in args.files})
         return scaling.report(args.files, args.plot)
-    group = Group.of()
+    group = group_of()
     group.agree("options", lambda: vars(args))
     files = group.agree(
         "hpcaccum bench", lambda: _open_files(args, group), facts=lambda _: {}

@@ -27,16 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import DeviceAccumulator, Layout, Reducer, device
-from hpcaccum.bench.measure import (
-    COPY,
-    NEVER_STALE,
-    Case,
-    Memory,
-    check_equal,
-    gradient,
-    repeated,
-    sum_of_gradients,
-)
+from hpcaccum.bench.answers import check_equal, gradient, sum_of_gradients
+from hpcaccum.bench.measure import COPY, NEVER_STALE, Case, Memory, repeated
 from hpcaccum.bench.report import Column, Columns
 from hpcaccum.device import PointerTable, kernels
 from hpcaccum.optimizers import SGD, Adam, Variable

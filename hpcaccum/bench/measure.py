@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from hpcaccum import device
+from hpcaccum.bench.answers import WrongAnswerError, check_equal
+from hpcaccum.bench.links import RingExchange
+from hpcaccum.bench.rows import Row
 from hpcaccum.machine import free_memory
 from hpcaccum.mpi import MPI
 
@@ -23,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hpcaccum import Group
+    from hpcaccum.bench.links import Links
     from hpcaccum.bench.report import Columns
-    from hpcaccum.bench.wire import Links
     from hpcaccum.dtypes import Array
 
     Run = Callable[[int], list[float]]
@@ -38,12 +41,10 @@ _LEAST = 3
 COPY, EXCHANGE = "copy", "exchange"
 # A local step that is never stale, and a bound of the staleness that none reaches.
 NEVER_STALE = ANY_STALENESS = 1 << 30
+# Samples from which the 99th percentile is not simply the maximum.
+_P99_SAMPLES = 100
 # The part of free memory that a benchmark may use.
 _USABLE = 0.9
-
-
-class WrongAnswerError(RuntimeError):
-    """Raised if an operation gives a wrong result."""
 
 
 @dataclass(frozen=True)
@@ -192,58 +193,6 @@ class Case:
         self.kinds, self._results = [], []
 
 
-class RingExchange:
-    """Every node sends a vector to the next one, and receives one. Collective.
-
-    So every link is in use in both directions at once. The ranks of a node send one
-    stripe each: one rank may be slower than the link. Ranks that the smallest node does
-    not have send nothing.
-    """
-
-    def __init__(self, group: Group, nbytes: int) -> None:
-        nodes, number = group.nodes, group.node_number
-        self._comm = group.comm.Dup()
-        width, place = min(map(len, nodes)), nodes[number].index(group.rank)
-        before, after = (number - 1) % len(nodes), (number + 1) % len(nodes)
-        pattern = np.zeros(0, np.float32)
-        self._peers: tuple[int, int] | None = None
-        if place < width:
-            self._peers = nodes[before][place], nodes[after][place]
-            stripes = np.array_split(gradient(0, nbytes // 4), width)
-            pattern = stripes[place]
-        self.mine, self._expected = pattern + number, pattern + before
-        self.got = np.zeros_like(pattern)
-
-    def __call__(self) -> None:
-        """Exchange once."""
-        if self._peers:
-            before, after = self._peers
-            self._comm.Sendrecv(self.mine, after, recvbuf=self.got, source=before)
-
-    def check(self) -> None:
-        """Raise WrongAnswerError if something else was received."""
-        check_equal(self.got, self._expected)
-
-    def free(self) -> None:
-        """Free the communicator. Collective."""
-        self._comm.Free()
-
-
-def gradient(rank: int, count: int) -> Array:
-    """Return the gradient of a rank: ``count`` elements of float32."""
-    elements: Array = np.arange(count, dtype=np.float32) % 64
-    elements += rank
-    return elements
-
-
-def sum_of_gradients(ranks: int, count: int) -> Array:
-    """Return the sum of the gradients of the first ``ranks`` ranks."""
-    total = gradient(0, count)
-    total *= ranks
-    total += ranks * (ranks - 1) / 2
-    return total
-
-
 def sum_everywhere(nodes: int) -> float:
     """Return the floor of a sum that all ranks need, in units of the gradient.
 
@@ -302,18 +251,6 @@ def of_one(group: Group, run: Run, *, last: bool = False) -> Run:
     return one
 
 
-def check_equal(actual: Array, expected: Any) -> None:
-    """Raise WrongAnswerError if elements differ; show the first of them."""
-    wrong = np.flatnonzero(actual != expected)
-    if wrong.size:
-        first = wrong[0]
-        wanted = np.broadcast_to(expected, actual.shape).flat[first]
-        raise WrongAnswerError(
-            f"{wrong.size} of {actual.size} elements are wrong: number {first} is "
-            f"{actual.flat[first]}, should be {wanted}"
-        )
-
-
 def measure(case: Case, what: str, seconds: float) -> dict[str, list[float]]:
     """Verify all kinds, then time them in turns, three at least. Collective.
 
@@ -360,3 +297,39 @@ def _verify(case: Case, kind: Kind, what: str) -> int:
     mine = max(kind.run(1), default=0.0)
     longest: float = max(group.comm.allgather(mine))
     return min(math.ceil(_SAMPLE / max(longest, 1e-9)), _MAX_INNER)
+
+
+def rows(benchmark: str, case: Case, samples: Mapping[str, list[float]]) -> list[Row]:
+    """Return the rows of one size, from the seconds of each kind."""
+    nbytes = case.nbytes
+    medians = {name: float(np.median(each)) for name, each in samples.items()}
+    made = []
+    for kind in case.kinds:
+        microseconds = 1e6 * np.array(samples[kind.name])
+        percentiles = np.percentile(microseconds, [0, 25, 50, 75, 99, 100])
+        low, lower, middle, upper, p99, high = map(float, percentiles)
+        median = medians[kind.name]
+        which, factor = kind.floor or (kind.name, 0)
+        floor = factor * medians[which]
+        bandwidth = nbytes / max(median, 1e-9) / 1e9
+        row = Row(
+            benchmark=benchmark,
+            name=kind.name,
+            bytes=nbytes,
+            raw=kind.raw,
+            reference=kind.reference,
+            samples=len(microseconds),
+            min_us=low,
+            median_us=middle,
+            p99_us=p99 if len(microseconds) >= _P99_SAMPLES else None,
+            max_us=high,
+            algbw=bandwidth if kind.bus else None,
+            busbw=bandwidth * kind.bus or None,
+            floor_us=1e6 * floor or None,
+            vs_mpi=medians[kind.raw] / median if kind.raw else None,
+            vs_floor=median / floor if floor else None,
+            figures=kind.figures(medians),
+            spread_us=upper - lower,
+        )
+        made.append(row)
+    return made

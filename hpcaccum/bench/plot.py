@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from hpcaccum.bench.curves import Curve
     from hpcaccum.bench.rows import Row
-    from hpcaccum.bench.scaling import Curve
 
 # One for each color.
 _MARKERS = "osD^vPX*"

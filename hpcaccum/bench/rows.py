@@ -8,8 +8,6 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hpcaccum import InvalidArgumentError
 from hpcaccum.files import (
     JsonLines,
@@ -23,14 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from hpcaccum.bench.measure import Case
-
     Key = tuple[str, int, int, str, str]
     # Rows, and the circumstances of each.
     Rows = dict[Key, tuple["Row", Mapping[str, Any]]]
-
-# Samples from which the 99th percentile is not simply the maximum.
-_P99_SAMPLES = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,42 +53,6 @@ class Row:
     vs_floor: float | None
     figures: dict[str, float]
     spread_us: float
-
-
-def rows(benchmark: str, case: Case, samples: Mapping[str, list[float]]) -> list[Row]:
-    """Return the rows of one size, from the seconds of each kind."""
-    nbytes = case.nbytes
-    medians = {name: float(np.median(each)) for name, each in samples.items()}
-    made = []
-    for kind in case.kinds:
-        microseconds = 1e6 * np.array(samples[kind.name])
-        percentiles = np.percentile(microseconds, [0, 25, 50, 75, 99, 100])
-        low, lower, middle, upper, p99, high = map(float, percentiles)
-        median = medians[kind.name]
-        which, factor = kind.floor or (kind.name, 0)
-        floor = factor * medians[which]
-        bandwidth = nbytes / max(median, 1e-9) / 1e9
-        row = Row(
-            benchmark=benchmark,
-            name=kind.name,
-            bytes=nbytes,
-            raw=kind.raw,
-            reference=kind.reference,
-            samples=len(microseconds),
-            min_us=low,
-            median_us=middle,
-            p99_us=p99 if len(microseconds) >= _P99_SAMPLES else None,
-            max_us=high,
-            algbw=bandwidth if kind.bus else None,
-            busbw=bandwidth * kind.bus or None,
-            floor_us=1e6 * floor or None,
-            vs_mpi=medians[kind.raw] / median if kind.raw else None,
-            vs_floor=median / floor if floor else None,
-            figures=kind.figures(medians),
-            spread_us=upper - lower,
-        )
-        made.append(row)
-    return made
 
 
 class RowFiles:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.report import number_text, print_groups, size_text, time_text
+from hpcaccum.bench.curves import TRAINING, Curve, Size
+from hpcaccum.bench.report import print_groups, size_text
 from hpcaccum.bench.rows import read, reading
 from hpcaccum.files import json_value, read_lines
 from hpcaccum.machine import place_and_date
@@ -15,46 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-_TRAINING = "training"
 _ABOUT = """\
 efficiency: 1 is perfect. Of a benchmark: the time on the fewest ranks over the
 time here, as every rank contributes as many bytes. Of a training: the samples
 per second of a rank over those on the fewest ranks."""
-
-
-class Size(NamedTuple):
-    """How large a job was."""
-
-    ranks: int
-    nodes: int
-
-
-class Curve(NamedTuple):
-    """One operation, or the training with one strategy, in jobs of several sizes.
-
-    `title` is the benchmark and the size of its arrays, `name` that of the operation or
-    strategy. `points` are microseconds, or samples per second.
-    """
-
-    title: str
-    name: str
-    points: dict[Size, float]
-    reference: bool = False
-
-    def efficiency(self, size: Size) -> float:
-        """Return that of a job, relative to the one with the fewest ranks."""
-        first = min(self.points)
-        ratio = self.points[first] / self.points[size]
-        return first.ranks / size.ranks / ratio if self.title == _TRAINING else ratio
-
-    def cell(self, size: Size) -> str:
-        """Return what was measured, and the efficiency."""
-        if size not in self.points:
-            return "-"
-        found = self.points[size]
-        training = self.title == _TRAINING
-        text = f"{number_text(found)}/s" if training else time_text(found)
-        return f"{text} {self.efficiency(size):5.2f}"
 
 
 def report(files: Sequence[Path], plot: Path | None) -> Callable[[], None]:
@@ -97,7 +62,7 @@ def _trained(path: Path, lines: Sequence[str]) -> Iterator[Curve]:
             # It is 0 if the training was asked to stop at once, or had been complete.
             if facts["event"] == "result" and facts["samples_per_second"]:
                 points = {size: float(facts["samples_per_second"])}
-                yield Curve(_TRAINING, facts["strategy"], points)
+                yield Curve(TRAINING, facts["strategy"], points)
 
 
 def _show(curves: list[Curve], places: list[str], plot: Path | None) -> None:

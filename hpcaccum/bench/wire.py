@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -13,30 +12,29 @@ from hpcaccum import (
     DropStaleGradientOptimizer,
     SyncReplicasOptimizer,
 )
+from hpcaccum.bench.answers import (
+    WrongAnswerError,
+    check_equal,
+    gradient,
+    sum_of_gradients,
+)
 from hpcaccum.bench.measure import (
     ANY_STALENESS,
     EXCHANGE,
     Case,
     Memory,
-    RingExchange,
-    WrongAnswerError,
-    check_equal,
-    gradient,
     of_one,
     repeated,
     sum_everywhere,
-    sum_of_gradients,
     update_each,
 )
-from hpcaccum.bench.report import Columns, figure, number_text
+from hpcaccum.bench.report import Columns, figure
 from hpcaccum.bench.step import RATE, Optimizing
-from hpcaccum.errors import format_ranks
-from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from hpcaccum import Group, Optimizer
+    from hpcaccum import Optimizer
     from hpcaccum.bench.measure import Run
     from hpcaccum.dtypes import Array
 
@@ -53,15 +51,6 @@ OUT, IN, OTHER_OUT, OTHER_IN, LINK, FLOOR, TIME = (
     "bytes that must cross a link",
     f"times the time of {_BASE}",
 )
-
-# An exchange of so many bytes between nodes must show in the counters, and not much
-# else: bytes over their number. Headers and acknowledgements of TCP take 5 to 10 %.
-_PROBE, _LEAST, _MOST = 1 << 20, 0.95, 1.5
-_ATTEMPTS = 5
-
-_CLASS_NET = Path("/sys/class/net")
-# ARPHRD_LOOPBACK of the kernel.
-_LOOPBACK = "772"
 
 
 class Wire(Case):
@@ -187,112 +176,3 @@ class Wire(Case):
             # Whose gradients they contain is open, but it is the same everywhere.
             rest = variable.value / np.float32(-RATE) - updates * pattern
             check_equal(rest, rest[0])
-
-
-class Links:
-    """Counts what crosses the links of the nodes during an operation. Collective.
-
-    `obstacle` is why nothing can be counted, or None; `about` tells it to users.
-    """
-
-    def __init__(self, group: Group, interfaces: Interfaces | None = None) -> None:
-        self._group = group
-        self._interfaces = interfaces or Interfaces()
-        self._leaders = [ranks[0] for ranks in group.nodes]
-        # What the counting itself sends.
-        self._idle = np.zeros((len(self._leaders), 2))
-        mine = network(), MPI.Get_processor_name(), self._interfaces.names
-        everybody = group.allgather(mine, "interfaces of the hosts")
-        found = [everybody[rank] for rank in self._leaders]
-        self.obstacle = self._unusable(found) or self._probe()
-        names = ", ".join(sorted({name for *_, names in found for name in names}))
-        self.about = f"bytes counted by {names} of each of {len(found)} nodes"
-        if self.obstacle:
-            self.about = f"no bytes: {self.obstacle}"
-
-    def _unusable(self, found: Sequence[tuple[str, str, list[str]]]) -> str | None:
-        seen: dict[str, int] = {}
-        for leader, (name, host, names) in zip(self._leaders, found, strict=True):
-            if not names:
-                return f"{host} has no interface but loopback that can be read"
-            if name in seen:
-                both = format_ranks([seen[name], leader])
-                return (
-                    f"the nodes of {both} are one host, {host};\nwhat they exchange "
-                    f"passes none of its interfaces"
-                )
-            seen[name] = leader
-        return None
-
-    def _probe(self) -> str | None:
-        """Count a known number of bytes; return what is wrong."""
-        exchange = RingExchange(self._group, _PROBE)
-        exchange()
-        self._idle = self._median(lambda: None)
-        ratios = self._median(exchange) / _PROBE
-        exchange.free()
-        low, high = float(ratios.min()), float(ratios.max())
-        if low >= _LEAST and high <= _MOST:
-            return None
-        return (
-            f"a plain exchange changed the counters by {number_text(low)} to "
-            f"{number_text(high)} times its bytes;\nMPI uses another network, or the "
-            f"interfaces are busy, or update them late"
-        )
-
-    def _median(self, operation: Callable[[], None]) -> Array:
-        # Other programs may send in between.
-        each = [self.during(operation)[1] for _ in range(_ATTEMPTS)]
-        median: Array = np.median(np.stack(each), axis=0)
-        return median
-
-    def during(self, operation: Callable[[], T]) -> tuple[T, Array]:
-        """Return what an operation returns, and the bytes out of and into each node."""
-        before = self._read()
-        result = operation()
-        return result, self._read() - before - self._idle
-
-    def _read(self) -> Array:
-        comm = self._group.comm
-        # Ranks that are done nap here. In a barrier of MPI they would take the cores
-        # from those that are not.
-        self._group.allgather(None, "counting bytes")
-        mine = np.array(self._interfaces.read(), np.int64)
-        counts = np.empty((comm.size, 2), np.int64)
-        # No rank begins before all have read.
-        comm.Allgather(mine, counts)
-        return counts[self._leaders]
-
-
-class Interfaces:
-    """The interfaces of this host that lead to other hosts, listed by the kernel.
-
-    They are all but loopback, and but those that pass their bytes on to others, such as
-    a bridge: bytes would be counted twice.
-    """
-
-    def __init__(self, root: Path = _CLASS_NET) -> None:
-        self._paths = [
-            path.parent
-            for path in sorted(root.glob("*/statistics"))
-            if not any(path.parent.glob("lower_*"))
-            and (path.parent / "type").read_text().strip() != _LOOPBACK
-        ]
-        self.names = [path.name for path in self._paths]
-
-    def read(self) -> tuple[int, int]:
-        """Return the bytes since the host started, of all together: sent, received."""
-        sent, received = (
-            sum(int((path / "statistics" / name).read_text()) for path in self._paths)
-            for name in ("tx_bytes", "rx_bytes")
-        )
-        return sent, received
-
-
-def network() -> str:
-    """Return the same name in processes that share their interfaces, else another.
-
-    Containers of one host may have interfaces of their own.
-    """
-    started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{started} {Path('/proc/self/ns/net').stat().st_ino}"

@@ -20,7 +20,7 @@ from hpcaccum.accumulator import Tally
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.structure import Structure, key_data
 from hpcaccum.layout import Layout
-from hpcaccum.mpi import MPI, Freeable, Group, lack_of_threads
+from hpcaccum.mpi import MPI, Freeable, Group, group_of, lack_of_threads
 from hpcaccum.optimizers.finite import check_choice, to_drop
 from hpcaccum.optimizers.shard_reducer import ShardReducer, check_wire_dtype
 
@@ -124,7 +124,7 @@ def average(
     `jax.errors.JaxRuntimeError` on every rank, whose message contains it. Inside
     `jax.vmap`, `jax.pmap` or `jax.shard_map`, each call raises InvalidArgumentError.
     """
-    averager = Averager(Group.of(comm), _NAME, on_nonfinite, wire_dtype)
+    averager = Averager(group_of(comm), _NAME, on_nonfinite, wire_dtype)
     made = Average(averager.init, averager.update)
     made._averager = averager
     return made
@@ -149,7 +149,7 @@ def mean(value: Any, comm: mpi4py_MPI.Comm | Group | None = None) -> Any:
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: As `average`.
     """
-    group = Group.of(comm)
+    group = group_of(comm)
     key: tuple[Group, Structure | None]
     try:
         key = group, Structure.of(value)

@@ -10,7 +10,7 @@ import numpy as np
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.jax.rule import OptaxRule
 from hpcaccum.jax.structure import Structure
-from hpcaccum.mpi import Freeable, Group
+from hpcaccum.mpi import Freeable, Group, group_of
 from hpcaccum.optimizers import (
     AGNOptimizer,
     DropStaleGradientOptimizer,
@@ -83,7 +83,7 @@ class OneSided(Freeable):
         extra: Mapping[str, Any] = MappingProxyType({}),
         snapshot: Any = None,
     ) -> None:
-        self._name, group = f"hpcaccum.jax.{type(self).__name__}", Group.of(comm)
+        self._name, group = f"hpcaccum.jax.{type(self).__name__}", group_of(comm)
 
         def check() -> OptaxRule:
             structure = Structure.of(params).check("params")

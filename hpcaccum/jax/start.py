@@ -10,7 +10,7 @@ import numpy as np
 from hpcaccum.arguments import rank_number
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.structure import Structure, is_key, key_data
-from hpcaccum.mpi import Group
+from hpcaccum.mpi import Group, group_of
 from hpcaccum.optimizers import Variable, start
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def broadcast(
             no array and no number, ranks pass different structures, shapes, dtypes or
             roots, or `jax.jit` traces the call.
     """
-    group = Group.of(comm)
+    group = group_of(comm)
     leaves, nesting = jax.tree_util.tree_flatten(tree)
 
     def check() -> tuple[list[Array], dict[str, Any]]:

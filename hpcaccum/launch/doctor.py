@@ -24,7 +24,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcaccum import Group, InvalidArgumentError, __version__
+from hpcaccum import InvalidArgumentError, __version__, group_of
 from hpcaccum.files import check_writable
 from hpcaccum.launch.probes import (
     BAD,
@@ -140,7 +140,7 @@ def _check(path: Path | None) -> None:
 
 def _check_together(path: Path | None) -> None:
     """Check the file, which rank 0 writes. Collective."""
-    group = Group.of()
+    group = group_of()
     own = path if group.rank == 0 else None
     group.agree("--json", functools.partial(_check, own), lambda _: {})
 
@@ -279,7 +279,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def _run_one(args: argparse.Namespace) -> int:
-    group = Group.of()
+    group = group_of()
     with _Limit(args.probe, args.timeout):
         finding = PROBES[args.probe](group)
         if args.probe == "launch":
@@ -292,7 +292,7 @@ def _run_one(args: argparse.Namespace) -> int:
 
 
 def _run_all(args: argparse.Namespace) -> int:
-    group = Group.of()
+    group = group_of()
 
     def findings() -> Iterator[tuple[str, Finding]]:
         for name, probe in PROBES.items():

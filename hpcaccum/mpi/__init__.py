@@ -1,48 +1,52 @@
 """MPI, loaded at its first use (`runtime`), and what the other packages build on.
 
-Collectives: A `Group` is a private communicator with exchanges that name the ranks they
-    wait for (`control`, over a `Mailbox`). `complete` waits for requests.
-Memory: `AtomicWords` (parts of a `word_window`) and `NodeMemory` are mapped by all
-    ranks of a node. Ranks of all nodes reach a `Region` one-sidedly. Both `windows` are
-    MPI's; `progress` says how often a thread calls MPI for other nodes.
-Lifetime: `Freeable` is the base class of collective objects; `shutdown` frees them at
-    the end of the program, or ends the job. The `heartbeat` finds ranks that are lost;
-    `failures` makes calls of MPI that go on then.
-Environment: `launcher` and `cuda_aware` find out how the job was started, and what MPI
-    accepts.
+job: How this process is part of a job. `runtime` and `launcher` start MPI; `shutdown`
+    frees what is open at the end of the program, or ends the job; `process` has what
+    ranks know of each other's processes, `cuda_aware` which memory MPI accepts.
+talk: A `Group` is a private communicator with exchanges that name the ranks they wait
+    for (`control`, over a `Mailbox`). `complete` waits for requests, `failures` has
+    calls that go on after a rank is lost, `blocking` limits those that block.
+    `progress` says how often a thread calls MPI for other nodes; `creation` makes
+    communicators.
+memory: `AtomicWords` (parts of a `word_window`) and `NodeMemory` are mapped by all
+    ranks of a node. Ranks of all nodes reach a `Region` one-sidedly. `windows` makes
+    those of MPI.
+life: `group_of` returns the group of a communicator. `Freeable` is the base class of
+    collective objects; while there are any, the `heartbeat` finds ranks that are lost.
 
-All calls of MPI windows are in this package. Imports `errors`, `deadline` and
-`wake` only.
+`talk` imports `job`; `memory` and `life` import both, and not each other. All calls of
+MPI windows are in this package. Imports `errors`, `deadline` and `wake` only.
 """
 
 from __future__ import annotations
 
-from hpcaccum.mpi.atomic_words import AtomicWords
-from hpcaccum.mpi.control_messages import Tag
-from hpcaccum.mpi.creation import duplicate, split
-from hpcaccum.mpi.cuda_aware import VARIABLE, cuda_awareness
-from hpcaccum.mpi.failures import begun, is_complete, receive
-from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.launcher import (
+from hpcaccum.mpi.job.cuda_aware import VARIABLE, cuda_awareness
+from hpcaccum.mpi.job.launcher import (
     is_rank,
     launched_ranks,
     number_in,
     slurm_plugin,
 )
-from hpcaccum.mpi.lifetime import Freeable
-from hpcaccum.mpi.mailbox import Mailbox
-from hpcaccum.mpi.node_memory import NodeMemory, memory_of_rank
-from hpcaccum.mpi.progress import short_switch_interval
-from hpcaccum.mpi.region import Region
-from hpcaccum.mpi.requests import complete, keep
-from hpcaccum.mpi.runtime import MPI, lack_of_threads
-from hpcaccum.mpi.shutdown import (
+from hpcaccum.mpi.job.runtime import MPI, lack_of_threads
+from hpcaccum.mpi.job.shutdown import (
     abort_job,
     install_excepthook,
     is_ending,
     report_and_abort,
 )
-from hpcaccum.mpi.windows import memory_barrier
+from hpcaccum.mpi.life.communicators import group_of
+from hpcaccum.mpi.life.lifetime import Freeable, Objects
+from hpcaccum.mpi.memory.atomic_words import AtomicWords
+from hpcaccum.mpi.memory.node_memory import NodeMemory, memory_of_rank
+from hpcaccum.mpi.memory.region import Region
+from hpcaccum.mpi.memory.windows import memory_barrier
+from hpcaccum.mpi.talk.control_messages import Tag
+from hpcaccum.mpi.talk.creation import duplicate, split
+from hpcaccum.mpi.talk.failures import begun, is_complete, receive
+from hpcaccum.mpi.talk.group import Group
+from hpcaccum.mpi.talk.mailbox import Mailbox
+from hpcaccum.mpi.talk.progress import short_switch_interval
+from hpcaccum.mpi.talk.requests import complete, keep
 
 __all__ = [
     "MPI",
@@ -52,6 +56,7 @@ __all__ = [
     "Group",
     "Mailbox",
     "NodeMemory",
+    "Objects",
     "Region",
     "Tag",
     "abort_job",
@@ -59,6 +64,7 @@ __all__ = [
     "complete",
     "cuda_awareness",
     "duplicate",
+    "group_of",
     "install_excepthook",
     "is_complete",
     "is_ending",

@@ -20,7 +20,6 @@ from hpcaccum.rows import IndexedSlices
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.variable import Variable
 
 Pairs = list[tuple[Gradient | None, Variable]]
@@ -332,14 +331,14 @@ def check_sparse(
     what: str,
     variables: Sequence[Variable],
     servers: Sequence[int] | None,
-    inner: Optimizer,
+    needs: str | None,
 ) -> None:
-    """Raise InvalidArgumentError if a variable is sparse and cannot be."""
-    needs: str | None
+    """Raise InvalidArgumentError if a variable is sparse and cannot be.
+
+    ``needs`` is what else the inner optimizer needs for it; None if it needs nothing.
+    """
     if servers is not None and len(servers) > 1:
         needs = f"one server, got servers={list(servers)}"
-    else:
-        needs = inner._needs_for_rows()
     for var in variables:
         if var.sparse and needs is not None:
             raise InvalidArgumentError(

@@ -10,7 +10,7 @@ from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import wire_format
 from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import Group
+from hpcaccum.mpi import Group, group_of
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, scaled
 from hpcaccum.optimizers.checks import (
     check_groups,
@@ -128,7 +128,7 @@ class CrossShardOptimizer(Wrapper):
         sync: bool = True,
         on_nonfinite: OnNonfinite = "accept",
     ) -> None:
-        whole = Group.of(comm)
+        whole = group_of(comm)
 
         def check() -> dict[str, Any]:
             used = "flat" if cuda_aware and schedule == "auto" else schedule

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcaccum.device import all_on_device, to_host
 from hpcaccum.errors import InvalidArgumentError, counted
-from hpcaccum.mpi import Group
+from hpcaccum.mpi import group_of
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
 from hpcaccum.optimizers.center import Center, FlatRule, flat_rule
 from hpcaccum.optimizers.checks import (
@@ -110,7 +110,7 @@ class OneSidedOptimizer(Wrapper):
         check: Callable[[], Mapping[str, Any]],
         options: ServerOptions,
     ) -> None:
-        group = Group.of(options.comm)
+        group = group_of(options.comm)
 
         def check_all() -> dict[str, Any]:
             return {"optimizer": opt, **options.facts(group.size), **check()}
@@ -205,7 +205,8 @@ class OneSidedOptimizer(Wrapper):
 
     def _check_start(self, var_list: Any) -> list[Variable]:
         variables = super()._check_start(var_list)
-        check_sparse(self.get_name(), variables, self._servers, self.inner)
+        needs = self.inner._needs_for_rows()
+        check_sparse(self.get_name(), variables, self._servers, needs)
         return variables
 
     def _training_server(self) -> ParameterServer:

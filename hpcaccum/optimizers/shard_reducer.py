@@ -19,6 +19,7 @@ from hpcaccum.errors import (
     InvalidArgumentError,
 )
 from hpcaccum.layout import Layout
+from hpcaccum.mpi import Objects
 from hpcaccum.reducer import Interruption, Reducer
 from hpcaccum.rows import RowExchange, RowFormat, Rows, digits
 
@@ -324,7 +325,7 @@ class ShardReducer:
         self.left = old.rank in gone
         self.present = [self.present[place] for place in stay]
         if self.left:
-            new.close()
+            Objects.of(new).close()
             return
         self._current = new
         self._make()
@@ -336,7 +337,7 @@ class ShardReducer:
             self._rows.free()
             self._rows = None
         if self._current is not self._group:
-            self._current.close()
+            Objects.of(self._current).close()
 
     @property
     def waited(self) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpcaccum.arguments import REDUCTIONS, converted, one_of, step_number
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import Freeable, Group
+from hpcaccum.mpi import Freeable, Group, group_of
 from hpcaccum.reducer import selection
 from hpcaccum.reducer.call_sequence import CallSequence
 from hpcaccum.reducer.device import DeviceCalls
@@ -127,7 +127,7 @@ class Reducer(Freeable):
         cuda_aware: bool = False,
         group: mpi4py_MPI.Comm | Group | None = None,
     ) -> None:
-        self._group, self._name = Group.of(comm if group is None else group), name
+        self._group, self._name = group_of(comm if group is None else group), name
 
         def check() -> Options:
             return Options.checked(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 import torch
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import MPI, Freeable, Group
+from hpcaccum.mpi import MPI, Freeable, Group, group_of
 from hpcaccum.torch.buffers import Buffers
 from hpcaccum.torch.gradients import Gradients
 from hpcaccum.torch.rows import check_capacity, check_needs, names_of
@@ -109,7 +109,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         sparse: Iterable[torch.Tensor] = (),
         capacity: int | None = None,
     ) -> None:
-        self._group = Group.of(comm)
+        self._group = group_of(comm)
         self._what = f"hpcaccum.torch.{type(self).__name__}"
         if module is ...:
             module = None

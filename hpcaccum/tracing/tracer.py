@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import check_writable
-from hpcaccum.mpi import Group
+from hpcaccum.mpi import Group, group_of
 from hpcaccum.spans import Recorder, clock, installed, is_running
 from hpcaccum.tracing.clocks import measure
 from hpcaccum.tracing.timeline import Timeline
@@ -44,7 +44,7 @@ def trace(
         OSError: After the block, on rank 0, if the file cannot be written; the other
             ranks continue.
     """
-    group = Group.of(comm)
+    group = group_of(comm)
     file = group.agree("trace", lambda: _checked(path, group.rank), lambda _: {})
     before, recorder = measure(group), Recorder()
     origin = group.allgather(clock(), "trace: begin")[0]

@@ -6,18 +6,19 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum import Group, span, trace
+from hpcaccum import Group, group_of, span, trace
 from hpcaccum.device import device_name, use_device
+from hpcaccum.errors import RESTART
 from hpcaccum.files import JsonLines, check_writable, ending_the_job
 from hpcaccum.machine import circumstances, place_and_date
 from hpcaccum.optimizers import check_nodes
 from hpcaccum.plots import check_picture
+from hpcaccum.stopping import Stopping, ask_restart
 from hpcaccum.train import saving
 from hpcaccum.train.data import load
 from hpcaccum.train.loop import Run
 from hpcaccum.train.options import Options, resolve
 from hpcaccum.train.report import Progress, Record, describe, saved, tables
-from hpcaccum.train.stopping import STOPPED, Requests
 
 if TYPE_CHECKING:
     import argparse
@@ -32,12 +33,11 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
 
     All errors that can be found before the training are found here.
     """
-    group = Group.of()
+    group = group_of()
     options = group.agree("options", lambda: resolve(args, group.size))
     if options.servers != "auto":
         check_nodes(options.servers, group)
-    requests = Requests(options.time_limit, group.lost)
-    requests.listen_early()
+    stop = Stopping(group, time_limit=options.time_limit)
 
     def check(what: str, call: Callable[[], Any]) -> Any:
         return group.agree(what, call, lambda _: {})
@@ -48,7 +48,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     found = check("checkpoints", lambda: saving.find(options, group.rank, data))
     # Last, as a log is emptied.
     log = check("output", lambda: _open_files(options, group.rank))
-    return functools.partial(_train, options, data, group, requests, found, log)
+    return functools.partial(_train, options, data, group, stop, found, log)
 
 
 def _open_files(options: Options, rank: int) -> JsonLines:
@@ -67,7 +67,7 @@ def _train(
     options: Options,
     data: Dataset,
     group: Group,
-    requests: Requests,
+    stop: Stopping,
     found: Any,
     log: JsonLines,
 ) -> int:
@@ -100,12 +100,16 @@ def _train(
     with contextlib.ExitStack() as tracing:
         if options.trace is not None:
             tracing.enter_context(trace(options.trace, group))
-        with requests.listening():
+        with stop:
             for strategy in options.strategies:
                 progress = Progress(say, strategy, options.epochs)
                 shown = functools.partial(show, progress)
                 with span(strategy):
-                    run = Run(strategy, options, data, group, shown, requests, found)
+                    # Each strategy begins at step 0; the steps of `stop` go on.
+                    earlier = sum(result.updates for result in results)
+                    run = Run(
+                        strategy, options, data, group, shown, stop, found, earlier
+                    )
                     results.append(run())
                 log.write({"event": "result", **results[-1].facts()})
                 if results[-1].stopped:
@@ -116,11 +120,11 @@ def _train(
     stopped = results[-1].stopped
     diverged = [result.strategy for result in results if result.diverged]
     if group.rank == options.reporter:
-        if diverged or stopped != STOPPED:
-            saving.ask_restart(None)
+        if diverged or stopped != RESTART:
+            ask_restart(None)
         elif options.save and not group.lost:
             # After a loss, Open MPI's mpiexec may have asked, which ends the job.
-            saving.ask_restart("")
+            ask_restart("")
         for line in tables(results, options):
             say(line)
         if options.save or stopped:

@@ -13,7 +13,6 @@ from hpcaccum.train.data import batches
 from hpcaccum.train.model import MLP
 from hpcaccum.train.report import Record, Result
 from hpcaccum.train.saving import Saver
-from hpcaccum.train.stopping import Requests, Stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +61,7 @@ class Run:
     trains until the global step reaches that number, so faster ranks do more work.
 
     ``show`` is called with each evaluation of the model, on the rank that reports.
+    ``earlier`` is the number of updates of the runs before this one.
     """
 
     def __init__(
@@ -71,8 +71,9 @@ class Run:
         data: Dataset,
         group: hpc.Group,
         show: Callable[[Record], None],
-        requests: Requests,
+        stop: hpc.Stopping,
         found: Any = None,
+        earlier: int = 0,
     ) -> None:
         self._strategy, self._group, self._show = strategy, group, show
         self._options, self._data = options, data
@@ -94,7 +95,7 @@ class Run:
         self._serves = group.rank in options.only_serve and not self._collective
         self._reports = group.rank == options.reporter
         self._saver = Saver(options, group.rank, data, self._optimizer.snapshot)
-        self._stop = Stop(group, requests, self._reports)
+        self._stop, self._steps_before = stop, earlier
         self._found = found
         # The updates, and the gradients in them, of earlier jobs.
         self._start, self._earlier = 0, 0
@@ -123,7 +124,10 @@ class Run:
         """Do what a rank that only serves does between two updates."""
         self._saver.passed(step)
         # Lets the others know.
-        self._stop.asked()
+        self._stops(step)
+
+    def _stops(self, step: int) -> bool:
+        return self._stop.agreed(self._steps_before + step)
 
     def _start_or_resume(self) -> None:
         """Continue from the checkpoint that the host has found, if there is one."""
@@ -195,7 +199,7 @@ class Run:
     def _is_over(self, step: int) -> bool:
         if self._exact:
             # All stop after one step: the next would lack a gradient, or never end.
-            return self._stop.is_after(step) or self._done_by_others()
+            return self._stops(step) or self._done_by_others()
         return self._done_by_others()
 
     def _done_by_others(self) -> bool:
@@ -205,9 +209,8 @@ class Run:
         if self._collective or now < self._check_at:
             return False
         self._check_at = now + _CHECK_PAUSE
-        if not self._exact and self._stop.asked():
-            return True
-        return bool(self._optimizer.global_step >= self._target)
+        step = self._optimizer.global_step
+        return step >= self._target or (not self._exact and self._stops(step))
 
     def _loss(self) -> tuple[float, list[Array]]:
         # Gradients computed in the memory of the exchange are not copied.
@@ -239,8 +242,6 @@ class Run:
         # A job of more ranks may have gone before; its other ranks did not wait here.
         waits += (0.0,) * (len(tally.accepted) - len(waits))
         stopped = self._stop.status if updates < self._target else 0
-        if not self._group.lost:
-            self._stop.free()
         seconds, records = max(times), found[self._options.reporter]
         samples = (sum(tally.accepted) - self._earlier) * self._gradient_samples
         return Result(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import signal
 from pathlib import Path
@@ -131,7 +130,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     text = "stop after a time such as 55m, as after SIGTERM or SIGUSR1 to any rank: "
     text += f"with --save, write a checkpoint; end with status {os.EX_TEMPFAIL}. "
     text += f"Ctrl-C does the same, with status {128 + signal.SIGINT}"
-    _add(group, "--time-limit", values.time, text, math.inf, "TIME")
+    _add(group, "--time-limit", values.time, text, None, "TIME")
 
 
 def resolve(args: argparse.Namespace, ranks: int) -> Options:

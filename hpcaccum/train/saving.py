@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +13,11 @@ from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
 from hpcaccum.arguments import step_number
 from hpcaccum.files import check_directory, ending_the_job
 from hpcaccum.save_owner import take
+from hpcaccum.stopping import ask_restart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
@@ -25,21 +25,6 @@ if TYPE_CHECKING:
 _PARTS = {"facts", "step", "optimizer", "data"}
 
 logger = logging.getLogger("hpcaccum")
-
-
-def ask_restart(word: str | None) -> None:
-    """Tell the batch script whether its job is to be queued again when this run ends.
-
-    It looks for the file that REQUEUE_FILE names, and not at the exit status: launchers
-    do not report that reliably, and a rank that is killed has none. ``hpcaccum run``
-    starts a run again in the same job if there is a word in the file: not if the run
-    was asked to stop, which has the same status as the loss of a rank.
-    """
-    file = os.environ.get("REQUEUE_FILE")
-    if file and word is not None:
-        Path(file).write_text(word)
-    elif file:
-        Path(file).unlink(missing_ok=True)
 
 
 def _facts(options: Options, data: Dataset) -> dict[str, str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcaccum import Group
-from hpcaccum.bench.measure import WrongAnswerError, measure
-from hpcaccum.bench.rows import rows
+from hpcaccum import group_of
+from hpcaccum.bench.answers import WrongAnswerError
+from hpcaccum.bench.measure import measure, rows
 from hpcaccum.bench.torch_step import EXCHANGE, TorchStep, gloo
 
 from ..mpi.support import meet
@@ -15,7 +15,7 @@ from . import torch_training  # noqa: F401
 
 @pytest.mark.ranks(min=2)
 def test_steps_are_verified_and_timed(comm):
-    group = Group.of(comm)
+    group = group_of(comm)
     with gloo(group):
         case = TorchStep(group, 1 << 16)
         alone, ddp, ours = rows("torch", case, measure(case, "torch", 0.01))

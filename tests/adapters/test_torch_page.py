@@ -48,6 +48,7 @@ def test_there_is_a_program_for_each_subject():
         "Half precision",
         "Compiled functions",
         "Checkpoints",
+        "Stop and continue",
     }
 
 

@@ -208,7 +208,7 @@ def test_wrong_servers_are_refused_on_every_rank(kind, comm, rank):
 
     assert "servers must be a rank of the communicator" in refused([0, comm.size])
     assert "'auto', a rank or several ranks" in refused("each")
-    if hpc.Group.of(comm).single_node:
+    if hpc.group_of(comm).single_node:
         assert "servers must be on different nodes" in refused([0, 1])
 
 

@@ -51,7 +51,7 @@ def test_torch(wire, group):
 
 @pytest.mark.ranks(min=3)
 def test_torch_after_a_rank_has_left(comm, rank):
-    if hpc.Group.of(comm).single_node:
+    if hpc.group_of(comm).single_node:
         pytest.skip("needs ranks on several nodes: MPIR_CVAR_NOLOCAL=1")
     module = Model()
     inner = torch.optim.SGD(module.parameters(), 1.0)
@@ -76,7 +76,7 @@ def test_jax(group):
 
 
 def test_on_one_node_nothing_is_rounded(comm):
-    group, module = hpc.Group.of(comm), Model()
+    group, module = hpc.group_of(comm), Model()
     if not group.single_node:
         pytest.skip("needs ranks that share memory")
     inner = torch.optim.SGD(module.parameters(), 1.0)

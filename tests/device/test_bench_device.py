@@ -11,10 +11,10 @@ import cupy
 import numpy as np
 import pytest
 
-from hpcaccum import Group
+from hpcaccum import group_of
+from hpcaccum.bench.answers import WrongAnswerError
 from hpcaccum.bench.device import DEVICE_BENCHMARKS, check_same
-from hpcaccum.bench.measure import WrongAnswerError, measure
-from hpcaccum.bench.rows import rows
+from hpcaccum.bench.measure import measure, rows
 from hpcaccum.device import kernels
 
 from ..system.conftest import REPOSITORY, run_program
@@ -32,7 +32,7 @@ def make():
     made = []
 
     def case(name, nbytes=4096):
-        made.append(DEVICE_BENCHMARKS[name](Group.of(), nbytes))
+        made.append(DEVICE_BENCHMARKS[name](group_of(), nbytes))
         return made[-1]
 
     yield case

@@ -25,8 +25,8 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum
-from hpcaccum import Group, testing
-from hpcaccum.mpi import shutdown
+from hpcaccum import group_of, testing
+from hpcaccum.mpi.job import shutdown
 
 from ..common import WAIT
 from . import watchdog
@@ -245,7 +245,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         else:
             if harness.shared_comm is None:
                 harness.shared_comm = harness.exchange.dup()
-                harness.kept = Kept(Group.of(harness.shared_comm))
+                harness.kept = Kept(group_of(harness.shared_comm))
             item.stash[COMM] = harness.shared_comm
     harness.failed = False
     result = yield

@@ -8,7 +8,8 @@ import pytest
 
 from hpcaccum import DeviceUnavailableError
 from hpcaccum.device import arrays as device
-from hpcaccum.mpi import Group, cuda_aware
+from hpcaccum.mpi import group_of
+from hpcaccum.mpi.job import cuda_aware
 
 from .. import simulator
 
@@ -39,7 +40,7 @@ def own_card(
     cp: Any, comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
     """Each rank has a device of its own, which is the current one, and NCCL."""
-    if not Group.of(comm).single_node:
+    if not group_of(comm).single_node:
         pytest.skip("needs ranks on one node")
     monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "4")
     if cp.cuda.runtime.getDeviceCount() < comm.size:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from mpi4py import MPI
 
-from hpcaccum import Group, testing
+from hpcaccum import Group, group_of, testing
 
 from .reducing import NODES, made_up
 from .support import meet
@@ -19,7 +19,7 @@ from .support import meet
 def group_on_nodes(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> Iterator:
     """Yield a group on several nodes; at the end, no thread of it may be left."""
     real = request.param == "real"
-    group = Group.of(comm) if real else made_up(comm, request.param)
+    group = group_of(comm) if real else made_up(comm, request.param)
     before = threading.enumerate()
     yield group
     # One that an earlier test has left may have ended meanwhile.

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from hpcaccum import Group, Layout, Reducer
+from hpcaccum import Group, Layout, Reducer, group_of
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi.lifetime import Freeable
+from hpcaccum.mpi.life.lifetime import Freeable
 from hpcaccum.reducer import staging
 
 from ..common import same_bits
@@ -62,7 +62,7 @@ class Maker:
     """
 
     def __init__(self, comm: MPI.Intracomm, kind: str, nodes: str = "halves") -> None:
-        self.group = Group.of(comm)
+        self.group = group_of(comm)
         self.kind, self.exact = kind, not kind.endswith("flat")
         self._made: list[Reducer] = []
         if kind == "hierarchical" and comm.size > 1 and self.group.single_node:

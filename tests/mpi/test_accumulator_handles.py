@@ -76,7 +76,7 @@ def test_memory_is_2_gradients_a_rank_or_2_on_the_host(comm, dtype, itemsize):
     with make_one(dtype, (n,), comm=comm, host=host, storage="slots") as acc:
         held = meet(acc.statistics().window_bytes)
         # On each of several nodes, one for what other nodes send.
-        nodes = hpc.Group.of(comm).nodes
+        nodes = hpc.group_of(comm).nodes
         apart = {ranks[0] for ranks in nodes} if len(nodes) > 1 else set()
         extra = [gradient * (rank in apart) for rank in range(comm.size)]
         assert held == [2 * gradient + more for more in extra]
@@ -192,7 +192,7 @@ def test_several_at_once_do_not_mix(rank, size):
 
 
 def test_group_serves_as_communicator(comm):
-    group = hpc.Group.of(comm)
+    group = hpc.group_of(comm)
     with hpc.ConditionalAccumulator("float64", (), comm=group) as acc:
         assert everywhere(acc.apply_grad, 1)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcaccum import ConditionalAccumulator, Group, Reducer, SyncReplicasOptimizer
-from hpcaccum.bench.measure import Memory, RingExchange, measure
+from hpcaccum import ConditionalAccumulator, Reducer, SyncReplicasOptimizer, group_of
+from hpcaccum.bench.links import RingExchange
+from hpcaccum.bench.measure import Memory, measure, rows
 from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
-from hpcaccum.bench.rows import rows
 from hpcaccum.server import Parameters
 
 pytestmark = pytest.mark.any_size
@@ -18,7 +18,7 @@ SECONDS = 0.01
 
 
 def make(name, comm, nbytes=SIZE):
-    return CASES[name](Group.of(comm), nbytes)
+    return CASES[name](group_of(comm), nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [128, 1 << 17])
@@ -140,7 +140,7 @@ def test_a_gradient_that_arrives_halved_is_found(comm, size, rank, monkeypatch):
 def test_between_nodes_the_exchange_is_verified(name, comm, rank, size, monkeypatch):
     case = make(name, comm)
     exchanges = [kind for kind in case.kinds if kind.name == "exchange"]
-    assert exchanges or Group.of(comm).single_node
+    assert exchanges or group_of(comm).single_node
     call = RingExchange.__call__
 
     def wrong(self):
@@ -165,12 +165,12 @@ def test_the_floor_is_that_of_memory_or_of_links(name, comm):
 
     if name != WIRE:
         assert floors.pop("copy") == "copy"
-    memory = Group.of(comm).single_node and name != WIRE
+    memory = group_of(comm).single_node and name != WIRE
     assert set(floors.values()) == {"copy" if memory else "exchange"}
 
 
 def test_what_does_not_fit_is_an_error_on_every_rank(comm, size):
-    group = Group.of(comm)
+    group = group_of(comm)
 
     assert Memory(shared=1, private=1).missing(group, SIZE) is None
     for memory in Memory(shared=1), Memory(shared=0, shared_first=1):

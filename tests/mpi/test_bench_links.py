@@ -5,20 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcaccum import Group
-from hpcaccum.bench import wire
-from hpcaccum.bench.measure import RingExchange, WrongAnswerError
-from hpcaccum.bench.wire import (
-    FLOOR,
-    IN,
-    LINK,
-    OTHER_IN,
-    OTHER_OUT,
-    OUT,
-    TIME,
-    Links,
-    Wire,
-)
+from hpcaccum import Group, group_of
+from hpcaccum.bench import links
+from hpcaccum.bench.answers import WrongAnswerError
+from hpcaccum.bench.links import Links, RingExchange
+from hpcaccum.bench.wire import FLOOR, IN, LINK, OTHER_IN, OTHER_OUT, OUT, TIME, Wire
 
 pytestmark = pytest.mark.any_size
 
@@ -49,7 +40,7 @@ def group(comm, size, rank):
 @pytest.fixture
 def apart(monkeypatch, rank):
     """Every rank has a network interface of its own."""
-    monkeypatch.setattr(wire, "network", lambda: f"network of {rank}")
+    monkeypatch.setattr(links, "network", lambda: f"network of {rank}")
 
 
 @pytest.fixture
@@ -154,7 +145,7 @@ class Fixed:
 
 
 def figures(comm, group_links):
-    case = Wire(Group.of(comm), 1000 * 128, links=group_links)
+    case = Wire(group_of(comm), 1000 * 128, links=group_links)
     kind = case.kinds[0]
     kind.run(2)
     found = kind.figures({"cross-shard": 1.0})

@@ -7,16 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpcaccum import Group
-from hpcaccum.bench.measure import (
-    Kind,
-    WrongAnswerError,
-    apart,
-    check_equal,
-    measure,
-    repeated,
-)
-from hpcaccum.bench.rows import rows
+from hpcaccum import group_of
+from hpcaccum.bench.answers import WrongAnswerError, check_equal
+from hpcaccum.bench.measure import Kind, apart, measure, repeated, rows
 
 pytestmark = pytest.mark.any_size
 
@@ -26,7 +19,7 @@ def constant(name, seconds, **more):
 
 
 def samples(comm, *kinds, seconds=0.01, forget=lambda: None):
-    case = SimpleNamespace(group=Group.of(comm), kinds=kinds, forget=forget)
+    case = SimpleNamespace(group=group_of(comm), kinds=kinds, forget=forget)
     return measure(case, "bench", seconds)
 
 

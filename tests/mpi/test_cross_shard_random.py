@@ -118,7 +118,7 @@ def check_random_steps(group, seed, reduction):
 )
 def test_random_steps(comm, seed, reduction, most, monkeypatch):
     monkeypatch.setattr(row_exchange, "_MOST_BYTES", most)
-    check_random_steps(hpc.Group.of(comm), seed, reduction)
+    check_random_steps(hpc.group_of(comm), seed, reduction)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError
-from hpcaccum.mpi import cuda_aware
+from hpcaccum.mpi.job import cuda_aware
 
 from .on_device import FEW_RANKS, Aware
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised
@@ -180,7 +180,7 @@ def test_gradients_never_go_by_mpi_unasked(cp, aware, comm, rank, size):
         taken = Aware.of(opt._shard.reducer) if schedule == "flat" else None
         opt.minimize(gives(cp.full(500, float(rank))))
     assert (w.value.get() == (1 - size) / 2).all()
-    assert schedule == "shared" or not hpc.Group.of(comm).single_node
+    assert schedule == "shared" or not hpc.group_of(comm).single_node
     assert taken is None or not taken.given
 
 

@@ -14,7 +14,7 @@ from hpcaccum import (
 )
 from hpcaccum.device import kernels
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi import cuda_aware
+from hpcaccum.mpi.job import cuda_aware
 from hpcaccum.reducer import device as device_exchange
 
 from .expiring import times_out_without

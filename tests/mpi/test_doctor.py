@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import Group
+from hpcaccum import group_of
 from hpcaccum.launch import probes
 from hpcaccum.launch.probes import BAD, GOOD, LOSS, NOTE, PROBES
 from hpcaccum.mpi import AtomicWords
@@ -25,7 +25,7 @@ QUICK = [name for name in PROBES if name not in ("large", LOSS)]
 
 @pytest.fixture
 def group(comm):
-    return Group.of(comm)
+    return group_of(comm)
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -11,7 +11,9 @@ from mpi4py import MPI
 
 import hpcaccum as hpc
 from hpcaccum.errors import format_ranks
-from hpcaccum.mpi.group import Group, _duplicate
+from hpcaccum.mpi import group_of
+from hpcaccum.mpi.life.communicators import _duplicate
+from hpcaccum.mpi.talk.group import Group
 
 from .acting import VAIN, at, everywhere, interrupted, meet, same_bits
 from .support import WAIT
@@ -32,18 +34,18 @@ def test_ranks_are_written_as_ranges():
 
 
 def test_communicator_has_one_group(comm, rank, size):
-    group = Group.of(comm)
+    group = group_of(comm)
 
-    assert Group.of(comm) is group
-    assert Group.of(group) is group
+    assert group_of(comm) is group
+    assert group_of(group) is group
     assert (group.rank, group.size) == (rank, size)
-    assert group is not Group.of(None)
-    assert Group.of(None) is Group.of(MPI.COMM_WORLD)
+    assert group is not group_of(None)
+    assert group_of(None) is group_of(MPI.COMM_WORLD)
     assert repr(group) == f"Group(rank {rank} of {size}, {group.node.size} on its node)"
 
 
 def test_group_has_a_communicator_of_its_own(comm):
-    group = Group.of(comm)
+    group = group_of(comm)
 
     assert MPI.Comm.Compare(group.comm, comm) == MPI.CONGRUENT
     comm.Set_attr(key := MPI.Comm.Create_keyval(), "user's")
@@ -54,7 +56,7 @@ def test_first_use_does_not_know_which_ranks_are_missing(monkeypatch):
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     pending = SimpleNamespace(Test=lambda: False)
     missing = SimpleNamespace(size=3, Idup=lambda: (None, pending))
-    monkeypatch.setattr("hpcaccum.mpi.creation.is_open_mpi", lambda: False)
+    monkeypatch.setattr("hpcaccum.mpi.talk.creation.is_open_mpi", lambda: False)
     said = (
         "^first use of a communicator: waited .* s for the other ranks to make their "
         r"first object .*\(which of its 3 ranks are missing is not known yet\)$"
@@ -65,17 +67,17 @@ def test_first_use_does_not_know_which_ranks_are_missing(monkeypatch):
 
 def test_group_goes_with_its_communicator(comm):
     part = comm.Dup()
-    group = Group.of(part)
+    group = group_of(part)
     part.Free()
 
     assert group.comm == MPI.COMM_NULL
     again = comm.Dup()
-    assert Group.of(again) is not group
+    assert group_of(again) is not group
     again.Free()
 
 
 def test_single_node_is_what_mpi_says(comm, size):
-    group = Group.of(comm)
+    group = group_of(comm)
     nodes = meet(group.node.size)
 
     assert group.single_node == (nodes == [size] * size)
@@ -98,7 +100,7 @@ def test_what_a_group_knows_needs_no_other_rank(comm, rank, size):
 
 
 def test_exchange_returns_all_values_on_all_ranks(comm, rank, size):
-    group = Group.of(comm)
+    group = group_of(comm)
     for turn in range(10):
         values = group.allgather((rank, turn, "x" * 2000 * rank), "turn")
 
@@ -107,7 +109,7 @@ def test_exchange_returns_all_values_on_all_ranks(comm, rank, size):
 
 @pytest.mark.ranks(min=2)
 def test_rank_that_is_missing_in_an_exchange_is_named(comm, rank, size, monkeypatch):
-    group = Group.of(comm)
+    group = group_of(comm)
     meet()  # the limit is not for what comes before
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     if rank < size - 1:
@@ -126,7 +128,7 @@ def test_rank_that_is_missing_in_an_exchange_is_named(comm, rank, size, monkeypa
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("which", [0, -1])
 def test_an_interrupted_exchange_ends_on_all_ranks(comm, rank, size, which):
-    group = Group.of(comm)
+    group = group_of(comm)
     meet()
     if rank == which % size:
         interrupted(group.allgather, rank, "dinner")
@@ -139,7 +141,7 @@ def test_an_interrupted_exchange_ends_on_all_ranks(comm, rank, size, which):
 
 @pytest.mark.ranks(min=2)
 def test_rank_0_that_is_missing_is_named(comm, rank, size, monkeypatch):
-    group = Group.of(comm)
+    group = group_of(comm)
     meet()  # the limit is not for what comes before
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     if rank > 0:
@@ -155,7 +157,7 @@ def test_rank_0_that_is_missing_is_named(comm, rank, size, monkeypatch):
 
 @pytest.mark.ranks(min=2)
 def test_ranks_that_make_different_calls_get_an_error_that_names_both(comm, rank, size):
-    group = Group.of(comm)
+    group = group_of(comm)
     odd = size - 1
     for _ in range(3):
         with pytest.raises(hpc.DisagreementError) as caught:
@@ -168,7 +170,7 @@ def test_ranks_that_make_different_calls_get_an_error_that_names_both(comm, rank
 
 @pytest.mark.ranks(min=3)
 def test_slow_rank_gets_each_result_in_order(comm, rank, size, monkeypatch):
-    group = Group.of(comm)
+    group = group_of(comm)
     answered = group.control._answered
 
     def slowly(call):
@@ -192,9 +194,9 @@ def test_retry_after_a_timeout_is_not_mistaken_for_the_first_call(
     comm, rank, size, monkeypatch
 ):
     def build(number):
-        return Group.of(comm).agree("building", lambda: {"number": number})
+        return group_of(comm).agree("building", lambda: {"number": number})
 
-    group = Group.of(comm)
+    group = group_of(comm)
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     if rank > 0:
         with pytest.raises(hpc.WaitTimeoutError):
@@ -211,7 +213,7 @@ def test_retry_after_a_timeout_is_not_mistaken_for_the_first_call(
 
 @pytest.mark.ranks(min=2)
 def test_wait_with_large_values_has_a_limit(comm, rank, monkeypatch):
-    group = Group.of(comm)
+    group = group_of(comm)
     meet()  # the limit is not for what comes before
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     if rank > 0:
@@ -221,7 +223,7 @@ def test_wait_with_large_values_has_a_limit(comm, rank, monkeypatch):
 
 
 def test_agreement_returns_what_was_checked(comm, rank):
-    group, facts = Group.of(comm), {"a": 1, "b": "x", "c": (2, None)}
+    group, facts = group_of(comm), {"a": 1, "b": "x", "c": (2, None)}
     arguments = SimpleNamespace(a=1, b="x")
 
     assert group.agree("all", lambda: facts) is facts
@@ -239,7 +241,7 @@ def test_value_of_an_unknown_class_fails_in_one_exchange(
     class Known:
         """Known to its owner only."""
 
-    group = Group.of(comm)
+    group = group_of(comm)
     value: object = rank
     if rank == owner:
         Known.__qualname__ = "Known"
@@ -268,14 +270,14 @@ def test_value_of_an_unknown_class_fails_in_one_exchange(
 @pytest.mark.ranks(min=2)
 def test_attributes_of_an_object_are_compared(comm, rank):
     with pytest.raises(hpc.DisagreementError, match="opening: b must be the same"):
-        Group.of(comm).agree("opening", lambda: SimpleNamespace(a=1, b=rank))
+        group_of(comm).agree("opening", lambda: SimpleNamespace(a=1, b=rank))
 
 
 @pytest.mark.ranks(min=2)
 def test_what_differs_may_be_in_the_name_of_an_agreement_but_not_in_its_call(
     comm, rank, size
 ):
-    group = Group.of(comm)
+    group = group_of(comm)
     with pytest.raises(hpc.DisagreementError, match=rf"^w{rank}: a must be the same"):
         group.agree(f"w{rank}", lambda: {"a": rank}, call="opening")
     with pytest.raises(hpc.DisagreementError, match="ranks make different calls"):
@@ -289,7 +291,7 @@ def test_facts_that_cannot_be_selected_are_an_error_on_every_rank(comm, rank):
         return {"first": own[rank]}
 
     with pytest.raises(IndexError if rank else RuntimeError, match="range") as caught:
-        Group.of(comm).agree("opening", lambda: [1], facts=select)
+        group_of(comm).agree("opening", lambda: [1], facts=select)
     assert rank or str(caught.value).startswith("opening: rank 1: ")
 
 
@@ -303,14 +305,14 @@ def test_an_error_names_its_rank_once(comm, rank):
     ):
         failure = hpc.InvalidArgumentError(text) if rank == 1 else None
         with pytest.raises(hpc.InvalidArgumentError) as caught:
-            Group.of(comm).raise_together("opt: restore", failure)
+            group_of(comm).raise_together("opt: restore", failure)
         assert str(caught.value) == (text if rank == 1 else f"opt: restore: {shown}")
 
 
 @pytest.mark.ranks(min=2)
 def test_disagreement_names_both_sides_on_every_rank(comm, rank, size):
     with pytest.raises(hpc.DisagreementError) as caught:
-        Group.of(comm).agree("opening", lambda: {"same": 1, "mine": int(rank > 0)})
+        group_of(comm).agree("opening", lambda: {"same": 1, "mine": int(rank > 0)})
 
     others = "rank 1" if size == 2 else f"ranks 1-{size - 1}"
     assert str(caught.value) == (
@@ -324,13 +326,13 @@ def test_disagreement_names_both_sides_on_every_rank(comm, rank, size):
 def test_fact_that_one_rank_lacks_is_a_disagreement(comm, rank, odd):
     facts = {"common": 1} if rank == odd else {"common": 1, "extra": 2}
     with pytest.raises(hpc.DisagreementError, match="extra"):
-        Group.of(comm).agree("opening", lambda: facts)
+        group_of(comm).agree("opening", lambda: facts)
 
 
 @pytest.mark.ranks(min=2)
 def test_wait_for_a_rank_that_frees_nothing_has_a_limit(comm, rank, size, monkeypatch):
     part = comm.Dup()
-    group = Group.of(part)
+    group = group_of(part)
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     if rank == 0:
         with pytest.raises(hpc.WaitTimeoutError, match=f"all {size} ranks to free it"):
@@ -361,7 +363,7 @@ def test_error_of_one_rank_is_raised_on_all(comm, rank, size, raised, elsewhere)
     with pytest.raises(
         raised if rank == wrong else elsewhere, match="too bad"
     ) as caught:
-        Group.of(comm).agree("opening", facts)
+        group_of(comm).agree("opening", facts)
     if rank != wrong:
         assert str(caught.value).startswith(f"opening: rank {wrong}: ")
 
@@ -369,7 +371,7 @@ def test_error_of_one_rank_is_raised_on_all(comm, rank, size, raised, elsewhere)
 def test_split_follows_the_lists(comm, rank, size):
     shards = [list(range(size))[::2][::-1], list(range(size))[1::2]]
     shards = [shard for shard in shards if shard]
-    part = Group.of(comm).split(shards)
+    part = group_of(comm).split(shards)
 
     mine = next(shard for shard in shards if rank in shard)
     assert (part.size, part.rank) == (len(mine), mine.index(rank))
@@ -379,10 +381,10 @@ def test_split_follows_the_lists(comm, rank, size):
 
 def test_groups_of_parts_are_independent(comm, rank, size):
     part = comm.Split(rank % 2, rank)
-    group = Group.of(part)
+    group = group_of(part)
     for _ in range(1 + rank % 2):
         assert group.allgather(rank, "apart") == list(range(rank % 2, size, 2))
-    assert Group.of(comm).allgather(rank, "together") == list(range(size))
+    assert group_of(comm).allgather(rank, "together") == list(range(size))
     part.Free()
 
 
@@ -390,7 +392,7 @@ def test_messages_of_the_user_are_not_taken(comm, rank, size):
     # The same tag that the group uses, on the user's communicator.
     request = comm.irecv(source=(rank - 1) % size, tag=1)
     comm.send("mine", (rank + 1) % size, tag=1)
-    assert Group.of(comm).allgather(rank, "exchange") == list(range(size))
+    assert group_of(comm).allgather(rank, "exchange") == list(range(size))
 
     assert request.wait() == "mine"
 
@@ -398,12 +400,12 @@ def test_messages_of_the_user_are_not_taken(comm, rank, size):
 def test_group_of_something_else_is_refused():
     for other in (0, "world", MPI.COMM_NULL, MPI.GROUP_EMPTY):
         with pytest.raises(TypeError, match="must be an MPI intracommunicator"):
-            Group.of(other)
+            group_of(other)
 
 
 def test_accumulator_outlives_the_communicator_it_was_made_on(comm, size):
     part = comm.Dup()
-    group = Group.of(part)
+    group = group_of(part)
     acc = hpc.ConditionalAccumulator("float64", (), comm=part)
     part.Free()
 
@@ -415,10 +417,10 @@ def test_accumulator_outlives_the_communicator_it_was_made_on(comm, size):
 
 def test_a_group_is_freed_once_and_made_anew(comm, rank, size, capsys):
     part = comm.Dup()
-    group = Group.of(part)
+    group = group_of(part)
     group.free()
     group.free()
-    again = Group.of(part)
+    again = group_of(part)
     assert again.allgather(rank, "again") == list(range(size))
     part.Free()
 
@@ -429,7 +431,7 @@ def test_a_group_is_freed_once_and_made_anew(comm, rank, size, capsys):
 
 
 def test_nodes_are_ordered_by_their_first_rank(comm):
-    group = Group.of(comm)
+    group = group_of(comm)
     ranks = group.node_ranks
 
     assert sorted(rank for node in group.nodes for rank in node) == [*range(comm.size)]

@@ -13,7 +13,9 @@ from mpi4py import MPI
 
 import hpcaccum as hpc
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi import Group, heartbeat
+from hpcaccum.mpi import Objects, group_of
+from hpcaccum.mpi.job import process
+from hpcaccum.mpi.life import heartbeat
 
 from .acting import until
 from .support import meet
@@ -40,7 +42,7 @@ def not_ended(monkeypatch) -> list[str]:
 def running(comm, ended) -> Iterator[heartbeat.Heartbeat]:
     """The heartbeat of an accumulator, when each rank has heard of its peers."""
     with hpc.ConditionalAccumulator("f4", (2,), comm=comm):
-        heart = Group.of(comm)._heartbeat
+        heart = Objects.of(group_of(comm))._heartbeat
         assert heart is not None
         until(
             lambda: (
@@ -123,31 +125,31 @@ def test_place_is_the_step_and_the_wait(comm, size):
     with hpc.SyncReplicasOptimizer(hpc.SGD(1.0), size, comm=comm) as opt:
         for _ in range(3):
             opt.minimize(lambda: (0.0, [np.ones(2)]), var_list=[w])
-        place = Group.of(comm)._place()
+        place = Objects.of(group_of(comm))._place()
         # The last pull of a rank may be that of the update before.
         assert re.fullmatch(r"step [23] of sync_replicas, computing or in MPI", place)
     with hpc.Reducer(hpc.Layout({"x": (2,)}, "f4"), comm) as reducer:
         reducer.reduce()
-        assert Group.of(comm)._place().startswith("call 1 of ")
+        assert Objects.of(group_of(comm))._place().startswith("call 1 of ")
         places = []
 
         def ready():
-            places.append(Group.of(comm)._place())
+            places.append(Objects.of(group_of(comm))._place())
             return len(places) == 2 or None
 
         Deadline(None, "some call").wait(ready, lambda: "nothing")
         assert places[1].endswith(", waiting in some call")
-        assert Group.of(comm)._place().endswith(", computing or in MPI")
+        assert Objects.of(group_of(comm))._place().endswith(", computing or in MPI")
 
 
 def test_place_can_be_asked_for_from_the_start(comm, size, monkeypatch):
-    retain, places = Group.retain, []
+    add, places = Objects.add, []
 
-    def ask(group, made):
-        retain(group, made)
-        places.append(group._place())
+    def ask(objects, made):
+        add(objects, made)
+        places.append(objects._place())
 
-    monkeypatch.setattr(Group, "retain", ask)
+    monkeypatch.setattr(Objects, "add", ask)
     w = hpc.Variable(np.zeros(2), "w")
     with hpc.Reducer(hpc.Layout({"x": (2,)}, "f4"), comm):
         pass
@@ -163,7 +165,7 @@ def test_without_a_limit_messages_go_on(comm, ended, rank, monkeypatch):
     monkeypatch.setenv("HPCACCUM_HEARTBEAT", "inf")
     monkeypatch.setattr(heartbeat, "_MESSAGE", 0.05, raising=False)
     with hpc.ConditionalAccumulator("f4", (2,), comm=comm):
-        heart = Group.of(comm)._heartbeat
+        heart = Objects.of(group_of(comm))._heartbeat
         # A rank that sent only one would be reported as late.
         until(lambda: heart._mailbox._received[int(rank == 0)] > 2 or None)
         meet()
@@ -174,14 +176,14 @@ def test_it_runs_as_long_as_there_are_objects(comm):
     before = threading.active_count()
     first = hpc.ConditionalAccumulator("f4", (2,), comm=comm)
     second = hpc.ConditionalAccumulator("f4", (2,), comm=comm)
-    heart = Group.of(comm)._heartbeat
+    heart = Objects.of(group_of(comm))._heartbeat
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("heartbeat") == 1
     first.free()
-    assert Group.of(comm)._heartbeat is heart
+    assert Objects.of(group_of(comm))._heartbeat is heart
     second.free()
 
-    assert Group.of(comm)._heartbeat is None
+    assert Objects.of(group_of(comm))._heartbeat is None
     assert threading.active_count() == before
 
 
@@ -191,11 +193,9 @@ def test_without_threads_in_mpi_it_sends_nothing(comm, ended, rank, monkeypatch)
     # On one rank only: it could not answer the others.
     if rank == 1:
         monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
-        monkeypatch.setattr(
-            "hpcaccum.mpi.heartbeat.MPI.Query_thread", lambda: MPI.THREAD_SERIALIZED
-        )
+        monkeypatch.setattr(process.MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     with hpc.ConditionalAccumulator("f4", (2,), comm=comm):
-        heart = Group.of(comm)._heartbeat
+        heart = Objects.of(group_of(comm))._heartbeat
         assert heart is not None
         assert not heart._peers
         assert not heart._mailbox._sent.any()

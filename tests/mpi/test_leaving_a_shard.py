@@ -109,7 +109,7 @@ def test_gradients_in_the_exchange_s_memory_survive(comm, rank, size, dtype):
 @pytest.mark.ranks(min=2)
 def test_a_mean_that_has_begun_is_made_without_a_rank_that_leaves(comm, rank, size):
     layout = hpc.Layout({"begun": (3,), "late": (2,)}, np.float32)
-    shard = ShardReducer(hpc.Group.of(comm), layout, "shard")
+    shard = ShardReducer(hpc.group_of(comm), layout, "shard")
     grads = shard.reducer.arrays()
     for grad in grads.values():
         grad[:] = rank

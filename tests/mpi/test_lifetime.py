@@ -9,8 +9,8 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi import Freeable, shutdown
-from hpcaccum.mpi.group import Group
+from hpcaccum.mpi import Freeable, Objects, group_of
+from hpcaccum.mpi.job import shutdown
 
 from .acting import meet
 
@@ -69,7 +69,7 @@ def test_what_can_be_saved_of_it_is_in_the_message(comm, way):
 @pytest.mark.parametrize("registered", [True, False])
 def test_it_is_freed_once(comm, registered):
     freed = []
-    thing = Thing("a", freed, Group.of(comm) if registered else None)
+    thing = Thing("a", freed, group_of(comm) if registered else None)
     assert not thing.freed
     thing._check_open()
 
@@ -95,7 +95,7 @@ def test_messages_use_the_type_by_default():
 
 def test_it_is_open_if_freeing_it_failed(comm):
     freed = []
-    thing = Thing("a", freed, Group.of(comm), ValueError("not yet"))
+    thing = Thing("a", freed, group_of(comm), ValueError("not yet"))
     with pytest.raises(ValueError, match="not yet"):
         thing.free()
     assert not thing.freed
@@ -109,18 +109,18 @@ def test_it_is_open_if_freeing_it_failed(comm):
 
 
 def test_what_its_group_keeps_is_released_by_a_later_call(comm, monkeypatch):
-    group, freed = Group.of(comm), []
-    thing = Thing("a", freed, group)
+    group, freed = group_of(comm), []
+    objects, thing = Objects.of(group), Thing("a", freed, group)
     with monkeypatch.context() as patch:
-        patch.setattr("hpcaccum.mpi.heartbeat.Heartbeat.stop", late)
-        patch.setattr(group, "_free_if_unused", late)
+        patch.setattr("hpcaccum.mpi.life.heartbeat.Heartbeat.stop", late)
+        patch.setattr(objects, "_free_if_unused", late)
         with pytest.raises(hpc.WaitTimeoutError, match="late"):
             thing.free()
     assert thing.freed
     assert shutdown.count_open() == 1
 
     thing.free()
-    assert (group._objects, group._heartbeat) == ([], None)
+    assert (objects._open, objects._heartbeat) == ([], None)
     assert freed == ["a"]
     assert shutdown.count_open() == 0
 
@@ -131,7 +131,7 @@ def late(*args):
 
 def test_with_frees_it(comm):
     freed = []
-    with Thing("a", freed, Group.of(comm)) as thing:
+    with Thing("a", freed, group_of(comm)) as thing:
         assert not thing.freed
 
     assert thing.freed
@@ -140,7 +140,7 @@ def test_with_frees_it(comm):
 
 def test_with_leaves_it_open_after_an_exception(comm):
     freed = []
-    thing = Thing("a", freed, Group.of(comm))
+    thing = Thing("a", freed, group_of(comm))
     with pytest.raises(KeyError), thing:
         raise KeyError
 
@@ -151,7 +151,7 @@ def test_with_leaves_it_open_after_an_exception(comm):
 
 
 def test_what_is_open_at_the_end_is_freed_last_registered_first(comm):
-    group, freed = Group.of(comm), []
+    group, freed = group_of(comm), []
     first, second, third = (Thing(name, freed, group) for name in "abc")
     Thing("unregistered", freed)
     second.free()
@@ -167,7 +167,7 @@ def test_what_is_open_at_the_end_is_freed_last_registered_first(comm):
 
 def test_the_communicators_stay_until_the_last_object_is_freed(comm, rank, size):
     part = comm.Dup()
-    group, freed = Group.of(part), []
+    group, freed = group_of(part), []
     things = [Thing(name, freed, group) for name in "ab"]
     part.Free()
     assert group.allgather(rank, "still there") == list(range(size))
@@ -180,7 +180,7 @@ def test_the_communicators_stay_until_the_last_object_is_freed(comm, rank, size)
 
 
 def test_labels_are_unique_and_the_same_on_all_ranks(comm):
-    group = Group.of(comm)
+    group = group_of(comm)
     labels = [Thing("a", [], group).label for _ in range(3)]
 
     assert labels == [f"a (number {n})" for n in (1, 2, 3)]

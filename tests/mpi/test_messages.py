@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.mpi import Group
+from hpcaccum.mpi import group_of
 
 from .acting import meet
 from .training import ONE_SIDED, WRAPPERS, gives, raised, variable
@@ -39,7 +39,7 @@ def check(error, start):
 )
 def test_parts_of_an_error_that_the_call_has_too(comm, rank, size, text, rest):
     failure = hpc.InvalidArgumentError(text) if rank == size - 1 else None
-    error = raised(Group.of(comm).raise_together, "mine: a", failure)
+    error = raised(group_of(comm).raise_together, "mine: a", failure)
 
     own = rank == size - 1
     assert str(error) == (text if own else f"mine: a: rank {size - 1}: {rest}")

@@ -20,7 +20,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import use_device
 from hpcaccum.device.nccl import NcclSum
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi import cuda_aware
+from hpcaccum.mpi.job import cuda_aware
 from hpcaccum.reducer import Interruption
 from hpcaccum.reducer import nccl as schedule
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.mpi import node_memory as module
-from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.node_memory import NodeMemory, check_room
+from hpcaccum.mpi import group_of
+from hpcaccum.mpi.memory import node_memory as module
+from hpcaccum.mpi.memory.node_memory import NodeMemory, check_room
 
 from .acting import meet, until
 
@@ -24,7 +24,7 @@ HUGE = 2**50
 
 @pytest.fixture
 def node(comm):
-    group = Group.of(comm)
+    group = group_of(comm)
     if not group.single_node:
         pytest.skip("the ranks do not share memory")
     return group

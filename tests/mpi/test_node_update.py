@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import Group, testing
+from hpcaccum import group_of, testing
 from hpcaccum.mpi import MPI
 
 from ..common import same_bits
@@ -36,7 +36,7 @@ def short_pieces():
 
 @pytest.fixture
 def one_node(comm):
-    if not Group.of(comm).single_node:
+    if not group_of(comm).single_node:
         pytest.skip("the ranks are on several nodes")
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from hpcaccum import (
     ConditionalAccumulator,
-    Group,
     InvalidArgumentError,
     WaitTimeoutError,
+    group_of,
     testing,
 )
 from hpcaccum.mpi import MPI
@@ -42,7 +42,7 @@ def test_there_is_one_agent_on_each_node_while_it_is_needed(group):
 
 
 def test_ranks_of_one_node_have_no_agent(comm):
-    if not Group.of(comm).single_node:
+    if not group_of(comm).single_node:
         pytest.skip("the ranks are on several nodes")
     before = agents()
     with made(comm):

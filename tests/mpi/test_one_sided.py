@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, Group, InvalidArgumentError, testing
-from hpcaccum.mpi.runtime import MPI
+from hpcaccum import DisagreementError, InvalidArgumentError, group_of, testing
+from hpcaccum.mpi.job.runtime import MPI
 
 from .support import WAIT
 from .training import ONE_SIDED, computed, gives, meet, raised, turns, variable
@@ -175,7 +175,7 @@ def test_a_server_that_idles_has_no_limit(make, kind, rank, size, monkeypatch):
 
 def test_without_threads_the_host_must_be_dedicated(comm, size, monkeypatch):
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
-    one_node, w = Group.of(comm).single_node, variable()
+    one_node, w = group_of(comm).single_node, variable()
     with ONE_SIDED["DropStale"](hpc.SGD(1), [w], comm) as opt:
         error = raised(opt.initialize, [w])
     if size > 1 and one_node:
@@ -194,7 +194,7 @@ def test_memory_is_that_of_gradients_and_parameters(make, comm, size):
 
     # On each node two copies of the center; a gradient of each rank; on the host's node
     # a gradient of other nodes.
-    nodes = len(Group.of(comm).nodes)
+    nodes = len(group_of(comm).nodes)
     least = 8000 * (2 * nodes + size + (nodes > 1))
     assert least <= held < least + 1024 * (1 + size)
 

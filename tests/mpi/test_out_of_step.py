@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, Group, testing
+from hpcaccum import DisagreementError, group_of, testing
 
 from .expiring import times_out_without
 from .reducing import (
@@ -174,7 +174,7 @@ def test_call_of_an_exchange_that_failed_is_forgotten(maker, rank, size, monkeyp
 @EACH
 def test_rank_that_is_only_late_is_no_error(maker, rank, size, at_once):
     reducer = maker(SHAPES)
-    group = Group.of(maker.group)
+    group = group_of(maker.group)
     for odd in range(size):
         for turn in range(3):
             if rank == odd:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.mpi.progress import Progress, short_switch_interval
-from hpcaccum.mpi.region import Region
+from hpcaccum.mpi.memory.region import Region
+from hpcaccum.mpi.talk.progress import Progress, short_switch_interval
 
 from .on_nodes import group_on_nodes  # noqa: F401
 from .support import WAIT
@@ -84,7 +84,7 @@ class Clock:
 
 def test_naps_are_long_where_no_word_changes(monkeypatch):
     words, clock = bytearray(8), Clock()
-    monkeypatch.setattr("hpcaccum.mpi.progress.time", clock)
+    monkeypatch.setattr("hpcaccum.mpi.talk.progress.time", clock)
     progress = Progress()
     end = progress.watch(lambda: memoryview(words))
     first, naps = progress.nap(math.inf), [progress.nap(1e-4)]

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hpcaccum import FreedError, Group, Layout, Reducer
+from hpcaccum import FreedError, Group, Layout, Reducer, group_of
 
 from .reducing import (
     ALL,
@@ -30,13 +30,13 @@ LARGE = pytest.mark.parametrize(
 
 @pytest.fixture
 def group(comm):
-    return Group.of(comm)
+    return group_of(comm)
 
 
 @pytest.mark.parametrize("given", ["group", "comm", "nothing"])
 @pytest.mark.parametrize("kind", ["group", "communicator"])
 def test_it_reduces_over_the_group_that_it_is_given(comm, rank, size, kind, given):
-    ranks = Group.of(comm) if kind == "group" else comm
+    ranks = group_of(comm) if kind == "group" else comm
     options = {} if given == "nothing" else {given: ranks}
     with Reducer(Layout({"x": (3,)}, "float64"), **options) as reducer:
         assert reducer.reduce({"x": [rank] * 3})["x"].tolist() == [(size - 1) / 2] * 3
@@ -261,7 +261,7 @@ def test_all_ranks_of_a_node_read_one_result(maker, rank):
 def test_the_schedule_is_selected_by_nodes_and_size(
     comm, nodes, size_kib, options, expected
 ):
-    group = real = Group.of(comm)
+    group = real = group_of(comm)
     if nodes != "singles" and not real.single_node:
         pytest.skip("the ranks do not share memory")
     if nodes != "one":

@@ -13,11 +13,11 @@ import pytest
 
 from hpcaccum import (
     BrokenObjectError,
-    Group,
     Layout,
     Reducer,
     WaitTimeoutError,
     deadline,
+    group_of,
 )
 from hpcaccum.reducer import spin_wait
 from hpcaccum.spans import Recorder, installed
@@ -187,7 +187,7 @@ def test_every_wait_is_in_a_trace_with_its_call(maker, rank, size):
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("schedule", ["flat", "shared"])
 def test_what_mpi_uses_outlives_a_call_that_was_given_up(comm, rank, schedule):
-    group = Group.of(comm)
+    group = group_of(comm)
     if schedule == "shared" and not group.single_node:
         pytest.skip("the ranks are on several nodes")
     reducer = Reducer(Layout(SHAPES, "float32"), comm, schedule=schedule)

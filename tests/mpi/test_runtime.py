@@ -10,7 +10,7 @@ import mpi4py
 import pytest
 from mpi4py import MPI
 
-from hpcaccum.mpi import launcher, runtime, shutdown
+from hpcaccum.mpi.job import launcher, runtime, shutdown
 
 pytestmark = pytest.mark.any_size
 
@@ -55,11 +55,11 @@ PROGRAMS = {
         import hpcaccum
         from mpi4py import MPI
         before, finalize = atexit._ncallbacks(), MPI.Finalize
-        hpcaccum.Group.of(MPI.COMM_SELF)
-        assert sys.excepthook is hpcaccum.mpi.shutdown.report_and_abort
+        hpcaccum.group_of(MPI.COMM_SELF)
+        assert sys.excepthook is hpcaccum.mpi.job.shutdown.report_and_abort
         assert atexit._ncallbacks() == before + 1
         assert MPI.Finalize is not finalize
-        hpcaccum.Group.of(MPI.COMM_WORLD)
+        hpcaccum.group_of(MPI.COMM_WORLD)
         assert atexit._ncallbacks() == before + 1
     """,
     "lazy": """
@@ -84,7 +84,7 @@ PROGRAMS = {
 # The program has taken a signal, and MPI_Abort keeps the interpreter lock.
 STUCK = """
 import ctypes, signal, sys, types
-from hpcaccum.mpi import shutdown
+from hpcaccum.mpi.job import shutdown
 
 signal.signal(signal.SIGALRM, lambda *_: None)
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

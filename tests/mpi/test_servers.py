@@ -10,13 +10,13 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import (
     DisagreementError,
-    Group,
     InvalidArgumentError,
     WaitTimeoutError,
+    group_of,
     testing,
 )
 from hpcaccum.errors import format_ranks
-from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.job.runtime import MPI
 
 from ..common import same_bits
 from .acting import VAIN, until
@@ -331,7 +331,7 @@ def test_auto_is_one_rank_of_each_node_for_large_variables(group):
 
 
 def test_auto_on_one_node_is_the_host(comm):
-    if not Group.of(comm).single_node:
+    if not group_of(comm).single_node:
         pytest.skip("the ranks are on several nodes")
     var = hpc.Variable(np.zeros(1 << 17), "w")
     opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), comm.size, comm=comm, servers="auto")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, Group, InvalidArgumentError
+from hpcaccum import DisagreementError, InvalidArgumentError, group_of
 from hpcaccum.optimizers import center
 
 from ..common import same_bits
@@ -255,7 +255,7 @@ def test_another_number_of_ranks_goes_on(comm, rank, size, kind):
     fewer = comm.Split(rank == size - 1, rank)
     found = going_on(kind, fewer, snapshot) if rank < size - 1 else None
     meet()
-    Group.of(fewer).free()
+    group_of(fewer).free()
     fewer.Free()
 
     if rank == 0:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import Group
-from hpcaccum.bench.measure import WrongAnswerError
+from hpcaccum import group_of
+from hpcaccum.bench.answers import WrongAnswerError
 from tests import soak
 from tests.soak import Soak, Use
 
@@ -16,7 +16,7 @@ from .training import meet, raised
 @pytest.fixture
 def group(comm, monkeypatch):
     monkeypatch.setattr(soak, "_OPERATIONS", 40)
-    return Group.of(comm)
+    return group_of(comm)
 
 
 def episodes(monkeypatch, *kinds):

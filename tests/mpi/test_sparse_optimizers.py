@@ -267,7 +267,7 @@ def test_memory_of_an_interrupted_exchange_is_kept(comm, size, monkeypatch):
     monkeypatch.setattr(row_exchange, "_MOST_BYTES", 0)
     formats = {"w": RowFormat(3, 2, np.dtype("f8"))}
     marks = {"w": np.zeros((size, 1), np.float32)}
-    exchange = RowExchange(hpc.Group.of(comm), formats, marks, "exchange")
+    exchange = RowExchange(hpc.group_of(comm), formats, marks, "exchange")
     rows = distinct(np.arange(3), np.ones((3, 2)), np.dtype("f8"))
     assert exchange_of(comm, 1, exchange, rows).indices.tolist() == [0, 1, 2]
     if size == 1:

@@ -18,7 +18,7 @@ INVALID = hpc.InvalidArgumentError
 
 
 def test_cores_are_shared_with_ranks_that_may_run_on_them(comm, monkeypatch):
-    ranks, found = hpc.Group.of(comm).node.size, []
+    ranks, found = hpc.group_of(comm).node.size, []
     for cores in (ranks, 2 * ranks, 5 * ranks - 1, 1):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
         group = hpc.Group(comm.Dup())

@@ -14,8 +14,11 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi import Freeable, Group, duplicate, heartbeat, shutdown, windows
-from hpcaccum.mpi.creation import alone
+from hpcaccum.mpi import Freeable, Group, Objects, duplicate, group_of
+from hpcaccum.mpi.job import shutdown
+from hpcaccum.mpi.life import heartbeat
+from hpcaccum.mpi.memory import windows
+from hpcaccum.mpi.talk.creation import alone
 
 from .acting import meet
 from .reducing import made_up
@@ -164,9 +167,9 @@ def test_at_the_end_all_ranks_free_what_threads_made_in_one_order(comm, rank, ow
 
 
 def test_a_heartbeat_may_end_while_another_one_begins(comm, monkeypatch):
-    groups = [Group.of(comm.Dup()) for _ in "ab"]
+    groups = [group_of(comm.Dup()) for _ in "ab"]
     one, other = (hpc.ConditionalAccumulator("f4", (2,), comm=g) for g in groups)
-    thread, second = heartbeat._thread, groups[1]._heartbeat
+    thread, second = heartbeat._thread, Objects.of(groups[1])._heartbeat
     thread.remove(second)
 
     class Changed:
@@ -184,7 +187,7 @@ def test_a_heartbeat_may_end_while_another_one_begins(comm, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(thread, "_changed", Changed())
-        thread.remove(groups[0]._heartbeat)
+        thread.remove(Objects.of(groups[0])._heartbeat)
         assert second in thread._hearts
     one.free()
     other.free()
@@ -233,7 +236,7 @@ def test_first_sums_wait_for_each_other(comm, rank):
     def act(number):
         if number < 2:
             comms[number].number = number
-            Group.of(comms[number])
+            group_of(comms[number])
 
     run_threads(rank, act)
     for each in comms:

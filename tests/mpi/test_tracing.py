@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import Group, InvalidArgumentError, spans
+from hpcaccum import InvalidArgumentError, group_of, spans
 from hpcaccum.spans import MARKED
 from hpcaccum.tracing import clocks, tracer
 
@@ -137,7 +137,7 @@ def test_file_of_all_strategies(traced, comm):
 
 @pytest.mark.ranks(min=2)
 def test_every_marked_method_is_in_a_trace(traced, comm, nodes):
-    if not Group.of(comm).single_node:
+    if not group_of(comm).single_node:
         pytest.skip("the ranks of a node update together only if there is one")
     servers = [each[0] for each in nodes.nodes]
 

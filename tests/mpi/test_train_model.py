@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import hpcaccum as hpc
 from hpcaccum.train.data import batches, load, prepare
 from hpcaccum.train.loop import Run
 from hpcaccum.train.options import STRATEGIES, add_arguments, resolve
-from hpcaccum.train.stopping import Requests
 
 pytestmark = pytest.mark.any_size
 
@@ -38,7 +36,7 @@ def blobs():
 # The only test that loads scikit-learn, on rank 0: that takes 2 s.
 @pytest.mark.ranks(2)
 def test_the_digits_are_the_same_on_all_ranks(comm):
-    data = load(None, hpc.Group.of(comm))
+    data = load(None, hpc.group_of(comm))
     arrays = data.x, data.y, data.x_test, data.y_test
 
     assert comm.allgather([a.tobytes() for a in arrays]) == comm.size * [
@@ -54,7 +52,7 @@ def test_bad_data_is_an_error_on_all_ranks(comm, tmp_path):
     np.savez(path, x=np.ones((10, 2)), y=np.ones(9, int))
 
     with pytest.raises(hpc.InvalidArgumentError, match="y must be integers"):
-        load(path, hpc.Group.of(comm))
+        load(path, hpc.group_of(comm))
 
 
 def test_ranks_share_an_epoch_without_gap_or_overlap(blobs):
@@ -74,14 +72,17 @@ def test_a_batch_may_be_larger_than_a_ranks_share(blobs):
     assert y.shape == (500,)
 
 
+def train(strategy, chosen, blobs, comm, show):
+    with hpc.Stopping(comm, signals=False) as stop:
+        return Run(strategy, chosen, blobs, hpc.group_of(comm), show, stop)()
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_learns_and_adds_up(strategy, blobs, comm, size):
     period = ["--period", "3"] if strategy == "agn" else []
     chosen = options(size, "--strategy", strategy, "--epochs", "8", *period)
     shown = []
-    result = Run(
-        strategy, chosen, blobs, hpc.Group.of(comm), shown.append, Requests(math.inf)
-    )()
+    result = train(strategy, chosen, blobs, comm, shown.append)
 
     assert comm.allgather(result) == [result] * size
     assert result.accuracy >= 0.9
@@ -101,9 +102,7 @@ def test_a_run_learns_and_adds_up(strategy, blobs, comm, size):
 def test_a_dedicated_host_does_not_train(strategy, blobs, comm, size):
     chosen = options(size, "--strategy", strategy, "--epochs", "4", "--dedicated")
     shown = []
-    result = Run(
-        strategy, chosen, blobs, hpc.Group.of(comm), shown.append, Requests(math.inf)
-    )()
+    result = train(strategy, chosen, blobs, comm, shown.append)
 
     assert result.accepted[0] == result.dropped[0] == 0
     assert sum(result.accepted) > 0
@@ -115,9 +114,7 @@ def test_a_slow_rank_does_not_hold_up_the_end(blobs, comm, size):
     # Ten batches make a push of AGN: 4 s, more than all others need together.
     words = "--strategy", "agn", "--epochs", "4", "--straggler", f"{size - 1}:400"
     chosen = options(size, *words)
-    result = Run(
-        "agn", chosen, blobs, hpc.Group.of(comm), lambda _: None, Requests(math.inf)
-    )()
+    result = train("agn", chosen, blobs, comm, lambda _: None)
 
     assert result.accepted[-1] == 0
     assert result.seconds < 3

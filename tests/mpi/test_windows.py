@@ -11,11 +11,12 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi import region as region_module
-from hpcaccum.mpi import windows as module
-from hpcaccum.mpi import word_window
-from hpcaccum.mpi.group import Group
-from hpcaccum.mpi.region import Region
+from hpcaccum.mpi import group_of
+from hpcaccum.mpi.memory import region as region_module
+from hpcaccum.mpi.memory import windows as module
+from hpcaccum.mpi.memory import word_window
+from hpcaccum.mpi.memory.region import Region
+from hpcaccum.mpi.memory.word_window import KeptWindows
 from hpcaccum.nodes import words_of
 
 from .acting import at, everywhere, meet, until
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.own_comm, pytest.mark.any_size]
 @pytest.fixture(params=["first", "last"])
 def words(request, comm):
     host = 0 if request.param == "first" else comm.size - 1
-    made = words_of(Group.of(comm), host, 20)
+    made = words_of(group_of(comm), host, 20)
     yield made
     meet()
     made.free()
@@ -97,7 +98,7 @@ def test_words_have_changed_when_a_call_returns(comm, words, monkeypatch):
         monkeypatch.setattr(words, "_window", spy)
         monkeypatch.setattr(words, "_barrier", spy.Sync)
         # A rank that is alone sends itself a message.
-        ends = "Sync" if len(Group.of(comm).node_ranks) > 1 else "Flush"
+        ends = "Sync" if len(group_of(comm).node_ranks) > 1 else "Flush"
         for call, name in [
             ((words.fetch_add, 1, 1), "Fetch_and_op"),
             ((words.exchange, 1, 0), "Fetch_and_op"),
@@ -121,7 +122,7 @@ class Ordered(Spy):
 
 
 def test_words_are_stored_after_a_fence_and_loaded_before_one(comm, monkeypatch):
-    words = words_of(Group.of(comm), 0, 4)
+    words = words_of(group_of(comm), 0, 4)
     if words.direct:
         order = Ordered(words._words)
         monkeypatch.setattr(words, "_words", order)
@@ -137,7 +138,7 @@ def test_words_are_stored_after_a_fence_and_loaded_before_one(comm, monkeypatch)
 
 
 def test_vectors_have_moved_when_a_call_returns(comm, monkeypatch):
-    region = Region(Group.of(comm), 0, 80)
+    region = Region(group_of(comm), 0, 80)
     spy = Spy(region._window)
     monkeypatch.setattr(region, "_window", spy)
     for move in (region.put, region.accumulate, region.get):
@@ -200,7 +201,7 @@ def test_an_exchange_among_additions_is_not_lost(words, rank):
 
 @pytest.mark.ranks(min=2)
 def test_words_are_reached_while_the_host_computes(comm, rank):
-    words = words_of(Group.of(comm), 0, 2)
+    words = words_of(group_of(comm), 0, 2)
     meet()
     if rank == 0:
         block = np.ones((300, 300))
@@ -230,7 +231,7 @@ def meet_quickly(comm, done=False):
 
 
 def test_region_begins_with_zeros(comm, size):
-    region = Region(Group.of(comm), size - 1, 128)
+    region = Region(group_of(comm), size - 1, 128)
     if region.direct:
         np.testing.assert_array_equal(region.view(0, 16, np.dtype("f8")), np.zeros(16))
     meet()
@@ -238,13 +239,13 @@ def test_region_begins_with_zeros(comm, size):
 
 
 def test_memory_is_on_the_root(comm, size):
-    region = Region(Group.of(comm), size - 1, 100)
+    region = Region(group_of(comm), size - 1, 100)
     assert meet(region.nbytes_here) == [0] * (size - 1) + [128]  # whole cache lines
     region.free()
 
 
 def test_views_show_what_was_stored(comm, rank):
-    region = Region(Group.of(comm), 0, 64)
+    region = Region(group_of(comm), 0, 64)
     if rank == 0:
         region.view(8, 2, np.dtype("f4"))[:] = [7, 0.5]
         region.sync()
@@ -263,7 +264,7 @@ def test_views_show_what_was_stored(comm, rank):
 def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch):
     # As those are that are larger than one MPI call moves.
     monkeypatch.setattr(region_module, "_CHUNK_BYTES", 40)
-    region = Region(Group.of(comm), comm.size - 1, 400)
+    region = Region(group_of(comm), comm.size - 1, 400)
     data = np.arange(37, dtype=dtype)
     offset = 16
 
@@ -279,7 +280,7 @@ def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch)
 
 
 def test_empty_vectors_are_no_trouble(comm):
-    region = Region(Group.of(comm), 0, 0)
+    region = Region(group_of(comm), 0, 0)
     nothing = np.empty(0)
     for move in (region.put, region.accumulate, region.get):
         everywhere(move, 0, nothing)
@@ -288,7 +289,7 @@ def test_empty_vectors_are_no_trouble(comm):
 
 
 def test_additions_at_once_are_all_counted(comm, rank, size):
-    region = Region(Group.of(comm), 0, 8 * 500)
+    region = Region(group_of(comm), 0, 8 * 500)
     data = np.arange(500, dtype="f8")
 
     def add():
@@ -309,7 +310,7 @@ HUGE = 2**50
 @pytest.mark.parametrize("host", [0, -1], ids=["first", "last"])
 def test_window_without_room_is_refused_on_every_rank(comm, host):
     with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
-        words_of(Group.of(comm), host % comm.size, HUGE // 8)
+        words_of(group_of(comm), host % comm.size, HUGE // 8)
 
 
 def test_window_whose_memory_others_take_is_refused_on_every_rank(comm, monkeypatch):
@@ -320,12 +321,12 @@ def test_window_whose_memory_others_take_is_refused_on_every_rank(comm, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(module, "pieces", full)
         with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
-            words_of(Group.of(comm), comm.size - 1, 8)
+            words_of(group_of(comm), comm.size - 1, 8)
     meet()
 
 
 def test_window_is_refused_where_mpi_can_make_no_communicator(comm, monkeypatch):
-    group = Group.of(comm)
+    group = group_of(comm)
     real = group.comm
 
     class Exhausted:
@@ -376,7 +377,7 @@ def windows(monkeypatch):
 
 
 def test_objects_with_words_on_one_rank_share_a_window(comm, size, windows):
-    group = Group.of(comm)
+    group = group_of(comm)
     made = [words_of(group, 0, 20) for _ in range(3)]
     made.append(words_of(group, size - 1, 20))
 
@@ -393,7 +394,7 @@ def test_objects_with_words_on_one_rank_share_a_window(comm, size, windows):
 
 
 def test_a_window_is_kept_for_later_words(comm, size, windows):
-    group = Group.of(comm)
+    group = group_of(comm)
     for root in (0, size - 1, 0):
         words = words_of(group, root, 1)
         assert words.fetch_add(0, 0) == 0
@@ -405,7 +406,7 @@ def test_a_window_is_kept_for_later_words(comm, size, windows):
 
 def test_windows_are_freed_with_the_communicator(comm, size, windows):
     own = comm.Dup()
-    words = [words_of(Group.of(own), root, 1) for root in {0, size - 1}]
+    words = [words_of(group_of(own), root, 1) for root in {0, size - 1}]
     meet()
     for each in words:
         each.free()
@@ -415,7 +416,7 @@ def test_windows_are_freed_with_the_communicator(comm, size, windows):
 
 
 def test_new_words_are_0_where_others_were_freed(comm, windows):
-    group = Group.of(comm)
+    group = group_of(comm)
     # 256 such parts are all that a window has.
     others = words_of(group, 0, 1)
     for _ in range(1000):
@@ -440,13 +441,13 @@ def test_new_words_are_0_where_others_were_freed(comm, windows):
 def test_windows_are_given_up_if_ranks_have_taken_different_words(
     comm, rank, size, inside
 ):
-    group = Group.of(comm)
+    group = group_of(comm)
     whose = group.inside if inside else group
     others = words_of(whose, 0, 1)
     # As an interrupted constructor leaves it.
     if rank == size - 1:
-        whose.windows.find(0).take(1)
-    before = whose.windows.find(0)
+        KeptWindows.of(whose).find(0).take(1)
+    before = KeptWindows.of(whose).find(0)
     with hpc.ConditionalAccumulator("f8", (3,), comm=comm) as acc:
         acc.apply_grad(np.full(3, rank + 1.0))
         meet()
@@ -459,12 +460,12 @@ def test_windows_are_given_up_if_ranks_have_taken_different_words(
         assert everywhere(words.read, 0) == [7 * (r in near) for r in range(size)]
         words.free()
     # A rank alone agrees with itself.
-    assert (whose.windows.find(0) is before) == (whose.size == 1)
+    assert (KeptWindows.of(whose).find(0) is before) == (whose.size == 1)
     others.free()
 
 
 def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
-    group = Group.of(comm)
+    group = group_of(comm)
     few, many = words_of(group, 0, 8), words_of(group, 0, 5000)
     at(0, many.write, 4999, 7)
 
@@ -477,7 +478,7 @@ def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
 
 
 def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm, rank):
-    group, before = Group.of(comm), threading.active_count()
+    group, before = group_of(comm), threading.active_count()
     words = [words_of(group, 0, 8) for _ in range(2)]
     started = threading.active_count() - before
     words.pop().free()

@@ -24,7 +24,7 @@ from hpcaccum.bench.device import (
 )
 from hpcaccum.device import arrays as device
 from hpcaccum.device import card, kernels
-from hpcaccum.mpi import cuda_aware
+from hpcaccum.mpi.job import cuda_aware
 from hpcaccum.optimizers.finite import to_drop
 
 DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64"]
@@ -302,7 +302,7 @@ class Zeros:
 @pytest.mark.parametrize("name", DEVICE_BENCHMARKS)
 def test_benchmarks(cp, name, monkeypatch):
     monkeypatch.setattr(cp.random, "default_rng", lambda seed: Zeros())
-    case = DEVICE_BENCHMARKS[name](hpc.Group.of(), 65536)
+    case = DEVICE_BENCHMARKS[name](hpc.group_of(), 65536)
     case.forget()
     for kind in case.kinds:
         # A dot product of CuPy's.

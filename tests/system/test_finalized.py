@@ -21,7 +21,7 @@ one = lambda: (1.0, [np.ones(3)])
 uses = {
     "new reducer": lambda: hpc.Reducer(layout),
     "new accumulator": lambda: hpc.ConditionalAccumulator("float32", (5,)),
-    "new group": lambda: hpc.Group.of(MPI.COMM_WORLD),
+    "new group": lambda: hpc.group_of(MPI.COMM_WORLD),
     "new optimizer": lambda: hpc.CrossShardOptimizer(hpc.SGD(1.0)),
     "new rows": lambda: hpc.SparseConditionalAccumulator("float32", (5, 2), capacity=9),
     "new server": lambda: hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1),
@@ -30,7 +30,7 @@ uses = {
 """
 OPEN = """
 variable = hpc.Variable(np.ones(3), "v")
-group, reducer = hpc.Group.of(), hpc.Reducer(layout)
+group, reducer = hpc.group_of(), hpc.Reducer(layout)
 accumulator = hpc.ConditionalAccumulator("float32", (5,))
 shard = hpc.CrossShardOptimizer(hpc.SGD(1.0))
 ready = hpc.CrossShardOptimizer(hpc.SGD(1.0))

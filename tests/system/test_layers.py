@@ -21,7 +21,7 @@ LAYERS = [
     ["accumulator", "reducer"],
     ["server"],
     ["optimizers"],
-    ["torch", "jax", "checkpoint"],
+    ["torch", "jax", "checkpoint", "stopping"],
     ["tracing"],
     ["hpcaccum"],
     ["machine", "option_values", "plots", "tables"],
@@ -149,4 +149,4 @@ def test_only_windows_makes_windows():
         )
     }
 
-    assert users == {"hpcaccum.mpi.windows"}
+    assert users == {"hpcaccum.mpi.memory.windows"}

@@ -139,8 +139,9 @@ def test_a_job_continues_one_that_was_killed(train, mpirun, tmp_path, common, op
     assert step >= 10
     assert f"resumed at {step}" in shown
     assert found["step"] == found["optimizer"]["global_step"] > step
-    # The gradients of both jobs are counted.
-    assert sum(found["optimizer"]["tally"]["accepted"]) >= found["step"]
+    # The gradients of both jobs are counted; that of the update before the checkpoint
+    # may have been counted after it.
+    assert sum(found["optimizer"]["tally"]["accepted"]) >= found["step"] - 1
     assert len(checkpoint.files(tmp_path / "saved")) == 3
 
 

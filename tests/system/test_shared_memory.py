@@ -25,7 +25,7 @@ import hpcaccum as hpc
 kind, world = sys.argv[1], MPI.COMM_WORLD
 groups = {"world": world, "apart": world.Split(world.rank)}
 for comm in groups.values():
-    hpc.Group.of(comm)
+    hpc.group_of(comm)
 world.Barrier()
 state = os.statvfs("/dev/shm")
 free = world.bcast(state.f_bavail * state.f_frsize)
@@ -133,10 +133,10 @@ for turn in range(15):
         assert (reducer.reduce()["x"] == 7).all()
     with hpc.ConditionalAccumulator("f4", (1000,)) as accumulator:
         accumulator.apply_grad(gradient, 0)
-        hpc.Group.of().allgather(None, "all have applied")
+        hpc.group_of().allgather(None, "all have applied")
         if MPI.COMM_WORLD.rank == 0:
             assert (accumulator.take_grad(2) == 7).all()
-        hpc.Group.of().allgather(None, "one has taken")
+        hpc.group_of().allgather(None, "one has taken")
 if MPI.COMM_WORLD.rank == 0:
     print("right")
 """

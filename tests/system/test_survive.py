@@ -339,14 +339,14 @@ def test_the_loss_of_the_server_ends_with_a_status(mpirun, script):
 LATE = (
     BEGIN.replace("calls == 5", "calls == 1")
     + """
-from hpcaccum.mpi import Group
-retain = Group.retain
+from hpcaccum.mpi import Objects
+add = Objects.add
 
 def late(*args):
     time.sleep(0.1 * (rank < size - 1))
-    retain(*args)
+    add(*args)
 
-Group.retain = late
+Objects.add = late
 acc = hpc.ConditionalAccumulator("float32", (size,))
 if rank == size - 1:
     die()
@@ -567,7 +567,8 @@ START = """
 import os, signal, sys, time
 import numpy as np
 import hpcaccum as hpc
-from hpcaccum.mpi import AtomicWords, Group, windows
+from hpcaccum.mpi import AtomicWords, Group
+from hpcaccum.mpi.memory import windows
 from hpcaccum.server import ParameterServer
 from mpi4py import MPI
 

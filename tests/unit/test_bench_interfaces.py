@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcaccum.bench.wire import Interfaces, network
+from hpcaccum.bench.links import Interfaces, network
 
 ETHERNET, LOOPBACK = 1, 772
 

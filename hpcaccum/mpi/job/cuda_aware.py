@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.job.runtime import MPI
 
 VARIABLE = "HPCACCUM_CUDA_AWARE"
 

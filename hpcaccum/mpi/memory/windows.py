@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcaccum.errors import FreedError
-from hpcaccum.mpi.creation import creating, duplicate, waiting
-from hpcaccum.mpi.node_memory import check_room, explained, pieces
-from hpcaccum.mpi.runtime import MPI
-from hpcaccum.mpi.shutdown import at_end, count_open
+from hpcaccum.mpi.job.runtime import MPI
+from hpcaccum.mpi.job.shutdown import at_end, count_open
+from hpcaccum.mpi.memory.node_memory import check_room, explained, pieces
+from hpcaccum.mpi.talk.creation import creating, duplicate, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum.mpi.group import Group
+    from hpcaccum.mpi.talk.group import Group
 
 
 class _Freed:

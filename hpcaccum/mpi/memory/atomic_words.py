@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.mpi.runtime import MPI
-from hpcaccum.mpi.windows import FREED
-from hpcaccum.mpi.word_window import WordWindow
+from hpcaccum.mpi.job.runtime import MPI
+from hpcaccum.mpi.memory.windows import FREED
+from hpcaccum.mpi.memory.word_window import WordWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpcaccum.dtypes import Array
-    from hpcaccum.mpi.group import Group
+    from hpcaccum.mpi.talk.group import Group
 
 # No word of the package has this value.
 _NEVER = -(1 << 63)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import WaitTimeoutError
-from hpcaccum.mpi.shutdown import abort_because
+from hpcaccum.mpi.job.shutdown import abort_because
 
 if TYPE_CHECKING:
     from collections.abc import Callable

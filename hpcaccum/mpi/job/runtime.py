@@ -12,8 +12,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.errors import FreedError, MPIUnavailableError
-from hpcaccum.mpi.launcher import launcher_problem
-from hpcaccum.mpi.shutdown import prepare_shutdown
+from hpcaccum.mpi.job.launcher import launcher_problem
+from hpcaccum.mpi.job.shutdown import prepare_shutdown
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi.requests import complete
-from hpcaccum.mpi.runtime import MPI, is_open_mpi
+from hpcaccum.mpi.job.runtime import MPI, is_open_mpi
+from hpcaccum.mpi.talk.requests import complete
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

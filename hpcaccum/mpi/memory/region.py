@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.mpi.runtime import MPI
-from hpcaccum.mpi.windows import FREED, allocate, free
+from hpcaccum.mpi.job.runtime import MPI
+from hpcaccum.mpi.memory.windows import FREED, allocate, free
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hpcaccum.dtypes import Array
-    from hpcaccum.mpi.group import Group
+    from hpcaccum.mpi.talk.group import Group
 
 # Bytes that one MPI call moves at most: counts are of 32 bits in MPI-3 libraries.
 _CHUNK_BYTES = 1 << 30

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.job.runtime import MPI
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi.failures import begun, is_complete, receive
-from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.job.runtime import MPI
+from hpcaccum.mpi.talk.failures import begun, is_complete, receive
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

@@ -10,7 +10,7 @@ import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.mpi.runtime import MPI
+from hpcaccum.mpi.job.runtime import MPI
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

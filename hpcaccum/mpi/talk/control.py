@@ -33,7 +33,8 @@ from hpcaccum.errors import (
     echo,
     format_ranks,
 )
-from hpcaccum.mpi.control_messages import (
+from hpcaccum.mpi.job.shutdown import is_ending
+from hpcaccum.mpi.talk.control_messages import (
     Answer,
     Call,
     Failure,
@@ -42,9 +43,8 @@ from hpcaccum.mpi.control_messages import (
     Seen,
     Tag,
 )
-from hpcaccum.mpi.failures import is_complete
-from hpcaccum.mpi.mailbox import Mailbox
-from hpcaccum.mpi.shutdown import is_ending
+from hpcaccum.mpi.talk.failures import is_complete
+from hpcaccum.mpi.talk.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

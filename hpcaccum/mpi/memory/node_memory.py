@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi.shutdown import count_open
+from hpcaccum.mpi.job.shutdown import count_open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from hpcaccum.dtypes import Array
-    from hpcaccum.mpi.group import Group
+    from hpcaccum.mpi.talk.group import Group
 
 _SHM = "/dev/shm"
 # Bytes left free for each rank: MPI has mapped memory in /dev/shm that it has not

@@ -1,13 +1,19 @@
-"""Windows of words, of which the objects of a group have parts."""
+"""Windows of words, of which the objects of a group have parts.
+
+A group keeps them until its communicators are freed.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from hpcaccum.mpi.windows import allocate, free
+from hpcaccum.mpi.job.shutdown import at_end, forget
+from hpcaccum.mpi.memory.windows import allocate, free
 
 if TYPE_CHECKING:
-    from hpcaccum.mpi.group import Group
+    from collections.abc import Sequence
+
+    from hpcaccum.mpi.talk.group import Group
 
 # The fewest words of a window; and the distance between two parts: two lines of the
 # cache, which some processors fetch together.
@@ -48,11 +54,12 @@ class WordWindow:
 
         Ranks take and return parts in the same order, so all return the same window.
         """
-        found = group.windows.find(root)
+        kept = KeptWindows.of(group)
+        found = kept.find(root)
         if found is not None and found._has_room(count):
             return found
         made = cls(group, root, max(count, _LEAST))
-        group.windows.keep(root, made, group.order)
+        kept.keep(root, made)
         if found is not None:
             found._close()
         return made
@@ -83,3 +90,53 @@ class WordWindow:
         """Free it when all parts are returned. Collective."""
         self.words.release()
         free(self.mpi)
+
+
+class KeptWindows:
+    """Each `WordWindow` of a group: one for each rank that has words of objects.
+
+    All ranks of the group take words in the same order, and compare at times how many
+    they have taken (`Group.agree`).
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, WordWindow] = {}
+        # Those of which no more words are taken, as ranks disagree about them.
+        self._abandoned: list[WordWindow] = []
+
+    @classmethod
+    def of(cls, group: Group) -> KeptWindows:
+        """Return those of a group."""
+        if group.kept is None:
+            kept = group.kept = cls()
+            at_end(kept.free, group.order)
+        return cast(KeptWindows, group.kept)
+
+    def find(self, root: int) -> WordWindow | None:
+        """Return the window whose memory a rank has, if there is one."""
+        return self._open.get(root)
+
+    def keep(self, root: int, window: WordWindow) -> None:
+        """Keep a window instead of an earlier one of that rank. Collective."""
+        self._open[root] = window
+
+    def state(self) -> dict[int, int]:
+        """Return how many words are taken, by rank with the memory."""
+        return {root: window.taken for root, window in self._open.items()}
+
+    def compare(self, states: Sequence[dict[int, int]]) -> None:
+        """Take no more words of these windows if ranks have taken different ones.
+
+        A constructor that has timed out on some ranks leaves such ranks.
+        """
+        if any(each != states[0] for each in states):
+            self._abandoned += self._open.values()
+            self._open.clear()
+
+    def free(self) -> None:
+        """Free the windows, of which no object has words any more. Collective."""
+        for window in [*self._abandoned, *self._open.values()]:
+            window.free()
+        self._abandoned.clear()
+        self._open.clear()
+        forget(self.free)

@@ -1,4 +1,4 @@
-"""When SIGUSR1 asks ``hpcaccum train`` to stop, and when it tells of a lost rank."""
+"""When SIGUSR1 asks a rank to stop, and when it tells of a lost rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcaccum.train.stopping import STOPPED, Requests
+from hpcaccum.errors import RESTART
+from hpcaccum.stopping import Requests
 
 
 @pytest.mark.parametrize(
@@ -24,21 +25,24 @@ from hpcaccum.train.stopping import STOPPED, Requests
 def test_a_signal_at_the_time_of_a_loss_is_no_request(asked, lost, stops, monkeypatch):
     clock, gone = SimpleNamespace(now=0.0), []
     monkeypatch.setattr("time.monotonic", lambda: clock.now)
-    requests = Requests(math.inf, gone)
     handler = signal.getsignal(signal.SIGUSR1)
-    with requests.listening():
+    requests = Requests(math.inf, gone)
+    requests.begin()
+    try:
         while clock.now < 20 and not requests.status:
             clock.now += 0.125
             gone += [at for at in lost if at == clock.now]
             if clock.now == asked:
                 signal.raise_signal(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, handler)
+    finally:
+        requests.end()
+        signal.signal(signal.SIGUSR1, handler)
 
     assert clock.now == (12 if stops else 20)
-    assert requests.status == (STOPPED if stops else 0)
+    assert requests.status == (RESTART if stops else 0)
 
 
 def test_a_rank_that_was_lost_before_is_known():
-    requests = Requests(-1.0, [3])
-    with requests.listening():
-        assert requests.status == STOPPED
+    requests = Requests(-1.0, [3], signals=False)
+    requests.begin()
+    assert requests.status == RESTART

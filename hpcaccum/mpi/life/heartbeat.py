@@ -13,26 +13,23 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcaccum.deadline import FIRST_WARNING, limit_of_environment
-from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi.control_messages import Tag
-from hpcaccum.mpi.mailbox import Mailbox
-from hpcaccum.mpi.runtime import MPI
-from hpcaccum.mpi.shutdown import abort_because, is_ending, report_and_abort
+from hpcaccum.deadline import FIRST_WARNING
+from hpcaccum.mpi.job.process import HEARTBEAT
+from hpcaccum.mpi.job.shutdown import abort_because, is_ending, report_and_abort
+from hpcaccum.mpi.talk.control_messages import Tag
+from hpcaccum.mpi.talk.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcaccum.mpi.group import Group
+    from hpcaccum.mpi.talk.group import Group
 
 logger = logging.getLogger("hpcaccum")
 
@@ -48,54 +45,6 @@ _SOON, _LATE = 0.01, 1.0
 _GRACE, _SHORT_GRACE = 3.0, 0.25
 # Characters of a place in messages.
 _LENGTH = 160
-VARIABLE = "HPCACCUM_HEARTBEAT"
-# Seconds without a message after which a rank is missing, if the variable is not set.
-# A computation that holds Python's interpreter lock delays messages for as long.
-_LIMIT = 300.0
-# What is done when a rank is lost.
-ON_LOSS = "HPCACCUM_ON_LOSS"
-_CONTINUE, _ABORT = "continue", "abort"
-
-
-class Facts(NamedTuple):
-    """Of a rank: its limit, its process, and whether its threads may call MPI.
-
-    And whether the job may go on without a rank.
-    """
-
-    limit: float
-    process: Process
-    threads: bool
-    goes_on: bool
-
-    @classmethod
-    def own(cls) -> Facts:
-        """Return those of this rank.
-
-        Raises:
-            InvalidArgumentError: If HPCACCUM_HEARTBEAT or HPCACCUM_ON_LOSS is invalid.
-        """
-        limit = limit_of_environment(VARIABLE, _LIMIT)
-        choice = os.environ.get(ON_LOSS, _CONTINUE)
-        if choice not in (_CONTINUE, _ABORT):
-            raise InvalidArgumentError(
-                f"{ON_LOSS} must be {_CONTINUE!r} or {_ABORT!r}, got {choice!r}"
-            )
-        threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
-        return cls(limit, Process.own(), threads, choice == _CONTINUE)
-
-
-def mates(facts: Sequence[Facts], rank: int) -> set[int]:
-    """Return the other ranks of this rank's host whose processes it can see.
-
-    In containers, processes of a host may not see each other.
-    """
-    own = facts[rank].process
-    return {
-        other
-        for other, each in enumerate(facts)
-        if each.process.host == own.host and other != rank and each.process.exists()
-    }
 
 
 class _Beat(NamedTuple):
@@ -138,8 +87,6 @@ class Heartbeat:
 
     Args:
         group: The ranks.
-        facts: Those of each rank.
-        mates: The ranks whose processes this one can see; see `mates`.
         place: Returns where this rank is; any thread may call it.
         lose: Called with ranks that are lost, and with why; later again without any.
         alone: Whether it sends nothing, and looks at the processes of this host only.
@@ -151,14 +98,13 @@ class Heartbeat:
     def __init__(
         self,
         group: Group,
-        facts: Sequence[Facts],
-        mates: Collection[int],
         place: Callable[[], str],
         lose: Callable[[dict[int, str]], None],
         *,
         alone: bool = False,
     ) -> None:
         self._group, self._place, self._lose = group, place, lose
+        facts = group.facts
         self._limit = facts[group.rank].limit
         self._processes = [each.process for each in facts]
         # Without them no rank sends anything; processes that end are found.
@@ -167,7 +113,7 @@ class Heartbeat:
         self._alone, self.over = alone, False
         others = range(1, group.size) if group.rank == 0 else range(1)
         self._peers = {rank: _Peer() for rank in others if self._talks}
-        self._mates = mates
+        self._mates = group.mates
         # When it was seen that a process had ended.
         self._dead: dict[int, float] = {}
         self._lost: dict[int, str] = {}
@@ -261,7 +207,7 @@ class Heartbeat:
         ages = {r: now - p.seen for r, p in self._peers.items() if not p.leaves}
         late = {r: a for r, a in ages.items() if a > self._patience if self._is_here(r)}
         if silent := [rank for rank, age in late.items() if age > self._limit]:
-            why = f"no heartbeat for {self._limit:g} s ({VARIABLE} sets the limit)"
+            why = f"no heartbeat for {self._limit:g} s ({HEARTBEAT} sets the limit)"
             self._declare(silent, why)
         self._warn([rank for rank in late if not self._peers[rank].warned])
 
@@ -284,7 +230,7 @@ class Heartbeat:
     def _declare(self, ranks: Collection[int], why: str) -> None:
         """Decide that ranks are lost, or end the job because of them."""
         found = {rank: f"{self._describe(rank)} is lost: {why}" for rank in ranks}
-        for rank in self._group.lost_with(ranks):
+        for rank in _lost_with(self._group, ranks):
             if rank not in ranks and self._is_here(rank):
                 found[rank] = f"{self._name(rank)} is lost with its node"
         if not self._goes_on:
@@ -319,6 +265,16 @@ class Heartbeat:
     def _name(self, rank: int) -> str:
         process = self._processes[rank]
         return f"rank {rank} (process {process.number} on {process.host})"
+
+
+def _lost_with(group: Group, ranks: Collection[int]) -> set[int]:
+    """Return the ranks of nodes whose agents are threads of some ranks."""
+    gone: set[int] = set()
+    if "agent" in group.named:
+        for node in group.nodes:
+            if node[0] in ranks:
+                gone.update(node)
+    return gone
 
 
 class _Thread:
@@ -389,32 +345,3 @@ class _Thread:
 
 
 _thread = _Thread()
-
-
-class Process(NamedTuple):
-    """A rank's process: its host, its number there and when it was started."""
-
-    host: str
-    number: int
-    started: str
-
-    @classmethod
-    def own(cls) -> Process:
-        """Return that of this rank."""
-        number = os.getpid()
-        return cls(MPI.Get_processor_name(), number, _start_time(number))
-
-    def exists(self) -> bool:
-        """Whether it runs on this rank's node."""
-        return _start_time(self.number) == self.started
-
-
-def _start_time(process: int) -> str:
-    """Return when a process of this node was started, "" if there is none now."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return ""
-    # After the name, which may contain spaces. Source: proc(5), fields 3 and 22.
-    state, *fields = stat.rpartition(")")[2].split()
-    return "" if state in "ZX" else fields[18]

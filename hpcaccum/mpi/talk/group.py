@@ -1,23 +1,17 @@
-"""A private communicator, with collectives that name the ranks they wait for.
-
-`Group.of` returns one `Group` for each communicator of the user; all objects that are
-made on that communicator share it.
-"""
+"""A private communicator, with collectives that name the ranks they wait for."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hpcaccum.deadline import Deadline, current_wait
+from hpcaccum.deadline import Deadline
 from hpcaccum.errors import (
     DeviceUnavailableError,
     DisagreementError,
@@ -26,63 +20,32 @@ from hpcaccum.errors import (
     echo,
     format_ranks,
 )
-from hpcaccum.mpi.blocking import limited
-from hpcaccum.mpi.control import ControlChannel
-from hpcaccum.mpi.creation import (
-    alone,
-    creating,
-    seconds_waiting,
-    split,
-    split_by_node,
-)
-from hpcaccum.mpi.heartbeat import Facts, Heartbeat, mates
-from hpcaccum.mpi.kept_windows import KeptWindows
-from hpcaccum.mpi.launcher import ends_job_at_output
-from hpcaccum.mpi.progress import Progress
-from hpcaccum.mpi.runtime import MPI, check_running
-from hpcaccum.mpi.shutdown import (
-    end_process,
-    end_process_soon,
-    is_ending,
-    note_loss,
-)
+from hpcaccum.mpi.job.process import Facts, mates
+from hpcaccum.mpi.job.runtime import MPI, check_running
+from hpcaccum.mpi.job.shutdown import is_ending
+from hpcaccum.mpi.talk.control import ControlChannel
+from hpcaccum.mpi.talk.creation import split, split_by_node
+from hpcaccum.mpi.talk.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.mpi.lifetime import Freeable
-
-logger = logging.getLogger("hpcaccum")
-
 T = TypeVar("T")
 
-# Seconds after which a call of MPI for all ranks waits for one that is lost.
-_BLOCKED = 1.0
-_FIRST_USE = "first use of a communicator"
-_UNREACHED = (
-    "MPI to connect this rank to others: can all nodes reach each other? If an "
-    "interface joins only some of them, name another one (Open MPI: "
-    "OMPI_MCA_btl_tcp_if_include)"
-)
 
+class Kept(Protocol):
+    """What a group keeps for its objects until its communicators are freed."""
 
-# Held while the keyval is made: threads must not make two.
-_making = threading.Lock()
+    def state(self) -> Any:
+        """Return what must be the same on all ranks."""
 
+    def compare(self, states: Sequence[Any]) -> None:
+        """Learn what `state` has returned on each rank."""
 
-def _keyval() -> int:
-    with _making:
-        return _made_keyval()
-
-
-@functools.cache
-def _made_keyval() -> int:
-    # MPI calls `close` when the user's communicator is freed.
-    return int(
-        MPI.Comm.Create_keyval(delete_fn=lambda _comm, _key, group: group.close())
-    )
+    def free(self) -> None:
+        """Free it. Collective."""
 
 
 class Group:
@@ -109,10 +72,12 @@ class Group:
         order: Sorts communicators alike on all their ranks, the newest last. Parts of
             a group have its order.
         named: Objects that several users of the group share, by name.
-        windows: Those of which objects have words.
+        kept: What is freed with the communicators; None if there is nothing.
         control: The exchanges of small objects, and the order of collective calls.
         broadcasts: Complete broadcasts of this rank with `comm`. MPI pairs them by
             their order, so before the next one this must be the same on all ranks.
+        facts: What must be known of each rank's process.
+        mates: The other ranks of this host whose processes this one can see.
         lost: The ranks that are lost, each with why. From the first one on, collective
             calls of MPI must not be made.
     """
@@ -124,7 +89,7 @@ class Group:
         self.rank, self.size = comm.rank, comm.size
         self.node = node or split_by_node(comm)
         self.named: dict[str, Any] = {}
-        self.windows = KeptWindows()
+        self.kept: Kept | None = None
         # Not at their first use, which may be on some ranks only.
         self.own_cores = self._share_cores()
         self.nodes, self.least_cores = self._find_nodes()
@@ -137,16 +102,10 @@ class Group:
         self.control = ControlChannel(comm, self.lost)
         self.broadcasts = 0
         self._numbers = itertools.count(1)
-        # The objects made with it, which are not freed.
-        self._objects: list[Freeable] = []
-        self._heartbeat: Heartbeat | None = None
-        self._closed = False
         self._inside: Group | None = None
-        # Until the first object is made.
-        self._start: Heartbeat | None = None
-        self._facts, self.order = self._find_facts()
+        self.facts, self.order = self._find_facts()
         # Now: a rank that dies while others make an object must be known to them.
-        self._mates = mates(self._facts, self.rank)
+        self.mates = mates(self.facts, self.rank)
 
     def _find_nodes(self) -> tuple[list[list[int]], int]:
         """Return the ranks of each node, and the least share of cores."""
@@ -176,61 +135,11 @@ class Group:
         sharing = [cores for cores in self.node.allgather(mine) if cores & mine]
         return max(1, len(mine) // len(sharing))
 
-    @classmethod
-    def of(cls, comm: mpi4py_MPI.Comm | Group | None = None) -> Group:
-        """Return the group of a communicator; make it at the first call. Collective.
-
-        Args:
-            comm: An intracommunicator, or None for COMM_WORLD. A `Group` is returned
-                unchanged.
-
-        Raises:
-            TypeError: If ``comm`` is something else.
-            FreedError: After MPI.Finalize().
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if not all ranks make the
-                first call.
-            InvalidArgumentError: On every rank, if HPCACCUM_HEARTBEAT or
-                HPCACCUM_ON_LOSS is invalid on one.
-        """
-        check_running(MPI)
-        if isinstance(comm, Group):
-            return comm
-        comm = MPI.COMM_WORLD if comm is None else comm
-        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            got = "COMM_NULL" if comm == MPI.COMM_NULL else repr(comm)
-            raise TypeError(f"comm must be an MPI intracommunicator, got {got}")
-        group: Any = comm.Get_attr(_keyval())
-        if group is None or group.comm == MPI.COMM_NULL:
-            duplicate = _duplicate(comm)
-            group = limited(
-                lambda: cls(duplicate)._prepare_sums(comm), _FIRST_USE, _UNREACHED
-            )
-            comm.Set_attr(_keyval(), group)
-            group._watch_start()
-        return cast(Group, group)
-
     def __repr__(self) -> str:
         """Show the numbers."""
         if MPI.Is_finalized():
             return f"Group(rank {self.rank} of {self.size}, finalized)"
         return f"Group(rank {self.rank} of {self.size}, {self.node.size} on its node)"
-
-    def _prepare_sums(self, comm: mpi4py_MPI.Intracomm) -> Group:
-        """Make the first sum of objects, which the user may make later on. Collective.
-
-        The first one on a communicator stops all threads of a rank, a server among
-        them, until all ranks have called it: mpi4py duplicates the communicator then,
-        and holds the interpreter lock. If other threads did that on another
-        communicator meanwhile, ranks would wait for each other without end.
-        """
-        main = threading.current_thread() is threading.main_thread()
-        all_main = all(self.comm.allgather(main))
-        with alone(self.comm, _FIRST_USE, _UNREACHED):
-            comm.allreduce(0)
-            # Another thread may be in a call on that one.
-            if all_main and self.size == MPI.COMM_WORLD.size:
-                MPI.COMM_WORLD.allreduce(0)
-        return self
 
     @functools.cached_property
     def progress(self) -> Progress:
@@ -317,8 +226,8 @@ class Group:
         except Exception as error:
             self.raise_together(what, error, call=call)
             raise
-        reports = self.raise_together(what, None, (report, self._taken()), call)
-        self._check_windows([taken for _, taken in reports])
+        reports = self.raise_together(what, None, (report, self._kept()), call)
+        self._compare_kept([kept for _, kept in reports])
         self.compare(what, [each for each, _ in reports])
         return checked
 
@@ -390,114 +299,32 @@ class Group:
         """
         return f"{what} (number {next(self._numbers)})"
 
-    def retain(self, made: Freeable) -> None:
-        """Keep the private communicators, also if the user frees the original.
+    def _kept(self) -> list[Any]:
+        """Return the state of what this group keeps, and of what `inside` keeps."""
+        return [group.kept and group.kept.state() for group in self._with_inside()]
 
-        Collective. The first object starts the heartbeat, the last one stops it.
-        """
-        if self._heartbeat is None and self.size > 1:
-            self._end_start()
-            self._heartbeat = self._new_heartbeat()
-        self._objects.append(made)
-
-    def _watch_start(self) -> None:
-        """Look at the processes of this host while the first object is made."""
-        if self.size > 1:
-            self._start = self._new_heartbeat(alone=True)
-
-    def _new_heartbeat(self, *, alone: bool = False) -> Heartbeat:
-        return Heartbeat(
-            self, self._facts, self._mates, self._place, self._lose, alone=alone
-        )
-
-    def _end_start(self) -> None:
-        if self._start is not None:
-            self._start.over = True
-
-    def release(self, freed: Freeable) -> None:
-        """End a `retain`. Collective. After an exception it can be called again.
-
-        After a loss the communicators are kept, which cannot be freed.
-        """
-        if self._heartbeat is not None and self._objects == [freed]:
-            self._heartbeat.stop()
-            self._heartbeat = None
-        # An earlier call may have timed out.
-        if freed in self._objects:
-            self._objects.remove(freed)
-        self._free_if_unused()
-
-    def lost_with(self, ranks: Collection[int]) -> set[int]:
-        """Return the ranks of nodes whose agents are threads of some ranks."""
-        gone: set[int] = set()
-        if "agent" in self.named:
-            for node in self.nodes:
-                if node[0] in ranks:
-                    gone.update(node)
-        return gone
-
-    def _lose(self, found: dict[int, str]) -> None:
-        """Note that ranks are lost; called by the thread of the heartbeat."""
-        with self.control.lock:
-            self.lost |= found
-        note_loss()
-        for rank, text in found.items():
-            # Rank 0 decides about the others, and leads their exchanges.
-            needed = rank in (0, self.rank)
-            if needed or any(each.needs(rank) for each in list(self._objects)):
-                end_process_soon(text)
-        # Any output would make that launcher end the job.
-        if self.rank == 0 and not ends_job_at_output():
-            present = self.size - len(self.lost)
-            for text in found.values():
-                logger.warning("%s; %d of %d ranks go on", text, present, self.size)
-        for each in list(self._objects):
-            for rank in found:
-                each.lose(rank)
-        if seconds_waiting() > _BLOCKED:
-            end_process(next(iter(self.lost.values())))
-
-    def _taken(self) -> list[dict[int, int]]:
-        """Return how many words are taken: of this group's windows, of its node's."""
-        return [windows.taken() for windows in self._all_windows()]
-
-    def _check_windows(self, taken: Sequence[list[dict[int, int]]]) -> None:
-        """Take no more words of windows about which ranks disagree.
+    def _compare_kept(self, states: Sequence[list[Any]]) -> None:
+        """Have what is kept learn its state on all ranks.
 
         Args:
-            taken: What `_taken` returned on each rank.
+            states: What `_kept` returned on each rank; one that has made no `inside`
+                has nothing there.
         """
-        on_node = [taken[rank][1:] for rank in self.node_ranks]
-        self.windows.compare([each[0] for each in taken])
-        for inside in self._all_windows()[1:]:
-            inside.compare([words[0] if words else {} for words in on_node])
+        on_node = [states[rank][1:] for rank in self.node_ranks]
+        if self.kept is not None:
+            self.kept.compare([each[0] for each in states])
+        if self._inside is not None and self._inside.kept is not None:
+            self._inside.kept.compare([each[0] if each else None for each in on_node])
 
-    def _all_windows(self) -> list[KeptWindows]:
-        groups = [self] if self._inside is None else [self, self._inside]
-        return [group.windows for group in groups]
-
-    def _place(self) -> str:
-        """Return where this rank is, for messages; any thread may call it."""
-        steps = [each.place() for each in list(self._objects)]
-        wait = current_wait(threading.main_thread().ident)
-        state = f"waiting in {wait.what}" if wait else "computing or in MPI"
-        return ", ".join([*filter(None, steps), state])
-
-    def close(self) -> None:
-        """Free the private communicators, after the last `release`."""
-        self._closed = True
-        self._free_if_unused()
-
-    def _free_if_unused(self) -> None:
-        if self._closed and not self._objects and not self.lost:
-            self.free()
+    def _with_inside(self) -> list[Group]:
+        return [self] if self._inside is None else [self, self._inside]
 
     def free(self) -> None:
         """Free the private communicators, once. Collective."""
         if self.comm == MPI.COMM_NULL:
             return
-        self._end_start()
-        self.windows.free()
+        if self.kept is not None:
+            self.kept.free()
         if self._inside is not None:
             self._inside.free()
         if not is_ending():
@@ -535,17 +362,3 @@ def _rest(text: str, what: str) -> str:
 def _of_rank(rank: int, text: str) -> str:
     """Return the message of a rank, which begins with the rank."""
     return text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}"
-
-
-def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:
-    """Duplicate a communicator; warn, or time out, if ranks are missing."""
-    # It raises if the limit is invalid, and nothing would free the duplicate.
-    deadline = Deadline(None, _FIRST_USE)
-    missing = (
-        "the other ranks to make their first object of hpcaccum on it (which of "
-        f"its {comm.size} ranks are missing is not known yet)"
-    )
-    with creating(comm, _FIRST_USE, missing):
-        duplicate, request = comm.Idup()
-        deadline.wait(lambda: request.Test() or None, lambda: missing)
-    return duplicate

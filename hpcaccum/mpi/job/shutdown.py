@@ -29,7 +29,7 @@ from hpcaccum.errors import (
     WaitTimeoutError,
     is_echo,
 )
-from hpcaccum.mpi.launcher import is_rank, launched_ranks
+from hpcaccum.mpi.job.launcher import is_rank, launched_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,1 @@
+"""How this process is part of an MPI job; see `hpcaccum.mpi`."""

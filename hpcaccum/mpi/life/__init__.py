@@ -1,0 +1,1 @@
+"""The lifetime of objects, and of ranks; see `hpcaccum.mpi`."""

@@ -1,0 +1,1 @@
+"""Communicators, exchanges and messages; see `hpcaccum.mpi`."""
