@@ -80,10 +80,6 @@ class Membership:
         """Return the ranks that others have given up."""
         return [rank for rank, state in enumerate(self._states()) if state == _DEAD]
 
-    def is_dead(self, rank: int) -> bool:
-        """Whether others have given a rank up; False if it costs a message to know."""
-        return self._words.peek(self._base + 1 + rank) == _DEAD
-
     def present(self) -> set[int]:
         """Return the ranks that may still contribute."""
         return set(range(self._size)) - set(self.left()) - self._others
@@ -123,7 +119,7 @@ class Membership:
 
         It was cut off, or stopped. On another node, the agent of the root's tells it.
         """
-        if self.is_dead(rank):
+        if self._words.peek(self._base + 1 + rank) == _DEAD:
             raise LostRankError(
                 f"rank {rank} was cut off, or stopped: the other ranks have given it "
                 f"up and go on without it"

@@ -208,13 +208,13 @@ class AdmissionProtocol:
                 state = self.packing.unpack(word)
                 step, parity = state.step, state.parity
                 if local_step < step:
-                    self.counters.count(rank, Receipt(False, local_step, step))
+                    self.counters.count(rank, False, step - local_step)
                     return Admitted(False, local_step, step, parity)
                 offered = offered or offer()
                 shape = self._shape_of(offered, state)
                 index = self.record_index(parity, rank)
                 # Only its rank changes it, and a take before the round is open.
-                held, place = self.words.read(index), fresh(parity)
+                held, place = self.words.peek(index), fresh(parity)
                 if only not in (None, parity) or not (held or place):
                     return Admitted(None, local_step, step, parity)
                 intends = True
@@ -229,16 +229,17 @@ class AdmissionProtocol:
             if intends:
                 self.end_intent(rank)
         if held:
-            before = Record.of(held)
-            record = before.written()._replace(shape=shape)
+            before: Record | None = Record.of(held)
+            record = Record.of(held).written()._replace(shape=shape)
+            complete = False
         else:
             assert place is not None
             before, record = None, Record(place[0], 1, 0, shape, int(copied))
-        admitted = Admitted(True, local_step, step, parity, before, record)
-        if place is not None and place[1] and before is None and self._apart:
+            complete = place[1] and self._apart
+        admitted = Admitted(True, local_step, step, parity, before, record, complete)
+        if complete:
             self.arrive(rank, admitted)
-            return admitted._replace(complete=True)
-        if before or not self._apart:
+        elif before or not self._apart:
             adding = record._replace(number=record.number - 1, adding=1)
             self.words.write(index, adding.word())
         return admitted
@@ -263,7 +264,7 @@ class AdmissionProtocol:
         """
         self.membership.check_counts(rank)
         # First: a gradient that was taken is in the counts.
-        self.counters.count(rank, admitted.receipt())
+        self.counters.count(rank, True, admitted.step - admitted.local_step)
         self.put_record(rank, admitted.parity, admitted.record)
         self.end_intent(rank)
 

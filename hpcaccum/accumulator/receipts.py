@@ -144,9 +144,8 @@ _NONFINITE, _ACCEPTED = range(2)
 _DROPPED = _ACCEPTED + MAX_LAG + 1
 
 
-def _column(receipt: Receipt) -> int:
-    lag = min(max(receipt.global_step - receipt.local_step, 0), MAX_LAG)
-    return (_ACCEPTED if receipt.accepted else _DROPPED) + lag
+def _column(accepted: bool, lag: int) -> int:
+    return (_ACCEPTED if accepted else _DROPPED) + min(max(lag, 0), MAX_LAG)
 
 
 class Counters:
@@ -168,17 +167,15 @@ class Counters:
         """Return the number of words for ``size`` ranks."""
         return size * cls._WIDTH
 
-    def count(self, rank: int, receipt: Receipt) -> None:
-        """Count a gradient; the next call on the words that waits publishes it."""
-        self._add(rank, _column(receipt))
+    def count(self, rank: int, accepted: bool, lag: int) -> None:
+        """Count a gradient; the next ordered store publishes it."""
+        index = self._base + rank * self._WIDTH + _column(accepted, lag)
+        # On the node of the words.
+        self._words.store_unordered(index, (self._words.peek(index) or 0) + 1)
 
     def count_nonfinite(self, rank: int) -> None:
         """Count a gradient that is not finite, and was not submitted."""
-        self._add(rank, _NONFINITE)
-
-    def _add(self, rank: int, column: int) -> None:
-        index = self._base + rank * self._WIDTH + column
-        self._words.store_unordered(index, self._words.read(index) + 1)
+        self._words.fetch_add(self._base + rank * self._WIDTH + _NONFINITE, 1)
 
     def tally(self) -> Tally:
         """Return the counts of all ranks."""

@@ -131,10 +131,13 @@ class Taker:
     def turn(self, rank: int) -> Waits[None]:
         """Wait for the turn of a rank, which `TicketLock.leave` passes on."""
         lock, ticket = self._lock, self._lock.draw(rank)
-        yield Wait(
-            lambda: None if lock.before(rank, ticket) else True,
-            lambda: f"{format_ranks(lock.before(rank, ticket))}, ahead of this rank",
-        )
+        if lock.before(rank, ticket):
+            yield Wait(
+                lambda: None if lock.before(rank, ticket) else True,
+                lambda: (
+                    f"{format_ranks(lock.before(rank, ticket))}, ahead of this rank"
+                ),
+            )
 
     def close(
         self, required: int, *, empty: bool, copies: bool = True
@@ -275,9 +278,11 @@ class Taker:
                 return None
             return self._found(closing, copies)
 
-        found: Closed = yield Wait(
-            complete, lambda: self._protocol.unfinished(closing.parity)
-        )
+        found = complete()
+        if found is None:
+            unfinished = self._protocol.unfinished
+            found = yield Wait(complete, lambda: unfinished(closing.parity))
+        assert found is not None
         return found
 
     def _found(self, closing: State, copies: bool = True) -> Closed:

@@ -154,7 +154,7 @@ class Writer:
                 # It seemed stale, but the step was lowered since.
                 source = self._storage.prepare(array)
             first = admitted.before is None
-            if first and not self._buffers.is_in(array, slot):
+            if first and record.buffer != slot:
                 self._buffers.take_back(record.buffer)
             self._storage.write(parity, record.buffer, source, first)
         self._buffers.settle(admitted, slot)

@@ -180,7 +180,7 @@ class BoundedStalenessInbox:
             # The store of the word orders it after all stores to the slot.
             self._queue.put(receipt.global_step, rank)
         self._queue.end_intent(rank)
-        self.counters.count(rank, receipt)
+        self.counters.count(rank, receipt.accepted, receipt.lag)
         return receipt
 
     def _submit_for(
@@ -192,7 +192,7 @@ class BoundedStalenessInbox:
             self.parts.keep((rank, 0), contents)
             whose |= COPIED
         # First: a gradient that was applied is in the counts.
-        self.counters.count(rank, receipt)
+        self.counters.count(rank, receipt.accepted, receipt.lag)
         if receipt:
             self._queue.put(receipt.global_step, whose)
         self._queue.end_intent(rank)
