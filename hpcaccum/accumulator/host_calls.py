@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.accumulator.declared_shape import size_of
@@ -91,10 +92,9 @@ class HostCalls(Calls):
         offer: Offer,
         fresh: tuple[Fresh | None, Fresh | None],
         only: int | None,
-        placed: int | None,
+        contents: bytes | None,
     ) -> Call:
         """Begin to have a gradient admitted: the result is that of the protocol's."""
-        contents = None if placed is None else self._storage.short(placed)
         # The answer may lead other ranks to what is in the buffer.
         self._protocol.words.sync()
         return self.begin("admit", local_step, offer, fresh, only, contents)
@@ -191,16 +191,11 @@ class HostCalls(Calls):
         only: int | None,
         contents: bytes | None,
     ) -> Admitted:
-        copied, place = contents is not None, fresh[0]
-        if contents is not None and place is not None:
-            self._storage.keep(rank, place[0], contents)
+        keep: Callable[[int], None] | None = None
+        if contents is not None:
+            keep = functools.partial(self._storage.keep, rank, contents=contents)
         return self._protocol.admit(
-            rank,
-            local_step,
-            lambda: offer,
-            fresh.__getitem__,
-            only=only,
-            copied=copied,
+            rank, local_step, lambda: offer, fresh.__getitem__, only=only, keep=keep
         )
 
     def _arrive(self, rank: int, admitted: Admitted, contents: bytes | None) -> bool:

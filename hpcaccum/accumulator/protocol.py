@@ -184,7 +184,7 @@ class AdmissionProtocol:
         fresh: Callable[[int], Fresh | None],
         *,
         only: int | None = None,
-        copied: bool = False,
+        keep: Callable[[int], None] | None = None,
     ) -> Admitted:
         """Admit a gradient of a rank to the open round, or drop it.
 
@@ -197,7 +197,7 @@ class AdmissionProtocol:
             offer: Returns what the shape policy needs to know of it.
             fresh: Returns the first buffer that the rank has for a round, by parity.
             only: Parity to which the gradient may be admitted, if not to both.
-            copied: Whether an agent has a copy of what is in the buffer.
+            keep: Has an agent keep a copy of what is in a buffer.
 
         Raises:
             InvalidArgumentError: If the shape does not fit, or the round is full.
@@ -234,8 +234,10 @@ class AdmissionProtocol:
             complete = False
         else:
             assert place is not None
+            complete, copied = place[1] and self._apart, keep is not None
             before, record = None, Record(place[0], 1, 0, shape, int(copied))
-            complete = place[1] and self._apart
+            if keep is not None:
+                keep(place[0])
         admitted = Admitted(True, local_step, step, parity, before, record, complete)
         if complete:
             self.arrive(rank, admitted)

@@ -115,6 +115,9 @@ class RowSlots(Slots):
     def short(self, index: int) -> None:
         """Return None: agents have no copies of rows."""
 
+    def short_of(self, grad: RowGradient) -> None:
+        """Return None: as `short`."""
+
     def short_total(self, closed: Closed, count: int) -> None:
         """Return None: rows are not added element by element."""
 

@@ -220,6 +220,18 @@ class Slots:
         place = self._place(self._rank, index)
         return self.parts.short(place, self._capacity, self._dtype)
 
+    def short_of(self, grad: Any) -> bytes | None:
+        """Return what `write` would store, if it may be sent at once."""
+        if self._rows or self.short(0) is None:
+            return None
+        with np.errstate(all="ignore"):
+            return np.asarray(device.to_host(grad), self._dtype).tobytes()
+
+    def put(self, index: int, contents: bytes) -> None:
+        """Store in this rank's buffer what `short_of` returned."""
+        data: Array = np.frombuffer(contents, self._dtype)
+        self._view(index, data.size)[:] = data
+
     def keep(self, rank: int, index: int, contents: bytes) -> None:
         """Keep a copy of a buffer of another rank; for an agent."""
         self.parts.keep(self._place(rank, index), contents)
@@ -299,6 +311,12 @@ class Sums:
 
     def short(self, index: int) -> None:
         """Return None: no agent has copies."""
+
+    def short_of(self, grad: Array) -> None:
+        """Return None: every gradient is added one-sidedly."""
+
+    def put(self, index: int, contents: bytes) -> None:
+        """Do nothing: as `short_of`."""
 
     def keep(self, rank: int, index: int, contents: bytes) -> None:
         """Do nothing: as `short`."""

@@ -26,11 +26,13 @@ class Unanswered(NamedTuple):
     Attributes:
         call: Its answer.
         slot: Of the gradient that may be admitted.
+        contents: What was sent of a gradient that is in no slot.
         arrives: Whether the gradient is admitted and in place.
     """
 
     call: Call
     slot: int | None
+    contents: bytes | None = None
     arrives: bool = False
 
 
@@ -139,7 +141,7 @@ class Writer:
         possible, only = self._possible(array, slot)
         if not possible:
             return None
-        admitted = self._admit(array, local_step, slot, only)
+        admitted = self._admit(array, source, local_step, slot, only)
         if admitted.accepted is None:
             if overflow := self._buffers.overflow(array):
                 raise overflow[1]
@@ -163,28 +165,46 @@ class Writer:
         return admitted.receipt()
 
     def _admit(
-        self, array: Any, local_step: int, slot: int | None, only: int | None
+        self,
+        array: Any,
+        source: Any,
+        local_step: int,
+        slot: int | None,
+        only: int | None,
     ) -> Admitted:
         """Have a gradient admitted, or dropped."""
         offer, buffers = self._protocol.shapes.offer, self._buffers
-        placed = slot if buffers.is_in(array, slot) else None
+        placed, sent = slot if buffers.is_in(array, slot) else None, None
+        if self._calls is not None:
+            offered = offer(array)
+            if placed is None and not offered.misfit:
+                sent = self._storage.short_of(source)
 
         def fresh(parity: int) -> Fresh | None:
             """Return the first buffer in a round, and whether the gradient is there."""
             if placed is not None:
                 return placed, True
             free = buffers.free_for(slot, parity)
-            return (free[0], False) if free else None
+            # The copy of the agent counts.
+            return (free[0], sent is not None) if free else None
 
         if self._calls is None:
             return self._protocol.admit(
                 self._rank, local_step, lambda: offer(array), fresh, only=only
             )
-        call = self._calls.admit(
-            local_step, offer(array), (fresh(0), fresh(1)), only, placed
-        )
-        admitted: Admitted = self._answer(Unanswered(call, slot))
+        contents = sent if placed is None else self._storage.short(placed)
+        places = fresh(0), fresh(1)
+        call = self._calls.admit(local_step, offered, places, only, contents)
+        admitted: Admitted = self._answer(Unanswered(call, slot, sent))
+        self._put(admitted, sent)
         return admitted
+
+    def _put(self, admitted: Admitted, sent: bytes | None) -> None:
+        """Store a gradient of which the agent has a copy; others may be added."""
+        if sent is not None and admitted.complete:
+            assert admitted.record is not None
+            self._buffers.take_back(admitted.record.buffer)
+            self._storage.put(admitted.record.buffer, sent)
 
     def _arrive(self, admitted: Admitted) -> None:
         """Publish a gradient that is in place."""
@@ -206,7 +226,7 @@ class Writer:
         """Wait for the answer to a gradient whose call has ended before."""
         assert self._calls is not None
         assert self._unanswered is not None
-        _, slot, arrives = self._unanswered
+        _, slot, sent, arrives = self._unanswered
         try:
             admitted = self._answer(self._unanswered, deadline)
         except InvalidArgumentError:
@@ -214,6 +234,7 @@ class Writer:
         if arrives or not admitted.accepted:
             return
         if admitted.complete:
+            self._put(admitted, sent)
             self._buffers.settle(admitted, slot)
         else:
             # The caller may have changed the gradient since: it is left out.

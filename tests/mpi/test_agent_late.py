@@ -58,6 +58,12 @@ def limit(monkeypatch):
 
 @pytest.fixture
 def acc(group, host):
+    # A gradient that is in no slot is not sent with the request.
+    with testing.limits(short=0):
+        yield from made(group, host)
+
+
+def made(group, host):
     made = ConditionalAccumulator("float32", (ELEMENTS,), comm=group, host=host)
     yield made
     made.free()
@@ -241,3 +247,14 @@ def test_a_rank_that_waits_warns_and_names_the_agent(
     message = at(caller, lambda: caplog.text)
     assert "conditional_accumulator: apply_grad: waited" in message
     assert f"for the answer of the agent of {named(group.nodes[-1][0])}" in message
+
+
+def test_a_short_gradient_counts_when_the_answer_comes(
+    held, limit, group, caller, host
+):
+    # Its contents were part of the request; the next one is added to it.
+    for acc in made(group, host):
+        late(held, limit, caller, copied, acc, 4)
+        assert at(caller, copied, acc, 6)
+        same_bits(at(0, acc.take_grad, 2, timeout=WAIT), np.full(ELEMENTS, 5, "f4"))
+        meet()
