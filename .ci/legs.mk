@@ -3,16 +3,15 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-SIZES   := 4 3 2
 SINGLES := test-checks test-device test-1-openmpi test-1 test-oldest \
            test-newest-cupy test-oldest-cupy
 
 # The longest legs come first. Make passes over this list, and starts what waits for an
 # environment in the next pass only: so legs of MPICH come before those of Open MPI.
 .PHONY: all
-all: environments no-shared-memory-4 mpich-4 no-shared-memory-3 mpich-3 openmpi-4 \
-     openmpi-3 programs-mpich programs-openmpi adapters single-test-checks \
-     no-shared-memory-2 readme openmpi-2 hosts-mpich hosts-openmpi \
+all: environments programs-mpich mpich-4 programs-openmpi no-shared-memory-4 mpich-3 \
+     openmpi-4 adapters single-test-checks no-shared-memory-2 readme openmpi-2 \
+     hosts-mpich hosts-openmpi \
      $(SINGLES:%=single-%) lint documentation shell-scripts
 
 # One after the other: all of them build the package in this directory.  Legs that need
@@ -24,47 +23,52 @@ environment-mpich:
 environments: environment-mpich
 	@leg "other environments" make environments
 
-$(SIZES:%=no-shared-memory-%) mpich-3 mpich-4 readme hosts-mpich lint: environment-mpich
+no-shared-memory-2 no-shared-memory-4 mpich-3 mpich-4: environment-mpich
+readme hosts-mpich lint: environment-mpich
 programs-mpich programs-openmpi adapters documentation hosts-openmpi: environments
-$(SIZES:%=openmpi-%) $(SINGLES:%=single-%): environments
+openmpi-2 openmpi-4 $(SINGLES:%=single-%): environments
 
 # One training is in the leg `readme`.
 programs-mpich:
 	@leg "MPICH, whole programs" make test-programs ARGS="-k 'not log_of_one_strategy'"
 
 # The harness of the tests, refused options, unusable files, the programs of the pages, the
-# tables, and what a training writes are tested with MPICH: they depend on pytest and on
-# the commands, not on the MPI.
+# tables, the wheel, what a training writes and how it stops are tested with MPICH: they
+# depend on pytest and on the commands, not on the MPI. So do batch scripts and the doctor,
+# except for how the ranks of a job start and end.
+OPENMPI := (not test_slurm or two_nodes or find_each_other or died or killed) and \
+           (not test_doctor or alone_it or a_launcher or is_killed)
 programs-openmpi:
-	@leg "Open MPI, whole programs" make test-programs MPI=openmpi ARGS="$(addprefix \
-	    --ignore=tests/system/test_,harness_failures.py options.py files.py \
-	    documentation.py bench.py saving.py train.py)"
+	@leg "Open MPI, whole programs" make test-programs MPI=openmpi ARGS="-k '$(OPENMPI)' \
+	    $(addprefix --ignore=tests/system/test_,harness_failures.py options.py files.py \
+	    documentation.py bench.py saving.py train.py stopping.py packaging.py)"
 
 # The second command of the README: 2 ranks of MPICH, units, and most of the kernels.
 readme:
 	@leg "make test" make test
 
-# With 2 ranks, `make test-adapters` only.
+# With 1 and 2 ranks, `make test-adapters` only.
 adapters:
-	@leg "PyTorch and JAX" make test-adapters ADAPTER_SIZES="1 3"
+	@leg "PyTorch and JAX" make test-adapters ADAPTER_SIZES=3
 
 # Ranks are placed on made-up nodes in four ways (NODES of tests/mpi/reducing.py), all of
 # which `make test-all` tests. Legs of 3 and 4 ranks test some of them, such that each way is
-# tested with each MPI, and on each number of ranks: `uneven` on 4, as it is `halves` on 3.
-# Without shared memory, each rank is on a node of its own, and no others are made up.
+# tested with MPICH: `uneven` on 4, as it is `halves` on 3. With Open MPI, two nodes of two
+# ranks are tested in one way, and ranks on nodes of their own on 2 ranks. Without shared
+# memory, each rank is on a node of its own, and no others are made up.
 #
-# Tests marked `any_size` test the same on any number of ranks. They run on 1 and 2 ranks
-# with each MPI (on 2 with MPICH in the leg `readme`). Those also marked `ranks`, which need
-# 3 ranks or several nodes, run on 3 with each MPI.
+# An odd number of ranks is tested with MPICH, an even one with each MPI. Tests marked
+# `any_size` test the same on any number of ranks. They run on 1 rank with MPICH, and on 2
+# with each MPI (with MPICH in the leg `readme`). Those also marked `ranks`, which need 3
+# ranks or several nodes, run on 3 or 4 with each MPI.
 # `make test-all` runs all tests on all numbers of ranks.
-SIZED   := -m 'not any_size'
-SIZED_3 := -m 'not any_size or ranks'
+SIZED := -m 'not any_size'
+NODES := -m 'not any_size or ranks'
 mpich-4:   OPTIONS := $(SIZED) -o mpi_nodes=halves,uneven
-openmpi-4: OPTIONS := $(SIZED) -o mpi_nodes=apart,singles,uneven
-mpich-3:   OPTIONS := $(SIZED_3) -o mpi_nodes=apart,singles
-openmpi-3: OPTIONS := $(SIZED_3) -o mpi_nodes=halves
-no-shared-memory-4: OPTIONS := $(SIZED)
-no-shared-memory-3: OPTIONS := $(SIZED_3)
+mpich-3:   OPTIONS := $(NODES) -o mpi_nodes=apart,singles
+openmpi-4: OPTIONS := $(NODES) -o mpi_nodes=apart,uneven
+no-shared-memory-4: OPTIONS := $(NODES)
+single-test-1-openmpi: OPTIONS := $(SIZED)
 # Gradients of tests are short: once, ranks do not send them at once, as if they were long.
 no-shared-memory-2: OPTIONS := -m 'not slow' -o mpi_short=0
 openmpi-2: OPTIONS := -m 'not slow'
@@ -90,7 +94,8 @@ hosts-openmpi:
 # NVIDIA's compiler compiles the kernels as for a GPU, and needs none.
 single-%:
 	@leg "single processes and single ranks, $*" \
-	    env HPCACCUM_REQUIRE_CUPY=1 HPCACCUM_REQUIRE_NVRTC=1 make $*
+	    env HPCACCUM_REQUIRE_CUPY=1 HPCACCUM_REQUIRE_NVRTC=1 make $* \
+	    $(if $(OPTIONS),ARGS="$(OPTIONS)")
 
 lint:
 	@leg "lint" make lint

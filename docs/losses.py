@@ -1,9 +1,13 @@
 """Measure how long updates pause when a rank is killed: python docs/losses.py.
 
 This runs each case several times with the mpiexec of this Python, on 4 ranks, of which
-rank 0 kills the last one. It prints the pauses, and writes the updates over time of one
-run of each case to losses.json, from which pictures.py draws: the run that other
-programs have disturbed least before the kill. The ranks run this file, too.
+the last one is killed by the one before it. It prints the pauses, and writes the
+updates over time of one run of each case to losses.json, from which pictures.py draws:
+the run that other programs have disturbed least before the kill. The ranks run this
+file, too.
+
+With --hosts, the ranks are on two hosts made of namespaces. This needs root, and
+PYTHONPATH=. in the repository.
 
 With --demo, it trains on the digits instead, and kills rank 2 half way.
 """
@@ -25,6 +29,7 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +60,8 @@ def train(kind: str, path: str) -> None:
 
     comm = MPI.COMM_WORLD
     victim = comm.bcast(os.getpid(), root=comm.size - 1)
+    # On the same host, which may number its processes by itself.
+    kills_it = comm.rank == comm.size - 2
     w = hpc.Variable(np.zeros(1000, np.float32), "w")
     if kind == "drop-stale":
         opt = hpc.DropStaleGradientOptimizer(hpc.SGD(0.0), 2 * comm.size)
@@ -71,7 +78,7 @@ def train(kind: str, path: str) -> None:
         begun = time.monotonic()
         while (passed := time.monotonic() - begun) < BEFORE + 1 + AFTER:
             opt.minimize(loss, var_list=[w])
-            if comm.rank == 0 and passed > kills:
+            if kills_it and passed > kills:
                 with hpc.span("kill"):
                     os.kill(victim, signal.SIGKILL)
                 kills = float("inf")
@@ -86,18 +93,40 @@ def launch(vendor: str) -> list[str]:
     return [str(mpiexec), *options, "-n", str(RANKS), *wrapper, sys.executable]
 
 
-def run(kind: str, nodes: bool, vendor: str) -> list[float]:
+def launch_on_hosts(vendor: str, cluster: Any, *program: str) -> list[str]:
+    """Return the command that starts a program on all ranks, two on each host."""
+    options, wrapper = SURVIVE[vendor]
+    command: list[str] = cluster.command(2, *wrapper, sys.executable, *program)
+    after = next(i for i, word in enumerate(command) if word.endswith("/mpiexec")) + 1
+    return [*command[:after], *options, *command[after:]]
+
+
+def run(kind: str, where: str, vendor: str) -> list[float]:
     """Return when a run made its updates, in seconds since the kill."""
-    environment = dict(os.environ, MPIR_CVAR_NOLOCAL=str(int(nodes)))
-    with tempfile.TemporaryDirectory() as folder:
+    environment = dict(os.environ, MPIR_CVAR_NOLOCAL=str(int(where == "4 nodes")))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         path = Path(folder) / "trace.json"
-        subprocess.run(
-            [*launch(vendor), __file__, "--train", kind, str(path)],
+        program = __file__, "--train", kind, str(path)
+        if where == "2 hosts":
+            from tests.cluster.hosts import hosts
+
+            (Path(folder) / "hosts").mkdir()
+            cluster = stack.enter_context(hosts(Path(folder) / "hosts", 2))
+            command = launch_on_hosts(vendor, cluster, *program)
+            environment = cluster.environment(environment)
+        else:
+            command = [*launch(vendor), *program]
+        done = subprocess.run(
+            command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             timeout=60,
         )
+        if not path.exists():
+            raise RuntimeError(done.stdout)
         events = json.loads(path.read_text())["traceEvents"]
     (kill,) = (event["ts"] for event in events if event["name"] == "kill")
     updates = [e for e in events if e.get("cat") == "Loop._make_in_turn"]
@@ -165,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--hosts", action="store_true", help="on two hosts; needs root")
     parser.add_argument("--demo", action="store_true", help="kill a rank of a training")
     options = parser.parse_args()
     if options.train:
@@ -177,22 +207,22 @@ def main() -> None:
         show(vendor)
         return
     columns = {}
-    for nodes in (False, True)[: 1 + (vendor == "MPICH")]:
+    places = ["one node", "4 nodes"][: 1 + (vendor == "MPICH")]
+    for where in ["2 hosts"] if options.hosts else places:
         for kind in KINDS:
-            runs = [run(kind, nodes, vendor) for _ in range(options.runs)]
+            runs = [run(kind, where, vendor) for _ in range(options.runs)]
             pauses = [longest_gap(times, 0, 1) for times in runs]
             usual = [longest_gap([t for t in times if t < 0], -1, 0) for times in runs]
-            where = "4 nodes" if nodes else "one node"
             print(
                 f"{vendor}, {where}, {kind}: {statistics.median(pauses):.0f} ms, at "
                 f"most {max(pauses):.0f} ms; in the second before "
                 f"{statistics.median(usual):.0f} ms, at most {max(usual):.0f} ms",
                 flush=True,
             )
-            if not nodes:
+            if where == "one node":
                 columns[kind] = in_columns(runs[usual.index(min(usual))])
     lines = ",\n".join(f"{json.dumps(k)}: {v}" for k, v in columns.items())
-    if vendor == "MPICH":
+    if columns and vendor == "MPICH":
         (HERE / "losses.json").write_text(f"{{\n{lines}\n}}\n")
 
 

@@ -66,7 +66,7 @@ buffer1 | 400 60 240 92 | its gradient buffer | shared memory of the node | \
 accumulator/buffers.py, storage.py
 words1 | 400 195 240 92 | words of the host rank | step, round, records | \
 accumulator/protocol.py
-server1 | 740 60 215 92 | the server, a thread | server/update_loop.py | \
+server1 | 740 60 215 92 | the server, a thread | server/loop.py | \
 optimizers/rules.py
 copies1 | 45 195 240 92 | two copies of parameters | shared memory of the node | \
 server/double_buffer.py
@@ -82,7 +82,7 @@ agent3 | 550 385 195 92 | the agent | accumulator/ | host_calls.py
 words3 | 550 515 195 92 | words of the host rank | step, round, records | \
 accumulator/protocol.py
 parts3 | 550 655 195 92 | the agent | nodes/parts.py: | collecting
-server3 | 790 655 170 92 | the server | server/update_loop.py | server/parameters.py
+server3 | 790 655 170 92 | the server | server/loop.py | server/publisher.py
 """
 # From, to, where each end is (a side, and how far along it in percent), the label.
 WAYS = """

@@ -7,7 +7,7 @@ The path of a gradient through the packages:
   `server.bounded_staleness`.
 - It is summed by `accumulator.taker`, or by a schedule of `reducer`.
 - Parameters are updated by a rule of `optimizers.rules`: on the root of a parameter
-  server by `server.update_loop`, else on every rank.
+  server by `server.loop`, else on every rank.
 """
 
 from __future__ import annotations

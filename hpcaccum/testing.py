@@ -23,9 +23,8 @@ from hpcaccum.mpi.talk import control
 from hpcaccum.nodes import Agent, transfer
 from hpcaccum.server import (
     node_update,
+    parameter_agent,
     parameter_copies,
-    row_draft,
-    server_orders,
     wire_format,
 )
 
@@ -192,7 +191,7 @@ def admitted_step(optimizer: Any) -> int:
 
 def left(optimizer: Any) -> list[int]:
     """Return the ranks that have left."""
-    return list(optimizer._server._inbox.left())
+    return list(optimizer._server._inbox.membership.left())
 
 
 def shared_bytes(optimizer: Any, *, gradients: bool = False) -> int:
@@ -251,8 +250,7 @@ def interrupt_pulls(name: str) -> Any:
 
 def before_updates(optimizer: Any, call: Callable[[], object]) -> Any:
     """Return a patch: calls before each update of this rank's part of the center."""
-    role = optimizer._server._role
-    return _before(getattr(role, "shard", role), "update", lambda *_: call())
+    return _before(optimizer._server._updates, "update", lambda *_: call())
 
 
 def before_answers(
@@ -266,13 +264,13 @@ def before_answers(
         ordered: Whether the servers are told before to answer the question.
     """
     calls, name = [call], "_wait_for" if ordered else "_order"
-    questions = optimizer._server._parameters.questions
+    questions = optimizer._server._orders.questions
     return _before(questions, name, lambda *_: calls and calls.pop()())
 
 
 def mend(optimizer: Any) -> None:
     """Have a server go on after an update that has failed, so that it can be freed."""
-    optimizer._server._role._broken = False
+    optimizer._server._updates._broken = False
 
 
 def before_pieces(optimizer: Any, call: Callable[[int], object]) -> Any:
@@ -315,7 +313,7 @@ def note_rows(numbers: list[Any]) -> Any:
 def note_row_messages(sizes: list[int]) -> Any:
     """Return a patch: the bytes of each message with rows that this rank sends."""
     return _after(
-        row_draft.RowDraft, "message", lambda made, _: sizes.append(made.size)
+        parameter_copies.RowDraft, "message", lambda made, _: sizes.append(made.size)
     )
 
 
@@ -326,7 +324,7 @@ def slow_reads(seconds: float) -> Any:
 
 def slow_parts(seconds: float, rank: int | None = None) -> Any:
     """Return a patch: servers pause before each piece of parameters, to one leader."""
-    send = vars(server_orders)["send_pieces"]
+    send = vars(parameter_agent)["send_pieces"]
 
     def slowly(comm: Any, to: int, *args: Any) -> Iterator[bool]:
         for done in send(comm, to, *args):
@@ -335,7 +333,7 @@ def slow_parts(seconds: float, rank: int | None = None) -> Any:
                 yield False
             yield done
 
-    return mock.patch.object(server_orders, "send_pieces", slowly)
+    return mock.patch.object(parameter_agent, "send_pieces", slowly)
 
 
 # Nodes

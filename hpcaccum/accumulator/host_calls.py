@@ -24,6 +24,7 @@ from hpcaccum.accumulator.declared_shape import size_of
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 from hpcaccum.nodes import Calls, LostNodeError
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -117,7 +118,13 @@ class HostCalls(Calls):
     def take(
         self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
     ) -> T:
-        """Do as `Taker.take`, for one thread at a time."""
+        """Do as `Taker.take`."""
+        with self._taker.inside.hold("take_grad", deadline):
+            return self._take_in_turn(required, deadline, reduce)
+
+    def _take_in_turn(
+        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+    ) -> T:
         if self._leaving is not None:
             self._leaving.result(deadline, self.missing)
             self._leaving = None
@@ -137,6 +144,7 @@ class HostCalls(Calls):
         self.call("complete")
         return result
 
+    @traced("take")
     def _close(self, required: int, again: bool, deadline: Deadline) -> Closed:
         """Return a closed round."""
         call = self.begin("take", required, again)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from hpcaccum.accumulator.host_calls import HostCalls
 from hpcaccum.accumulator.protocol import AdmissionProtocol
@@ -18,7 +18,13 @@ from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutErro
 from hpcaccum.mpi import Freeable, Group, is_ending
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpcaccum.accumulator.receipts import Tally
+    from hpcaccum.accumulator.state import Closed
+    from hpcaccum.deadline import Deadline
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,14 @@ class SharedAccumulator(Freeable):
             self.calls = HostCalls(*parts)
         self.writer = Writer(self.protocol, self.storage, group.rank, self.calls, what)
         self._register(group, group.label(what))
+
+    def take(
+        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+    ) -> T:
+        """Do as `Taker.take`; by the agent of the host's node, if that is another."""
+        if self.calls is not None and not self.calls.near:
+            return self.calls.take(required, deadline, reduce)
+        return self.taker.take(required, deadline, reduce, self.calls)
 
     @classmethod
     def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:

@@ -6,6 +6,7 @@ of another node, the agent of the host's node does: see `host_calls`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -18,11 +19,13 @@ from hpcaccum.nodes import LostNodeError
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from hpcaccum.accumulator.host_calls import HostCalls
+    from collections.abc import Iterator
+
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.state import State
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.deadline import Deadline
+    from hpcaccum.nodes import Calls
 
 T = TypeVar("T")
 
@@ -54,6 +57,9 @@ class Taker:
         storage: Where the gradients are.
         rank: This rank.
         what: Name for messages.
+
+    Attributes:
+        inside: Threads of one rank share its place in the line.
     """
 
     def __init__(
@@ -61,58 +67,76 @@ class Taker:
     ) -> None:
         self._protocol, self._storage, self._what = protocol, storage, what
         self._lock, self._rank = protocol.take_lock, rank
-        # Threads of one rank share its place in the line.
-        self._inside = OneThread(what)
+        self.inside = OneThread(what)
 
-    @traced("take")
     def take(
         self,
         required: int,
         deadline: Deadline,
         reduce: Callable[[Closed], T],
-        calls: HostCalls | None,
+        calls: Calls | None,
+    ) -> T:
+        """Do as `hold_round`, and return the reduction of its gradients, at least one.
+
+        Args:
+            required: See `hold_round`.
+            deadline: Likewise.
+            reduce: Called with the round; again, with what is left, if a node is lost.
+            calls: See `hold_round`.
+
+        Raises:
+            Exception: What ``reduce`` raises.
+        """
+        while True:
+            # Of a round with gradients on a lost node, those that are left.
+            with (
+                contextlib.suppress(LostNodeError),
+                self.hold_round(required, deadline, calls) as closed,
+            ):
+                return reduce(closed)
+
+    @contextlib.contextmanager
+    def hold_round(
+        self,
+        required: int,
+        deadline: Deadline,
+        calls: Calls | None,
         *,
         empty: bool = False,
-    ) -> T:
-        """Close a round of ``required`` gradients or more; return their reduction.
+    ) -> Iterator[Closed]:
+        """Close a round of ``required`` gradients or more, and keep it for a block.
 
-        If it fails before the result is complete, or the admitted writers do not finish
-        in time, the round stays on record and the next take resumes it.
+        For ranks of the host's node. If the block raises, or the admitted writers do
+        not finish in time, the round stays on record and the next take resumes it.
 
         Args:
             required: Gradients to wait for.
             deadline: Of the call.
-            reduce: Returns the reduction of a closed round. Its gradients stay as they
-                are until it returns. If it raises, it may be called again with the same
-                round.
             calls: Those of the agent of the host's node, between nodes.
-            empty: Whether a round is reduced of which all gradients were lost. If not,
+            empty: Whether a round is kept of which all gradients were lost. If not,
                 another round is closed at its step.
 
         Raises:
             WaitTimeoutError: Names what is missing.
             EverybodyLeftError: If all ranks have left and no gradient is in the round.
-            Exception: What ``reduce`` raises.
         """
-        with self._inside.hold("take_grad", deadline):
-            if calls is not None and not calls.near:
-                return calls.take(required, deadline, reduce)
+        with self.inside.hold("take_grad", deadline):
             try:
-                self._run(self.turn(self._rank), deadline, calls)
-                while True:
-                    close = self.close(required, empty=empty)
-                    closing, closed = self._run(close, deadline, calls)
-                    try:
-                        result = reduce(closed)
-                    except LostNodeError:
-                        # Again, without the gradients that were there.
-                        continue
-                    self.complete(self._rank, closing, closed)
-                    return result
+                closing, closed = self._take_round(required, deadline, calls, empty)
+                yield closed
+                self.complete(self._rank, closing, closed)
             finally:
                 self._lock.leave(self._rank)
 
-    def _run(self, waits: Waits[T], deadline: Deadline, calls: HostCalls | None) -> T:
+    @traced("take")
+    def _take_round(
+        self, required: int, deadline: Deadline, calls: Calls | None, empty: bool
+    ) -> tuple[State, Closed]:
+        """Return a round as it was when it closed, and what has arrived of it."""
+        self._run(self.turn(self._rank), deadline, calls)
+        return self._run(self.close(required, empty=empty), deadline, calls)
+
+    def _run(self, waits: Waits[T], deadline: Deadline, calls: Calls | None) -> T:
         """Wait each time; return the result."""
         proceed: Callable[[Any], Wait] = waits.send
         found: Any = None
@@ -323,7 +347,7 @@ class Taker:
                 return
 
 
-def _waited(wait: Wait, deadline: Deadline, calls: HostCalls | None) -> Any:
+def _waited(wait: Wait, deadline: Deadline, calls: Calls | None) -> Any:
     """Wait; return what has ended the wait."""
     look, missing, changed = wait
     if calls is None or changed is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from hpcaccum.accumulator.state import Packing
 from hpcaccum.accumulator.storage import Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from hpcaccum.accumulator.batch import Batch
     from hpcaccum.accumulator.membership import Membership
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class VectorAccumulator(ConditionalAccumulator):
     """Accumulates vectors, if they are not stale; for a parameter server. Collective.
 
-    `take_batch` takes them. Those with rows have no other take, as their rows cannot be
+    `batch` takes them. Those with rows have no other take, as their rows cannot be
     added element by element.
 
     Args:
@@ -99,23 +100,19 @@ class VectorAccumulator(ConditionalAccumulator):
         self._check_open()
         self._shared.writer.note_finished(step)
 
-    def take_batch(
-        self, num_required: int, deadline: Deadline, use: Callable[[Batch], None]
-    ) -> None:
-        """Do as `take_grad`, but let ``use`` read the vectors where they lie.
+    @contextlib.contextmanager
+    def batch(self, num_required: int, deadline: Deadline) -> Iterator[Batch]:
+        """Do as `take_grad`, but give the vectors where they lie to a block.
 
-        They stay as they are until it returns. It may be called again with the same
-        vectors if it raises. If all were given up, it gets none: ranks may know the
-        next step by then.
+        They stay as they are until its end. If it raises, the next call may give the
+        same vectors again. If all were given up, it gets none: ranks may know the next
+        step by then.
         """
         self._check_open()
-        self._shared.taker.take(
-            self._required(num_required),
-            deadline,
-            lambda closed: use(self._slots.batch(closed, self._divisor(closed))),
-            self._shared.calls,
-            empty=True,
-        )
+        taker, calls = self._shared.taker, self._shared.calls
+        required = self._required(num_required)
+        with taker.hold_round(required, deadline, calls, empty=True) as closed:
+            yield self._slots.batch(closed, self._divisor(closed))
 
     def count_nonfinite(self) -> None:
         """Count a vector of this rank that is not finite, and was not applied."""
@@ -128,7 +125,3 @@ class VectorAccumulator(ConditionalAccumulator):
         Any rank may call it.
         """
         return self._protocol.awaited(num_required, step)
-
-    def exclude(self, ranks: Iterable[int]) -> None:
-        """Name ranks in no message: they are not among the workers."""
-        self.membership.exclude(ranks)

@@ -24,7 +24,6 @@ from hpcaccum.optimizers.cross_shard import CrossShardOptimizer, Reduction
 from hpcaccum.optimizers.drop_stale import DropStaleGradientOptimizer
 from hpcaccum.optimizers.finite import clip_by_global_norm
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
-from hpcaccum.optimizers.servers import check_nodes
 from hpcaccum.optimizers.sync_replicas import SyncReplicasOptimizer
 from hpcaccum.optimizers.variable import Variable
 
@@ -41,7 +40,6 @@ __all__ = [
     "Reduction",
     "SyncReplicasOptimizer",
     "Variable",
-    "check_nodes",
     "clip_by_global_norm",
     "get_variable",
 ]

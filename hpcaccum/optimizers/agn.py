@@ -15,12 +15,11 @@ from hpcaccum.layout import Layout
 from hpcaccum.optimizers.base import Optimizer, set_global_step
 from hpcaccum.optimizers.checks import check_pairs
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.optimizers.servers import ServerOptions
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import one_thread
 from hpcaccum.rows import IndexedSlices, Rows, merged, union_size
-from hpcaccum.server import BoundedStalenessInbox, gradients_by_name
+from hpcaccum.server import BoundedStalenessInbox, ServerOptions, gradients_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,10 +31,9 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.servers import Servers
     from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Inbox, ParameterServer
+    from hpcaccum.server import Inbox, ParameterServer, Servers
 
 
 class UnknownVariableError(InvalidArgumentError, KeyError):

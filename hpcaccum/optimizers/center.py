@@ -160,7 +160,7 @@ class Center:
             self._flat.apply(rate, pairs)
             return
         options = self._inner._host_options
-        if options is not None and not self._server.is_sharded:
+        if options is not None and not self._server.in_parts:
             options.use(options.changed())
         self._inner.apply_gradients(pairs)
 
@@ -190,7 +190,7 @@ class Center:
 
     def slot(self, var: Variable, name: str) -> Variable | None:
         """Return a copy of a slot; None before the first update."""
-        if self._server.is_sharded:
+        if self._server.in_parts:
             return _whole_slot(self._server.ask(var.name), var, name)
         if var.name not in self._variables:
             return None
@@ -207,7 +207,7 @@ class Center:
         return {**copies, "global_step": step, "tally": tally.as_lists()}
 
     def _state(self) -> dict[Key, Any]:
-        if self._server.is_sharded:
+        if self._server.in_parts:
             # One variable at a time: a message with all of it may be too long.
             found = {
                 key: value
@@ -227,7 +227,7 @@ class Center:
         """Move all of it to memory of its own, after the server is freed."""
         if self._flat is not None:
             self._flat.move_slots()
-        if not self._server.is_sharded:
+        if not self._server.in_parts:
             for name, var in self._variables.items():
                 var._move_to(self._server.center[name])
 

@@ -10,7 +10,7 @@ from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import wire_format
 from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import Group, group_of
+from hpcaccum.mpi import Group, Objects, group_of
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, scaled
 from hpcaccum.optimizers.checks import (
     check_groups,
@@ -30,7 +30,7 @@ from hpcaccum.optimizers.snapshot import counts_of, set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
 from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
-from hpcaccum.reducer import check_schedule
+from hpcaccum.reducer import RAISE, check_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hpcaccum.rows import Rows
 
 # The options that reducers have, too.
-_OF_REDUCERS = ("schedule", "cuda_aware", "wire_dtype")
+_OF_REDUCERS = ("schedule", "cuda_aware", "wire_dtype", "on_loss")
 
 
 class Reduction:
@@ -99,6 +99,13 @@ class CrossShardOptimizer(Wrapper):
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             reduces them, "drop" makes the update with those of the other ranks (a mean
             is over these), "raise" raises InvalidArgumentError on all ranks.
+        on_loss: What happens when a rank is lost: "raise" has all others end with a
+            LostRankError. With "shrink" the others of its group go on, if the process
+            of the rank has ended, and it is not the first of its group or of ``comm``.
+            A mean is then that over the ranks that remain. See `Reducer` for when the
+            last gradient counts. `leave` and `restore` raise LostRankError from then
+            on. Requires all ranks on one node, variables in CPU memory that are not
+            sparse, and schedule "auto" or "shared".
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -127,12 +134,13 @@ class CrossShardOptimizer(Wrapper):
         wire_dtype: Any = None,
         sync: bool = True,
         on_nonfinite: OnNonfinite = "accept",
+        on_loss: str = RAISE,
     ) -> None:
         whole = group_of(comm)
 
         def check() -> dict[str, Any]:
             used = "flat" if cuda_aware and schedule == "auto" else schedule
-            check_schedule(used, wire_dtype, cuda_aware)
+            used = check_schedule(used, wire_dtype, cuda_aware, on_loss, whole)
             return {
                 "optimizer": type(opt).__name__,
                 "reduction": check_reduction(reduction),
@@ -141,6 +149,7 @@ class CrossShardOptimizer(Wrapper):
                 "wire_dtype": check_wire_dtype(wire_dtype),
                 "group_assignment": check_groups(group_assignment, whole.size),
                 "sync": bool(sync),
+                "on_loss": on_loss,
             }
 
         super().__init__(opt, name, whole, check, on_nonfinite)
@@ -207,7 +216,13 @@ class CrossShardOptimizer(Wrapper):
             variables = self._check_start(var_list)
             layout = layout_of(variables, self._group.size)
             wire_format(self._options["wire_dtype"], layout.dtype)
-            return variables, device_sums(variables)
+            sums = device_sums(variables)
+            if self._options["on_loss"] != RAISE and (sums or row_formats(variables)):
+                raise InvalidArgumentError(
+                    f"{self.get_name()}: on_loss={self._options['on_loss']!r} is not "
+                    f"for variables that are on a device, or sparse"
+                )
+            return variables, sums
 
         variables, self._sums = self._group.agree(
             self._call("initialize"),
@@ -294,12 +309,17 @@ class CrossShardOptimizer(Wrapper):
         # those that succeed were counted, the others would learn of it at the end, when
         # they wait for a call that this rank never makes.
         shard.computed += 1
+        whole, inside = self._is_whole_step(), self._in_minimize
+        # The loss may compute other gradients, which are not those of `minimize`.
+        self._in_minimize = False
         try:
             pairs = self.inner.compute_gradients(loss, variables, *args, **kwargs)
         except (TypeError, InvalidArgumentError) as error:
             # The other ranks wait for this one in their `apply_gradients`.
             self._fail(error)
-        if not self._divides or self._is_whole_step():
+        finally:
+            self._in_minimize = inside
+        if not self._divides or whole:
             return pairs
         # Not in place: another gradient may lie in the same memory.
         scale = 1 / self._parts
@@ -517,9 +537,10 @@ class CrossShardOptimizer(Wrapper):
             if newest is not None:
                 variables = check_variables(self._variables)
                 broadcast(self._group, variables, self._call("free"), newest)
-            names = tuple(self._steps)
-            self._end_steps(self._group.allgather(names, self._call("global step")))
+            call = self._call("global step")
+            found = self._group.gather_present(tuple(self._steps), call)
+            self._end_steps([*found.values()])
         if self._split is not None:
-            self._split.free()
+            Objects.of(self._split).close()
         release(self._sums)
         super()._free()

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.optimizers.servers import ServerOptions
-from hpcaccum.server import BoundedStalenessInbox
+from hpcaccum.server import BoundedStalenessInbox, ServerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.servers import Servers
     from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Inbox, ParameterServer
+    from hpcaccum.server import Inbox, ParameterServer, Servers
 
 
 class DropStaleGradientOptimizer(OneSidedOptimizer):

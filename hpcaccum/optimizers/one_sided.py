@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,12 @@ from hpcaccum.optimizers.checks import (
     declared,
     listed,
 )
-from hpcaccum.optimizers.servers import ServerOptions, check_nodes, spread
 from hpcaccum.optimizers.slices import pushed
 from hpcaccum.optimizers.snapshot import counts_of, set_values
 from hpcaccum.optimizers.start import broadcast, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
-from hpcaccum.server import ParameterServer
+from hpcaccum.server import ParameterServer, ServerOptions, check_nodes, spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,11 +117,11 @@ class OneSidedOptimizer(Wrapper):
 
         super().__init__(opt, name, group, check_all, options.on_nonfinite)
         self._root: int = self._options["host"]
-        self._dedicated: bool = self._options["dedicated"]
+        self._place = options
         # None if they depend on the variables.
         self._servers: tuple[int, ...] | None = self._options["servers"]
         check_nodes(self._servers, group)
-        num_serving = len(self._servers or ()) * self._dedicated
+        num_serving = len(self._servers or ()) * bool(options.dedicated)
         self._workers = group.size - num_serving
         # The step of this rank's variables, and the first one worth waiting for.
         self._step, self._useful = -1, 0
@@ -181,20 +181,23 @@ class OneSidedOptimizer(Wrapper):
     ) -> ParameterServer:
         servers = self._servers
         if servers is None:
-            servers = spread(self._root, self._group, self.inner, variables)
+            nbytes = sum(var.value.nbytes for var in variables)
+            divisible = self.inner.elementwise and not any(v.sparse for v in variables)
+            servers = spread(self._root, self._group, nbytes, divisible=divisible)
         return ParameterServer(
             self._group,
-            self._root,
             self._values,
             self._make_inbox,
-            dedicated=self._dedicated,
-            what=self.get_name(),
+            dataclasses.replace(
+                self._place,
+                servers=servers,
+                min_workers=self._options["min_workers"],
+            ),
+            self.get_name(),
             rule=flat,
             finish=self._pull_all,
-            servers=servers,
             elementwise=self.inner.elementwise,
             capacities=capacities(variables, self._share),
-            min_workers=self._options["min_workers"],
             **self._earlier,
         )
 
@@ -263,7 +266,7 @@ class OneSidedOptimizer(Wrapper):
     def gradient_arrays(self) -> dict[str, Array]:
         """Return arrays in which a loss can compute its next gradients, by name.
 
-        They are this rank's slot on the server: gradients written to them are sent
+        They are this rank's buffer on the server: gradients written to them are sent
         without a copy. Their dtype is that in which gradients are added: float32 for
         half precision. After `apply_gradients` they are read-only; call this method
         again. For variables on a device they are device memory.

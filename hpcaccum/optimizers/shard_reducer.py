@@ -44,7 +44,8 @@ class ShardReducer:
     A rank that leaves, or whose gradients shall not be used, interrupts a reduction.
     The others learn it there, and repeat the reduction without it; after a rank has
     left, with a new reducer. So does a rank that has started other gradients than it
-    gives, and the reduction is repeated with those.
+    gives, and the reduction is repeated with those. A reducer may also go on without a
+    rank that is lost.
 
     Args:
         group: The ranks.
@@ -55,7 +56,8 @@ class ShardReducer:
 
     Attributes:
         reducer: That of the ranks that have not left. When this rank has, the last one.
-        present: The ranks of the group that have not left.
+        present: The ranks of the group that have not left, and were not lost at the
+            last reduction.
         step: Number of updates so far.
         computed: Calls of `compute_gradients` that this rank has begun, if the user
             counts them. Ranks that throw away different numbers of gradients are out of
@@ -82,7 +84,8 @@ class ShardReducer:
         self.facts: Mapping[str, float] = {}
         self.begin(0, None)
         self.present, self.left = list(range(group.size)), False
-        self._current = group
+        # Those that have not left, in a group of their own.
+        self._current, self._members = group, self.present
         # Of the next reduction; and the ranks whose gradients the last one used.
         self._started: set[str] = set()
         self.stale = False
@@ -191,12 +194,14 @@ class ShardReducer:
         except Interruption as found:
             self._broken = True
             self._used = self._continue(found.notes)
-            if not self._used:
-                self._broken = False
-                return None
-            if skips:
-                grads = {name: _nothing_of(grad) for name, grad in grads.items()}
-            return self._reduce_once(grads, out, "SUM", 1 if parts is None else parts)
+            sums = None
+            if self._used:
+                if skips:
+                    grads = {name: _nothing_of(grad) for name, grad in grads.items()}
+                parts = 1 if parts is None else parts
+                sums = self._reduce_once(grads, out, "SUM", parts)
+            self._broken = sums is not None
+            return sums
 
     def _reduce_once(
         self,
@@ -204,8 +209,11 @@ class ShardReducer:
         out: Mapping[str, Array] | None,
         kind: str,
         parts: int,
-    ) -> Mapping[str, Array | Rows]:
-        """Return the sums or means of the gradients; see `_mean`."""
+    ) -> Mapping[str, Array | Rows] | None:
+        """Return the sums or means of the gradients; see `_mean`.
+
+        None if the ranks whose gradients were to be used are lost.
+        """
         if self._lacking:
             grads = {n: each for n, each in grads.items() if n not in self._lacking}
             out = {n: out[n] for n in out if n not in self._lacking} if out else out
@@ -223,6 +231,11 @@ class ShardReducer:
         except DisagreementError:
             self.computed, self._lacking = 0, frozenset()
             raise
+        if len(counted := self.reducer.counted) < len(self._members):
+            self.present = [self._members[place] for place in counted]
+            self._used = [rank for rank in self._used if rank in self.present]
+            if not self._used:
+                return None
         if not rows:
             return _mean(sums, len(self._used), parts, out)
         numbers = {name: sums[name] for name in rows}
@@ -296,20 +309,20 @@ class ShardReducer:
         except Interruption as found:
             self._continue(found.notes)
 
-    def _continue(self, notes: list[Any]) -> list[int]:
+    def _continue(self, notes: Mapping[int, Any]) -> list[int]:
         """Return the ranks whose gradients are used, after an interruption. Collective.
 
         Goes on without the ranks that leave, and counts those that skip.
         """
         by_note: dict[Any, list[int]] = {_LEAVES: [], _SKIPS: [], None: []}
         lacking = []
-        for place, note in enumerate(notes):
+        for place, note in notes.items():
             why, lacks = note or (None, self._lacking)
             by_note[None if why == _RENEWS else why].append(place)
             if why not in (_LEAVES, _SKIPS):
                 lacking.append(lacks)
         self._lacking = frozenset.intersection(*lacking) if lacking else frozenset()
-        used, skip = ([self.present[p] for p in by_note[n]] for n in (None, _SKIPS))
+        used, skip = ([self._members[p] for p in by_note[n]] for n in (None, _SKIPS))
         for rank in skip:
             self._nonfinite[rank] += 1
         if gone := by_note[_LEAVES]:
@@ -323,7 +336,7 @@ class ShardReducer:
         new = old.split([places for places in (stay, gone) if places])
         self._free_reducer()
         self.left = old.rank in gone
-        self.present = [self.present[place] for place in stay]
+        self._members = self.present = [self._members[place] for place in stay]
         if self.left:
             Objects.of(new).close()
             return
@@ -364,7 +377,7 @@ class ShardReducer:
         """
         if not self.left:
             self._free_reducer()
-        if len(self.present) == self._group.size:
+        if len(self._members) == self._group.size:
             return None
         # The variables of a broken one may differ from those of all others.
         state = (not self._is_broken(), self.step), self._accepted, self._nonfinite

@@ -8,8 +8,7 @@ from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.arguments import positive_count
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.optimizers.servers import ServerOptions
-from hpcaccum.server import QuorumInbox
+from hpcaccum.server import QuorumInbox, ServerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,10 +20,9 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.servers import Servers
     from hpcaccum.optimizers.variable import Variable
     from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Inbox, ParameterServer
+    from hpcaccum.server import Inbox, ParameterServer, Servers
 
 
 class SyncReplicasOptimizer(OneSidedOptimizer):

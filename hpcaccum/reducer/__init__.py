@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from hpcaccum.reducer.options import ReducerStatistics, check_schedule
 from hpcaccum.reducer.reducer import Reducer
+from hpcaccum.reducer.selection import RAISE
 from hpcaccum.reducer.signature import Interruption
 
 __all__ = [
+    "RAISE",
     "Interruption",
     "Reducer",
     "ReducerStatistics",

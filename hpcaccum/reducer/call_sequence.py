@@ -80,7 +80,8 @@ class CallSequence:
         late = self._late()
         if self._arrivals is not None:
             late = self._arrivals.missing(self.track.calls + 1)
-        text = f"{format_ranks(late or [])} of {self._group.size} to make the same call"
+        late = [rank for rank in late or [] if rank not in self._group.lost]
+        text = f"{format_ranks(late)} of {self._group.size} to make the same call"
         return "; ".join(filter(None, [text, self.track.advice]))
 
     def close(self) -> None:

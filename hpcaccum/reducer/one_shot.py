@@ -24,7 +24,8 @@ class OneShot(Schedule):
     """Small arrays on one node: every rank sums all of them.
 
     Shared memory holds two copies of each rank's arrays, used in turn: a rank that is
-    one call ahead does not overwrite what a slower rank still sums.
+    one call ahead does not overwrite what a slower rank still sums. The arrays of a
+    rank that has died count if it has published the number of the call.
 
     A call takes microseconds, so `finish` is overridden as a whole, without calls for
     each of its steps.
@@ -55,11 +56,13 @@ class OneShot(Schedule):
             [p[: layout.size] for p in both],
             [p[layout.size :] for p in both],
         ]
+        # Those that count.
+        self._summed = self._copies.copy()
         self._own = [layout.views(copies[group.rank]) for copies in self._copies]
         # Two blocks, used in turn as the copies are: the numbers of the calls of all
         # ranks, and their signatures.
         self._words = AtomicWords(group, 0, 2 * 2 * group.size)
-        self._quiet, self._calls = Quiet(), 0
+        self._quiet, self._calls, self._gone = Quiet(), 0, plan.gone
         self.window_bytes = 2 * layout.nbytes
 
     def finish(self, call: Call) -> bool:
@@ -74,7 +77,7 @@ class OneShot(Schedule):
             copy(call.inputs, self._own[parity])
         if not self._all_agree(call.signature):
             return False
-        self._quiet(add_at_once, self._copies[parity], self.received, self.divisor)
+        self._quiet(add_at_once, self._summed[parity], self.received, self.divisor)
         if call.reduced is not None and self.buckets:
             call.reduced(0)
         if call.out:
@@ -83,6 +86,8 @@ class OneShot(Schedule):
 
     def _all_agree(self, mine: int) -> bool:
         """Wait for the calls of all ranks; return whether their signatures are mine.
+
+        Those are counted whose calls are here.
 
         A rank that sees the number of a call also sees its signature: `store` orders
         that number after the signature, and `read_range` what is read later after it.
@@ -96,8 +101,26 @@ class OneShot(Schedule):
         words.store_unordered(signatures + self._rank, mine)
         words.store(numbers + self._rank, [call])
         if (all_here := [call] * size) != read(numbers, size):
-            self._wait(lambda: read(numbers, size) == all_here)
-        return read(signatures, size) == [mine] * size
+            self._wait(
+                lambda: read(numbers, size) == all_here or self._may_go_on(numbers)
+            )
+        found = read(signatures, size)
+        return found == [mine] * size or {found[r] for r in self.counted} == {mine}
+
+    def _may_go_on(self, numbers: int) -> bool:
+        """Look whether all calls are here but those of ranks that have died."""
+        # Before the numbers: a rank may have published its own, and then died.
+        if not (gone := self._gone()):
+            return False
+        found = self._words.read_range(numbers, self._size)
+        here = [rank for rank, number in enumerate(found) if number == self._calls]
+        if len({*here} | gone) < self._size:
+            return False
+        if len(here) < self._size:
+            parity = self._calls % 2
+            self._summed[parity] = [self._copies[parity][rank] for rank in here]
+            self.counted, self.divisor = here, min(self.divisor, len(here))
+        return True
 
     def late(self) -> list[int]:
         """Return the ranks that this one waits for."""
@@ -107,6 +130,6 @@ class OneShot(Schedule):
     def free(self, *, abandoned: bool = False) -> None:
         """Do as `Schedule.free`."""
         super().free(abandoned=abandoned)
-        self._copies, self._own = [], []
+        self._copies, self._summed, self._own = [], [], []
         self._memory.free()
         self._words.free()

@@ -14,17 +14,22 @@ from hpcaccum.reducer import selection
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from hpcaccum.mpi import Group
+
 # So many arrays are compared one by one, for messages that name one; all of them by a
 # hash, as each rank gets the facts of every other.
 _NAMED = 16
 
 
-def check_schedule(schedule: str, wire_dtype: Any, cuda_aware: bool) -> None:
-    """Raise InvalidArgumentError unless these arguments of `Reducer` fit together."""
+def check_schedule(
+    schedule: str, wire_dtype: Any, cuda_aware: bool, on_loss: str, group: Group
+) -> str:
+    """Return the schedule to use; raise unless these arguments fit together."""
     selection.check_name(schedule)
     if wire_dtype is not None:
         selection.check_wire(schedule)
     selection.check_direct(cuda_aware, schedule)
+    return selection.check_loss(on_loss, schedule, group)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Options:
     wire_dtype: np.dtype[Any] | None
     bucket_bytes: int | None
     cuda_aware: bool
+    on_loss: str
 
     @classmethod
     def checked(
@@ -46,15 +52,17 @@ class Options:
         wire_dtype: Any,
         bucket_bytes: int | None,
         cuda_aware: bool,
+        on_loss: str,
+        group: Group,
     ) -> Self:
         """Return the arguments."""
         if not isinstance(layout, Layout):
             raise TypeError(f"layout must be a Layout, got {type(layout).__name__}")
         one_of("reduction_type", reduction_type, REDUCTIONS)
         wire = wire_format(wire_dtype, layout.dtype)
-        check_schedule(schedule, wire, cuda_aware)
+        used = check_schedule(schedule, wire, cuda_aware, on_loss, group)
         nbytes = bucket_size(bucket_bytes)
-        return cls(reduction_type, schedule, wire, nbytes, bool(cuda_aware))
+        return cls(reduction_type, used, wire, nbytes, bool(cuda_aware), on_loss)
 
     def facts(self, layout: Layout) -> dict[str, object]:
         """Return what must be the same on all ranks, as messages name it."""

@@ -23,7 +23,7 @@ from hpcaccum.reducer.spin_wait import SpinWait
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -103,6 +103,11 @@ class Reducer(Freeable):
         cuda_aware: Whether MPI is given device memory. Requires schedule ``"flat"``,
             which then makes blocking calls, without a timeout, after all ranks have
             arrived.
+        on_loss: What happens when a rank is lost: "raise" has all others end with a
+            LostRankError. With "shrink" they go on, if the process of the rank has
+            ended, and it is not rank 0: a mean is then that over the ranks that remain.
+            The arrays of the lost rank count in a call if all of them were there.
+            Requires all ranks on one node, and schedule "auto" or "shared".
         group: An earlier name of ``comm``.
 
     Attributes:
@@ -125,13 +130,21 @@ class Reducer(Freeable):
         wire_dtype: Any = None,
         bucket_bytes: int | None = None,
         cuda_aware: bool = False,
+        on_loss: str = selection.RAISE,
         group: mpi4py_MPI.Comm | Group | None = None,
     ) -> None:
         self._group, self._name = group_of(comm if group is None else group), name
 
         def check() -> Options:
             return Options.checked(
-                layout, reduction_type, schedule, wire_dtype, bucket_bytes, cuda_aware
+                layout,
+                reduction_type,
+                schedule,
+                wire_dtype,
+                bucket_bytes,
+                cuda_aware,
+                on_loss,
+                self._group,
             )
 
         options = self._group.agree(name, check, lambda found: found.facts(layout))
@@ -161,7 +174,10 @@ class Reducer(Freeable):
         )
         kind = selection.choose(options.schedule, self._case)
         wait = SpinWait(group, self._calls)
-        self._schedule = selection.make(kind, self._case, group, layout, wait)
+        self._shrinks = options.on_loss == selection.SHRINK
+        self._schedule = selection.make(
+            kind, self._case, group, layout, wait, self._shrinks
+        )
         self._arrays = self._schedule.arrays
         self._results: Mapping[str, Array]
         self._results = types.MappingProxyType(self._schedule.results)
@@ -234,7 +250,8 @@ class Reducer(Freeable):
             Exception: On every rank, if one called `fail`. On the others it is a
                 RuntimeError that names this rank, unless the error was a TypeError, or
                 an argument or device error of hpcaccum.
-            Interruption: On every rank, if one called `interrupt`.
+            Interruption: On every rank, if one called `interrupt`; or if one is lost
+                that has made another call.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; names the missing ranks.
             BrokenObjectError: If an exception, such as a timeout, has ended an earlier
                 call.
@@ -411,6 +428,11 @@ class Reducer(Freeable):
         return self._calls.track.calls
 
     @property
+    def counted(self) -> Sequence[int]:
+        """The ranks whose arrays the last call has reduced; the same on all ranks."""
+        return self._schedule.counted
+
+    @property
     def broken(self) -> bool:
         """Whether an exception has ended a call, so that no other can be made."""
         return self._calls.broken
@@ -441,6 +463,10 @@ class Reducer(Freeable):
     def place(self) -> str:
         """Return how many calls this rank has made, for messages."""
         return f"call {self._calls.track.calls} of {self._name}"
+
+    def needs(self, rank: int) -> bool:
+        """Whether the job cannot go on; a process that lives may write to memory."""
+        return not self._shrinks or rank not in self._group.dead
 
     def _free(self) -> None:
         broken = self._group.allgather(self._calls.broken, f"{self.label}: free")

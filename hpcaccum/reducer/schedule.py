@@ -17,7 +17,7 @@ overrides `Schedule.finish`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -66,6 +66,7 @@ class Plan(NamedTuple):
         buckets: Pieces of the buffer, in the order of work.
         wire_dtype: Dtype in which sums travel between nodes; None for theirs.
         wait: Waits for other ranks.
+        shrinks: Whether calls go on without ranks that have died.
     """
 
     group: Group
@@ -73,6 +74,12 @@ class Plan(NamedTuple):
     buckets: list[slice]
     wire_dtype: np.dtype[Any] | None
     wait: SpinWait
+    shrinks: bool = False
+
+    @property
+    def gone(self) -> Callable[[], frozenset[int]]:
+        """What returns the ranks for which no call waits any more."""
+        return (lambda: self.group.dead) if self.shrinks else frozenset
 
 
 class Call(NamedTuple):
@@ -119,7 +126,9 @@ class Schedule:
         sent, received: The flat memory of these two.
         window_bytes: Bytes of gradients in this rank's memory.
         result_bytes: Bytes of results in this rank's memory.
-        divisor: Of the sums of a call; set before it begins.
+        divisor: Of the sums of a call; set before it begins. Without a rank that has
+            died, it is the number of ranks that remain.
+        counted: The ranks whose arrays the last call has summed.
         buckets: Pieces of the buffers, in the order of work.
         failure: Why this rank could not make the last call, which is raised on all
             ranks; None if nothing failed here.
@@ -160,6 +169,7 @@ class Schedule:
         self.arrays, self.results = layout.views(self.sent), layout.views(results)
         self.window_bytes, self.result_bytes = self.sent.nbytes, self.received.nbytes
         self.buckets, self.divisor = plan.buckets, 1
+        self.counted: Sequence[int] = range(plan.group.size)
         self._wait = plan.wait
         self._threads = plan.group.own_cores
         self._readiness = Readiness(layout, plan.buckets)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from hpcaccum.reducer.spin_wait import SpinWait
 
 AUTO = "auto"
+# What happens when a rank is lost.
+RAISE, SHRINK = "raise", "shrink"
 
 # In the order in which they are tried.
 SCHEDULES: list[type[Schedule]] = [
@@ -70,6 +72,31 @@ def check_direct(direct: bool, schedule: str) -> None:
         )
 
 
+def check_loss(on_loss: str, schedule: str, group: Group) -> str:
+    """Return the schedule to use if a rank may be lost.
+
+    Raises:
+        InvalidArgumentError: On this rank, if calls cannot go on without a rank.
+    """
+    one_of("on_loss", on_loss, (RAISE, SHRINK))
+    if on_loss == RAISE:
+        return schedule
+    what, own = f"on_loss={SHRINK!r}", TwoShot.name
+    if schedule not in (AUTO, own):
+        taking = _listed([AUTO, own])
+        raise InvalidArgumentError(f"{what} is for schedule {taking}, not {schedule!r}")
+    if not group.single_node:
+        raise InvalidArgumentError(
+            f"{what} needs all ranks on one node, they are on {len(group.nodes)}"
+        )
+    if not group.sees_all:
+        raise InvalidArgumentError(
+            f"{what} needs ranks that see each other's processes (containers: "
+            f"--pid=host)"
+        )
+    return own
+
+
 def choose(schedule: str, case: Case) -> type[Schedule]:
     """Return the schedule to use."""
     named = [s for s in SCHEDULES if s.name == schedule]
@@ -100,13 +127,19 @@ def _possible(schedule: type[Schedule], case: Case) -> bool:
 
 
 def make(
-    kind: type[Schedule], case: Case, group: Group, layout: Layout, wait: SpinWait
+    kind: type[Schedule],
+    case: Case,
+    group: Group,
+    layout: Layout,
+    wait: SpinWait,
+    shrinks: bool = False,
 ) -> Schedule:
     """Return a schedule that was chosen. Collective."""
     nbytes = case.bucket_bytes or kind.bucket_bytes(case)
     # Whole cache lines, also of half precision.
     most = nbytes // accumulation_dtype(layout.dtype).itemsize // 32 * 32
-    return kind(Plan(group, layout, cut(layout.size, most), case.wire_dtype, wait))
+    buckets = cut(layout.size, most)
+    return kind(Plan(group, layout, buckets, case.wire_dtype, wait, shrinks))
 
 
 def _names(schedules: Iterable[type[Schedule]]) -> list[str]:

@@ -15,7 +15,7 @@ from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -98,14 +98,17 @@ _BYTES = 8
 class Interruption(Exception):
     """A call was not made, because ranks called `Reducer.interrupt` in its place.
 
+    Or because a rank is lost that has made another call.
+
     Attributes:
-        notes: What each rank passed; None for one that made the call.
+        notes: What each rank passed that is not lost, by rank; None for one that made
+            the call.
     """
 
-    def __init__(self, what: str, notes: Sequence[Any]) -> None:
-        ranks = [rank for rank, note in enumerate(notes) if note is not None]
+    def __init__(self, what: str, notes: Mapping[int, Any]) -> None:
+        ranks = [rank for rank, note in notes.items() if note is not None]
         super().__init__(f"{what}: interrupted by {format_ranks(ranks)}")
-        self.notes = list(notes)
+        self.notes = notes
 
 
 def explain(
@@ -116,9 +119,11 @@ def explain(
     note: Any = None,
 ) -> NoReturn:
     """Raise on every rank what is wrong on one, or which fact differs. Collective."""
-    reports = group.raise_together(what, error, (facts, note))
-    notes = [note for _, note in reports]
-    if any(note is not None for note in notes):
+    reports = group.raise_present(what, error, (facts, note))
+    notes = {rank: note for rank, (_, note) in reports.items()}
+    if any(note is not None for note in notes.values()):
         raise Interruption(what, notes)
-    group.compare(what, [facts for facts, _ in reports])
+    group.compare(what, {rank: facts for rank, (facts, _) in reports.items()})
+    if len(reports) < group.size:
+        raise Interruption(what, notes)
     raise RuntimeError(f"{what}: ranks make different calls, but their arguments agree")

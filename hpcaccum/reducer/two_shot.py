@@ -7,6 +7,7 @@ arithmetic does not need.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,8 @@ from hpcaccum.reducer.staging import StagedCopies, Staging, copy, copy_in, stage
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
@@ -43,6 +46,9 @@ class TwoShot(Schedule):
 
     The caller's arrays are copied in a pipeline: a bucket is copied in while the one
     before is summed, and the results of the one before that are copied out.
+
+    If calls go on without a rank that has died, all its buckets count, or none: a rank
+    publishes them at once, when all are there.
     """
 
     name = "shared"
@@ -68,24 +74,29 @@ class TwoShot(Schedule):
 
     def __init__(self, plan: Plan) -> None:
         group, layout = plan.group, plan.layout
-        self._sum = NodeSum(group, layout, plan.buckets, group.size, plan.wait)
+        self._sum = NodeSum(
+            group, layout, plan.buckets, group.size, plan.wait, plan.gone
+        )
         sent, received = self._sum.sent, self._sum.received
         super().__init__(plan, sent, received)
         self.result_bytes = self._sum.result_bytes
-        self._pipelined = group.size > 1
+        self._pipelined, self._shrinks = group.size > 1, plan.shrinks
         self._staging = Staging(
             layout, plan.buckets, self._sum.stripe_slices, sent, received, self._threads
         )
 
     def offer(self, count: int) -> None:
         """Contribute these buckets, and sum those that all ranks have contributed."""
-        self._sum.offer(count, self.divisor)
+        if not self._shrinks or count == len(self.buckets):
+            self._sum.offer(count, self.divisor)
 
     def finish(self, call: Call) -> bool:
         """Sum the other buckets, and copy in and out meanwhile."""
         count, copies = len(self.buckets), StagedCopies({}, {}, call.out)
         if self._pipelined:
             copies = self._staging.select(call.inputs, call.out)
+        if self._shrinks:
+            copies, call = copies._replace(inputs={}), self._with_all(call)
         if not copies.inputs:
             copy_in(call.inputs, self.arrays, self.sent)
             if call.ready is None:
@@ -102,8 +113,17 @@ class TwoShot(Schedule):
             if number >= 2:
                 self._copy_out(number - 2, copies, call)
         agreed = self._sum.end(call.signature)
+        if self._shrinks:
+            self.counted = self._sum.counted
         copy(self.results, copies.rest)
         return agreed
+
+    def _with_all(self, call: Call) -> Call:
+        """Wait until all inputs of this rank are there."""
+        if call.ready is not None:
+            for number in range(len(self.buckets)):
+                call.ready(number)
+        return call._replace(ready=None)
 
     def _contribute_next(self, number: int, copies: StagedCopies, call: Call) -> None:
         if call.ready is not None:
@@ -147,6 +167,9 @@ class NodeSum:
         buckets: Pieces of the buffer, in the order of work.
         summing: How many ranks, the first ones, sum a stripe of each bucket.
         wait: Waits for the other ranks.
+        gone: Returns the ranks that have died, for which no call waits. The next one
+            sums the stripes of such a rank, if each rank contributes all its buckets at
+            once, and sums a stripe.
 
     Attributes:
         sent: This rank's arrays, flat.
@@ -155,6 +178,7 @@ class NodeSum:
         stripes: The same as arrays, of the results.
         summed: Number of buckets of which this rank has summed its stripe.
         result_bytes: Bytes of the results, counted on the first rank of the node.
+        counted: The ranks whose arrays the last call has summed.
     """
 
     def __init__(
@@ -164,6 +188,7 @@ class NodeSum:
         buckets: list[slice],
         summing: int,
         wait: SpinWait,
+        gone: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         self._rank, self._size, self._count = group.rank, group.size, len(buckets)
         wide = accumulation_dtype(layout.dtype)
@@ -176,6 +201,7 @@ class NodeSum:
             [_bytes(each, wide.itemsize) for each in mine],
         )
         parts = [part.view(layout.dtype) for part in self._memory.parts]
+        self._parts, self._buckets, self._gone = parts, buckets, gone
         self.sent, self.received = parts[group.rank], self._memory.common.view(wide)
         self.result_bytes = common if group.rank == 0 else 0
         self.stripe_slices = mine
@@ -190,6 +216,9 @@ class NodeSum:
         self._wait, self._quiet, self._threads = wait, Quiet(), group.own_cores
         # The counts at the beginning of this call, and this rank's since then.
         self._base = self._contributed = self.summed = self._calls = 0
+        # Of this call.
+        self._divisor = self._signature = 1
+        self.counted: Sequence[int] = range(group.size)
 
     def contribute(self, count: int, *, staged: bool = False) -> None:
         """Publish that this rank's inputs of the first ``count`` buckets are ready."""
@@ -210,18 +239,62 @@ class NodeSum:
         size, least = self._size, self._base + self.summed + 1 << 1
         read = self._words.read_range
         if min(words := read(0, size)) < least:
-            self._wait(lambda: min(read(0, size)) >= least)
+            self._wait(lambda: min(read(0, size)) >= least or self._may_go_on(least))
             words = read(0, size)
         self._sum(words, divisor, direct)
 
+    def _may_go_on(self, least: int) -> bool:
+        """Look whether all ranks have contributed but those that have died."""
+        # Before the words: a rank may have contributed, and then died.
+        if not (gone := self._gone()):
+            return False
+        words = enumerate(self._words.read_range(0, self._size))
+        here = [rank for rank, word in words if word >= least]
+        if len({*here} | gone) < self._size:
+            return False
+        if len(here) < self._size:
+            self.counted = here
+        return True
+
     def _sum(self, words: list[int], divisor: int, direct: Array | None) -> None:
-        out, inputs = self.stripes[self.summed], self._inputs[self.summed]
+        inputs, out = self._inputs[self.summed], self.stripes[self.summed]
         parts = [inputs[word & 1][rank] for rank, word in enumerate(words)]
         if direct is not None:
             parts[self._rank] = direct
         self.summed += 1
-        if out.size:
+        self._divisor = divisor
+        if len(self.counted) < self._size:
+            self._sum_counted(parts, out)
+        elif out.size:
             self._quiet(add_in_order, parts, out, divisor, self._threads)
+
+    def _sum_counted(self, parts: list[Array], out: Array) -> None:
+        parts = [parts[rank] for rank in self.counted]
+        divisor = min(self._divisor, len(parts))
+        self._quiet(add_in_order, parts, out, divisor, self._threads)
+
+    def _stand_in(self) -> bool:
+        """Sum the stripes of ranks that have died, if this rank is the next one.
+
+        Returns False, to look again.
+        """
+        if gone := self._gone():
+            size = self._size
+            before = [(self._rank - step) % size for step in range(1, size)]
+            for rank in itertools.takewhile(gone.__contains__, before):
+                done = self._words.read(size + rank) - self._base
+                if done <= self._count:
+                    self._sum_for(rank, done)
+        return False
+
+    def _sum_for(self, rank: int, done: int) -> None:
+        """Sum the other stripes of a rank that has summed some, and report all."""
+        for bucket in self._buckets[done:]:
+            piece = stripe(bucket, rank, self._size, self.received.itemsize)
+            parts = [part[piece] for part in self._parts]
+            self._sum_counted(parts, self.received[piece])
+        self._words.store_unordered(self._signatures() + rank, self._signature)
+        self._words.store(self._size + rank, [self._base + self._count + 1])
 
     def report(self, signature: int) -> None:
         """Publish how many stripes this rank has summed.
@@ -229,7 +302,7 @@ class NodeSum:
         After the last one also the signature, before a count that is larger by one: see
         `OneShot` for why ranks that see this count see the signature of this call.
         """
-        complete = self.summed == self._count
+        self._signature, complete = signature, self.summed == self._count
         if complete:
             place = self._signatures() + self._rank
             self._words.store_unordered(place, signature)
@@ -245,7 +318,7 @@ class NodeSum:
         size, least = self._size, self._base + count
         read = self._words.read_range
         if min(read(size, size)) < least:
-            self._wait(lambda: min(read(size, size)) >= least)
+            self._wait(lambda: min(read(size, size)) >= least or self._stand_in())
 
     def end(self, signature: int) -> bool:
         """Wait for all results; return whether all ranks have the same signature."""
@@ -268,7 +341,7 @@ class NodeSum:
     def free(self) -> None:
         """Free the words, and release the memory. Collective."""
         self.sent = self.received = np.empty(0, self.received.dtype)
-        self._inputs, self.stripes = [], []
+        self._inputs, self.stripes, self._parts = [], [], []
         self._memory.free()
         self._words.free()
 

@@ -46,26 +46,37 @@ class AgentLine:
         number: Of the service, once it is added.
         node: Of the agent.
         leaders: The rank of each node's agent.
-        comm: For the messages.
     """
 
     def __init__(self, agent: Agent) -> None:
         self._agent, self.node, self.leaders = agent, agent.node, agent.leaders
-        self.comm: MPI.Intracomm = agent.comm
         self.number = -1
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator for the messages."""
+        return self._agent.comm
 
     def tell(self, nodes: Iterable[int], *request: Any) -> None:
         """Send a request to the agents of nodes."""
         for node in nodes:
             self._agent.request(node, self.number, *request)
 
-    def tag(self, channel: int) -> int:
+    def tag(self, channel: int = 0) -> int:
         """Return the tag of a channel."""
         return self._agent.tag(self.number, channel)
 
+    def remove(self, what: str) -> None:
+        """Remove the service, when all that it was asked for is done. Collective."""
+        self._agent.remove(self.number, what)
+
+    def run(self, steps: Steps) -> None:
+        """Have this agent run steps, beside others."""
+        self._agent.run(self.number, steps)
+
     def queue(self) -> StepQueue:
         """Return a queue of steps that this agent runs."""
-        return StepQueue(lambda steps: self._agent.run(self.number, steps))
+        return StepQueue(self.run)
 
     def queues(self) -> dict[int, StepQueue]:
         """Return a queue for each node."""

@@ -16,12 +16,12 @@ import numpy as np
 from hpcaccum.accumulator import Batch, Receipt
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
-from hpcaccum.nodes import Calls, LostNodeError, NodeParts
+from hpcaccum.nodes import Calls, NodeParts
 from hpcaccum.server.update_queue import COPIED, NOBODY, UpdateQueue
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterator
 
     from hpcaccum.accumulator import Membership, Tally
     from hpcaccum.dtypes import Array
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 class BoundedStalenessInbox:
     """Admits gradients up to a lag; passes on each as one update. Collective.
 
-    An `UpdateQueue` has the order of the gradients. Each of them stays in a slot on the
-    node of its rank until the root takes it.
+    An `UpdateQueue` has the order of the gradients. Each of them stays in a buffer on
+    the node of its rank until the root takes it.
 
-    A rank submits, then waits until its gradient is applied (`slot`); only then may it
-    write to its slot again, and submit the next one. The root takes one gradient after
-    the other. So no more are admitted and not applied than there are ranks.
+    A rank submits, then waits until its gradient is applied (`buffer`); only then may
+    it write to its buffer again, and submit the next one. The root takes one gradient
+    after the other. So no more are admitted and not applied than there are ranks.
 
     Between nodes, the agent of the root's node admits a gradient, puts it in its place
     and counts it: a rank sends one message and waits for the answer.
@@ -56,6 +56,7 @@ class BoundedStalenessInbox:
     """
 
     adds = needs_all = False
+    rate: float | None = None
 
     def __init__(
         self,
@@ -79,8 +80,8 @@ class BoundedStalenessInbox:
             self.parts = NodeParts(group, nbytes, what, takers=[root])
             undo.pop_all()
         self.words, self.counters = self._queue.words, self._queue.counters
-        # A view of mapped memory: a rank may use its slot after `free`.
-        self._slot = self._view(group.rank)
+        # A view of mapped memory: a rank may use its buffer after `free`.
+        self._buffer = self._view(group.rank)
         self._pinned: Pinned | None = None
         # On the root, by step: whose gradient it is, if that is known and the gradient
         # not applied. Once its rank has the parameters, another one may get its place.
@@ -100,7 +101,7 @@ class BoundedStalenessInbox:
         return self.parts.view((rank, 0), self._size, self._dtype)
 
     def _contents(self) -> bytes | None:
-        """Return the contents of this rank's slot if they may be sent at once."""
+        """Return the contents of this rank's buffer if they may be sent at once."""
         return self.parts.short((self._group.rank, 0), self._size, self._dtype)
 
     @property
@@ -122,11 +123,11 @@ class BoundedStalenessInbox:
         """Set the step of the first update; the root only, before any submission."""
         self._queue.start(step)
 
-    def slot(self, known: int = 0) -> Array:
+    def buffer(self, known: int = 0) -> Array:
         """Return the memory for this rank's next gradient; always the same.
 
         Waits until the last one is applied, which a rank may not have waited for. If
-        ``known`` says so, it asks nobody; see `Inbox.slot`.
+        ``known`` says so, it asks nobody; see `Inbox.buffer`.
         """
         self._settle()
         Deadline(None, f"{self._what}: slot").wait(
@@ -139,15 +140,15 @@ class BoundedStalenessInbox:
                 f"update {self._submitted}, this rank's last, by rank {self.words.root}"
             ),
         )
-        return self._slot
+        return self._buffer
 
     def pin(self) -> None:
-        """Pin this rank's slot for DMA."""
+        """Pin this rank's buffer for DMA."""
         if self._pinned is None:
-            self._pinned = Pinned(self._slot)
+            self._pinned = Pinned(self._buffer)
 
     def submit(self, local_step: int) -> Receipt:
-        """Submit the gradient in the slot, unless it is stale.
+        """Submit the gradient in the buffer, unless it is stale.
 
         If it is accepted, its update makes step ``receipt.global_step + 1``.
         """
@@ -167,7 +168,7 @@ class BoundedStalenessInbox:
     @traced("admission", lambda _, receipt: receipt.shown())
     def _submit(self, local_step: int) -> Receipt:
         if self._remote is not None:
-            # The answer may lead other ranks to what is in the slot.
+            # The answer may lead other ranks to what is in the buffer.
             self.words.sync()
             self._unanswered = self._remote.begin(local_step, self._contents())
             return self._answer()
@@ -177,7 +178,7 @@ class BoundedStalenessInbox:
             self._submitted = receipt.global_step + 1
             # The place may be that of a later gradient.
             self.membership.check_counts(rank)
-            # The store of the word orders it after all stores to the slot.
+            # The store of the word orders it after all stores to the buffer.
             self._queue.put(receipt.global_step, rank)
         self._queue.end_intent(rank)
         self.counters.count(rank, receipt.accepted, receipt.lag)
@@ -220,18 +221,14 @@ class BoundedStalenessInbox:
         lag = max(self._max_lag, 0)
         return 0 if math.isinf(lag) else step - int(lag)
 
-    @traced("take", lambda args, _: {"step": args[1]})
-    def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
+    @contextlib.contextmanager
+    def next(self, step: int, deadline: Deadline) -> Iterator[Batch]:
         """Wait for the gradient admitted at ``step``; the root only."""
-        whose = self._wait_for(step, deadline)
-        try:
-            use(self._batch(whose, step))
-        except LostNodeError:
-            # The gradient was on that node.
-            use(self._batch(NOBODY, step))
+        yield self._batch(self._wait_for(step, deadline), step)
         self._queue.note_applied(step + 1)
         self._found.pop(step, None)
 
+    @traced("take", lambda args, _: {"step": args[1]})
     def _wait_for(self, step: int, deadline: Deadline) -> int:
         """Wait for the gradient admitted at a step; return what `_find` does."""
 
@@ -253,8 +250,9 @@ class BoundedStalenessInbox:
 
     def _batch(self, whose: int, step: int) -> Batch:
         rank = whose & NOBODY
-        places = [] if rank == NOBODY else [(rank, 0)]
         copied = [rank] if whose & COPIED else []
+        is_lost = rank == NOBODY or (not copied and self.parts.is_lost(rank))
+        places = [] if is_lost else [(rank, 0)]
         return Batch(self.parts, places, self._dtype, 1, step, copied)
 
     def _look(self, step: int) -> int | None:
@@ -279,10 +277,6 @@ class BoundedStalenessInbox:
         """Return which ranks a step waits for; None if its gradient has arrived."""
         return self._queue.awaited(step)
 
-    def exclude(self, ranks: Iterable[int]) -> None:
-        """Name ranks in no message about missing gradients."""
-        self.membership.exclude(ranks)
-
     def tally(self) -> Tally:
         """Return the gradients accepted and dropped so far, of all ranks."""
         return self.counters.tally()
@@ -296,15 +290,11 @@ class BoundedStalenessInbox:
         """Raise InvalidArgumentError if this rank has left."""
         self.membership.check_present("submit")
 
-    def left(self) -> list[int]:
-        """Return the ranks that have left."""
-        return self.membership.left()
-
     def free(self) -> None:
         """Free the memory. Collective."""
         if self._pinned is not None:
             self._pinned.free()
-        self._slot = np.empty(0, self._dtype)
+        self._buffer = np.empty(0, self._dtype)
         if self._calls is not None:
             self._calls.free()
         self.parts.free()

@@ -14,11 +14,12 @@ from hpcaccum.device import Transfer, all_on_device
 from hpcaccum.errors import NO_MORE_DATA, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
 from hpcaccum.rows import Rows
-from hpcaccum.server.node_copy import step_of, version_of
+from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.node_update import NodeUpdate
+from hpcaccum.server.orders import Orders
 from hpcaccum.server.parameter_copies import Copier, SparseCopier
-from hpcaccum.server.parameters import Parameters
-from hpcaccum.server.sharded import ShardedParameters
+from hpcaccum.server.part import Part, cut
+from hpcaccum.server.publisher import Publisher
 from hpcaccum.server.update_lock import UpdateLock
 from hpcaccum.server.wire_format import WireFormat
 from hpcaccum.spans import traced
@@ -74,14 +75,22 @@ class Client(Freeable):
                 SparseCopier(group, self._root, wire) if wire.rows else Copier(wire)
             )
             undo.callback(self._copier.free)
-            self._parameters = self._make_parameters(initial, elementwise)
-            undo.callback(self._parameters.free)
+            # A single server has all, also what is not an element of a variable.
+            slices, parts = [slice(0, self._copier.size)], list[Part]()
+            if len(servers) > 1:
+                slices = cut(wire.parameters, len(servers), elementwise=elementwise)
+                parts = [Part(wire, each, elementwise=elementwise) for each in slices]
+            self._publisher = Publisher(group, servers, slices, self._copier, what)
+            undo.callback(self._publisher.free)
+            self._orders = self._make_orders(initial, parts) if parts else None
+            if self._orders is not None:
+                undo.callback(self._orders.free)
             self._node_update = self._make_node_update(rule)
             undo.pop_all()
         # Held by the updates of this rank, if it makes any.
         self._update_lock = UpdateLock(what)
-        # This rank's slot from the first request to the push, and all views of it that
-        # `gradient_arrays` has returned.
+        # This rank's buffer from the first request to the push, and all views of it
+        # that `gradient_arrays` has returned.
         self._lent: Array | None = None
         self._views: list[Array] = []
         self._transfer: Transfer | None = None
@@ -96,28 +105,28 @@ class Client(Freeable):
         self._coming = -1
         self.waited = 0.0
         # What `free` still has to call.
-        self._to_free = [self._inbox.free, self._parameters.free, self._copier.free]
-        if self._node_update is not None:
-            self._to_free.insert(0, self._node_update.free)
+        made = (
+            self._node_update,
+            self._inbox,
+            self._orders,
+            self._publisher,
+            self._copier,
+        )
+        self._to_free = [each.free for each in made if each is not None]
 
-    def _make_parameters(
-        self, initial: Mapping[str, Array], elementwise: bool
-    ) -> Parameters | ShardedParameters:
-        """Return where the center is published: on one rank, or in parts on several."""
-        group, wire, copier, what = self._group, self._wire, self._copier, self._what
-        if len(self._servers) == 1:
-            dtype = wire.parameters.dtype
-            return Parameters(group, self._root, copier.size, dtype, what, copier)
+    def _make_orders(self, initial: Mapping[str, Array], parts: list[Part]) -> Orders:
+        """Return how several servers are told what to update."""
         # Each needs another part.
         self._inbox.parts.sends_short = False
-        return ShardedParameters(
-            group,
+        return Orders(
+            self._group,
             self._servers,
-            wire,
+            self._wire,
             initial,
+            parts,
             self._inbox.parts,
-            what,
-            elementwise=elementwise,
+            self._publisher,
+            self._what,
             most=1 if self._inbox.adds else _AT_A_TIME,
         )
 
@@ -134,7 +143,7 @@ class Client(Freeable):
             rule,
             layout,
             self._inbox.parts,
-            self._parameters.copies,
+            self._publisher.copies,
         )
 
     def _describe(self) -> str:
@@ -147,14 +156,14 @@ class Client(Freeable):
     @property
     def step(self) -> int:
         """The step of the newest parameters; across nodes a round trip."""
-        return self._parameters.newest()
+        return self._publisher.newest()
 
     @property
     def recent_step(self) -> int:
         """The step as of a moment ago; a load if a newer one is hardly possible."""
         if self._inbox.needs_all:
-            return self._parameters.version()
-        return self._parameters.recent()
+            return self._publisher.version()
+        return self._publisher.recent()
 
     @traced("pull", lambda _, step: {"step": step})
     def pull(
@@ -165,7 +174,7 @@ class Client(Freeable):
         They are copied once, from memory of the node. Another node than the root's
         gets newer ones when one of its ranks waits for them.
         """
-        here = self._parameters.version()
+        here = self._publisher.version()
         if here == known and here >= at_least:
             return known
         since = {name: self._has[name] for name in self._has if name in into}
@@ -187,25 +196,25 @@ class Client(Freeable):
     ) -> tuple[int, dict[str, int]]:
         """Copy the newest parameters; return their step and what `Copier.read` does."""
         deadline = Deadline(None, f"{self._what}: pull")
-        if self._parameters.copies.version() < at_least:
+        if self._publisher.copies.version() < at_least:
             self._wait_for(at_least, deadline)
         if all_on_device(self._what, into.values()):
-            return self._parameters.read(self._fetch_to(into), deadline), {}
+            return self._publisher.read(self._fetch_to(into), deadline), {}
         has: dict[str, int] = {}
 
         def copy(flat: Array) -> None:
             nonlocal has
             has = self._copier.read(flat, into, since)
 
-        return self._parameters.read(copy, deadline), has
+        return self._publisher.read(copy, deadline), has
 
     def _wait_for(self, version: int, deadline: Deadline) -> None:
         # What is made already comes to this node also during a pause.
         paused, step = self._update_lock.is_read_by_this_thread(), step_of(version)
-        if paused and step > self._parameters.newest():
+        if paused and step > self._publisher.newest():
             self.check_not_paused("a pull")
         try:
-            self._parameters.wait_for(
+            self._publisher.wait_for(
                 version,
                 deadline,
                 lambda: self._missing(step),
@@ -223,7 +232,7 @@ class Client(Freeable):
             advice = f"; {NO_MORE_DATA}"
         elif lacks is None:
             lacks = f"rank {self._root}, which has all gradients that it needs"
-        left = self._inbox.left()
+        left = self._inbox.membership.left()
         gone = f"{format_ranks(left)} {'has' if len(left) == 1 else 'have'} left"
         return (
             f"update {step} by rank {self._root}, which is at step {made}; the next "
@@ -242,7 +251,7 @@ class Client(Freeable):
         """Return copies of the newest parameters of these names, all of one step."""
         shapes, dtypes = self._wire.parameters.shapes, self._wire.dtypes
         copies = {name: np.empty(shapes[name], dtypes[name]) for name in names}
-        self._copy(copies, self._parameters.newest_version(), {})
+        self._copy(copies, self._publisher.newest_version(), {})
         return [copies[name] for name in names]
 
     def gradient_arrays(self) -> dict[str, Array]:
@@ -251,15 +260,15 @@ class Client(Freeable):
         Waits until the last gradients are applied. After the push the arrays are
         read-only.
         """
-        arrays, _ = self._wire.gradient_views(self._slot())
+        arrays, _ = self._wire.gradient_views(self._buffer())
         self._views += arrays.values()
         return arrays
 
-    def _slot(self) -> Array:
+    def _buffer(self) -> Array:
         if self._lent is None:
             self.check_not_paused("a push")
             begun = time.monotonic()
-            self._lent = self._inbox.slot(self._pulled)
+            self._lent = self._inbox.buffer(self._pulled)
             self.waited += time.monotonic() - begun
         return self._lent
 
@@ -270,16 +279,16 @@ class Client(Freeable):
             Whether they were accepted. If so, their update makes step
             ``receipt.global_step + 1``.
         """
-        slot = self._slot()
+        buffer = self._buffer()
         arrays = [each for each in grads.values() if not isinstance(each, Rows)]
         on_device = all_on_device(self._what, arrays)
         self._wire.write_gradients(
             grads,
-            slot,
+            buffer,
             clear=self._inbox.adds,
             send=self._send if on_device else None,
         )
-        # Before: a gradient that was admitted keeps its slot, also if this raises.
+        # Before: a gradient that was admitted keeps its buffer, also if this raises.
         self._lent = None
         for view in self._views:
             # NumPy refuses writes from now on: they would corrupt a gradient.
@@ -306,7 +315,7 @@ class Client(Freeable):
     # The device. A push and a pull have one buffer there: each of them waits until the
     # device is done, so they never overlap.
 
-    def _buffer(self) -> Transfer:
+    def _device_buffer(self) -> Transfer:
         """Return what copies to and from the device; allocates at the first call."""
         if self._transfer is None:
             gradients = self._wire.gradients
@@ -314,16 +323,16 @@ class Client(Freeable):
         self._transfer.check_device()
         return self._transfer
 
-    def _send(self, grads: Mapping[str, Any], slot: Array) -> None:
-        """Copy gradients from the device to a slot; overwrites all of the slot."""
+    def _send(self, grads: Mapping[str, Any], buffer: Array) -> None:
+        """Copy gradients from the device to a buffer; overwrites all of the buffer."""
         self._inbox.pin()
-        for event in self._buffer().send(grads, slot):
+        for event in self._device_buffer().send(grads, buffer):
             event.synchronize()
 
     def _fetch_to(self, into: Mapping[str, Any]) -> Callable[[Array], None]:
         """Return a function that copies a vector of parameters to device arrays."""
-        self._parameters.pin()
-        buffer, whole = self._buffer(), slice(0, self._wire.parameters.size)
+        self._publisher.pin()
+        buffer, whole = self._device_buffer(), slice(0, self._wire.parameters.size)
 
         def copy(flat: Array) -> None:
             buffer.fetch(flat, whole)
@@ -335,8 +344,10 @@ class Client(Freeable):
     @property
     def window_bytes(self) -> int:
         """Memory of this rank that holds gradients and parameters for others."""
-        nbytes = self._inbox.window_bytes + self._parameters.window_bytes
+        nbytes = self._inbox.window_bytes + self._publisher.window_bytes
         nbytes += self._copier.nbytes_here
+        if self._orders is not None:
+            nbytes += self._orders.window_bytes
         if self._node_update is not None and self._group.rank == self._root:
             nbytes += self._node_update.window_bytes
         return nbytes

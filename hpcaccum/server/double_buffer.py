@@ -24,8 +24,28 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
 
+# A version is a step, and in these bits how often values have been assigned to it.
+_ASSIGNED_BITS = 20
 # The newest complete copy: its step and its number. Then the step of each copy.
 _NEWEST, _HOLDS = 0, 1
+
+
+def version_of(step: int) -> int:
+    """Return the first version of a step."""
+    return step << _ASSIGNED_BITS
+
+
+def step_of(version: int) -> int:
+    """Return the step of a version."""
+    return version >> _ASSIGNED_BITS
+
+
+def writer_inside(group: Group, root: int) -> tuple[Group, int]:
+    """Return the ranks of this node, and the one that writes its copies. Collective."""
+    if group.single_node:
+        return group, root
+    ranks = group.node_ranks
+    return group.inside, ranks.index(root) if root in ranks else 0
 
 
 class DoubleBuffer:

@@ -6,7 +6,7 @@ of a quorum together, `BoundedStalenessInbox` each gradient separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy as np
 from hpcaccum.rows import RowPlace
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from hpcaccum.accumulator import Batch, Membership, Receipt, Tally
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
@@ -28,10 +30,12 @@ class Inbox(Protocol):
             update are then sent to their nodes unasked.
         needs_all: Whether each rank that has not left gives one gradient of each
             update, so that none is made without it.
+        rate: The learning rate of an update: the optimizer's own, None.
     """
 
     adds: bool
     needs_all: bool
+    rate: float | None
 
     @property
     def parts(self) -> NodeParts:
@@ -48,7 +52,7 @@ class Inbox(Protocol):
     def start(self, step: int) -> None:
         """Set the step of the first update; the root only, before any submission."""
 
-    def slot(self, known: int = 0) -> Array:
+    def buffer(self, known: int = 0) -> Array:
         """Return the memory for this rank's next gradient.
 
         Args:
@@ -56,10 +60,10 @@ class Inbox(Protocol):
         """
 
     def pin(self) -> None:
-        """Pin this rank's slots for DMA."""
+        """Pin this rank's buffers for DMA."""
 
     def submit(self, local_step: int) -> Receipt:
-        """Submit the gradient in the slot, unless it is stale."""
+        """Submit the gradient in the buffer, unless it is stale."""
 
     def count_nonfinite(self) -> None:
         """Count a gradient of this rank that is not finite, and was not submitted."""
@@ -67,15 +71,16 @@ class Inbox(Protocol):
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step."""
 
-    def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
+    def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Batch]:
         """Wait for the gradients that make step ``step + 1``; the root only.
+
+        The block of a ``with`` statement reads them; there are none if all of them were
+        given up. At its end, their ranks may write new ones. If it raises, the next
+        call gives the same gradients again, without those on a node that is lost.
 
         Args:
             step: The step now.
             deadline: Of the call.
-            use: Reads the gradients, none if all of them were given up. When it
-                returns, their ranks may write new ones. If it raises, or this call
-                fails later, the next call may use the same gradients again.
 
         Raises:
             WaitTimeoutError: If it does not arrive in time.
@@ -94,9 +99,6 @@ class Inbox(Protocol):
         For messages; any rank may call it.
         """
 
-    def exclude(self, ranks: Iterable[int]) -> None:
-        """Name ranks in no message about missing gradients: they submit none."""
-
     def tally(self) -> Tally:
         """Return the gradients accepted and dropped so far, of all ranks."""
 
@@ -105,9 +107,6 @@ class Inbox(Protocol):
 
     def check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left."""
-
-    def left(self) -> list[int]:
-        """Return the ranks that have left."""
 
     def free(self) -> None:
         """Free the memory. Collective."""

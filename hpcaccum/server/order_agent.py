@@ -1,15 +1,11 @@
-"""The agents of a center in parts: they carry orders, gradients and parameters.
+"""The agents of a center in parts: they carry orders to servers, and gradients.
 
 The root decides which gradients make each update, and its agent sends an order to the
-agents of all nodes concerned (`root_orders`). The agent of a node adds the gradients of
-its ranks and sends each server its part of the sum. The agent of a server adds these
-sums, and the server updates its part (`server_orders`). An order also lists the nodes
-that wait for the new parameters, and every server sends them its part
-(`part_arrivals`). Servers carry out orders one after the other, so all parts that a
-node gets are of one step.
-
-A step is a version here (`NodeCopy`): a server makes another one of the same step when
-values are assigned.
+agents of all nodes concerned. The agent of a node adds the gradients of its ranks and
+sends each server its part of the sum. The agent of a server adds these sums, and the
+server updates its part. An order also lists the nodes that wait for the new parameters,
+and every server sends them its part. Servers carry out orders one after the other, so
+all parts that a node gets are of one version.
 
 The root may order a few steps before the first of them is made. Their gradients then
 travel at the same time.
@@ -17,78 +13,78 @@ travel at the same time.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hpcaccum.server.agent_line import AgentLine
-from hpcaccum.server.order_words import GRADIENTS
-from hpcaccum.server.part_arrivals import PartArrivals
-from hpcaccum.server.root_orders import RootOrders
-from hpcaccum.server.server_orders import ServerOrders
+from hpcaccum.server.double_buffer import step_of, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import AtomicWords
     from hpcaccum.nodes import Agent, NodeParts, Place, Steps
-    from hpcaccum.server.node_copy import NodeCopy
-    from hpcaccum.server.shard import Server, Shard
+    from hpcaccum.server.part import Part
+    from hpcaccum.server.publisher import Publisher
+
+# Words of a node. Of a server: the number of its newest order, of the last that it has
+# carried out, what it asks for, a number that belongs to that, the version that it
+# makes, and which gradients. Then, on the root's node, the last version of each server.
+ORDER, DONE, KIND, DETAIL, VERSION, BUFFER, MADE = range(7)
+# What an order asks a server for: an update, with a learning rate as bits; an answer,
+# with the number of the question; to take the values that were assigned.
+UPDATE, NO_UPDATE, ANSWER, END, ASSIGN = range(5)
+# Channels of messages: gradients, first parameters, questions to servers, answers.
+GRADIENTS, PARAMETERS, QUESTIONS, ANSWERS = range(4)
+
+
+def bits(rate: float | None) -> int:
+    """Return a learning rate as a word; that of NaN for None."""
+    return int(np.float64(math.nan if rate is None else rate).view(np.int64))
+
+
+def rate_of(word: int) -> float | None:
+    """Return the learning rate of a word."""
+    rate = float(np.int64(word).view(np.float64))
+    return None if math.isnan(rate) else rate
 
 
 class OrderAgent:
-    """The service of one node's agent.
+    """The service of one node's agent for `Orders`. Collective.
 
     Args:
         agent: Runs it.
-        nodes: Of the servers; the first is the root's.
-        shards: Of the servers.
-        server: That of this node, if it has one.
-        parts: Where gradients lie.
-        node_copy: Where ranks of this node read the parameters.
+        parts: Of the servers.
+        memory: For gradients of the server of this node, if it has one, shape (buffers,
+            elements). Those of a step have the place of its number modulo ``buffers``.
+        gradients: Where they lie.
+        publisher: Of the parameters.
         words: Of this node.
-        steps: Of the root.
     """
 
     def __init__(
         self,
         agent: Agent,
-        nodes: Sequence[int],
-        shards: Sequence[Shard],
-        server: Server | None,
-        parts: NodeParts,
-        node_copy: NodeCopy,
+        parts: Sequence[Part],
+        memory: Array | None,
+        gradients: NodeParts,
+        publisher: Publisher,
         words: AtomicWords,
-        steps: AtomicWords,
     ) -> None:
-        self._shards = dict(zip(nodes, shards, strict=True))
-        self._parts, self._dtype = parts, node_copy.copies.dtype
+        assert publisher.agent is not None
         line = self._line = AgentLine(agent)
-
-        def write(word: int, value: int) -> None:
-            """Set a word that a rank of this node waits for."""
-            words.write(word, value)
-            node_copy.changed.announce()
-
-        orders = RootOrders(line, nodes, parts, write, steps)
-        self._server: ServerOrders | None = None
-        if server is not None:
-            self._server = ServerOrders(line, nodes[0], server, parts, words, write)
-        self._arrivals = PartArrivals(line, nodes, shards, self._server, node_copy)
-        # To each node, so that gradients of two steps do not mix.
-        self._giving = line.queues()
-        # What an agent does at a request. Those of the root come to its node only.
-        self._do: dict[str, Callable[..., None]] = {
-            "begin": orders.begin,
-            "order": orders.order,
-            "want": orders.want,
-            "made": orders.made,
-            "ask": orders.ask,
-            "end": orders.end,
-            "step": self._step,
-            "fetch": self._arrivals.fetch,
-            "coming": self._arrivals.come,
-        }
-        if self._server is not None:
-            self._do |= {"send": self._server.send, "obey": self._server.obey}
+        self._nodes, self._parts = publisher.nodes, parts
+        self._memory, self._gradients, self._words = memory, gradients, words
+        self._publisher, self._parameters = publisher, publisher.agent
+        # To and from each node, so that gradients of two steps do not mix.
+        self._giving, self._collecting = line.queues(), line.queues()
+        # Of the server of this node: the number of the last order that it has got, and
+        # the versions whose gradients it has.
+        self._given = 0
+        self._collected: set[int] = set()
         self.number = line.number = agent.add(self)
 
     def tag(self, channel: int) -> int:
@@ -97,30 +93,134 @@ class OrderAgent:
 
     def handle(self, source: int, kind: str, *request: Any) -> Steps:
         """Begin to carry out a request."""
-        self._do[kind](*request)
+        getattr(self, f"_do_{kind}")(*request)
         return iter(())
 
-    def _step(
+    def _write(self, word: int, value: int) -> None:
+        """Set a word that a rank of this node waits for."""
+        self._words.write(word, value)
+        self._publisher.changed.announce()
+
+    # On the root's node
+
+    def _do_begin(self, version: int) -> None:
+        """Have the first version sent to the nodes that have asked for it."""
+        self._parameters.send_promised(self._parameters.promise(version))
+
+    def _do_order(
         self,
-        step: int,
+        version: int,
+        places: list[Place],
+        divisor: int,
+        rate: float | None,
+        awaited: bool,
+    ) -> None:
+        """Send the order for a version to all nodes concerned."""
+        givers = self._gradients.by_node(places)
+        # Nodes that have given gradients need not ask.
+        ready = self._parameters.promise(version, givers if awaited else ())
+        order = version, places, divisor, rate, ready
+        self._line.tell({*givers, *ready, *self._nodes}, "step", *order)
+
+    def _do_made(self, server: int, version: int) -> None:
+        """Note that a server has made a version."""
+        self._publisher.note_made(server, version)
+        self._write(MADE + server, version)
+
+    def _do_ask(self, question: int) -> None:
+        """Have all servers answer a question, by its number."""
+        self._line.tell(self._nodes, "obey", ANSWER, question)
+
+    def _do_end(self) -> None:
+        """End the loops of all servers."""
+        self._line.tell(self._nodes, "obey", END)
+
+    # On a node with gradients, or a server
+
+    def _do_step(
+        self,
+        version: int,
         places: list[Place],
         divisor: int,
         rate: float | None,
         ready: list[int],
     ) -> None:
-        """Give gradients, make the step, receive its parameters."""
-        self._give(self._parts.by_node(places).get(self._line.node, []))
-        if self._server is not None:
-            self._server.make(step, places, divisor, rate, ready)
+        """Give gradients, and make the version if this node has a server."""
+        by_node = self._gradients.by_node(places)
+        if here := by_node.get(self._line.node):
+            self._give(here)
+        if self._memory is not None:
+            if places:
+                # If there are several nodes, no other step has been ordered.
+                collect = self._collect(version, places, divisor)
+                self._collecting[next(iter(by_node))].add(collect)
+            steps = self._make(version, bool(places), rate, ready)
+            self._parameters.turns.add(steps)
         if self._line.node in ready:
-            self._arrivals.come(step)
+            self._parameters.expect(version)
 
     def _give(self, places: list[Place]) -> None:
-        """Send each server its part of the sum of this node, if it has gradients."""
-        for node in self._line.in_turn(self._shards):
-            if places and node != self._line.node:
-                rank, tag = self._line.leaders[node], self.tag(GRADIENTS)
-                steps = self._parts.sending(
-                    rank, tag, places, self._dtype, self._shards[node].ranges
+        """Send each server its part of the sum of this node."""
+        ranges = {n: p.ranges for n, p in zip(self._nodes, self._parts, strict=True)}
+        for node in self._line.in_turn(self._nodes):
+            if node != self._line.node:
+                steps = self._gradients.sending(
+                    self._line.leaders[node],
+                    self.tag(GRADIENTS),
+                    places,
+                    self._publisher.copies.dtype,
+                    ranges[node],
                 )
                 self._giving[node].add(steps)
+
+    def _collect(self, version: int, places: list[Place], divisor: int) -> Steps:
+        """Receive the gradients of a version."""
+        assert self._memory is not None
+        assert self._publisher.number is not None
+        yield from self._gradients.collecting(
+            self.tag(GRADIENTS),
+            places,
+            self._parts[self._publisher.number].ranges,
+            divisor,
+            self._memory[self._buffer(version)],
+        )
+        self._collected.add(version)
+
+    def _buffer(self, version: int) -> int:
+        assert self._memory is not None
+        return step_of(version) % len(self._memory)
+
+    # On a server's node
+
+    def _make(
+        self, version: int, given: bool, rate: float | None, nodes: list[int]
+    ) -> Steps:
+        """Have the server make a version; send it to nodes."""
+        while given and version not in self._collected:
+            yield False
+        self._collected.discard(version)
+        kind = UPDATE if given else NO_UPDATE
+        if version != version_of(step_of(version)):
+            kind = ASSIGN
+        yield from self._obey(kind, bits(rate), version, self._buffer(version))
+        yield from self._parameters.sending(version, nodes)
+        self._line.tell(self._nodes[:1], "made", self._publisher.number, version)
+
+    def _do_obey(self, kind: int, detail: int = 0) -> None:
+        """Give the server an order of another kind, after all earlier ones."""
+        self._parameters.turns.add(self._obey(kind, detail, 0, 0))
+
+    def _obey(self, kind: int, *details: int) -> Iterator[bool]:
+        """Give the server of this node an order; wait until it is carried out."""
+        self._given += 1
+        self._words.store(KIND, [kind, *details])
+        self._write(ORDER, self._given)
+        done = self._words.watch(DONE)
+        while done() < self._given:
+            yield False
+        # What the server has changed can be read from now on.
+        self._words.sync()
+
+    def free(self, what: str) -> None:
+        """End the service. Collective."""
+        self._line.remove(what)

@@ -4,7 +4,7 @@ Of a sparse variable, only rows are copied that have changed. The publisher keep
 rows each copy of its `DoubleBuffer` lacks. A rank finds those that its variables lack
 in a `RowLog`; if it is so far behind that they are overwritten there, it copies all.
 Each node has a log and two copies of its own. The agent of the publisher's node finds
-in its log which rows to send to another one.
+in its log which rows to send to another one, in a message of bytes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import numpy as np
 
 from hpcaccum.layout import ALIGNMENT
 from hpcaccum.rows import RowLog
-from hpcaccum.server.messages import NOTHING, Draft, Messages
-from hpcaccum.server.node_copy import writer_inside
-from hpcaccum.server.row_draft import RowDraft, divided
+from hpcaccum.server.double_buffer import writer_inside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +26,17 @@ if TYPE_CHECKING:
     from hpcaccum.server.double_buffer import DoubleBuffer
     from hpcaccum.server.wire_format import WireFormat
 
+    # Rows of a variable, None for all, and their values.
+    Part = tuple["Array | None", "Array"]
+
+# The place of a node that has nothing yet.
+NOTHING = -1
+# A message begins with the number of rows, then has their numbers; or with this if it
+# has all values. The values of all variables follow.
+_ALL = -1
+_WORD = np.dtype(np.int64).itemsize
+
+
 # The log has an entry for every eighth row: to copy a random row of 64 floats takes 8
 # times as long as to copy one of all, of 256 floats 4 times, of 16 floats 27 times.
 _SHARE = 8
@@ -35,22 +44,54 @@ _SHARE = 8
 _CHUNK = 1 << 16
 
 
-class Copier(Messages):
+class Draft:
+    """A message that is being made, of all of a vector; `RowDraft` makes one of rows.
+
+    Args:
+        spare: A message that is not used any more, if there is one.
+
+    Attributes:
+        place: Which changes a node has with the message.
+    """
+
+    place = NOTHING
+
+    def __init__(self, spare: Array | None) -> None:
+        self._message = spare
+
+    def read(self, flat: Array) -> None:
+        """Copy what another node lacks.
+
+        Called again, with the newest vector, until no update has overwritten the vector
+        meanwhile.
+        """
+        if self._message is None:
+            self._message = np.empty(flat.nbytes, np.uint8)
+        np.copyto(self._message, flat.view(np.uint8))
+
+    def message(self) -> Array:
+        """Return the message, a vector of bytes."""
+        assert self._message is not None
+        return self._message
+
+
+class Copier:
     """Copies parameters between a center, published vectors and variables; here all.
 
     Args:
         wire: How variables lie in a published vector.
 
     Attributes:
-        size: Elements of such a vector.
+        size, dtype: Of such a vector.
+        whole: Whether each message is all of a vector, whatever a node has.
         nbytes_here: Bytes of this rank's memory that say what has changed.
     """
 
-    nbytes_here = 0
+    whole, nbytes_here = True, 0
 
     def __init__(self, wire: WireFormat) -> None:
         self._wire = wire
-        self.size = wire.parameters.size
+        self.size, self.dtype = wire.parameters.size, wire.parameters.dtype
 
     def note(self, changed: Mapping[str, Array]) -> None:
         """Note rows of sparse variables before they change; the root only.
@@ -62,6 +103,17 @@ class Copier(Messages):
     def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Bring a published vector up to date; the root only."""
         self._wire.write_parameters(center, flat)
+
+    def draft(self, since: int, spare: Array | None) -> Draft:
+        """Return a new message to a node that has the changes before a place."""
+        return Draft(spare)
+
+    def room(self, nbytes: int, flat: Array) -> Array:
+        """Return the memory in which a message for a vector is received."""
+        return flat.view(np.uint8)
+
+    def unpack(self, message: Array, copies: DoubleBuffer) -> None:
+        """Bring the copy that is written up to date with a message."""
 
     def read(
         self, flat: Array, into: Mapping[str, Array], since: Mapping[str, int]
@@ -147,7 +199,7 @@ class SparseCopier(Copier):
     # Agents
 
     def draft(self, since: int, spare: Array | None) -> Draft:
-        """Return a new message to another node; see `Messages`."""
+        """Return a new message to another node, of rows."""
         return RowDraft(self, since)
 
     def room(self, nbytes: int, flat: Array) -> Array:
@@ -250,6 +302,58 @@ class SparseCopier(Copier):
         self._log.free()
 
 
+class RowDraft(Draft):
+    """A message that is being made, of the rows that have changed.
+
+    There may be many more of these than rows of an update, and to copy them may take
+    longer than some updates. So a try that an update has overtaken is not repeated as a
+    whole: the next one copies only the rows that have changed since.
+
+    Args:
+        copier: Knows them.
+        since: `place` of the last message to that node.
+    """
+
+    def __init__(self, copier: SparseCopier, since: int) -> None:
+        self._copier, self.place = copier, since
+        # Of each variable, in the order in which they were copied.
+        self._parts: dict[str, list[Part]] = {name: [] for name in copier.names}
+
+    def read(self, flat: Array) -> None:
+        """Copy the rows that have changed since the last try; see `Draft.read`.
+
+        An update that overwrites the vector meanwhile changes rows that are in the log
+        after the place that the vector ends with. So the next try copies them again.
+        """
+        end = self._copier.end(flat)
+        rows = self._copier.changes(self.place, end)
+        for name, view in self._copier.views(flat).items():
+            places = self._copier.rows_of(name, rows)
+            if places is None:
+                self._parts[name] = [(None, view.copy())]
+            else:
+                self._parts[name].append((places, view[places]))
+        self.place = end
+
+    def message(self) -> Array:
+        """Return the message, a vector of bytes."""
+        parts = {name: _latest(parts) for name, parts in self._parts.items()}
+        values = [found.reshape(-1) for _, found in parts.values()]
+        pieces = [self._numbers(parts), *values]
+        return np.concatenate([piece.view(np.uint8) for piece in pieces])
+
+    def _numbers(self, parts: Mapping[str, Part]) -> Array:
+        """Return what a message begins with."""
+        numbers = []
+        for name, table in self._copier.tables.items():
+            rows, _ = parts[name]
+            if rows is None:
+                return np.array([_ALL])
+            numbers.append(rows + table.start)
+        size = sum(each.size for each in numbers)
+        return np.concatenate([np.array([size]), *numbers])
+
+
 def _united(parts: Sequence[Array]) -> Array:
     """Return different rows, sorted."""
     return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
@@ -264,3 +368,26 @@ def copy_rows(source: Array, target: Array, rows: Array | None) -> None:
     for start in range(0, rows.size, step):
         places = rows[start : start + step]
         target[places] = source[places]
+
+
+def _latest(parts: list[Part]) -> Part:
+    """Return all rows of a variable, each with the values that were copied last."""
+    (rows, values), *later = parts
+    if not later:
+        return rows, values
+    if rows is None:
+        for newer, found in later:
+            values[newer] = found
+        return None, values
+    every = np.concatenate([rows, *(newer for newer, _ in later)])
+    united, last = np.unique(every[::-1], return_index=True)
+    return united, np.concatenate([found for _, found in parts])[every.size - 1 - last]
+
+
+def divided(message: Array) -> tuple[Array | None, Array]:
+    """Return the rows of a message, None for all, and the bytes of the values."""
+    number = int(message[:_WORD].view(np.int64)[0])
+    if number == _ALL:
+        return None, message[_WORD:]
+    end = _WORD * (1 + number)
+    return message[_WORD:end].view(np.int64).copy(), message[end:]

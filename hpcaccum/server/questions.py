@@ -17,7 +17,7 @@ _TEST = operator.methodcaller("Test")
 
 
 class Questions:
-    """Sends questions and answers; used by `OrderLoop` and `ShardLoop`.
+    """Sends questions and answers; used by `OrderLoop` and `Orders`.
 
     A question is a message to each server, and an order to answer it. Both have its
     number.

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from hpcaccum.accumulator import VectorAccumulator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from hpcaccum.accumulator import Batch, Membership, Receipt, Tally
     from hpcaccum.deadline import Deadline
@@ -30,6 +31,7 @@ class QuorumInbox:
     """
 
     adds = True
+    rate: float | None = None
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class QuorumInbox:
         self._accumulator = VectorAccumulator(
             group, root, size, dtype, workers, rows, what
         )
-        self._slot: Array | None = None
+        self._buffer: Array | None = None
 
     @property
     def parts(self) -> NodeParts:
@@ -67,22 +69,22 @@ class QuorumInbox:
         """Set the step of the first update; the root only, before any submission."""
         self._accumulator.set_global_step(step)
 
-    def slot(self, known: int = 0) -> Array:
-        """Return the memory for this rank's next gradient; see `Inbox.slot`."""
+    def buffer(self, known: int = 0) -> Array:
+        """Return the memory for this rank's next gradient; see `Inbox.buffer`."""
         # The server takes one round after the other, and publishes a step before the
         # take of its round returns.
         self._accumulator.note_finished(known - 1)
-        self._slot = self._accumulator.slot()
-        return self._slot
+        self._buffer = self._accumulator.slot()
+        return self._buffer
 
     def pin(self) -> None:
-        """Pin this rank's slots for DMA."""
+        """Pin this rank's buffers for DMA."""
         self._accumulator.pin_slots()
 
     def submit(self, local_step: int) -> Receipt:
-        """Submit the gradient in the slot, unless it is of an earlier step."""
-        assert self._slot is not None
-        return self._accumulator.apply_grad(self._slot, local_step)
+        """Submit the gradient in the buffer, unless it is of an earlier step."""
+        assert self._buffer is not None
+        return self._accumulator.apply_grad(self._buffer, local_step)
 
     def count_nonfinite(self) -> None:
         """Count a gradient of this rank that is not finite, and was not submitted."""
@@ -92,9 +94,9 @@ class QuorumInbox:
         """Return the least step whose gradients the server accepts at a step."""
         return step
 
-    def next(self, step: int, deadline: Deadline, use: Callable[[Batch], None]) -> None:
+    def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Batch]:
         """Wait for the quorum that makes step ``step + 1``; the root only."""
-        self._accumulator.take_batch(self._quorum, deadline, use)
+        return self._accumulator.batch(self._quorum, deadline)
 
     def following(self, step: int) -> None:
         """Return None: more gradients may be admitted until `next`."""
@@ -102,10 +104,6 @@ class QuorumInbox:
     def awaited(self, step: int) -> str | None:
         """Return what the mean of a step lacks; None if it is complete."""
         return self._accumulator.awaited(self._quorum, step)
-
-    def exclude(self, ranks: Iterable[int]) -> None:
-        """Name ranks in no message about missing gradients."""
-        self._accumulator.exclude(ranks)
 
     def tally(self) -> Tally:
         """Return the gradients accepted and dropped so far, of all ranks."""
@@ -119,11 +117,7 @@ class QuorumInbox:
         """Raise InvalidArgumentError if this rank has left."""
         self._accumulator.check_present()
 
-    def left(self) -> list[int]:
-        """Return the ranks that have left."""
-        return list(self._accumulator.statistics().left)
-
     def free(self) -> None:
         """Free the memory. Collective."""
-        self._slot = None
+        self._buffer = None
         self._accumulator.free()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.deadline import Deadline
+from hpcaccum.device import to_host
 from hpcaccum.errors import (
     InvalidArgumentError,
     WaitTimeoutError,
@@ -16,12 +18,11 @@ from hpcaccum.errors import (
 )
 from hpcaccum.mpi import MPI, lack_of_threads
 from hpcaccum.server.client import Client
-from hpcaccum.server.node_copy import step_of, version_of
+from hpcaccum.server.double_buffer import step_of, version_of
+from hpcaccum.server.loop import UpdateLoop
 from hpcaccum.server.order_loop import OrderLoop
-from hpcaccum.server.role import Role
-from hpcaccum.server.shard_loop import ShardLoop
-from hpcaccum.server.sharded import ShardedParameters
-from hpcaccum.server.update_loop import UpdateLoop
+from hpcaccum.server.part import WholeCenter
+from hpcaccum.server.update_lock import UpdateLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.server.inbox import MakeInbox
+    from hpcaccum.server.loop import Loop, Update
     from hpcaccum.server.node_update import ElementwiseRule
-    from hpcaccum.server.role import Answer, Rate, Update
+    from hpcaccum.server.options import ServerOptions
 
     # Of each variable, name to an array or an integer.
     Arrays = Mapping[str, Mapping[str, Any]]
@@ -56,29 +58,26 @@ class ServerState(NamedTuple):
 class ParameterServer(Client):
     """Parameters on one rank, the center, updated by gradients of all. Collective.
 
-    Step k is the parameters after k updates. Every rank is a client and has a `Role`: a
-    server runs loops, in threads beside its own training or alone. After `free` the
-    last parameters can still be read, with their step and the tally.
+    Step k is the parameters after k updates. Every rank is a client. A server also runs
+    a `Loop`, in threads beside its own training or alone. After `free` the last
+    parameters can still be read, with their step and the tally.
 
     Args:
         group: The ranks.
-        root: The rank that holds the center and runs the updates; if there are several,
-            the one that decides what makes each update.
         initial: Name to array, the same names and shapes on all ranks; the center
             starts with the root's.
         make_inbox: Makes the inbox, given the size and the dtype of a flat gradient,
             and the places of rows in it.
-        dedicated: Whether the servers only serve; they must then call `serve`.
+        options: Of the optimizer, with the ranks that hold parts of the center and
+            update them, each on another node. The first, the root, decides what makes
+            each update. Dedicated servers must call `serve`.
         what: Name for messages.
         rule: Makes the updates of all variables if they are alike; equal on all ranks.
         finish: Called by `free` on every rank, after the last update, while pulls are
             still possible.
-        servers: The ranks that hold parts of the center and update them, each on
-            another node, ``root`` first; by default ``root`` alone.
         elementwise: Whether such a part may begin within a variable.
         capacities: Name of each sparse variable to the maximum number of rows of the
             gradients of a rank in one update. There is one server then.
-        min_workers: Fewest ranks that train on after others are lost.
         step, tally: Where an earlier server ended (`ServerState`), to continue from it;
             the same on all ranks.
 
@@ -92,21 +91,20 @@ class ParameterServer(Client):
     def __init__(
         self,
         group: Group,
-        root: int,
         initial: Mapping[str, Array],
         make_inbox: MakeInbox,
-        *,
-        dedicated: bool,
+        options: ServerOptions,
         what: str,
-        rule: ElementwiseRule | None = None,
-        finish: Callable[[], None] = lambda: None,
-        servers: Sequence[int] = (),
-        elementwise: bool = False,
-        capacities: Mapping[str, int] = MappingProxyType({}),
-        min_workers: int = 1,
+        *,
+        rule: ElementwiseRule | None,
+        finish: Callable[[], None],
+        elementwise: bool,
+        capacities: Mapping[str, int],
         step: int = 0,
         tally: Tally | None = None,
     ) -> None:
+        servers, dedicated = options.ranks, bool(options.dedicated)
+
         def check() -> dict[str, object]:
             _check_server(group, dedicated, servers, step)
             return {"step": step, "tally": tally}
@@ -120,7 +118,7 @@ class ParameterServer(Client):
         self._served = self._frees = False
         super().__init__(
             group,
-            tuple(servers) or (root,),
+            servers,
             initial,
             make_inbox,
             what,
@@ -129,42 +127,55 @@ class ParameterServer(Client):
             capacities=capacities,
         )
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
-        self._min_workers = min_workers
+        self._min_workers = options.min_workers
         if dedicated:
-            self._inbox.exclude(self._servers)
-        self._role = self._make_role(initial)
-        self._role.set_step(step)
+            self._inbox.membership.exclude(self._servers)
+        # What this rank does as a server: it updates the center, or its part. If there
+        # are several, the root orders these updates.
+        self._updates = self._make_updates(initial)
+        self._ordering: OrderLoop | None = None
+        if self.is_root:
+            self._inbox.start(step)
+        if self._updates is not None:
+            self._updates.set_step(step)
+            if self.is_root and self._orders is not None:
+                self._ordering = OrderLoop(
+                    self._inbox, self._update_lock, what, self._orders, self._updates
+                )
+                self._ordering.set_step(step)
+        self._loop: Loop | None = self._ordering or self._updates
         self._register(group, group.label(what))
         # No rank pulls before the center is published, and has come to its node.
         first = Deadline(None, f"{what}: first parameters")
         self._wait_for(version_of(step), first)
 
-    def _make_role(self, initial: Mapping[str, Array]) -> Role:
-        """Return what this rank does for the center."""
+    def _make_updates(self, initial: Mapping[str, Array]) -> UpdateLoop | None:
+        """Return what updates this rank's part of the center; None if it has none."""
+        publisher, orders, shared = self._publisher, self._orders, self._node_update
         if not self.is_server:
-            return Role()
-        inbox, lock, what = self._inbox, self._update_lock, self._what
-        if isinstance(self._parameters, ShardedParameters):
-            shard = ShardLoop(self._parameters, what)
-            if not self.is_root:
-                return shard
-            return OrderLoop(inbox, lock, what, self._parameters, shard)
-        return UpdateLoop(
-            inbox,
-            lock,
-            what,
-            initial,
-            parameters=self._parameters,
-            wire=self._wire,
-            copier=self._copier,
-            node_update=self._node_update,
-            threads=self._group.own_cores,
-        )
+            return None
+        what = self._what
+        if orders is not None:
+            assert orders.own is not None
+            own = UpdateLoop(orders, UpdateLock(what), what, orders.own, publisher)
+            orders.assign = own.assign
+            return own
+        center = {n: np.array(to_host(a)) for n, a in initial.items()}
+        if shared is not None:
+            for name, array in shared.center.items():
+                np.copyto(array, center[name])
+            center = shared.center
+        threads = self._group.own_cores
+        whole = WholeCenter(self._wire, self._copier, publisher.copies, center, threads)
+        lock = self._update_lock
+        return UpdateLoop(self._inbox, lock, what, whole, publisher, shared)
 
     @property
     def center(self) -> dict[str, Array]:
         """Name to array: what a server holds; after `free`, all, on every rank."""
-        return self._role.center
+        if self._final is not None:
+            return self._final.center
+        return {} if self._updates is None else self._updates.center
 
     @property
     def slots(self) -> dict[str, dict[str, Array]] | None:
@@ -173,7 +184,7 @@ class ParameterServer(Client):
         None if the rule is not used, because variables are sparse or have several
         dtypes, or ranks several nodes.
         """
-        return self._role.slots
+        return None if self._updates is None else self._updates.slots
 
     @property
     def is_root(self) -> bool:
@@ -186,7 +197,7 @@ class ParameterServer(Client):
         return self._group.rank in self._servers
 
     @property
-    def is_sharded(self) -> bool:
+    def in_parts(self) -> bool:
         """Whether several servers hold parts of the center."""
         return len(self._servers) > 1
 
@@ -201,32 +212,49 @@ class ParameterServer(Client):
         return self.only_serves and not self._served
 
     def start(
-        self, update: Update, rate: Rate = lambda: None, answer: Answer = lambda _: None
+        self,
+        update: Update,
+        rate: Callable[[], float | None],
+        answer: Callable[[Any], Any],
     ) -> None:
-        """Begin to serve, in threads unless servers are dedicated; servers only."""
-        self._role.set_optimizer(update, rate, answer)
+        """Begin to serve, in threads unless servers are dedicated; servers only.
+
+        Args:
+            update: See `UpdateLoop`.
+            rate: See `OrderLoop`.
+            answer: See `Orders`.
+        """
+        assert self._loop is not None
+        assert self._updates is not None
+        self._updates.update = update
+        if self._orders is not None:
+            self._orders.answer = answer
+        if self._ordering is not None:
+            self._ordering.rate = rate
         if not self._dedicated:
-            self._role.start_thread()
+            self._loop.start_thread()
 
     def serve(self, after_update: Callable[[int], object] | None = None) -> None:
         """Serve until all other ranks have left; a dedicated server only."""
         if not self.only_serves:
             raise InvalidArgumentError(f"{self._what}: {self._no_server()}")
-        self._role.after_update = after_update
-        self._serve()
+        self._serve(after_update)
 
-    def _serve(self) -> None:
-        self._role.run()
+    def _serve(self, after_update: Callable[[int], object] | None = None) -> None:
+        assert self._loop is not None
+        if self.is_root:
+            self._loop.after_update = after_update
+        self._loop.run()
         self._served = True
 
     def _no_server(self) -> str:
         """Return why this rank must not call `serve`."""
         servers = format_ranks(self._servers)
         if self._dedicated:
-            are = "are" if self.is_sharded else "is"
+            are = "are" if self.in_parts else "is"
             rank = self._group.rank
             return f"rank {rank} is not a server ({servers} {are}); it must train"
-        how = "serve while they train" if self.is_sharded else "serves while it trains"
+        how = "serve while they train" if self.in_parts else "serves while it trains"
         return f"dedicated=True was not given: {servers} {how}; do not call serve()"
 
     def ask(self, question: Any) -> list[Any]:
@@ -235,8 +263,8 @@ class ParameterServer(Client):
         After `free`, those to None.
         """
         with self.paused():
-            assert isinstance(self._role, OrderLoop)
-            return self._role.ask(question)
+            assert self._ordering is not None
+            return self._ordering.ask(question)
 
     def divide(self, arrays: Arrays | None) -> Arrays | None:
         """Return what a server keeps of arrays of the root. Collective.
@@ -246,8 +274,8 @@ class ParameterServer(Client):
         """
         if arrays is None:
             return None
-        if isinstance(self._parameters, ShardedParameters):
-            return self._parameters.divide(arrays)
+        if self._orders is not None:
+            return self._orders.divide(arrays)
         return arrays if self.is_root else None
 
     @property
@@ -282,13 +310,14 @@ class ParameterServer(Client):
             The step.
         """
         call, failure, version = f"{self._what}: assign", None, -1
-        self._role.keep(values)
+        if self._updates is not None:
+            self._updates.keep(values)
         # No server may get the order before it has the values.
         self._group.allgather(None, call)
         try:
             if self.is_root:
                 with self.paused():
-                    version = self._role.assign(Deadline(None, call))
+                    version = self._assign(Deadline(None, call))
         except Exception as error:
             failure = error
         self.come_back()
@@ -299,11 +328,23 @@ class ParameterServer(Client):
         self._pulled = step_of(self._assigned)
         return self._pulled
 
+    def _assign(self, deadline: Deadline) -> int:
+        """Set the center to the values that were kept; return the version."""
+        if self._ordering is not None:
+            return self._ordering.assign(deadline)
+        assert self._updates is not None
+        version = self._publisher.newest_version() + 1
+        self._updates.assign(version)
+        return version
+
     def come_back(self) -> None:
         """End what `suspend` has begun, before all ranks meet."""
         self._inbox.membership.come_back()
         if self.only_serves and self._served:
-            self._role.come_back()
+            assert self._loop is not None
+            self._loop.come_back()
+            if self._orders is not None:
+                self._orders.come_back()
             self._served = False
 
     @contextlib.contextmanager
@@ -316,8 +357,8 @@ class ParameterServer(Client):
             )
         deadline = Deadline(None, f"{self._what}: paused")
         with self._update_lock.reading(deadline):
-            if self._final is None:
-                self._role.wait_for_ordered(deadline)
+            if self._final is None and self._ordering is not None:
+                self._ordering.wait_for_ordered(deadline)
             yield self.step
 
     def state(self) -> ServerState:
@@ -375,7 +416,7 @@ class ParameterServer(Client):
             workers.difference_update(self._servers)
         if len(workers) < self._min_workers:
             return True
-        leads = self.is_sharded and any(rank == each[0] for each in self._group.nodes)
+        leads = self.in_parts and any(rank == each[0] for each in self._group.nodes)
         return rank in self._servers or self._frees or leads
 
     def lose(self, rank: int) -> None:
@@ -413,14 +454,16 @@ class ParameterServer(Client):
         self._end_updates(call)
         self._finish()
         # From now on nothing reads the shared memory.
-        self._final = state = self._read_state()
-        self._role.center, self._role.slots = state.center, None
+        self._final = self._read_state()
+        if self._updates is not None:
+            self._updates.slots = None
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""
         failure, deadline = None, Deadline(None, call)
         try:
-            self._role.end(deadline)
+            if self._loop is not None:
+                self._loop.end(deadline)
         except WaitTimeoutError as error:
             failure = error
         found = self._group.gather_present(failure and str(failure), call)

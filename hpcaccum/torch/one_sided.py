@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.servers import Servers
+    from hpcaccum.server import Servers
 
 
 class Options(TypedDict, total=False):

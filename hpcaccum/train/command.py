@@ -11,8 +11,8 @@ from hpcaccum.device import device_name, use_device
 from hpcaccum.errors import RESTART
 from hpcaccum.files import JsonLines, check_writable, ending_the_job
 from hpcaccum.machine import circumstances, place_and_date
-from hpcaccum.optimizers import check_nodes
 from hpcaccum.plots import check_picture
+from hpcaccum.server import check_nodes
 from hpcaccum.stopping import Stopping, ask_restart
 from hpcaccum.train import saving
 from hpcaccum.train.data import load

@@ -59,7 +59,6 @@ def plain(average):
 
 WRAPPERS = {
     "chain": plain,
-    "masked": lambda a: optax.masked(plain(a), {"w": False, "b": True}),
     "multi_transform": lambda a: optax.multi_transform(
         {"mean": plain(a), "alone": optax.sgd(0.1)}, {"w": "alone", "b": "mean"}
     ),

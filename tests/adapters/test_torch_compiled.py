@@ -75,8 +75,6 @@ def compiled_autograd():
     [
         ("CrossShard", whole, contextlib.nullcontext),
         ("CrossShard", pass_and_step, compiled_autograd),
-        ("SyncReplicas", pass_and_step, contextlib.nullcontext),
-        ("DropStale", whole, contextlib.nullcontext),
         ("AGN", pass_and_step, contextlib.nullcontext),
     ],
 )

@@ -381,16 +381,6 @@ def test_nccl_sums_gradients_on_request(own_card, there, comm, rank, size):
     check_same(models[1], models[0], exact=False)
 
 
-def test_nccl_needs_parameters_on_a_device(own_card, comm, rank):
-    model = Model()
-    inner = torch.optim.SGD(model.parameters(), 1.0)
-    with hpt.CrossShard(inner, comm=comm, schedule="nccl") as opt:
-        error = raised(model.backward, rank, 0)
-        opt.zero_grad()
-    assert isinstance(error, hpc.InvalidArgumentError)
-    assert "reduces arrays on the device only" in str(error)
-
-
 @pytest.mark.ranks(min=2)
 def test_some_ranks_may_have_no_device(there, comm, rank, size):
     models = [Model(), there.model() if rank else Model()]

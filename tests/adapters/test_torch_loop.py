@@ -12,7 +12,7 @@ from hpcaccum.torch import adapter
 
 from ..mpi.support import meet
 from ..mpi.training import raised, turns
-from .torch_training import ONE_SIDED, STRATEGIES, SYNCHRONOUS, Model, gradient
+from .torch_training import STRATEGIES, SYNCHRONOUS, Model, gradient
 
 
 def sgd(model, rate=1.0):
@@ -161,29 +161,6 @@ def test_each_backward_pass_adds_its_mean(comm, rank, size):
     check_values(model, lambda n, like: -mean(n, like, at[0]) - mean(n, like, at[1]))
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_parameter_without_a_gradient_is_not_updated(kind, comm, rank):
-    model = Model(start=1.0)
-    inner = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5)
-    with STRATEGIES[kind](inner, comm) as opt:
-        for step in range(2):
-            model.backward(rank, step, "w")
-            assert model.b.grad is None
-            opt.step()
-            opt.zero_grad()
-    assert torch.equal(model.b, torch.ones(5))
-    assert not torch.equal(model.w, torch.ones(3, 4))
-
-
-def test_a_frozen_parameter_keeps_the_value_of_rank_0(comm, rank):
-    model = Model(start=rank)
-    model.b.requires_grad_(False)
-    with hpt.CrossShard(sgd(model), comm=comm) as opt:
-        model.backward(rank, 0, "w")
-        opt.step()
-    assert torch.equal(model.b, torch.zeros(5))
-
-
 @pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
 def test_gradients_are_none_after_a_step_with_a_server(kind, comm, rank):
     model = Model()
@@ -262,20 +239,6 @@ def test_parameters_that_are_not_trained_start_with_those_of_rank_0(comm, rank):
         assert torch.equal(model.b, torch.zeros(5))
         with pytest.raises(hpc.InvalidArgumentError, match="no such parameter"):
             opt.center(model.b)
-
-
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_no_rank_waits_for_one_that_left(kind, comm, rank, size):
-    model = Model()
-    with STRATEGIES[kind](sgd(model), comm) as opt:
-        if rank == size - 1 and size > 1:
-            opt.leave()
-        else:
-            for step in range(2):
-                model.backward(rank, step)
-                opt.step()
-    values = meet(model.values()["w"].tobytes())
-    assert all(each == values[0] for each in values)
 
 
 # What is not synchronized

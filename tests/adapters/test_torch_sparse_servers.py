@@ -25,7 +25,6 @@ from .torch_rows import (
     Net,
     backward,
     check_same,
-    mean_of,
     sparse_mean,
     table,
     words,
@@ -85,70 +84,6 @@ def test_updates_are_those_of_plain_pytorch(kind, name, dtype, comm, rank, size)
     if rank == 0 and name != "SGD":
         for part, expected in optimizer.state[plain.weight].items():
             torch.testing.assert_close(state[0][part], expected, rtol=1e-6, atol=1e-6)
-
-
-def test_sparse_and_dense_gradients_in_one_step(comm, rank, size):
-    net = Net()
-    plain = copy.deepcopy(net)
-    sgd = torch.optim.SGD(plain.parameters(), 0.5)
-    inner = torch.optim.SGD(net.parameters(), 0.5)
-    sparse = [net.bag.weight]
-    with hpt.SyncReplicas(inner, size, comm=comm, module=net, sparse=sparse) as opt:
-        for step in (0, 2, 3):
-            net.backward(rank, step)
-            assert opt.step()
-            for each in range(size):
-                plain.backward(each, step)
-            for parameter in plain.parameters():
-                parameter.grad /= size
-            sgd.step()
-            sgd.zero_grad()
-    for own, other in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own, other)
-        check_same(own)
-
-
-def test_gradients_of_several_passes_are_added(comm, rank, size):
-    module = table()
-    with held("SyncReplicas", "SGD", module, comm) as opt:
-        backward(module, rank, 0)
-        backward(module, rank, 2)
-        opt.step()
-    mean = mean_of(range(size), 0)[0] + mean_of(range(size), 2)[0]
-    expected = table().weight - 0.5 * torch.tensor(mean, dtype=torch.float32)
-    torch.testing.assert_close(module.weight, expected)
-
-
-def test_rows_that_are_not_finite_are_dropped(comm, rank):
-    module = table()
-    with held("DropStale", "SGD", module, comm, on_nonfinite="drop") as opt:
-        backward(module, rank, 0)
-        module.weight.grad._values()[3] = torch.nan
-        assert opt.step().nonfinite
-        assert opt.global_step == 0
-    assert torch.equal(module.weight, table().weight)
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_dedicated_server(kind, comm, rank, size):
-    module, last, start = table(rank), size - 1, table(1).weight.detach().clone()
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    make = {
-        "SyncReplicas": lambda **more: hpt.SyncReplicas(inner, last, **more),
-        "DropStale": lambda **more: hpt.DropStale(inner, 10**6, **more),
-    }[kind]
-    options = {"host": 1, "dedicated": True, "sparse": [module.weight]}
-    with make(comm=comm, **options) as opt:
-        if rank == 1:
-            opt.serve()
-        else:
-            backward(module, rank, 0)
-            opt.step()
-    others = [each for each in range(size) if each != 1]
-    total = torch.tensor(mean_of(others, 0)[0], dtype=torch.float32)
-    total *= 1 if kind == "SyncReplicas" else last
-    torch.testing.assert_close(module.weight.detach(), start - total)
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "SparseAdam"])
@@ -240,44 +175,7 @@ def test_agn_does_not_change_other_rows_later(comm, rank):
         opt.param_groups[0]["momentum"] = 0
 
 
-# Cost
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_only_rows_are_copied_and_have_memory(name, comm, rank, size, copies):
-    module = torch.nn.Embedding(1 << 14, 8, sparse=True)
-    with held("SyncReplicas", name, module, comm, capacity=3) as opt:
-        counted = []
-        for _ in range(4):
-            meet()
-            copies.clear()
-            module(torch.tensor([5, 9 + rank, 5, 2])).sum().backward()
-            opt.step()
-            meet()
-            counted.append(list(copies))
-        assert opt._exchange._server._inbox.window_bytes < 1000
-    # To this rank's parameter, and on the root to what is published.
-    assert counted == [[2 + size] * (1 + (rank == 0))] * 4
-
-
 # Errors
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_too_many_rows_are_not_sent(kind, comm, rank, size):
-    module = table()
-    with held(kind, "SGD", module, comm, capacity=2) as opt:
-        if rank == size - 1:
-            module(torch.tensor([1, 2, 4, 1])).sum().backward()
-            text = "gradient of 'parameter 0' has 3 different rows, at most 2 can be"
-            with pytest.raises(INVALID, match=text):
-                opt.step()
-            opt.zero_grad()
-        module(torch.tensor([4, 4, 1])).sum().backward()
-        opt.step()
-    found = (table().weight - module.weight)[:, 0].tolist()
-    total = 0.5 * (1 if kind == "SyncReplicas" else size)
-    assert found == [0, total, 0, 0, 2 * total, *[0] * (ROWS - 5)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -301,24 +199,15 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_wrong_options_of_one_rank(kind, case, comm, rank, size):
+def test_wrong_options_of_one_rank(case, comm, rank, size):
     wrong, error, text = WRONG[case]
     module = table(rank)
     options = {"sparse": [module.weight], **(wrong if rank == size - 1 else {})}
     inner = torch.optim.SGD(module.parameters(), 1.0)
-    found = raised(STRATEGIES[kind], inner, comm, **options)
+    found = raised(STRATEGIES["DropStale"], inner, comm, **options)
     assert isinstance(found, error)
     assert text in str(found)
     assert torch.equal(module.weight, table(rank).weight)
-
-
-@pytest.mark.ranks(min=2)
-def test_ranks_must_agree_on_capacities(comm, rank):
-    module = table()
-    found = raised(held, "DropStale", "SGD", module, comm, capacity=3 + (rank == 1))
-    assert isinstance(found, hpc.DisagreementError)
-    assert "capacities of sparse variables" in str(found)
 
 
 class Sub(torch.optim.SGD):
@@ -340,13 +229,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_optimizers_that_may_change_other_rows(kind, case, comm, rank):
+def test_optimizers_that_may_change_other_rows(case, comm, rank):
     make, text = REFUSED[case]
     module = table(rank)
-    found = raised(
-        STRATEGIES[kind], make(module.parameters()), comm, sparse=[module.weight]
-    )
+    inner = make(module.parameters())
+    found = raised(STRATEGIES["DropStale"], inner, comm, sparse=[module.weight])
     assert isinstance(found, INVALID)
     assert "sparse=True of 'parameter 0' needs SparseAdam, SGD without" in str(found)
     assert text in str(found)
@@ -374,16 +261,6 @@ def test_other_groups_may_have_momentum(comm, rank, size):
             inner.step()
     for own, other in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own, other)
-
-
-def test_several_servers_are_refused(group):
-    module, servers = table(group.rank), [ranks[0] for ranks in group.nodes]
-    inner, options = torch.optim.SGD(module.parameters(), 1.0), {"servers": servers}
-    found = raised(
-        hpt.DropStale, inner, 1, comm=group, sparse=[module.weight], **options
-    )
-    assert isinstance(found, INVALID)
-    assert f"'parameter 0' needs one server, got servers={servers}" in str(found)
 
 
 def test_a_state_with_momentum_is_refused(comm, rank):

@@ -24,12 +24,6 @@ from .accumulating import (  # noqa: F401
 )
 
 
-def test_new_one_has_step_0_and_nothing_accumulated(acc):
-    assert (acc.num_accumulated(), acc.global_step) == (0, 0)
-    with pytest.raises(hpc.WaitTimeoutError):
-        acc.take_grad(1, timeout=0)
-
-
 def test_gradient_is_accepted_unless_its_step_is_lower(acc, form):
     acc.set_global_step(3)
 
@@ -51,39 +45,6 @@ def test_stale_gradients_change_only_the_counts(acc, form):
     same_bits(form, acc.take_grad(1, timeout=0), [1.0, 2.0])
     acc.apply_grad(like(form, [9, 9]), 5)
     assert acc.num_accumulated() == 0
-
-
-def test_steps_of_gradients_do_not_move_the_step(acc, form):
-    acc.apply_grad(like(form, [1, 1]), local_step=7)
-    acc.take_grad(1, timeout=WAIT)
-
-    assert acc.global_step == 1
-    assert not acc.apply_grad(like(form, [1, 1]))
-    assert acc.apply_grad(like(form, [1, 1]), 1)
-
-
-def test_all_gradients_are_taken_and_counted(acc, form):
-    acc.apply_grad(like(form, [10, 1]))
-    acc.apply_grad(like(form, [20, 2]))
-
-    same_bits(form, acc.take_grad(1, timeout=WAIT), [15.0, 1.5])
-    assert (acc.num_accumulated(), acc.global_step) == (0, 1)
-
-
-def test_sum_is_not_divided(make, form):
-    acc = make("float64", reduction_type="SUM")
-    for _ in range(3):
-        acc.apply_grad(like(form, [2, -1]))
-
-    same_bits(form, acc.take_grad(2, timeout=WAIT), [6.0, -3.0])
-
-
-def test_rounds_follow_each_other(acc, form):
-    for step in range(5):
-        for number in range(step + 1):
-            assert acc.apply_grad(like(form, [step, number]), local_step=step)
-        mean = acc.take_grad(step + 1, timeout=WAIT)
-        same_bits(form, mean, [float(step), step / 2])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -187,15 +148,6 @@ def test_halves_are_summed_in_float32(make, form, dtype, large):
     same_bits(form, acc.take_grad(3, timeout=WAIT), np.array(40000, dtype))
 
 
-def test_2100_halves_of_1_have_mean_1():
-    with hpc.DeviceAccumulator("float16", ()) as acc:
-        one = cupy.ones((), "float16")
-        for _ in range(2100):
-            acc.apply_grad(one)
-
-        same_bits("one", acc.take_grad(2100, timeout=WAIT), np.float16(1).reshape(()))
-
-
 def test_result_beyond_the_dtype_is_infinite(make, form):
     acc = make("float16", (), reduction_type="SUM")
     for _ in range(3):
@@ -246,15 +198,6 @@ def test_results_lie_where_they_are_wanted(make, form, dtype):
     same_bits(form, acc.take_grad(1, timeout=WAIT), np.full((300, 7), 5, dtype))
 
 
-def test_large_gradients_arrive_whole(make, form):
-    acc = make("float32", (300, 250))
-    values = np.random.default_rng(0).integers(0, 99, (300, 250))
-    acc.apply_grad(like(form, values, "f"))
-    acc.apply_grad(like(form, values + 2, "f"))
-
-    same_bits(form, acc.take_grad(2, timeout=WAIT), np.float32(values + 1))
-
-
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize("reduction", ["MEAN", "SUM"])
 def test_long_results_are_clipped_to_the_norm(make, form, dtype, reduction):
@@ -302,17 +245,6 @@ def test_set_global_step_sets_whatever_was(acc, form, caplog):
     acc.set_global_step(-3)
     assert acc.apply_grad(like(form, [1, 1]), -3)
     assert not acc.apply_grad(like(form, [1, 1]), -4)
-
-
-def test_set_global_step_keeps_what_is_accumulated(acc, form):
-    acc.apply_grad(like(form, [1, 1]))
-    acc.set_global_step(10)
-
-    assert acc.num_accumulated() == 1
-    assert not acc.apply_grad(like(form, [9, 9]), 9)
-    acc.apply_grad(like(form, [3, 5]), 10)
-    same_bits(form, acc.take_grad(2, timeout=WAIT), [2.0, 3.0])
-    assert acc.global_step == 11
 
 
 def test_statistics_count_what_became_of_gradients(make, form):

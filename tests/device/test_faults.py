@@ -30,10 +30,6 @@ def accumulate_shifted():
     test_accumulate.test_sum_is_the_numpy_line("f32", 1025, (1, 0))
 
 
-def accumulate_many():
-    test_multi_tensor.test_accumulate_adds_every_array_at_its_place("f32", 16, 0)
-
-
 def largest():
     test_multi_tensor.test_largest_is_the_largest_absolute_value("f32", 16, 0)
 
@@ -59,34 +55,17 @@ def scatter_of_groups():
         test_sparse.test_rows_are_added_and_counted_where_they_belong("f32", 33, 3)
 
 
-def mean_of_groups():
-    with test_sparse.groups_of(100):
-        test_sparse.test_mean_rows_divides_each_row_by_its_count("f32", 33, 3)
-
-
 def update():
     for name in test_update.KERNELS:
         test_update.test_only_what_there_is_is_changed("f32", name, 33, 0)
-
-
-def update_of_chunks():
-    test_update.test_only_what_there_is_is_changed("f32", "sgd", 5003, 0)
 
 
 def update_with_a_rate_of_its_own():
     test_update.test_only_what_there_is_is_changed("f32", "sgd", 33, 1)
 
 
-def update_of_all():
-    test_update.test_a_gradient_may_be_another_variable("sgd")
-
-
 def update_by_half():
     test_update.test_only_what_there_is_is_changed_by_other_gradients("f16", "adam")
-
-
-def update_by_shifted_half():
-    test_update.test_gradients_of_all_dtypes_are_read_as_they_are("sgd", "f32", "f16")
 
 
 # Each fault: file, correct text, faulty text; the test that finds it, checks to build.
@@ -95,20 +74,8 @@ FAULTS = {
         *("finish.cu", "if (last) *ticket = 0;", ""),
         *(square_norm, ""),
     ),
-    "no block is the last": (
-        *("finish.cu", "== gridDim.x - 1;", "== gridDim.x;"),
-        *(square_norm, ""),
-    ),
-    "every block is the last": (
-        *("finish.cu", "== gridDim.x - 1;", "< gridDim.x;"),
-        *(square_norm, "race"),
-    ),
     "no fence before the ticket": (
         *("finish.cu", "{\n        __threadfence();\n        last =", "{\n last ="),
-        *(square_norm, "race"),
-    ),
-    "no fence after the ticket": (
-        *("finish.cu", "__threadfence();\n        if (last)", "if (last)"),
         *(square_norm, "race"),
     ),
     "ticket without an atomic": (
@@ -117,17 +84,9 @@ FAULTS = {
         "(*ticket)++",
         *(square_norm, "race"),
     ),
-    "first is added to the old sum": (
-        *("accumulate.cu", "if (first)", "if (false)"),
-        *(accumulate, ""),
-    ),
     "all overwrite the sum": (
         *("accumulate.cu", "if (first)", "if (true)"),
         *(accumulate, ""),
-    ),
-    "first of many is added to the old sum": (
-        *("multi_tensor.cu", "if (first)", "if (false)"),
-        *(accumulate_many, ""),
     ),
     "multiplied by the count": (
         *("finish.cu", "return divide(x, divisor);", "return multiply(x, divisor);"),
@@ -143,10 +102,6 @@ FAULTS = {
         *("common.cuh", "steps<1, DEPTH>(full * V + begin, step, n, get, put);", ""),
         *(accumulate, ""),
     ),
-    "steps skipped": (
-        *("common.cuh", "i < end; i += step)", "false; i += step)"),
-        *(accumulate, ""),
-    ),
     "vectors where they do not lie": (
         *("common.cuh", "aligned<V>(sum) && aligned<V>(gradient)", "true"),
         *(accumulate_shifted, "undefined"),
@@ -158,14 +113,6 @@ FAULTS = {
         ),
         "",
     ),
-    "largest of a block's last array": (
-        *("multi_tensor.cu", "atomicMax(", "atomicExch("),
-        *(largest, ""),
-    ),
-    "largest of a part of a warp": (
-        *("multi_tensor.cu", "d = 16; d; d /= 2) top", "d = 16; d > 8; d /= 2) top"),
-        *(largest, ""),
-    ),
     "largest without an atomic": (
         "multi_tensor.cu",
         "atomicMax(reinterpret_cast<unsigned long long *>(result) + chunks"
@@ -173,10 +120,6 @@ FAULTS = {
         "(unsigned long long)__double_as_longlong(top));",
         "result[chunks[2 * blockIdx.x]] = larger(result[chunks[2 * blockIdx.x]], top);",
         *(largest, "race"),
-    ),
-    "sign not taken off": (
-        *("multi_tensor.cu", "x = x < 0 ? -x : x;", ""),
-        *(largest, ""),
     ),
     "NaN is no number": (
         *("multi_tensor.cu", "x > top || x != x", "x > top"),
@@ -200,37 +143,17 @@ FAULTS = {
         *("finish.cu", "__shfl_down_sync(0xffffffffu", "__shfl_down_sync(0x0000ffffu"),
         *(square_norm, ""),
     ),
-    "partial sums left out": (
-        *("finish.cu", "i < gridDim.x; i += THREADS)", "i < gridDim.x; i = gridDim.x)"),
-        *(test_finish.test_square_norm_of_more_blocks_than_a_block_has_threads, ""),
-    ),
     "rows added without atomics": (
         *("sparse.cu", "atomicAdd(to + j, values.at[j]);", "to[j] += values.at[j];"),
-        *(scatter, "race"),
-    ),
-    "rows counted without atomics": (
-        *("sparse.cu", "atomicAdd(counts + row, 1);", "counts[row] += 1;"),
         *(scatter, "race"),
     ),
     "row past the last is added": (
         *("sparse.cu", "part.row < num_rows", "part.row <= num_rows"),
         *(scatter_outside, ""),
     ),
-    "row past the last is counted": (
-        *("sparse.cu", "row < num_rows) atomicAdd", "row <= num_rows) atomicAdd"),
-        *(scatter_outside, ""),
-    ),
     "all groups of rows are the first": (
         *("sparse.cu", "work(first, min(", "work(0, min("),
         *(scatter_of_groups, ""),
-    ),
-    "the last group of rows is a full one": (
-        *("sparse.cu", "min(most, rows - first)", "most"),
-        *(mean_of_groups, ""),
-    ),
-    "slots are not written": (
-        *("update.cu", "store<N>(slots[s] + i", "if (s) store<N>(slots[s] + i"),
-        *(update, ""),
     ),
     "the second slot is the first": (
         *(
@@ -240,35 +163,13 @@ FAULTS = {
         ),
         *(update, ""),
     ),
-    "chunk past its variable": (
-        *("update.cu", "min(chunk, variable[3] - first)", "chunk"),
-        *(update_of_chunks, ""),
-    ),
-    "always the first chunk": (
-        *("update.cu", "reinterpret_cast<T *>(address) + first", "(T *)address"),
-        *(update_of_chunks, ""),
-    ),
     "rate of another": (
         *("update.cu", "rates ? rates[row] : rate", "rate"),
         *(update_with_a_rate_of_its_own, ""),
     ),
-    "gradient of another": (
-        *("update.cu", "gradients + 2 * row", "gradients"),
-        *(update_of_all, ""),
-    ),
     "two halves as one float": (
         *("update.cu", "case F16: return", "case 7: return"),
         *(update_by_half, ""),
-    ),
-    "half gradient's chunk at a float's place": (
-        *("update.cu", "kind == F32 ? 4 : 2", "4"),
-        *(update_by_half, ""),
-    ),
-    "halves where they do not lie": (
-        "update.cu",
-        "return gradient.address % (gradient.bytes() * N) == 0;",
-        "return true;",
-        *(update_by_shifted_half, "undefined"),
     ),
     "rounded once instead of twice": (
         "update.cu",

@@ -1,6 +1,6 @@
 /*
  * A center in parts on several servers: orders, gradients and parameters between nodes.
- * In hpcaccum/server: sharded.py, order_agent.py and what it imports, shard_loop.py.
+ * In hpcaccum/server: orders.py, order_agent.py, parameter_agent.py, loop.py.
  *
  * tests/system/test_model.py runs it through Spin. A configuration is a set of macros:
  *
@@ -133,10 +133,17 @@ bit stopped;
 #define NOT_SENT(step, to) true
 #endif
 
+inline keep_later(node) {
+    if
+    :: wants[node] <= ordered -> wants[node] = 0
+    :: else
+    fi
+}
+
 inline send_now(node) {
     assert(sent[node] < ordered);
     sent[node] = ordered;
-    wants[node] = 0;
+    keep_later(node);
     for (each : 0 .. NODES - 1) { node_[each]!SEND,ordered,BIT(node) }
     each = 0;
     node_[node]!COMING,ordered,0
@@ -187,8 +194,8 @@ proctype Root() {
                 if
                 :: ready & BIT(n) ->
                    assert(sent[n] < step);
-                   wants[n] = 0;
-                   sent[n] = step
+                   sent[n] = step;
+                   keep_later(n)
                 :: else
                 fi
             }
@@ -218,11 +225,7 @@ end:
 #else
            skip
 #endif
-        :: step > ordered ->
-           if
-           :: !wants[from] || step < wants[from] -> wants[from] = step
-           :: else
-           fi
+        :: step > ordered -> wants[from] = step
         fi;
         step = 0
        }

@@ -1,6 +1,6 @@
 /*
  * The protocol of a server whose updates are made of one gradient each, between nodes.
- * In hpcaccum/server: bounded_staleness.py, update_loop.py, parameters.py,
+ * In hpcaccum/server: bounded_staleness.py, loop.py, publisher.py, parameter_agent.py,
  * double_buffer.py.
  *
  * tests/system/test_model.py runs it through Spin. A configuration is a set of macros:
@@ -19,9 +19,10 @@
  *                      time later
  *   HOPE               a rank may wait for a step that may never come, in vain
  *   TIMEOUTS           a rank may give up any wait for a step
- *   PUSH               with VERSIONS: the root has each version sent to all nodes, and a
- *                      rank may wait for one without asking, as after synchronous
- *                      updates (of whose admission accumulator.pml is the model)
+ *   PUSH               with VERSIONS: the root has some of the versions sent to all
+ *                      nodes, or without TORN sends them itself, as it does with short
+ *                      ones; a rank may wait for these without asking, as after
+ *                      synchronous updates (whose admission accumulator.pml models)
  *   BUG_...            one planted bug each: search for the name
  *
  * What is proven: the assertions. Those of Monitor hold in every final state: all ranks
@@ -44,10 +45,9 @@
  *    what it does between two yields. The agent runs all of them in one thread, in turn;
  *    here they run in any order. Where a handler needs several steps between two yields,
  *    `copying` keeps the others from what it uses.
- * 4. A request is a bit, per node and step, and may be received at any time: so requests
- *    may overtake each other, which MPI excludes. A second request for a step while the
- *    first is carried out has no effect in the code; here it is received afterwards, and
- *    finds the step there. Requests to take a step keep their order, and so do words. A
+ * 4. A request of a rank is a bit, per node and step, and may be received at any time: so
+ *    requests may overtake each other, which MPI excludes. Those of an agent keep their
+ *    order, and so do words. That the root's agent is told of a step is no message. A
  *    message is sent when it is in the channel; in the code also when it was received,
  *    which delays the sender only. One that is never received is found by Monitor.
  * 5. Without TORN, reading a complete copy is one step, and so are writing one, sending
@@ -139,12 +139,14 @@ byte PUBLISHED;                 /* the word that `newest` reads across nodes */
 /* Agents. A bit per step: the request was sent. */
 #define BIT(step) (1 << (step))
 byte fetch[NODES];              /* to the node's agent, by its ranks */
-byte send[NODES];               /* to the root's agent, by the node's agent */
-byte asked[NODES];              /* `_asked` */
+byte waiting[NODES];            /* the steps that ranks wait for */
+byte asked[NODES];              /* the one that was asked for */
 bit receiving[NODES];
+byte told;                      /* the last step that the root's agent is told of */
+byte known;                     /* and the last that it knows */
+byte wants[NODES];
+byte promised[NODES];
 byte sent[NODES];
-bit sending[NODES];
-bit closing;
 /* Snapshots: one per node that is sent to. */
 byte snapshot[NODES];         /* its step */
 byte users[NODES];
@@ -152,7 +154,15 @@ byte content[NODES * 2];
 #define CONTENT(k, i) content[(k) * 2 + (i)]
 bit copying;
 bit stopped;                    /* The agents stop. */
+byte pushes;                    /* the steps that nodes wait for and do not ask for */
+#define AWAITED(step) (pushes >> (step) & 1)
+#if defined(PUSH) && !defined(TORN)
+#define PUSHED                  /* short ones, by the root itself */
+#endif
 
+/* To the root's agent, by node: a step that it wants; and what that agent has to do. */
+chan ask[NODES] = [4] of { byte };
+chan job[NODES] = [4] of { byte };
 /* From the root's agent, by node: the steps to take, and two words of each. */
 chan take[NODES] = [4] of { byte };
 chan data[NODES] = [8] of { byte };
@@ -181,13 +191,17 @@ inline complete_copy(node, step) {
     newest[node] = step << 1 | 1 - COPY(node)
 }
 
-/* Have all nodes sent a step. In the code: Parameters._push. */
+/* Send a short step to all nodes, if they wait. In the code: Publisher._push. */
 inline push(step) {
-#ifdef PUSH
-    send[1] = send[1] | BIT(step)
+#ifdef PUSHED
+    if
+    :: AWAITED(step) ->
+       take[1]!step; data[1]!step; data[1]!step
 #if REMOTES > 1
-    ; send[2] = send[2] | BIT(step)
+       ; take[2]!step; data[2]!step; data[2]!step
 #endif
+    :: else
+    fi
 #else
     skip
 #endif
@@ -236,9 +250,6 @@ found:
        begin_copy(0, step);
 #endif
        fill(0, 1, step);
-#ifdef PUSH
-       d_step { push(step) };
-#endif
 #ifndef BUG_PUBLISHED_LATE
        PUBLISHED = step;
 #endif
@@ -254,7 +265,7 @@ found:
            complete_copy(0, step)
        };
 #endif
-       APPLIED = step
+       d_step { APPLIED = step; told = step }
 #ifdef VERSIONS
     :: step == VERSIONS && LEFT == RANKS -> break
 #else
@@ -276,10 +287,7 @@ found:
     :: LEFT == RANKS && PLACE(step) >> 3 != step + 1 && STEP == step -> break
 #endif
     od;
-    root_done = 1;
-#ifndef BUG_NOT_CLOSING
-    closing = 1
-#endif
+    root_done = 1
 }
 
 /* Ranks that push and pull. */
@@ -331,8 +339,8 @@ pull:
     :: d_step { true -> want(1) }
     :: d_step { true -> want(2) }
 #ifdef PUSH
-    :: d_step { true -> await(1) }
-    :: d_step { true -> await(2) }
+    :: d_step { AWAITED(1) -> await(1) }
+    :: d_step { AWAITED(2) -> await(2) }
 #endif
 #if VERSIONS > 2
     :: d_step { true -> want(3) }
@@ -484,21 +492,40 @@ end:
 }
 
 #if REMOTES
-/* The agent of another node. In the code: Parameters._do_fetch. */
+/* The agent of another node. In the code: ParameterAgent._do_fetch. */
 
-#define ASKED (asked[node] & BIT(wanted))
+inline ask_least() {
+    least = 1;
+    do
+    :: least <= LAST && !(waiting[node] & BIT(least)) -> least++
+    :: else -> break
+    od;
+    if
+    :: least <= LAST && (!asked[node] || least < asked[node]) ->
+       asked[node] = least;
+       ask[node]!least
+    :: else
+    fi;
+    least = 0
+}
 
 proctype Fetch(byte node, wanted) {
+    byte least;
+
 end:
     do
     :: d_step {
            fetch[node] & BIT(wanted) ->
            fetch[node] = fetch[node] & ~BIT(wanted);
            if
-           :: VERSION(node) < wanted && !ASKED ->
-              asked[node] = asked[node] | BIT(wanted);
-              send[node] = send[node] | BIT(wanted)
-           :: ASKED -> HAPPENS(a step was asked for before)
+           :: VERSION(node) < wanted ->
+              if
+              :: asked[node] && asked[node] <= wanted ->
+                 HAPPENS(a step was asked for before)
+              :: else
+              fi;
+              waiting[node] = waiting[node] | BIT(wanted);
+              ask_least()
            :: else
            fi
        }
@@ -506,17 +533,20 @@ end:
     od
 }
 
-/* The same agent. In the code: Parameters._do_take. */
+/* The same agent. In the code: ParameterAgent._do_take. */
 
 /* A step has come: no older one is awaited any more. */
 inline arrive() {
     assert(VERSION(node) < step);
     complete_copy(node, step);
-    asked[node] = asked[node] & ~MASK(step);
+    waiting[node] = waiting[node] & ~MASK(step);
+    asked[node] = 0;
+#ifndef BUG_NOT_ASKED_AGAIN
     if
-    :: asked[node] -> HAPPENS(an older step comes)
+    :: waiting[node] -> HAPPENS(an older step comes); ask_least()
     :: else
     fi;
+#endif
     step = 0
 }
 
@@ -533,7 +563,7 @@ inline receive_word(i) {
 }
 
 proctype Take(byte node) {
-    byte step, value;
+    byte step, value, least;
 
 end:
     do
@@ -550,14 +580,100 @@ end:
        d_step { arrive(); receiving[node] = 0 }
 #else
     :: d_step {
-           nempty(take[node]) -> begin_take(); receive_word(0); receive_word(1); arrive()
+           nempty(take[node]) ->
+           take[node]?<step>;
+           if
+#ifdef PUSHED
+           :: step <= VERSION(node) ->
+              HAPPENS(the root and its agent have sent a step);
+              take[node]?step; data[node]?value; data[node]?value;
+              step = 0; value = 0
+#endif
+           :: else ->
+              begin_take(); receive_word(0); receive_word(1); arrive()
+           fi
        }
 #endif
     :: stopped -> break
     od
 }
 
-/* The root's agent. In the code: Parameters._do_send. */
+/* The root's agent. In the code: ParameterAgent._do_want. */
+
+inline promise(node) {
+    assert(promised[node] < known);
+    promised[node] = known;
+#ifndef BUG_WANT_DROPPED
+    if
+    :: wants[node] <= known -> wants[node] = 0
+    :: else -> HAPPENS(an older step than a node wants)
+    fi
+#else
+    wants[node] = 0
+#endif
+}
+
+proctype Want(byte node) {
+    byte step;
+
+end:
+    do
+    :: d_step {
+           nempty(ask[node]) ->
+           ask[node]?step;
+           if
+           :: step <= promised[node] -> HAPPENS(a step was promised before)
+           :: step > promised[node] && step <= known ->
+#ifndef BUG_WANT_FORGOTTEN
+              promise(node);
+              job[node]!known
+#endif
+           :: step > known ->
+#ifndef BUG_LEAST_WANT
+              wants[node] = step
+#else
+              wants[node] = (wants[node] && wants[node] < step -> wants[node] : step)
+#endif
+           fi;
+           step = 0
+       }
+    :: stopped -> break
+    od
+}
+
+/* In the code: ParameterAgent._do_published. */
+
+inline published(node) {
+    if
+    :: AWAITED(known) || (wants[node] && wants[node] <= known) ->
+       promise(node);
+       if
+#ifdef PUSHED
+       :: AWAITED(known) && sent[node] < known -> sent[node] = known
+       :: AWAITED(known) && sent[node] >= known
+#endif
+       :: else -> job[node]!known
+       fi
+    :: else
+    fi
+}
+
+proctype Published() {
+end:
+    do
+    :: d_step {
+           known < told ->
+           known++;
+           published(1)
+#if REMOTES > 1
+           ; published(2)
+#endif
+       }
+    :: stopped -> break
+    od
+}
+
+/* In the code: ParameterAgent._send_to, for each node in turn. */
 
 #define LATEST(k) (snapshot[k] == VERSION(0))
 #if REMOTES > 1
@@ -591,15 +707,11 @@ inline end_snapshot() {
     seen = 0
 }
 
-#ifdef PUSH
-#define AWAITED true
-#else
-#define AWAITED (asked[node] & BIT(wanted))
-#endif
-
 inline send_header() {
     assert(snapshot[mine] > sent_now[node]);
-    assert(AWAITED && snapshot[mine] >= wanted);
+    assert(snapshot[mine] >= wanted);
+    assert(AWAITED(wanted) || AWAITED(snapshot[mine]) || asked[node]);
+    assert(!asked[node] || asked[node] <= snapshot[mine] || AWAITED(wanted));
     sent_now[node] = snapshot[mine];
     sent[node] = snapshot[mine];
     take[node]!snapshot[mine]
@@ -614,46 +726,38 @@ inline send_word(i) {
 #else
 #define SENT (sent[node] >= wanted)
 #endif
-#ifdef BUG_SEND_TOGETHER
-#define FREE true
-#else
-#define FREE (!sending[node])
-#endif
-
-proctype Send(byte node, wanted) {
-    byte mine, seen;
+proctype Send(byte node) {
+    byte wanted, mine, seen;
 
 end:
     if
     :: d_step {
-           send[node] & BIT(wanted) ->
-           send[node] = send[node] & ~BIT(wanted);
-           at_work++
+           nempty(job[node]) ->
+           job[node]?wanted;
+           at_work++;
+#ifndef TORN
+           if
+           :: SENT -> HAPPENS(a step was sent before)
+           :: else ->
+              if
+              :: FOUND -> use_snapshot()
+              :: else -> begin_snapshot(); copy_word(0); copy_word(1); end_snapshot()
+              fi;
+              send_header(); send_word(0); send_word(1);
+              users[mine]--;
+              mine = 0
+           fi;
+           wanted = 0;
+           at_work--
+#endif
        }
     :: stopped -> goto stop
     fi;
+#ifdef TORN
     if
-    :: VERSION(0) >= wanted
-    :: d_step {
-           closing && VERSION(0) < wanted -> at_work--; HAPPENS(a step never comes)
-       }
+    :: d_step { SENT -> wanted = 0; at_work--; HAPPENS(a step was sent before) }
        goto end
-    fi;
-    if
-    :: d_step { FREE && SENT -> at_work--; HAPPENS(a step was sent before) } goto end
-#ifndef TORN
-    :: d_step {
-           FREE && !SENT ->
-           sending[node] = 1;
-           if
-           :: FOUND -> use_snapshot()
-           :: else -> begin_snapshot(); copy_word(0); copy_word(1); end_snapshot()
-           fi;
-           send_header(); send_word(0); send_word(1)
-       }
-    fi;
-#else
-    :: d_step { FREE && !SENT -> sending[node] = 1 }
+    :: !SENT
     fi;
 look:
     if
@@ -677,8 +781,8 @@ look:
     d_step { nfull(take[node]) -> send_header() };
     d_step { nfull(data[node]) -> send_word(0) };
     d_step { nfull(data[node]) -> send_word(1) };
+    d_step { users[mine]--; mine = 0; wanted = 0; at_work-- };
 #endif
-    d_step { users[mine]--; mine = 0; sending[node] = 0; at_work-- };
     goto end;
 stop:
     skip
@@ -698,9 +802,9 @@ proctype Monitor() {
         do
         :: node < NODES ->
            /* Only a step that was never made has not come. */
-           assert(!(asked[node] & MASK(VERSION(0))));
+           assert(!(waiting[node] & MASK(VERSION(0))));
            assert(!fetch[node] && !receiving[node]);
-           assert(!send[node] && !sending[node]);
+           assert(empty(ask[node]) && empty(job[node]));
            assert(empty(take[node]) && empty(data[node]));
            node++
         :: node == NODES -> break
@@ -713,6 +817,14 @@ proctype Monitor() {
 init {
     byte node, step;
     atomic {
+#ifdef PUSH
+        for (step : 1 .. VERSIONS) {
+            if
+            :: pushes = pushes | BIT(step)
+            :: true
+            fi
+        }
+#endif
         run Root();
         for (step : 0 .. RANKS - 1) { run Rank(step, NODE(step)) }
 #if REMOTES
@@ -721,11 +833,14 @@ init {
 #ifdef BUG_RECEIVE_TOGETHER
             run Take(node);
 #endif
-            for (step : 1 .. LAST) {
-                run Fetch(node, step);
-                run Send(node, step)
-            }
+            run Want(node);
+            run Send(node);
+#ifdef BUG_SEND_TOGETHER
+            run Send(node);
+#endif
+            for (step : 1 .. LAST) { run Fetch(node, step) }
         }
+        run Published();
 #endif
         run Monitor()
     }

@@ -19,12 +19,6 @@ INVALID = hpc.InvalidArgumentError
 BOTH = pytest.mark.parametrize("storage", ["slots", "sum"])
 
 
-def test_new_one_has_step_0_and_nothing_accumulated(acc):
-    assert (at(1, acc.num_accumulated), at(2, lambda: acc.global_step)) == (0, 0)
-    with pytest.raises(hpc.WaitTimeoutError):
-        at(3, acc.take_grad, 1, timeout=0)
-
-
 def test_gradient_is_accepted_unless_its_step_is_lower(acc):
     at(0, acc.set_global_step, 3)
 
@@ -42,15 +36,6 @@ def test_local_step_is_0_by_default_and_goes_second(make):
     assert at(1, acc.apply_grad, [1, 1], 5).local_step == 5
 
 
-def test_steps_of_gradients_do_not_move_the_step(acc):
-    at(0, acc.apply_grad, [1, 1], local_step=7)
-    at(1, acc.take_grad, 1, timeout=WAIT)
-
-    assert at(2, lambda: acc.global_step) == 1
-    assert not at(0, acc.apply_grad, [1, 1], local_step=0)
-    assert at(1, acc.apply_grad, [1, 1], local_step=1)
-
-
 def test_stale_gradient_is_not_looked_at(make):
     acc = make(shape=None, capacity=4)
     at(0, acc.set_global_step, 1)
@@ -59,32 +44,6 @@ def test_stale_gradient_is_not_looked_at(make):
     # Nor does it fix the shape of the round.
     assert at(2, acc.apply_grad, np.ones(3), local_step=1)
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.ones(3))
-
-
-def test_all_gradients_are_taken_and_counted(acc):
-    at(0, acc.apply_grad, [10, 1])
-    at(1, acc.apply_grad, [20, 2])
-
-    same_bits(at(2, acc.take_grad, 1, timeout=WAIT), [15.0, 1.5])
-    assert at(3, acc.num_accumulated) == 0
-    assert at(0, lambda: acc.global_step) == 1
-
-
-@BOTH
-def test_sum_is_not_divided(make, storage):
-    acc = make(reduction_type="SUM", storage=storage)
-    for rank in range(3):
-        at(rank, acc.apply_grad, [2, -1])
-
-    same_bits(at(3, acc.take_grad, 2, timeout=WAIT), [6.0, -3.0])
-
-
-def test_rounds_follow_each_other(acc):
-    for step in range(5):
-        for rank in range(step + 1):
-            assert at(rank, acc.apply_grad, [step, rank], local_step=step)
-        mean = at(step, acc.take_grad, step + 1, timeout=WAIT)
-        same_bits(mean, [float(step), step / 2])
 
 
 def test_ranks_that_skip_rounds_are_not_confused(acc):
@@ -208,18 +167,6 @@ def test_ranks_use_up_to_1023_shapes():
             at(0, acc.apply_grad, np.ones(1023), 9999)
 
 
-def test_take_in_vain_does_not_change_the_shape_of_the_round(make):
-    acc = make(shape=None, capacity=4)
-    with pytest.raises(hpc.WaitTimeoutError):
-        at(0, acc.take_grad, 2, timeout=0)
-    at(1, acc.apply_grad, np.ones(3))
-    with pytest.raises(hpc.WaitTimeoutError):
-        at(2, acc.take_grad, 2, timeout=0)
-
-    with pytest.raises(INVALID, match="like the others"):
-        at(0, acc.apply_grad, np.ones(2))
-
-
 REAL_ARRAYS = [
     [3, 4],
     (3.0, 4.0),
@@ -304,13 +251,6 @@ def test_halves_are_summed_in_float32(make, dtype, large, storage):
     same_bits(at(0, acc.take_grad, 3, timeout=WAIT), np.array(40000, dtype))
 
 
-def test_2100_halves_of_1_have_mean_1(make):
-    acc = make("float16", ())
-    at(0, lambda: [acc.apply_grad(1) for _ in range(2100)] and None)
-
-    same_bits(at(1, acc.take_grad, 2100, timeout=WAIT), np.float16(1).reshape(()))
-
-
 @BOTH
 def test_sum_beyond_the_dtype_is_infinite(make, storage):
     acc = make("float16", (), reduction_type="SUM", storage=storage)
@@ -339,25 +279,6 @@ def test_set_global_step_sets_whatever_was(make, caplog):
     assert not at(0, acc.apply_grad, [1, 1], local_step=-4)
 
 
-def test_set_global_step_keeps_what_is_accumulated(acc):
-    at(0, acc.apply_grad, [1, 1], 0)
-    at(1, acc.set_global_step, 10)
-
-    assert at(0, acc.num_accumulated) == 1
-    assert not at(1, acc.apply_grad, [9, 9], 9)
-    at(1, acc.apply_grad, [3, 5], 10)
-    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [2.0, 3.0])
-    assert at(2, lambda: acc.global_step) == 11
-
-
-def test_lowered_step_lets_old_gradients_in(acc):
-    at(0, acc.set_global_step, 10)
-    assert not at(1, acc.apply_grad, [1, 1], 4)
-    at(2, acc.set_global_step, 4)
-
-    assert at(1, acc.apply_grad, [1, 1], 4)
-
-
 def test_every_rank_may_be_the_host(rank, size):
     for host in range(size):
         storage = ("slots", "sum")[host % 2]
@@ -366,12 +287,3 @@ def test_every_rank_may_be_the_host(rank, size):
             mean = at(host + 1, acc.take_grad, size, timeout=WAIT)
 
         same_bits(mean, [(size - 1) / 2, size - 1.0])
-
-
-@BOTH
-def test_large_gradients_arrive_whole(make, storage, size):
-    acc = make("float32", (300, 1000), storage=storage)
-    everywhere(lambda: acc.apply_grad(np.full((300, 1000), 0.5)))
-
-    mean = at(1, acc.take_grad, size, timeout=WAIT)
-    same_bits(mean, np.full((300, 1000), 0.5, "f"))

@@ -85,11 +85,6 @@ def test_memory_is_2_gradients_a_rank_or_2_on_the_host(comm, dtype, itemsize):
         assert held == [0] * host + [2 * gradient]
 
 
-def test_auto_is_slots(comm):
-    with hpc.ConditionalAccumulator(shape=(4,), dtype="float32", comm=comm) as acc:
-        assert acc.statistics().storage == "slots"
-
-
 def test_shared_name_is_one_object(make):
     first = hpc.ConditionalAccumulator("float64", (2,), "the one")
     second = hpc.ConditionalAccumulator("float64", [2], "the one", name="second")

@@ -98,16 +98,6 @@ def test_slot_of_a_dropped_gradient_can_be_applied_again(acc):
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [3.0, 4.0])
 
 
-def test_several_gradients_of_a_rank_from_slots_are_added(acc):
-    def several():
-        for value in (1, 2, 6):
-            assert apply_in_slot(acc, [value, -value])
-        acc.apply_grad([7, 1])
-
-    at(1, several)
-    same_bits(at(0, acc.take_grad, 4, timeout=WAIT), [4.0, -2.0])
-
-
 def test_slot_may_be_applied_reversed_or_converted(acc):
     def odd(change, step):
         # With a gradient of the former round not yet reduced only one buffer is free.

@@ -66,41 +66,6 @@ def test_second_in_line_waits_for_the_first(acc):
     same_bits(second.result(), [8.0, 0.0])
 
 
-@pytest.mark.ranks(min=2)
-def test_two_takes_of_two_share_four_gradients(acc):
-    takes = Take(acc, 1, 2), Take(acc, 0, 2)
-    for value in (1, 3, 10, 30):
-        at(2, acc.apply_grad, [value, 0], 9)
-
-    same_bits(takes[0].result(), [2.0, 0.0])
-    same_bits(takes[1].result(), [20.0, 0.0])
-    assert at(0, lambda: acc.global_step) == 2
-
-
-@pytest.mark.ranks(min=2)
-def test_gradient_is_stale_once_the_first_of_two_takes_is_served(acc):
-    first, second = Take(acc, 0, 1), Take(acc, 1, 1)
-
-    assert [bool(at(2, acc.apply_grad, [k, k], 0)) for k in (4, 5)] == [True, False]
-    same_bits(first.result(), [4.0, 4.0])
-    settle(acc)
-    assert not second.over()
-    assert at(0, acc.num_accumulated) == 0
-    assert at(2, acc.apply_grad, [6, 6], 1)
-    same_bits(second.result(), [6.0, 6.0])
-
-
-def test_takes_are_served_in_order_of_arrival(acc, size):
-    order = [(3 * k + 1) % size if size == 4 else size - 1 - k for k in range(size)]
-    takes = [Take(acc, rank, 1) for rank in order]
-    for step, rank in enumerate(order):
-        at(rank + 1, acc.apply_grad, [step, 0], step)
-        settle(acc)
-
-    means = [take.result()[0] for take in takes]
-    assert means == list(range(size))
-
-
 @pytest.mark.ranks(min=3)
 def test_place_in_line_that_is_given_up_delays_no_rank(acc):
     first = Take(acc, 0, 1)
@@ -141,14 +106,6 @@ def test_interrupted_take_takes_nothing(acc):
     at(2, acc.apply_grad, [3, 0])
 
     same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [2.0, 0.0])
-
-
-def test_timeout_0_looks_once(acc):
-    with pytest.raises(hpc.WaitTimeoutError):
-        at(0, acc.take_grad, 1, timeout=0)
-    at(1, acc.apply_grad, [1, 2])
-
-    same_bits(at(0, acc.take_grad, 1, timeout=0), [1.0, 2.0])
 
 
 @pytest.mark.ranks(min=2)
@@ -204,17 +161,6 @@ def test_setting_the_step_ends_no_take(acc):
     assert at(0, lambda: acc.global_step) == 8
 
 
-def test_shape_is_fixed_while_a_take_waits(make):
-    acc = make(shape=None, capacity=4)
-    take = Take(acc, 0, 2)
-    at(1, acc.apply_grad, np.ones(3))
-    with pytest.raises(hpc.InvalidArgumentError, match="like the others"):
-        at(2, acc.apply_grad, np.ones(2))
-    at(2, acc.apply_grad, np.ones(3))
-
-    same_bits(take.result(), np.ones(3))
-
-
 def test_threads_of_a_rank_take_one_after_the_other(acc):
     threads = [
         Background(1, lambda: float(acc.take_grad(1, timeout=WAIT)[0]))
@@ -225,28 +171,6 @@ def test_threads_of_a_rank_take_one_after_the_other(acc):
         at(0, until, lambda step=step: acc.global_step == step + 1)
 
     assert sorted(thread.result() for thread in threads) == [0, 1, 2]
-
-
-def test_environment_limits_waits_without_a_timeout(make, monkeypatch):
-    acc = make()
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
-    with pytest.raises(hpc.WaitTimeoutError, match=r"take_grad\(1\): waited \S+ s"):
-        at(1, acc.take_grad, 1)
-    at(1, acc.apply_grad, [1, 2])
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", "soon")
-    with pytest.raises(hpc.InvalidArgumentError, match=r"HPCACCUM_TIMEOUT .* 'soon'"):
-        at(1, acc.take_grad, 1)
-
-    same_bits(at(0, acc.take_grad, 1, timeout=1), [1.0, 2.0])
-
-
-@pytest.mark.parametrize(
-    ("timeout", "error"), [(-1, ValueError), (np.nan, ValueError), ("1", TypeError)]
-)
-def test_timeout_is_seconds(make, timeout, error):
-    acc = make()
-    with pytest.raises(error, match="timeout must be"):
-        at(1, acc.take_grad, 1, timeout=timeout)
 
 
 # Each makes its accumulator: a rank that has left does not come back.
@@ -281,16 +205,6 @@ def test_when_all_have_left_takes_end_at_once(rank, size):
         same_bits(take.result(), np.array(5.0))
         with pytest.raises(hpc.EverybodyLeftError, match=f"all {size} ranks have left"):
             at(-1, acc.take_grad, 1)
-
-
-def test_take_that_waits_hears_that_all_have_left():
-    with hpc.ConditionalAccumulator("float64", ()) as acc:
-        take = Take(acc, 0, 1)
-        everywhere(acc.leave)
-
-        with pytest.raises(hpc.EverybodyLeftError):
-            take.result()
-        assert issubclass(hpc.EverybodyLeftError, hpc.WaitTimeoutError)
 
 
 @pytest.mark.ranks(min=2)

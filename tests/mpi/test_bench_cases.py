@@ -9,7 +9,7 @@ from hpcaccum import ConditionalAccumulator, Reducer, SyncReplicasOptimizer, gro
 from hpcaccum.bench.links import RingExchange
 from hpcaccum.bench.measure import Memory, measure, rows
 from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
-from hpcaccum.server import Parameters
+from hpcaccum.server import Publisher
 
 pytestmark = pytest.mark.any_size
 
@@ -70,12 +70,12 @@ def wrong_take(monkeypatch):
 
 
 def wrong_read(monkeypatch):
-    read = Parameters.read
+    read = Publisher.read
 
     def wrong(self, use, deadline):
         return read(self, lambda flat: use(off(flat)), deadline)
 
-    monkeypatch.setattr(Parameters, "read", wrong)
+    monkeypatch.setattr(Publisher, "read", wrong)
 
 
 def wrong_gradient(monkeypatch):
@@ -115,22 +115,6 @@ def test_a_planted_fault_is_found_before_anything_is_timed(
     if rank in (0, size - 1):
         plant(monkeypatch)
     with pytest.raises(RuntimeError, match=f"bench, {kind}: .*(wrong|off by)"):
-        measure(case, "bench", SECONDS)
-    case.free()
-
-
-@pytest.mark.ranks(min=2)
-def test_a_gradient_that_arrives_halved_is_found(comm, size, rank, monkeypatch):
-    case = make("accumulate", comm)
-    case.kinds = [kind for kind in case.kinds if kind.name == "apply"]
-    apply = ConditionalAccumulator.apply_grad
-
-    def half(self, grad, *args):
-        return apply(self, grad / 2, *args)
-
-    if rank == size - 1:
-        monkeypatch.setattr(ConditionalAccumulator, "apply_grad", half)
-    with pytest.raises(RuntimeError, match=r"apply: .*elements are wrong"):
         measure(case, "bench", SECONDS)
     case.free()
 

@@ -269,6 +269,24 @@ def test_minimize_divides_early_only_if_a_call_is_overridden(
         assert opt.seen == [8 * (1 / size)]
 
 
+@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.SUM])
+def test_a_loss_may_compute_other_gradients(make, rank, size, reduction):
+    w, opt = variable(), make(reduction)
+    found = []
+
+    def loss():
+        [(grad, _)] = opt.compute_gradients(gives(8.0), [w])
+        found.append(grad)
+        return gives(float(rank))()
+
+    opt.minimize(loss, var_list=[w])
+    opt.minimize(loss)
+
+    share = 1 / size if reduction == Reduction.MEAN else 1
+    assert found == [8.0 * share] * 2
+    np.testing.assert_allclose(w.value, -2 * sum(range(size)) * share)
+
+
 def test_minimize_calls_what_was_set_on_the_instance(make, size, monkeypatch):
     w, opt = variable(), make()
     compute, seen = opt.compute_gradients, []

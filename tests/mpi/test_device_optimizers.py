@@ -9,7 +9,6 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError
-from hpcaccum.mpi.job import cuda_aware
 
 from .on_device import FEW_RANKS, Aware
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised
@@ -172,30 +171,6 @@ def test_gradients_go_by_mpi_where_that_is_asked_for(cp, aware, comm, rank, size
     assert (w.value.get() == 1 - size).all()
 
 
-def test_gradients_never_go_by_mpi_unasked(cp, aware, comm, rank, size):
-    w = hpc.Variable(cp.zeros(500), "w")
-    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
-        opt.initialize([w])
-        schedule = opt._shard.reducer.statistics().schedule
-        taken = Aware.of(opt._shard.reducer) if schedule == "flat" else None
-        opt.minimize(gives(cp.full(500, float(rank))))
-    assert (w.value.get() == (1 - size) / 2).all()
-    assert schedule == "shared" or not hpc.group_of(comm).single_node
-    assert taken is None or not taken.given
-
-
-def test_an_mpi_that_takes_no_device_memory_is_an_error_everywhere(
-    cp, comm, rank, size, monkeypatch
-):
-    monkeypatch.setenv(cuda_aware.VARIABLE, "0" if rank == size - 1 else "1")
-    cuda_aware.cuda_awareness.cache_clear()
-    error = raised(hpc.CrossShardOptimizer, hpc.SGD(1), comm=comm, cuda_aware=True)
-    cuda_aware.cuda_awareness.cache_clear()
-
-    assert type(error) is InvalidArgumentError
-    assert "this MPI does not accept device memory" in str(error)
-
-
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_all_begin_with_the_variables_of_one_rank(cp, comm, rank, wrapper):
     w = hpc.Variable(cp.full((5,), float(rank + 1)), "w")
@@ -214,18 +189,6 @@ def test_variables_that_begin_unlike_are_found(cp, comm, rank, size):
         w.value.fill(3)
         opt.initialize([w])
     assert type(error) is hpc.DisagreementError
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_gradients_may_be_computed_in_memory_of_the_optimizer(cp, comm, wrapper):
-    w = hpc.Variable(cp.zeros(5), "w")
-    with WRAPPERS[wrapper](hpc.SGD(1), [w], comm) as opt:
-        opt.initialize([w])
-        memory = opt.gradient_arrays()
-        assert isinstance(memory["w"], cp.ndarray)
-        memory["w"].fill(0.5)
-        opt.minimize(lambda: (0.0, memory))
-        meet()
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

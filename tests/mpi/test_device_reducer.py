@@ -122,17 +122,6 @@ def test_some_ranks_may_have_none(cp, maker, rank, size):
 
 
 @ALL
-def test_a_part_of_the_arrays(cp, maker, rank, size):
-    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
-    mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
-    names = ["vector", "scalar"]
-    reducer.reduce({n: mine[n] for n in names}, out={n: out[n] for n in names})
-
-    check(maker, {n: out[n] for n in names}, parts, np.float32)
-    assert (out["matrix"].get() == -7).all()
-
-
-@ALL
 def test_arrays_are_started_one_by_one(cp, maker, rank, size):
     reducer = maker(SHAPES)
     for call in range(2):
@@ -157,31 +146,6 @@ def test_on_streams_of_the_callers(cp, maker, rank, size):
             for array in (*mine.values(), *out.values()):
                 array /= 2
             check(maker, out, parts, np.float32)
-
-
-@ALL
-def test_calls_with_and_without_the_device_take_turns(cp, maker, rank, size):
-    reducer = maker(SHAPES)
-    for call in range(6):
-        parts = contributions(np.float32, size, call)
-        mine, out = parts[rank], empty_like(cp, SHAPES, np.float32)
-        if call % 2:
-            check(maker, reducer.reduce(mine), parts, np.float32)
-        else:
-            reducer.reduce(to_device(cp, mine), out=out)
-            check(maker, out, parts, np.float32)
-
-
-@ALL
-def test_results_are_not_waited_for_but_right(cp, maker, rank, size):
-    reducer, outs = maker(SHAPES), []
-    for call in range(4):
-        # Calls with device inputs wait for the device; those with CPU inputs do not.
-        mine = contributions(np.float32, size, call)[rank]
-        mine = mine if call % 2 else to_device(cp, mine)
-        outs.append(reducer.reduce(mine, out=empty_like(cp, SHAPES, np.float32)))
-    for call, out in enumerate(outs):
-        check(maker, out, contributions(np.float32, size, call), np.float32)
 
 
 @ALL

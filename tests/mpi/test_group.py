@@ -99,14 +99,6 @@ def test_what_a_group_knows_needs_no_other_rank(comm, rank, size):
         assert found[3] == (len(found[1]) == 1)
 
 
-def test_exchange_returns_all_values_on_all_ranks(comm, rank, size):
-    group = group_of(comm)
-    for turn in range(10):
-        values = group.allgather((rank, turn, "x" * 2000 * rank), "turn")
-
-        assert values == [(r, turn, "x" * 2000 * r) for r in range(size)]
-
-
 @pytest.mark.ranks(min=2)
 def test_rank_that_is_missing_in_an_exchange_is_named(comm, rank, size, monkeypatch):
     group = group_of(comm)
@@ -268,12 +260,6 @@ def test_value_of_an_unknown_class_fails_in_one_exchange(
 
 
 @pytest.mark.ranks(min=2)
-def test_attributes_of_an_object_are_compared(comm, rank):
-    with pytest.raises(hpc.DisagreementError, match="opening: b must be the same"):
-        group_of(comm).agree("opening", lambda: SimpleNamespace(a=1, b=rank))
-
-
-@pytest.mark.ranks(min=2)
 def test_what_differs_may_be_in_the_name_of_an_agreement_but_not_in_its_call(
     comm, rank, size
 ):
@@ -293,20 +279,6 @@ def test_facts_that_cannot_be_selected_are_an_error_on_every_rank(comm, rank):
     with pytest.raises(IndexError if rank else RuntimeError, match="range") as caught:
         group_of(comm).agree("opening", lambda: [1], facts=select)
     assert rank or str(caught.value).startswith("opening: rank 1: ")
-
-
-@pytest.mark.ranks(min=2)
-def test_an_error_names_its_rank_once(comm, rank):
-    for text, shown in (
-        ("rank 1 has left", "rank 1 has left"),
-        ("opt: rank 1 has left", "rank 1 has left"),
-        ("rank 10 has left", "rank 1: rank 10 has left"),
-        ("bad", "rank 1: bad"),
-    ):
-        failure = hpc.InvalidArgumentError(text) if rank == 1 else None
-        with pytest.raises(hpc.InvalidArgumentError) as caught:
-            group_of(comm).raise_together("opt: restore", failure)
-        assert str(caught.value) == (text if rank == 1 else f"opt: restore: {shown}")
 
 
 @pytest.mark.ranks(min=2)

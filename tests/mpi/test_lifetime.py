@@ -129,27 +129,6 @@ def late(*args):
     raise hpc.WaitTimeoutError("late")
 
 
-def test_with_frees_it(comm):
-    freed = []
-    with Thing("a", freed, group_of(comm)) as thing:
-        assert not thing.freed
-
-    assert thing.freed
-    assert freed == ["a"]
-
-
-def test_with_leaves_it_open_after_an_exception(comm):
-    freed = []
-    thing = Thing("a", freed, group_of(comm))
-    with pytest.raises(KeyError), thing:
-        raise KeyError
-
-    assert not thing.freed
-    shutdown._close_all()
-    assert thing.freed
-    assert freed == ["a"]
-
-
 def test_what_is_open_at_the_end_is_freed_last_registered_first(comm):
     group, freed = group_of(comm), []
     first, second, third = (Thing(name, freed, group) for name in "abc")

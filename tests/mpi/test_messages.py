@@ -9,7 +9,7 @@ import hpcaccum as hpc
 from hpcaccum.mpi import group_of
 
 from .acting import meet
-from .training import ONE_SIDED, WRAPPERS, gives, raised, variable
+from .training import WRAPPERS, gives, raised, variable
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_size]
 
@@ -55,14 +55,6 @@ def test_what_is_no_optimizer(comm, rank, size, wrapper, inner):
         check(error, type(opt).__name__)
 
 
-def test_an_optimizer_that_cannot_be_held(comm, rank, size):
-    with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 0, comm=comm) as held:
-        inner = held if rank == size - 1 else hpc.SGD(1)
-        error = raised(hpc.CrossShardOptimizer, inner, comm=comm)
-
-    check(error, "CrossShardOptimizer")
-
-
 @pytest.mark.parametrize("initialized", [True, False])
 def test_a_gradient_that_is_not_finite(comm, rank, size, initialized):
     w, start = variable(), "mine" if initialized else "mine: initialize"
@@ -97,19 +89,6 @@ def test_a_rank_that_has_left(comm, rank, size):
         check(raised(opt.restore, snapshot), "mine: restore")
 
 
-@pytest.mark.parametrize("wrapper", sorted(set(ONE_SIDED) - {"AGN"}))
-def test_a_sparse_variable_that_cannot_be_sent(comm, rank, size, wrapper):
-    class Own(hpc.SGD):
-        __slots__ = ()
-
-        def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-            super().apply_gradients(grads_and_vars, global_step)
-
-    w = hpc.Variable(np.zeros((2, 1)), "w", sparse=rank == size - 1)
-    with ONE_SIDED[wrapper](Own(1), [w], comm) as opt:
-        check(raised(opt.initialize, [w]), f"{opt.get_name()}: initialize")
-
-
 @pytest.mark.parametrize(
     ("arrays", "out"),
     [
@@ -128,10 +107,3 @@ def test_an_argument_of_a_reducer(comm, rank, size, arrays, out):
         error = raised(reducer.reduce, given[0], out=given[1])
 
     check(error, "sums")
-
-
-def test_arrays_that_were_started_for_another_reduction(comm, rank, size):
-    with hpc.Reducer(hpc.Layout({"x": (2,)}, np.float64), comm, "sums") as reducer:
-        reducer.start("x", np.ones(2))
-        kind = "SUM" if rank == size - 1 else "MEAN"
-        check(raised(reducer.reduce, {}, reduction_type=kind), "sums")

@@ -20,13 +20,12 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import use_device
 from hpcaccum.device.nccl import NcclSum
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi.job import cuda_aware
 from hpcaccum.reducer import Interruption
 from hpcaccum.reducer import nccl as schedule
 
 from .expiring import times_out_without
 from .on_device import empty_like, to_device
-from .reducing import KINDS, SMALL, Maker, drawn, made_up
+from .reducing import KINDS, SMALL, Maker, drawn
 from .training import meet, raised
 
 pytestmark = [pytest.mark.usefixtures("own_card"), pytest.mark.any_size]
@@ -117,18 +116,6 @@ def test_results_may_replace_the_inputs_or_be_in_cpu_memory(cp, maker, rank, siz
     check(maker, mine, parts, np.float32)
 
 
-def test_a_part_of_the_arrays(cp, maker, rank, size):
-    reducer, names = maker(SHAPES), ["vector", "scalar"]
-    for call in range(3):
-        parts = contributions(np.float32, size, call)
-        mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
-        reducer.reduce({n: mine[n] for n in names}, out={n: out[n] for n in names})
-
-        check(maker, {n: out[n] for n in names}, parts, np.float32)
-        assert (out["matrix"].get() == -7).all()
-    assert dict(reducer.reduce({})) == {}
-
-
 def test_some_ranks_may_start_what_others_pass(cp, maker, rank, size):
     reducer, mine = maker(X), empty_like(cp, X, np.float32)
     for call in range(3):
@@ -200,11 +187,6 @@ def test_it_frees_its_communicator_and_device_memory(cp, comm, monkeypatch):
 
     assert len(freed) == 1
     assert cp.get_default_memory_pool().used_bytes() <= before - 1216 * 4
-
-
-def test_auto_never_selects_it(comm):
-    with Reducer(Layout(SHAPES, "float32"), comm) as reducer:
-        assert reducer.statistics().schedule != "nccl"
 
 
 # Calls that ranks make differently
@@ -321,25 +303,6 @@ def test_ranks_that_share_a_card_are_named(comm, rank, size):
     assert type(error) is InvalidArgumentError
     expected = f"needs a GPU for each rank, ranks {size - 2}-{size - 1} use 0000:"
     assert expected in str(error)
-
-
-@pytest.mark.ranks(min=2)
-def test_ranks_on_several_nodes_are_an_error(comm):
-    group = made_up(comm, "halves")
-    error = fails_to_make(group)
-
-    assert type(error) is InvalidArgumentError
-    assert "schedule 'nccl' needs all ranks on one node, they are on 2" in str(error)
-
-
-def test_options_that_it_does_not_take_are_an_error(comm, monkeypatch):
-    wire = fails_to_make(comm, wire_dtype="float16")
-    monkeypatch.setenv(cuda_aware.VARIABLE, "1")
-    aware = fails_to_make(comm, cuda_aware=True)
-
-    assert type(wire) is type(aware) is InvalidArgumentError
-    assert "wire_dtype is for schedule 'auto', " in str(wire)
-    assert "cuda_aware=True is for schedule 'flat', got 'nccl'" in str(aware)
 
 
 def test_nccl_that_cannot_connect_one_rank_is_an_error_on_all(

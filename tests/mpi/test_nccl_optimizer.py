@@ -69,17 +69,3 @@ def test_variables_in_cpu_memory_are_an_error_on_all(comm, rank):
     assert type(error) is hpc.InvalidArgumentError
     assert "reduces arrays on the device only" in str(error)
     assert not variables[0].value.any()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": "fast"}, "schedule must be one of ('auto', "),
-        ({"schedule": "nccl", "wire_dtype": "float16"}, "not 'nccl'"),
-        ({"schedule": "nccl", "cuda_aware": True}, "is for schedule 'flat'"),
-    ],
-)
-def test_options_that_do_not_fit_are_an_error_on_all(comm, options, message):
-    error = raised(hpc.CrossShardOptimizer, hpc.SGD(1.0), comm=comm, **options)
-    assert type(error) is hpc.InvalidArgumentError
-    assert message in str(error)

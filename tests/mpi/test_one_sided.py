@@ -96,30 +96,6 @@ def test_a_host_that_does_not_call_serve_serves_at_the_end(make, kind, rank, siz
     assert w.value == -opt.global_step
 
 
-@pytest.mark.parametrize("dtype", DTYPES[::3], ids=str)
-def test_gradients_may_be_computed_where_they_are_sent_from(
-    make, kind, comm, rank, size, dtype
-):
-    w, v = variable(np.zeros((2, 3)), dtype), variable(np.zeros(1), dtype, "v")
-    opt = make([w, v])
-    for call in range(4):
-        arrays = opt.gradient_arrays()
-        assert {name: each.shape for name, each in arrays.items()} == {
-            "w": (2, 3),
-            "v": (1,),
-        }
-        arrays["w"][...], arrays["v"][...] = call, 2
-        opt.minimize(lambda arrays=arrays: (0.0, arrays))
-    opt.leave()
-    meet()
-    found = opt.center(w), opt.center(v)
-
-    workers = {"SyncReplicas": 1, "DropStale": size, "AGN": size}[kind]
-    sums = {"AGN": (3, 4)}.get(kind, (6, 8))
-    assert (found[0] == -workers * sums[0]).all()
-    assert found[1] == -workers * sums[1]
-
-
 def test_gradients_have_no_place_before_the_start(kind, comm):
     w = variable()
     with ONE_SIDED[kind](hpc.SGD(1), [w], comm) as opt:
@@ -302,23 +278,6 @@ def test_every_dtype_is_kept_and_changed_in_place(make, kind, rank, size, dtype)
         assert (array == opt.center(w)).all()
 
 
-def test_dtypes_and_shapes_may_be_mixed(make, kind, size):
-    shapes = [(), (0,), (5,), (2, 3)]
-    variables = [
-        variable(np.zeros(shape), dtype, f"v{i}")
-        for i, (shape, dtype) in enumerate(zip(shapes, DTYPES, strict=True))
-    ]
-    opt = make(variables)
-    grads = [np.ones(var.shape, var.dtype) for var in variables]
-    for _ in range(2):
-        opt.minimize(gives(*grads))
-    meet()
-
-    for var in variables:
-        assert opt.center(var).shape == var.shape
-        assert (opt.center(var) == -updates(kind, size, 2)).all()
-
-
 def test_slots_are_those_of_the_host(make, kind, rank, size):
     w = variable(np.zeros(2))
     opt = make([w], hpc.Momentum(1, 0.5), host=size - 1)
@@ -408,18 +367,6 @@ def test_a_rank_leaves_and_the_others_go_on(make, kind, rank, size, leaver):
     assert opt.center(w) == -expected
 
 
-def test_a_rank_that_comes_late_is_waited_for(make, kind, rank, size):
-    w = variable()
-    opt = make([w])
-    if rank == size - 1:
-        time.sleep(0.1)
-    for _ in range(2):
-        opt.minimize(gives(1.0))
-    opt.free()
-
-    assert w.value <= -1
-
-
 def test_nobody_needs_to_train(make):
     w = variable(3.0)
     opt = make([w])
@@ -452,12 +399,3 @@ def test_initializing_again_changes_nothing(make, kind, size):
 
     assert w.value == before
     assert isinstance(error, InvalidArgumentError)
-
-
-def test_variables_may_come_from_an_iterator(make):
-    w = variable()
-    opt = make([w])
-    for _ in range(2):
-        opt.minimize(gives(1.0), var_list=iter([w]))
-
-    assert w.value <= -1

@@ -1,4 +1,7 @@
-"""The contract of all optimizers: one row each, one set of checks for all."""
+"""The contract of the optimizers that exchange gradients: one set of checks for all.
+
+tests/unit/test_rules.py has that of the rules.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,10 @@ from .training import WRAPPERS, gives, meet, raised, variable
 
 pytestmark = pytest.mark.any_size
 
-INNER = {
-    "SGD": lambda: hpc.SGD(0.1),
-    "Momentum": lambda: hpc.Momentum(0.05, 0.5),
-    "Nesterov": lambda: hpc.Momentum(0.05, 0.5, use_nesterov=True),
-    "Adagrad": lambda: hpc.Adagrad(2),
-    "Adam": lambda: hpc.Adam(0.25),
-    "AdamW": lambda: hpc.Adam(0.25, weight_decay=1e-4),
-}
-KINDS = [*INNER, *WRAPPERS]
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=WRAPPERS)
 def kind(request):
     return request.param
 
@@ -35,12 +29,9 @@ def make(comm, kind):
     """Return a function that makes an optimizer; all are freed after the test."""
     made = []
 
-    def make(variables, inner=None):
-        if kind in INNER:
-            opt = INNER[kind]()
-        else:
-            opt = WRAPPERS[kind](inner or hpc.SGD(0.1), variables, comm)
-            made.append(opt)
+    def make(variables):
+        opt = WRAPPERS[kind](hpc.SGD(0.1), variables, comm)
+        made.append(opt)
         opt.initialize(variables)
         return opt
 
@@ -112,8 +103,6 @@ def test_a_global_step_counts(make, kind):
 
 
 def test_minimize_returns_a_receipt_with_the_loss(make, kind):
-    if kind in INNER:
-        pytest.skip("it exchanges no gradients")
     w = variable()
     opt = make([w])
     value = object()
@@ -180,7 +169,7 @@ def test_bad_pairs_are_refused_and_change_nothing(make):
 
 def test_a_list_of_something_else_is_a_type_error(kind, comm):
     w = variable([1.0, 2.0])
-    opt = INNER[kind]() if kind in INNER else WRAPPERS[kind](hpc.SGD(1), [w], comm)
+    opt = WRAPPERS[kind](hpc.SGD(1), [w], comm)
     found = []
     for initialized in (False, True):
         if initialized:
@@ -189,8 +178,7 @@ def test_a_list_of_something_else_is_a_type_error(kind, comm):
             found.append(raised(opt.compute_gradients, gives(np.ones(2)), bad))
             found.append(raised(opt.minimize, gives(np.ones(2)), var_list=bad))
         meet()
-    if kind in WRAPPERS:
-        opt.free()
+    opt.free()
 
     assert {type(error) for error in found} == {TypeError}
     assert w.value.tolist() == [1, 2]
@@ -251,9 +239,8 @@ def test_names_and_gates(make, kind):
     opt = make([variable()])
     names = {"CrossShard": "CrossShardOptimizer", "SyncReplicas": "sync_replicas"}
     names |= {"DropStale": "DropStaleGradient", "AGN": "AGNOptimizer"}
-    names |= {"Nesterov": "Momentum", "AdamW": "Adam"}
 
-    assert opt.get_name() == names.get(kind, kind)
+    assert opt.get_name() == names[kind]
     assert (opt.GATE_NONE, opt.GATE_OP, opt.GATE_GRAPH) == (0, 1, 2)
     assert repr(opt) == repr(opt)
     assert " at 0x" not in repr(opt)

@@ -16,7 +16,6 @@ from .reducing import (
     KINDS,
     SMALL,
     drawn,
-    made_up,
     maker_fixture,  # noqa: F401
 )
 from .support import for_some_pause
@@ -238,38 +237,6 @@ def test_all_ranks_of_a_node_read_one_result(maker, rank):
     meet()
 
     assert (reducer.results()["x"] == 5).all()
-
-
-@pytest.mark.parametrize(
-    ("nodes", "size_kib", "options", "expected"),
-    [
-        ("one", 1, {}, "shared"),
-        ("one", 1, {"wire_dtype": "float16"}, "shared"),
-        ("one", 1, {"schedule": "hierarchical"}, "shared"),
-        ("one", 1024, {"schedule": "flat"}, "flat"),
-        ("halves", 1, {}, "flat"),
-        ("halves", 1, {"schedule": "hierarchical"}, "hierarchical"),
-        ("halves", 1024, {}, "hierarchical"),
-        ("halves", 1024, {"schedule": "flat"}, "flat"),
-        ("singles", 1024, {}, "flat"),
-        ("singles", 1, {"wire_dtype": "float16"}, "hierarchical"),
-        ("singles", 1, {"schedule": "hierarchical"}, "hierarchical"),
-    ],
-    ids=str,
-)
-@pytest.mark.ranks(min=3)
-def test_the_schedule_is_selected_by_nodes_and_size(
-    comm, nodes, size_kib, options, expected
-):
-    group = real = group_of(comm)
-    if nodes != "singles" and not real.single_node:
-        pytest.skip("the ranks do not share memory")
-    if nodes != "one":
-        group = made_up(comm, nodes)
-    shapes = {"x": (size_kib << 8,)}
-    with Reducer(Layout(shapes, "float32"), group, **options) as reducer:
-        assert reducer.statistics().schedule == expected
-        assert (reducer.reduce({"x": np.ones(size_kib << 8)})["x"] == 1).all()
 
 
 @ALL

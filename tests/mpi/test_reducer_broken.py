@@ -18,13 +18,14 @@ from hpcaccum.reducer.schedule import Schedule
 from hpcaccum.rows import RowExchange
 from hpcaccum.rows import exchange as row_exchange
 
+from ..common import every_pair
 from .acting import interrupted
 from .expiring import times_out_without
-from .reducing import ALL, ONES, SHAPES, maker_fixture, works  # noqa: F401
+from .reducing import ALL, KINDS, ONES, SHAPES, maker_fixture, works  # noqa: F401
 from .support import meet
 from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
-pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm]
+pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_size, pytest.mark.own_comm]
 
 # Where a step ends: before, in and after the exchange.
 STEPS = {
@@ -37,7 +38,7 @@ STEPS = {
 }
 
 
-@pytest.fixture(params=["first", "last"])
+@pytest.fixture
 def odd(request, size):
     """The rank whose call ends."""
     return 0 if request.param == "first" else size - 1
@@ -57,9 +58,15 @@ def ended(monkeypatch, place, call, *args):
             call(*args)
 
 
-@ALL
 @pytest.mark.parametrize(
-    "place", [(Inputs, "check"), (DeviceCalls, "finish"), "the wait"], ids=str
+    ("maker", "place", "odd"),
+    every_pair(
+        KINDS,
+        [(Inputs, "check"), (DeviceCalls, "finish"), "the wait"],
+        ["first", "last"],
+    ),
+    ids=str,
+    indirect=["maker", "odd"],
 )
 def test_a_reducer_is_broken(maker, rank, size, odd, place, monkeypatch):
     reducer = maker(SHAPES)
@@ -101,11 +108,17 @@ def go_back(opt, snapshot):
     assert error is None, error
 
 
-@pytest.mark.parametrize("place", [*STEPS, "late"])
-@pytest.mark.parametrize("most", [0, 1 << 19], ids=["messages", "memory"])
+# Rows are in messages, or in memory that the ranks share.
+@pytest.mark.parametrize(
+    ("place", "most", "odd"),
+    [
+        case
+        for case in every_pair([*STEPS, "late"], [0, 1 << 19], ["first", "last"])
+        if case[:2] != ("rows sent", 1 << 19)
+    ],
+    indirect=["odd"],
+)
 def test_all_go_on_after_restore(comm, make, rank, size, most, odd, place, monkeypatch):
-    if place == "rows sent" and most:
-        pytest.skip("no rows are sent")
     monkeypatch.setattr(row_exchange, "_MOST_BYTES", most)
     w = hpc.Variable(np.zeros((9, 2)), "w", sparse=True)
     b, opt, broken = variable(np.zeros(3), name="b"), make(), rank == odd

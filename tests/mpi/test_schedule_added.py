@@ -9,27 +9,21 @@ import numpy as np
 import pytest
 
 from hpcaccum import (
-    DisagreementError,
-    InvalidArgumentError,
     Layout,
     Reducer,
 )
 from hpcaccum.reducer import selection
-from hpcaccum.reducer.schedule import MessageSchedule, Schedule
+from hpcaccum.reducer.schedule import MessageSchedule
 
 from .on_device import empty_like, to_device
 from .reducing import (
     KINDS,
-    ONES,
     SHAPES,
     SMALL,
     Maker,
-    made_up,
-    works,
 )
 from .test_schedules import SHAPES as VARIED
 from .test_schedules import WAYS, check, parts_of
-from .training import raised
 
 pytestmark = pytest.mark.any_size
 
@@ -78,9 +72,6 @@ def maker(comm, monkeypatch):
     maker.free()
 
 
-# What users see
-
-
 def test_it_is_selected_by_its_name(comm):
     layout = Layout({"x": (3 * SMALL,)}, "float32")
     with Reducer(layout, comm, schedule="toy") as reducer:
@@ -105,49 +96,6 @@ def test_it_is_not_selected_by_auto_unless_it_is_preferred(comm, monkeypatch):
         assert reducer.statistics().schedule == "toy"
 
 
-# What it states
-
-
-def test_options_that_it_does_not_take_are_refused(comm):
-    wire = raised(
-        Reducer, Layout(SHAPES, "float32"), comm, schedule="toy", wire_dtype="float16"
-    )
-    aware = raised(
-        Reducer, Layout(SHAPES, "float32"), comm, schedule="toy", cuda_aware=True
-    )
-
-    assert type(wire) is type(aware) is InvalidArgumentError
-    assert "wire_dtype is for schedule 'auto', " in str(wire)
-    assert "not 'toy'" in str(wire)
-    assert "cuda_aware=True is for schedule 'flat', got 'toy'" in str(aware)
-
-
-@pytest.mark.ranks(min=2)
-def test_it_may_need_one_node(comm, size, monkeypatch):
-    monkeypatch.setattr(Toy, "needs_one_node", True)
-    group = made_up(comm, "halves")
-    error = raised(Reducer, Layout(SHAPES, "float32"), group, schedule="toy")
-
-    assert type(error) is InvalidArgumentError
-    assert "schedule 'toy' needs all ranks on one node, they are on 2" in str(error)
-
-
-def test_another_one_is_used_where_it_does_not_fit(comm, monkeypatch):
-    limit = classmethod(lambda cls, case: case.nbytes > 4096)
-    monkeypatch.setattr(Toy, "fits", limit)
-    error = raised(Reducer, Layout({"x": (8,)}, "float32"), comm, schedule="toy")
-    assert "schedule 'toy' cannot be used for" in str(error)
-
-    monkeypatch.setattr(Toy, "fallback", "flat")
-    for count, expected in ((8, "flat"), (8192, "toy")):
-        layout = Layout({"x": (count,)}, "float32")
-        with Reducer(layout, comm, schedule="toy") as reducer:
-            assert reducer.statistics().schedule == expected
-
-
-# What it computes
-
-
 @pytest.mark.parametrize("dtype", ["float64", ml_dtypes.bfloat16], ids=str)
 def test_its_means_equal_numpy_however_ranks_contribute(maker, rank, size, dtype):
     reducer = maker(VARIED, dtype)
@@ -170,25 +118,3 @@ def test_it_reduces_arrays_of_the_device(cp, maker, rank, size):
 
     for found in (out, mine):
         check(maker, {n: a.get() for n, a in found.items()}, parts, np.float32)
-
-
-@pytest.mark.ranks(min=2)
-def test_ranks_that_differ_are_an_error_on_all(maker, rank, size):
-    reducer = maker(SHAPES)
-    step = raised(reducer.reduce, ONES, step=int(rank == 0))
-    absent = raised(reducer.reduce, {"x": ONES["x"]} if rank == 0 else ONES)
-
-    assert type(step) is type(absent) is DisagreementError
-    assert "step must be the same" in str(step)
-    assert "gradient of y must be the same" in str(absent)
-    works(reducer, size)
-
-
-# The contract
-
-
-@pytest.mark.parametrize("kind", selection.SCHEDULES, ids=lambda kind: kind.__name__)
-def test_every_schedule_states_what_it_is(kind):
-    assert issubclass(kind, Schedule)
-    assert kind.name in ("shared", "hierarchical", "flat", "nccl")
-    assert 1 << 20 <= kind.default_bucket_bytes <= 1 << 30

@@ -168,7 +168,7 @@ def test_free_can_be_repeated_after_a_time_limit(group, kind):
     other = hpc.ConditionalAccumulator(np.float32, (2,), comm=group)
     opt.minimize(gives(np.ones(COUNT)))
     meet()
-    agent, calls = opt._server._parameters._agent, []
+    agent, calls = testing.agent_of(group), []
     remove = agent.remove
 
     def late(*args):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, InvalidArgumentError, group_of
+from hpcaccum import InvalidArgumentError, group_of
 from hpcaccum.optimizers import center
 
 from ..common import same_bits
@@ -564,22 +564,6 @@ def test_several_servers_go_back(group, dedicated):
     assert opt.global_step == 3
 
 
-def test_a_checkpoint_restores_a_parameter_server(comm, rank, tmp_path):
-    directory = meet(tmp_path)[0]
-    own = fresh()
-    with WRAPPERS["SyncReplicas"](hpc.Momentum(0.1, 0.9), own, comm) as opt:
-        opt.initialize(own)
-        go_on("SyncReplicas", opt, own, comm, range(2))
-        if rank == 0:
-            hpc.checkpoint.save(directory, optimizer=opt, epoch=2)
-        meet()
-        expected = [var.value.copy() for var in own]
-        go_on("SyncReplicas", opt, own, comm, range(2, 4))
-        assert hpc.checkpoint.load(directory, optimizer=opt)["epoch"] == 2
-        for var, value in zip(own, expected, strict=True):
-            same_bits(var.value, value)
-
-
 @pytest.mark.parametrize("kind", ONE_SIDED)
 def test_a_snapshot_that_does_not_fit_leaves_an_optimizer_in_use(comm, rank, kind):
     own = fresh()
@@ -594,22 +578,6 @@ def test_a_snapshot_that_does_not_fit_leaves_an_optimizer_in_use(comm, rank, kin
         after = of_host(opt, comm)
         if rank == 0:
             same(before, after)
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_variables_that_differ_between_ranks_are_refused(comm, rank, kind):
-    own = fresh()
-    with WRAPPERS[kind](hpc.SGD(1), own, comm) as opt:
-        opt.initialize(own)
-        snapshot = of_host(opt, comm)
-    new = fresh() if rank == 0 else fresh()[:2]
-    opt = WRAPPERS[kind](hpc.SGD(1), new, comm)
-    error = raised(opt.restore, snapshot, new)
-    opt.free()
-
-    assert type(error) is DisagreementError
-    assert "variables must be the same" in str(error)
 
 
 def test_a_snapshot_of_cross_shard_starts_a_server(comm, rank):

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import hpcaccum as hpc
 
-from .acting import VAIN, Makers, Take, at, everywhere, meet, same_bits
+from .acting import Makers, Take, at, everywhere, meet, same_bits
 from .on_nodes import group_on_nodes  # noqa: F401
 from .support import WAIT, together
 
@@ -54,15 +54,6 @@ def filled(*rows):
     return np.repeat(np.array(rows, float).reshape(-1, 1), 2, 1)
 
 
-def test_a_row_is_divided_by_the_number_of_gradients_that_have_it(acc):
-    at(0, acc.apply_grad, [5, 1], filled(9, 1))
-    at(1, acc.apply_grad, [1], filled(4))
-    at(2, acc.apply_grad, [7, 1], filled(2, 4))
-
-    check(at(3, acc.take_grad, 3, timeout=WAIT), [1, 5, 7], [3, 9, 2])
-    assert (acc.num_accumulated(), acc.global_step) == (0, 1)
-
-
 def test_sum_is_not_divided(make):
     acc = make(reduction_type="SUM")
     for rank in range(3):
@@ -88,16 +79,6 @@ def test_unsorted_and_repeated_rows_are_added(acc, grads, indices, values, same_
         at(0 if same_rank else rank, acc.apply_grad, rows, filled(*numbers))
 
     check(at(1, acc.take_grad, len(grads), timeout=WAIT), indices, values)
-
-
-def test_gradients_without_rows_count(acc):
-    for rank in range(2):
-        at(rank, acc.apply_grad, [], np.ones((0, 2)))
-    check(at(1, acc.take_grad, 2, timeout=WAIT), [], np.ones((0, 2)))
-
-    at(0, acc.apply_grad, [], np.ones((0, 2)), None, 1)
-    at(1, acc.apply_grad, [4], filled(6), None, 1)
-    check(at(0, acc.take_grad, 2, timeout=WAIT), [4], [6])
 
 
 def test_stale_gradient_is_dropped_and_not_checked(acc):
@@ -267,20 +248,6 @@ def test_rows_are_added_in_rank_order(make, size):
     )
 
 
-def test_taking_in_vain_names_who_is_missing(make, size):
-    acc = make(name="rows")
-    at(0, acc.apply_grad, [1], filled(1))
-    missing = {2: "rank 1", 3: "ranks 1-2", 4: "ranks 1-3"}.get(size)
-    who = f"nothing from {missing}" if missing else "every rank has sent at least one"
-    text = (
-        r"^rows: take_grad\(9\): waited .* s for 9 gradients at step 0, had 1 "
-        rf"\({who}\)"
-    )
-    with pytest.raises(hpc.WaitTimeoutError, match=text):
-        at(-1, acc.take_grad, 9, timeout=VAIN)
-    check(at(0, acc.take_grad, 1, timeout=0), [1], [1])
-
-
 BAD = [
     (
         {"capacity": None},
@@ -350,17 +317,6 @@ def test_numbers_of_an_accumulator_and_its_end(comm, size):
             use(1)
     with pytest.raises(hpc.FreedError, match="'rows' was freed"):
         acc.apply_grad([1], np.ones((1, 3)))
-
-
-@pytest.mark.ranks(min=2)
-def test_takes_are_served_in_the_order_of_their_calls(acc):
-    first, second = Take(acc, 0, 2), Take(acc, 1, 1)
-    for row in (1, 2):
-        assert at(-1, acc.apply_grad, [row], filled(row))
-    check(first.result(), [1, 2], [1, 2])
-    assert not at(0, acc.apply_grad, [3], filled(3))
-    assert at(0, acc.apply_grad, [4], filled(4), None, 1)
-    check(second.result(), [4], [4])
 
 
 def test_dense_accumulator_takes_slices_with_a_shape():

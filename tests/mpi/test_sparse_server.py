@@ -355,21 +355,6 @@ def test_an_interrupted_pull_is_repeated_as_a_whole(make, size):
     close(w.value, 2 * expected.value)
 
 
-def test_reading_the_center_does_not_disturb_pulls(make, rank, size):
-    w, b = table(), variable(np.zeros(2), name="b")
-    opt = make("sync", hpc.Momentum(0.5, 0.75), size)
-    model = LazyRule("Momentum", np.zeros((ROWS, *ROW)))
-    for call in range(CALLS):
-        opt.minimize(gives(drawn(rank, call), np.ones(2)), var_list=[w, b])
-        model.update(*mean_of([drawn(r, call) for r in range(size)]))
-        meet()
-        for read in ([w, b], [b], [w]):
-            for each, array in zip(read, opt.center(read), strict=True):
-                same_bits(array, each.value)
-        close(w.value, model.value)
-        meet()
-
-
 @pytest.mark.parametrize("kind", ["sync", "stale"])
 def test_a_run_continues_from_a_snapshot(make, rank, size, kind, tmp_path):
     def run(name, calls, snapshot=None):

@@ -37,41 +37,6 @@ def make(comm):
 # All replicas
 
 
-@pytest.mark.parametrize("inner", [hpc.SGD, hpc.Adam], ids=lambda kind: kind.__name__)
-def test_all_replicas_equal_one_rank_with_the_mean(make, rank, size, inner):
-    shapes = [(), (4,), (0,), (2, 3)]
-    mine = [variable(np.ones(s), name=f"v{i}") for i, s in enumerate(shapes)]
-    alone = [variable(np.ones(s), name=f"v{i}") for i, s in enumerate(shapes)]
-    opt, plain, step = make(size, mine, inner(0.25)), inner(0.25), hpc.Variable(0, "s")
-
-    def grads(r, call):
-        random = np.random.default_rng([r, call])
-        return [np.asarray(random.normal(size=shape)) for shape in shapes]
-
-    for call in range(5):
-        receipt = opt.minimize(gives(*grads(rank, call)), step)
-        sums = [
-            sum(p) for p in zip(*(grads(r, call) for r in range(size)), strict=True)
-        ]
-        plain.minimize(gives(*(total / size for total in sums)), var_list=alone)
-
-        assert receipt == hpc.Receipt(True, call, call)
-        assert step.value == call + 1
-        for found, expected in zip(mine, alone, strict=True):
-            np.testing.assert_allclose(found.value, expected.value, 1e-11, 1e-12)
-
-
-def test_no_round_is_wasted_after_the_start(make, size):
-    w = variable()
-    opt = make(size, [w])
-    found = []
-    for _ in range(3):
-        opt.minimize(gives(1.0))
-        found.append(float(w.value))
-
-    assert found == [-1, -2, -3]
-
-
 def test_all_start_with_the_values_of_the_host(make, rank, size):
     w = variable([rank, 7.0])
     make(size, [w], host=size - 1)
@@ -94,15 +59,6 @@ def test_the_order_of_arrival_does_not_change_a_bit(make, rank, size):
         results |= set(meet(w.value.tobytes()))
 
     assert len(results) == 1
-
-
-def test_half_precision_is_averaged_in_single(make, rank, size):
-    w = variable([0.0], np.float16)
-    opt = make(size, [w])
-    opt.minimize(gives(np.array([60000.0], np.float16)))
-
-    assert w.dtype == np.float16
-    assert w.value == np.float16(-60000.0)
 
 
 # Backups

@@ -230,36 +230,6 @@ def meet_quickly(comm, done=False):
     ]
 
 
-def test_region_begins_with_zeros(comm, size):
-    region = Region(group_of(comm), size - 1, 128)
-    if region.direct:
-        np.testing.assert_array_equal(region.view(0, 16, np.dtype("f8")), np.zeros(16))
-    meet()
-    region.free()
-
-
-def test_memory_is_on_the_root(comm, size):
-    region = Region(group_of(comm), size - 1, 100)
-    assert meet(region.nbytes_here) == [0] * (size - 1) + [128]  # whole cache lines
-    region.free()
-
-
-def test_views_show_what_was_stored(comm, rank):
-    region = Region(group_of(comm), 0, 64)
-    if rank == 0:
-        region.view(8, 2, np.dtype("f4"))[:] = [7, 0.5]
-        region.sync()
-    meet()
-    if region.direct:
-        region.sync()
-        assert region.view(8, 2, np.dtype("f4")).tolist() == [7, 0.5]
-    found = np.zeros(2, np.float32)
-    region.get(8, found)
-    assert found.tolist() == [7, 0.5]
-    meet()
-    region.free()
-
-
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch):
     # As those are that are larger than one MPI call moves.
@@ -275,31 +245,6 @@ def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch)
 
     expected = np.concatenate([[0], data * (1 + comm.size), [0]])
     np.testing.assert_array_equal(found, expected.astype(dtype))
-    meet()
-    region.free()
-
-
-def test_empty_vectors_are_no_trouble(comm):
-    region = Region(group_of(comm), 0, 0)
-    nothing = np.empty(0)
-    for move in (region.put, region.accumulate, region.get):
-        everywhere(move, 0, nothing)
-    meet()
-    region.free()
-
-
-def test_additions_at_once_are_all_counted(comm, rank, size):
-    region = Region(group_of(comm), 0, 8 * 500)
-    data = np.arange(500, dtype="f8")
-
-    def add():
-        for _ in range(10):
-            region.accumulate(0, data)
-
-    everywhere(add)
-    found = np.empty(500)
-    region.get(0, found)
-    np.testing.assert_array_equal(found, data * 10 * size)
     meet()
     region.free()
 

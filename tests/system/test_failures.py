@@ -105,7 +105,7 @@ opt.initialize([w])
 {before}
 if MPI.COMM_WORLD.rank == 1:
     # Wait until the host has left: its interpreter is ending.
-    while 0 not in opt._server._inbox.left():
+    while 0 not in opt._server._inbox.membership.left():
         pass
     for _ in range(5):
         opt.minimize(lambda: (0.0, [np.ones(9000)]))

@@ -289,7 +289,6 @@ def check_continued(submit: Submit, job: str) -> None:
     ("script", "who"),
     [
         ("train.sbatch", []),
-        ("train.sbatch", ["--batch"]),
         ("mpiexec.sbatch", ["--batch"]),
     ],
 )

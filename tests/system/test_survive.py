@@ -11,6 +11,7 @@ from mpi4py.MPI import get_vendor
 
 from hpcaccum.errors import RESTART
 
+from ..common import every_pair
 from .conftest import REPOSITORY
 
 MPICH = get_vendor()[0] == "MPICH"
@@ -206,6 +207,7 @@ def test_strategies_go_on(survives, kind):
     survives(TRAIN, kind, "loss", "before", ranks=4 if kind == "quorum" else 3)
 
 
+@pytest.mark.parametrize("survives", ["memory"], indirect=True)
 def test_the_others_are_in_the_trace(survives, tmp_path):
     survives(TRACED, "drop_stale", "loss", "before")
     events = json.loads((tmp_path / "script.py.json").read_text())["traceEvents"]
@@ -244,23 +246,30 @@ def test_a_node_is_lost_with_its_first_rank(survives, kind):
     assert re.search("rank 3 of 4 ends: .*rank 3 .* is lost with its node", output)
 
 
-@pytest.mark.parametrize("kind", ["slots", "sum"])
-@pytest.mark.parametrize(("place", "when"), TAKE)
-@pytest.mark.parametrize("survives", ["memory"], indirect=True)
-def test_takes_go_on(survives, kind, place, when):
-    survives(ACCUMULATE, kind, place, when)
+@pytest.mark.parametrize(
+    ("moment", "kind", "survives"),
+    every_pair(TAKE, ["slots", "sum"], ["memory"]),
+    indirect=["survives"],
+)
+def test_takes_go_on(survives, kind, moment):
+    survives(ACCUMULATE, kind, *moment)
 
 
 @pytest.mark.skipif(not MPICH, reason="only MPICH can do without shared memory")
-@pytest.mark.parametrize("kind", ["slots", "sum"])
-@pytest.mark.parametrize(("place", "when"), ASK_TAKE)
-@pytest.mark.parametrize("survives", ["messages"], indirect=True)
-def test_takes_of_other_nodes_go_on(survives, kind, place, when):
-    survives(ACCUMULATE, kind, place, when)
+@pytest.mark.parametrize(
+    ("moment", "kind", "survives"),
+    every_pair(ASK_TAKE, ["slots", "sum"], ["messages"]),
+    indirect=["survives"],
+)
+def test_takes_of_other_nodes_go_on(survives, kind, moment):
+    survives(ACCUMULATE, kind, *moment)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", ["slots", "sum"])
+@pytest.mark.parametrize(
+    ("when", "kind", "survives"),
+    every_pair(["before", "after"], ["slots", "sum"], LEGS),
+    indirect=["survives"],
+)
 def test_writes_go_on(survives, kind, when):
     survives(ACCUMULATE, kind, f"storage.{CLASSES[kind]}.write", when)
 
@@ -550,8 +559,8 @@ def test_a_rank_that_was_stopped_ends(mpirun, script, leg, kind):
     assert result.returncode == RESTART
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("leg", LEGS)
+# Other seeds: python -m tests.soak --kill.
+@pytest.mark.parametrize(("seed", "leg"), [(0, LEGS[0]), (1, LEGS[-1])])
 def test_the_soak_goes_on_without_ranks(mpirun, leg, seed):
     env = {"HPCACCUM_TIMEOUT": "30"}
     env |= MESSAGES if leg == "messages" else {}

@@ -227,6 +227,7 @@ class Objects:
     def _lose(self, found: dict[int, str]) -> None:
         """Note that ranks are lost; called by the thread of the heartbeat."""
         group, objects = self._group, list(self._open)
+        group.dead |= {r for r in group.mates & found.keys() if not group.exists(r)}
         with group.control.lock:
             group.lost |= found
         shutdown.note_loss()

@@ -245,8 +245,7 @@ class ControlChannel:
         """
         if self._size == 1:
             return [value]
-        if self._lost_ranks:
-            raise self._lost_error(what)
+        self.check_all_present(what)
         return list(self._exchange(value, what, self._number + 1).values())
 
     def gather_rest(self, value: T, what: str) -> dict[int, T]:
@@ -259,6 +258,11 @@ class ControlChannel:
             places = self._complete_calls()
             call = Call(number, what, is_ending(), value, places)
         return (self._ask if self._rank else self._collect)(call, deadline)
+
+    def check_all_present(self, what: str) -> None:
+        """Raise LostRankError if a rank is lost."""
+        if self._lost_ranks:
+            raise self._lost_error(what)
 
     def _check_lost(self, call: Call) -> None:
         """Raise if a call that all ranks must make cannot complete."""

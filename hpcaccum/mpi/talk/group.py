@@ -80,6 +80,8 @@ class Group:
         mates: The other ranks of this host whose processes this one can see.
         lost: The ranks that are lost, each with why. From the first one on, collective
             calls of MPI must not be made.
+        dead: Those of them whose processes have ended, as this rank has seen. They
+            write to no memory any more.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Group:
         self.node_ranks = self.nodes[self.node_number]
         self.single_node = len(self.nodes) == 1
         self.lost: dict[int, str] = {}
+        self.dead: frozenset[int] = frozenset()
         self.control = ControlChannel(comm, self.lost)
         self.broadcasts = 0
         self._numbers = itertools.count(1)
@@ -153,6 +156,15 @@ class Group:
         if self._inside is None:
             self._inside = self.split(self.nodes)
         return self._inside
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether this rank sees whether the processes of all others exist."""
+        return len(self.mates) == self.size - 1
+
+    def exists(self, rank: int) -> bool:
+        """Whether the process of one of the `mates` exists."""
+        return self.facts[rank].process.exists()
 
     def meet(self, value: T, what: str) -> dict[int, T]:
         """Return the values of all ranks that are not lost, by rank. Collective.
@@ -228,7 +240,7 @@ class Group:
             raise
         reports = self.raise_together(what, None, (report, self._kept()), call)
         self._compare_kept([kept for _, kept in reports])
-        self.compare(what, [each for each, _ in reports])
+        self.compare(what, dict(enumerate(each for each, _ in reports)))
         return checked
 
     def raise_together(
@@ -252,25 +264,39 @@ class Group:
                 device error of hpcaccum or a TypeError, else a RuntimeError.
         """
         reports = self.allgather((_portable(failure), value), call or what)
-        found = ((rank, error) for rank, (error, _) in enumerate(reports) if error)
+        self._raise_first(what, failure, dict(enumerate(reports)))
+        return [each for _, each in reports]
+
+    def raise_present(
+        self, what: str, failure: Exception | None, value: T
+    ) -> dict[int, T]:
+        """Do as `raise_together` without ranks that are lost; return values by rank."""
+        reports = self.gather_present((_portable(failure), value), what)
+        self._raise_first(what, failure, reports)
+        return {rank: each for rank, (_, each) in reports.items()}
+
+    def _raise_first(
+        self, what: str, failure: Exception | None, reports: Mapping[int, Any]
+    ) -> None:
+        found = ((rank, error) for rank, (error, _) in reports.items() if error)
         if (first := next(found, None)) is None:
-            return [each for _, each in reports]
+            return
         rank, (kind, text) = first
         if failure is None:
             raise echo(kind(f"{what}: {_of_rank(rank, _rest(text, what))}"))
         again = rank < self.rank and _portable(failure) == (kind, text)
         raise echo(failure) if again else failure
 
-    def compare(self, what: str, reports: Sequence[Mapping[str, str]]) -> None:
+    def compare(self, what: str, reports: Mapping[int, Mapping[str, str]]) -> None:
         """Raise DisagreementError unless the reports of all ranks are the same.
 
         Args:
             what: Begins the message.
-            reports: Facts by name, of each rank; the same list on all ranks.
+            reports: Facts by name, of each rank; the same on all ranks.
         """
-        for name in {name: None for report in reports for name in report}:
-            values = [report.get(name, "nothing") for report in reports]
-            others = [r for r, value in enumerate(values) if value != values[0]]
+        for name in {name: None for report in reports.values() for name in report}:
+            values = {r: report.get(name, "nothing") for r, report in reports.items()}
+            others = [r for r, value in values.items() if value != values[0]]
             if others:
                 error = DisagreementError(
                     f"{what}: {name} must be the same on all {self.size} ranks: rank 0 "
@@ -285,7 +311,11 @@ class Group:
         Args:
             shards: Lists of ranks, which contain each rank once. The order in a list is
                 the order of the ranks in the new group.
+
+        Raises:
+            LostRankError: If a rank is lost.
         """
+        self.control.check_all_present("a new group")
         color = next(c for c, ranks in enumerate(shards) if self.rank in ranks)
         key = list(shards[color]).index(self.rank)
         part = Group(split(self.comm, color, key))

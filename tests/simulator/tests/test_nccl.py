@@ -119,17 +119,6 @@ def test_memory_of_the_host_is_refused(alone):
         alone.allReduce(host, host, 3, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, 0)
 
 
-def test_ranks_are_summed(monkeypatch):
-    together = Together()
-
-    def work(comm, rank):
-        source = ready([rank + 1, 10])
-        together.queue_sum(comm, source, source)
-        return source.get().tolist()
-
-    assert on_two(monkeypatch, work) == [[3, 20]] * 2
-
-
 @pytest.mark.slow
 def test_ranks_on_one_device_are_an_error(monkeypatch):
     monkeypatch.setattr(nccl, "_PATIENCE", 5.0)
@@ -152,14 +141,3 @@ def test_calls_that_differ_are_an_error(monkeypatch):
     said = " ".join(map(str, errors))
     sums = "rank 0 sums b'3 float32 0'", "rank 1 sums b'2 float32 0'"
     assert any(each in said for each in sums), said
-
-
-def test_an_abort_ends_a_sum_that_waits(monkeypatch):
-    def work(comm, rank):
-        source = ready([1, 2, 3])
-        if rank == 0:
-            queue_sum(comm, source, source)
-            comm.abort()
-        return source.get().tolist()
-
-    assert on_two(monkeypatch, work) == [[1, 2, 3]] * 2

@@ -1,4 +1,4 @@
-"""Which ranks hold the center of a one-sided optimizer, and the options that say so."""
+"""Which ranks hold the center, and the options that say so."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.variable import Variable
 
 # What `servers=` accepts.
 Servers = Literal["auto"] | int | Sequence[int] | None
@@ -30,14 +27,20 @@ _LARGE = 1 << 20
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where the parameters of a one-sided optimizer are; see `OneSidedOptimizer`."""
+    """Options that all one-sided optimizers have; see `OneSidedOptimizer`."""
 
     comm: mpi4py_MPI.Comm | Group | None
     host: int
     dedicated: bool
     servers: Servers
-    on_nonfinite: OnNonfinite
+    on_nonfinite: Any
     min_workers: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The servers, once they are known."""
+        assert isinstance(self.servers, tuple)
+        return self.servers
 
     def facts(self, size: int) -> dict[str, Any]:
         """Return what must be the same on all of so many ranks, checked, by name."""
@@ -103,17 +106,18 @@ def _name(group: Group, rank: int) -> str:
     return group.allgather(MPI.Get_processor_name(), "servers")[rank]
 
 
-def spread(
-    host: int, group: Group, optimizer: Optimizer, variables: Sequence[Variable]
-) -> tuple[int, ...]:
+def spread(host: int, group: Group, nbytes: int, *, divisible: bool) -> tuple[int, ...]:
     """Return the servers for "auto". Collective.
 
+    Args:
+        host: The first of them.
+        group: The ranks.
+        nbytes: Of the variables.
+        divisible: Whether a server can update any elements of them.
+
     Returns:
-        The host, and the first rank of each other node if the variables are large,
-        none of them is sparse, and the optimizer can update any elements of them.
+        The host, and the first rank of each other node if the variables are large.
     """
-    nbytes = sum(var.value.nbytes for var in variables)
-    divisible = optimizer.elementwise and not any(var.sparse for var in variables)
     if nbytes < _LARGE or not divisible:
         return (host,)
     others = [ranks[0] for ranks in group.nodes if host not in ranks]

@@ -1,7 +1,6 @@
-"""The short programs of docs/pytorch.md, which the ranks of this test run themselves.
+"""The programs of the pages with PyTorch and JAX, which the ranks of this test run.
 
-Those that begin with ```python run as programs of their own in tests/examples, where
-each rank has to load PyTorch again.
+As programs of their own, each rank would have to load these libraries again.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from ..mpi.support import meet
+from ..system import test_documentation as pages
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pytorch.md").read_text()
 # By their subjects, in bold print or in a heading.
@@ -39,6 +39,11 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs_as_printed(name):
     run(name)
+
+
+@pytest.mark.parametrize("name", sorted(pages.OF_ADAPTERS))
+def test_a_whole_program_runs_as_printed(name):
+    exec(compile(pages.PROGRAMS[name], name, "exec"), {"__name__": "__main__"})
 
 
 def test_there_is_a_program_for_each_subject():

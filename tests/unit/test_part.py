@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcaccum.server.shard import Shard, cut, joined
+from hpcaccum.server.part import Part, cut, joined
 from hpcaccum.server.wire_format import WireFormat
 
 SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
@@ -22,7 +22,7 @@ def wire(dtypes=(np.float32,)):
 
 def shards(form, count, elementwise):
     return [
-        Shard(form, part, elementwise=elementwise)
+        Part(form, part, elementwise=elementwise)
         for part in cut(form.parameters, count, elementwise=elementwise)
     ]
 

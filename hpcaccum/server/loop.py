@@ -1,0 +1,216 @@
+"""The loop of a server: take gradients, update a part of the center, publish it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.errors import BrokenObjectError, EverybodyLeftError
+from hpcaccum.mpi import report_and_abort
+from hpcaccum.nodes import LostNodeError
+from hpcaccum.server.double_buffer import version_of
+from hpcaccum.spans import traced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from hpcaccum.dtypes import Array
+    from hpcaccum.server.node_update import NodeUpdate
+    from hpcaccum.server.part import OwnPart, WholeCenter
+    from hpcaccum.server.publisher import Publisher
+    from hpcaccum.server.update_lock import UpdateLock
+
+    Update = Callable[[dict[str, Any], float | None], object]
+
+
+class Source(Protocol):
+    """Where a loop gets gradients from: an `Inbox`, or `Orders`.
+
+    Attributes:
+        adds: See `Inbox`.
+        rate: The learning rate of the update; None for the optimizer's own.
+    """
+
+    adds: bool
+    rate: float | None
+
+    def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Any]:
+        """Wait for the gradients that make step ``step + 1``; see `Inbox.next`."""
+
+    def awaited(self, step: int) -> str | None:
+        """Return what the update of a step lacks; None if only this rank's work."""
+
+
+class Loop:
+    """Takes gradients and makes an update of each batch, until all ranks have left.
+
+    In a thread of its own, or in the thread that calls `run`.
+
+    Args:
+        inbox: Where gradients come from.
+        lock: Held during each update.
+        what: Name for messages.
+
+    Attributes:
+        after_update: Called with the step after each update, before the next one.
+    """
+
+    after_update: Callable[[int], object] | None = None
+    _thread: threading.Thread | None = None
+    # Whether an update has begun to change the center and not ended.
+    _broken = False
+    # The step that the center has.
+    _step = -1
+
+    def __init__(self, inbox: Source, lock: UpdateLock, what: str) -> None:
+        self._inbox, self._lock, self._what = inbox, lock, what
+
+    def run(self) -> None:
+        """Make updates until all ranks have left. Goes on if a wait was interrupted."""
+        if self._broken:
+            raise BrokenObjectError(
+                "an exception has ended an update, and the parameters are now partly "
+                "updated: continue from a checkpoint"
+            )
+        with contextlib.suppress(EverybodyLeftError):
+            while True:
+                # Those who wait for an update have a limit; an idle server has none.
+                deadline = Deadline(math.inf, f"{self._what}: update {self._step + 1}")
+                try:
+                    with self._inbox.next(self._step, deadline) as batch:
+                        self._make(batch, deadline)
+                except LostNodeError:
+                    # Again, without the gradients of that node.
+                    continue
+                self._broken = False
+                if self.after_update is not None:
+                    self.after_update(self._step)
+
+    def _make(self, batch: Any, deadline: Deadline) -> None:
+        """Make an update of a batch of gradients."""
+        raise NotImplementedError
+
+    # The thread
+
+    def start_thread(self) -> None:
+        """Call `run` in a thread, unless there is one."""
+        if self._thread is not None:
+            return
+        name = f"server ({type(self).__name__})"
+        self._thread = threading.Thread(
+            target=self._run_or_abort, daemon=True, name=name
+        )
+        self._thread.start()
+
+    def _run_or_abort(self) -> None:
+        try:
+            self.run()
+        except BaseException:
+            # Without this thread every rank would wait for its update.
+            report_and_abort(*sys.exc_info())
+
+    def end(self, deadline: Deadline) -> None:
+        """Wait until the thread has ended, if there is one; all ranks have left by now.
+
+        Raises:
+            WaitTimeoutError: If its last updates take too long.
+        """
+        if self._thread is not None:
+            deadline.join(self._thread, self._unfinished)
+
+    def _unfinished(self) -> str:
+        lacks = self._inbox.awaited(self._step) or "the update itself"
+        return (
+            f"the last updates of this rank, at step {self._step}, which waits for "
+            f"{lacks}"
+        )
+
+    def come_back(self) -> None:
+        """Let `run`, which has ended, serve again."""
+        self._thread = None
+
+
+class UpdateLoop(Loop):
+    """Updates the center, or a part of it, on this rank.
+
+    Args:
+        inbox, lock, what: See `Loop`.
+        part: What this rank has of the center.
+        publisher: Where it is published.
+        node_update: Has the center, and makes updates with the other ranks of the node;
+            None if it cannot.
+
+    Attributes:
+        update: Changes the center. Gets gradients by name, arrays or `IndexedSlices`;
+            and a learning rate, or None for the optimizer's own.
+        center, slots: See `ParameterServer`.
+    """
+
+    update: Update
+
+    def __init__(
+        self,
+        inbox: Source,
+        lock: UpdateLock,
+        what: str,
+        part: WholeCenter | OwnPart,
+        publisher: Publisher,
+        node_update: NodeUpdate | None = None,
+    ) -> None:
+        super().__init__(inbox, lock, what)
+        self._part, self._publisher, self._node_update = part, publisher, node_update
+        self._kept: Mapping[str, Array] = {}
+        self.center = part.center
+        self.slots = None if node_update is None else node_update.slots
+
+    def set_step(self, step: int) -> None:
+        """Publish the center as that of a step, before any rank pushes or pulls."""
+        self._step = step
+        self._publish(version_of(step))
+        # The other copy too, so that no update of rows has to copy whole tables.
+        self._part.write(self._publisher.begin(version_of(step)))
+
+    def _publish(self, version: int) -> None:
+        self._part.write(self._publisher.begin(version))
+        self._publisher.complete(version)
+
+    @traced("update", lambda args, _: {"step": args[1].step + 1})
+    def _make(self, batch: Any, deadline: Deadline) -> None:
+        version = version_of(batch.step + 1)
+        with self._lock.updating():
+            flat = self._publisher.begin(version)
+            if not self._update_together(batch, flat):
+                grads = self._part.read(batch, deadline)
+                if grads:
+                    self._broken = True
+                    self._part.note(grads)
+                    self.update(grads, self._inbox.rate)
+                self._part.write(flat)
+            # A rank that gave one of several gradients waits for their update.
+            waiting = [rank for rank, _ in batch.places] if self._inbox.adds else []
+            self._publisher.complete(version, waiting)
+            self._step = batch.step + 1
+
+    def _update_together(self, batch: Any, flat: Array) -> bool:
+        """Update the center and write it to a vector, if all ranks can help."""
+        if self._node_update is None or not self._part.is_complete(batch):
+            return False
+        self._broken = True
+        # All gradients are here: only ranks that work on it are waited for.
+        deadline = Deadline(None, f"{self._what}: update {batch.step + 1}")
+        return self._node_update.apply(batch, flat, deadline)
+
+    def keep(self, values: Mapping[str, Array]) -> None:
+        """Keep what will be assigned."""
+        self._kept = values
+
+    def assign(self, version: int) -> None:
+        """Set the center to what was kept, and publish it as a version."""
+        self._part.assign(self._kept)
+        self._kept = {}
+        self._publish(version)

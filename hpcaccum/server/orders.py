@@ -1,0 +1,311 @@
+"""Orders of the root to several servers, of which each updates a part of the center.
+
+The root decides which gradients make each update, and orders it when all servers have
+carried out the last one. How orders and gradients travel: see `OrderAgent`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.deadline import Deadline
+from hpcaccum.device import to_host
+from hpcaccum.errors import EverybodyLeftError
+from hpcaccum.mpi import AtomicWords, complete, memory_of_rank
+from hpcaccum.nodes import Agent
+from hpcaccum.server.double_buffer import step_of, version_of
+from hpcaccum.server.order_agent import (
+    ANSWER,
+    ANSWERS,
+    ASSIGN,
+    BUFFER,
+    DETAIL,
+    DONE,
+    END,
+    KIND,
+    MADE,
+    ORDER,
+    PARAMETERS,
+    QUESTIONS,
+    UPDATE,
+    VERSION,
+    OrderAgent,
+    rate_of,
+)
+from hpcaccum.server.part import Order, OwnPart
+from hpcaccum.server.questions import Questions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from hpcaccum.accumulator import Batch
+    from hpcaccum.dtypes import Array
+    from hpcaccum.mpi import Group
+    from hpcaccum.nodes import NodeParts
+    from hpcaccum.server.part import Part
+    from hpcaccum.server.publisher import Publisher
+    from hpcaccum.server.wire_format import WireFormat
+
+
+class Orders:
+    """Orders of the root, and where the loop of each server gets them. Collective.
+
+    Args:
+        group: The ranks, on several nodes.
+        servers: Those that hold the parts, each on another node. The first is the root.
+        wire: How variables lie in the vector.
+        initial: Name to array; the servers begin with the root's.
+        parts: Of each server.
+        gradients: Where they lie.
+        publisher: Of the parameters.
+        most: How many steps may be ordered and not made, at most.
+        what: Name for messages.
+
+    Attributes:
+        own: The part of this rank, if it is a server.
+        buffers: The most steps that may be ordered and not yet made. A server has
+            memory for the gradients of each, but in all for no more than a whole one.
+        ordered: The step that was ordered last; on the root.
+        questions: Of the root to the servers.
+        rate: The learning rate of the last order; None for the optimizer's own.
+        answer: Called with a question of the root; returns the answer.
+        assign: Called with a version that has the values which were kept.
+    """
+
+    adds = False
+    rate: float | None = None
+
+    def __init__(
+        self,
+        group: Group,
+        servers: Sequence[int],
+        wire: WireFormat,
+        initial: Mapping[str, Array],
+        parts: Sequence[Part],
+        gradients: NodeParts,
+        publisher: Publisher,
+        what: str,
+        *,
+        most: int,
+    ) -> None:
+        self._servers, self._parts, self._what = servers, parts, what
+        self._names, self._publisher = list(wire.parameters), publisher
+        longest = max(each.part.stop - each.part.start for each in parts)
+        self.buffers = min(most, max(1, round(wire.parameters.size / max(1, longest))))
+        self.ordered = -1
+        self.answer: Callable[[Any], Any] = lambda _: None
+        self.assign: Callable[[int], object] = lambda _: None
+        # On a server: the last order that was carried out, and whether it ended all.
+        self._number, self._ended = 0, False
+        with contextlib.ExitStack() as undo:
+            self._words = AtomicWords(group.inside, 0, MADE + len(servers))
+            undo.callback(self._words.free)
+            memory = self._allocate(group, publisher.copies.dtype)
+            self._agent = Agent.of(group)
+            undo.pop_all()
+        self._service = OrderAgent(
+            self._agent, parts, memory, gradients, publisher, self._words
+        )
+        tags = self._service.tag(QUESTIONS), self._service.tag(ANSWERS)
+        ask = functools.partial(self._request, "ask")
+        self.questions = Questions(self._agent.comm, servers, tags, ask)
+        self.own: OwnPart | None = None
+        first = self._scatter(wire, initial)
+        if first is not None:
+            assert memory is not None
+            self.own = OwnPart(parts[servers.index(group.rank)], memory, first)
+        # No order comes before its server is there.
+        group.allgather(None, f"{what}: servers")
+
+    def _allocate(self, group: Group, dtype: Any) -> Array | None:
+        """Make the memory for gradients of the server of this node, if it has one."""
+        number, self.window_bytes = self._publisher.number, 0
+        # Collective on the node, so all of its ranks allocate or none.
+        if number is None:
+            return None
+        size, server = self._parts[number].size, self._servers[number]
+        nbytes = self.buffers * size * dtype.itemsize
+        if server == group.rank:
+            self.window_bytes = nbytes
+        rank = group.node_ranks.index(server)
+        memory: Array = memory_of_rank(group.inside, rank, nbytes).view(dtype)
+        return memory.reshape(self.buffers, size)
+
+    def _scatter(self, wire: WireFormat, initial: Mapping[str, Array]) -> Array | None:
+        """Send each server its part of the root's parameters; return it. Collective."""
+        comm, tag = self._agent.comm, self._service.tag(PARAMETERS)
+        begun, mine = [], None
+        dtype = wire.parameters.dtype
+        if comm.rank == self._servers[0]:
+            flat = np.empty(wire.parameters.size, dtype)
+            arrays = {name: to_host(array) for name, array in initial.items()}
+            wire.write_parameters(arrays, flat)
+            for rank, each in zip(self._servers, self._parts, strict=True):
+                begun.append(comm.Isend(flat[each.part], rank, tag))
+        if comm.rank in self._servers:
+            part = self._parts[self._servers.index(comm.rank)].part
+            mine = np.empty(part.stop - part.start, dtype)
+            begun.append(comm.Irecv(mine, self._servers[0], tag))
+        self._end_start(begun)
+        return mine
+
+    def divide(
+        self, arrays: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, dict[str, Any]] | None:
+        """Send each server its part of arrays of the root; return it. Collective."""
+        # There are no questions yet; parameters may be on their way.
+        comm, tag = self._agent.comm, self._service.tag(QUESTIONS)
+        mine: list[Any] = []
+
+        def exchange() -> Iterator[Any]:
+            """Yield the requests of the root, and receive what a server gets."""
+            if comm.rank == self._servers[0]:
+                for rank, each in zip(self._servers, self._parts, strict=True):
+                    for name in self._names:
+                        yield comm.isend(each.pieces(name, arrays[name]), rank, tag)
+            if comm.rank in self._servers:
+                mine.extend(self._message(tag) for _ in self._names)
+
+        self._end_start(exchange())
+        if self.own is None:
+            return None
+        names = self.own.center
+        return {n: m for n, m in zip(self._names, mine, strict=True) if n in names}
+
+    def _message(self, tag: int) -> Any:
+        """Receive a message of the root at the start."""
+        comm, root = self._agent.comm, self._servers[0]
+        deadline = Deadline(None, f"{self._what}: start of servers")
+        found = deadline.wait(
+            lambda: comm.improbe(root, tag), lambda: f"a message of host rank {root}"
+        )
+        return found.recv()
+
+    def _end_start(self, requests: Iterable[Any]) -> None:
+        """Wait until what servers get from the root at the start has arrived."""
+        complete(
+            requests,
+            Deadline(None, f"{self._what}: start of servers"),
+            lambda: f"host rank {self._servers[0]} and the servers",
+        )
+
+    # The root
+
+    def begin(self, step: int) -> None:
+        """Set the step of the parameters that the servers begin with; the root only."""
+        version = version_of(step)
+        self._publisher.announce(version)
+        for server in range(len(self._servers)):
+            self._publisher.note_made(server, version)
+        self._words.store(MADE, [version] * len(self._servers))
+        self.ordered = step
+        self._request("begin", version)
+
+    def order(
+        self, step: int, batch: Batch, rate: float | None, *, awaited: bool
+    ) -> None:
+        """Order a step of a batch of gradients; the root only.
+
+        Only as many steps as there are buffers may be ordered and not made.
+        """
+        self._order(version_of(step), list(batch.places), batch.divisor, rate, awaited)
+        self.ordered = step
+
+    def order_again(self) -> int:
+        """Order a version of the newest step with what was kept; the root only."""
+        version = self._publisher.newest_version() + 1
+        self._order(version, [], 1, None, False)
+        return version
+
+    def _order(self, version: int, *request: Any) -> None:
+        # Before any rank can have this version, `newest_version` must return it.
+        self._publisher.announce(version)
+        self._request("order", version, *request)
+
+    def wait_for_servers(
+        self,
+        version: int,
+        deadline: Deadline,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait until all servers have made a version; the root only."""
+
+        def made() -> bool:
+            meanwhile()
+            return self._made() >= version
+
+        self._publisher.changed.wait(
+            made,
+            deadline,
+            lambda: self._publisher.under_way(version) or "its own agent",
+        )
+
+    def made(self) -> int:
+        """Return the step that all servers have made; on the root's node only."""
+        return step_of(self._made())
+
+    def _made(self) -> int:
+        return min(self._words.read_range(MADE, len(self._servers)))
+
+    def _request(self, kind: str, *request: Any) -> None:
+        """Send a request to the agent of this node."""
+        self._agent.request(self._agent.node, self._service.number, kind, *request)
+
+    def end(self) -> None:
+        """End the loops of all servers, after the last order; the root only."""
+        self._request("end")
+
+    # A server
+
+    @contextlib.contextmanager
+    def next(self, step: int, deadline: Deadline) -> Iterator[Order]:
+        """Wait for the next update that the root orders; see `Inbox.next`.
+
+        Orders of other kinds that come before it are carried out.
+        """
+        while not self._ended:
+            number, kind, detail, version, buffer = self._next_order(deadline)
+            if kind == ANSWER:
+                limit = Deadline(None, f"{self._what}: server")
+                self.questions.answer(self.answer, detail, limit)
+            elif kind == ASSIGN:
+                self.assign(version)
+            elif kind != END:
+                self.rate = rate_of(detail)
+                yield Order(step_of(version) - 1, buffer if kind == UPDATE else None)
+            self._ended = kind == END
+            self._number = number
+            self._words.write(DONE, number)
+            self._agent.wake()
+            if kind not in (ANSWER, ASSIGN, END):
+                return
+        raise EverybodyLeftError(f"{self._what}: the host has ended all servers")
+
+    def _next_order(self, deadline: Deadline) -> tuple[int, int, int, int, int]:
+        read, last = self._words.read, self._number
+        self._publisher.changed.wait(
+            lambda: read(ORDER) > last, deadline, lambda: "an order"
+        )
+        return read(ORDER), read(KIND), read(DETAIL), read(VERSION), read(BUFFER)
+
+    def awaited(self, step: int) -> str:
+        """Return what the update of a step lacks."""
+        return f"an order of host rank {self._servers[0]}"
+
+    def come_back(self) -> None:
+        """Let the loop of this server, which the root has ended, go on."""
+        self._ended = False
+
+    def free(self) -> None:
+        """Free the memory, after the last update. Collective."""
+        # The last question has made all ranks receive what was sent before it.
+        Deadline(None, f"{self._what}: free").wait(
+            lambda: self.questions.are_received() or None,
+            lambda: "servers to receive questions, and the host answers",
+        )
+        self._service.free(f"{self._what}: free")
+        self._words.free()

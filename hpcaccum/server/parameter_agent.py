@@ -1,0 +1,312 @@
+"""The agent of a node: it gets parameters for ranks, and sends what a server publishes.
+
+A rank that waits for a version asks its own agent, which asks the root's, once however
+many ranks wait. When there is such a version, the agent of each server sends its part.
+A single server sends what is the newest by then. Several servers send what was ordered,
+so that all parts that a node gets are of one version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.nodes import Incoming, is_short, one_range, pieces_of, send_pieces
+from hpcaccum.server.agent_line import AgentLine
+from hpcaccum.server.parameter_copies import NOTHING
+from hpcaccum.spans import steps, traced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator, Sequence
+
+    from hpcaccum.dtypes import Array
+    from hpcaccum.nodes import Agent, Steps
+    from hpcaccum.server.double_buffer import DoubleBuffer
+    from hpcaccum.server.parameter_copies import Copier, Draft
+
+# No version: of a node that has none.
+_NONE = -1
+
+
+@dataclass(eq=False)
+class _Snapshot:
+    """A message that agents send, while the server goes on.
+
+    Attributes:
+        message: Bytes.
+        version: Of the parameters.
+        since: See `Copier.draft`.
+        place: See `Draft`.
+        users: How many nodes it is being sent to.
+    """
+
+    message: Array
+    version: int
+    since: int = NOTHING
+    place: int = NOTHING
+    users: int = 0
+
+
+class ParameterAgent:
+    """The service of one node's agent for a `Publisher`. Collective.
+
+    Args:
+        agent: Runs it.
+        nodes: Of the servers; the first is the root's.
+        parts: Of the vector, of each server.
+        copier: Makes and reads messages.
+        copies: Where ranks of this node read.
+        own: Where the server of this node publishes its part, if there is one.
+        complete: Publishes to this node what ``copies.begin`` returned memory for.
+
+    Attributes:
+        turns: Runs what the agent of a server does, one after the other.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        nodes: Sequence[int],
+        parts: Sequence[slice],
+        copier: Copier,
+        copies: DoubleBuffer,
+        own: DoubleBuffer | None,
+        complete: Callable[[int], None],
+    ) -> None:
+        self._line = AgentLine(agent)
+        self._nodes, self._parts, self._copier = nodes, parts, copier
+        self._copies, self._own, self._complete = copies, own, complete
+        # On the root's node: the newest version; what each node has asked for last, and
+        # the last that was promised to it.
+        self._newest = _NONE
+        self._wants: dict[int, int] = {}
+        self._promised: dict[int, int] = {}
+        # On a server's node: of each node, what is on its way, the last version sent,
+        # and its place.
+        self.turns = self._line.queue()
+        self._sending = self._line.queues()
+        self._snapshots: list[_Snapshot] = []
+        self._sent: dict[int, int] = {}
+        self._places: dict[int, int] = {}
+        # Of this node: the versions for which ranks wait, and the one that was asked
+        # for; the one that is received, and the servers of which it lacks the part.
+        self._waiting: set[int] = set()
+        self._asked: int | None = None
+        self._receiving: int | None = None
+        self._lacks: set[int] = set()
+        self._line.number = agent.add(self)
+
+    def request(self, nodes: Sequence[int], *request: Any) -> None:
+        """Send a request to the agents of nodes; any rank."""
+        self._line.tell(nodes, *request)
+
+    def handle(self, source: int, kind: str, *request: Any) -> Steps:
+        """Return the steps that carry out a request."""
+        steps: Steps | None = getattr(self, f"_do_{kind}")(*request)
+        return iter(()) if steps is None else steps
+
+    # For the ranks of this node
+
+    def _do_fetch(self, version: int) -> None:
+        """Ask for a version for this node, once."""
+        if self._copies.version() < version:
+            self._waiting.add(version)
+            self._ask()
+
+    def _ask(self) -> None:
+        """Ask for the least version that ranks wait for, unless it was asked for."""
+        least = min(self._waiting, default=None)
+        if least is not None and (self._asked is None or least < self._asked):
+            self._asked = least
+            self._line.tell(self._nodes[:1], "want", self._line.node, least)
+
+    def expect(self, version: int) -> None:
+        """Receive a version that several servers send to this node, after earlier ones.
+
+        They do not announce it.
+        """
+        for server, part in enumerate(self._parts):
+            if self._nodes[server] != self._line.node:
+                nbytes = (part.stop - part.start) * self._copies.dtype.itemsize
+                self._line.run(self._do_take(server, version, nbytes, None))
+
+    _do_expect = expect
+
+    def _do_take(
+        self, server: int, version: int, nbytes: int, contents: bytes | Array | None
+    ) -> Steps:
+        """Receive the part of a server, unless the request contains it."""
+        while self._receiving not in (None, version):
+            yield False
+        if self._receiving is None:
+            if contents is not None and version <= self._copies.version():
+                # The root and its agent have sent it.
+                return
+            self._receiving, self._lacks = version, set(range(len(self._parts)))
+            self._copies.begin(version)
+        flat = self._copies.copy(self._copies.writing)
+        message = self._copier.room(nbytes, flat[self._parts[server]])
+        if contents is None:
+            yield from self._receive(server, message)
+        else:
+            message[:] = np.frombuffer(contents, np.uint8)
+        self._copier.unpack(message, self._copies)
+        self._lacks.remove(server)
+        if not self._lacks:
+            self._arrived(version)
+
+    @traced("receive", wrap=steps)
+    def _receive(self, server: int, message: Array) -> Steps:
+        rank, tag = self._line.leaders[self._nodes[server]], self._line.tag()
+        pieces = pieces_of([slice(0, message.size)], 1)
+        incoming = Incoming(self._line.comm, rank, tag, pieces, one_range(message))
+        while not incoming.complete:
+            if incoming.first() is None:
+                yield False
+            else:
+                incoming.take()
+                yield True
+
+    def _arrived(self, version: int) -> None:
+        """Let ranks read a version; ask for the next one that they wait for."""
+        self._complete(version)
+        self._receiving = self._asked = None
+        self._waiting = {each for each in self._waiting if each > version}
+        self._ask()
+
+    # On the root's node
+
+    def _do_want(self, node: int, version: int) -> None:
+        """Have a version sent to a node, now or when it is made."""
+        if version <= self._promised.get(node, _NONE):
+            return
+        if version > self._newest:
+            # It asks for a later one than before only when it has got that.
+            self._wants[node] = version
+            return
+        self._promise([node])
+        self.send_promised([node])
+
+    def promise(self, version: int, nodes: Collection[int] = ()) -> list[int]:
+        """Note a version, the newest; return the nodes to which it must be sent.
+
+        Args:
+            version: The version.
+            nodes: Those that wait for it and do not ask.
+        """
+        self._newest = version
+        ready = {node for node, wanted in self._wants.items() if wanted <= version}
+        ready.update(nodes)
+        self._promise(ready)
+        return sorted(ready)
+
+    def _promise(self, nodes: Collection[int]) -> None:
+        for node in nodes:
+            self._promised[node] = self._newest
+            # What the root itself has sent is there before the agent knows of it, so
+            # the node may want a later one by now.
+            if self._wants.get(node, _NONE) <= self._newest:
+                self._wants.pop(node, None)
+
+    def send_promised(self, nodes: list[int]) -> None:
+        """Have the servers send the newest version to nodes."""
+        self._line.tell(self._nodes, "send", self._newest, nodes)
+        if len(self._parts) > 1:
+            self._line.tell(nodes, "expect", self._newest)
+
+    def _do_published(self, version: int, nodes: list[int], pushed: bool) -> None:
+        """Send a version of a single server to nodes; not again if the root has."""
+        ready = self.promise(version, nodes)
+        if pushed:
+            newer = {node: max(version, self._sent.get(node, 0)) for node in nodes}
+            self._sent |= newer
+        if ready:
+            self._do_send(version, ready)
+
+    # On a server's node
+
+    def _do_send(self, version: int, nodes: list[int]) -> None:
+        """Send a version to nodes, after all that was ordered before."""
+        if len(self._parts) == 1:
+            self._begin_to_send(version, nodes)
+        else:
+            self.turns.add(self.sending(version, nodes))
+
+    def sending(self, version: int, nodes: list[int]) -> Steps:
+        """Return steps that begin to send a part to nodes, as it is now."""
+        assert self._own is not None
+        published = self._own.has(version)
+        while not published():
+            yield False
+        if nodes:
+            snapshot = yield from self._snapshot(NOTHING)
+            snapshot.users += len(nodes)
+            self._begin_to_send(version, nodes, snapshot)
+
+    def _begin_to_send(
+        self, version: int, nodes: list[int], snapshot: _Snapshot | None = None
+    ) -> None:
+        for node in self._line.in_turn(nodes):
+            self._sending[node].add(self._send_to(node, version, snapshot))
+
+    def _send_to(self, node: int, version: int, snapshot: _Snapshot | None) -> Steps:
+        """Send a snapshot to a node; by default, the newest version."""
+        if snapshot is None:
+            if self._sent.get(node, _NONE) >= version:
+                return
+            snapshot = yield from self._snapshot(self._places.get(node, NOTHING))
+            snapshot.users += 1
+        self._sent[node], self._places[node] = snapshot.version, snapshot.place
+        server = self._nodes.index(self._line.node)
+        message, nbytes = snapshot.message, snapshot.message.size
+        if node == self._line.node:
+            yield from self._do_take(server, snapshot.version, nbytes, message)
+        elif len(self._parts) > 1:
+            yield from self._send(node, message)
+        else:
+            contents = message.tobytes() if is_short(nbytes) else None
+            take = "take", server, snapshot.version, nbytes, contents
+            self._line.tell([node], *take)
+            if contents is None:
+                yield from self._send(node, message)
+        snapshot.users -= 1
+
+    @traced("send", lambda args, _: {"to": args[0]._line.leaders[args[1]]}, steps)
+    def _send(self, node: int, message: Array) -> Steps:
+        pieces = pieces_of([slice(0, message.size)], 1)
+        rank, tag = self._line.leaders[node], self._line.tag()
+        return send_pieces(self._line.comm, rank, tag, pieces, one_range(message))
+
+    def _snapshot(self, since: int) -> Generator[bool, None, _Snapshot]:
+        """Return a message with the newest version.
+
+        A node that is slow must delay neither updates nor other nodes.
+        """
+        assert self._own is not None
+        draft: Draft | None = None
+        while True:
+            newest = self._own.version()
+            for found in self._snapshots:
+                if (found.version, found.since) == (newest, since):
+                    return found
+            draft = draft or self._copier.draft(since, self._spare())
+            if (version := self._own.try_read(draft.read)) is not None:
+                made = _Snapshot(draft.message(), version, since, draft.place)
+                self._snapshots.append(made)
+                return made
+            yield False
+
+    def _spare(self) -> Array | None:
+        """Return the memory of a message that nobody uses, if there is one."""
+        for each in self._snapshots:
+            if not each.users:
+                self._snapshots.remove(each)
+                return each.message
+        return None
+
+    def free(self, what: str) -> None:
+        """End the service, when all that was asked for is sent. Collective."""
+        self._line.remove(what)
+        self._snapshots.clear()
