@@ -214,3 +214,7 @@ class UpdateLoop(Loop):
         self._part.assign(self._kept)
         self._kept = {}
         self._publish(version)
+
+    def release(self) -> None:
+        """Use no shared memory any more, so that it can be freed."""
+        self.center, self.slots, self._part.center = {}, None, {}
