@@ -48,7 +48,6 @@ from hpcaccum.accumulator.ticket_lock import TicketLock
 from hpcaccum.accumulator.word_layout import WordLayout
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.nodes import words_of
-from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,7 +174,6 @@ class AdmissionProtocol:
 
     # Admission
 
-    @traced("admission", lambda _, admitted: admitted.receipt().shown())
     def admit(
         self,
         rank: int,

@@ -10,6 +10,7 @@ from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.host_calls import HostCalls
@@ -164,6 +165,7 @@ class Writer:
             self._arrive(admitted)
         return admitted.receipt()
 
+    @traced("admission", lambda _, admitted: admitted.receipt().shown())
     def _admit(
         self,
         array: Any,
