@@ -29,15 +29,15 @@ GROUP, BOX, LINE = "#f3f5f8", "#ffffff", "#39475a"
 # begins with "(" is a frame around boxes.
 PACKAGES = """
 cli | 300 20 360 44 | cli, __main__ | the command hpcaccum
-launch | 300 90 360 44 | launch/ | doctor, sbatch
+launch | 300 90 360 44 | launch/ | doctor, run, sbatch
 bench | 120 160 300 44 | bench/ | hpcaccum bench
 train | 540 160 300 44 | train/ | hpcaccum train
 hpcaccum | 380 235 560 44 | hpcaccum/__init__.py | the public names
-jax | 20 310 140 62 | jax/ | averaging for optax, | optax on a server
+jax | 20 310 150 62 | jax/ | averages inside jit, | optax on a server
 torch | 180 310 180 62 | torch/ | torch.optim as | an update rule
 tracing | 420 310 200 62 | tracing/ | the file of all spans; | uses mpi/
-checkpoint | 720 310 220 62 | checkpoint.py | files; uses device/ and | modules of \
-one file
+checkpoint | 720 310 220 62 | checkpoint.py, stopping.py | use device/, mpi/ and | \
+modules of one file
 optimizers | 20 405 640 62 | optimizers/ | update rules and snapshots | \
 cross-shard, sync-replicas, drop-stale, AGN
 server | 20 500 300 62 | server/ | admission of single gradients, | updates, parameters
@@ -46,7 +46,7 @@ accumulator | 20 595 300 62 | accumulator/ | rounds: admission, slots, | takes; 
 device, too
 nodes | 20 690 200 62 | nodes/ | agents: messages and | sums between nodes
 rows | 250 690 170 62 | rows/ | gradients that have | some rows only
-mpi | 20 785 450 62 | mpi/ | groups, windows, shared memory, heartbeat
+mpi | 20 785 450 62 | mpi/ | job, talk: groups; memory: windows; life: heartbeat
 device | 500 785 160 62 | device/ | CuPy arrays, kernels, | copies, NCCL
 modules | 20 865 920 44 | modules of one file | errors, spans, deadline, layout, \
 summation, ...: below all packages; arguments, overlap: above device/
@@ -63,7 +63,7 @@ GRADIENT = """
 (one | 20 20 960 305 | On one node
 rank1 | 45 60 190 92 | a rank | optimizers/one_sided.py | server/client.py: push
 buffer1 | 400 60 240 92 | its gradient buffer | shared memory of the node | \
-accumulator/buffers.py, storage.py
+accumulator/storage.py
 words1 | 400 195 240 92 | words of the host rank | step, round, records | \
 accumulator/protocol.py
 server1 | 740 60 215 92 | the server, a thread | server/loop.py | \
@@ -73,7 +73,7 @@ server/double_buffer.py
 (far | 20 345 455 440 | Another node
 (host | 525 345 455 440 | The node of the host rank
 rank2 | 45 385 190 92 | a rank | optimizers/one_sided.py | server/client.py: push
-buffer2 | 260 515 190 92 | its gradient buffer | shared memory of its node | \
+buffer2 | 255 515 200 92 | its gradient buffer | shared memory of the node | \
 accumulator/buffers.py
 agent2 | 260 655 190 92 | the agent of the node | nodes/agent.py | nodes/parts.py: \
 sending
