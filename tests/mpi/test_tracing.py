@@ -41,8 +41,8 @@ def traced(comm, tmp_path):
 
 @pytest.fixture
 def nodes(comm):
-    """A group on two nodes; each rank on its own, if they share no memory."""
-    return made_up(comm, "halves" if group_of(comm).single_node else "singles")
+    """A group on two nodes."""
+    return made_up(comm, "halves")
 
 
 def events(file):
