@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import AtomicWords, memory_barrier
 from hpcaccum.nodes.calls import Calls
 
@@ -25,30 +26,39 @@ def words_of(group: Group, root: int, count: int, what: str = "words") -> Atomic
     message to the agent of that node, and its answer; ``what`` begins messages.
 
     Raises:
-        InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE between
-            nodes.
+        InvalidArgumentError: On every rank, if there is too little memory, or if MPI
+            provides no THREAD_MULTIPLE between nodes.
+        RuntimeError: On every rank, if MPI can make no more windows.
     """
     if group.single_node:
         return AtomicWords(group, root, count)
     # All take part in it at its first use.
-    inside = group.inside
+    inside, words, failure = group.inside, None, None
     if root in group.node_ranks:
-        return _ServedWords(group, inside, root, count, what)
-    return _RemoteWords(group, root, what)
+        try:
+            words = _ServedWords(group, inside, root, count)
+        except (InvalidArgumentError, RuntimeError) as error:
+            failure = error
+    group.raise_together("allocating a window", failure)
+    if words is None:
+        return _RemoteWords(group, root, what)
+    words.serve(what)
+    return words
 
 
 class _ServedWords(AtomicWords):
     """Words on this node, which other nodes use, too."""
 
-    def __init__(
-        self, group: Group, inside: Group, root: int, count: int, what: str
-    ) -> None:
+    def __init__(self, group: Group, inside: Group, root: int, count: int) -> None:
         super().__init__(inside, group.node_ranks.index(root), count)
-        self.root = root
-        self._calls = Calls(group, root, self._serve, what)
+        self.root, self._group = root, group
         self._end_watch: Callable[[], None] | None = None
+
+    def serve(self, what: str) -> None:
+        """Begin to carry out operations of other nodes."""
+        self._calls = Calls(self._group, self.root, self._serve, what)
         if self._calls.leads:
-            self._end_watch = group.progress.watch(self._watched)
+            self._end_watch = self._group.progress.watch(self._watched)
 
     def _serve(self, _: int, name: str, *arguments: Any) -> Any:
         result = getattr(self, name)(*arguments)

@@ -153,7 +153,8 @@ OTHERS = [({"storage": "sum"}, 2), ({"shape": None, "capacity": 2}, 1)]
 )
 def test_sums_and_open_shapes_cost_no_more(acc, group, counts, messages):
     for step in range(2):
-        receipt, cost = costs(counts, far(group), copied, acc, step)
+        with testing.limits(short=1 << 13):
+            receipt, cost = costs(counts, far(group), copied, acc, step)
         assert (receipt.accepted, cost) == (True, messages)
         same_bits(at(0, acc.take_grad, 1, timeout=WAIT), GRADIENT)
 
