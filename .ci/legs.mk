@@ -27,9 +27,10 @@ environment-openmpi: environment-mpich
 environments: environment-openmpi
 	@leg "other environments" make environments
 
-no-shared-memory-2 no-shared-memory-4 mpich-3 mpich-4: environment-mpich
-programs-mpich readme hosts-mpich lint: environment-mpich
+programs-mpich mpich-4 lint: environment-mpich
 programs-openmpi openmpi-2 openmpi-4 hosts-openmpi: environment-openmpi
+# Not before, so that one of the longest legs, `programs-openmpi`, begins before them.
+no-shared-memory-2 no-shared-memory-4 mpich-3 readme hosts-mpich: environment-openmpi
 packaging adapters documentation $(SINGLES:%=single-%): environments
 
 # One training is in the leg `readme`.
@@ -42,10 +43,11 @@ packaging:
 
 # The harness of the tests, refused options, unusable files, the programs of the pages, the
 # tables, the wheel, what a training writes and how it stops are tested with MPICH: they
-# depend on pytest and on the commands, not on the MPI. So do batch scripts and the doctor,
-# except for how the ranks of a job start and end.
+# depend on pytest and on the commands, not on the MPI. So do batch scripts, the doctor, and
+# sums without a rank, except for how the ranks of a job start and end.
 OPENMPI := (not test_slurm or two_nodes or find_each_other or died or killed) and \
-           (not test_doctor or alone_it or a_launcher or is_killed)
+           (not test_doctor or alone_it or a_launcher or is_killed) and \
+           (not test_shrink or two_ranks or a_group or cannot_go_on or may_not)
 programs-openmpi:
 	@leg "Open MPI, whole programs" make test-programs MPI=openmpi ARGS="-k '$(OPENMPI)' \
 	    $(addprefix --ignore=tests/system/test_,harness_failures.py options.py files.py \

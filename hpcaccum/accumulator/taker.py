@@ -88,7 +88,7 @@ class Taker:
             Exception: What ``reduce`` raises.
         """
         while True:
-            # Of a round with gradients on a lost node, those that are left.
+            # If a node with gradients of the round is lost, the others are taken.
             with (
                 contextlib.suppress(LostNodeError),
                 self.hold_round(required, deadline, calls) as closed,

@@ -216,7 +216,7 @@ class NodeSum:
         self._wait, self._quiet, self._threads = wait, Quiet(), group.own_cores
         # The counts at the beginning of this call, and this rank's since then.
         self._base = self._contributed = self.summed = self._calls = 0
-        # Of this call.
+        # The divisor and the signature of this call.
         self._divisor = self._signature = 1
         self.counted: Sequence[int] = range(group.size)
 

@@ -115,7 +115,7 @@ class Client(Freeable):
         self._to_free = [each.free for each in made if each is not None]
 
     def _make_orders(self, initial: Mapping[str, Array], parts: list[Part]) -> Orders:
-        """Return how several servers are told what to update."""
+        """Return what orders several servers to make updates."""
         # Each needs another part.
         self._inbox.parts.sends_short = False
         return Orders(

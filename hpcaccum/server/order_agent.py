@@ -81,8 +81,8 @@ class OrderAgent:
         self._publisher, self._parameters = publisher, publisher.agent
         # To and from each node, so that gradients of two steps do not mix.
         self._giving, self._collecting = line.queues(), line.queues()
-        # Of the server of this node: the number of the last order that it has got, and
-        # the versions whose gradients it has.
+        # The number of the last order that the server of this node has got, and the
+        # versions whose gradients it has.
         self._given = 0
         self._collected: set[int] = set()
         self.number = line.number = agent.add(self)

@@ -90,8 +90,8 @@ class ParameterAgent:
         self._snapshots: list[_Snapshot] = []
         self._sent: dict[int, int] = {}
         self._places: dict[int, int] = {}
-        # Of this node: the versions for which ranks wait, and the one that was asked
-        # for; the one that is received, and the servers of which it lacks the part.
+        # The versions for which ranks of this node wait, and the one that it has asked
+        # for; the one that it receives, and the servers whose parts of it are missing.
         self._waiting: set[int] = set()
         self._asked: int | None = None
         self._receiving: int | None = None

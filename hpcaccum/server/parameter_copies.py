@@ -316,7 +316,7 @@ class RowDraft(Draft):
 
     def __init__(self, copier: SparseCopier, since: int) -> None:
         self._copier, self.place = copier, since
-        # Of each variable, in the order in which they were copied.
+        # By variable, in the order in which they were copied.
         self._parts: dict[str, list[Part]] = {name: [] for name in copier.names}
 
     def read(self, flat: Array) -> None:

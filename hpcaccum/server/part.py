@@ -71,7 +71,7 @@ class Part:
         self.size = sum(each.stop - each.start for each in self.ranges)
         self._length = part.stop - part.start
         self._dtypes = wire.dtypes
-        # Of each variable: the place in the part, and the shape; the place in itself.
+        # By variable: its place in the part and its shape; its place in itself.
         self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
         self._within: dict[str, slice] = {}
         # The places of these variables among all.
@@ -204,7 +204,7 @@ class WholeCenter:
         # There is no gradient if its rank was admitted and then failed to write.
         if not batch.places:
             return {}
-        # First: the mean is in memory that they need, too.
+        # Before the mean, which overwrites memory that they need.
         parts = {p.name: batch.rows(p, deadline) for p in self._wire.rows}
         mean = self._mean(batch, deadline)
         rows = self._wire.read_rows(parts, mean, batch.divisor) if parts else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -74,6 +75,23 @@ def test_group_goes_with_its_communicator(comm):
     again = comm.Dup()
     assert group_of(again) is not group
     again.Free()
+
+
+@pytest.mark.ranks(min=3)
+def test_rank_0_learns_of_a_loss_from_a_rank_that_waits(comm, rank, size):
+    group = group_of(comm)
+
+    def lose():
+        with group.control.lock:
+            group.lost[size - 1] = "the last rank is lost"
+
+    if rank == 1:
+        threading.Timer(0.2, lose).start()
+    if rank < size - 1:
+        with pytest.raises(hpc.LostRankError, match="the last rank is lost"):
+            group.allgather(rank, "lunch")
+    meet()
+    group.lost.clear()
 
 
 def test_single_node_is_what_mpi_says(comm, size):

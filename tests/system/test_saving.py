@@ -21,7 +21,6 @@ pytestmark = pytest.mark.mpi
 
 # A batch script looks for the file, and queues its job again.
 ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "REQUEUE_FILE": "requeue"}
-README = (REPOSITORY / "README.md").read_text()
 COMMON = "-m", "hpcaccum", "train", "--save", "saved", "--hidden", "8", "--batch", "64"
 
 
@@ -263,7 +262,7 @@ def test_a_full_disk_does_not_end_the_training_until_its_end(
     assert "Traceback" not in result.stdout
 
 
-def test_a_program_uses_the_model_as_the_readme_shows(train, tmp_path):
+def test_a_program_uses_the_model_as_the_page_shows(train, tmp_path):
     # Large and small features, one that is constant, and labels of few bytes.
     rng, path = np.random.default_rng(0), tmp_path / "own.npz"
     y = rng.choice(np.array([3, 250], "u1"), 400)
@@ -271,7 +270,8 @@ def test_a_program_uses_the_model_as_the_readme_shows(train, tmp_path):
     x[:, :2] += np.array([3000, 0.02]) * (y == 3)[:, None]
     np.savez(path, x=x, y=y, x_test=x, y_test=y)
     shown = train("--strategy", "cross-shard", "--data", path, "--epochs", "4")
-    after = README.partition("This uses the model")[2]
+    page = (REPOSITORY / "docs" / "programs.md").read_text()
+    after = page.partition("A program uses the model")[2]
     lines = re.search(r"(?:^    .*\n)+", after, re.MULTILINE)
     lines = textwrap.dedent(lines[0]).replace("saved-train", str(tmp_path / "saved"))
     found = {"np": np, "hpcaccum": hpcaccum, "x": x}

@@ -208,7 +208,8 @@ def all_of(ranks, updates, later):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"), [*((3, each) for each in WITHOUT), *product((2, 4), LATE)]
+    ("ranks", "case"),
+    [*((3, each) for each in WITHOUT), *zip((2, 4), LATE, strict=True)],
 )
 def test_a_gradient_that_was_not_there_is_left_out(counted, ranks, case):
     assert counted(PROGRAM, ranks, case) == all_of(ranks, 4, "012"[: ranks - 1])
@@ -221,8 +222,15 @@ def test_a_gradient_that_was_there_counts(counted, ranks, case):
     assert counted(PROGRAM, ranks, case) == all_of(ranks, 5, "012"[: ranks - 1])
 
 
-@pytest.mark.parametrize("mode", ["in place", "two calls", "drop", "disagree"])
-@pytest.mark.parametrize("case", LATE)
+@pytest.mark.parametrize(
+    ("mode", "case"),
+    [
+        ("in place", LATE[0]),
+        ("two calls", LATE[1]),
+        ("drop", LATE[0]),
+        ("disagree", LATE[1]),
+    ],
+)
 def test_all_ways_to_update_go_on(counted, case, mode):
     expected = all_of(3, 4, "01")
     if mode == "drop":
@@ -231,21 +239,20 @@ def test_all_ways_to_update_go_on(counted, case, mode):
     assert counted(PROGRAM, 3, case, mode) == expected
 
 
-@pytest.mark.parametrize("case", LATE)
-def test_a_rank_that_is_lost_while_it_leaves_is_left_out(counted, case):
-    case = case[0], "reducer.explain", "before"
+def test_a_rank_that_is_lost_while_it_leaves_is_left_out(counted):
+    case = LATE[1][0], "reducer.explain", "before"
 
     assert counted(PROGRAM, 3, case, "leave") == all_of(3, 4, "01")
 
 
-@pytest.mark.parametrize("mode", ["start", "reduce"])
-@pytest.mark.parametrize("case", LATE)
+@pytest.mark.parametrize(("mode", "case"), [("start", LATE[1]), ("reduce", LATE[0])])
 def test_sums_of_a_reducer_go_on(counted, case, mode):
     assert counted(REDUCER, 3, case, mode) == all_of(3, 4, "01")
 
 
-@pytest.mark.parametrize("kills", ["14,24", "14,25", "24,16"])
-@pytest.mark.parametrize("case", [*LATE, HALF])
+@pytest.mark.parametrize(
+    ("kills", "case"), [("14,24", LATE[0]), ("14,25", LATE[1]), ("24,16", HALF)]
+)
 def test_two_ranks_are_lost(counted, case, kills):
     """Also one that sums what the other had to sum."""
     found = counted(PROGRAM, 4, case, "copied", kills, lost=2)

@@ -329,6 +329,8 @@ class ControlChannel:
 
     def _check_gave_up(self, call: Call) -> None:
         for rank, other in self._gave_up.items():
+            if other.number == call.number and other.lost:
+                raise LostRankError(other.lost)
             if other.number == call.number:
                 raise WaitTimeoutError(
                     f"{call.what}: rank {rank} gave up ({other.reason}) waiting "
@@ -371,7 +373,8 @@ class ControlChannel:
             if self._failed(call):
                 raise
             with self.lock:
-                gave_up = GaveUp(call.number, type(error).__name__)
+                lost = str(error) if isinstance(error, LostRankError) else ""
+                gave_up = GaveUp(call.number, type(error).__name__, lost)
                 self._mailbox.send([0], gave_up)
             if not isinstance(error, WaitTimeoutError):
                 raise

@@ -38,10 +38,14 @@ class Report(NamedTuple):
 
 
 class GaveUp(NamedTuple):
-    """A rank has stopped waiting for the answer to an exchange."""
+    """A rank has stopped waiting for the answer to an exchange.
+
+    If it has found that a rank is lost, ``lost`` says which, and why.
+    """
 
     number: int
     reason: str
+    lost: str = ""
 
 
 class Answer(NamedTuple):
