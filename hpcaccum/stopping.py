@@ -86,7 +86,7 @@ class Stopping(Freeable):
         limit = group.agree("Stopping", check, lambda _: {"signals": bool(signals)})
         self._requests = Requests(limit, group.lost, signals=signals)
         # The status, 0 if no rank was asked; and the step after which all stop.
-        self._words = words_of(group, 0, 2)
+        self._words = words_of(group, 0, 2, "Stopping")
         self._status = 0
         self._register(group, group.label("Stopping"))
 

@@ -18,7 +18,8 @@ from unittest import mock
 
 import numpy as np
 
-from hpcaccum.accumulator import batch, host_calls, sparse
+from hpcaccum import deadline
+from hpcaccum.accumulator import batch, sparse
 from hpcaccum.mpi.talk import control
 from hpcaccum.nodes import Agent, transfer
 from hpcaccum.server import (
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 _LIMITS: dict[str, tuple[Any, str]] = {
     # Seconds after which a rank asks whether those that it waits for come at all.
     "patience": (control, "_PATIENCE"),
-    # Seconds for which an interrupted call waits for the answer of an agent; for which
-    # a take waits for sums of other nodes, also with less time left.
-    "grace": (host_calls, "_GRACE"),
+    # Seconds for which an interrupted call, or a message, waits for the answer of an
+    # agent; for which a take waits for sums of other nodes, also with less time left.
+    "grace": (deadline, "_GRACE"),
     "sums": (batch, "_LEAST_SECONDS"),
     # Bytes of which agents send a vector at a time, and up to which ranks send it with
     # their request.

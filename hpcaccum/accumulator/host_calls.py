@@ -21,7 +21,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.accumulator.declared_shape import size_of
-from hpcaccum.deadline import Deadline
+from hpcaccum.deadline import grace
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 from hpcaccum.nodes import Calls, LostNodeError
 from hpcaccum.spans import traced
@@ -34,14 +34,11 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed, State
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.accumulator.taker import Taker, Wait, Waits
+    from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Call
 
 T = TypeVar("T")
-
-# After an interruption, seconds to wait for the answer of an agent, which usually is on
-# its way. A user who presses Ctrl-C must get the program back.
-_GRACE = 1.0
 
 
 class HostCalls(Calls):
@@ -111,10 +108,6 @@ class HostCalls(Calls):
         """Begin to publish that a gradient does not come."""
         return self.begin("abandon", admitted)
 
-    def grace(self) -> Deadline:
-        """Return the limit of a wait for an answer after an interruption."""
-        return Deadline(_GRACE, self.what)
-
     def take(
         self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
     ) -> T:
@@ -139,9 +132,9 @@ class HostCalls(Calls):
                     # Again, without the gradients that were there.
                     again = True
         except BaseException:
-            self._end_take()
+            self._end_take("leave")
             raise
-        self.call("complete")
+        self._end_take("complete")
         return result
 
     @traced("take")
@@ -164,7 +157,7 @@ class HostCalls(Calls):
     def _last_answer(self, call: Call) -> Any:
         """Return the answer to a take that has been given up; None if it failed."""
         try:
-            return call.result(self.grace())
+            return call.result(grace(self.what))
         except EverybodyLeftError:
             raise
         except WaitTimeoutError:
@@ -172,17 +165,13 @@ class HostCalls(Calls):
 
     def _awaited(self) -> str:
         """Return what the take of this rank waits for, for messages."""
-        try:
-            found: str = self.begin("missing").result(self.grace())
-        except WaitTimeoutError:
-            return self.missing()
-        return found
+        return str(self.call("missing"))
 
-    def _end_take(self) -> None:
-        """End the take of this rank, which has failed; wait for a moment at most."""
-        self._leaving = self.begin("leave")
+    def _end_take(self, how: str) -> None:
+        """End the take of this rank; wait for a moment at most."""
+        self._leaving = self.begin(how)
         with contextlib.suppress(WaitTimeoutError):
-            self._leaving.result(self.grace())
+            self._leaving.result(grace(self.what))
             self._leaving = None
 
     # The agent

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.accumulator.buffers import OTHER_THREAD, RankBuffers
 from hpcaccum.accumulator.one_thread import OneThread
-from hpcaccum.deadline import Deadline
+from hpcaccum.deadline import Deadline, grace
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 from hpcaccum.spans import traced
@@ -118,8 +118,7 @@ class Writer:
             elif not isinstance(error, WaitTimeoutError):
                 # Others may wait for this gradient.
                 with contextlib.suppress(WaitTimeoutError):
-                    assert self._calls is not None
-                    self._settle(self._calls.grace())
+                    self._settle(grace(self._call))
             raise
 
     def _possible(self, array: Any, slot: int | None) -> tuple[bool, int | None]:
@@ -250,7 +249,9 @@ class Writer:
                 # The gradient before may be in a slot.
                 if self._unanswered:
                     self._settle(deadline)
-                return self._buffers.lend(shape)
+                # It may ask for words of another node.
+                with deadline.limits():
+                    return self._buffers.lend(shape)
 
         return deadline.wait(lend, self._buffers.missing)
 

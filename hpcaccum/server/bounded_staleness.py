@@ -74,7 +74,7 @@ class BoundedStalenessInbox:
         self._max_lag = max_lag
         with contextlib.ExitStack() as undo:
             workers = group.size if workers is None else workers
-            self._queue = UpdateQueue(group, root, max_lag, workers)
+            self._queue = UpdateQueue(group, root, max_lag, workers, what)
             undo.callback(self._queue.words.free)
             nbytes = size * self._dtype.itemsize
             self.parts = NodeParts(group, nbytes, what, takers=[root])

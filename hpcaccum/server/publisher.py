@@ -105,7 +105,7 @@ class Publisher:
     ) -> None:
         count = len(self._servers) if len(self._servers) > 1 else 0
         self._count = _MADE + count
-        self._words = words_of(group, self._servers[0], self._count)
+        self._words = words_of(group, self._servers[0], self._count, self._what)
         undo.callback(self._words.free)
         self._agent = Agent.of(group)
         self.agent = ParameterAgent(

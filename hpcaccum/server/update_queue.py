@@ -45,6 +45,7 @@ class UpdateQueue:
         root: The rank that applies the gradients, which has the words.
         max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
         workers: Number of ranks that submit, and may leave.
+        what: Begins messages.
 
     Attributes:
         words: The words.
@@ -52,7 +53,9 @@ class UpdateQueue:
         counters: What became of the gradients of each rank.
     """
 
-    def __init__(self, group: Group, root: int, max_lag: float, workers: int) -> None:
+    def __init__(
+        self, group: Group, root: int, max_lag: float, workers: int, what: str
+    ) -> None:
         self._rank, self._size, self._max_lag = group.rank, group.size, max_lag
         layout = WordLayout(after=_FIXED)
         layout.take(group.size)
@@ -60,7 +63,7 @@ class UpdateQueue:
         self._members = layout.take(Membership.words(group.size))
         counters = layout.take(Counters.words(group.size))
         self._intents = layout.take(_APART * group.size, own_lines=True)
-        self.words = words = words_of(group, root, layout.count)
+        self.words = words = words_of(group, root, layout.count, what)
         self.membership = Membership(
             words, self._members, group.rank, group.size, workers
         )

@@ -134,6 +134,16 @@ def test_a_slot_has_its_own_limit(held, limit, acc, caller):
             at(caller, acc.slot, timeout=VAIN)
 
 
+def test_a_slot_that_asks_the_agent_has_its_limit(held, acc, caller):
+    # The last rounds that are known to this rank have both of its buffers.
+    for _ in range(2):
+        assert at(caller, copied, acc, 5)
+        at(0, acc.take_grad, 1, timeout=WAIT)
+    with held, pytest.raises(WaitTimeoutError, match=r"slot: waited .* answer of the"):
+        at(caller, acc.slot, timeout=VAIN)
+    at(caller, acc.slot, timeout=WAIT)
+
+
 def test_another_thread_does_not_wait_longer_than_its_limit(held, acc, caller):
     with held:
         waiting = Background(caller, lambda: copied(acc, 4))
@@ -247,6 +257,24 @@ def test_a_rank_that_waits_warns_and_names_the_agent(
     message = at(caller, lambda: caplog.text)
     assert "conditional_accumulator: apply_grad: waited" in message
     assert f"for the answer of the agent of {named(group.nodes[-1][0])}" in message
+
+
+def test_a_pull_that_warns_does_not_wait_for_the_agent(
+    held, group, caller, host, caplog, monkeypatch
+):
+    w = hpc.Variable(np.zeros(ELEMENTS), "w")
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, comm=group, host=host)
+    opt.initialize([w])
+    monkeypatch.setattr(deadline, "FIRST_WARNING", VAIN)
+    with caplog.at_level("WARNING", "hpcaccum"), held, testing.limits(grace=VAIN):
+        pulling = Background(caller, lambda: testing.wait_for(opt, 1))
+        # What the update waits for is in words of the host's node.
+        at(caller, until, lambda: "pull: waited" in caplog.text)
+    assert at(host, testing.push, opt, {"w": np.ones(ELEMENTS)}, 0)
+    pulling.result()
+    opt.free()
+    message = at(caller, lambda: caplog.text)
+    assert f"s for the answer of the agent of {named(group.nodes[-1][0])}" in message
 
 
 def test_a_short_gradient_counts_when_the_answer_comes(
