@@ -38,13 +38,10 @@ class RankBuffers:
     Args:
         protocol: Has this rank's records.
         storage: Has the memory.
-        rank: This rank.
     """
 
-    def __init__(
-        self, protocol: AdmissionProtocol, storage: Storage, rank: int
-    ) -> None:
-        self._protocol, self._storage, self._rank = protocol, storage, rank
+    def __init__(self, protocol: AdmissionProtocol, storage: Storage) -> None:
+        self._protocol, self._storage = protocol, storage
         # This rank's record of the round of each parity; None if it surely has none.
         self._records: list[Record | None] = [None, None]
         self._last_parity = 0
@@ -111,12 +108,8 @@ class RankBuffers:
         """Return the open parity if this rank has a gradient in the open round."""
         parity = self._protocol.state().parity
         record = self._records[parity]
-        return parity if record is not None and self._holds(parity) else None
-
-    def _holds(self, parity: int) -> bool:
-        """Return whether the round of a parity holds a gradient of this rank."""
-        protocol = self._protocol
-        return protocol.words.read(protocol.record_index(parity, self._rank)) != 0
+        held = record is not None and self._protocol.holds_gradient(parity)
+        return parity if held else None
 
     def overflow(self, grad: Any) -> tuple[int, InvalidArgumentError] | None:
         """Return the open parity, and the error, if a gradient has no room in it.
@@ -157,7 +150,7 @@ class RankBuffers:
     def _held(self) -> set[int]:
         """Return the buffers that rounds hold."""
         for parity, record in enumerate(self._records):
-            if record and not self._holds(parity):
+            if record and not self._protocol.holds_gradient(parity):
                 self._records[parity] = None
         return self._noted()
 

@@ -82,6 +82,8 @@ class RowSlots(Slots):
         self._what = what
         self._whole = RowPlace("rows", 0, RowFormat(capacity, row_size, dtype, True))
         super().__init__(group, root, self._whole.end, dtype, what)
+        # Nobody adds them element by element.
+        self.parts.sends_short = False
 
     def _of_width(self, width: int) -> RowPlace:
         """Return the place of rows of so many elements."""
@@ -111,15 +113,6 @@ class RowSlots(Slots):
             here = rows._replace(values=device.to_host(rows.values))
             rows = merged([place.rows(buffer), here])
         place.write(buffer, rows, device.copyto)
-
-    def short(self, index: int) -> None:
-        """Return None: agents have no copies of rows."""
-
-    def short_of(self, grad: RowGradient) -> None:
-        """Return None: as `short`."""
-
-    def short_total(self, closed: Closed, count: int) -> None:
-        """Return None: rows are not added element by element."""
 
     def total_rows(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer."""

@@ -83,7 +83,7 @@ class SharedAccumulator(Freeable):
         self.calls: HostCalls | None = None
         if not group.single_node:
             parts = group, self.protocol, self.storage, self.taker, what
-            self.calls = HostCalls(*parts)
+            self.calls = self.taker.calls = HostCalls(*parts)
         self.writer = Writer(self.protocol, self.storage, group.rank, self.calls, what)
         self._register(group, group.label(what))
 
@@ -93,7 +93,7 @@ class SharedAccumulator(Freeable):
         """Do as `Taker.take`; by the agent of the host's node, if that is another."""
         if self.calls is not None and not self.calls.near:
             return self.calls.take(required, deadline, reduce)
-        return self.taker.take(required, deadline, reduce, self.calls)
+        return self.taker.take(required, deadline, reduce)
 
     @classmethod
     def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:

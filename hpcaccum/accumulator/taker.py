@@ -60,6 +60,7 @@ class Taker:
 
     Attributes:
         inside: Threads of one rank share its place in the line.
+        calls: Those of the agent of the host's node; None if there is one node.
     """
 
     def __init__(
@@ -68,13 +69,10 @@ class Taker:
         self._protocol, self._storage, self._what = protocol, storage, what
         self._lock, self._rank = protocol.take_lock, rank
         self.inside = OneThread(what)
+        self.calls: Calls | None = None
 
     def take(
-        self,
-        required: int,
-        deadline: Deadline,
-        reduce: Callable[[Closed], T],
-        calls: Calls | None,
+        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
     ) -> T:
         """Do as `hold_round`, and return the reduction of its gradients, at least one.
 
@@ -82,7 +80,6 @@ class Taker:
             required: See `hold_round`.
             deadline: Likewise.
             reduce: Called with the round; again, with what is left, if a node is lost.
-            calls: See `hold_round`.
 
         Raises:
             Exception: What ``reduce`` raises.
@@ -91,18 +88,13 @@ class Taker:
             # If a node with gradients of the round is lost, the others are taken.
             with (
                 contextlib.suppress(LostNodeError),
-                self.hold_round(required, deadline, calls) as closed,
+                self.hold_round(required, deadline) as closed,
             ):
                 return reduce(closed)
 
     @contextlib.contextmanager
     def hold_round(
-        self,
-        required: int,
-        deadline: Deadline,
-        calls: Calls | None,
-        *,
-        empty: bool = False,
+        self, required: int, deadline: Deadline, *, empty: bool = False
     ) -> Iterator[Closed]:
         """Close a round of ``required`` gradients or more, and keep it for a block.
 
@@ -112,7 +104,6 @@ class Taker:
         Args:
             required: Gradients to wait for.
             deadline: Of the call.
-            calls: Those of the agent of the host's node, between nodes.
             empty: Whether a round is kept of which all gradients were lost. If not,
                 another round is closed at its step.
 
@@ -122,7 +113,7 @@ class Taker:
         """
         with self.inside.hold("take_grad", deadline):
             try:
-                closing, closed = self._take_round(required, deadline, calls, empty)
+                closing, closed = self._take_round(required, deadline, empty)
                 yield closed
                 self.complete(self._rank, closing, closed)
             finally:
@@ -130,13 +121,13 @@ class Taker:
 
     @traced("take")
     def _take_round(
-        self, required: int, deadline: Deadline, calls: Calls | None, empty: bool
+        self, required: int, deadline: Deadline, empty: bool
     ) -> tuple[State, Closed]:
         """Return a round as it was when it closed, and what has arrived of it."""
-        self._run(self.turn(self._rank), deadline, calls)
-        return self._run(self.close(required, empty=empty), deadline, calls)
+        self._run(self.turn(self._rank), deadline)
+        return self._run(self.close(required, empty=empty), deadline)
 
-    def _run(self, waits: Waits[T], deadline: Deadline, calls: Calls | None) -> T:
+    def _run(self, waits: Waits[T], deadline: Deadline) -> T:
         """Wait each time; return the result."""
         proceed: Callable[[Any], Wait] = waits.send
         found: Any = None
@@ -146,9 +137,16 @@ class Taker:
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             try:
-                proceed, found = waits.send, _waited(wait, deadline, calls)
+                proceed, found = waits.send, self._wait(wait, deadline)
             except BaseException as error:
                 proceed, found = waits.throw, error
+
+    def _wait(self, wait: Wait, deadline: Deadline) -> Any:
+        """Wait; return what has ended the wait."""
+        look, missing, changed = wait
+        if self.calls is None or changed is None:
+            return deadline.wait(look, missing)
+        return self.calls.wait(look, changed, deadline, missing, soon=False)
 
     # On the host's node
 
@@ -345,11 +343,3 @@ class Taker:
         while (state := self._protocol.state()).step == closing.step + 1:
             if self._protocol.swap(state, state._replace(step=closing.step)):
                 return
-
-
-def _waited(wait: Wait, deadline: Deadline, calls: Calls | None) -> Any:
-    """Wait; return what has ended the wait."""
-    look, missing, changed = wait
-    if calls is None or changed is None:
-        return deadline.wait(look, missing)
-    return calls.wait(look, changed, deadline, missing, soon=False)

@@ -109,9 +109,8 @@ class VectorAccumulator(ConditionalAccumulator):
         step by then.
         """
         self._check_open()
-        taker, calls = self._shared.taker, self._shared.calls
-        required = self._required(num_required)
-        with taker.hold_round(required, deadline, calls, empty=True) as closed:
+        taker, required = self._shared.taker, self._required(num_required)
+        with taker.hold_round(required, deadline, empty=True) as closed:
             yield self._slots.batch(closed, self._divisor(closed))
 
     def count_nonfinite(self) -> None:

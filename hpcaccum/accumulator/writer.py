@@ -61,7 +61,7 @@ class Writer:
         self._calls = None if calls is None or calls.near else calls
         # The agent looks for gradients of other ranks, which often come soon.
         self._wake_agent = calls.wake if calls is not None else lambda: None
-        self._buffers = RankBuffers(protocol, storage, rank)
+        self._buffers = RankBuffers(protocol, storage)
         self._turn, self._call = OneThread(what), f"{what}: apply_grad"
         # The last step that an agent has named.
         self._seen = 0
