@@ -119,7 +119,8 @@ class Membership:
 
         It was cut off, or stopped. On another node, the agent of the root's tells it.
         """
-        if self._words.peek(self._base + 1 + rank) == _DEAD:
+        words = self._words
+        if words.direct and words.peek(self._base + 1 + rank) == _DEAD:
             raise LostRankError(
                 f"rank {rank} was cut off, or stopped: the other ranks have given it "
                 f"up and go on without it"

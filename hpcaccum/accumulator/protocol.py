@@ -200,32 +200,27 @@ class AdmissionProtocol:
         Raises:
             InvalidArgumentError: If the shape does not fit, or the round is full.
         """
-        word, offered, intends = self.words.read(STATE), None, False
-        try:
-            while True:
-                state = self.packing.unpack(word)
-                step, parity = state.step, state.parity
-                if local_step < step:
-                    self.counters.count(rank, False, step - local_step)
-                    return Admitted(False, local_step, step, parity)
-                offered = offered or offer()
-                shape = self._shape_of(offered, state)
-                index = self.record_index(parity, rank)
-                # Only its rank changes it, and a take before the round is open.
-                held, place = self.words.peek(index), fresh(parity)
-                if only not in (None, parity) or not (held or place):
-                    return Admitted(None, local_step, step, parity)
-                intends = True
-                self._set_intent(rank, 1 + parity)
-                new = self.packing.pack(state.admitted(shape))
-                found = self.words.compare_and_swap(STATE, word, new)
-                if found == word:
-                    intends = False
-                    break
-                word = found
-        finally:
-            if intends:
-                self.end_intent(rank)
+        word, offered = self.words.read(STATE), None
+        while True:
+            state = self.packing.unpack(word)
+            step, parity = state.step, state.parity
+            if local_step < step:
+                self.counters.count(rank, False, step - local_step)
+                return Admitted(False, local_step, step, parity)
+            offered = offered or offer()
+            shape = self._shape_of(offered, state)
+            index = self.record_index(parity, rank)
+            # Only its rank changes it, and a take before the round is open.
+            held, place = self.words.peek(index), fresh(parity)
+            if only not in (None, parity) or not (held or place):
+                return Admitted(None, local_step, step, parity)
+            self._set_intent(rank, 1 + parity)
+            new = self.packing.pack(state.admitted(shape))
+            found = self.words.compare_and_swap(STATE, word, new)
+            if found == word:
+                break
+            self.end_intent(rank)
+            word = found
         if held:
             before: Record | None = Record.of(held)
             record = Record.of(held).written()._replace(shape=shape)

@@ -168,10 +168,9 @@ class Counters:
         return size * cls._WIDTH
 
     def count(self, rank: int, accepted: bool, lag: int) -> None:
-        """Count a gradient; the next ordered store publishes it."""
+        """Count a gradient; on the node of the words. A later `write` publishes it."""
         index = self._base + rank * self._WIDTH + _column(accepted, lag)
-        # On the node of the words.
-        self._words.store_unordered(index, (self._words.peek(index) or 0) + 1)
+        self._words.store_unordered(index, self._words.peek(index) + 1)
 
     def count_nonfinite(self, rank: int) -> None:
         """Count a gradient that is not finite, and was not submitted."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.errors import InvalidArgumentError
@@ -93,12 +92,6 @@ class _RemoteWords(AtomicWords):
 
     def read(self, index: int) -> int:
         return int(self._call("read", index))
-
-    def peek(self, index: int) -> None:
-        return None
-
-    def watch(self, index: int) -> Callable[[], int]:
-        return functools.partial(self.read, index)
 
     def fetch_add(self, index: int, value: int) -> int:
         return int(self._call("fetch_add", index, value))

@@ -84,8 +84,8 @@ class AtomicWords:
         self._barrier()
         return word
 
-    def peek(self, index: int) -> int | None:
-        """Return one word as `read`, without an order; None if it is not `direct`."""
+    def peek(self, index: int) -> int:
+        """Return one word as `read`, without an order; only if `direct`."""
         return self._words[index]
 
     def fetch_add(self, index: int, value: int) -> int:
@@ -148,7 +148,7 @@ class AtomicWords:
     def watch(self, index: int) -> Callable[[], int]:
         """Return a function that reads a word as `read`, but orders no later loads.
 
-        For a rank that polls; `read` comes last.
+        For a rank that polls, only if `direct`; `read` comes last.
         """
         return functools.partial(self._words.__getitem__, index)
 
