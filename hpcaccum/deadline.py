@@ -255,6 +255,10 @@ class Deadline:
 
         self.block(attempt, missing)
 
+    def extended(self) -> Deadline:
+        """Return the limit of what is looked at once, also if no time is left."""
+        return Deadline(max(self.remaining, _GRACE), self.what)
+
     @contextlib.contextmanager
     def limits(self) -> Iterator[None]:
         """Let waits that this thread begins in the block be part of this one."""

@@ -250,7 +250,7 @@ class Writer:
                 if self._unanswered:
                     self._settle(deadline)
                 # It may ask for words of another node.
-                with deadline.limits():
+                with deadline.extended().limits():
                     return self._buffers.lend(shape)
 
         return deadline.wait(lend, self._buffers.missing)
