@@ -428,7 +428,7 @@ def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
     many.free()
 
 
-def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm, rank):
+def test_an_agent_is_one_thread_a_node_where_ranks_are_apart(comm, rank):
     group, before = group_of(comm), threading.active_count()
     words = [words_of(group, 0, 8) for _ in range(2)]
     started = threading.active_count() - before
@@ -436,5 +436,6 @@ def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm, rank):
     left = threading.active_count() - before
     words.pop().free()
 
-    assert started == left == (rank == 0 and not group.single_node)
+    leads = rank == group.node_ranks[0] and not group.single_node
+    assert started == left == leads
     assert threading.active_count() == before
